@@ -1,0 +1,59 @@
+"""What a rollout needs of a model. Adapters know the session, no method."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tachyscope.session import Session
+from tachyscope.types import Rope, Shape
+
+
+class Adapter(abc.ABC):
+    """A model, frozen: all that changes during a video lives in the session."""
+
+    name: str
+    kind: str  # "chunks" or "tokens": which named plans are meant
+    device: torch.device
+    dtype: torch.dtype
+    fps: int
+    actions: str  # one letter an action, "" where the model takes none; the first is "stay"
+    stock: str  # the plan its authors run
+    frame_dim: int  # which dimension of latents counts frames
+
+    @abc.abstractmethod
+    def shape(self, size: tuple[int, int] | None = None) -> Shape:
+        """The shape at a size in pixels (height, width), or at the model's own."""
+
+    @abc.abstractmethod
+    def rope(self, shape: Shape) -> Rope:
+        """How queries and keys turn with (t, y, x)."""
+
+    @abc.abstractmethod
+    def frames(self, latents: int) -> int:
+        """Pixel frames that this many latent frames decode to."""
+
+    @abc.abstractmethod
+    def encode(self, prompt: str) -> Any:
+        """The prompt as `start` takes it; has `lengths`, the entries a row of it fills, or ()."""
+
+    @abc.abstractmethod
+    def start(self, session: Session, prompt: Any) -> None:
+        """Hand the prompt to the session: cross-attention's keys and values, or one prefill."""
+
+    @abc.abstractmethod
+    def sample(self, session: Session, actions: Sequence[int]) -> Tensor:
+        """The next chunk's clean latents; its last pass leaves clean keys and values in now."""
+
+    @abc.abstractmethod
+    def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
+        """One clean pass over given latents: what `sample` ends with, without the making."""
+
+    @abc.abstractmethod
+    def decode(self, session: Session, latents: Tensor) -> np.ndarray:
+        """Frames uint8 [F, H, W, 3]; what streaming needs is kept in session.features."""

@@ -1,0 +1,56 @@
+"""What to read: policies for the video's own entries and for the prompt's."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tachyscope.meter import Meter
+from tachyscope.types import Layer, Moment, Shape, Text
+
+
+class AttentionPolicy(abc.ABC):
+    """Decides which entries a query reads; its only effect is on the layer's own tensors."""
+
+    paper: ClassVar[str]
+
+    @abc.abstractmethod
+    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
+        """Raise where the policy cannot serve this shape; `slots` is a bounded cache's size."""
+
+    @abc.abstractmethod
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+        """Fixed tensors to keep beside a layer of that many slots."""
+
+    @abc.abstractmethod
+    def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
+        """The past has changed and now holds `past` entries: bring the tensors up to date."""
+
+    @abc.abstractmethod
+    def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
+        """Attention of rotated queries q [B, H, S, D] over past and now."""
+
+
+class TextPolicy(abc.ABC):
+    """Decides which prompt tokens cross-attention reads."""
+
+    paper: ClassVar[str]
+
+    @abc.abstractmethod
+    def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
+        """Once a prompt: k, v [B, H, L, D] whose rows are padding from their true length on."""
+
+    @abc.abstractmethod
+    def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
+        """Attention of q [B, H, S, D] over the prepared prompt."""
+
+
+def count(meter: Meter, name: str, q: Tensor, entries: int) -> None:
+    """Add the pairs that q [B, H, S, D] scores against so many entries, and their work."""
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * entries
+    meter.add(name, pairs)
+    meter.add("macs", 2 * pairs * q.shape[3])

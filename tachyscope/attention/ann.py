@@ -1,0 +1,273 @@
+"""Read only the nearest entries (AnnSA)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.attention import AttentionPolicy, count
+from tachyscope.attention.dense import read_all
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
+from tachyscope.kernels.listed import listed_attention
+from tachyscope.meter import Meter
+from tachyscope.types import Layer, Moment, Shape
+
+# sign bits that order the past, so that a block's entries are alike
+BUCKET_BITS = 8
+
+
+class Blocks(NamedTuple):
+    """How a past is cut up: blocks of the sink, of the newest, and of the rest in bucket order."""
+
+    sink: int
+    newest: int
+    rest: int
+
+    @property
+    def always(self) -> int:
+        return self.sink + self.newest
+
+    @property
+    def all(self) -> int:
+        return self.always + self.rest
+
+
+@final
+@dataclass(frozen=True)
+class Ann(AttentionPolicy):
+    """Each tile of queries reads the blocks of past entries that it is likely to attend to.
+
+    Past entries are ordered by hash bucket and cut into blocks; a block's code (mean signs, or
+    int8 centroid) gives each query an estimate of the block's attention mass, and a tile reads the
+    blocks of largest mass: a share `read` of all past blocks, or `k` entries, or until `top_p` of
+    the mass. The present chunk is always read; `sink` and `newest` latent frames (and a prompt in
+    the cache) are read first and count inside. block=1, tile=1 is the paper's per-query form.
+    The choice is made in a chunk's first sparse pass and kept for its others; a token model
+    chooses for every token.
+
+    dense_passes, dense_layers: that share of the first passes and layers reads everything.
+    """
+
+    read: float | None = None
+    k: int | None = None
+    top_p: float | None = None
+    hash: Literal["int8", "lsh"] = "int8"
+    bits: int = 32
+    block: int = 16
+    tile: int = 64
+    sink: int = 1
+    newest: int = 1
+    dense_passes: float = 0.0
+    dense_layers: float = 0.0
+
+    paper: ClassVar[str] = "FAST-AR's AnnSA, arXiv 2602.01801"
+
+    def __post_init__(self) -> None:
+        name = "attention policy 'ann'"
+        if sum(dial is not None for dial in (self.read, self.k, self.top_p)) != 1:
+            raise TachyscopeError(f"{name} takes one of read, k, top_p: try ann:read=0.2")
+        for dial, value in (("read", self.read), ("top_p", self.top_p)):
+            if value is not None and not 0 < value <= 1:
+                raise TachyscopeError(f"{name}: {dial} must be over 0 and at most 1, got {value}")
+        for dial in ("dense_passes", "dense_layers"):
+            if not 0 <= getattr(self, dial) <= 1:
+                raise TachyscopeError(f"{name}: {dial} is a share, got {getattr(self, dial)}")
+        if min(self.block, self.tile, self.bits) < 1 or min(self.sink, self.newest) < 0:
+            raise TachyscopeError(
+                f"{name}: block, tile and bits must be 1 or more, sink and newest 0 or more, got "
+                f"block={self.block}, tile={self.tile}, bits={self.bits}, sink={self.sink}, "
+                f"newest={self.newest}"
+            )
+
+    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
+        protected = prompt + (self.sink + self.newest) * shape.places
+        if self.k is not None and self.k < protected:
+            raise TachyscopeError(
+                f"attention policy 'ann': k={self.k} is below the {protected} entries of prompt, "
+                f"sink={self.sink}f and newest={self.newest}f: raise k, or lower sink or newest"
+            )
+        if self.read is None or slots is None:
+            return
+        blocks = self._cut(shape, prompt, slots - shape.chunk_tokens)
+        if self.read * blocks.all < blocks.always - 0.5:
+            raise TachyscopeError(
+                f"attention policy 'ann': read={self.read:g} of {blocks.all} past blocks is less "
+                f"than the {blocks.always} of prompt, sink={self.sink}f and newest={self.newest}f: "
+                f"raise read to {blocks.always / blocks.all:.2g}, or lower sink or newest"
+            )
+
+    def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
+        sink = min(past, prompt + self.sink * shape.places)
+        newest = min(past - sink, self.newest * shape.places)
+        sizes = (sink, newest, past - sink - newest)
+        return Blocks(*(-(-n // self.block) for n in sizes))
+
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+        most = -(-slots // self.block) + 2  # sink, newest and the rest each end in a part block
+        tiles = -(-shape.chunk_tokens // self._tile(shape))
+        block, code = (shape.rows, shape.kv_heads, most), torch.int8
+        size = shape.head_dim if self.hash == "int8" else self.bits
+        if self.hash == "lsh":
+            code = torch.float32
+        return {
+            "ann_order": torch.full((*block[:2], most * self.block), -1, device=device),
+            "ann_code": torch.zeros(*block, size, dtype=code, device=device),
+            "ann_scale": torch.zeros(*block, 1, device=device),
+            "ann_weight": torch.zeros(block, device=device),
+            "ann_map": torch.zeros(
+                shape.rows, shape.heads, tiles, most, dtype=torch.int64, device=device
+            ),
+        }
+
+    def _tile(self, shape: Shape) -> int:
+        return 1 if shape.causal else self.tile
+
+    def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
+        """Order the past by bucket, sink and newest apart; note each block's code and weight."""
+        if self._dense_layer(at):
+            return
+        shape, blocks = at.shape, self._cut(at.shape, at.prompt, past)
+        sink = min(past, at.prompt + self.sink * shape.places)
+        newest = min(past - sink, self.newest * shape.places)
+        rest = layer.k[:, :, sink : past - newest]
+        order = sink + buckets(rest, BUCKET_BITS).argsort(dim=-1, stable=True)
+        slots = layer.own["ann_order"]
+        slots.fill_(-1)
+        ids = torch.arange(past, device=slots.device)
+        slots[:, :, :sink] = ids[:sink]
+        start = blocks.sink * self.block
+        slots[:, :, start : start + newest] = ids[past - newest :]
+        start = blocks.always * self.block
+        slots[:, :, start : start + order.shape[2]] = order
+        self._encode(layer, slots[:, :, : blocks.all * self.block], blocks.all)
+        meter.add("macs", rest.numel() * BUCKET_BITS)
+
+    def _encode(self, layer: Layer, order: Tensor, blocks: int) -> None:
+        at = order.clamp(min=0)
+        logw = layer.logw.expand(-1, order.shape[1], -1).gather(2, at)
+        logw = logw.masked_fill(order < 0, -math.inf).unflatten(2, (blocks, self.block))
+        keys = layer.k.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, layer.k.shape[3]))
+        keys = keys.unflatten(2, (blocks, self.block)).float()  # [B, Hkv, blocks, block, D]
+        live = (logw > -math.inf).float().unsqueeze(-1)
+        members = live.sum(3).clamp(min=1)
+        used = slice(0, blocks)
+        layer.own["ann_weight"][:, :, used] = logw.logsumexp(-1).clamp(min=-1e30)
+        if self.hash == "int8":
+            code, scale = quantise((keys * live).sum(3) / members)
+        else:
+            code = (signs(keys, self.bits) * live).sum(3) / members
+            scale = (keys.norm(dim=-1, keepdim=True) * live).sum(3) / members
+        layer.own["ann_code"][:, :, used] = code
+        layer.own["ann_scale"][:, :, used] = scale
+
+    def _dense_layer(self, at: Moment) -> bool:
+        return at.layer < math.ceil(self.dense_layers * at.shape.layers)
+
+    def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
+        first = math.ceil(self.dense_passes * at.steps) if at.steps > 1 else 0
+        if at.past == 0 or self._dense_layer(at) or at.step < first:
+            count(meter, "pairs", q, at.end)
+            return read_all(q, layer, at)
+        blocks = self._cut(at.shape, at.prompt, at.past)
+        chosen = layer.own["ann_map"]
+        if at.shape.causal and at.tokens > 1:
+            parts = [
+                self.attend(q[:, :, i : i + 1], layer, at.token(i), meter) for i in range(at.tokens)
+            ]
+            return torch.cat(parts, 2)
+        if at.shape.causal or all(step < first for step in at.before):
+            self._choose(q, layer, at, blocks, meter)
+        if self.top_p is not None and not q.is_cuda:
+            return self._read_ragged(q, layer, at, blocks, meter)
+        most = self._blocks_read(blocks)
+        tile, out = self._tile(at.shape), []
+        for i, part in enumerate(q.split(tile, 2)):
+            listed = self._listed(layer, chosen[:, :, i, :most])
+            out.append(self._read(part, layer, at, listed))
+            count(meter, "pairs", part, listed.shape[2] + at.end - at.past)
+            if self.top_p is not None:
+                skipped = (chosen[:, :, i, :most] < 0).sum() * self.block * part.shape[2]
+                meter.add("simulated_pairs_skipped", skipped)
+        return torch.cat(out, 2)
+
+    def _blocks_read(self, blocks: Blocks) -> int:
+        if self.top_p is not None:
+            return blocks.all
+        if self.k is not None:
+            most = -(-self.k // self.block)
+        else:
+            assert self.read is not None
+            most = round(self.read * blocks.all)
+        return min(blocks.all, max(blocks.always, most, 1))
+
+    def _choose(self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter) -> None:
+        """Write each tile's blocks to the map: always read, then the likeliest; -1 for none."""
+        mass = self._mass(q, layer, at, blocks.all)  # [B, H, tiles, blocks]
+        meter.add("macs", q.shape[:3].numel() * blocks.all * layer.own["ann_code"].shape[3])
+        most = self._blocks_read(blocks)
+        always = torch.arange(blocks.always, device=q.device).expand(*mass.shape[:3], -1)
+        rest = mass[..., blocks.always :]
+        best = rest.topk(most - blocks.always, -1)
+        ids = best.indices + blocks.always
+        if self.top_p is not None:
+            # a block is read while the mass before it is still short of top_p
+            head = mass[..., : blocks.always].sum(-1, keepdim=True)
+            before = head + best.values.cumsum(-1) - best.values
+            ids = ids.masked_fill(before >= self.top_p * mass.sum(-1, keepdim=True), -1)
+        tiles = mass.shape[2]
+        layer.own["ann_map"][:, :, :tiles, :most] = torch.cat([always, ids], -1)
+
+    def _mass(self, q: Tensor, layer: Layer, at: Moment, blocks: int) -> Tensor:
+        """Each tile's estimated attention mass on each past block, [B, H, tiles, blocks]."""
+        used = slice(0, blocks)
+        code, scale, weight = (
+            layer.own[name][:, :, used] for name in ("ann_code", "ann_scale", "ann_weight")
+        )
+        grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
+        if self.hash == "int8":
+            scores = int8_scores(grouped, code, scale)
+        else:
+            scores = lsh_scores(grouped, code, scale.squeeze(-1))
+        share = (scores + weight.unsqueeze(2)).softmax(-1)
+        share = share.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, H, S, blocks]
+        return torch.stack([part.sum(2) for part in share.split(self._tile(at.shape), 2)], 2)
+
+    def _listed(self, layer: Layer, ids: Tensor) -> Tensor:
+        """The entries of blocks ids [B, H, M], -1 where there is none: [B, H, M * block]."""
+        order = layer.own["ann_order"].unflatten(2, (-1, self.block))
+        order = order.repeat_interleave(ids.shape[1] // order.shape[1], 1)
+        at = ids.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, self.block)
+        return order.gather(2, at).masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(2)
+
+    def _read(self, q: Tensor, layer: Layer, at: Moment, listed: Tensor) -> Tensor:
+        now = slice(at.past, at.end)
+        return listed_attention(q, layer.k, layer.v, layer.logw, listed, now)
+
+    def _read_ragged(
+        self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
+    ) -> Tensor:
+        """Each head and tile reads as many blocks as it chose: a shape from data, for the CPU."""
+        out = torch.empty_like(q)
+        tile = self._tile(at.shape)
+        group = q.shape[1] // layer.k.shape[1]
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                kv = slice(h // group, h // group + 1)
+                w = kv if layer.logw.shape[1] > 1 else slice(0, 1)
+                order = layer.own["ann_order"][b, h // group].unflatten(0, (-1, self.block))
+                for i in range(-(-q.shape[2] // tile)):
+                    ids = layer.own["ann_map"][b, h, i, : blocks.all]
+                    listed = order[ids[ids >= 0]].flatten()
+                    listed = listed[listed >= 0][None, None]
+                    part = q[b : b + 1, h : h + 1, i * tile : (i + 1) * tile]
+                    out[b, h, i * tile : (i + 1) * tile] = listed_attention(
+                        part, layer.k[b : b + 1, kv], layer.v[b : b + 1, kv],
+                        layer.logw[b : b + 1, w], listed, slice(at.past, at.end),
+                    )[0, 0]  # fmt: skip
+                    count(meter, "pairs", part, listed.shape[2] + at.end - at.past)
+        return out

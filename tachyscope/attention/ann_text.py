@@ -1,0 +1,74 @@
+"""Read only the prompt tokens that some query may attend to (AnnCA)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.attention import TextPolicy, count
+from tachyscope.attention.pads import collapse
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.attention import attention
+from tachyscope.kernels.hashing import buckets, int8_scores, quantise
+from tachyscope.meter import Meter
+from tachyscope.types import Text
+
+
+@final
+@dataclass(frozen=True)
+class AnnText(TextPolicy):
+    """Drop prompt tokens that share a bucket with no query of the present pass.
+
+    With "lsh" a bucket is a sign pattern of `bits` random planes, the ones of attention policy ann;
+    with "int8" a query's bucket is its nearest token among int8 codes. Of the tokens that are hit
+    the `keep` most hit are read. A head of which no token is hit reads all. Padding is collapsed
+    first, which changes nothing.
+    """
+
+    keep: int = 170
+    hash: Literal["int8", "lsh"] = "int8"
+    bits: int = 6
+
+    paper: ClassVar[str] = "FAST-AR's AnnCA, arXiv 2602.01801"
+
+    def __post_init__(self) -> None:
+        if self.keep < 1 or not 1 <= self.bits <= 32:
+            raise TachyscopeError(
+                f"text policy 'ann': keep must be 1 or more and bits from 1 to 32, "
+                f"got keep={self.keep}, bits={self.bits}"
+            )
+
+    def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
+        return collapse(k, v, lengths)
+
+    def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
+        assert text.logw is not None
+        logw = text.logw.expand(-1, q.shape[1], -1)
+        hits = self._hits(q, text.k, logw)  # [B, H, L]
+        missed = (hits == 0) & (hits.sum(-1, keepdim=True) > 0)
+        logw = logw.masked_fill(missed, -math.inf)
+        size = min(self.keep, hits.shape[2])
+        if not q.is_cuda:
+            # the host may look: nothing that every head drops is scored
+            size = min(size, int((logw > -math.inf).sum(-1).max()))
+        best = hits.topk(size, -1).indices
+        wide = best.unsqueeze(-1).expand(-1, -1, -1, text.k.shape[3])
+        count(meter, "text_pairs", q, size)
+        return attention(q, text.k.gather(2, wide), text.v.gather(2, wide), logw.gather(2, best))
+
+    def _hits(self, q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
+        """How many queries fall into each token's bucket; 0 for an empty slot."""
+        if self.hash == "lsh":
+            hit = buckets(q, self.bits).unsqueeze(-1) == buckets(k, self.bits).unsqueeze(-2)
+            hits = hit.sum(2)
+        else:
+            scores = int8_scores(q, *quantise(k)) + logw.clamp(min=-1e30).unsqueeze(2)
+            hits = torch.zeros_like(logw, dtype=torch.int64)
+            near = scores.argmax(-1)
+            hits.scatter_add_(2, near, torch.ones_like(near))
+        return hits.masked_fill(logw == -math.inf, 0)

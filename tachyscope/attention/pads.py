@@ -1,0 +1,48 @@
+"""Collapse the prompt's identical padding tokens, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.attention import TextPolicy, count
+from tachyscope.kernels.attention import attention
+from tachyscope.meter import Meter
+from tachyscope.types import Text
+
+
+@final
+@dataclass(frozen=True)
+class Pads(TextPolicy):
+    """Read a prompt's padding as one token of its multiplicity.
+
+    Wan-type models pad to a fixed length and mask nothing, so the L - n padding tokens take part
+    with one and the same key and value. One of them with + log(L - n) on its score gives exactly
+    their joint numerator and denominator.
+    """
+
+    paper: ClassVar[str] = "FAST-AR's lemma 5.1, arXiv 2602.01801, applied to padding"
+
+    def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
+        return collapse(k, v, lengths)
+
+    def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
+        count(meter, "text_pairs", q, text.k.shape[2])
+        return attention(q, text.k, text.v, text.logw)
+
+
+def collapse(k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
+    """The longest row's tokens and one for the padding; a shorter row's further slots are empty."""
+    total = k.shape[2]
+    size = min(max(lengths) + 1, total)
+    logw = torch.zeros(len(lengths), 1, size, device=k.device)
+    for row, n in enumerate(lengths):
+        if n < total:
+            logw[row, 0, n] = math.log(total - n)
+            logw[row, 0, n + 1 :] = -math.inf
+    return Text(k[:, :, :size], v[:, :, :size], logw)

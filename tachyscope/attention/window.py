@@ -1,0 +1,73 @@
+"""Read the first entries and the newest (StreamingLLM), whatever the cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.attention import AttentionPolicy, count
+from tachyscope.attention.dense import read_all
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.attention import attention
+from tachyscope.meter import Meter
+from tachyscope.types import Layer, Moment, Shape
+
+
+@final
+@dataclass(frozen=True)
+class Window(AttentionPolicy):
+    """Read the first `sink` live entries, and the newest `tokens` with the present ones.
+
+    In token models a query is one of its own `tokens`; a chunk's tokens all read each other and
+    `tokens` of the past. It is the sparse attention that FastCar is combined with.
+    """
+
+    tokens: int = 16
+    sink: int = 4
+
+    paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453, as in FastCar, arXiv 2505.14709"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.sink < 0:
+            raise TachyscopeError(
+                f"attention policy 'window': tokens must be 1 or more and sink 0 or more, "
+                f"got tokens={self.tokens}, sink={self.sink}"
+            )
+
+    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
+        pass
+
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+        return {}
+
+    def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
+        pass
+
+    def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
+        near = self.tokens if at.shape.causal else self.tokens + at.tokens
+        pads = at.pads or (0,) * q.shape[0]
+        if at.end <= self.sink + max(pads) + near:
+            count(meter, "pairs", q, at.end)
+            return read_all(q, layer, at)
+        if at.shape.causal and at.tokens > 1:
+            return self._attend_in_order(q, layer, at, meter)
+        count(meter, "pairs", q, self.sink + near)
+        return self._attend(q, layer, at, pads, at.end - near, at.end)
+
+    def _attend(
+        self, q: Tensor, layer: Layer, at: Moment, pads: tuple[int, ...], start: int, end: int
+    ) -> Tensor:
+        parts = []
+        for x in (layer.k, layer.v, layer.logw):
+            first = [x[b : b + 1, :, p : p + self.sink] for b, p in enumerate(pads)]
+            parts.append(torch.cat([torch.cat(first), x[:, :, start:end]], 2))
+        k, v, logw = parts
+        return attention(q, k, v, None if at.plain else logw)
+
+    def _attend_in_order(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
+        """A pass of several tokens of a token model: each reads as if it came alone."""
+        out = [self.attend(q[:, :, i : i + 1], layer, at.token(i), meter) for i in range(at.tokens)]
+        return torch.cat(out, 2)

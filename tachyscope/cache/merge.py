@@ -1,0 +1,243 @@
+"""Merge entries that recur across frames (TempCache), within a hard budget or by a threshold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.cache import CachePolicy, Rotate, held, move
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.merge import alike_features, best_older, fold, roots
+from tachyscope.meter import Meter
+from tachyscope.types import Layer, Moment, Shape, Size
+
+
+@final
+@dataclass(frozen=True)
+class Merge(CachePolicy):
+    """Fold alike entries into one: mean value, + log m on the score.
+
+    Budget form: entries that leave the `newest` latent frames look for the most alike older entry;
+    at every commit exactly as many of the most alike as exceed the budget are folded into theirs,
+    and one whose partner is itself folded passes on to the partner's. `sink` first frames and
+    the `newest` are never touched.
+
+    Threshold form (the paper's): each query of the finished chunk names its top-1 past key; where
+    the two keys' cosine is at least `threshold` the new entry joins it. Nothing bounds the cache.
+
+    match: on which vectors entries are compared. keep: whose key and position stand for a group.
+    heads: "shared" compares by the mean over heads, so that all heads keep the same entries.
+    """
+
+    budget: Size | None = None
+    threshold: float | None = None
+    sink: int | None = None
+    newest: int | None = None
+    match: Literal["rotated", "unrotated", "key_value"] = "rotated"
+    keep: Literal["partner", "newest"] | None = None
+    heads: Literal["shared", "each"] = "shared"
+
+    paper: ClassVar[str] = "FAST-AR's TempCache, arXiv 2602.01801"
+    weighted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.threshold is not None:
+            raise TachyscopeError(
+                f"cache policy 'merge' takes a budget or a threshold, got budget={self.budget} and "
+                f"threshold={self.threshold}: leave one out"
+            )
+        if self.threshold is not None and not -1 <= self.threshold <= 1:
+            raise TachyscopeError(
+                f"cache policy 'merge': threshold is a cosine from -1 to 1, got {self.threshold}"
+            )
+        by_budget = self.threshold is None
+        ours: dict[str, object] = {
+            "budget": Size(21, True),
+            "sink": 1,
+            "newest": 1,
+            "keep": "partner",
+        }
+        theirs: dict[str, object] = {"sink": 0, "newest": 0, "keep": "newest"}
+        for name, value in (ours if by_budget else theirs).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self._sink < 0 or self._newest < 0:
+            raise TachyscopeError(
+                f"cache policy 'merge': sink and newest must be 0 or more latent frames, "
+                f"got sink={self.sink}, newest={self.newest}"
+            )
+        if not by_budget and self._newest:
+            raise TachyscopeError(
+                f"cache policy 'merge': with a threshold new entries are merged at once, so newest "
+                f"must be 0, got {self.newest}: leave it out, or give a budget instead"
+            )
+
+    @property
+    def _sink(self) -> int:
+        assert self.sink is not None
+        return self.sink
+
+    @property
+    def _newest(self) -> int:
+        assert self.newest is not None
+        return self.newest
+
+    @property
+    def grows(self) -> bool:
+        return self.threshold is not None
+
+    @property
+    def raw(self) -> bool:
+        return self.match != "rotated"
+
+    def groups(self, shape: Shape) -> int:
+        return 1 if self.heads == "shared" else shape.kv_heads
+
+    def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
+        if self.budget is None:
+            return prompt + 8 * shape.chunk_tokens
+        slots = held("merge", self.budget, shape, prompt, self._sink, self._newest)
+        if slots - prompt - (self._sink + self._newest + shape.chunk) * shape.places < 1:
+            raise TachyscopeError(
+                f"cache policy 'merge': budget={self.budget} leaves no entry to merge into beside "
+                f"the protected ones: raise it by at least one entry"
+            )
+        return slots
+
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+        if self.budget is None:
+            # the finished chunk's rotated queries: their top-1 names an entry's partner
+            size = (shape.rows, shape.heads, shape.chunk_tokens, shape.head_dim)
+            return {"queries": torch.zeros(size, device=device)}
+        size = (shape.rows, self.groups(shape), slots)
+        return {
+            "slot_partner": torch.zeros(size, dtype=torch.int64, device=device),
+            "slot_alike": torch.full(size, -math.inf, device=device),
+        }
+
+    def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
+        first = at.prompt + self._sink * at.shape.places
+        if self.budget is None:
+            return self._by_threshold(layer, at, n, min(first, at.past), meter)
+        return self._by_budget(layer, at, n, first, meter)
+
+    def _features(self, layer: Layer, entries: slice) -> Tensor:
+        shared = self.heads == "shared"
+        if self.match == "rotated":
+            return alike_features(layer.k[:, :, entries], shared)
+        assert layer.raw is not None
+        keys = alike_features(layer.raw[:, :, entries], shared)
+        if self.match == "unrotated":
+            return keys
+        values = alike_features(layer.v[:, :, entries], shared)
+        return torch.cat([keys, values], -1) / math.sqrt(2)
+
+    def _by_budget(self, layer: Layer, at: Moment, n: int, first: int, meter: Meter) -> int:
+        assert self.budget is not None
+        total, kept = at.past + n, self.budget.entries(at.shape) - at.shape.chunk_tokens
+        protected = self._newest * at.shape.places
+        old = slice(first, max(first, total - protected))
+        left = max(0, at.past - protected - first)  # of old, those matched at earlier commits
+        features = self._features(layer, old)
+        partner, alike = (layer.own[name][:, :, old] for name in ("slot_partner", "slot_alike"))
+        if left < features.shape[2]:
+            alike[:, :, left:], partner[:, :, left:] = best_older(features, left)
+            rows = features.shape[2] - left
+            meter.add("macs", rows * features.numel())
+        excess = total - kept
+        if excess <= 0:
+            return total
+        source = alike.topk(excess, 2).indices
+        parent = torch.arange(features.shape[2], device=features.device).expand_as(partner)
+        parent = parent.scatter(2, source, partner.gather(2, source))
+        root = roots(parent)
+        self._fold(layer, old, root)
+        survivors = features.shape[2] - excess
+        self._compact(layer, old, source, root, survivors)
+        move(layer, old.stop, first + survivors, total - old.stop)
+        return kept
+
+    def _fold(self, layer: Layer, entries: slice, root: Tensor) -> None:
+        v, logw = layer.v[:, :, entries], layer.logw[:, :, entries]
+        new_v, new_logw = fold(v, logw, root)
+        if self.keep == "newest":
+            self._take_newest(layer, entries, root)
+        v.copy_(new_v)
+        logw.copy_(new_logw)
+
+    def _take_newest(self, layer: Layer, entries: slice, root: Tensor) -> None:
+        """Give every root the key and position of its newest member."""
+        slots = torch.arange(root.shape[2], device=root.device)
+        order = layer.pos[:, :, entries, 0].long() * root.shape[2] + slots
+        newest = torch.full_like(order, -(2**62)).scatter_reduce_(2, root, order, "amax")
+        member = torch.where(root == slots, newest % root.shape[2], slots)
+        for name, x in layer.entries().items():
+            if name in ("k", "raw", "pos"):
+                x[:, :, entries] = _take(x[:, :, entries], member)
+
+    def _compact(
+        self, layer: Layer, old: slice, source: Tensor, root: Tensor, survivors: int
+    ) -> None:
+        """Close the gaps that sources leave, and let partners point where theirs went."""
+        gone = torch.zeros_like(root, dtype=torch.bool).scatter_(2, source, True)
+        order = gone.to(torch.int8).argsort(dim=2, stable=True)[:, :, :survivors]
+        slot_now = (~gone).long().cumsum(2) - 1
+        partner = layer.own["slot_partner"][:, :, old]
+        # a partner that was folded away has passed on to its root, older still
+        heir = slot_now.gather(2, root.gather(2, partner))
+        kept = slice(old.start, old.start + survivors)
+        for x in (*layer.entries().values(), layer.own["slot_alike"]):
+            x[:, :, kept] = _take(x[:, :, old], order)
+        partner[:, :, :survivors] = heir.gather(2, order)
+        # an heir is another entry than the one that was measured, and its key may have changed
+        features = self._features(layer, kept)
+        theirs = _take(features, partner[:, :, :survivors])
+        layer.own["slot_alike"][:, :, kept] = (features * theirs).sum(-1)
+        layer.own["slot_alike"][:, :, old.start] = -math.inf
+
+    def _by_threshold(self, layer: Layer, at: Moment, n: int, first: int, meter: Meter) -> int:
+        total = at.past + n
+        if at.past == first:
+            return total
+        assert self.threshold is not None
+        q, k = layer.own["queries"][:, :, :n], layer.k[:, :, first : at.past]
+        q = q.unflatten(1, (k.shape[1], -1)).sum(2)
+        if self.heads == "shared":
+            q, k = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (q, k))
+        live = layer.logw[:, :, first : at.past].clamp(min=-1e30).unsqueeze(2)
+        best = (q.float() @ k.float().mT / math.sqrt(at.shape.head_dim) + live).argmax(-1)
+        meter.add("macs", q.shape[0] * n * (at.past - first) * q[0, :, 0].numel())
+        everything = slice(first, total)
+        features = self._features(layer, everything)
+        past = at.past - first
+        cosine = (features[:, :, past:] * _take(features, best)).sum(-1)
+        index = torch.arange(total - first, device=best.device).expand(*best.shape[:2], -1)
+        joins = cosine >= self.threshold
+        root = torch.cat([index[:, :, :past], torch.where(joins, best, index[:, :, past:])], 2)
+        self._fold(layer, everything, root)
+        return first + self._close_gaps(layer, everything)
+
+    def _close_gaps(self, layer: Layer, entries: slice) -> int:
+        """Bring live entries to the front; how many slots are in use after.
+
+        The number is data. On CUDA the host does not look: empty slots stay in use there.
+        """
+        empty = layer.logw[:, :, entries] == -math.inf
+        order = empty.to(torch.int8).argsort(dim=2, stable=True)
+        for x in layer.entries().values():
+            x[:, :, entries] = _take(x[:, :, entries], order)
+        if empty.is_cuda:
+            return empty.shape[2]
+        return int((~empty).sum(2).max())
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Entries `index` [B, G, m] of x [B, H, n, ...]; G = 1 serves all heads."""
+    index = index.expand(-1, x.shape[1], -1)
+    if x.dim() == 4:
+        index = index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
+    return x.gather(2, index)

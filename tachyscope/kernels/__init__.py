@@ -1,0 +1,1 @@
+"""Functions of tensors, each beside its float64 reference."""

@@ -1,0 +1,57 @@
+"""Attention over entries that may stand for several, or for none."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """softmax(q·k / √D + logw) v for q [B, H, S, D] and entries [B, Hkv, N, D].
+
+    logw [B, Hkv or 1, N] is the log of an entry's multiplicity, -inf where a slot is empty. With
+    `causal` the last S entries are the queries' own, and none sees a later one.
+    """
+    mask = None if logw is None else bias(logw, q)
+    if causal and q.shape[2] > 1:
+        s, n = q.shape[2], k.shape[2]
+        seen = torch.ones(s, n, dtype=torch.bool, device=q.device).tril(n - s)
+        later = torch.zeros(s, n, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
+        mask = later if mask is None else mask + later
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def bias(logw: Tensor, q: Tensor) -> Tensor:
+    """logw [B, Hkv or 1, N] as an additive mask [B, H or 1, 1, N] in q's type.
+
+    An empty slot gets a large finite number: a row that sees only empty slots (a pad of the
+    prompt) then stays finite, and any live entry still drowns them to exactly zero.
+    """
+    if logw.shape[1] > 1:
+        logw = logw.repeat_interleave(q.shape[1] // logw.shape[1], 1)
+    floor = -3e4 if q.dtype == torch.float16 else -1e30
+    return logw.clamp(min=floor).to(q.dtype).unsqueeze(2)
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """The definition, in float64, with every head's entries written out."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = q.double() @ k.mT / math.sqrt(q.shape[-1])
+    if logw is not None:
+        wide = logw if logw.shape[1] == 1 else logw.repeat_interleave(group, 1)
+        scores = scores + wide.double().unsqueeze(2)
+    if causal:
+        s, n = scores.shape[-2:]
+        later = torch.arange(n, device=q.device) > torch.arange(n - s, n, device=q.device)[:, None]
+        scores = scores.masked_fill(later, -math.inf)
+    return (scores.softmax(-1) @ v).to(q.dtype)

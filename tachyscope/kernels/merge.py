@@ -1,0 +1,93 @@
+"""Find alike entries and fold them into one another."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# rows of the similarity matrix made at once: bounds its memory, not its result
+TILE = 4096
+
+
+def alike_features(x: Tensor, shared: bool) -> Tensor:
+    """Vectors whose dot product is the cosine of two entries: x [B, H, n, D] -> [B, G, n, E].
+
+    Shared by all heads (G = 1), it is the mean of the heads' cosines.
+    """
+    unit = F.normalize(x.float(), dim=-1)
+    if not shared:
+        return unit
+    return unit.transpose(1, 2).flatten(2).unsqueeze(1) / math.sqrt(x.shape[1])
+
+
+def best_older(features: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """For entries `first`… of features [B, G, n, E], the most alike older one: cosine and index.
+
+    Slots are ordered by age. An entry with none before it gets -inf and itself.
+    """
+    n = features.shape[2]
+    cosines, partners = [], []
+    for lo in range(first, n, TILE):
+        hi = min(n, lo + TILE)
+        cosine = features[:, :, lo:hi] @ features[:, :, :hi].mT
+        newer = torch.ones(hi - lo, hi, dtype=torch.bool, device=cosine.device).triu(lo)
+        best, index = cosine.masked_fill_(newer, -math.inf).max(-1)
+        cosines.append(best)
+        partners.append(index)
+    partner = torch.cat(partners, 2)
+    if first == 0:
+        partner[:, :, 0] = 0
+    return torch.cat(cosines, 2), partner
+
+
+def best_older_reference(features: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The definition, one entry at a time in float64."""
+    x = features.double()
+    b, g, n, _ = x.shape
+    cosine = torch.full((b, g, n - first), -math.inf, dtype=torch.float64)
+    partner = torch.zeros(b, g, n - first, dtype=torch.int64)
+    for i in range(max(first, 1), n):
+        best = (x[:, :, :i] @ x[:, :, i, :, None]).squeeze(-1).max(-1)
+        cosine[:, :, i - first], partner[:, :, i - first] = best.values, best.indices
+    return cosine.to(features.dtype), partner
+
+
+def roots(parent: Tensor) -> Tensor:
+    """Where entries end up when each passes on to its parent [B, G, n], older or itself."""
+    for _ in range(max(1, parent.shape[2]).bit_length()):
+        parent = parent.gather(2, parent)
+    return parent
+
+
+def fold(v: Tensor, logw: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and log-weights after every entry is folded into its root.
+
+    v [B, H, n, D], logw and root [B, G, n] with G = H or 1. With w = exp(logw) a root gets
+    W = Σ w and V = Σ w v / W over its members: for equal keys attention is left as it was, exactly,
+    since both terms share exp(q·k). An entry that is alone keeps its bits.
+    """
+    w = logw.double().exp()
+    total = torch.zeros_like(w).scatter_add_(2, root, w)
+    at, wide = (x.expand(-1, v.shape[1], -1).unsqueeze(-1).expand_as(v) for x in (root, w))
+    # sums in float64: (Σ w v, Σ w) then does not depend on the order of folding
+    value = torch.zeros_like(v, dtype=torch.float64).scatter_add_(2, at, v.double() * wide)
+    alone = (total == w).unsqueeze(-1)
+    value = value / total.clamp(min=1e-300).unsqueeze(-1)
+    return torch.where(alone, v, value.to(v.dtype)), total.log().to(logw.dtype)
+
+
+def fold_reference(v: Tensor, logw: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, group by group in float64; an entry with no members becomes empty."""
+    out, weights = v.clone(), torch.full_like(logw, -math.inf)
+    for b in range(v.shape[0]):
+        for h in range(v.shape[1]):
+            g = h if root.shape[1] > 1 else 0
+            for i in root[b, g].unique():
+                member = root[b, g] == i
+                w = logw[b, g, member].double().exp()
+                out[b, h, i] = (w[:, None] * v[b, h, member].double()).sum(0) / w.sum()
+                weights[b, g, i] = w.sum().log()
+    return out, weights

@@ -1,0 +1,67 @@
+"""What a number was measured on: the machine and the versions, without names of hosts."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict[str, str | int | float | None]:
+    """CPU, cores and memory this process may use, and the first GPU, or None."""
+    found: dict[str, str | int | float | None] = {
+        "cpu": _cpu(),
+        "cores": _cores(),
+        "memory_gb": _memory_gb(),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = properties.name
+        found["gpu_memory_gb"] = round(properties.total_memory / 1e9, 1)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions that can change a result; a package that is not there has no key."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in ("tachyscope", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return " ".join(value.split())
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _cores() -> int:
+    # a container is often given fewer cores than the machine has
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_gb() -> float | None:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not every system counts its pages
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    with suppress(OSError, ValueError):  # no such file, or the word "max"
+        total = min(total, int(limit.read_text()))
+    return round(total / 1e9, 1)

@@ -1,0 +1,70 @@
+"""Counts work and spans of time; one row a chunk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Meter:
+    """Adds up named numbers and spans of time, until take() hands the row over.
+
+    Tensors stay on their device and CUDA spans are pairs of events, both read in take() alone:
+    measuring makes the host wait for nothing inside a chunk.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._row: dict[str, float | Tensor] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        self._row[name] = self._row.get(name, 0.0) + value
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        if self._cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            stop.record()
+            self._events.append((name, start, stop))
+        else:
+            t0 = time.perf_counter()
+            yield
+            self.add(f"{name}_ms", (time.perf_counter() - t0) * 1e3)
+
+    def take(self) -> dict[str, float]:
+        """The row since the last take. The one place that waits for the device."""
+        for name, start, stop in self._events:
+            stop.synchronize()
+            self.add(f"{name}_ms", start.elapsed_time(stop))
+        row, self._row, self._events = self._row, {}, []
+        return {name: float(value) for name, value in row.items()}
+
+
+# a chunk's own values, where adding up over a rollout makes no sense
+LEVELS = ("cache_mb", "entries")
+
+
+def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A rollout's sums, with the shares and rates that follow from them."""
+    total: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            total[name] = value if name in LEVELS else total.get(name, 0.0) + value
+    total["density"] = total.get("pairs", 0.0) / max(total.get("pairs_dense", 0.0), 1.0)
+    seen = total.get("rows_computed", 0.0) + total.get("rows_replayed", 0.0)
+    replayed = total.get("rows_replayed", 0.0) + total.get("simulated_rows_replayed", 0.0)
+    total["share_all"] = replayed / max(seen, 1.0)
+    total["share_eligible"] = replayed / max(total.get("rows_eligible", 0.0), 1.0)
+    if total.get("text_pairs_dense"):
+        total["text_density"] = total["text_pairs"] / total["text_pairs_dense"]
+    if total.get("chunk_ms"):
+        total["fps_avg"] = 1e3 * total.get("frames", 0.0) / total["chunk_ms"]
+        total["fps_now"] = 1e3 * rows[-1].get("frames", 0.0) / rows[-1]["chunk_ms"]
+    return total

@@ -1,0 +1,72 @@
+"""Models by name, and checkpoints by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tachyscope.adapters import Adapter
+from tachyscope.adapters.vila_u import load_vila, toy_tokens
+from tachyscope.adapters.wan_causal import load_wan, toy_chunks
+from tachyscope.errors import TachyscopeError
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What `load` makes of a name."""
+
+    about: str
+    make: Callable[..., Adapter]
+    weights: bool  # whether a checkpoint must be given
+
+
+MODELS = {
+    "toy-chunks": Entry(
+        "tiny random Wan-type diffusion model, a chunk of 3 at a time", toy_chunks, False
+    ),
+    "toy-tokens": Entry("tiny random VILA-U-type model, token by token", toy_tokens, False),
+    "wan_causal": Entry(
+        "any Wan-type causal checkpoint: a folder, .safetensors or .pt", load_wan, True
+    ),
+    "vila_u": Entry("any VILA-U checkpoint folder", load_vila, True),
+}
+
+
+def load(
+    name: str,
+    weights: str | Path | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "float32",
+) -> Adapter:
+    """A model by name; `weights` is the checkpoint, where the name stands for an architecture."""
+    if name not in MODELS:
+        raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise TachyscopeError(f"no dtype {dtype!r}; there are: {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    place = _device(device)
+    entry = MODELS[name]
+    if entry.weights:
+        if weights is None:
+            raise TachyscopeError(f"model {name!r} needs a checkpoint: give weights=PATH")
+        return entry.make(Path(weights), device=place, dtype=dtype)
+    if weights is not None:
+        raise TachyscopeError(f"model {name!r} brings its own weights: leave weights out")
+    return entry.make()
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise TachyscopeError(f"no device {device!r}; give cpu, cuda or cuda:N") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise TachyscopeError("device cuda: no CUDA device is usable here: use device cpu")
+    return place

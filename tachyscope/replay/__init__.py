@@ -1,0 +1,53 @@
+"""What to compute again: policies that let the last frame's MLP outputs serve once more."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tachyscope.types import Moment, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which tokens of a pass to compute; the others replay.
+
+    rows  [B, R]  int64: a fixed number of tokens a row of the batch, or
+    gate  [B, S]  bool: any number, known to the device only
+    """
+
+    rows: Tensor | None = None
+    gate: Tensor | None = None
+
+
+class ReplayPolicy(abc.ABC):
+    """Decides which tokens' MLPs are computed; its only effect is on the tensors handed in."""
+
+    paper: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def score(self) -> str:
+        """What the session must measure: "" nothing, "rotated" TAS, "mixed" the authors' code's."""
+
+    @abc.abstractmethod
+    def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+        """Fixed tensors to keep beside a layer."""
+
+    @abc.abstractmethod
+    def choose(
+        self,
+        score: Tensor | None,
+        age: Tensor,
+        own: dict[str, Tensor],
+        at: Moment,
+        dice: torch.Generator,
+    ) -> Choice | None:
+        """From scores (where asked for) and ages [B, S] of replayable tokens; None: compute all.
+
+        An age is how often in a row the value that would be replayed has been replayed already.
+        """

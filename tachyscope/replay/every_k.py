@@ -1,0 +1,43 @@
+"""Compute every k-th frame, replay the others: what a score must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.types import Moment, Shape
+
+
+@final
+@dataclass(frozen=True)
+class EveryK(ReplayPolicy):
+    """Compute all tokens of every `k`-th chunk and none of the others; a control."""
+
+    k: int = 2
+
+    paper: ClassVar[str] = ""
+    score: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise TachyscopeError(f"replay policy 'every_k': k must be 1 or more, got {self.k}")
+
+    def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+        return {}
+
+    def choose(
+        self,
+        score: Tensor | None,
+        age: Tensor,
+        own: dict[str, Tensor],
+        at: Moment,
+        dice: torch.Generator,
+    ) -> Choice | None:
+        if at.chunk % self.k == 0:
+            return None
+        return Choice(rows=torch.empty(age.shape[0], 0, dtype=torch.int64, device=age.device))

@@ -1,0 +1,47 @@
+"""Replay tokens drawn at random: what a score must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
+from tachyscope.types import Moment, Shape
+
+
+@final
+@dataclass(frozen=True)
+class Random(ReplayPolicy):
+    """Replay a random `share` of the tokens; a control. A guidance pair shares its draw."""
+
+    share: float = 0.5
+    age: int = 0
+
+    paper: ClassVar[str] = ""
+    score: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        tokens_to_compute("random", self.share, self.age, 1)
+
+    def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+        return {}
+
+    def choose(
+        self,
+        score: Tensor | None,
+        age: Tensor,
+        own: dict[str, Tensor],
+        at: Moment,
+        dice: torch.Generator,
+    ) -> Choice | None:
+        draws = 1 if at.shape.paired else age.shape[0]
+        luck = torch.rand(draws, at.tokens, generator=dice, device=age.device)
+        luck = luck.expand(age.shape)
+        if at.shape.causal and at.tokens == 1:
+            replay = luck < self.share
+            return Choice(gate=~(replay & (age < self.age)) if self.age else ~replay)
+        return refresh_and_fill(luck, self.share, self.age, at, "random")

@@ -1,0 +1,47 @@
+"""A fixed share of a pass's tokens, with a limit on how long a value may serve."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.replay import Choice
+from tachyscope.types import Moment
+
+
+def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
+    """How many of `tokens` a share leaves to compute; raises where the age limit needs more."""
+    if not 0 <= share <= 1:
+        raise TachyscopeError(
+            f"replay policy {policy!r}: share must be from 0 to 1, got {share}: "
+            f"it is the part that is replayed"
+        )
+    if age and share > age / (age + 1):
+        raise TachyscopeError(
+            f"replay policy {policy!r}: share={share} cannot keep age={age}, which needs every "
+            f"token computed once in {age + 1} frames: lower share to {age / (age + 1):.3g} or "
+            f"raise age"
+        )
+    due = math.ceil(tokens / (age + 1)) if age else 0
+    return max(due, tokens - round(share * tokens))
+
+
+def refresh_and_fill(
+    urgency: Tensor, share: float, age: int, at: Moment, policy: str
+) -> Choice | None:
+    """The tokens whose turn it is, then those of highest urgency [B, S], a fixed number in all.
+
+    With an age limit every token has its turn once in age + 1 chunks, by its index: the limit holds
+    whatever the scores say, and no chunk costs more than another.
+    """
+    tokens = urgency.shape[1]
+    compute = tokens_to_compute(policy, share, age, tokens)
+    if compute == tokens:
+        return None
+    if age:
+        turn = torch.arange(tokens, device=urgency.device) % (age + 1) == at.chunk % (age + 1)
+        urgency = urgency.masked_fill(turn, math.inf)
+    return Choice(rows=urgency.topk(compute, -1).indices)

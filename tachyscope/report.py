@@ -1,0 +1,393 @@
+"""One HTML file that tells what was run, what it saved and what that cost; it needs no network."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.files import write_atomically
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One rollout: its name, its plan spelled out, the meter's rows and their summary.
+
+    Of a row the plots read `frames`, `chunk_ms`, `cache_mb` and `psnr_dense`, where present.
+    """
+
+    name: str
+    plan: str
+    rows: Sequence[Mapping[str, float]]
+    summary: Mapping[str, float]
+    notes: Sequence[str] = ()  # what a reader must know, such as a method that saved nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Up to which frame, and above how many dB, closeness to the dense run means anything."""
+
+    db: float
+    horizon: int | None  # None: two dense runs did not part in the frames compared
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A row of the table: the summary's key, its name, how a value is written, what it means."""
+
+    key: str
+    name: str
+    write: Callable[[float], str]
+    meaning: str
+
+
+def number(value: float) -> str:
+    """Three significant digits, whole numbers in full, thousands set apart; no number is a dash."""
+    if not math.isfinite(value):
+        return "∞" if value == math.inf else "–"
+    if value and not 1e-5 <= abs(value) < 1e9:
+        return f"{value:.2e}"
+    if value == round(value) or abs(value) >= 1000:
+        return f"{value:,.0f}".replace(",", "\u202f")
+    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
+
+
+def percent(value: float) -> str:
+    return f"{number(100 * value)} %" if math.isfinite(value) else "–"
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}×" if math.isfinite(value) else "–"
+
+
+def decibels(value: float) -> str:
+    return f"{value:.1f} dB" if math.isfinite(value) else "–"
+
+
+MEASURES = (
+    Measure("frames", "Frames", number, "pixel frames made"),
+    Measure("fps_avg", "Frames/s", number, "over the whole rollout"),
+    Measure("fps_now", "Frames/s at the end", number, "of the last chunk alone"),
+    Measure("ratio_dense", "Speed to dense", times, "time of the dense run over this one’s"),
+    Measure("ratio_stock", "Speed to stock", times, "against the authors’ own setting"),
+    Measure("density", "Density", percent, "query-key pairs scored, of the dense model’s"),
+    Measure("recall", "Recall", percent, "dense attention mass that was kept"),
+    Measure("cache_mb", "Cache, MB", number, "held at the end"),
+    Measure("peak_gb", "Peak memory, GB", number, "of the device"),
+    Measure("rows_computed", "MLP rows computed", number, "rows the MLPs really saw"),
+    Measure("rows_replayed", "MLP rows replayed", number, "rows taken from the frame before"),
+    Measure("macs", "Counted GMACs", lambda v: number(v / 1e9), "linears and attention"),
+    Measure("psnr_dense", "PSNR to dense", decibels, "mean over frames, at most 100 dB"),
+    Measure("psnr_truth", "PSNR to truth", decibels, "against the world itself"),
+    Measure("revisit_db", "Revisit", decibels, "PSNR of a place seen again"),
+    Measure("sharpness", "Sharpness", times, "detail, relative to the dense run’s"),
+    Measure("motion", "Motion", number, "mean change from frame to frame, in levels of 255"),
+    Measure("frozen_frames", "Frozen frames", number, "moving less than 0.1 level"),
+    Measure("flat_frames", "Flat frames", number, "with a contrast below 2 levels"),
+)
+
+# above this two pictures look the same, and the axis is better spent below
+SAME_DB = 60.0
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    title: str,
+    runs: Sequence[Run],
+    *,
+    model: str,
+    command: str,
+    machine: Mapping[str, object],
+    versions: Mapping[str, str],
+    floor: Floor | None = None,
+    noise: tuple[float, float] | None = None,
+    video: bytes | None = None,
+    lead: str = "",
+    date: str = "",
+) -> Path:
+    """Write the report of some runs, the baseline first, as one self-contained HTML file.
+
+    `video` is a whole mp4; `noise` is the range of the baseline's speed against itself; `lead` is
+    the verdict in a sentence; `date` is today's unless given.
+    """
+    if not runs:
+        raise TachyscopeError("a report needs at least one run, got none: give a run")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html").render(
+        title=title,
+        lead=lead,
+        facts=_facts(model, machine, versions, command, date or f"{datetime.now(UTC):%Y-%m-%d}"),
+        horizon=_horizon(floor),
+        noise=_noise(noise) if len(runs) > 1 else "",
+        runs=runs,
+        light=LIGHT,
+        dark=DARK,
+        table=_table(runs, noise),
+        everything=_everything(runs),
+        plots=_plots(runs, floor),
+        video=None if video is None else base64.b64encode(video).decode(),
+    )
+    return write_atomically(path, page)
+
+
+def _facts(
+    model: str, machine: Mapping[str, object], versions: Mapping[str, str], command: str, date: str
+) -> dict[str, str]:
+    units = {"cores": "cores", "memory_gb": "GB", "gpu_memory_gb": "GB"}
+    parts = [f"{v} {units.get(k, '')}".strip() for k, v in machine.items() if v is not None]
+    if "gpu" in machine and machine["gpu"] is None:
+        parts.append("no GPU")
+    return {
+        "Model": model,
+        "Date": date,
+        "Machine": ", ".join(parts),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "Command": command,
+    }
+
+
+def _horizon(floor: Floor | None) -> str:
+    if floor is None:
+        return "Not measured: how far closeness to the dense run can be trusted is unknown."
+    if floor.horizon is None:
+        return f"Not reached: two dense runs stay above {floor.db:g} dB in all frames compared."
+    return (
+        f"Frame {floor.horizon}: there two dense runs part (PSNR below {floor.db:g} dB), and "
+        "beyond it closeness to the dense run says nothing about quality."
+    )
+
+
+def _noise(noise: tuple[float, float] | None) -> str:
+    if noise is None:
+        return "The baseline was not timed against itself: a ratio may be noise."
+    low, high = noise
+    return (
+        f"The baseline timed against itself gave {times(low)} to {times(high)}; "
+        "a ratio in that range is no speed-up."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    name: str
+    meaning: str
+    cells: list[tuple[str, str]]  # what is shown, and a remark to it
+
+
+def _table(runs: Sequence[Run], noise: tuple[float, float] | None) -> list[_Line]:
+    lines = []
+    for measure in MEASURES:
+        cells = [
+            # the baseline is its own measure, so its ratio is no claim
+            _cell(measure, run, noise if i else None)
+            for i, run in enumerate(runs)
+        ]
+        if any(shown for shown, _ in cells):
+            lines.append(_Line(measure.name, measure.meaning, cells))
+    return lines
+
+
+def _cell(measure: Measure, run: Run, noise: tuple[float, float] | None) -> tuple[str, str]:
+    value = run.summary.get(measure.key)
+    simulated = run.summary.get(f"simulated_{measure.key}")
+    # a simulated saving may stand only where it cannot be taken for a real one
+    if simulated and not value:
+        return measure.write(simulated), "simulated"
+    if value is None:
+        return "", ""
+    unclear = measure.key.startswith("ratio_") and noise and noise[0] <= value <= noise[1]
+    return measure.write(value), "within noise" if unclear else ""
+
+
+def _everything(runs: Sequence[Run]) -> list[_Line]:
+    keys = dict.fromkeys(key for run in runs for key in run.summary)
+    shown = [[number(run.summary[k]) if k in run.summary else "" for run in runs] for k in keys]
+    return [_Line(k, "", [(v, "") for v in vs]) for k, vs in zip(keys, shown, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of the plots for a light or a dark page; `runs` are taken in turn."""
+
+    ink: str
+    soft: str  # labels, axes
+    line: str  # grid
+    runs: tuple[str, ...]
+
+
+LIGHT = Theme(
+    "#24272c", "#666b73", "#e4e1d9",
+    ("#6b7280", "#0f7f86", "#c2571a", "#6d4fc4", "#a3234f", "#4d7c0f", "#8a6100"),
+)  # fmt: skip
+DARK = Theme(
+    "#e6e3dc", "#a3a6ab", "#33373d",
+    ("#a3a9b4", "#4fc3c9", "#f0955a", "#ac97f0", "#ee7fa2", "#a3cf5f", "#dcb457"),
+)  # fmt: skip
+# of lines, so that colour is never the only difference
+STROKES = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    title: str
+    caption: str
+    alt: str
+    light: str  # SVG in base64
+    dark: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    index: int  # of its run
+    name: str
+    x: list[float]
+    y: list[float]
+
+    def map(self, change: Callable[[float], float]) -> _Curve:
+        return replace(self, y=[change(value) for value in self.y])
+
+
+def _plots(runs: Sequence[Run], floor: Floor | None) -> list[_Plot]:
+    plots = [_time(runs), _cache(runs), _closeness(runs, floor)]
+    return [plot for plot in plots if plot is not None]
+
+
+def _time(runs: Sequence[Run]) -> _Plot | None:
+    curves, unit = _curves(runs, "chunk_ms"), "ms"
+    if not curves:
+        return None
+    values = sorted(value for curve in curves for value in curve.y)
+    # the first chunk often warms up, and would flatten all the others
+    most = values[math.ceil(0.9 * len(values)) - 1]
+    top = 1.12 * (values[-1] if values[-1] <= 2 * most else most)
+    if top >= 2000:
+        unit, top, values = "s", top / 1e3, [value / 1e3 for value in values]
+        curves = [curve.map(lambda value: value / 1e3) for curve in curves]
+    caption = "Each chunk, from its first pass to its last frame."
+    high = sum(value > top for value in values)
+    if high:
+        chunks = "one chunk lies" if high == 1 else f"{high} chunks lie"
+        caption += f" ▲ {chunks} above the axis, at most {number(values[-1])} {unit}."
+    return _plot("Time of a chunk", unit, curves, caption, top)
+
+
+def _cache(runs: Sequence[Run]) -> _Plot | None:
+    curves = _curves(runs, "cache_mb")
+    if not curves:
+        return None
+    top = 1.12 * max(max(curve.y) for curve in curves)
+    return _plot("Cache", "MB", curves, "Held after each chunk, all layers.", top)
+
+
+def _closeness(runs: Sequence[Run], floor: Floor | None) -> _Plot | None:
+    curves = [curve.map(lambda y: min(y, SAME_DB)) for curve in _curves(runs, "psnr_dense")]
+    if not curves:
+        return None
+    caption = f"Mean of each chunk; {SAME_DB:g} dB and more are drawn as {SAME_DB:g}."
+    return _plot("PSNR to dense", "dB", curves, caption, SAME_DB + 3, floor)
+
+
+def _curves(runs: Sequence[Run], key: str) -> list[_Curve]:
+    """Of every run that has the key: frames made by each chunk's end, and the finite values."""
+    curves = []
+    for i, run in enumerate(runs):
+        ends = accumulate(row.get("frames", 1) for row in run.rows)
+        points = [
+            (end, row[key])
+            for end, row in zip(ends, run.rows, strict=True)
+            if math.isfinite(row.get(key, math.nan))
+        ]
+        if points:
+            curves.append(_Curve(i, run.name, [x for x, _ in points], [y for _, y in points]))
+    return curves
+
+
+def _plot(
+    title: str,
+    unit: str,
+    curves: Sequence[_Curve],
+    caption: str,
+    top: float,
+    floor: Floor | None = None,
+) -> _Plot:
+    ends = [f"{c.name} from {number(c.y[0])} to {number(c.y[-1])}" for c in curves]
+    title = f"{title}, {unit}"
+    alt = f"{title}, over frames: {'; '.join(ends)}."
+    light, dark = (_picture(theme, curves, top, floor) for theme in (LIGHT, DARK))
+    return _Plot(title, caption, alt, light, dark)
+
+
+def _picture(theme: Theme, curves: Sequence[_Curve], top: float, floor: Floor | None) -> str:
+    """The curves as SVG, in base64."""
+    with mpl.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "tachyscope",  # else two reports of one run differ
+            "font.family": "DejaVu Sans",
+            "font.size": 9.5,
+            "text.parse_math": False,
+            "text.color": theme.ink,
+            "axes.labelcolor": theme.soft,
+            "xtick.color": theme.soft,
+            "ytick.color": theme.soft,
+        }
+    ):
+        figure = Figure((4.6, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for curve in curves:
+            colour = theme.runs[curve.index % len(theme.runs)]
+            axes.plot(
+                curve.x, curve.y, color=colour, label=curve.name, linewidth=1.7,
+                linestyle=STROKES[curve.index % len(STROKES)],
+                marker="o" if len(curve.x) == 1 else None,
+            )  # fmt: skip
+            over = [x for x, y in zip(curve.x, curve.y, strict=True) if y > top]
+            axes.plot(over, [0.97 * top] * len(over), "^", color=colour, markersize=5)
+        axes.set_ylim(0, top or 1)
+        axes.set_xlim(left=0)
+        if floor is not None:
+            _draw_floor(axes, floor, theme)
+        axes.set_xlabel("frames")
+        axes.grid(axis="y", color=theme.line, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.spines["bottom"].set_color(theme.line)
+        columns = 3 if max(len(curve.name) for curve in curves) <= 12 else 1
+        figure.legend(loc="outside upper left", ncols=columns, frameon=False, handlelength=2)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = file.getvalue()
+    # the browser's own letters; the ones named above only measure
+    text = text[text.index("<svg") :].replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return base64.b64encode(text.encode()).decode()
+
+
+def _draw_floor(axes: Axes, floor: Floor, theme: Theme) -> None:
+    style: dict[str, Any] = {"color": theme.soft, "linestyle": (0, (1, 2)), "linewidth": 1.2}
+    words: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": theme.soft}
+    axes.axhline(floor.db, **style)
+    axes.annotate("floor", (0, floor.db), xytext=(3, 3), **words)
+    if floor.horizon is not None:
+        axes.axvline(floor.horizon, **style)
+        axes.annotate("horizon", (floor.horizon, 0), xytext=(4, 4), **words)

@@ -1,0 +1,146 @@
+"""The loop: chunks of video, each yielded when it is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from tachyscope.adapters import Adapter
+from tachyscope.errors import TachyscopeError
+from tachyscope.plan import Plan
+from tachyscope.session import Session
+from tachyscope.types import Chunk
+
+
+def open_session(
+    model: Adapter,
+    plan: Plan | str = "dense",
+    *,
+    prompt: str = "",
+    frames: int | None = None,
+    seed: int = 0,
+    size: tuple[int, int] | None = None,
+) -> Session:
+    """A session that has read the prompt and stands before its first chunk."""
+    with torch.inference_mode():
+        encoded = model.encode(prompt)
+        shape = model.shape(size)
+        chunks = None if frames is None else _chunks(model, shape.chunk, 0, frames)
+        session = Session(
+            shape,
+            parse_plan(model, plan),
+            model.rope(shape),
+            frames=None if chunks is None else chunks * shape.chunk,
+            lengths=encoded.lengths,
+            seed=seed,
+            device=model.device,
+            dtype=model.dtype,
+        )
+        model.start(session, encoded)
+        session.meter.take()
+    return session
+
+
+def parse_plan(model: Adapter, plan: Plan | str) -> Plan:
+    """A plan as the model means it."""
+    return plan if isinstance(plan, Plan) else Plan.parse(plan, model.kind, model.stock)
+
+
+# a decorator, not a with-block: in a generator a with-block would leave the caller in
+# inference mode at every yield
+@torch.inference_mode()
+def rollout(
+    model: Adapter,
+    plan: Plan | str = "dense",
+    *,
+    frames: int,
+    prompt: str = "",
+    actions: str = "",
+    seed: int = 0,
+    size: tuple[int, int] | None = None,
+    session: Session | None = None,
+) -> Generator[Chunk]:
+    """Yield chunks until `frames` frames are made; the last is cut to fit.
+
+    Same model, plan, prompt, actions, seed and size: same frames. A `session` is gone on with, for
+    `frames` more; plan, prompt, seed and size are then its own.
+    """
+    if frames < 1:
+        raise TachyscopeError(f"frames must be 1 or more, got {frames}")
+    if session is None:
+        session = open_session(model, plan, prompt=prompt, frames=frames, seed=seed, size=size)
+    shape = session.shape
+    done = model.frames(session.frame)
+    moves = parse_actions(actions, model.actions, frames)
+    left = frames
+    for _ in range(_chunks(model, shape.chunk, session.frame, frames)):
+        with session.meter.span("chunk"):
+            latents = model.sample(session, _moves_of(session, model, moves, done))
+            session.commit()
+            session.latents = latents
+        pixels = model.decode(session, latents)[:left]
+        left -= len(pixels)
+        session.meter.add("frames", len(pixels))
+        session.meter.add("cache_mb", session.cache_bytes() / 1e6)
+        session.meter.add("entries", session.past)
+        yield Chunk(session.chunk - 1, pixels, session.meter.take())
+
+
+@torch.inference_mode()
+def refill(
+    model: Adapter, session: Session, latents: Tensor, prompt: str, actions: str = ""
+) -> None:
+    """Forget, then remember given latents chunk by chunk: a first frame, a prompt switch.
+
+    latents are as `sample` returns them, along their frame dimension a whole number of chunks.
+    """
+    encoded = model.encode(prompt)
+    session.lengths = tuple(encoded.lengths)
+    session.reset()
+    model.start(session, encoded)
+    parts = latents.split(session.shape.chunk, model.frame_dim)
+    moves = parse_actions(actions, model.actions, model.frames(latents.shape[model.frame_dim]))
+    for part in parts:
+        model.clean(session, part, _moves_of(session, model, moves, 0))
+        session.commit()
+        session.latents = part
+    session.meter.take()
+
+
+def parse_actions(text: str, letters: str, frames: int) -> list[int]:
+    """`w*20 a*24`: one action a frame, repeated by `*`; frames beyond the last one stay."""
+    moves: list[int] = []
+    for word in text.split():
+        match = re.fullmatch(r"(\S)(?:\*(\d{1,6}))?", word)
+        if match is None or match[1] not in letters:
+            allowed = f"letters of {letters!r}, each with *count" if letters else "none at all"
+            raise TachyscopeError(f"actions: this model takes {allowed}, got {word!r}: try w*20")
+        moves += [letters.index(match[1])] * int(match[2] or 1)
+    if len(moves) > frames:
+        raise TachyscopeError(
+            f"actions are given for {len(moves)} frames, but only {frames} are made: "
+            f"raise frames or shorten the actions"
+        )
+    return moves + [0] * (frames - len(moves))
+
+
+def _chunks(model: Adapter, chunk: int, start: int, frames: int) -> int:
+    """Chunks that give `frames` more frames, after `start` latent frames."""
+    wanted, latents = model.frames(start) + frames, start
+    while model.frames(latents) < wanted:
+        latents += chunk
+    return (latents - start) // chunk
+
+
+def _moves_of(session: Session, model: Adapter, moves: Sequence[int], done: int) -> list[int]:
+    """The action of each latent frame of the coming chunk: that of its first pixel frame."""
+    if not model.actions:
+        return []
+    found = []
+    for latent in range(session.frame, session.frame + session.shape.chunk):
+        first = model.frames(latent) - done
+        found.append(moves[first] if first < len(moves) else 0)
+    return found

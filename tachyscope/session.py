@@ -1,0 +1,371 @@
+"""Serves a model's attention and MLP calls by a plan, and remembers between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.replay import (
+    replay_gated,
+    replay_masked,
+    replay_rows,
+    temporal_score,
+)
+from tachyscope.meter import Meter
+from tachyscope.plan import Plan
+from tachyscope.replay import Choice
+from tachyscope.types import Layer, Mlp, Moment, Rope, Shape, Text
+
+# the host's numbers that a state carries
+COUNTS = ("chunk", "frame", "past", "seen", "text_tokens", "frames", "seed")
+
+
+class Session:
+    """All state of one rollout. The model is never altered, and sessions can share it.
+
+    An adapter calls `begin` before every pass; in it, layer by layer, `attend`, `cross` and `mlp`;
+    and the rollout calls `commit` once the chunk's clean pass is done. `frames` is how many
+    latent frames are coming, where that is known; `lengths` each row's prompt, in entries, in
+    models that hold the prompt in their cache.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        plan: Plan,
+        rope: Rope,
+        *,
+        frames: int | None = None,
+        lengths: Sequence[int] = (),
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        plan.check(shape)
+        self.shape, self.plan, self.rope = shape, plan, rope
+        self.frames, self.lengths, self.seed = frames, tuple(lengths), seed
+        self.device, self.dtype = torch.device(device), dtype
+        self.meter = Meter(self.device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a new state, not the old one mended."""
+        shape, cache = self.shape, self.plan.cache
+        self.prompt = max(self.lengths, default=0)
+        self.pads = tuple(self.prompt - n for n in self.lengths)
+        slots = cache.capacity(shape, self.prompt, self.frames)
+        self.plan.attention.check(shape, self.prompt, None if cache.grows else slots)
+        self.chunk = 0  # chunks committed
+        self.frame = 0  # latent frames committed
+        self.past = 0  # entries of finished chunks
+        self.now = 0  # entries of the present one
+        self.seen = 0  # entries an unbounded cache would hold
+        self.layers = [self._empty_layer(slots) for _ in range(shape.layers)]
+        self.texts: list[Text] = []
+        self.text_tokens = 0
+        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+        # a policy's own draws: sharing the noise's would change the video by being asked
+        self.dice = torch.Generator(self.device).manual_seed(self.seed)
+        self.latents: Tensor | None = None  # of the last finished chunk
+        self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
+        self._begun: set[int] = set()  # passes run over the present chunk
+        self._ready: set[int] = set()  # passes whose ring holds the last chunk's outputs
+        self._moment: Moment | None = None
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._pos: Tensor | None = None
+        self._scores: dict[int, Tensor] = {}
+        origin = torch.tensor(self.lengths, dtype=torch.float64, device=self.device)
+        self._origin = origin.view(-1, 1, 1) if self.lengths else None
+
+    def _empty_layer(self, slots: int) -> Layer:
+        shape, plan = self.shape, self.plan
+        kv = (shape.rows, shape.kv_heads, slots, shape.head_dim)
+        groups = plan.cache.groups(shape)
+        k, v = (torch.zeros(kv, dtype=self.dtype, device=self.device) for _ in range(2))
+        logw = torch.full((shape.rows, groups, slots), -torch.inf, device=self.device)
+        pos = torch.zeros(shape.rows, groups, slots, 3, device=self.device)
+        raw = torch.zeros_like(k) if plan.cache.raw else None
+        own = plan.cache.tensors(shape, slots, self.device)
+        own |= plan.attention.tensors(shape, slots, self.device)
+        if plan.replay is not None:
+            own |= plan.replay.tensors(shape, self.device)
+            place = (shape.passes, shape.rows, shape.places)
+            own["ring_mlp"] = torch.zeros(*place, shape.width, dtype=self.dtype, device=self.device)
+            own["ring_age"] = torch.zeros(place, dtype=torch.int32, device=self.device)
+            if plan.replay.score:
+                size = (shape.passes, shape.rows, shape.kv_heads, shape.places, shape.head_dim)
+                own["ring_key"] = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return Layer(k, v, logw, pos, raw, own)
+
+    def prompt_positions(self) -> Tensor:
+        """Where the prompt's entries stand, [L, 3]: before frame 0, ending right before it."""
+        pos = torch.full((self.prompt, 3), 0.0, device=self.device)
+        pos[:, 0] = -1.0
+        pos[:, 2] = torch.arange(self.prompt, device=self.device) + (
+            self.shape.places - self.prompt
+        )
+        return pos
+
+    def give_text(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]
+    ) -> None:
+        """Cross-attention's keys, values [B, H, L, D] a layer; rows are padding from lengths on."""
+        policy = self.plan.text
+        assert policy is not None
+        self.texts = [policy.prepare(k, v, lengths) for k, v in zip(keys, values, strict=True)]
+        self.text_tokens = keys[0].shape[2]
+
+    def begin(self, pos: Tensor, step: int, steps: int, noise: Sequence[float]) -> None:
+        """A pass starts, over tokens at pos [S, 3], with each latent frame's noise level.
+
+        In chunk models a pass overwrites the present chunk; in token models it goes on behind it.
+        """
+        tokens = pos.shape[0]
+        start = self.now if self.shape.causal else 0
+        self.now = start + tokens
+        self._make_room(self.past + self.now)
+        self._moment = Moment(
+            self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
+            self.prompt, self.pads, not (self.plan.cache.weighted or any(self.pads)),
+            tuple(self._begun),
+        )  # fmt: skip
+        self._pos = pos.to(self.device)
+        self._angles = self.rope.angles(self._pos[None, None], self._origin)
+        self._scores = {}
+        self._begun.add(step)
+        rows = self.shape.rows
+        self.meter.add("macs", rows * tokens * self.shape.macs)
+        # entries that the unbounded dense model would score in this pass, in all its layers
+        if self.shape.causal:
+            seen = tokens * (self.seen + start) + tokens * (tokens + 1) // 2
+        else:
+            seen = tokens * (self.seen + tokens)
+        self.meter.add("pairs_dense", rows * self.shape.heads * self.shape.layers * seen)
+
+    def _make_room(self, needed: int) -> None:
+        slots = self.layers[0].k.shape[2]
+        if needed <= slots:
+            return
+        if not self.plan.cache.grows:
+            raise TachyscopeError(
+                f"a pass of {self.now} tokens needs {needed} entries, the plan holds {slots}: "
+                f"raise the cache policy's budget"
+            )
+        more = max(needed, slots + slots // 4) - slots
+        for layer in self.layers:
+            self._grow(layer, more)
+
+    def _grow(self, layer: Layer, more: int) -> None:
+        fresh = self._empty_layer(layer.k.shape[2] + more)
+        for name, new in fresh.entries().items():
+            old = layer.entries()[name]
+            new[:, :, : old.shape[2]] = old
+            setattr(layer, name, new)
+        for name, new in fresh.own.items():
+            old = layer.own[name]
+            if old.shape == new.shape:
+                continue
+            new[:, :, : old.shape[2]] = old
+            layer.own[name] = new
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
+        assert self._moment is not None and self._angles is not None and self._pos is not None
+        at, here = self._moment.at(layer), self.layers[layer]
+        turned_q, turned_k = (self.rope.turn(x, *self._angles) for x in (q, k))
+        slots = slice(at.past + at.start, at.end)
+        here.k[:, :, slots] = turned_k
+        here.v[:, :, slots] = v
+        here.pos[:, :, slots] = self._pos
+        here.logw[:, :, slots] = 0.0
+        if here.raw is not None:
+            here.raw[:, :, slots] = k
+        if self._prefilling:
+            for row, pads in enumerate(self.pads):
+                here.logw[row, :, :pads] = -torch.inf
+        elif "queries" in here.own:
+            here.own["queries"][:, :, at.start : at.start + at.tokens] = turned_q
+        if "ring_key" in here.own and not self._prefilling:
+            assert self.plan.replay is not None
+            mixed = self.plan.replay.score == "mixed"
+            self._score(here, at, q if mixed else turned_q, turned_k)
+        return self.plan.attention.attend(turned_q, here, at, self.meter)
+
+    @property
+    def _prefilling(self) -> bool:
+        return bool(self.lengths) and self.past == 0
+
+    def _score(self, here: Layer, at: Moment, q: Tensor, k: Tensor) -> None:
+        """Measure each token against its place one frame back, then put its key in the ring."""
+        ring = here.own["ring_key"][at.step]
+        if at.step in self._ready:
+            self._scores[at.layer] = temporal_score(q, _laid_out(ring, at, 2))
+        _store(ring, k, at, 2)
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        """Attention over the prompt of q [B, H, S, D]."""
+        assert self.plan.text is not None
+        self.meter.add("text_pairs_dense", q.shape[:3].numel() * self.text_tokens)
+        return self.plan.text.attend(q, self.texts[layer], self.meter)
+
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
+        """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
+        assert self._moment is not None
+        at, here, rows = self._moment.at(layer), self.layers[layer], x.shape[:2].numel()
+        if self.plan.replay is None or self._prefilling:
+            self._count_rows(fn, rows, rows)
+            return fn(x)
+        ring, ages = here.own["ring_mlp"][at.step], here.own["ring_age"][at.step]
+        old, age = _laid_out(ring, at, 1), _laid_out(ages, at, 1)
+        choice = None
+        if at.step in self._ready:
+            self.meter.add("rows_eligible", rows)
+            score = self._scores.get(layer)
+            choice = self.plan.replay.choose(score, age, here.own, at, self.dice)
+        if choice is None:
+            self._count_rows(fn, rows, rows)
+            y, age = fn(x), torch.zeros_like(age)
+        else:
+            y, age = self._replay(x, old, age, choice, fn)
+        _store(ring, y, at, 1)
+        _store(ages, age, at, 1)
+        return y
+
+    def _replay(
+        self, x: Tensor, old: Tensor, age: Tensor, choice: Choice, fn: Mlp
+    ) -> tuple[Tensor, Tensor]:
+        rows = x.shape[:2].numel()
+        if choice.rows is not None:
+            self._count_rows(fn, choice.rows.numel(), rows)
+            zero = torch.zeros_like(choice.rows, dtype=age.dtype)
+            return replay_rows(x, old, choice.rows, fn), (age + 1).scatter(1, choice.rows, zero)
+        assert choice.gate is not None
+        age = torch.where(choice.gate, torch.zeros_like(age), age + 1)
+        if x.is_cuda:
+            self._count_rows(fn, rows, rows)
+            self.meter.add("simulated_rows_replayed", (~choice.gate).sum())
+            return replay_masked(x, old, choice.gate, fn), age
+        self._count_rows(fn, int(choice.gate.sum()), rows)
+        return replay_gated(x, old, choice.gate, fn), age
+
+    def _count_rows(self, fn: Mlp, computed: int, rows: int) -> None:
+        self.meter.add("rows_computed", computed)
+        self.meter.add("rows_replayed", rows - computed)
+        self.meter.add("macs", computed * fn.macs)
+
+    def commit(self, n: int | None = None) -> None:
+        """The first n tokens of now (all of them) are final: they become past, within budget."""
+        assert self._moment is not None
+        n = self.now if n is None else n
+        prefill = self._prefilling
+        past = 0
+        for i, layer in enumerate(self.layers):
+            at = self._moment.at(i)
+            past = max(past, self.plan.cache.commit(layer, at, n, self._rotate, self.meter))
+        for i, layer in enumerate(self.layers):
+            self.plan.attention.index(layer, self._moment.at(i), past, self.meter)
+        self.past, self.now, self.seen = past, 0, self.seen + n
+        if not prefill:
+            self.chunk += 1
+            self.frame += n // self.shape.places
+            self._ready |= self._begun
+        self._begun = set()
+
+    def _rotate(self, raw: Tensor, pos: Tensor) -> Tensor:
+        return self.rope.rotate(raw, pos, self._origin)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything between two chunks, as tensors by name, ready for a safetensors file."""
+        if self.now:
+            raise TachyscopeError(
+                f"a session's state can be taken between chunks, and {self.now} tokens of one are "
+                f"under way: finish the chunk first"
+            )
+        found = {name: x.clone() for name, x in self._tensors().items()}
+        meta = json.dumps(self._meta() | self._counts(), sort_keys=True).encode()
+        found["meta"] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
+        found["generator"] = self.generator.get_state()
+        found["dice"] = self.dice.get_state()
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken, in a session of the same shape and plan."""
+        meta = json.loads(bytes(state["meta"].tolist()))
+        for name, ours in json.loads(json.dumps(self._meta())).items():
+            if meta.get(name) != ours:
+                raise TachyscopeError(
+                    f"this state was taken with {name}={meta.get(name)!r}, the session has "
+                    f"{ours!r}: make the session with the same model, size, plan and prompt"
+                )
+        self.reset()
+        for name in COUNTS:
+            setattr(self, name, meta[name])
+        self._ready = set(meta["ready"])
+        slots = state["layers.0.k"].shape[2]
+        self.layers = [self._empty_layer(slots) for _ in self.layers]
+        for i, layer in enumerate(self.layers):
+            for name, x in (layer.entries() | layer.own).items():
+                x.copy_(state[f"layers.{i}.{name}"])
+        rest = {k: v.to(self.device, copy=True) for k, v in state.items() if "." in k}
+        self.texts = [
+            Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.logw"))
+            for i in range(meta["texts"])
+        ]
+        self.latents = rest.get("kept.latents")
+        prefix = "features."
+        self.features = {k[len(prefix) :]: v for k, v in rest.items() if k.startswith(prefix)}
+        self.generator.set_state(state["generator"].cpu())
+        self.dice.set_state(state["dice"].cpu())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {f"features.{name}": x for name, x in self.features.items()}
+        for i, layer in enumerate(self.layers):
+            held = layer.entries() | layer.own
+            found |= {f"layers.{i}.{name}": x for name, x in held.items()}
+        for i, text in enumerate(self.texts):
+            parts = {"k": text.k, "v": text.v, "logw": text.logw}
+            found |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
+        return found if self.latents is None else found | {"kept.latents": self.latents}
+
+    def _meta(self) -> dict[str, Any]:
+        """What a session must share with the one whose state it takes over."""
+        return {
+            "shape": asdict(self.shape),
+            "plan": str(self.plan),
+            "lengths": self.lengths,
+            "dtype": str(self.dtype),
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
+        return found | {"ready": sorted(self._ready), "texts": len(self.texts)}
+
+    def cache_bytes(self) -> int:
+        """What the layers' tensors take."""
+        held = (
+            x for layer in self.layers for x in (*layer.entries().values(), *layer.own.values())
+        )
+        return sum(x.numel() * x.element_size() for x in held)
+
+
+def _laid_out(ring: Tensor, at: Moment, dim: int) -> Tensor:
+    """The ring's places as this pass's tokens meet them, along `dim`."""
+    if at.shape.causal:
+        return ring.narrow(dim, at.start, at.tokens)
+    # every latent frame of a chunk compares with the same one: the last of the chunk before
+    frames = at.tokens // at.shape.places
+    return ring if frames == 1 else torch.cat([ring] * frames, dim)
+
+
+def _store(ring: Tensor, x: Tensor, at: Moment, dim: int) -> None:
+    """Keep this pass's tokens for the next frame; in chunk models, those of its last one."""
+    if at.shape.causal:
+        ring.narrow(dim, at.start, at.tokens).copy_(x)
+    else:
+        ring.copy_(x.narrow(dim, at.tokens - at.shape.places, at.shape.places))

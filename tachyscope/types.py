@@ -1,0 +1,200 @@
+"""Values that cross borders: a model's shape, its rotation, a layer's cache, a pass, a chunk.
+
+Shape letters: B rows, H query heads, Hkv key/value heads, S tokens of a pass, C slots of a cache,
+N places of a latent frame, D head size, W model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a session must know of a model at one video size."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int  # channels of the residual stream
+    grid: tuple[int, int]  # places of a latent frame: rows, columns
+    chunk: int = 1  # latent frames made together
+    passes: int = 1  # passes over a chunk, the clean one included; 1 in token models
+    text: int = 0  # prompt tokens that cross-attention sees; 0: the model has none
+    causal: bool = False  # token by token, each seeing only those before it
+    rows: int = 1  # videos made together; a CFG pair is two rows
+    paired: bool = False  # rows are [conditional…, unconditional…]
+    macs: int = 0  # multiply-adds of one token's linears outside the MLPs, all layers
+
+    @property
+    def places(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.chunk * self.places
+
+    def positions(self, frame: int, frames: int, device: torch.device | str = "cpu") -> Tensor:
+        """(t, y, x) of every token of `frames` latent frames from `frame` on: [frames * N, 3]."""
+        t = torch.arange(frame, frame + frames, dtype=torch.float32, device=device)
+        y = torch.arange(self.grid[0], dtype=torch.float32, device=device)
+        x = torch.arange(self.grid[1], dtype=torch.float32, device=device)
+        return torch.cartesian_prod(t, y, x)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions, computed from (t, y, x): no table, so no longest video.
+
+    `axes` lists (channels, weights): that many channels of a head turn with the coordinate
+    weights · (t, y, x). Wan has three axes of one coordinate each; LLaMA has one axis, with the
+    token's index t·N + y·W + x. Channels of an axis turn at theta^(-2i / channels).
+    """
+
+    axes: tuple[tuple[int, tuple[float, float, float]], ...]
+    theta: float = 10000.0
+    interleaved: bool = True  # pairs are (2i, 2i + 1); else (i, i + half)
+    scale: float = 1.0  # coordinates are divided by it (linear scaling)
+
+    def angles(self, pos: Tensor, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., D / 2] for pos [..., 3]; `origin` is added to every coordinate.
+
+        In float64: a float32 angle is off by 1e-4 after a thousand latent frames.
+        """
+        parts = []
+        for channels, weights in self.axes:
+            place = (pos.double() * pos.new_tensor(weights, dtype=torch.float64)).sum(-1)
+            if origin is not None:
+                place = place + origin
+            i = torch.arange(0, channels, 2, dtype=torch.float64, device=pos.device)
+            parts.append(place[..., None] / self.scale * self.theta ** (-i / channels))
+        angle = torch.cat(parts, -1)
+        return angle.cos(), angle.sin()
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [..., D] turned by angles that broadcast to [..., D / 2], in float32 or better."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin, y = cos.to(wide), sin.to(wide), x.to(wide)
+        if self.interleaved:
+            a, b = y[..., 0::2], y[..., 1::2]
+            out = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+        else:
+            a, b = y.chunk(2, -1)
+            out = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        return out.to(x.dtype)
+
+    def rotate(self, x: Tensor, pos: Tensor, origin: Tensor | None = None) -> Tensor:
+        """x [B, H, N, D] at positions pos [B, H or 1, N, 3]."""
+        return self.turn(x, *self.angles(pos, origin))
+
+
+class Mlp(Protocol):
+    """A model's MLP as a value: called on rows [..., W], or opened by a kernel."""
+
+    macs: int  # multiply-adds of one row
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's cache: fixed tensors, finished chunks first, the present chunk behind them.
+
+    k, v  [B, Hkv, C, D]        keys as queries meet them (rotated), and values
+    logw  [B, Hkv or 1, C]      log of how many entries were merged into one; -inf is an empty slot
+    pos   [B, Hkv or 1, C, 3]   (t, y, x)
+    raw   [B, Hkv, C, D]        unrotated keys, where the cache policy must rotate anew; else None
+    own   what policies declared, by name
+    """
+
+    k: Tensor
+    v: Tensor
+    logw: Tensor
+    pos: Tensor
+    raw: Tensor | None = None
+    own: dict[str, Tensor] = field(default_factory=dict)
+
+    def entries(self) -> dict[str, Tensor]:
+        """The tensors that hold one thing a slot, slots in dimension 2."""
+        found = {"k": self.k, "v": self.v, "logw": self.logw, "pos": self.pos}
+        return found if self.raw is None else found | {"raw": self.raw}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The host's facts about the present pass: all a policy may know besides tensors."""
+
+    shape: Shape
+    layer: int  # which layer asks
+    chunk: int  # chunks committed so far
+    past: int  # entries of finished chunks
+    start: int  # slot, behind past, of this pass's first token
+    tokens: int  # S
+    step: int  # index of this pass over the chunk
+    steps: int  # how many passes the chunk gets
+    noise: tuple[float, ...]  # of each latent frame of the present chunk; 0 is clean
+    prompt: int = 0  # entries at the front that hold the prompt (token models), protected
+    pads: tuple[int, ...] = ()  # empty entries before each row's prompt
+    plain: bool = True  # every entry in use has logw 0
+    before: tuple[int, ...] = ()  # passes already run over this chunk
+
+    @property
+    def end(self) -> int:
+        """Entries in use, this pass's included."""
+        return self.past + self.start + self.tokens
+
+    def at(self, layer: int) -> Moment:
+        return replace(self, layer=layer)
+
+    def token(self, i: int) -> Moment:
+        """The i-th token of a token model's pass, as if it came alone."""
+        return replace(self, start=self.start + i, tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of cache entries, given as entries (`1344`) or as latent frames (`21f`)."""
+
+    count: int
+    frames: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        digits = text.removesuffix("f")
+        if not digits.isdecimal():
+            raise TachyscopeError(
+                f"a size is entries (1344) or latent frames (21f), got {text!r}: give one of these"
+            )
+        return cls(int(digits), text.endswith("f"))
+
+    def entries(self, shape: Shape) -> int:
+        return self.count * shape.places if self.frames else self.count
+
+    def __str__(self) -> str:
+        return f"{self.count}f" if self.frames else str(self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One layer's prompt as cross-attention reads it: k, v [B, H, L, D]; logw [B, 1, L] or None."""
+
+    k: Tensor
+    v: Tensor
+    logw: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a rollout yields: frames uint8 [F, H, W, 3], and one row of the meter."""
+
+    index: int
+    frames: np.ndarray
+    stats: dict[str, float]

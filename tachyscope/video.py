@@ -1,0 +1,227 @@
+"""Video files as streams: a frame is encoded when it comes, and none is kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import av
+import numpy as np
+import numpy.typing as npt
+from av.container import OutputContainer
+from av.video.reformatter import ColorRange
+from av.video.stream import VideoStream
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.files import replacing, unwritable
+
+Frames = npt.NDArray[np.uint8]
+
+BACKGROUND, INK = "#14161a", "#e4e2dd"
+BT709 = 1  # of a file's matrix, its primaries and its transfer alike
+
+
+class VideoWriter:
+    """An mp4 (H.264, yuv420p) that grows by chunks of frames uint8 [F, H, W, 3].
+
+    `scale` enlarges every pixel to a square of that side. Odd sizes are made even by repeating
+    the last row or column. The file appears under its name when the block ends well, else never.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], fps: float, *, scale: int = 1, crf: int = 18
+    ) -> None:
+        if not fps > 0:
+            raise TachyscopeError(f"fps must be above 0, got {fps}: give frames a second")
+        _check_scale(scale)
+        self.path = Path(path)
+        self.frames = 0
+        self._fps = Fraction(fps).limit_denominator(1001)
+        self._scale = scale
+        self._crf = crf
+        self._size: tuple[int, ...] = ()
+        self._container: OutputContainer
+        self._stream: VideoStream
+        self._block = self._writing()
+
+    def write(self, frames: Frames) -> None:
+        """Encode frames uint8 [F, H, W, 3], all of the size of the first."""
+        _check(frames)
+        if not self._size:
+            self._start(frames.shape[1:3])
+        if frames.shape[1:3] != self._size:
+            raise TachyscopeError(
+                f"frames of one video share a size, got {_by(frames.shape[1:3])} after "
+                f"{_by(self._size)}: write another file"
+            )
+        for frame in enlarge(frames, self._scale):
+            height, width = frame.shape[:2]
+            even = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(even), format="rgb24")
+            picture.pts = self.frames
+            picture.time_base = 1 / self._fps
+            self._encode(
+                picture.reformat(
+                    format="yuv420p",
+                    dst_colorspace=BT709,
+                    dst_color_range=ColorRange.MPEG,
+                )
+            )
+            self.frames += 1
+
+    def __enter__(self) -> Self:
+        self._block.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._block.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with replacing(self.path) as part:
+            with self._faults():
+                # the index goes to the front, so that a player can start before the end is there
+                self._container = av.open(
+                    str(part), "w", format="mp4", options={"movflags": "faststart"}
+                )
+            try:
+                yield
+                if not self.frames:
+                    raise TachyscopeError(f"{self.path} was given no frames: write at least one")
+                self._encode(None)
+            except BaseException:
+                # what is wrong is already known, and the file goes anyway
+                with suppress(av.FFmpegError):
+                    self._container.close()
+                raise
+            with self._faults():
+                self._container.close()
+
+    def _start(self, size: tuple[int, ...]) -> None:
+        height, width = (side * self._scale + side * self._scale % 2 for side in size)
+        stream = self._container.add_stream("libx264", rate=self._fps)
+        stream.width, stream.height = width, height
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": str(self._crf)}
+        # BT.709, and said so: players guess by size where a file does not tell, and tint it
+        codec = stream.codec_context
+        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+        codec.color_range = ColorRange.MPEG
+        self._stream = stream
+        self._size = size
+
+    def _encode(self, picture: av.VideoFrame | None) -> None:
+        with self._faults():
+            self._container.mux(self._stream.encode(picture))
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+
+def read_video(path: str | os.PathLike[str]) -> Iterator[Frames]:
+    """The frames of a video file, one uint8 [H, W, 3] at a time."""
+    try:
+        with av.open(os.fspath(path)) as container:
+            if not container.streams.video:
+                raise TachyscopeError(f"{path} holds no video: give a video file")
+            for frame in container.decode(video=0):
+                yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+    except av.FFmpegError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise TachyscopeError(
+            f"{path} cannot be read as a video ({reason}): give a video file"
+        ) from error
+
+
+def beside(videos: Sequence[Frames], labels: Sequence[str], gap: int = 8, scale: int = 1) -> Frames:
+    """Chunks of equal length, side by side, `gap` pixels apart and from the edge, labels above.
+
+    Each chunk is uint8 [F, H, W, 3], and its pixels become squares of side `scale`; sizes may
+    differ. A label too long for its video is cut.
+    """
+    _check_scale(scale)
+    if not videos or len(videos) != len(labels):
+        raise TachyscopeError(
+            f"every video has one label, got {len(videos)} videos and {len(labels)} labels: "
+            "give as many"
+        )
+    for frames in videos:
+        _check(frames)
+    lengths = [len(frames) for frames in videos]
+    if len(set(lengths)) > 1:
+        raise TachyscopeError(
+            f"videos side by side have one length, got {lengths} frames: cut them to the shortest"
+        )
+    heights = [frames.shape[1] * scale for frames in videos]
+    widths = [frames.shape[2] * scale for frames in videos]
+    # one size of letters for all labels, growing slowly with the picture
+    letters = max(11, min(24, min(widths) // 22))
+    strip = 2 * letters + letters % 2
+    size = (strip + max(heights) + gap, gap + sum(width + gap for width in widths))
+    out = np.empty((lengths[0], *size, 3), np.uint8)
+    out[:] = list(bytes.fromhex(BACKGROUND[1:]))
+    left = gap
+    for frames, label, height, width in zip(videos, labels, heights, widths, strict=True):
+        out[:, :strip, left : left + width] = _label(label, width, strip, letters)
+        out[:, strip : strip + height, left : left + width] = enlarge(frames, scale)
+        left += width + gap
+    return out
+
+
+def enlarge(frames: Frames, scale: int) -> Frames:
+    """Frames [F, H, W, 3] with every pixel a square of side `scale`."""
+    return frames if scale == 1 else frames.repeat(scale, 1).repeat(scale, 2)
+
+
+@lru_cache(maxsize=64)
+def _label(text: str, width: int, height: int, letters: int) -> Frames:
+    """Text on the background, uint8 [height, width, 3], cut with an ellipsis where too long."""
+    # matplotlib takes half a second to load, which a plain video need not pay
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    dpi = 100
+    figure = Figure((width / dpi, height / dpi), dpi, facecolor=BACKGROUND)
+    canvas = FigureCanvasAgg(figure)
+    line = figure.text(
+        0, 0.5, text, color=INK, fontsize=letters * 72 / dpi,
+        fontfamily="DejaVu Sans", va="center_baseline", parse_math=False,
+    )  # fmt: skip
+    renderer = canvas.get_renderer()
+    kept = len(text)
+    while kept and line.get_window_extent(renderer).width > width:
+        kept -= 1
+        line.set_text(text[:kept].rstrip() + "…")
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[..., :3]
+
+
+def _check(frames: Frames) -> None:
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
+        raise TachyscopeError(
+            f"frames are uint8 [F, H, W, 3], got {frames.dtype} {list(frames.shape)}: convert them"
+        )
+
+
+def _check_scale(scale: int) -> None:
+    if scale < 1:
+        raise TachyscopeError(f"scale is a whole number from 1 on, got {scale}: give 1 or more")
+
+
+def _by(size: tuple[int, ...]) -> str:
+    return f"{size[1]}x{size[0]}"

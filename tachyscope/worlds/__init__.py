@@ -1,0 +1,1 @@
+"""Small worlds whose every frame is known exactly."""

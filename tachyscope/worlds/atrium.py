@@ -1,0 +1,513 @@
+"""Atrium: a square room seen in first person, with an exact picture of every pose.
+
+The room is 1 by 1 by HEIGHT. Each wall has a pattern, two colours and a phase; before each wall
+may float a lit ball or box, at rest, sliding along the wall or bobbing. A prompt names some of it.
+
+A turn is 15 degrees, so a full turn is 24 steps: it fits, with some walking before and after, into
+the 32 latent frames that most of a small model's training can afford, and what must be
+remembered at its end lies further back than any short window. At 7.5 degrees the picture would
+move more smoothly, but only contexts beyond 48 frames could teach memory.
+
+Random choices come from a CPU generator, so a seed is the same world on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from tachyscope.errors import TachyscopeError
+
+ACTIONS = ".wsadqe"  # stay, forward, back, left, right, turn left, turn right
+TURN = 24  # steps of a full turn
+STRIDE = 0.05
+NEAR = 0.25  # closest a walker comes to a wall
+HEIGHT = 0.7
+EYE = 0.35
+SLOPE = 0.9  # tangent of half the field of view
+PERIOD = 16  # frames of a moving object's path
+SIZE = 128
+
+KINDS = ("plain", "stripes", "bands", "checks", "dots")
+THINGS = ("", "ball", "box")
+SIDES = ("front", "left", "back", "right")
+PALETTE = {
+    "red": (0.88, 0.14, 0.14),
+    "orange": (0.98, 0.55, 0.10),
+    "yellow": (0.96, 0.90, 0.22),
+    "green": (0.16, 0.68, 0.24),
+    "blue": (0.16, 0.32, 0.92),
+    "purple": (0.60, 0.20, 0.78),
+    "white": (0.94, 0.94, 0.94),
+    "black": (0.10, 0.10, 0.12),
+}
+COLOURS = tuple(PALETTE)
+FLOOR, CEILING, OBJECTS = 4, 5, 6  # surfaces: walls 0..3, floor, ceiling, objects 6..9
+
+WAVES = 3.0  # periods of a pattern along a wall
+INSET = 0.09  # from a wall to the middle of its object
+FLOAT = 0.24  # height of an object's middle
+SWING = 0.12  # how far a moving object goes from its middle
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Scenes in one batch, everything [B, ...]; walls are numbered anticlockwise from x = 1."""
+
+    kind: Tensor  # [B, 6] pattern of walls 0..3, floor, ceiling
+    colour: Tensor  # [B, 6, 2]
+    phase: Tensor  # [B, 6] in periods of the pattern
+    thing: Tensor  # [B, 4] object before each wall; 0 is none
+    tint: Tensor  # [B, 4] its colour
+    radius: Tensor  # [B, 4]
+    place: Tensor  # [B, 4] along its wall
+    slide: Tensor  # [B, 4] how far it moves along the wall
+    bob: Tensor  # [B, 4] how far it moves up and down
+    beat: Tensor  # [B, 4] phase of that motion, in periods
+    said: Tensor  # [B, 4] whether the prompt names this wall
+    told: Tensor  # [B, 4] whether the prompt names this object
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def to(self, device: torch.device | str) -> Rooms:
+        return Rooms(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def rows(self, index: Tensor | slice) -> Rooms:
+        return Rooms(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Walks through rooms: `scene` [B, T] says which row of `rooms` each frame shows."""
+
+    rooms: Rooms
+    scene: Tensor  # [B, T]
+    actions: Tensor  # [B, T]; the first of a scene is "stay"
+    pose: Tensor  # [B, T, 3] x, y and heading in steps of a turn
+    time: Tensor  # [B, T] frames since the clip began
+
+    def to(self, device: torch.device | str) -> Clips:
+        parts = (self.scene, self.actions, self.pose, self.time)
+        return Clips(self.rooms.to(device), *(part.to(device) for part in parts))
+
+    def prompt(self, row: int, frame: int = 0) -> str:
+        """What is said of the scene shown at `frame`, seen from where that scene begins."""
+        scene = self.scene[row]
+        first = int((scene == scene[frame]).int().argmax())
+        return describe(self.rooms, int(scene[frame]), facing(self.pose[row, first]))
+
+
+def make_rooms(count: int, generator: Generator, motion: float = 1.0) -> Rooms:
+    """Random rooms; `motion` scales how far things move on their own, 0 holds them all still."""
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(count, *shape, generator=generator)
+
+    def choose(options: int, *shape: int) -> Tensor:
+        return torch.randint(options, (count, *shape), generator=generator)
+
+    kind = choose(len(KINDS), 6)
+    kind[:, FLOOR] = 3 * (kind[:, FLOOR] % 2)  # plain or checks
+    kind[:, CEILING] = 0
+    first = choose(len(COLOURS), 6)
+    second = (first + 1 + choose(len(COLOURS) - 1, 6)) % len(COLOURS)
+    phase = uniform(6)
+    phase[:, FLOOR:] = 0
+    thing = choose(2, 4) * (1 + choose(2, 4))  # half of the walls have none
+    way = choose(4, 4)  # still, still, sliding, bobbing
+    slide = (way == 2) * SWING * motion
+    bob = (way == 3) * SWING * motion
+    place = 0.5 + (2 * uniform(4) - 1) * (0.24 - (way == 2) * SWING)
+    said = uniform(4).argsort(-1).argsort(-1) < 2 + choose(2, 1)
+    return Rooms(
+        kind=kind,
+        colour=torch.stack([first, second], -1),
+        phase=phase,
+        thing=thing,
+        tint=choose(len(COLOURS), 4),
+        radius=0.055 + 0.025 * uniform(4),
+        place=place,
+        slide=slide,
+        bob=bob,
+        beat=uniform(4),
+        said=said,
+        told=(choose(2, 4) == 1) & (thing > 0),
+    )
+
+
+def letters(text: str) -> Tensor:
+    """Action numbers of a string of letters."""
+    wrong = sorted(set(text) - set(ACTIONS))
+    if wrong:
+        raise TachyscopeError(
+            f"actions are letters of {ACTIONS!r}, got {''.join(wrong)!r}: use these"
+        )
+    return torch.tensor([ACTIONS.index(letter) for letter in text])
+
+
+def step(pose: Tensor, action: Tensor) -> Tensor:
+    """The pose [..., 3] after an action [...]; a wall stops the walker only across itself."""
+    x, y, heading = pose.unbind(-1)
+    heading = (heading + (action == 5).to(pose) - (action == 6).to(pose)) % TURN
+    ahead = (action == 1).to(pose) - (action == 2).to(pose)
+    aside = (action == 3).to(pose) - (action == 4).to(pose)
+    cos, sin = _direction(heading)
+    x = (x + STRIDE * (ahead * cos - aside * sin)).clamp(NEAR, 1 - NEAR)
+    y = (y + STRIDE * (ahead * sin + aside * cos)).clamp(NEAR, 1 - NEAR)
+    return torch.stack([x, y, heading], -1)
+
+
+def walk(start: Tensor, actions: Tensor) -> Tensor:
+    """Poses [B, T, 3] from start [B, 3]; each action comes before the frame of its number."""
+    poses = []
+    for action in actions.unbind(1):
+        start = step(start, action)
+        poses.append(start)
+    return torch.stack(poses, 1)
+
+
+def make_starts(count: int, generator: Generator) -> Tensor:
+    """Random poses [B, 3], at multiples of the turn's step."""
+    place = NEAR + (1 - 2 * NEAR) * torch.rand(count, 2, generator=generator)
+    heading = torch.randint(TURN, (count, 1), generator=generator)
+    return torch.cat([place, heading.to(place)], 1)
+
+
+def wander(count: int, frames: int, generator: Generator, still: float = 0.0) -> Tensor:
+    """Actions [B, T] that last: long turns (a quarter of them full), short walks, rests.
+
+    A share `still` of the rows never moves.
+    """
+    weights = torch.tensor([1.0, 2.0, 1.0, 0.7, 0.7, 2.0, 2.0])
+    last = torch.tensor([0.7, 0.7, 0.7, 0.7, 0.7, 0.94, 0.94])
+    drawn = torch.multinomial(weights, count * frames, True, generator=generator)
+    drawn = drawn.view(count, frames)
+    # after a turn, the turn back comes often: what was left is seen again
+    back = torch.rand(count, frames, generator=generator) < 0.3
+    go_on = torch.rand(count, frames, generator=generator)
+    rows = [drawn[:, 0]]
+    for t in range(1, frames):
+        before = rows[-1]
+        new = torch.where(back[:, t] & (before > 4), 11 - before, drawn[:, t])
+        rows.append(torch.where(go_on[:, t] < last[before], before, new))
+    actions = torch.stack(rows, 1)
+    actions[torch.rand(count, generator=generator) < still] = 0
+    return actions
+
+
+def make_clips(
+    count: int,
+    frames: int,
+    generator: Generator,
+    still: float = 0.0,
+    motion: float = 1.0,
+    cuts: float = 0.0,
+) -> Clips:
+    """Random walks through random rooms.
+
+    A share `still` of them has a resting camera; a share `cuts` has one cut to another room, with
+    a prompt of its own.
+    """
+    rooms = make_rooms(2 * count, generator, motion)
+    actions = wander(count, frames, generator, still)
+    starts = make_starts(2 * count, generator)
+    cut = torch.randint(1, max(frames, 2), (count, 1), generator=generator)
+    cut[torch.rand(count, generator=generator) >= cuts] = frames
+    late = torch.arange(frames) >= cut
+    scene = torch.arange(count)[:, None] + count * late
+    actions[:, 0] = 0
+    actions = torch.where(torch.arange(frames) == cut, 0, actions)
+    before = walk(starts[:count], actions)
+    # the second room's walk stands at its start until the cut
+    after = walk(starts[count:], torch.where(late, actions, 0))
+    pose = torch.where(late[..., None], after, before)
+    time = torch.arange(frames).expand(count, frames)
+    return Clips(rooms, scene, actions, pose, time)
+
+
+def facing(pose: Tensor) -> int:
+    """The wall that a pose [3] looks at."""
+    return int((int(pose[2]) + TURN // 8) // (TURN // 4) % 4)
+
+
+def _surface_words(rooms: Rooms, row: int, surface: int) -> str:
+    first, second = (COLOURS[c] for c in rooms.colour[row, surface].tolist())
+    kind = KINDS[int(rooms.kind[row, surface])]
+    return f"is {first}" if kind == "plain" else f"has {first} and {second} {kind}"
+
+
+def _article(words: str) -> str:
+    return f"an {words}" if words[0] in "aeiou" else f"a {words}"
+
+
+def describe(rooms: Rooms, row: int, front: int) -> str:
+    """The prompt: the walls and things to be named, walls by their side when `front` is ahead.
+
+    Never said: phases, sizes, paths, where things are, the ceiling, and one wall or two.
+    """
+    parts = [
+        f"the {SIDES[side]} wall {_surface_words(rooms, row, (front + side) % 4)}"
+        for side in range(4)
+        if rooms.said[row, (front + side) % 4]
+    ]
+    parts.append(f"the floor {_surface_words(rooms, row, FLOOR)}")
+    things = [
+        _article(f"{COLOURS[int(rooms.tint[row, i])]} {THINGS[int(rooms.thing[row, i])]}")
+        for i in range(4)
+        if rooms.told[row, i]
+    ]
+    room = f"a room with {' and '.join(things)}" if things else "a room"
+    return ", ".join([room, *parts])
+
+
+WORDS = tuple(
+    sorted(
+        {"a", "an", "and", "floor", "has", "is", "room", "the", "wall", "with"}
+        | {*COLOURS, *KINDS, *SIDES, *THINGS[1:]}
+    )
+)
+LENGTH = 64  # tokens of a prompt, padding included; 0 pads, word i is i + 1
+_NUMBER = {word: i + 1 for i, word in enumerate(WORDS)}
+
+
+def tokenize(prompt: str) -> list[int]:
+    """A prompt's word numbers, without padding."""
+    words = prompt.lower().replace(",", " ").replace(".", " ").split()
+    wrong = [word for word in words if word not in _NUMBER]
+    if wrong:
+        raise TachyscopeError(
+            f"Atrium's prompts use its {len(WORDS)} words, got {wrong[0]!r}: use {', '.join(WORDS)}"
+        )
+    if len(words) > LENGTH:
+        raise TachyscopeError(f"a prompt has at most {LENGTH} words, got {len(words)}: shorten it")
+    return [_NUMBER[word] for word in words]
+
+
+def pad(tokens: Sequence[Sequence[int]]) -> Tensor:
+    """Prompts as one tensor [B, LENGTH], padded with 0."""
+    return torch.tensor([[*row, *[0] * (LENGTH - len(row))] for row in tokens])
+
+
+def _direction(heading: Tensor) -> tuple[Tensor, Tensor]:
+    angle = (heading % TURN) * (2 * math.pi / TURN)
+    return angle.cos(), angle.sin()
+
+
+def _centres(rooms: Rooms, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where objects are: x, y, z, each [F, 4], for rooms and times of F frames."""
+    swing = torch.sin(2 * math.pi * (time[:, None] / PERIOD + rooms.beat))
+    along = rooms.place + rooms.slide * swing
+    near, far = torch.full_like(along, INSET), torch.full_like(along, 1 - INSET)
+    x = torch.stack([far[:, 0], along[:, 1], near[:, 2], along[:, 3]], 1)
+    y = torch.stack([along[:, 0], far[:, 1], along[:, 2], near[:, 3]], 1)
+    return x, y, FLOAT + rooms.bob * swing
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < 1e-9, 1e-9, x)
+
+
+def cast(
+    rooms: Rooms, pose: Tensor, time: Tensor, size: int, samples: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast rays for F frames, rooms having F rows: colours, light, surface.
+
+    Colour is a tuple's worth of three [F, P, samples²] in one [3, F, P, samples²] before light;
+    light and surface are [F, P, samples²], P = size² pixels row by row.
+    """
+    device, dtype = pose.device, pose.dtype
+    at = torch.arange(size, device=device, dtype=dtype)
+    sub = (torch.arange(samples, device=device, dtype=dtype) + 0.5) / samples
+    across = ((at[:, None] + sub) / size * 2 - 1) * SLOPE  # [size, samples]
+    shape = (size, size, samples, samples)
+    right = across[None, :, None, :].expand(shape).reshape(1, size * size, samples**2)
+    up = -across[:, None, :, None].expand(shape).reshape(1, size * size, samples**2)
+
+    def wide(value: Tensor) -> Tensor:
+        return value[:, None, None]
+
+    ox, oy = wide(pose[:, 0]), wide(pose[:, 1])
+    cos, sin = map(wide, _direction(pose[:, 2]))
+    dx, dy, dz = _nonzero(cos + right * sin), _nonzero(sin - right * cos), _nonzero(up)
+    tx = ((dx > 0).to(dtype) - ox) / dx
+    ty = ((dy > 0).to(dtype) - oy) / dy
+    tz = ((dz > 0).to(dtype) * HEIGHT - EYE) / dz
+    depth = torch.minimum(torch.minimum(tx, ty), tz)
+    on_z, on_x = tz <= depth, tx <= depth
+    wall = torch.where(on_x, torch.where(dx > 0, 0, 2), torch.where(dy > 0, 1, 3))
+    surface = torch.where(on_z, torch.where(dz > 0, CEILING, FLOOR), wall)
+    px, py, pz = ox + depth * dx, oy + depth * dy, EYE + depth * dz
+
+    flat = surface.flatten(1)
+
+    def on_surface(table: Tensor) -> Tensor:
+        return table.gather(1, flat).view(surface.shape)
+
+    kind, phase = on_surface(rooms.kind), on_surface(rooms.phase.to(dtype))
+    u = WAVES * torch.where(on_x & ~on_z, py, px)
+    v = WAVES * torch.where(on_z, py, pz)
+    u, v = torch.where(kind == 2, u, u + phase), torch.where(kind == 2, v + phase, v)
+    u, v = u - u.floor(), v - v.floor()
+    tall, flat_bands = u < 0.5, v < 0.5
+    dots = (u - 0.5) ** 2 + (v - 0.5) ** 2 < 0.09
+    second = (kind == 1) & tall | (kind == 2) & flat_bands
+    second = second | (kind == 3) & (tall ^ flat_bands) | (kind == 4) & dots
+
+    palette = torch.tensor(list(PALETTE.values()), device=device, dtype=dtype)
+    paint = palette[rooms.colour]  # [F, 6, 2, 3]
+    colour = [
+        torch.where(second, on_surface(paint[:, :, 1, c]), on_surface(paint[:, :, 0, c]))
+        for c in range(3)
+    ]
+    # a lamp in the middle of the ceiling; sides of unlike brightness show the corners
+    far = (px - 0.5) ** 2 + (py - 0.5) ** 2 + (pz - HEIGHT) ** 2
+    side = torch.where(on_z, 0.86, torch.where(on_x, 1.0, 0.8))
+    light = side * 1.15 / (1 + 0.8 * far)
+
+    tint = palette[rooms.tint]  # [F, 4, 3]
+    centres = _centres(rooms, time.to(dtype))
+    square = dx * dx + dy * dy + dz * dz
+    for i in range(4):
+        cx, cy, cz = (wide(c[:, i]) for c in centres)
+        s, thing = wide(rooms.radius[:, i].to(dtype)), wide(rooms.thing[:, i])
+        gx, gy, gz = ox - cx, oy - cy, EYE - cz
+        b = gx * dx + gy * dy + gz * dz
+        disc = b * b - square * (gx * gx + gy * gy + gz * gz - s * s)
+        ball = (-b - disc.clamp(min=0).sqrt()) / square
+        lit = (0.4 * (gx + dx * ball) + 0.3 * (gy + dy * ball) + 0.86 * (gz + dz * ball)) / s
+        # a box of half the edge 0.8 s: the last of three slabs to be entered, the first left
+        e = 0.8 * s
+        ends = [(g, (e / d).abs()) for g, d in ((-gx / dx, dx), (-gy / dy, dy), (-gz / dz, dz))]
+        enter = [g - w for g, w in ends]
+        leave = [g + w for g, w in ends]
+        box = torch.maximum(torch.maximum(enter[0], enter[1]), enter[2])
+        out = torch.minimum(torch.minimum(leave[0], leave[1]), leave[2])
+        shade = torch.where(
+            enter[2] >= box,
+            torch.where(dz > 0, 0.45, 1.05),
+            torch.where(enter[0] >= box, 0.85, 0.65),
+        )
+        is_ball = thing == 1
+        t = torch.where(is_ball, ball, box)
+        hit = torch.where(is_ball, disc > 0, (out > box) & (thing == 2)) & (t > 0) & (t < depth)
+        depth = torch.where(hit, t, depth)
+        surface = torch.where(hit, OBJECTS + i, surface)
+        glow = torch.where(is_ball, 0.45 + 0.65 * lit.clamp(min=0), shade)
+        light = torch.where(hit, glow, light)
+        colour = [torch.where(hit, wide(tint[:, i, c]), colour[c]) for c in range(3)]
+    return torch.stack(colour), light, surface
+
+
+def render(rooms: Rooms, pose: Tensor, time: Tensor, size: int = SIZE, samples: int = 2) -> Tensor:
+    """Pictures [F, 3, size, size] in 0..1 of F poses [F, 3] at times [F], one row of rooms each.
+
+    A pixel is the mean of samples² rays on a regular grid inside it.
+    """
+    colour, light, _ = cast(rooms, pose, time, size, samples)
+    picture = (colour * light).clamp(0, 1).mean(-1)  # [3, F, P]
+    return picture.transpose(0, 1).unflatten(-1, (size, size))
+
+
+def film(clips: Clips, size: int = SIZE, samples: int = 2, batch: int = 16) -> Tensor:
+    """Every frame of clips: [B, T, 3, size, size], `batch` frames at a time."""
+    scene, pose, time = clips.scene.flatten(), clips.pose.flatten(0, 1), clips.time.flatten()
+    parts = [
+        render(clips.rooms.rows(s), p, t, size, samples)
+        for s, p, t in zip(scene.split(batch), pose.split(batch), time.split(batch), strict=True)
+    ]
+    return torch.cat(parts).unflatten(0, clips.scene.shape)
+
+
+def see(rooms: Rooms, pose: Tensor, time: Tensor, size: int = SIZE) -> Tensor:
+    """Which surface each pixel's middle shows: [F, size, size]; 0..3 walls, 6..9 objects."""
+    return cast(rooms, pose, time, size, 1)[2].view(len(pose), size, size)
+
+
+def in_view(rooms: Rooms, pose: Tensor, time: Tensor, size: int = 32) -> Tensor:
+    """The share of the picture that each surface takes: [F, 10]."""
+    seen = see(rooms, pose, time, size).flatten(1)
+    return F.one_hot(seen, OBJECTS + 4).to(pose.dtype).mean(1)
+
+
+def turned(rooms: Rooms, quarters: int) -> Rooms:
+    """The same rooms with walls and objects moved on by quarter turns; floor and ceiling stay."""
+    moved = {}
+    for f in fields(rooms):
+        value = getattr(rooms, f.name)
+        moved[f.name] = torch.cat([value[:, :4].roll(quarters, 1), value[:, 4:]], 1)
+    return Rooms(**moved)
+
+
+def quarter_errors(frames: Tensor, rooms: Rooms, pose: Tensor, time: Tensor) -> Tensor:
+    """Mean square error [F, 4] against the room as it is and as if turned by 1, 2, 3 quarters.
+
+    Identity is right where the first is least: the frame shows what is there, not another side.
+    """
+    size = frames.shape[-1]
+    pictures = [render(turned(rooms, i), pose, time, size) for i in range(4)]
+    return torch.stack([(frames - p).square().mean((1, 2, 3)) for p in pictures], 1)
+
+
+def locate(
+    frame: Tensor, rooms: Rooms, near: Tensor, time: Tensor, reach: float = 0.3
+) -> tuple[Tensor, Tensor]:
+    """The pose [3] whose picture is most like `frame` [3, S, S], and the mean square error there.
+
+    Searched about the pose `near` [3], within `reach` of it and three steps of a turn, on grids
+    five wide that narrow four times; headings may fall between the steps.
+    """
+    small = F.interpolate(frame[None], size=(32, 32), mode="area")
+    best, error = near, torch.full((), math.inf)
+    spread, angle = reach / 2, 1.5
+    offsets = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], device=near.device, dtype=near.dtype)
+    for _ in range(4):
+        grid = torch.cartesian_prod(offsets * spread, offsets * spread, offsets * angle)
+        poses = best + grid
+        poses[:, :2] = poses[:, :2].clamp(NEAR, 1 - NEAR)
+        pictures = render(
+            rooms.rows(torch.zeros(len(poses), dtype=torch.long, device=near.device)),
+            poses,
+            time.expand(len(poses)),
+            32,
+        )
+        errors = (pictures - small).square().mean((1, 2, 3))
+        at = errors.argmin()
+        best, error = poses[at], errors[at]
+        spread, angle = spread / 2, angle / 2
+    return best, error
+
+
+def colour_shares(frames: Tensor, rooms: Rooms, pose: Tensor, time: Tensor, surface: int) -> Tensor:
+    """How much of a surface's pixels [F, 8] is nearest to each named colour, its light removed.
+
+    All zero where the surface is out of view.
+    """
+    size = frames.shape[-1]
+    _, light, seen = cast(rooms, pose, time, size, 1)
+    palette = torch.tensor(list(PALETTE.values()), device=frames.device, dtype=frames.dtype)
+    bare = frames.flatten(2).transpose(1, 2) / light.to(frames.dtype)  # [F, P, 3]
+    name = torch.cdist(bare, palette.expand(len(frames), -1, -1)).argmin(-1)
+    mask = (seen[..., 0] == surface).to(frames.dtype)
+    share = (F.one_hot(name, len(COLOURS)) * mask[..., None]).sum(1)
+    return share / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def sharpness(frames: Tensor) -> Tensor:
+    """The root mean square of what a 3 by 3 mean takes away, of each frame [F, 3, S, S]: [F]."""
+    return (
+        (frames - F.avg_pool2d(frames, 3, 1, 1, count_include_pad=False))
+        .square()
+        .mean((1, 2, 3))
+        .sqrt()
+    )
+
+
+def psnr(frames: Tensor, truth: Tensor) -> Tensor:
+    """Peak signal to noise ratio in dB of pictures [..., 3, S, S] in 0..1: [...]."""
+    return -10 * (frames - truth).square().mean((-3, -2, -1)).clamp(min=1e-10).log10()

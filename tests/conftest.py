@@ -1,0 +1,31 @@
+"""What every test gets: NaN where nothing was written, one thread, a seeded generator."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # read when a kernel is decorated, so set before any kernel module is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """Memory handed out uninitialised is NaN, so that an output nobody wrote shows."""
+
+    def poisoned(make):
+        def call(*args, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        return call
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.fixture
+def rng():
+    return torch.Generator().manual_seed(0)

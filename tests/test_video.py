@@ -1,0 +1,214 @@
+"""Video files, pictures side by side, and files that are whole or absent."""
+
+import json
+
+import av
+import numpy as np
+import pytest
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.files import check_folder, replacing, write_atomically
+from tachyscope.video import VideoWriter, beside, read_video
+
+
+def ramp(frames=6, height=32, width=48):
+    """A smooth picture that slides to the right."""
+    t, y, x = np.mgrid[:frames, :height, :width]
+    return np.stack([4 * x + 3 * t, 6 * y, 255 - 4 * x], -1).astype(np.uint8)
+
+
+def test_a_video_comes_back_with_its_count_size_rate_and_colours(tmp_path):
+    frames = ramp()
+    with VideoWriter(tmp_path / "a.mp4", fps=12) as video:
+        video.write(frames[:4])
+        video.write(frames[4:])
+    back = np.stack(list(read_video(tmp_path / "a.mp4")))
+    assert back.shape == frames.shape and back.dtype == np.uint8
+    # half the resolution in colour, and what crf 18 rounds away: a few levels
+    assert np.abs(back.astype(int) - frames).mean() < 3
+    with av.open(tmp_path / "a.mp4") as container:
+        stream = container.streams.video[0]
+        assert (stream.average_rate, stream.frames) == (12, 6)
+        assert (stream.codec_context.name, stream.pix_fmt) == ("h264", "yuv420p")
+
+
+@pytest.mark.parametrize("fps", [16, 23.976, 0.5])
+def test_a_rate_may_be_a_fraction(tmp_path, fps):
+    with VideoWriter(tmp_path / "a.mp4", fps) as video:
+        video.write(ramp(3))
+    with av.open(tmp_path / "a.mp4") as container:
+        assert float(container.streams.video[0].average_rate) == pytest.approx(fps)
+
+
+@pytest.mark.parametrize("colour", [(255, 0, 0), (0, 255, 0), (0, 0, 255), (200, 120, 40)])
+def test_a_colour_stays_itself(tmp_path, colour):
+    with VideoWriter(tmp_path / "a.mp4", 8) as video:
+        video.write(np.full((2, 16, 16, 3), colour, np.uint8))
+    for frame in read_video(tmp_path / "a.mp4"):
+        assert np.abs(frame.astype(int) - colour).max() <= 2
+
+
+@pytest.mark.parametrize(
+    "size, written", [((31, 47), (32, 48)), ((32, 47), (32, 48)), ((1, 1), (2, 2))]
+)
+def test_odd_sizes_are_made_even(tmp_path, size, written):
+    with VideoWriter(tmp_path / "a.mp4", 8) as video:
+        video.write(ramp(2, *size))
+    assert [frame.shape for frame in read_video(tmp_path / "a.mp4")] == [(*written, 3)] * 2
+
+
+def test_scale_makes_squares_of_pixels(tmp_path):
+    board = np.indices((8, 8)).sum(0) % 2 * 255
+    frames = np.repeat(board.astype(np.uint8)[None, ..., None], 3, -1)
+    with VideoWriter(tmp_path / "a.mp4", 8, scale=6) as video:
+        video.write(frames)
+    (frame,) = read_video(tmp_path / "a.mp4")
+    assert frame.shape == (48, 48, 3)
+    centres = frame[3::6, 3::6].astype(int)
+    assert np.abs(centres - frames[0]).max() < 16
+
+
+def test_the_file_appears_only_when_the_block_ends(tmp_path):
+    path = tmp_path / "a.mp4"
+    with VideoWriter(path, 8) as video:
+        video.write(ramp(2))
+        assert not path.exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("frames", [0, 2])
+def test_the_temporary_file_is_gone_after_an_exception(tmp_path, fault, frames):
+    with pytest.raises(fault), VideoWriter(tmp_path / "a.mp4", 8) as video:
+        if frames:
+            video.write(ramp(frames))
+        raise fault
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exception_leaves_the_older_video_as_it_was(tmp_path):
+    path = tmp_path / "a.mp4"
+    with VideoWriter(path, 8) as video:
+        video.write(ramp(3))
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError), VideoWriter(path, 8) as video:
+        video.write(ramp(2))
+        raise RuntimeError
+    assert path.read_bytes() == before
+
+
+def test_a_video_without_frames_is_an_error_and_leaves_nothing(tmp_path):
+    words = "was given no frames: write at least one$"
+    with pytest.raises(TachyscopeError, match=words), VideoWriter(tmp_path / "a.mp4", 8):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_frames_of_another_size_are_an_error(tmp_path):
+    with VideoWriter(tmp_path / "a.mp4", 8) as video:
+        video.write(ramp(1, 32, 48))
+        with pytest.raises(TachyscopeError, match="share a size, got 40x32 after 48x32"):
+            video.write(ramp(1, 32, 40))
+
+
+def test_what_is_not_frames_is_an_error(tmp_path):
+    with VideoWriter(tmp_path / "a.mp4", 8) as video:
+        video.write(ramp(1))
+        with pytest.raises(
+            TachyscopeError, match=r"uint8 \[F, H, W, 3\], got float64 \[1, 4, 4, 3\]"
+        ):
+            video.write(np.zeros((1, 4, 4, 3)))
+    with pytest.raises(TachyscopeError, match="fps must be above 0, got 0"):
+        VideoWriter(tmp_path / "b.mp4", 0)
+    with pytest.raises(TachyscopeError, match="scale is a whole number from 1 on, got 0"):
+        VideoWriter(tmp_path / "b.mp4", 8, scale=0)
+
+
+def test_an_unwritable_folder_is_one_line_that_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "out"
+    words = f"{folder} cannot be written (not a directory): choose another folder"
+    with pytest.raises(TachyscopeError) as error, VideoWriter(folder / "a.mp4", 8):
+        pytest.fail("the block must not start")
+    assert str(error.value) == words
+    with pytest.raises(TachyscopeError) as error:
+        write_atomically(folder / "a.json", "{}")
+    assert str(error.value) == words
+    with pytest.raises(TachyscopeError) as error:
+        check_folder(folder)
+    assert str(error.value) == words
+
+
+def test_a_file_that_is_no_video_is_one_line_that_names_it(tmp_path):
+    with pytest.raises(TachyscopeError, match=r"none.mp4 cannot be read as a video \(no such file"):
+        next(read_video(tmp_path / "none.mp4"))
+    (tmp_path / "text.mp4").write_text("not a video")
+    with pytest.raises(TachyscopeError, match=r"text.mp4 cannot be read as a video \(invalid data"):
+        next(read_video(tmp_path / "text.mp4"))
+
+
+def test_beside_puts_each_video_unchanged_below_its_label():
+    a, b = ramp(2, 16, 24), ramp(2, 12, 30) // 2
+    out = beside([a, b], ["dense", "fast"], gap=5, scale=3)
+    strip = out.shape[1] - 3 * 16 - 5
+    assert out.shape == (2, strip + 48 + 5, 5 + 72 + 5 + 90 + 5, 3) and strip >= 16
+    big = [video.repeat(3, 1).repeat(3, 2) for video in (a, b)]
+    np.testing.assert_array_equal(out[:, strip : strip + 48, 5:77], big[0])
+    np.testing.assert_array_equal(out[:, strip : strip + 36, 82:172], big[1])
+    for left, right in ((5, 77), (82, 172)):
+        assert out[:, :strip, left:right].max() > 180, "a label is written in light letters"
+    background = out[0, 0, 0]
+    assert (out[:, :, :5] == background).all() and (out[:, :, 77:82] == background).all()
+    assert (out[:, -5:] == background).all() and (out[:, strip + 36 :, 82:] == background).all()
+
+
+def test_a_long_label_is_cut_and_stays_in_its_place():
+    video = ramp(1, 8, 60)
+    long, short = (beside([video], [text])[0, :20] for text in ("replay=attentive " * 9, "replay"))
+    assert long.shape == short.shape
+    assert (long[:, :40] == short[:, :40]).all(), "the beginning is kept"
+    assert (long[:, -8:] == long[0, 0]).all(), "nothing runs into the gap"
+
+
+def test_a_label_is_plain_text():
+    odd, plain = (beside([ramp(1)], [text])[0, :20] for text in ("$x", "x"))
+    assert (odd != plain).any()
+    beside([ramp(1)], [r"$\frac{"])
+
+
+def test_beside_wants_one_length_and_as_many_labels_as_videos():
+    with pytest.raises(TachyscopeError, match=r"one length, got \[2, 3\] frames"):
+        beside([ramp(2), ramp(3)], ["a", "b"])
+    with pytest.raises(TachyscopeError, match="got 2 videos and 1 labels"):
+        beside([ramp(2), ramp(2)], ["a"])
+
+
+def test_a_file_is_written_whole_with_its_folders(tmp_path):
+    path = write_atomically(tmp_path / "deep" / "er" / "a.json", json.dumps({"name": "é"}))
+    assert json.loads(path.read_bytes()) == {"name": "é"}
+    assert write_atomically(path, b"\x00\xff").read_bytes() == b"\x00\xff"
+    assert [p.name for p in path.parent.iterdir()] == ["a.json"]
+
+
+def test_a_file_half_written_leaves_the_older_one(tmp_path):
+    path = write_atomically(tmp_path / "a.txt", "old")
+    with pytest.raises(RuntimeError), replacing(path) as part:
+        part.write_text("ne")
+        raise RuntimeError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_file_is_as_readable_as_any_other(tmp_path):
+    (tmp_path / "plain").write_text("")
+    mode = write_atomically(tmp_path / "ours", "").stat().st_mode
+    assert mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
+    with pytest.raises(TachyscopeError, match="is a folder: give the name of a file"):
+        write_atomically(tmp_path, "")
+
+
+def test_a_checked_folder_is_there_and_empty(tmp_path):
+    folder = check_folder(tmp_path / "new" / "out")
+    assert folder.is_dir() and not list(folder.iterdir())
