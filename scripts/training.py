@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +72,88 @@ class Average:
         return {**dict(module.named_buffers()), **named}
 
 
+def orthogonal(x: Tensor) -> Tensor:
+    """Matrices [N, a, b] with their singular values brought near one (Newton-Schulz, quintic)."""
+    tall = x.shape[1] > x.shape[2]
+    y = x.mT if tall else x
+    y = y.bfloat16() if x.is_cuda else y
+    y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = y @ y.mT
+        y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
+    return (y.mT if tall else y).to(x.dtype)
+
+
+class Muon:
+    """Momentum whose step is made orthogonal, for matrices; those of one shape go together.
+
+    The step is scaled to the size of Adam's, so that both take one learning rate.
+    """
+
+    def __init__(self, params: list[nn.Parameter], momentum: float = 0.95, decay: float = 0.01):
+        self.momentum, self.decay, self.rate = momentum, decay, 0.0
+        shapes = sorted({tuple(p.shape) for p in params})
+        self.groups = [[p for p in params if tuple(p.shape) == shape] for shape in shapes]
+        self.trace = [torch.zeros_like(torch.stack(list(group))) for group in self.groups]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group, trace in zip(self.groups, self.trace, strict=True):
+            grad = torch.stack([p.grad for p in group])
+            trace.lerp_(grad, 1 - self.momentum)
+            move = orthogonal(grad.lerp(trace, self.momentum))
+            size = 0.2 * max(move.shape[1:]) ** 0.5
+            torch._foreach_mul_(group, 1 - self.rate * self.decay)
+            torch._foreach_add_(group, list(move.unbind(0)), alpha=-self.rate * size)
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"trace.{i}": trace for i, trace in enumerate(self.trace)}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        for i, trace in enumerate(self.trace):
+            trace.copy_(tensors[f"trace.{i}"])
+
+
+class Optimizer:
+    """Muon for the matrices inside the layers, AdamW for all else."""
+
+    def __init__(self, modules: dict[str, nn.Module], fused: bool) -> None:
+        named = [(f"{m}.{k}", p) for m, mod in modules.items() for k, p in mod.named_parameters()]
+        inner = [p for k, p in named if (".blocks." in k or ".layers." in k) and p.dim() == 2]
+        chosen = {id(p) for p in inner}
+        self.rest = [p for _, p in named if id(p) not in chosen]
+        self.muon = Muon(inner)
+        self.adam = torch.optim.AdamW(self.rest, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+
+    def step(self, rate: float) -> None:
+        self.muon.rate = rate
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.muon.step()
+        self.adam.step()
+
+    def zero(self) -> None:
+        self.adam.zero_grad(set_to_none=True)
+        for group in self.muon.groups:
+            for p in group:
+                p.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        found = self.muon.state()
+        for i, p in enumerate(self.rest):
+            found |= {f"adam.{i}.{key}": value for key, value in self.adam.state[p].items()}
+        return found
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.muon.restore(tensors)
+        for i, p in enumerate(self.rest):
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                value = tensors[f"adam.{i}.{key}"]
+                # a fused step counts on the device
+                far = key != "step" or self.adam.defaults["fused"]
+                self.adam.state[p][key] = value.to(p.device) if far else value
+
+
 class Log:
     """JSON lines, on disk and on the screen as they come."""
 
@@ -95,7 +176,7 @@ def save_atomically(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path, name: str, dtype: torch.dtype) -> None:
-    """Weights in safetensors, in as many files as keep each small."""
+    """Weights in safetensors; in several files and an index of them where one would be large."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, Tensor]] = [{}]
     room = LARGEST
@@ -106,9 +187,15 @@ def write_weights(tensors: dict[str, Tensor], folder: Path, name: str, dtype: to
             room = LARGEST
         files[-1][key] = value
         room -= value.nbytes
-    for i, part in enumerate(files):
-        tail = f"-{i + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-        save_atomically(part, folder / f"{name}{tail}.safetensors")
+    if len(files) == 1:
+        return save_atomically(files[0], folder / f"{name}.safetensors")
+    names = [f"{name}-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for part, file in zip(files, names, strict=True):
+        save_atomically(part, folder / file)
+    where = {key: file for part, file in zip(files, names, strict=True) for key in part}
+    total = sum(value.nbytes for part in files for value in part.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
@@ -119,10 +206,6 @@ def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
     if not files:
         raise SystemExit(f"no {name}.safetensors in {folder}: give a folder that training wrote")
     return {key: value for file in files for key, value in load_file(file).items()}
-
-
-def flat(tensors: Iterable[tuple[str, Tensor]], prefix: str) -> dict[str, Tensor]:
-    return {f"{prefix}{key}": value for key, value in tensors}
 
 
 def sheet(rows: list[Tensor], path: Path) -> None:

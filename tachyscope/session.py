@@ -129,12 +129,12 @@ class Session:
         tokens = pos.shape[0]
         start = self.now if self.shape.causal else 0
         self.now = start + tokens
-        self._make_room(self.past + self.now)
         self._moment = Moment(
             self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
             self.prompt, self.pads, not (self.plan.cache.weighted or any(self.pads)),
             tuple(self._begun),
         )  # fmt: skip
+        self._make_room(self._moment)
         self._pos = pos.to(self.device)
         self._angles = self.rope.angles(self._pos[None, None], self._origin)
         self._scores = {}
@@ -148,8 +148,8 @@ class Session:
             seen = tokens * (self.seen + tokens)
         self.meter.add("pairs_dense", rows * self.shape.heads * self.shape.layers * seen)
 
-    def _make_room(self, needed: int) -> None:
-        slots = self.layers[0].k.shape[2]
+    def _make_room(self, at: Moment) -> None:
+        slots, needed = self.layers[0].k.shape[2], at.end
         if needed <= slots:
             return
         if not self.plan.cache.grows:
@@ -158,21 +158,22 @@ class Session:
                 f"raise the cache policy's budget"
             )
         more = max(needed, slots + slots // 4) - slots
-        for layer in self.layers:
-            self._grow(layer, more)
+        for i, layer in enumerate(self.layers):
+            self._grow(layer, more, at.at(i))
 
-    def _grow(self, layer: Layer, more: int) -> None:
-        fresh = self._empty_layer(layer.k.shape[2] + more)
+    def _grow(self, layer: Layer, more: int, at: Moment) -> None:
+        slots = layer.k.shape[2]
+        fresh = self._empty_layer(slots + more)
         for name, new in fresh.entries().items():
-            old = layer.entries()[name]
-            new[:, :, : old.shape[2]] = old
+            new[:, :, :slots] = layer.entries()[name]
             setattr(layer, name, new)
         for name, new in fresh.own.items():
-            old = layer.own[name]
-            if old.shape == new.shape:
-                continue
-            new[:, :, : old.shape[2]] = old
-            layer.own[name] = new
+            if name.startswith("slot_"):
+                new[:, :, :slots] = layer.own[name]
+                layer.own[name] = new
+        # an index is made from the past, so it is made again
+        layer.own |= self.plan.attention.tensors(self.shape, slots + more, self.device)
+        self.plan.attention.index(layer, at, self.past, self.meter)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
@@ -287,7 +288,8 @@ class Session:
                 f"a session's state can be taken between chunks, and {self.now} tokens of one are "
                 f"under way: finish the chunk first"
             )
-        found = {name: x.clone() for name, x in self._tensors().items()}
+        copied = torch.contiguous_format  # a file holds no strides
+        found = {name: x.clone(memory_format=copied) for name, x in self._tensors().items()}
         meta = json.dumps(self._meta() | self._counts(), sort_keys=True).encode()
         found["meta"] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
         found["generator"] = self.generator.get_state()

@@ -57,11 +57,14 @@ def runs(drawn=False):
     dense = {"frames": 96, "fps_avg": 31.25, "ratio_dense": 1.0, "density": 1.0, "cache_mb": 76.0,
              "rows_computed": 5898240, "rows_replayed": 0, "macs": 3.81e12}  # fmt: skip
     fast = dense | {"ratio_dense": 1.84, "density": 0.094, "psnr_dense": 41.23}
+    plans = (
+        "cache=keep_all attention=dense text=none replay=none",
+        "cache=merge:budget=21f attention=ann:read=0.2 text=none replay=none",
+    )
     return [
-        Run("dense", "cache=keep_all attention=dense text=none replay=none", rows() if drawn else [], dense),
-        Run("fast", "cache=merge:budget=21f attention=ann:read=0.2 text=none replay=none",
-            rows(46.0) if drawn else [], fast, ["replay saved under 1 %"]),
-    ]  # fmt: skip
+        Run("dense", plans[0], rows() if drawn else [], dense),
+        Run("fast", plans[1], rows(46.0) if drawn else [], fast, ["replay saved under 1 %"]),
+    ]
 
 
 def report(tmp_path, title="A title", which=None, **given):
@@ -189,7 +192,7 @@ def test_plots_are_svg_for_light_and_dark(tmp_path):
 
 
 def test_a_slow_first_chunk_does_not_flatten_the_others(tmp_path):
-    slow = rows(chunks=20)
+    slow = rows()
     slow[0]["chunk_ms"] = 9000.0
     text = report(tmp_path, which=[Run("dense", "plan", slow, {})])
     assert "▲ one chunk lies above the axis, at most 9\u202f000 ms." in text
@@ -201,9 +204,10 @@ def test_a_run_without_values_has_no_plot(tmp_path, some):
     assert not Page(report(tmp_path, which=[Run("none", "plan", some, {})])).all("img")
 
 
-@pytest.mark.parametrize("row", [{"chunk_ms": 0.0, "cache_mb": 0.0, "psnr_dense": 100.0}])
-def test_one_chunk_is_enough(tmp_path, row):
-    assert len(drawings(report(tmp_path, which=[Run("$x_", "plan", [row], {})]))) == 3
+def test_one_chunk_is_enough_and_a_name_is_plain_text(tmp_path):
+    row = {"chunk_ms": 0.0, "cache_mb": 0.0, "psnr_dense": 100.0}
+    pictures = drawings(report(tmp_path, which=[Run(r"$\frac{$", "plan", [row], {})]))
+    assert len(pictures) == 3 and all(r"$\frac{$" in picture for picture in pictures)
 
 
 def test_two_reports_of_one_run_are_equal(tmp_path):

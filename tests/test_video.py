@@ -57,6 +57,13 @@ def test_odd_sizes_are_made_even(tmp_path, size, written):
     assert [frame.shape for frame in read_video(tmp_path / "a.mp4")] == [(*written, 3)] * 2
 
 
+def test_an_added_row_and_column_repeat_the_last(tmp_path):
+    with VideoWriter(tmp_path / "a.mp4", 8) as video:
+        video.write(np.full((1, 15, 15, 3), 200, np.uint8))
+    (frame,) = read_video(tmp_path / "a.mp4")
+    assert np.abs(frame.astype(int) - 200).max() <= 2
+
+
 def test_scale_makes_squares_of_pixels(tmp_path):
     board = np.indices((8, 8)).sum(0) % 2 * 255
     frames = np.repeat(board.astype(np.uint8)[None, ..., None], 3, -1)
@@ -171,9 +178,8 @@ def test_a_long_label_is_cut_and_stays_in_its_place():
 
 
 def test_a_label_is_plain_text():
-    odd, plain = (beside([ramp(1)], [text])[0, :20] for text in ("$x", "x"))
-    assert (odd != plain).any()
-    beside([ramp(1)], [r"$\frac{"])
+    # as a formula this would be an error, not letters
+    assert beside([ramp(1)], [r"$\frac{$"])[0, :20].max() > 180
 
 
 def test_beside_wants_one_length_and_as_many_labels_as_videos():

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from tachyscope.adapters.checkpoint import read_tensors, write_tensors
 from tachyscope.adapters.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
 from tachyscope.adapters.vila_u import (
-    SYSTEM,
     BytesTokenizer,
+    ChatTokenizer,
     Vila,
     VilaAdapter,
     VilaConfig,
@@ -818,18 +818,33 @@ def chat_folder(folder, tmp_path):
     return copy
 
 
-def test_a_prompt_is_put_in_the_chat_that_the_model_was_trained_with(chat_folder):
-    adapter = load_vila(chat_folder)
+def test_a_prompt_is_put_in_the_chat_that_the_model_was_trained_with():
     asked = []
-    inner = adapter.tokenizer.inner
-    prompt = adapter.encode(" red room ")
-    for text in (f"{SYSTEM} USER: red room ASSISTANT: <vi_start>",
-                 f"{SYSTEM} USER:ASSISTANT: <vi_start>"):  # fmt: skip
-        asked.append(inner(text).input_ids)
-    assert prompt.lengths == tuple(map(len, asked))
-    for row, ids in enumerate(asked):
-        assert prompt.ids[row, -len(ids) :].tolist() == ids
-        assert (ids[0], ids[-1]) == (1, 7)
+
+    class Inner:
+        input_ids = [1, 7]
+
+        def __call__(self, text):
+            asked.append(text)
+            return self
+
+    for prompt in (" red room ", " "):
+        assert ChatTokenizer(Inner()).ids(prompt) == [1, 7]
+    assert asked == [
+        "A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions. "
+        f"USER:{said}ASSISTANT: <vi_start>"
+        for said in (" red room ", "")
+    ]
+
+
+def test_the_checkpoints_own_tokenizer_is_used(chat_folder):
+    adapter = load_vila(chat_folder)
+    prompt = adapter.encode("red room")
+    ids = adapter.tokenizer.ids("red room")
+    assert (ids[0], ids[-1]) == (1, 7)
+    assert prompt.ids[0].tolist() == ids
+    assert prompt.lengths == (len(ids), len(ids) - 2)
 
 
 def test_a_tokenizer_is_saved_with_its_model(chat_folder, tmp_path):

@@ -143,8 +143,7 @@ def test_half_precision_errs_no_more_than_diffusers(small, inputs):
     latents, context = inputs
     t = torch.tensor([[1000.0, 625.0, 0.0]]).expand(2, 3)
     exact = small.model(WholeSession(small, 3, context), latents, t)
-    half = random_wan(SMALL, dtype=torch.bfloat16)
-    half.model.load_state_dict(small.model.state_dict())
+    half = random_wan(SMALL, seed=1, dtype=torch.bfloat16)
     ours = half.model(WholeSession(half, 3, context), latents, t)
     assert ours.dtype == latents.dtype
     assert half.model.blocks[0].modulation.dtype == torch.float32
@@ -179,10 +178,10 @@ def test_the_sampler_is_the_stochastic_flow_scheduler(inputs):
     plan = schedule(WanConfig())
     assert [t for t, _ in plan] == pytest.approx(scheduler.timesteps.tolist(), rel=1e-7)
     generator, same = (torch.Generator().manual_seed(3) for _ in range(2))
-    x = theirs = inputs[0]
+    x = theirs = clean = inputs[0]
     for i, (_, sigma) in enumerate(plan):
         if i:
-            x = noised(clean, torch.randn(x.shape, generator=generator), sigma)  # noqa: F821
+            x = noised(clean, torch.randn(x.shape, generator=generator), sigma)
             torch.testing.assert_close(x, theirs, rtol=0, atol=1e-6)
         said = torch.tanh(x) + 0.1
         clean = clean_from(WanConfig(), x, said, sigma)
@@ -247,6 +246,26 @@ def test_chunk_by_chunk_equals_all_at_once():
         session.commit()
 
 
+@torch.no_grad()
+def test_a_sampled_chunk_is_what_the_scheduler_makes_of_the_model():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0, stochastic_sampling=True)
+    scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])
+    adapter = toy_chunks()
+    prompt = adapter.encode("a")
+    session = session_for(adapter, seed=5)
+    adapter.start(session, prompt)
+    whole, actions = WholeSession(adapter, 3, prompt.context), torch.tensor([1, 2, 3])
+    same = torch.Generator().manual_seed(5)
+    x = torch.randn(1, 16, 3, 8, 12, generator=same)
+    for t in scheduler.timesteps:
+        said = adapter.model(whole, x, t.expand(1, 3), actions)
+        x = scheduler.step(said, t, x, generator=same, return_dict=False)[0]
+    # rounding grows over four passes of a random model
+    torch.testing.assert_close(adapter.sample(session, [1, 2, 3]), x, rtol=0, atol=1e-4)
+
+
 def test_a_clean_pass_leaves_what_sampling_left():
     adapter = toy_chunks()
     made, given = session_for(adapter), session_for(adapter)
@@ -307,6 +326,18 @@ def test_what_the_toy_sees_of_its_past_matters():
     assert (drawn[0] - drawn[1]).abs().mean() > 0.05
 
 
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-4), (torch.bfloat16, 0.5)])
+def test_dtypes_make_the_same_video(dtype, atol):
+    """Up to rounding, which bfloat16's few digits let grow: here latents have a spread of two."""
+    drawn = []
+    for adapter in (toy_chunks(), toy_chunks(dtype=dtype)):
+        session = session_for(adapter)
+        adapter.start(session, adapter.encode("a"))
+        drawn.append(adapter.sample(session, [1, 2, 3]))
+    assert drawn[1].dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(drawn[1].float(), drawn[0], rtol=0, atol=atol)
+
+
 def test_every_pass_is_told_its_place_and_noise(monkeypatch):
     adapter, told = toy_chunks(), []
     begin = Session.begin
@@ -349,16 +380,18 @@ def test_a_model_that_gains_actions_starts_as_it_was(small, inputs):
     assert with_action.equal(small.model(WholeSession(small, 3, context), latents, t))
 
 
-def test_every_parameter_learns():
+@pytest.mark.parametrize("mixed", [False, True])
+def test_every_parameter_learns(mixed):
     adapter = toy_chunks()
-    context = torch.randn(2, 5, 24)
-    session = WholeSession(adapter, 2, context, chunk=1)
     x, t = torch.randn(2, 16, 2, 8, 12), torch.tensor([[900.0, 300.0], [0.0, 20.0]])
-    adapter.model(session, x, t, torch.tensor([[0, 1], [2, 3]])).square().mean().backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        session = WholeSession(adapter, 2, torch.randn(2, 5, 24), chunk=1)
+        said = adapter.model(session, x, t, torch.tensor([[0, 1], [2, 3]]))
+    assert said.dtype == torch.float32
+    said.square().mean().backward()
     for name, parameter in adapter.model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        # a softmax does not feel a shift that all keys share
-        assert parameter.grad.abs().sum() > 0 or name.endswith(".k.bias"), name
+        assert parameter.grad.abs().sum() > 0, name
 
 
 def test_a_training_step_is_one_graph():
@@ -474,7 +507,8 @@ def test_a_folder_comes_back_whole(tmp_path):
 
 def test_a_single_file_tells_its_shape(small, tmp_path):
     save_wan(small, tmp_path / "a.pt")
-    write_tensors(tmp_path / "a.safetensors", small.model.state_dict())
+    save_wan(small, tmp_path / "a.safetensors")
+    assert read_tensors(tmp_path / "a.safetensors").keys() == small.model.state_dict().keys()
     for name in ("a.pt", "a.safetensors"):
         adapter = load_wan(tmp_path / name)
         inferred = dataclasses.replace(SMALL, size=(60, 104), stride=(4, 8, 8))
@@ -518,7 +552,7 @@ def test_a_checkpoint_of_another_size_is_refused(small, tmp_path):
         refused(lambda config=config: load_wan(tmp_path / "a.pt", config=config), words)
 
 
-def test_a_damaged_part_is_named(tmp_path):
+def test_a_part_that_is_wrong_or_missing_is_named(tmp_path):
     save_wan(toy_chunks(), tmp_path)
     write_tensors(tmp_path / Preview.file, {"preview.weight": torch.ones(3, 4)})
     refused(lambda: load_wan(tmp_path), Preview.file, "preview.weight is float32 [3, 4]")
@@ -530,6 +564,7 @@ def test_a_damaged_part_is_named(tmp_path):
     refused(lambda: load_wan(tmp_path), "names a part 'magic'; there are bytes")
     (tmp_path / "config.json").unlink()
     refused(lambda: load_wan(tmp_path), "no file", "config.json")
+    refused(lambda: load_wan(tmp_path / "none"), "no model at", "give a folder with config.json")
 
 
 def test_wans_own_config_is_read():
@@ -555,9 +590,9 @@ def test_a_config_comes_back_from_json():
         ({"dim": "many"}, "dim must be a whole number, got 'many'"),
         ({"dim": 100, "num_heads": 3}, "dim / heads must be even and at least 6, got 100 / 3"),
         ({"eps": True}, "eps must be a number, got True"),
-        ({"num_layers": 0}, "layers must be over 0, got 0"),
+        ({"num_layers": 0}, "layers (num_layers) must be over 0, got 0"),
         ({"patch_size": [2, 2, 2]}, "patch must take latent frames one by one, got (2, 2, 2)"),
-        ({"patch_size": [1, 2]}, "patch must be 3 whole numbers, got (1, 2)"),
+        ({"patch_size": [1, 2]}, "patch (patch_size) must be 3 whole numbers, got (1, 2)"),
         ({"tachyscope": {"speed": 1}}, "text_encoder, warp, got ['speed']"),
         ({"tachyscope": 3}, "'tachyscope' takes actions"),
         ({"tachyscope": {"steps": [500, 1000]}}, "steps must fall, from 1000 at most to 0"),

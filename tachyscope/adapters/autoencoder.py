@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tachyscope.adapters.checkpoint import fit, read_tensors, write_tensors
 
 STRIDE = 8  # pixels of a latent's side
 
@@ -29,7 +35,9 @@ class Autoencoder(nn.Module):
     Deterministic. The batch statistics of training become the fixed mean and scale of `norm`.
     """
 
-    def __init__(self, channels: int = 16, fine: int = 64, coarse: int = 96) -> None:
+    def __init__(
+        self, channels: int = 16, coarse: int = 96, fine: int = 64, edge: int = 32
+    ) -> None:
         super().__init__()
         self.channels = channels
         self.encoder = nn.Sequential(
@@ -53,8 +61,12 @@ class Autoencoder(nn.Module):
             Residual(fine),
             Residual(fine),
             Residual(fine),
-            nn.Conv2d(fine, 48, 3, padding=1),
-            nn.PixelShuffle(4),
+            nn.Conv2d(fine, 4 * edge, 1),
+            nn.PixelShuffle(2),
+            Residual(edge),
+            Residual(edge),
+            nn.Conv2d(edge, 12, 3, padding=1),
+            nn.PixelShuffle(2),
         )
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -68,3 +80,37 @@ class Autoencoder(nn.Module):
         """The picture after encoding, noise of that strength on the latents, and decoding."""
         latents = self.encode(pixels)
         return self.decode(latents + noise * torch.randn_like(latents))
+
+
+class Pictures:
+    """From latents to frames, one a latent frame, by the autoencoder's decoder."""
+
+    kind = "autoencoder"
+    file = "decoder.safetensors"
+
+    def __init__(self, model: Autoencoder) -> None:
+        self.model = model.eval().requires_grad_(False)
+
+    @classmethod
+    def read(cls, folder: Path, config: Any) -> Self:
+        """The autoencoder in a model's folder; `config` has in_channels."""
+        model = Autoencoder(config.in_channels)
+        fit(model, read_tensors(folder / cls.file), str(folder / cls.file))
+        return cls(model)
+
+    def write(self, folder: Path) -> None:
+        write_tensors(folder / self.file, self.model.state_dict())
+
+    def frames(self, latents: int) -> int:
+        return latents
+
+    def encode(self, frames: np.ndarray) -> Tensor:
+        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3]."""
+        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
+        return self.model.encode(pixels).transpose(0, 1)[None]
+
+    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
+        """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]."""
+        pixels = self.model.to(latents.device).decode(latents[0].transpose(0, 1).float())
+        pixels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
+        return pixels.permute(0, 2, 3, 1).cpu().numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,13 +109,9 @@ class DepthTransformer(nn.Module):
         self.in_mlp_1 = nn.Linear(dim, config.width)
         self.in_mlp_2 = nn.Linear(hidden, config.width)
         self.pos_emb_d = nn.Parameter(0.02 * torch.randn(1, depth, config.width))
-        self.head_transformer = nn.Module()
-        self.head_transformer.blocks = nn.ModuleList(
-            Block(config.width, config.heads) for _ in range(config.layers)
-        )
-        self.classifier_mlp = nn.Module()
-        self.classifier_mlp.layer_norm = nn.LayerNorm(config.width)
-        self.classifier_mlp.linear = nn.Linear(config.width, codes)
+        self.head_transformer = Stack(config)
+        parts = {"layer_norm": nn.LayerNorm(config.width), "linear": nn.Linear(config.width, codes)}
+        self.classifier_mlp = nn.Sequential(OrderedDict(parts))
 
     def forward(self, hidden: Tensor, sums: Tensor) -> Tensor:
         """Logits [..., D, K] of all D codes at once.
@@ -123,29 +121,42 @@ class DepthTransformer(nn.Module):
         """
         first = self.in_mlp_2(hidden)[..., None, :]
         x = torch.cat([first, self.in_mlp_1(sums[..., :-1, :])], -2) + self.pos_emb_d[0]
-        x = x.flatten(0, -3)
-        for block in self.head_transformer.blocks:
-            x = block(x)
-        return self._classify(x).unflatten(0, hidden.shape[:-1])
+        x = self.head_transformer(x.flatten(0, -3))
+        return self.classifier_mlp(x).unflatten(0, hidden.shape[:-1])
 
     def generate(self, hidden: Tensor, books: Codebooks, sampler: Sampler, noise: Tensor) -> Tensor:
         """Codes [V, D] for trunk states [B, W] and noise [V, D, K]; a video's rows share codes."""
-        rows, depth = hidden.shape[0], noise.shape[1]
-        blocks = self.head_transformer.blocks
-        caches = [block.cache(rows, depth) for block in blocks]
+        rows, (videos, depth) = len(hidden), noise.shape[:2]
+        caches = self.head_transformer.caches(rows, depth, hidden)
         x, total, codes = self.in_mlp_2(hidden), hidden.new_zeros(()), []
         for d in range(depth):
-            x = (x + self.pos_emb_d[0, d])[:, None]
-            for block, cache in zip(blocks, caches, strict=True):
-                x = block(x, cache, d)
-            codes.append(sampler.pick(sampler.guide(self._classify(x[:, 0])), noise[:, d]))
+            x = self.head_transformer((x + self.pos_emb_d[0, d])[:, None], caches, d)[:, 0]
+            codes.append(sampler.pick(sampler.guide(self.classifier_mlp(x)), noise[:, d]))
             if d + 1 < depth:
                 total = total + books.codebooks[d](codes[-1])
-                x = self.in_mlp_1(total).repeat(rows // noise.shape[0], 1)
+                x = self.in_mlp_1(total).repeat(rows // videos, 1)
         return torch.stack(codes, -1)
 
-    def _classify(self, x: Tensor) -> Tensor:
-        return self.classifier_mlp.linear(self.classifier_mlp.layer_norm(x))
+
+Cache = tuple[Tensor, Tensor]  # keys and values [B, H, D, head size] of D positions
+
+
+class Stack(nn.Module):
+    """The blocks, run over all positions, or with caches over one."""
+
+    def __init__(self, config: DepthConfig) -> None:
+        super().__init__()
+        self.heads, self.size = config.heads, config.width // config.heads
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+
+    def caches(self, rows: int, depth: int, like: Tensor) -> list[Cache]:
+        shape = rows, self.heads, depth, self.size
+        return [(like.new_empty(shape), like.new_empty(shape)) for _ in self.blocks]
+
+    def forward(self, x: Tensor, caches: Sequence[Cache] = (), at: int = 0) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, caches[i] if caches else None, at)
+        return x
 
 
 class Block(nn.Module):
@@ -153,33 +164,37 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
         self.ln1 = nn.LayerNorm(width)
         self.ln2 = nn.LayerNorm(width)
-        self.attn = nn.Module()
-        for name in ("key", "query", "value", "proj"):
-            self.attn.add_module(name, nn.Linear(width, width))
+        self.attn = Attention(width, heads)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def cache(self, rows: int, depth: int) -> tuple[Tensor, Tensor]:
-        """Room for the keys and values [B, H, D, head size] of `depth` positions."""
-        like = self.attn.key.weight
-        shape = rows, self.heads, depth, like.shape[0] // self.heads
-        return like.new_empty(shape), like.new_empty(shape)
+    def forward(self, x: Tensor, cache: Cache | None, at: int) -> Tensor:
+        x = x + self.attn(self.ln1(x), cache, at)
+        return x + self.mlp(self.ln2(x))
 
-    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor] | None = None, at: int = 0) -> Tensor:
-        """x [B, S, E]: all positions, or with a cache the one position `at`."""
-        y = self.ln1(x)
+
+class Attention(nn.Module):
+    """Causal attention of x [B, S, E]: all positions, or with a cache the one position `at`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.key = nn.Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cache: Cache | None, at: int) -> Tensor:
         q, k, v = (
-            part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, head size]
-            for part in (self.attn.query, self.attn.key, self.attn.value)
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, head size]
+            for part in (self.query, self.key, self.value)
         )
         if cache is not None:
             for kept, new in zip(cache, (k, v), strict=True):
                 kept[:, :, at : at + 1] = new
             k, v = (kept[:, :, : at + 1] for kept in cache)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
-        x = x + self.attn.proj(o.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln2(x))
+        return self.proj(o.transpose(1, 2).flatten(2))

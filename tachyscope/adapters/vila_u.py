@@ -24,7 +24,7 @@ from tachyscope.adapters.depth import DepthConfig, DepthTransformer, Sampler, dr
 from tachyscope.adapters.vqgan import PixelConfig, RqVae
 from tachyscope.errors import TachyscopeError
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape
+from tachyscope.types import Mlp, Rope, Shape
 
 PARTS = ("llm", "vision_tower", "mm_projector")
 OURS = "tachyscope"
@@ -239,28 +239,47 @@ class SwiGlu(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
-    """The weights of one LLaMA layer; `Trunk` runs them."""
-
-    def __init__(self, config: VilaConfig) -> None:
-        super().__init__()
-        inner, shared = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.self_attn = nn.Module()
-        self.self_attn.q_proj = nn.Linear(config.hidden, inner, bias=False)
-        self.self_attn.k_proj = nn.Linear(config.hidden, shared, bias=False)
-        self.self_attn.v_proj = nn.Linear(config.hidden, shared, bias=False)
-        self.self_attn.o_proj = nn.Linear(inner, config.hidden, bias=False)
-        self.mlp = SwiGlu(config.hidden, config.intermediate)
-        self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.eps)
-
-
 class Attends(Protocol):
     """What the trunk asks of a session, or of what stands in for one in training."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
-    def mlp(self, layer: int, x: Tensor, fn: Any) -> Tensor: ...
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor: ...
+
+
+class SelfAttention(nn.Module):
+    """The projections around attention, which itself is the session's."""
+
+    def __init__(self, config: VilaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        inner, shared = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden, inner, bias=False)
+        self.k_proj = nn.Linear(config.hidden, shared, bias=False)
+        self.v_proj = nn.Linear(config.hidden, shared, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden, bias=False)
+
+    def forward(self, session: Attends, layer: int, x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(session.attend(layer, q, k, v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """One layer of LLaMA."""
+
+    def __init__(self, config: VilaConfig) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config)
+        self.mlp = SwiGlu(config.hidden, config.intermediate)
+        self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.eps)
+
+    def forward(self, session: Attends, layer: int, x: Tensor) -> Tensor:
+        x = x + self.self_attn(session, layer, self.input_layernorm(x))
+        return x + session.mlp(layer, self.post_attention_layernorm(x), self.mlp)
 
 
 class Trunk(nn.Module):
@@ -268,7 +287,6 @@ class Trunk(nn.Module):
 
     def __init__(self, config: VilaConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.eps)
@@ -276,19 +294,32 @@ class Trunk(nn.Module):
     def forward(self, session: Attends, x: Tensor) -> Tensor:
         """States [B, S, W], normed, for inputs x [B, S, W]."""
         for i, layer in enumerate(self.layers):
-            attn, y = layer.self_attn, layer.input_layernorm(x)
-            q, k, v = (
-                part(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
-                for part in (attn.q_proj, attn.k_proj, attn.v_proj)
-            )
-            o = session.attend(i, q, k, v)
-            x = x + attn.o_proj(o.transpose(1, 2).flatten(2))
-            x = x + session.mlp(i, layer.post_attention_layernorm(x), layer.mlp)
+            x = layer(session, i, x)
         return self.norm(x)
 
 
+class Llm(nn.Module):
+    """The folder `llm`."""
+
+    def __init__(self, config: VilaConfig) -> None:
+        super().__init__()
+        self.model = Trunk(config)
+        # kept so that files hold what other readers of them expect; never run here
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+
+
+class VisionTower(nn.Module):
+    """The folder `vision_tower`."""
+
+    def __init__(self, config: VilaConfig) -> None:
+        super().__init__()
+        books = config.depth, config.codes, config.code_dim
+        self.rqvaesiglip = RqVae(config.pixels, *books, config.shared_codebook)
+        self.rqtransformer = DepthTransformer(config.head, *books, config.hidden)
+
+
 class Projector(nn.Module):
-    """From code sums to the trunk's inputs; a frame's action is added to each of its tokens."""
+    """The folder `mm_projector`: code sums, and a frame's action, to the trunk's inputs."""
 
     def __init__(self, config: VilaConfig) -> None:
         super().__init__()
@@ -311,14 +342,8 @@ class Vila(nn.Module):
 
     def __init__(self, config: VilaConfig) -> None:
         super().__init__()
-        books = config.depth, config.codes, config.code_dim
-        self.llm = nn.Module()
-        self.llm.model = Trunk(config)
-        # kept so that files hold what other readers of them expect; never run here
-        self.llm.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.vision_tower = nn.Module()
-        self.vision_tower.rqvaesiglip = RqVae(config.pixels, *books, config.shared_codebook)
-        self.vision_tower.rqtransformer = DepthTransformer(config.head, *books, config.hidden)
+        self.llm = Llm(config)
+        self.vision_tower = VisionTower(config)
         self.mm_projector = Projector(config)
 
     @property

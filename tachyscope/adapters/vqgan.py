@@ -71,7 +71,7 @@ class Codebooks(nn.Module):
         """Codes [..., D] of vectors x [..., dim]: the nearest entry, then that of what is left."""
         codes = []
         for book in self.codebooks:
-            entries = book.weight[:-1]
+            entries = book.get_parameter("weight")[:-1]
             distance = entries.square().sum(-1) - 2 * x @ entries.T  # less |x|², the same for all
             codes.append(distance.argmin(-1))
             x = x - entries[codes[-1]]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from tachyscope.adapters import Adapter
 from tachyscope.adapters.checkpoint import (
+    PICKLED,
+    SAFE,
     fit,
     read_json,
     read_tensors,
@@ -25,6 +27,8 @@ from tachyscope.adapters.checkpoint import (
 from tachyscope.errors import TachyscopeError
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Rope, Shape
+
+T = TypeVar("T")
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -82,7 +86,7 @@ class WanConfig:
             _check_type(field.name, getattr(self, field.name), field.default)
         for name in ("dim", "ffn_dim", "layers", "heads", "in_channels", "text_dim", "text_len",
                      "freq_dim", "eps", "chunk", "shift", "fps"):  # fmt: skip
-            _demand(getattr(self, name) > 0, f"{name} must be over 0", getattr(self, name))
+            _demand(getattr(self, name) > 0, f"{_called(name)} must be over 0", getattr(self, name))
         for name in ("patch", "size", "stride"):
             _demand(min(getattr(self, name)) > 0, f"{name} must be over 0", getattr(self, name))
         _demand(
@@ -125,6 +129,7 @@ class WanConfig:
         ours = wan.pop("tachyscope", {})
         values: dict[str, Any] = {}
         out = wan.pop("out_dim", None)
+        known = {theirs: field for field, theirs in WAN_NAMES.items()}
         for name, given in wan.items():
             if name in WAN_FIXED:
                 if given != WAN_FIXED[name]:
@@ -133,7 +138,6 @@ class WanConfig:
                         f"give a text-to-video model of Wan's first form"
                     )
                 continue
-            known = {theirs: field for field, theirs in WAN_NAMES.items()}
             if name not in known:
                 raise TachyscopeError(
                     f"{where} has an unknown {name!r}; it takes "
@@ -199,7 +203,13 @@ def _check_type(name: str, value: Any, like: Any) -> None:
     else:
         right = type(value) is type(like)
         kind = {int: "a whole number", bool: "true or false", str: "a text"}[type(like)]
-    _demand(right, f"{name} must be {kind}", repr(value))
+    _demand(right, f"{_called(name)} must be {kind}", repr(value))
+
+
+def _called(name: str) -> str:
+    """A field's name, and that in Wan's config.json where it has another."""
+    theirs = WAN_NAMES.get(name, name)
+    return name if theirs == name else f"{name} ({theirs})"
 
 
 def _demand(right: bool, rule: str, got: object) -> None:
@@ -249,10 +259,10 @@ class Attention(nn.Module):
         self.norm_k = nn.RMSNorm(config.dim, config.eps)
 
     def query(self, x: Tensor) -> Tensor:
-        return self.split(self.norm_q(self.q(x)))
+        return self.split(_rms(self.q(x), self.norm_q))
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.split(self.norm_k(self.k(x))), self.split(self.v(x))
+        return self.split(_rms(self.k(x), self.norm_k)), self.split(self.v(x))
 
     def out(self, x: Tensor) -> Tensor:
         return self.o(x.transpose(1, 2).flatten(2))
@@ -279,7 +289,7 @@ class Block(nn.Module):
         a = _modulate(x, shift1, scale1, self.eps)
         q, (k, v) = self.self_attn.query(a), self.self_attn.key_value(a)
         x = _add(x, self.self_attn.out(session.attend(layer, q, k, v)), gate1)
-        wide = _wide(x)
+        wide = _wider(x.dtype)
         a = F.layer_norm(
             x.to(wide), x.shape[-1:], self.norm3.weight.to(wide), self.norm3.bias.to(wide), self.eps
         ).to(x.dtype)
@@ -342,7 +352,7 @@ class WanCausal(nn.Module):
         time = _through(self.time_embedding, self._sinusoid(t))
         if actions is not None:
             time = time + self.action_embedding(actions)
-        wide = _wide(x)
+        wide = _wider(x.dtype)
         six = _through(self.time_projection, time).unflatten(-1, (6, -1)).to(wide)
         for layer, block in enumerate(self.blocks):
             x = block(session, layer, x, six)
@@ -358,11 +368,11 @@ class WanCausal(nn.Module):
         return tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """The model in dtype, but for the small tensors whose rounding every token would feel."""
+        """The model in dtype; small tensors whose rounding every token would feel stay finer."""
+        fine = ("time_embedding", "action_embedding", "modulation", "norm3")
         for name, parameter in self.named_parameters():
-            fine = ("time_embedding", "action_embedding", "modulation", "norm3")
-            if not any(part in name for part in fine):
-                parameter.data = parameter.data.to(dtype)
+            small = any(part in name for part in fine)
+            parameter.data = parameter.data.to(_wider(dtype) if small else dtype)
         return self
 
     def _patches(self, latents: Tensor) -> Tensor:
@@ -384,19 +394,26 @@ def _through(layers: nn.Sequential, x: Tensor) -> Tensor:
     return layers(x.to(next(layers.parameters()).dtype))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rms(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    # under autocast x is narrower than the weight, for which torch has no fused norm
+    return F.rms_norm(x, x.shape[-1:], norm.weight.to(x.dtype), norm.eps)
 
 
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """norm(x) · (1 + scale) + shift, for x [B, S, W] and one shift and scale a frame [B, F, W]."""
-    normed = F.layer_norm(x.to(_wide(x)), x.shape[-1:], eps=eps).unflatten(1, (shift.shape[1], -1))
-    return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
+    normed = F.layer_norm(x.to(_wider(x.dtype)), x.shape[-1:], eps=eps)
+    by_frame = normed.unflatten(1, (shift.shape[1], -1))
+    moved = torch.addcmul(shift[:, :, None], by_frame, 1 + scale[:, :, None])
+    return moved.flatten(1, 2).to(x.dtype)
 
 
 def _add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """x + y · gate, for x and y [B, S, W] and one gate a frame [B, F, W]."""
-    x_, y_ = (z.to(_wide(x)).unflatten(1, (gate.shape[1], -1)) for z in (x, y))
+    x_, y_ = (z.to(_wider(x.dtype)).unflatten(1, (gate.shape[1], -1)) for z in (x, y))
     return torch.addcmul(x_, y_, gate[:, :, None]).flatten(1, 2).to(x.dtype)
 
 
@@ -420,7 +437,7 @@ def clean_from(config: WanConfig, x: Tensor, prediction: Tensor, sigma: float) -
     if config.prediction == "x0":
         return prediction
     # float64 is slow on a GPU, and float32 is enough for four steps
-    exact = torch.float32 if x.is_cuda else torch.float64
+    exact = _wider(x.dtype) if x.is_cuda else torch.float64
     return (x.to(exact) - sigma * prediction.to(exact)).to(x.dtype)
 
 
@@ -502,8 +519,8 @@ class Preview:
     def seeded(cls, config: WanConfig, seed: int) -> Self:
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(3, config.in_channels, generator=generator)
-        # unit latents then use most of the range and seldom leave it
-        return cls(0.25 * weight / weight.norm(dim=1, keepdim=True), config.stride)
+        # latents of spread two then use most of the range and seldom leave it
+        return cls(0.125 * weight / weight.norm(dim=1, keepdim=True), config.stride)
 
     @classmethod
     def read(cls, folder: Path, config: WanConfig) -> Self:
@@ -523,8 +540,9 @@ class Preview:
         return small.repeat(self.stride[1], 1).repeat(self.stride[2], 2)
 
 
-TEXT_ENCODERS: dict[str, type[BytesText]] = {"bytes": BytesText}
-DECODERS: dict[str, type[Preview]] = {"preview": Preview}
+# how a kind of part is read from a model's folder
+TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {"bytes": BytesText.read}
+DECODERS: dict[str, Callable[[Path, WanConfig], Decoder]] = {"preview": Preview.read}
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,6 +558,7 @@ class WanAdapter(Adapter):
     """A Wan-type causal model as a rollout drives it."""
 
     kind = "chunks"
+    frame_dim = 2
 
     def __init__(
         self,
@@ -654,10 +673,11 @@ class WanAdapter(Adapter):
     def _noise(self, session: Session) -> Tensor:
         shape, (_, high, wide) = session.shape, self.config.patch
         size = (shape.rows, self.config.in_channels, shape.chunk)
+        # drawn in float32 whatever the model's dtype, so that dtypes can be compared
         return torch.randn(
             *size, shape.grid[0] * high, shape.grid[1] * wide, generator=session.generator,
-            dtype=torch.promote_types(self.dtype, torch.float32), device=self.device,
-        )  # fmt: skip
+            device=self.device,
+        ).to(_wider(self.dtype))  # fmt: skip
 
     def _run(
         self, session: Session, x: Tensor, told: Tensor | None, step: int, t: float, sigma: float
@@ -695,6 +715,10 @@ def load_wan(
         decoder = decoder or _part(DECODERS, config.decoder, path, config)
     else:
         file = path
+        if not file.is_file():
+            raise TachyscopeError(
+                f"no model at {path}: give a folder with config.json, or a checkpoint file"
+            )
     tensors = strip_prefixes(read_tensors(file))
     config = config or WanConfig.infer(tensors, str(file))
     # no time goes into random weights that the file replaces
@@ -702,14 +726,17 @@ def load_wan(
         model = WanCausal(config).cast(dtype)
     model = model.to_empty(device=device)
     fit(model, tensors, str(file))
-    return WanAdapter(path.stem, model.eval(), text, decoder)
+    name = path.resolve().name if path.is_dir() else path.stem
+    return WanAdapter(name, model.eval(), text, decoder)
 
 
 def save_wan(adapter: WanAdapter, path: Path | str) -> None:
-    """Write a folder that `load_wan` reads, or the weights alone to a .pt as trainers do."""
+    """Write a folder, or the weights alone: to .safetensors, or to a .pt as trainers do."""
     path = Path(path)
     tensors = adapter.model.state_dict()
-    if path.suffix in (".pt", ".pth"):
+    if path.suffix in SAFE:
+        return write_tensors(path, tensors)
+    if path.suffix in PICKLED:
         wrapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
         return write_tensors(path, wrapped, under="generator_ema")
     path.mkdir(parents=True, exist_ok=True)
@@ -738,31 +765,41 @@ def random_wan(
     model = model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for key, parameter in model.named_parameters():
-        if "norm" in key and key.endswith("weight"):
-            # logits of spread two: flat attention would hide what a policy leaves out
-            nn.init.constant_(parameter, 2**0.5)
-        elif parameter.dim() > 1 and "modulation" not in key:
-            fan_in = 1 if key.startswith("action") else parameter[0].numel()
-            nn.init.normal_(parameter, std=fan_in**-0.5, generator=generator)
-        else:
-            nn.init.normal_(parameter, std=0.1, generator=generator)
-            if key.startswith("blocks") and "modulation" in key:
+        # always drawn in float32, so that every dtype rounds the same weights
+        drawn = torch.randn(parameter.shape, generator=generator, device=device)
+        if key.endswith("modulation"):
+            drawn *= 0.1
+            if key.startswith("blocks"):
                 # gates near one let every layer speak
-                parameter.data[:, 2::3] += 1
+                drawn[:, 2::3] += 1
+        elif "norm" in key and key.endswith("weight"):
+            # logits of spread two: flat attention would hide what a policy leaves out
+            drawn.fill_(2**0.5)
+        elif key.endswith("bias"):
+            drawn *= 0.1
+        elif not key.startswith("action"):
+            drawn *= drawn[0].numel() ** -0.5
+        parameter.data.copy_(drawn)
     text, decoder = BytesText.seeded(config, seed), Preview.seeded(config, seed)
     return WanAdapter(name, model.eval(), text, decoder)
 
 
-def toy_chunks(seed: int = 0) -> WanAdapter:
+def toy_chunks(
+    seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> WanAdapter:
     """A tiny random model that makes a video in a blink."""
     config = WanConfig(
         dim=96, ffn_dim=160, layers=3, heads=4, text_dim=24, text_len=64, actions=".wsadqe",
         size=(8, 12), stride=(1, 8, 8),
     )  # fmt: skip
-    return random_wan(config, seed, name="toy-chunks")
+    # drawn on the CPU, so that it is the same model on every device
+    made = random_wan(config, seed, dtype=dtype)
+    return WanAdapter("toy-chunks", made.model.to(device), made.text, made.decoder)
 
 
-def _part(kinds: Mapping[str, Any], kind: str, folder: Path, config: WanConfig) -> Any:
+def _part(
+    kinds: Mapping[str, Callable[[Path, WanConfig], T]], kind: str, folder: Path, config: WanConfig
+) -> T | None:
     if not kind:
         return None
     if kind not in kinds:
@@ -770,4 +807,4 @@ def _part(kinds: Mapping[str, Any], kind: str, folder: Path, config: WanConfig) 
             f"{folder / 'config.json'} names a part {kind!r}; there are {', '.join(kinds)}: "
             f"give one of these"
         )
-    return kinds[kind].read(folder, config)
+    return kinds[kind](folder, config)

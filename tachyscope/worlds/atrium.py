@@ -100,7 +100,7 @@ class Clips:
         """What is said of the scene shown at `frame`, seen from where that scene begins."""
         scene = self.scene[row]
         first = int((scene == scene[frame]).int().argmax())
-        return describe(self.rooms, int(scene[frame]), facing(self.pose[row, first]))
+        return descriptions(self.rooms, int(scene[frame]))[int(facing(self.pose[row, first]))]
 
 
 def make_rooms(count: int, generator: Generator, motion: float = 1.0) -> Rooms:
@@ -231,39 +231,37 @@ def make_clips(
     return Clips(rooms, scene, actions, pose, time)
 
 
-def facing(pose: Tensor) -> int:
-    """The wall that a pose [3] looks at."""
-    return int((int(pose[2]) + TURN // 8) // (TURN // 4) % 4)
+def facing(pose: Tensor) -> Tensor:
+    """The walls that poses [..., 3] look at: [...]."""
+    return ((pose[..., 2] + TURN // 8) // (TURN // 4) % 4).long()
 
 
-def _surface_words(rooms: Rooms, row: int, surface: int) -> str:
-    first, second = (COLOURS[c] for c in rooms.colour[row, surface].tolist())
-    kind = KINDS[int(rooms.kind[row, surface])]
-    return f"is {first}" if kind == "plain" else f"has {first} and {second} {kind}"
+def _colouring(kind: int, colours: list[int]) -> str:
+    first, second = (COLOURS[c] for c in colours)
+    return f"is {first}" if kind == 0 else f"has {first} and {second} {KINDS[kind]}"
 
 
 def _article(words: str) -> str:
     return f"an {words}" if words[0] in "aeiou" else f"a {words}"
 
 
-def describe(rooms: Rooms, row: int, front: int) -> str:
-    """The prompt: the walls and things to be named, walls by their side when `front` is ahead.
+def descriptions(rooms: Rooms, row: int) -> list[str]:
+    """The prompts of a room for each of its walls being ahead, walls named by their side.
 
     Never said: phases, sizes, paths, where things are, the ceiling, and one wall or two.
     """
-    parts = [
-        f"the {SIDES[side]} wall {_surface_words(rooms, row, (front + side) % 4)}"
-        for side in range(4)
-        if rooms.said[row, (front + side) % 4]
-    ]
-    parts.append(f"the floor {_surface_words(rooms, row, FLOOR)}")
-    things = [
-        _article(f"{COLOURS[int(rooms.tint[row, i])]} {THINGS[int(rooms.thing[row, i])]}")
-        for i in range(4)
-        if rooms.told[row, i]
-    ]
+    kind, colour = rooms.kind[row].tolist(), rooms.colour[row].tolist()
+    said, told = rooms.said[row].tolist(), rooms.told[row].tolist()
+    thing, tint = rooms.thing[row].tolist(), rooms.tint[row].tolist()
+    surfaces = [_colouring(k, c) for k, c in zip(kind, colour, strict=True)]
+    things = [_article(f"{COLOURS[tint[i]]} {THINGS[thing[i]]}") for i in range(4) if told[i]]
     room = f"a room with {' and '.join(things)}" if things else "a room"
-    return ", ".join([room, *parts])
+    prompts = []
+    for front in range(4):
+        order = [(side, (front + i) % 4) for i, side in enumerate(SIDES)]
+        walls = [f"the {side} wall {surfaces[wall]}" for side, wall in order if said[wall]]
+        prompts.append(", ".join([room, *walls, f"the floor {surfaces[FLOOR]}"]))
+    return prompts
 
 
 WORDS = tuple(

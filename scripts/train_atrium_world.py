@@ -1,0 +1,595 @@
+"""Train Atrium's world model on latents of walks that are rendered and encoded as it goes.
+
+    python scripts/train_atrium_world.py --autoencoder out/autoencoder --out out/world --minutes 15
+
+Every clip is laid out twice, clean frames and noisy ones. A clean frame sees the clean frames up
+to itself; a noisy one sees the clean ones before it and itself. So every noisy frame is trained
+just as it is made later: from what clean passes left in the cache. Rows of the batch hold 128
+frames in both forms, as one clip, two or four, so that one compiled program serves every length.
+
+--out gets a folder that loads as a model: config.json, weights in float16 (averaged), the text
+encoder, the decoder; and log.jsonl and sheet-world.png. --state DIR also keeps what exact
+resumption needs. --resume DIR goes on from such a state, or from the weights in an --out folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Generator, Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from training import (
+    Average,
+    Clock,
+    Log,
+    Optimizer,
+    read_weights,
+    save_atomically,
+    sheet,
+    write_weights,
+)
+
+from tachyscope.adapters.autoencoder import Autoencoder
+from tachyscope.adapters.wan_causal import WanAdapter, WanCausal, WanConfig, noised, schedule
+from tachyscope.adapters.words import WordEncoder
+from tachyscope.types import Mlp, Rope, Shape
+from tachyscope.worlds import atrium
+
+WEIGHTS = "diffusion_pytorch_model"
+# compiled on its own too: uncompiled it would hold every score
+masked_attention = torch.compile(flex_attention)
+
+
+def make_config(args: argparse.Namespace) -> WanConfig:
+    return WanConfig(
+        dim=args.width,
+        ffn_dim=4 * args.width,
+        layers=args.layers,
+        heads=args.width // 64,
+        in_channels=16,
+        text_dim=128,
+        text_len=atrium.LENGTH,
+        chunk=1,
+        actions=atrium.ACTIONS,
+        steps=(1000, 750, 500, 250),
+        shift=args.shift,
+        prediction="x0",
+        size=(16, 16),
+        stride=(1, 8, 8),
+        fps=8,
+        stock="cache=keep_all attention=dense text=dense replay=none",
+        text_encoder="words",
+        decoder="autoencoder",
+    )
+
+
+def initialise(model: WanCausal) -> None:
+    """Start near the mean: no prediction, modest layers, no modulation by time yet."""
+    nn.init.zeros_(model.head.head.weight)
+    nn.init.zeros_(model.head.head.bias)
+    nn.init.zeros_(model.head.modulation)
+    nn.init.normal_(model.action_embedding.weight, std=0.5)
+    nn.init.normal_(model.time_projection[1].weight, std=0.02)
+    nn.init.zeros_(model.time_projection[1].bias)
+    for block in model.blocks:
+        nn.init.zeros_(block.modulation)
+        block.modulation.data[:, 2::3] = 0.3  # the gates
+
+
+PARTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+         "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
+
+
+class Packing:
+    """How one row's tokens are laid out for clips of a length, in tensors that keep their shape.
+
+    A row has slots (clip, clean or noisy, frame). `use` changes the length in place, so that
+    the program compiled for one length serves all.
+    """
+
+    def __init__(self, rope: Rope, shape: Shape, row: int, device: str) -> None:
+        self.rope, self.shape, self.row, self.device = rope, shape, row, device
+        self.length = 0
+        self.known: dict[int, tuple[Tensor, ...]] = {}
+        self.clip, self.noisy, self.frame = (
+            torch.zeros(2 * row, dtype=torch.int32, device=device) for _ in range(3)
+        )
+        tokens = 2 * row * shape.places
+        self.cos, self.sin = (
+            torch.zeros(tokens, shape.head_dim // 2, device=device) for _ in range(2)
+        )
+        self.mask = self._mask()
+
+    def use(self, length: int) -> None:
+        if length == self.length:
+            return
+        self.length = length
+        slot = torch.arange(2 * self.row, dtype=torch.int32, device=self.device)
+        self.clip.copy_(slot // (2 * length))
+        self.noisy.copy_(slot // length % 2)
+        self.frame.copy_(slot % length)
+        if length not in self.known:
+            pos = self.shape.positions(0, length, self.device)
+            cos, sin = (a.float().repeat(2 * self.row // length, 1) for a in self.rope.angles(pos))
+            self.known[length] = (cos, sin, *_tensors(self._mask()))
+        mine = (self.cos, self.sin, *_tensors(self.mask))
+        for old, new in zip(mine, self.known[length], strict=True):
+            old.copy_(new)
+
+    def _mask(self) -> BlockMask | Tensor:
+        clip, noisy, frame, places = self.clip, self.noisy, self.frame, self.shape.places
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            q, k = q // places, k // places
+            before = (noisy[k] == 0) & (frame[k] < frame[q])
+            same = (noisy[k] == noisy[q]) & (frame[k] == frame[q])
+            return (clip[q] == clip[k]) & (before | same)
+
+        tokens = 2 * self.row * places
+        if self.device == "cpu":  # flex attention has no backward there
+            at = torch.arange(tokens)
+            return sees(at, at, at[:, None], at[None])
+        return create_block_mask(sees, None, None, tokens, tokens, device=self.device)
+
+
+def _tensors(mask: BlockMask | Tensor) -> list[Tensor]:
+    return [mask] if isinstance(mask, Tensor) else [getattr(mask, name) for name in PARTS]
+
+
+class Teaching:
+    """Stands in for a session in training: the whole clip at once, masked."""
+
+    def __init__(self, packing: Packing, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]):
+        self.packing, self.keys, self.values = packing, keys, values
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = self.packing
+        q, k = (p.rope.turn(x, p.cos, p.sin).to(v.dtype) for x in (q, k))
+        if isinstance(p.mask, Tensor):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=p.mask)
+        return masked_attention(q, k, v, block_mask=p.mask)
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        # a row's parts may be different clips: each part reads its own prompt
+        rows, parts = len(q), len(self.keys[layer]) // len(q)
+        v = self.values[layer]
+        k, q = self.keys[layer].to(v.dtype), q.to(v.dtype)
+        q = q.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return out.unflatten(0, (rows, parts)).transpose(1, 2).flatten(2, 3)
+
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
+        return fn(x)
+
+
+class Playing:
+    """Stands in for a session in sampling: a dense cache, or one of the last `window` frames."""
+
+    def __init__(
+        self, rope: Rope, shape: Shape, keys: tuple[Tensor, ...], values: tuple[Tensor, ...],
+        frames: int, window: int = 0,
+    ) -> None:  # fmt: skip
+        self.rope, self.shape, self.window = rope, shape, window
+        self.text = list(zip(keys, values, strict=True))
+        size = (len(keys[0]), shape.heads, frames * shape.places, shape.head_dim)
+        self.cache = [(keys[0].new_zeros(size), keys[0].new_zeros(size)) for _ in keys]
+        self.frame = 0
+
+    def begin(self) -> None:
+        pos = self.shape.positions(self.frame, 1, self.text[0][0].device)
+        self.angles = tuple(a.float() for a in self.rope.angles(pos))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = (self.rope.turn(x, *self.angles).to(v.dtype) for x in (q, k))
+        n = self.shape.places
+        first = max(0, self.frame + 1 - self.window) * n if self.window else 0
+        for mine, new in zip(self.cache[layer], (k, v), strict=True):
+            mine[:, :, self.frame * n : (self.frame + 1) * n] = new
+        kept = [mine[:, :, first : (self.frame + 1) * n] for mine in self.cache[layer]]
+        return F.scaled_dot_product_attention(q.to(kept[0]), *kept).to(v.dtype)
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        k, v = (x.to(q.dtype) for x in self.text[layer])
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
+        return fn(x)
+
+
+@dataclass
+class Pool:
+    """Clips as latents in the device's memory, the oldest replaced by new ones."""
+
+    latents: Tensor  # [N, frames, 16, 16, 16] bfloat16
+    actions: Tensor  # [N, frames]
+    front: Tensor  # [N, frames] the wall faced
+    tokens: Tensor  # [N, 4, LENGTH] the prompt for each wall in front
+    made: int = 0
+
+    @classmethod
+    def empty(cls, count: int, frames: int, device: str) -> Pool:
+        def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+            return torch.zeros(count, *shape, dtype=dtype, device=device)
+
+        return cls(
+            latents=zeros(frames, 16, 16, 16, dtype=torch.bfloat16),
+            actions=zeros(frames),
+            front=zeros(frames),
+            tokens=zeros(4, atrium.LENGTH),
+        )
+
+    @property
+    def filled(self) -> int:
+        return min(self.made, len(self.latents))
+
+    def put(self, latents: Tensor, clips: atrium.Clips, tokens: Tensor) -> None:
+        count = len(latents)
+        at = self.made % len(self.latents)
+        assert at + count <= len(self.latents)
+        self.latents[at : at + count] = latents
+        self.actions[at : at + count] = clips.actions.to(self.actions)
+        self.front[at : at + count] = atrium.facing(clips.pose).to(self.front)
+        self.tokens[at : at + count] = tokens.to(self.tokens)
+        self.made += count
+
+    def draw(self, count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Crops: latents [B, T, 16, 16, 16], actions [B, T], prompts [B, LENGTH]."""
+        device = self.latents.device
+        row = torch.randint(self.filled, (count, 1), device=device)
+        start = torch.randint(self.latents.shape[1] - length + 1, (count, 1), device=device)
+        at = start + torch.arange(length, device=device)
+        actions = self.actions[row, at].long()
+        actions[:, 0] = 0
+        front = self.front[row, start].long()
+        return self.latents[row, at], actions, self.tokens[row, front][:, 0].long()
+
+
+Encode = Callable[[atrium.Rooms, Tensor, Tensor], Tensor]
+
+
+def make_batches(
+    count: int, frames: int, generator: Generator, encode: Encode, device: str
+) -> Iterator[tuple[Tensor, atrium.Clips, Tensor]]:
+    """New clips for ever: latents, the clips, and their prompts by front wall."""
+    while True:
+        clips = atrium.make_clips(count, frames, generator, still=0.03)
+        texts = [text for i in range(count) for text in atrium.descriptions(clips.rooms, i)]
+        tokens = atrium.pad([atrium.tokenize(text) for text in texts]).unflatten(0, (count, 4))
+        clips = clips.to(device)
+        pose, time, scene = clips.pose.flatten(0, 1), clips.time.flatten(), clips.scene.flatten()
+        parts = [
+            encode(clips.rooms.rows(s), p, t)
+            for s, p, t in zip(scene.split(512), pose.split(512), time.split(512), strict=True)
+        ]
+        yield torch.cat(parts).unflatten(0, (count, frames)), clips, tokens
+
+
+def draw_noise(clips: int, length: int, device: torch.device) -> Tensor:
+    """Noise levels [B, T] of frames to be made: mostly high, a tenth of them all noise."""
+    u = torch.rand(clips, length, device=device)
+    t = 3 * u / (1 + 2 * u)
+    return torch.where(torch.rand_like(u) < 0.1, 1.0, t).clamp(min=0.02)
+
+
+def choose_length(share: float, row: int) -> int:
+    """The context of a step: a quarter of a row at first, then half, whole rows near the end."""
+    r = float(torch.rand(()))
+    if share < 0.45:
+        return row // 4
+    if share < 0.75:
+        return row // 2 if r < 0.5 else row // 4
+    return row if r < 0.6 else row // 2 if r < 0.8 else row // 4
+
+
+@torch.no_grad()
+def play(
+    model: WanCausal, words: WordEncoder, adapter: WanAdapter, truth: Tensor, actions: Tensor,
+    tokens: Tensor, given: int, window: int = 0, shift: float = 0.0, seed: int = 0,
+) -> Tensor:  # fmt: skip
+    """Latents [B, C, T, h, w] as the sampler makes them, the first `given` frames being true.
+
+    With given < 0 each frame is made after a clean pass over the true one before it.
+    """
+    device = truth.device
+    config = replace(model.config, shift=shift) if shift else model.config
+    keys, values = model.keys_values(words(tokens))
+    frames = truth.shape[2]
+    session = Playing(adapter.rope(adapter.shape()), adapter.shape(), keys, values, frames, window)
+    generator = Generator(device).manual_seed(seed)
+    made = []
+
+    def run(x: Tensor, t: float) -> Tensor:
+        times = torch.full((len(x), 1), t, device=device)
+        return model(session, x, times, actions[:, session.frame, None])
+
+    for i in range(frames):
+        session.frame = i
+        session.begin()
+        true = truth[:, :, i : i + 1]
+        clean = true
+        if given < 0 or i >= given:
+            for t, sigma in schedule(config):
+                noise = torch.randn(true.shape, generator=generator, device=device)
+                clean = run(noised(clean, noise, sigma) if sigma < 1 else noise, t)
+        run(true if given < 0 else clean, 0.0)
+        made.append(clean)
+    return torch.cat(made, 2)
+
+
+def judge(
+    model: WanCausal, words: WordEncoder, adapter: WanAdapter, autoencoder: Autoencoder,
+    worlds: int, out: Path, seed: int = 2**31,
+) -> dict[str, float]:  # fmt: skip
+    """Scores and sheets on unseen rooms: a full turn, a walk, the turn back."""
+    device = next(model.parameters()).device
+    generator = Generator().manual_seed(seed)
+    walk = "." + "q" * 24 + "wwss" + "e" * 20
+    frames = len(walk)
+    rooms = atrium.make_rooms(worlds, generator)
+    actions = atrium.letters(walk).expand(worlds, frames)
+    pose = atrium.walk(atrium.make_starts(worlds, generator), actions)
+    scene = torch.arange(worlds)[:, None].expand(worlds, frames)
+    time = torch.arange(frames).expand(worlds, frames)
+    clips = atrium.Clips(rooms, scene, actions, pose, time).to(device)
+    tokens = atrium.pad([atrium.tokenize(clips.prompt(i)) for i in range(worlds)]).to(device)
+    truth = atrium.film(clips)
+    with torch.no_grad():
+        latents = autoencoder.encode(truth.flatten(0, 1)).unflatten(0, (worlds, frames))
+    latents = latents.transpose(1, 2).contiguous()
+
+    def show(made: Tensor) -> Tensor:
+        with torch.no_grad():
+            pictures = autoencoder.decode(made.transpose(1, 2).flatten(0, 1).float())
+        return pictures.unflatten(0, (worlds, frames)).clamp(0, 1)
+
+    def mean(values: Tensor) -> float:
+        return values.mean().item()
+
+    runs = {
+        "teacher": {"given": -1},
+        "dense": {"given": 1},
+        "window8": {"given": 1, "window": 8},
+        "prompt": {"given": 0},
+        "dense_shift1": {"given": 1, "shift": 1.0},
+        "dense_shift5": {"given": 1, "shift": 5.0},
+    }
+    scores = {"autoencoder_db": mean(atrium.psnr(show(latents), truth))}
+    still = torch.cat([truth[:, :1], truth[:, :-1]], 1)
+    scores["repeat_db"] = mean(atrium.psnr(still, truth)[:, 25:])
+    videos = {"truth": truth}
+    for name, options in runs.items():
+        video = show(play(model, words, adapter, latents, actions.to(device), tokens, **options))
+        db = atrium.psnr(video, truth)
+        scores[f"{name}_seen_db"] = mean(db[:, 25:])
+        scores[f"{name}_new_db"] = mean(db[:, 1:20])
+        scores[f"{name}_revisit_db"] = mean(db[:, 24])
+        scores[f"{name}_sharp"] = mean(
+            atrium.sharpness(video[:, 25:].flatten(0, 1))
+            / atrium.sharpness(truth[:, 25:].flatten(0, 1))
+        )
+        videos[name] = video
+    shown = [0, 1, 2, 4, 8, 12, 16, 20, 22, 24, 26, 28, 34, 40, 48]
+    lines = ("truth", "teacher", "dense", "window8", "prompt")
+    sheet([videos[name][i, shown] for i in range(min(4, worlds)) for name in lines],
+          out / "sheet-world.png")  # fmt: skip
+    return scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--autoencoder", type=Path, required=True)
+    parser.add_argument("--state", type=Path)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--reserve", type=float, default=35.0, help="seconds left for the sheets")
+    parser.add_argument("--decay", type=float, default=0.25, help="last share of the time")
+    parser.add_argument("--begin", type=float, default=0.0, help="share of the whole plan done")
+    parser.add_argument("--finish", type=float, default=1.0, help="share of the plan at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--shift", type=float, default=2.0)
+    parser.add_argument("--row", type=int, default=128, help="frames of the longest context")
+    parser.add_argument("--rows", type=int, default=8, help="as many frames of clips a step")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--own", type=float, default=0.3, help="steps on the model's own context")
+    parser.add_argument("--pool", type=int, default=20480, help="clips of 128 frames")
+    parser.add_argument("--fresh", type=int, default=64, help="clips made at a time")
+    parser.add_argument("--fill", type=float, default=30.0, help="seconds of filling at first")
+    parser.add_argument("--every", type=int, default=20, help="steps between new clips")
+    parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args()
+    device = args.device
+
+    clock = Clock(args.minutes, args.decay, warm=300, reserve=args.reserve)
+    log = Log(args.out / "log.jsonl")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.manual_seed(args.seed)
+
+    config = make_config(args)
+    model = WanCausal(config)
+    initialise(model)
+    model = model.to(device)
+    words = WordEncoder(len(atrium.WORDS), atrium.LENGTH, config.text_dim).to(device)
+    autoencoder = Autoencoder().to(device).eval().requires_grad_(False)
+    autoencoder.load_state_dict(read_weights(args.autoencoder, "autoencoder"))
+    adapter = WanAdapter("atrium-world", model)
+    modules = {"model": model, "words": words}
+    average = Average(modules)
+    optimizer = Optimizer(modules, fused=device == "cuda")
+    first = step = load(args.resume, average, optimizer) if args.resume else 0
+    # a resumed run sees other worlds and other noise than the one before
+    torch.manual_seed(args.seed * 1_000_003 + step)
+    generator = Generator().manual_seed(args.seed * 1_000_003 + step)
+    log(parameters=sum(p.numel() for p in average.live), step=step, torch=torch.__version__)
+
+    packing = Packing(adapter.rope(adapter.shape()), adapter.shape(), args.row, device)
+
+    def predict(latents: Tensor, t: Tensor, actions: Tensor, tokens: Tensor) -> Tensor:
+        keys, values = model.keys_values(words(tokens))
+        return model(Teaching(packing, keys, values), latents, 1000 * t, actions)
+
+    def encode(rooms: atrium.Rooms, pose: Tensor, time: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            return autoencoder.encode(atrium.render(rooms, pose, time)).bfloat16()
+
+    if not args.no_compile:
+        predict, encode = torch.compile(predict), torch.compile(encode)
+
+    pool = Pool.empty(args.pool // args.fresh * args.fresh, args.row, device)
+    source = make_batches(args.fresh, args.row, generator, torch.no_grad()(encode), device)
+    while not pool.made or (clock.elapsed < args.fill and pool.made < args.pool):
+        pool.put(*next(source))
+        pool.latents[0, 0, 0, 0, 0].item()  # so that the clock sees the work, not its launch
+    log(pool=pool.filled, seconds=clock.elapsed)
+
+    def write() -> None:
+        write_model(args.out, config, average, args.autoencoder)
+        if args.state:
+            save(args.state, average, optimizer, step)
+
+    saved, told, told_step = clock.elapsed, clock.elapsed, step
+    sums = torch.zeros(6, device=device)
+    while clock.share < 1:
+        share = args.begin + (args.finish - args.begin) * clock.share
+        length = choose_length(share, args.row)
+        packing.use(length)
+        batch = pool.draw(args.rows * args.row // length, length)
+        own = share > 0.35 and float(torch.rand(())) < args.own
+        error, t = teach(predict, args.rows, own, *batch)
+        loss = (error / (t * t + 0.1)).mean()
+        optimizer.zero()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(average.live, 1.0)
+        optimizer.step(args.rate * clock.rate(step - first))
+        average.update()
+        step += 1
+        with torch.no_grad():
+            high = t > 0.8
+            # late frames of a clip have seen much of the room: there memory shows
+            late = high & (torch.arange(length, device=device) >= length * 3 // 4)
+            found = (error * high).sum(), high.sum(), (error * late).sum(), late.sum()
+            sums += torch.stack([loss.detach(), norm.detach(), *found])
+        if step % args.every == 0:
+            pool.put(*next(source))
+        if step == first + 1 or clock.elapsed - told > 10:
+            total, norms, high_sum, highs, late_sum, lates = sums.tolist()
+            steps, seconds = step - told_step, clock.elapsed - told
+            log(
+                step=step,
+                seconds=clock.elapsed,
+                loss=total / steps,
+                norm=norms / steps,
+                mse_high=high_sum / max(highs, 1),
+                mse_late=late_sum / max(lates, 1),
+                length=length,
+                clips=pool.made,
+                tokens_s=round(steps * args.rows * 2 * args.row * packing.shape.places / seconds),
+            )
+            if not math.isfinite(total):
+                raise SystemExit("the loss is not finite: resume with a lower --rate")
+            sums.zero_()
+            told, told_step = clock.elapsed, step
+        if clock.elapsed - saved > 60:
+            write()
+            saved = clock.elapsed
+
+    write()
+    log(step=step, seconds=clock.elapsed, trained=True)
+    average.swap()
+    scores = judge(model, words, adapter, autoencoder, args.worlds, args.out)
+    log(step=step, seconds=clock.elapsed, **scores)
+
+
+def teach(
+    predict: Callable[..., Tensor],
+    rows: int,
+    own: bool,
+    x0: Tensor,
+    actions: Tensor,
+    prompts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Square errors and noise levels [clips, T] of one batch of clips.
+
+    With `own`, frames of the context are replaced by what the model makes of them in one pass.
+    """
+    clips, length = actions.shape
+    device, x0 = x0.device, x0.float()
+    # one prompt for each quarter of a row, which has so many clips at most
+    prompts = prompts.repeat_interleave(4 * rows // clips, 0)
+
+    def lay(clean: Tensor, noisy: Tensor) -> Tensor:
+        both = torch.stack([clean, noisy], 1)  # [clips, 2, T, ...]
+        return both.reshape(rows, -1, *both.shape[3:])
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, device=device)
+
+    def make(context: Tensor, t: Tensor) -> Tensor:
+        noisy = torch.lerp(x0, torch.randn_like(x0), t[..., None, None, None])
+        latents = lay(context, noisy).transpose(1, 2)
+        with torch.autocast(device.type, torch.bfloat16):
+            made = predict(latents, lay(torch.zeros_like(t), t), lay(actions, actions), prompts)
+        return made.float().transpose(1, 2).reshape(clips, 2, *x0.shape[1:])[:, 1]
+
+    # slight noise on the context, untold: what is made later is never quite right either
+    strength = 0.3 * uniform(clips, 1, 1, 1, 1) ** 2 * uniform(clips, length, 1, 1, 1)
+    context = x0 + strength * torch.randn_like(x0)
+    if own:
+        made = make(context, 0.25 + 0.6 * uniform(clips, length)).detach()
+        replaced = uniform(clips, length) < uniform(clips, 1)
+        context = torch.where(replaced[..., None, None, None], made, context)
+    t = draw_noise(clips, length, device)
+    return (make(context, t) - x0).square().mean((2, 3, 4)), t
+
+
+def write_model(out: Path, config: WanConfig, average: Average, autoencoder: Path) -> None:
+    """A folder that loads as a model."""
+    (out / "config.json").write_text(json.dumps(config.to_json(), indent=1))
+    write_weights(average.weights("model"), out, WEIGHTS, torch.float16)
+    write_weights(average.weights("words"), out, "text_encoder", torch.float16)
+    tensors = read_weights(autoencoder, "autoencoder")
+    write_weights(tensors, out, "decoder", torch.float16)
+
+
+def save(folder: Path, average: Average, optimizer: Optimizer, step: int) -> None:
+    """What exact resumption needs, in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {"step": torch.tensor(step), **optimizer.state()}
+    for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
+        tensors |= {f"live.{i}": live, f"mean.{i}": mean}
+    save_atomically(tensors, folder / "state.safetensors")
+
+
+@torch.no_grad()
+def load(folder: Path, average: Average, optimizer: Optimizer) -> int:
+    """Take up a state, or weights alone; the number of steps that were made."""
+    if (folder / "state.safetensors").is_file():
+        tensors = load_file(folder / "state.safetensors")
+        for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
+            live.copy_(tensors[f"live.{i}"])
+            mean.copy_(tensors[f"mean.{i}"])
+        optimizer.restore(tensors)
+        average.count = 10**6  # an average long since warm
+        return int(tensors["step"])
+    average.modules["model"].load_state_dict(read_weights(folder, WEIGHTS))
+    average.modules["words"].load_state_dict(read_weights(folder, "text_encoder"))
+    for live, mean in zip(average.live, average.mean, strict=True):
+        mean.copy_(live)
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return max((row.get("step", 0) for row in rows), default=0)
+
+
+if __name__ == "__main__":
+    main()

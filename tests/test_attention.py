@@ -1,0 +1,299 @@
+import math
+
+import pytest
+import torch
+from streams import CHUNKS, TOKENS, assert_same, play, session
+
+from tachyscope.attention.ann import Ann
+from tachyscope.attention.ann_text import AnnText
+from tachyscope.attention.dense import DenseText
+from tachyscope.attention.pads import Pads
+from tachyscope.attention.window import Window
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.attention import attention_reference
+from tachyscope.meter import Meter
+
+OPEN = [
+    "attention=window:tokens=999,sink=0",
+    "attention=ann:read=1",
+    "attention=ann:read=1,hash=lsh,block=5,tile=4",
+    "attention=ann:read=1,block=1,tile=1",
+    "attention=ann:k=99999,hash=lsh",
+    "attention=ann:top_p=1,block=4",
+    "attention=ann:read=0.5,sink=0,newest=0,dense_layers=1",
+    "attention=ann:read=0.5,sink=0,newest=0,dense_passes=1",
+]
+SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
+
+
+@pytest.mark.parametrize("cache", ["keep_all", "merge:budget=8f"])
+@pytest.mark.parametrize(
+    "attention, kind",
+    [
+        (attention, kind)
+        for attention in OPEN
+        for kind in SHAPES
+        # a token model has one pass, so none that come first
+        if not ("dense_passes" in attention and kind == "tokens")
+    ],
+)
+def test_a_wide_open_policy_equals_dense(attention, kind, cache):
+    dense = play(session(SHAPES[kind], f"cache={cache}"), 7)
+    got = play(session(SHAPES[kind], f"cache={cache} {attention}"), 7)
+    assert_same(got, dense, 1e-6)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    "attention", ["ann:read=0.4,block=2,sink=0", "ann:read=0.4,block=1,tile=1,hash=lsh"]
+)
+def test_pairs_not_read_are_pairs_not_scored(attention, kind, monkeypatch):
+    """What the meter counts is what the kernel was given."""
+    import tachyscope.kernels.attention as kernel
+    import tachyscope.kernels.listed as listed
+
+    scored = 0
+    real = kernel.F.scaled_dot_product_attention
+
+    def counting(q, k, v, **kwargs):
+        nonlocal scored
+        scored += q.shape[:3].numel() * k.shape[2]
+        return real(q, k, v, **kwargs)
+
+    monkeypatch.setattr(kernel.F, "scaled_dot_product_attention", counting)
+    assert listed.attention is kernel.attention
+    at = session(SHAPES[kind], f"attention={attention}")
+    play(at, 6)
+    row = at.meter.take()
+    assert row["pairs"] == scored
+    assert row["pairs"] < 0.8 * row["pairs_dense"]
+
+
+def test_read_is_a_share_of_past_blocks_and_the_present_is_always_read():
+    at = session(CHUNKS, "attention=ann:read=0.5,block=3,tile=12,sink=1,newest=1")
+    play(at, 10)
+    past = at.past  # 120 entries, 40 blocks
+    at.meter.take()
+    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+    q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
+    at.attend(0, q, q[:, :2], q[:, :2])
+    assert at.meter.take()["pairs"] == 4 * 12 * (past // 2 + 12)
+
+
+def test_k_makes_the_cost_independent_of_context():
+    at = session(CHUNKS, "attention=ann:k=24,block=3,sink=1,newest=1")
+    costs = []
+    for chunks in (6, 12):
+        play(at, chunks)
+        at.meter.take()
+        at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+        q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
+        at.attend(0, q, q[:, :2], q[:, :2])
+        costs.append(at.meter.take()["pairs"])
+        at.now = 0
+    assert costs[0] == costs[1] == 4 * 12 * (24 + 12)
+
+
+@pytest.mark.parametrize("hash", ["int8", "lsh"])
+def test_the_nearest_entries_are_the_ones_read(hash):
+    """Sharp queries, whose mass lies on very few entries: a tenth of the past is enough."""
+    at = session(
+        CHUNKS, f"attention=ann:read=0.1,block=1,tile=1,sink=0,newest=0,hash={hash},bits=256"
+    )
+    play(at, 10, drift=1.0)
+    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+    here, (cos, sin) = at.layers[0], at._angles
+    # unrotated queries that, once rotated, point at entry 33
+    q = at.rope.turn(8 * here.k[:, :, 33:34].expand(-1, -1, 12, -1), cos, -sin)
+    q = q.repeat_interleave(2, 1)
+    small = torch.zeros(1, 2, 12, 12, dtype=torch.float64)
+    got = at.attend(0, q, small, small)
+    used = slice(0, at.past + 12)
+    want = attention_reference(at.rope.turn(q, cos, sin), here.k[:, :, used], here.v[:, :, used])
+    torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
+
+
+def test_the_choice_is_made_once_a_chunk():
+    at = session(CHUNKS, "attention=ann:read=0.3,block=2,tile=4,sink=0,newest=0")
+    play(at, 8)
+    maps = []
+    rng = torch.Generator().manual_seed(1)
+    for step in range(3):
+        at.begin(CHUNKS.positions(at.frame, 2), step, 3, (1.0, 1.0))
+        q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
+        at.attend(0, q, q[:, :2], q[:, :2])
+        maps.append(at.layers[0].own["ann_map"].clone())
+    assert torch.equal(maps[0], maps[1]) and torch.equal(maps[0], maps[2])
+    at.commit()
+    # a chunk that is only remembered has its clean pass alone: it must choose for itself
+    at.begin(CHUNKS.positions(at.frame, 2), 2, 3, (0.0, 0.0))
+    q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
+    at.attend(0, q, q[:, :2], q[:, :2])
+    assert not torch.equal(maps[0], at.layers[0].own["ann_map"])
+
+
+def test_guard_rails_keep_first_passes_and_layers_dense():
+    at = session(
+        CHUNKS, "attention=ann:read=0.2,sink=0,newest=0,block=2,dense_passes=0.3,dense_layers=0.3"
+    )
+    play(at, 6)
+    counted = {}
+    for step in range(3):
+        at.begin(CHUNKS.positions(at.frame, 2), step, 3, (1.0, 1.0))
+        for layer in range(2):
+            at.meter.take()
+            q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
+            at.attend(layer, q, q[:, :2], q[:, :2])
+            counted[step, layer] = at.meter.take()["pairs"]
+    dense = 4 * 12 * (at.past + 12)
+    assert [key for key, pairs in counted.items() if pairs == dense] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (2, 0),
+    ]
+
+
+def test_top_p_reads_less_where_attention_is_sharp():
+    shares = []
+    for sharp in (0.1, 3.0):
+        at = session(CHUNKS, "attention=ann:top_p=0.8,block=1,tile=1,sink=0,newest=0")
+        play(at, 8, drift=1.0)
+        at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+        at.meter.take()
+        q = sharp * torch.randn(1, 4, 12, 12, dtype=torch.float64)
+        at.attend(0, q, q[:, :2], q[:, :2])
+        shares.append(at.meter.take()["pairs"])
+    assert shares[1] < 0.6 * shares[0]
+
+
+def test_token_window_reads_the_first_live_entries_and_the_newest():
+    at = session(TOKENS, "attention=window:tokens=4,sink=2")
+    play(at, 3)
+    at.begin(TOKENS.positions(at.frame, 1)[:1], 0, 1, (0.0,))
+    q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
+    at.meter.take()
+    got = at.attend(0, q, q[:, :2], q[:, :2])
+    assert at.meter.take()["pairs"] == 2 * 4 * 6
+    here, end = at.layers[0], at.past + 1
+    turned = at.rope.turn(q, *at._angles)
+    for row, pads in enumerate(at.pads):
+        ids = [pads, pads + 1, *range(end - 4, end)]
+        want = attention_reference(
+            turned[row : row + 1], here.k[row : row + 1, :, ids], here.v[row : row + 1, :, ids]
+        )
+        torch.testing.assert_close(got[row : row + 1], want)
+
+
+@pytest.mark.parametrize("attention", ["window:tokens=4,sink=2", "ann:read=0.5,block=2"])
+def test_a_frame_in_one_pass_reads_as_token_by_token(attention):
+    def run(whole):
+        at = session(TOKENS, f"attention={attention}")
+        play(at, 3)
+        rng = torch.Generator().manual_seed(3)
+        q, k, v = (torch.randn(2, h, 6, 12, generator=rng, dtype=torch.float64) for h in (4, 2, 2))
+        pos = TOKENS.positions(at.frame, 1)
+        if whole:
+            at.begin(pos, 0, 1, (0.0,))
+            return at.attend(0, q, k, v)
+        parts = []
+        for i in range(6):
+            at.begin(pos[i : i + 1], 0, 1, (0.0,))
+            parts.append(at.attend(0, *(x[:, :, i : i + 1] for x in (q, k, v))))
+        return torch.cat(parts, 2)
+
+    torch.testing.assert_close(run(True), run(False))
+
+
+def _prompt(rng, lengths, total=20):
+    """Keys and values whose rows are one repeated padding token from their length on."""
+    k, v = (
+        torch.randn(len(lengths), 3, total, 8, generator=rng, dtype=torch.float64) for _ in "kv"
+    )
+    for row, n in enumerate(lengths):
+        for x in (k, v):
+            if n < total:
+                x[row, :, n:] = x[row, :, n : n + 1].clone()
+    return k, v, torch.randn(len(lengths), 3, 7, 8, generator=rng, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (0,), (7,), (19,), (20,), (3, 11, 20)])
+def test_pads_equals_dense_for_any_prompt_length(rng, lengths):
+    k, v, q = _prompt(rng, lengths)
+    meter = Meter()
+    dense, pads = DenseText(), Pads()
+    text = pads.prepare(k, v, lengths)
+    assert text.k.shape[2] == min(20, max(lengths) + 1)
+    torch.testing.assert_close(
+        pads.attend(q, text, meter),
+        dense.attend(q, dense.prepare(k, v, lengths), meter),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("hash", ["int8", "lsh"])
+def test_ann_text_reads_exactly_the_tokens_that_queries_hit(rng, hash):
+    k, v, q = _prompt(rng, (12,))
+    policy = AnnText(keep=20, hash=hash, bits=3)
+    meter = Meter()
+    text = policy.prepare(k, v, (12,))
+    hits = policy._hits(q, text.k, text.logw.expand(-1, 3, -1))
+    logw = text.logw.expand(-1, 3, -1).masked_fill(
+        (hits == 0) & (hits.sum(-1, keepdim=True) > 0), -math.inf
+    )
+    assert (logw > -math.inf).sum() < logw.numel()
+    got = policy.attend(q, text, meter)
+    torch.testing.assert_close(got, attention_reference(q, text.k, text.v, logw))
+    read = meter.take()["text_pairs"] / (3 * 7)
+    assert read == (logw > -math.inf).sum(-1).max()
+
+
+def test_ann_text_keeps_at_most_keep(rng):
+    k, v, q = _prompt(rng, (19,))
+    meter = Meter()
+    policy = AnnText(keep=2, bits=1, hash="lsh")
+    policy.attend(q, policy.prepare(k, v, (19,)), meter)
+    assert meter.take()["text_pairs"] == 3 * 7 * 2
+
+
+def test_ann_text_with_one_bucket_equals_dense(rng):
+    """Queries and keys that all lie on one side of the plane: nothing is dropped."""
+    from tachyscope.kernels.hashing import planes
+
+    normal = planes(1, 8, torch.device("cpu"))[:, 0].double()
+    k, v, q = _prompt(rng, (12,))
+    k, q = (x + 20 * normal / normal.norm() for x in (k, q))
+    meter = Meter()
+    policy = AnnText(keep=99, hash="lsh", bits=1)
+    got = policy.attend(q, policy.prepare(k, v, (12,)), meter)
+    want = DenseText().attend(q, DenseText().prepare(k, v, (12,)), meter)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        ("cache=window:budget=12f attention=ann:read=0.1", "raise read to 0.4"),
+        ("attention=ann:k=5", "k=5 is below the 12 entries"),
+    ],
+)
+def test_reading_less_than_sink_and_newest_is_refused(plan, message):
+    with pytest.raises(TachyscopeError, match=message):
+        session(CHUNKS, plan)
+
+
+def test_faulty_settings_are_refused():
+    for kwargs, words in [
+        ({}, "takes one of read, k, top_p"),
+        ({"read": 0.5, "k": 3}, "takes one of read, k, top_p"),
+        ({"read": 1.5}, "read must be over 0 and at most 1, got 1.5"),
+        ({"read": 0.5, "dense_passes": 2.0}, "dense_passes is a share, got 2.0"),
+        ({"read": 0.5, "block": 0}, "block, tile and bits must be 1 or more"),
+    ]:
+        with pytest.raises(TachyscopeError, match=words):
+            Ann(**kwargs)
+    with pytest.raises(TachyscopeError, match="tokens must be 1 or more"):
+        Window(tokens=0)
+    with pytest.raises(TachyscopeError, match="keep must be 1 or more"):
+        AnnText(keep=0)

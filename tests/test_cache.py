@@ -1,0 +1,250 @@
+import math
+import re
+
+import pytest
+import torch
+from streams import CHUNKS, TOKENS, assert_same, play, session
+
+from tachyscope.cache.merge import Merge
+from tachyscope.cache.window import Window
+from tachyscope.errors import TachyscopeError
+from tachyscope.types import Size
+
+BOUNDED = [
+    "window:budget=6f,sink=1",
+    "window:budget=6f,sink=0",
+    "window:budget=31,sink=1,positions=reindexed",
+    "merge:budget=6f",
+    "merge:budget=31,keep=newest,heads=each",
+    "merge:budget=6f,match=unrotated,newest=2",
+    "merge:budget=7f,match=key_value,sink=0,heads=each",
+]
+
+
+@pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
+@pytest.mark.parametrize(
+    "cache, tolerance",
+    [
+        ("window:budget=99f", 0.0),
+        ("window:budget=99f,positions=reindexed", 0.0),
+        ("merge:budget=99f", 1e-6),
+        ("merge:threshold=1.0", 1e-6),
+    ],
+)
+def test_a_wide_open_policy_equals_keeping_all(cache, tolerance, shape):
+    want = play(session(shape, "cache=keep_all"), 7)
+    assert_same(play(session(shape, f"cache={cache}"), 7), want, tolerance)
+
+
+def _random_commits(at, commits, seed):
+    """Chunks of keys that sometimes repeat, straight to commit; what each layer then holds."""
+    rng = torch.Generator().manual_seed(seed)
+    shape, tokens = at.shape, at.shape.chunk_tokens
+    pool = torch.randn(3, shape.rows, shape.kv_heads, tokens, shape.head_dim, generator=rng)
+    for i in range(commits):
+        if shape.causal and i == 0:
+            at.begin(at.prompt_positions(), 0, 1, (0.0,))
+            n = at.prompt
+        else:
+            at.begin(shape.positions(at.frame, shape.chunk), 0, 1, (0.0,) * shape.chunk)
+            n = tokens
+        scale = 10.0 ** torch.randint(-3, 3, (), generator=rng).item()
+        k = pool[i % 3, :, :, torch.arange(n) % tokens]
+        k = k + scale * torch.randn(k.shape, generator=rng) * (i % 5 > 0)
+        q = torch.randn(shape.rows, shape.heads, n, shape.head_dim, generator=rng)
+        for layer in range(shape.layers):
+            at.attend(layer, q.double(), k.double(), k.double() * 3)
+        at.commit()
+        yield at
+
+
+# seven policies, two kinds of model, 720 commits each: over ten thousand
+@pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("cache", BOUNDED)
+def test_a_budget_is_never_exceeded_and_nothing_becomes_nan(cache, shape):
+    at = session(shape, f"cache={cache}")
+    slots = at.layers[0].k.shape[2]
+    assert slots == at.plan.cache.budget.entries(shape)
+    for _ in _random_commits(at, 720, seed=1):
+        assert at.past + shape.chunk_tokens <= slots
+        for layer in at.layers:
+            assert layer.k.shape[2] == slots
+            used = {name: x[:, :, : at.past] for name, x in layer.entries().items()}
+            assert all(x.isfinite().all() for name, x in used.items() if name != "logw")
+            assert not used["logw"].isnan().any()
+    # every entry ever seen is still counted by a merged cache; a window forgets
+    live = at.layers[0].logw[:, :, : at.past].double().exp().sum(-1)
+    if "merge" in cache:
+        seen = torch.tensor([float(at.seen - pads) for pads in at.pads or (0,)])
+        torch.testing.assert_close(live, seen.double()[:, None].expand_as(live), rtol=1e-4, atol=0)
+    else:
+        assert (live <= at.past).all()
+
+
+def test_merging_conserves_the_weighted_sum_of_values():
+    at = session(CHUNKS, "cache=merge:budget=6f")
+    total = torch.zeros(1, 2, 12, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        at.begin(CHUNKS.positions(at.frame, 2), 0, 1, (0.0, 0.0))
+        k, v = (torch.randn(1, 2, 12, 12, generator=rng, dtype=torch.float64) for _ in range(2))
+        at.attend(0, torch.zeros(1, 4, 12, 12, dtype=torch.float64), k, v)
+        at.attend(1, torch.zeros(1, 4, 12, 12, dtype=torch.float64), k, v)
+        total += v.sum(2)
+        at.commit()
+        here = at.layers[0]
+        mass = here.v[:, :, : at.past] * here.logw[:, :, : at.past, None].double().exp()
+        torch.testing.assert_close(mass.sum(2), total, rtol=1e-5, atol=1e-5)
+
+
+def test_merge_protects_sink_and_newest():
+    at = session(CHUNKS, "cache=merge:budget=8f,sink=1,newest=2")
+    for i, _ in enumerate(_random_commits(at, 12, seed=3)):
+        here = at.layers[1]
+        first, last = here.pos[0, 0, 0, 0], here.pos[0, 0, at.past - 12 : at.past, 0]
+        assert first == 0
+        assert here.logw[0, 0, :6].eq(0).all()
+        assert here.logw[0, 0, at.past - 12 : at.past].eq(0).all()
+        assert last.tolist() == [2.0 * i] * 6 + [2.0 * i + 1] * 6
+
+
+def test_merge_folds_the_most_alike_first():
+    """One entry repeats an old one, the others are new: exactly it is folded."""
+    at = session(CHUNKS, "cache=merge:budget=31,sink=0,newest=0")
+    rng = torch.Generator().manual_seed(5)
+    keys = []
+    for chunk in range(2):
+        k = torch.randn(1, 2, 12, 12, generator=rng, dtype=torch.float64)
+        if chunk == 1:
+            k[:, :, 4] = keys[0][:, :, 7]
+        keys.append(k)
+        at.begin(torch.zeros(12, 3), 0, 1, (0.0, 0.0))
+        for layer in range(2):
+            at.attend(layer, torch.zeros(1, 4, 12, 12, dtype=torch.float64), k, k)
+        at.commit()
+        if chunk == 1:
+            assert at.past == 19  # 24 entries, five too many
+            weights = at.layers[0].logw[0, 0, :19].exp()
+            assert weights[7] >= 2 - 1e-6
+            assert weights.sum().item() == pytest.approx(24)
+
+
+def test_a_running_partner_is_as_good_as_a_full_search():
+    """Over many commits the entries kept stand for their groups nearly as well."""
+    at = session(CHUNKS, "cache=merge:budget=10f,newest=1,sink=0")
+    losses = []
+    for fresh in (False, True):
+        at.reset()
+        for _ in _random_commits(at, 60, seed=2):
+            if fresh:  # search anew for every entry: what the running partner stands in for
+                from tachyscope.kernels.merge import best_older
+
+                old = slice(0, max(0, at.past - 6))
+                here = at.layers[0]
+                cosine, partner = best_older(at.plan.cache._features(here, old), 0)
+                here.own["slot_alike"][:, :, old] = cosine
+                here.own["slot_partner"][:, :, old] = partner
+        here = at.layers[0]
+        losses.append(here.own["slot_alike"][0, 0, 1 : at.past - 6].mean().item())
+    # the likeness left over: a worse matcher leaves more alike pairs behind
+    assert losses[0] <= losses[1] + 0.1
+
+
+@pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("heads", ["shared", "each"])
+def test_threshold_merging_of_repeats_keeps_one_frame(shape, heads):
+    """Every chunk the same keys at the same place: the cache stops growing after the first."""
+    at = session(shape, f"cache=merge:threshold=0.99,heads={heads}")
+    rng = torch.Generator().manual_seed(0)
+    n = shape.chunk_tokens
+    k = torch.randn(shape.rows, shape.kv_heads, n, 12, generator=rng, dtype=torch.float64)
+    q = k.repeat_interleave(2, 1) * 9  # each query's top-1 is its own key
+    if shape.causal:
+        at.begin(at.prompt_positions(), 0, 1, (0.0,))
+        for layer in range(2):
+            at.attend(
+                layer, q[:, :, :1].expand(-1, -1, 5, -1), *[k[:, :, :1].expand(-1, -1, 5, -1)] * 2
+            )
+        at.commit()
+    prompt = at.prompt
+    for _ in range(4):
+        at.begin(torch.zeros(n, 3), 0, 1, (0.0,) * shape.chunk)
+        for layer in range(2):
+            at.attend(layer, q, k, k)
+        at.commit()
+        assert at.past == prompt + n
+    torch.testing.assert_close(
+        at.layers[0].logw[:, :, prompt : at.past].exp(),
+        torch.full_like(at.layers[0].logw[:, :, prompt : at.past], 4.0),
+    )
+
+
+def test_threshold_merging_of_different_keys_keeps_all():
+    at = session(CHUNKS, "cache=merge:threshold=1.0")
+    play(at, 5)
+    assert at.past == 5 * 12
+
+
+def test_a_threshold_cache_stays_right_when_heads_keep_different_numbers():
+    at = session(CHUNKS, "cache=merge:threshold=0.6,heads=each")
+    play(at, 12, drift=0.4)
+    here = at.layers[0]
+    counts = (here.logw[:, :, : at.past] > -math.inf).sum(-1)
+    assert counts.max() == at.past and at.past < 12 * 12
+    live = here.logw[:, :, : at.past].double().exp().sum(-1)
+    torch.testing.assert_close(live, torch.full_like(live, 144.0))
+
+
+def test_window_keeps_sink_and_newest():
+    at = session(CHUNKS, "cache=window:budget=6f,sink=1")
+    play(at, 9)
+    assert at.layers[0].pos[0, 0, : at.past : 6, 0].tolist() == [0.0, 15.0, 16.0, 17.0]
+
+
+def test_a_reindexed_window_equals_positions_counted_inside_it():
+    """The sink stands right before the window, so a constant shift of all positions is left."""
+    at = session(CHUNKS, "cache=window:budget=6f,sink=1,positions=reindexed")
+    play(at, 9)
+    here = at.layers[0]
+    frames = here.pos[0, 0, : at.past : 6, 0]
+    assert (frames - frames[0]).tolist() == [0.0, 1.0, 2.0, 3.0]
+    rotated = at.rope.rotate(here.raw[:, :, : at.past], here.pos[:, :, : at.past])
+    torch.testing.assert_close(here.k[:, :, : at.past], rotated)
+
+
+@pytest.mark.parametrize(
+    "cache, message",
+    [
+        (
+            "window:budget=2f",
+            "cache policy 'window': budget=2f holds 12 entries, but 18 are protected (prompt 0, "
+            "sink 1f, newest 0f, present chunk 2f): raise budget to 3f or more, or lower sink or "
+            "newest",
+        ),
+        (
+            "merge:budget=3f",
+            "cache policy 'merge': budget=3f holds 18 entries, but 24 are protected (prompt 0, "
+            "sink 1f, newest 1f, present chunk 2f): raise budget to 4f or more, or lower sink or "
+            "newest",
+        ),
+        (
+            "merge:budget=4f",
+            "cache policy 'merge': budget=4f leaves no entry to merge into beside the protected "
+            "ones: raise it by at least one entry",
+        ),
+    ],
+)
+def test_a_budget_below_what_is_protected_is_refused(cache, message):
+    with pytest.raises(TachyscopeError, match=f"^{re.escape(message)}$"):
+        session(CHUNKS, f"cache={cache}")
+
+
+def test_faulty_settings_are_refused():
+    with pytest.raises(TachyscopeError, match="takes a budget or a threshold"):
+        Merge(budget=Size(9), threshold=0.9)
+    with pytest.raises(TachyscopeError, match="threshold is a cosine"):
+        Merge(threshold=1.5)
+    with pytest.raises(TachyscopeError, match="newest must be 0"):
+        Merge(threshold=0.9, newest=1)
+    with pytest.raises(TachyscopeError, match="sink must be 0 or more"):
+        Window(sink=-1)

@@ -1,0 +1,81 @@
+"""Imports go one way, and hot code never waits for the device."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "tachyscope"
+ROWS = [  # a module may import from the rows above its own, and from its own folder
+    {"errors", "machine"},
+    {"types", "files"},
+    {"meter"},
+    {"kernels"},
+    {"cache", "attention", "replay"},
+    {"plan"},
+    {"session"},
+    {"worlds", "adapters"},
+    {"rollout", "models"},
+    {"video", "quality", "report"},
+    {"compare", "bench"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+]
+ROW = {room: i for i, row in enumerate(ROWS) for room in row}
+NEVER = {"adapters": {"kernels", "cache", "attention", "replay", "plan"}}  # models know no method
+HOT = {"kernels", "cache", "attention", "replay", "session"}
+# each makes the host wait for the device
+SYNCS = {"item", "tolist", "cpu", "numpy", "nonzero", "print"}
+# where the host may look: on the CPU, and between chunks
+MAY_LOOK = {("session.py", "restore")}
+FILES = pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+
+
+def _room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@FILES
+def test_imports_go_up_only(path):
+    room = _room(path)
+    for name in _imports(ast.parse(path.read_text())):
+        top, _, rest = name.partition(".")
+        if top == "tachyscope":
+            other = rest.split(".")[0] or "__init__"
+            assert other == room or ROW[other] < ROW[room], f"{room} may not import {other}"
+            assert other not in NEVER.get(room, ()), f"{room} may not import {other}"
+
+
+@FILES
+def test_hot_code_never_waits_for_the_device(path):
+    if _room(path) not in HOT:
+        return
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef) or (path.name, function.name) in MAY_LOOK:
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                assert name not in SYNCS, f"line {node.lineno}: {name}()"
+
+
+def test_the_hot_path_imports_no_more_than_torch():
+    allowed = {"torch", "numpy", "safetensors", "triton", "tachyscope", "__future__"}
+    import sys
+
+    for path in PACKAGE.rglob("*.py"):
+        if _room(path) in HOT | {"types", "meter", "plan", "rollout"}:
+            for name in _imports(ast.parse(path.read_text())):
+                top = name.partition(".")[0]
+                assert top in allowed or top in sys.stdlib_module_names, f"{path.name}: {name}"

@@ -1,0 +1,186 @@
+import re
+
+import pytest
+import torch
+from streams import CHUNKS, TOKENS, Square, assert_same, draw, play, play_pass, play_prompt, session
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.replay import temporal_score_reference
+from tachyscope.replay.attentive import Attentive
+from tachyscope.replay.every_k import EveryK
+from tachyscope.replay.random import Random
+
+SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
+OPEN = ["attentive:share=0", "attentive:threshold=1e9", "random:share=0", "every_k:k=1"]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("replay", OPEN)
+def test_a_wide_open_policy_equals_dense_bit_for_bit(replay, kind):
+    dense = play(session(SHAPES[kind], "replay=none"), 5)
+    assert_same(play(session(SHAPES[kind], f"replay={replay}"), 5), dense)
+
+
+REPLAYS = [
+    "attentive:share=0.5", "attentive:share=0.75,age=3", "attentive:threshold=0.2",
+    "attentive:threshold=0.2,age=1", "attentive:threshold=0.2,cfg=free,authors=true",
+    "random:share=0.5", "random:share=0.6,age=2", "every_k:k=3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("replay", REPLAYS)
+def test_rows_replayed_are_rows_the_mlp_never_saw(replay, kind):
+    at, mlp = session(SHAPES[kind], f"replay={replay}"), Square()
+    play(at, 8, mlp=mlp)
+    row = at.meter.take()
+    prompt = at.prompt * at.shape.rows * at.shape.layers
+    assert row["rows_computed"] == mlp.rows + prompt  # the prompt's rows went to an MLP of its own
+    assert row["rows_replayed"] > 0
+    tokens = 8 * at.shape.chunk_tokens * at.shape.passes * at.shape.rows * at.shape.layers
+    assert row["rows_computed"] + row["rows_replayed"] == tokens + prompt
+    assert "simulated_rows_replayed" not in row
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_a_share_of_a_chunk_is_kept_exactly(share):
+    at = session(CHUNKS, f"replay=attentive:share={share}")
+    play(at, 6)
+    row = at.meter.take()
+    assert row["rows_replayed"] == share * row["rows_eligible"]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_a_share_of_single_tokens_is_kept_nearly(share):
+    at = session(TOKENS, f"replay=attentive:share={share}")
+    play(at, 60, drift=1.0)
+    row = at.meter.take()
+    # a rank among six earlier scores: the share comes in sevenths
+    assert row["rows_replayed"] / row["rows_eligible"] == pytest.approx(share, abs=1 / 7)
+
+
+def test_a_replayed_row_is_the_last_frames_output_at_its_place():
+    """Chunk models: every latent frame looks at the last one of the chunk before, same pass."""
+    at = session(CHUNKS, "replay=every_k:k=2")
+    rng = torch.Generator().manual_seed(0)
+    pos = CHUNKS.positions(0, 2)
+    kept = {}
+    for chunk in range(2):
+        for step in range(3):
+            layers = draw(rng, CHUNKS, 12)
+            out = play_pass(at, layers, pos, step, 3)
+            for i, (_, y) in enumerate(out):
+                if chunk == 0:
+                    kept[step, i] = y[:, 6:]
+                else:
+                    assert torch.equal(y, kept[step, i].repeat(1, 2, 1))
+        at.commit()
+
+
+def test_token_models_replay_the_same_place_one_frame_back():
+    at = session(TOKENS, "replay=every_k:k=2")
+    out = play(at, 2)
+    first, second = out[: len(out) // 2], out[len(out) // 2 :]
+    for (_, before), (_, after) in zip(first, second, strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_score_is_the_attention_logit_with_the_place_one_frame_back(kind):
+    shape = SHAPES[kind]
+    at = session(shape, "replay=attentive:threshold=99")
+    play(at, 3)
+    here, n = at.layers[0], shape.places
+    before = here.k[:, :, at.past - n : at.past].clone()  # rotated, from the last frame's last pass
+    step = shape.passes - 1
+    rng = torch.Generator().manual_seed(9)
+    q, k, v, _ = draw(rng, shape, shape.chunk_tokens)[0]
+    if shape.causal:
+        q, k, v, before = (x[:, :, :1] for x in (q, k, v, before))
+    pos = shape.positions(at.frame, shape.chunk)[: q.shape[2]]
+    at.begin(pos, step, shape.passes, (0.0,) * shape.chunk)
+    at.attend(0, q, k, v)
+    turned = at.rope.turn(q, *at._angles)
+    want = temporal_score_reference(turned, before.repeat(1, 1, q.shape[2] // before.shape[2], 1))
+    torch.testing.assert_close(at._scores[0], want)
+
+
+def test_authors_mixes_an_unrotated_query_with_a_rotated_key():
+    at = session(TOKENS, "replay=attentive:threshold=99,authors=true")
+    play(at, 2)
+    before = at.layers[0].k[:, :, at.past - 6 : at.past - 5].clone()
+    at.begin(TOKENS.positions(at.frame, 1)[:1], 0, 1, (0.0,))
+    q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
+    at.attend(0, q, q[:, :2], q[:, :2])
+    torch.testing.assert_close(at._scores[0], temporal_score_reference(q, before))
+
+
+def test_the_lowest_scores_are_computed():
+    at = session(CHUNKS, "replay=attentive:share=0.5")
+    score = torch.tensor([[5.0, 1, 4, 2, 9, 0, 7, 8, 3, 6, 11, 10]])
+    at.begin(CHUNKS.positions(0, 2), 0, 3, (1.0, 1.0))
+    choice = at.plan.replay.choose(score, score.int(), {}, at._moment, at.dice)
+    assert sorted(choice.rows[0].tolist()) == [0, 1, 2, 3, 5, 8]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    "replay",
+    ["attentive:share=0.75,age=3", "attentive:threshold=-1e9,age=3", "random:share=0.7,age=3"],
+)
+def test_no_value_serves_longer_than_its_age(replay, kind):
+    shape = SHAPES[kind]
+    at = session(shape, f"replay={replay}")
+    rng = torch.Generator().manual_seed(0)
+    oldest = 0
+    if shape.causal:
+        play_prompt(at, rng)
+    base = draw(rng, shape, shape.chunk_tokens)
+    for _ in range(12):
+        pos = shape.positions(at.frame, shape.chunk)
+        layers = draw(rng, shape, shape.chunk_tokens, drift=0.2, base=base)
+        for step in range(shape.passes):
+            if shape.causal:
+                for i in range(shape.chunk_tokens):
+                    one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
+                    play_pass(at, one, pos[i : i + 1], 0, 1)
+            else:
+                play_pass(at, layers, pos, step, shape.passes)
+        at.commit()
+        oldest = max(oldest, *(int(layer.own["ring_age"].max()) for layer in at.layers))
+    assert oldest == 3
+
+
+@pytest.mark.parametrize("cfg", ["tied", "free"])
+def test_a_tied_pair_decides_together(cfg):
+    at = session(TOKENS, f"replay=attentive:threshold=0.2,cfg={cfg}")
+    play(at, 20, drift=1.0)
+    together = all(
+        torch.equal(layer.own["ring_age"][0, 0], layer.own["ring_age"][0, 1]) for layer in at.layers
+    )
+    assert together == (cfg == "tied")
+
+
+def test_asking_for_replay_does_not_change_the_noise():
+    a, b = (
+        session(CHUNKS, "replay=random:share=0.5", seed=4),
+        session(CHUNKS, "replay=none", seed=4),
+    )
+    play(a, 4), play(b, 4)
+    assert torch.equal(torch.rand(3, generator=a.generator), torch.rand(3, generator=b.generator))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Attentive(), "replay policy 'attentive' takes a share or a threshold, one of them: try attentive:share=0.5"),
+        (lambda: Attentive(share=1.5), "replay policy 'attentive': share must be from 0 to 1, got 1.5: it is the part that is replayed"),
+        (lambda: Attentive(share=0.9, age=2), "replay policy 'attentive': share=0.9 cannot keep age=2, which needs every token computed once in 3 frames: lower share to 0.667 or raise age"),
+        (lambda: Attentive(threshold=0.0, age=-1), "replay policy 'attentive': age must be 0 or more, got -1"),
+        (lambda: Random(share=-1), "replay policy 'random': share must be from 0 to 1, got -1: it is the part that is replayed"),
+        (lambda: EveryK(k=0), "replay policy 'every_k': k must be 1 or more, got 0"),
+    ],
+)  # fmt: skip
+def test_faulty_settings_are_refused(make, message):
+    with pytest.raises(TachyscopeError, match=f"^{re.escape(message)}$"):
+        make()

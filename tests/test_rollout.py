@@ -1,0 +1,190 @@
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import tachyscope as ts
+from tachyscope.errors import TachyscopeError
+from tachyscope.plan import NAMES
+from tachyscope.rollout import parse_actions
+
+MODELS = ["toy-chunks", "toy-tokens"]
+PLANS = {
+    "toy-chunks": "cache=merge:budget=8f attention=ann:read=0.5 text=ann replay=attentive:share=0.5",
+    "toy-tokens": "cache=merge:budget=5f attention=ann:read=0.8 replay=attentive:share=0.5",
+}
+
+
+def _video(model, plan="dense", frames=9, **kwargs):
+    chunks = ts.rollout(model, plan, frames=frames, prompt="a red room", actions="w*3 q", **kwargs)
+    return np.concatenate([chunk.frames for chunk in chunks])
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return ts.load(request.param)
+
+
+@pytest.mark.parametrize("plan", NAMES)
+def test_every_named_plan_plays(model, plan):
+    video = _video(model, plan)
+    assert video.dtype == np.uint8 and video.shape[0] == 9 and video.shape[3] == 3
+    assert video.std() > 5, "a flat picture shows nothing"
+
+
+def test_the_same_seed_gives_the_same_video_and_another_seed_another(model):
+    assert np.array_equal(_video(model), _video(model))
+    assert not np.array_equal(_video(model), _video(model, seed=1))
+
+
+def test_a_rollout_yields_each_chunk_when_it_is_made(model):
+    chunks = ts.rollout(model, frames=9)
+    first = next(chunks)
+    assert first.index == 0 and len(first.frames) == model.shape().chunk
+    assert first.stats["chunk_ms"] > 0
+    chunks.close()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_the_last_chunk_is_cut_to_the_frames_asked_for(model):
+    for frames in (1, 4, 7):
+        assert len(_video(model, frames=frames)) == max(frames, 4) if frames > 3 else True
+    assert len(np.concatenate([c.frames for c in ts.rollout(model, frames=5)])) == 5
+
+
+def test_a_second_video_is_what_a_fresh_model_gives(model):
+    plan = PLANS[model.name]
+    _video(model, plan, seed=3)
+    again = _video(model, plan, seed=4)
+    assert np.array_equal(again, _video(ts.load(model.name), plan, seed=4))
+
+
+def test_interleaved_sessions_give_what_each_alone_gives(model):
+    plan = PLANS[model.name]
+    alone = [_video(ts.load(model.name), p, seed=s) for p, s in ((plan, 1), ("dense", 2))]
+    streams = [
+        ts.rollout(model, p, frames=9, prompt="a red room", actions="w*3 q", seed=s)
+        for p, s in ((plan, 1), ("dense", 2))
+    ]
+    together = [[], []]
+    for a, b in zip(*streams, strict=True):
+        together[0].append(a.frames)
+        together[1].append(b.frames)
+    for got, want in zip(together, alone, strict=True):
+        assert np.array_equal(np.concatenate(got), want)
+
+
+def test_another_size_then_the_first_again():
+    model = ts.load("toy-chunks")
+    first = _video(model)
+    small = _video(model, size=(32, 64))
+    assert small.shape[1:3] == (32, 64)
+    assert np.array_equal(small, _video(ts.load("toy-chunks"), size=(32, 64)))
+    assert np.array_equal(_video(model), first)
+
+
+def test_a_session_leaves_the_model_bit_identical(model):
+    before = {name: x.clone() for name, x in model.model.state_dict().items()}
+    _video(model, PLANS[model.name])
+    after = model.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_stream_goes_on_from_its_state(model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    plan, whole = PLANS[model.name], _video(model, PLANS[model.name], frames=18)
+    session = ts.open_session(model, plan, prompt="a red room")
+    head = [c.frames for c in ts.rollout(model, frames=9, actions="w*3 q", session=session)]
+    save_file(session.state(), tmp_path / "state.safetensors")
+    fresh = ts.open_session(model, plan, prompt="a red room", seed=5)
+    fresh.restore(load_file(tmp_path / "state.safetensors"))
+    tail = [c.frames for c in ts.rollout(model, frames=9, session=fresh)]
+    assert np.array_equal(np.concatenate(head + tail), whole)
+
+
+def test_refilling_with_its_own_latents_changes_nothing(model):
+    """Clean passes over what was made leave the same keys: the next chunk is the same."""
+
+    def run(refilled):
+        session = ts.open_session(model, "dense", prompt="a red room")
+        latents = []
+        for _ in ts.rollout(model, frames=2 * session.shape.chunk, session=session):
+            latents.append(session.latents)
+        if refilled:
+            noise = session.generator.get_state()
+            ts.refill(model, session, torch.cat(latents, model.frame_dim), "a red room")
+            session.generator.set_state(noise)
+        more = ts.rollout(model, frames=session.shape.chunk, session=session)
+        return next(more).frames.astype(int)
+
+    assert np.abs(run(True) - run(False)).max() <= 1
+
+
+def test_prompt_and_actions_change_the_video(model):
+    plain = np.concatenate([c.frames for c in ts.rollout(model, frames=6)])
+    for kwargs in ({"prompt": "another"}, {"actions": "w*6"}):
+        other = np.concatenate([c.frames for c in ts.rollout(model, frames=6, **kwargs)])
+        assert not np.array_equal(plain, other)
+
+
+def test_actions_are_letters_with_counts():
+    assert parse_actions("w*3 q .", ".wq", 7) == [1, 1, 1, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "text, letters, message",
+    [
+        (
+            "z",
+            ".w",
+            "actions: this model takes letters of '.w', each with *count, got 'z': try w*20",
+        ),
+        (
+            "w*x",
+            ".w",
+            "actions: this model takes letters of '.w', each with *count, got 'w*x': try w*20",
+        ),
+        ("w", "", "actions: this model takes none at all, got 'w': try w*20"),
+        (
+            "w*9",
+            ".w",
+            "actions are given for 9 frames, but only 5 are made: raise frames or shorten the actions",
+        ),
+    ],
+)
+def test_a_fault_in_actions_is_named(text, letters, message):
+    with pytest.raises(TachyscopeError, match=f"^{re.escape(message)}$"):
+        parse_actions(text, letters, 5)
+
+
+def test_frames_must_be_positive(model):
+    with pytest.raises(TachyscopeError, match="^frames must be 1 or more, got 0$"):
+        next(ts.rollout(model, frames=0))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: ts.load("dalle"), "no model 'dalle'; there are: toy-chunks, toy-tokens"),
+        (lambda: ts.load("toy-chunks", device="tpu9"), "no device 'tpu9'"),
+        (lambda: ts.load("toy-chunks", dtype="int3"), "no dtype 'int3'; there are: float32"),
+        (lambda: ts.load("wan_causal"), "model 'wan_causal' needs a checkpoint: give weights=PATH"),
+        (lambda: ts.load("toy-tokens", "x.pt"), "model 'toy-tokens' brings its own weights"),
+    ],
+)
+def test_a_fault_in_loading_is_named(call, message):
+    with pytest.raises(TachyscopeError, match=re.escape(message)):
+        call()
+
+
+def test_a_text_policy_on_a_model_without_cross_attention_is_refused():
+    with pytest.raises(TachyscopeError, match="has no cross-attention"):
+        next(ts.rollout(ts.load("toy-tokens"), "dense text=pads", frames=1))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_toys_play_in_other_types(dtype):
+    for name in MODELS:
+        assert len(_video(ts.load(name, dtype=dtype), frames=4)) == 4

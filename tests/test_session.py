@@ -1,0 +1,256 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from streams import CHUNKS, INDEX, TOKENS, assert_same, draw, play, play_pass, session
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.attention import attention_reference
+from tachyscope.types import Rope, Shape, Size
+
+SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
+# every policy at least once
+PLANS = [
+    "cache=keep_all",
+    "cache=window:budget=8f,positions=reindexed attention=ann:read=0.6,block=2",
+    "cache=merge:budget=8f attention=ann:top_p=0.7,block=2,hash=lsh replay=attentive:share=0.5,age=2",
+    "cache=merge:threshold=0.7,heads=each replay=random:share=0.5",
+    "cache=merge:budget=9f,match=key_value,keep=newest attention=window:tokens=9,sink=2",
+    "replay=every_k:k=2",
+    "replay=attentive:threshold=0.1,age=2",
+]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
+    """Through the cache, and once over everything with what may not be seen masked out."""
+    shape = SHAPES[kind]
+    at = session(shape, "cache=keep_all")
+    rng = torch.Generator().manual_seed(0)
+    parts, poses = [], []
+    if shape.causal:
+        layers, pos = draw(rng, shape, at.prompt), at.prompt_positions()
+        play_pass(at, layers, pos, 0, 1)
+        at.commit()
+        parts.append(layers[0][:3])
+        poses.append(pos)
+    got = []
+    for _ in range(4):
+        layers = draw(rng, shape, shape.chunk_tokens)
+        pos = shape.positions(at.frame, shape.chunk)
+        parts.append(layers[0][:3])
+        poses.append(pos)
+        if shape.causal:
+            for i in range(shape.chunk_tokens):
+                one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
+                got.append(play_pass(at, one, pos[i : i + 1], 0, 1)[0][0])
+        else:
+            for step in range(shape.passes):
+                out = play_pass(at, layers, pos, step, shape.passes)
+            got.append(out[0][0])
+        at.commit()
+    q, k, v = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    pos = torch.cat(poses)[None, None]
+    q, k = (at.rope.rotate(x, pos, at._origin) for x in (q, k))
+    index = torch.arange(q.shape[2])
+    block = index if shape.causal else index // shape.chunk_tokens
+    scores = q @ k.repeat_interleave(2, 1).mT / 12**0.5
+    mask = block[:, None] < block
+    if shape.causal:
+        pads = torch.tensor(at.pads)
+        mask = mask | (index < pads[:, None, None, None])
+    want = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(torch.cat(got, 2), want[:, :, at.prompt :])
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    def rest(at, rng):
+        base, out = draw(rng, at.shape, at.shape.chunk_tokens), []
+        for _ in range(4):
+            pos = at.shape.positions(at.frame, at.shape.chunk)
+            for step in range(at.shape.passes):
+                layers = draw(rng, at.shape, at.shape.chunk_tokens, drift=0.3, base=base)
+                if at.shape.causal:
+                    for i in range(at.shape.chunk_tokens):
+                        one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
+                        out += play_pass(at, one, pos[i : i + 1], 0, 1)
+                else:
+                    out += play_pass(at, layers, pos, step, at.shape.passes)
+            at.commit()
+        return out
+
+    first = session(SHAPES[kind], plan)
+    play(first, 6)
+    first.latents = torch.arange(3.0)
+    first.features["hidden"] = torch.arange(2.0)
+    save_file(first.state(), tmp_path / "state.safetensors")
+    second = session(SHAPES[kind], plan, seed=99)
+    second.restore(load_file(tmp_path / "state.safetensors"))
+    assert torch.equal(second.latents, first.latents)
+    assert torch.equal(second.features["hidden"], first.features["hidden"])
+    assert (second.chunk, second.frame, second.past) == (first.chunk, first.frame, first.past)
+    a, b = (rest(at, torch.Generator().manual_seed(1)) for at in (first, second))
+    assert_same(a, b)
+    assert torch.equal(
+        torch.rand(4, generator=first.generator), torch.rand(4, generator=second.generator)
+    )
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_reset_gives_what_a_new_session_gives(plan, kind):
+    used = session(SHAPES[kind], plan)
+    play(used, 5, seed=3)
+    used.reset()
+    assert_same(play(used, 5, seed=4), play(session(SHAPES[kind], plan), 5, seed=4))
+
+
+@pytest.mark.parametrize("plan", ["cache=keep_all", "attention=ann:read=0.5,block=2"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_cache_that_grows_equals_one_that_was_reserved(plan, kind):
+    reserved = session(SHAPES[kind], plan, frames=60)
+    growing = session(SHAPES[kind], plan)
+    slots = growing.layers[0].k.shape[2]
+    assert_same(play(growing, 30), play(reserved, 30))
+    assert growing.layers[0].k.shape[2] > slots
+
+
+def test_a_bounded_cache_never_reallocates():
+    at = session(CHUNKS, "cache=merge:budget=8f attention=ann:read=0.5 replay=attentive:share=0.5")
+    before = [
+        x.data_ptr()
+        for layer in at.layers
+        for x in (*layer.entries().values(), *layer.own.values())
+    ]
+    play(at, 20)
+    after = [
+        x.data_ptr()
+        for layer in at.layers
+        for x in (*layer.entries().values(), *layer.own.values())
+    ]
+    assert before == after
+
+
+def test_left_pads_change_nothing():
+    """A row with pads before its prompt equals that row alone."""
+    rng = torch.Generator().manual_seed(0)
+    pair = session(TOKENS, "cache=keep_all")
+    alone = session(replace(TOKENS, rows=1, paired=False), "cache=keep_all", lengths=(3,))
+    prompt = draw(rng, TOKENS, 5)
+    play_pass(pair, prompt, pair.prompt_positions(), 0, 1)
+    short = [[t[1:].narrow(-2, 2, 3) for t in part] for part in prompt]
+    play_pass(alone, short, alone.prompt_positions(), 0, 1)
+    pair.commit(), alone.commit()
+    for i in range(12):
+        token = draw(rng, TOKENS, 1)
+        pos = torch.tensor([[i // 6, i % 6 // 3, i % 3]]).float()
+        both = play_pass(pair, token, pos, 0, 1)
+        one = play_pass(alone, [[t[1:] for t in part] for part in token], pos, 0, 1)
+        torch.testing.assert_close(both[1][0][1:], one[1][0])
+
+
+def test_a_prompt_ends_where_the_first_frame_begins():
+    at = session(TOKENS, "cache=keep_all")
+    index = (at.prompt_positions() * torch.tensor([6.0, 3.0, 1.0])).sum(-1)
+    for length, pads in zip(at.lengths, at.pads, strict=True):
+        assert (index + length)[pads:].tolist() == list(range(length))
+
+
+def test_commit_takes_the_first_tokens_of_now():
+    """A window of several chunks at several noise levels: only the first is finished."""
+    at = session(CHUNKS, "cache=keep_all")
+    rng = torch.Generator().manual_seed(0)
+    layers = draw(rng, CHUNKS, 24)
+    at.begin(CHUNKS.positions(0, 4), 0, 1, (0.0, 0.0, 0.5, 0.5))
+    for i, (q, k, v, _) in enumerate(layers):
+        at.attend(i, q, k, v)
+    at.commit(12)
+    assert (at.past, at.frame, at.now) == (12, 2, 0)
+    torch.testing.assert_close(at.layers[0].v[:, :, :12], layers[0][2][:, :, :12])
+
+
+def test_a_pass_beyond_the_budget_is_refused():
+    at = session(CHUNKS, "cache=window:budget=4f,sink=0")
+    with pytest.raises(
+        TachyscopeError, match="a pass of 36 tokens needs 36 entries, the plan holds 24"
+    ):
+        at.begin(CHUNKS.positions(0, 6), 0, 1, (0.0,) * 6)
+
+
+def test_state_is_taken_between_chunks_and_fits_its_plan_only():
+    at = session(CHUNKS, "cache=keep_all")
+    play(at, 1)
+    saved = at.state()
+    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+    with pytest.raises(
+        TachyscopeError, match="12 tokens of one are under way: finish the chunk first"
+    ):
+        at.state()
+    with pytest.raises(TachyscopeError, match="this state was taken with plan='cache=keep_all"):
+        session(CHUNKS, "cache=window:budget=9f").restore(saved)
+
+
+def test_empty_slots_filled_with_large_numbers_change_nothing():
+    """Whatever lies in slots that are not in use, no output shows it."""
+    for plan in PLANS:
+        clean = session(CHUNKS, plan)
+        want = play(clean, 6)
+        dirty = session(CHUNKS, plan)
+        for i, layer in enumerate(dirty.layers):
+            layer.k.fill_(1e4 * (-1) ** i)
+            layer.v.fill_(-1e4 * (-1) ** i)
+        assert_same(play(dirty, 6), want)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_constant_shift_of_positions_changes_nothing(interleaved):
+    rope = Rope(((8, (1.0, 0.0, 0.0)), (4, (0.0, 1.0, 0.0))), interleaved=interleaved)
+    rng = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 5, 12, generator=rng, dtype=torch.float64) for _ in range(2))
+    pos = torch.randn(1, 1, 5, 3, generator=rng, dtype=torch.float64)
+    shift = torch.tensor([4000.0, 17.0, 0.0], dtype=torch.float64)
+    plain = rope.rotate(q, pos) @ rope.rotate(k, pos).mT
+    torch.testing.assert_close(rope.rotate(q, pos + shift) @ rope.rotate(k, pos + shift).mT, plain)
+
+
+def test_sizes_are_entries_or_latent_frames():
+    assert Size.parse("21f").entries(CHUNKS) == 126
+    assert Size.parse("50").entries(CHUNKS) == 50
+    assert str(Size.parse("21f")) == "21f"
+    for text in ("f", "-3", "2.5f", ""):
+        with pytest.raises(TachyscopeError, match="a size is entries"):
+            Size.parse(text)
+
+
+def test_positions_run_over_frame_row_and_column():
+    pos = Shape(1, 1, 1, 4, 4, grid=(2, 3)).positions(5, 2)
+    assert pos.shape == (12, 3)
+    assert pos[0].tolist() == [5, 0, 0] and pos[7].tolist() == [6, 0, 1]
+    assert INDEX.axes[0][1] == (6, 3, 1)
+
+
+def test_density_counts_pairs_of_the_unbounded_model():
+    at = session(CHUNKS, "cache=window:budget=4f,sink=0")
+    play(at, 5)
+    row = at.meter.take()
+    heads = CHUNKS.heads * CHUNKS.layers * CHUNKS.passes
+    assert row["pairs_dense"] == heads * 12 * sum(12 * c for c in range(1, 6))
+    assert row["pairs"] == heads * 12 * (12 + 4 * 24)
+
+
+def test_weighted_attention_reads_the_merged_weights():
+    at = session(CHUNKS, "cache=merge:budget=8f")
+    play(at, 9)
+    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+    q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
+    got = at.attend(0, q, q[:, :2], q[:, :2])
+    here, used = at.layers[0], slice(0, at.past + 12)
+    want = attention_reference(
+        at.rope.turn(q, *at._angles), here.k[:, :, used], here.v[:, :, used], here.logw[:, :, used]
+    )
+    assert here.logw[:, :, used].max() > 0.5
+    torch.testing.assert_close(got, want)
