@@ -67,6 +67,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--decoder-only", action="store_true", help="keep the latents that a world model knows"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -77,6 +80,8 @@ def main() -> None:
     model = Autoencoder().to(args.device, memory_format=torch.channels_last)
     if args.resume:
         model.load_state_dict(read_weights(args.resume, "autoencoder"))
+    if args.decoder_only:
+        model.encoder.requires_grad_(False)
     average = Average({"autoencoder": model})
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.rate, betas=(0.9, 0.99), weight_decay=1e-4,
@@ -90,6 +95,7 @@ def main() -> None:
         write_weights(average.weights("autoencoder"), args.out, "autoencoder", torch.float32)
 
     step, saved, told = 0, clock.elapsed, 0.0
+    model.norm.train(not args.decoder_only)
     while clock.share < 1:
         with torch.no_grad():
             truth = render(*draw(args.batch, generator, args.device))

@@ -38,7 +38,9 @@ from training import (
 )
 
 from tachyscope.adapters.autoencoder import Autoencoder
-from tachyscope.adapters.wan_causal import WanAdapter, WanCausal, WanConfig, noised, schedule
+from tachyscope.adapters.wan import WanAdapter
+from tachyscope.adapters.wan_causal import WanCausal, noised, schedule
+from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.words import WordEncoder
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
@@ -412,7 +414,8 @@ def main() -> None:
     args = parser.parse_args()
     device = args.device
 
-    clock = Clock(args.minutes, args.decay, warm=300, reserve=args.reserve)
+    warm = 100 if args.resume else 300
+    clock = Clock(args.minutes, args.decay, warm, args.reserve)
     log = Log(args.out / "log.jsonl")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(args.seed)

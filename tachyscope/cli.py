@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import sys
+import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +38,7 @@ app = App(
     "tachyscope",
     help="Fast autoregressive video generation without retraining, and what the speed cost.",
     version=__version__,
+    help_format="plaintext",  # else the stars of 'w*20 a*24' are taken for emphasis
     exit_on_error=False,
     print_error=False,
     suppress_keyboard_interrupt=False,
@@ -74,11 +79,11 @@ class Video:
 
     def planned(self, plan: str) -> str:
         """The plan's text with the parts that were set apart, checked before a model is loaded."""
-        parts = {part: getattr(self, part) for part in ("cache", "attention", "text", "replay")}
+        from tachyscope.plan import NAMED, POLICIES, Plan
+
+        parts = {part: getattr(self, part) for part in POLICIES}
         changes = [f"{part}={spec}" for part, spec in parts.items() if spec is not None]
         text = " ".join([plan, *changes])
-        from tachyscope.plan import NAMED, Plan
-
         # which model it is for matters to what a name stands for, not to whether it is known
         Plan.parse(text, stock=NAMED["chunks"]["dense"])
         return text
@@ -87,6 +92,8 @@ class Video:
         """What a rollout is asked for, checked before a model is loaded."""
         if self.frames < 1:
             raise TachyscopeError(f"frames must be 1 or more, got {self.frames}")
+        if not 0 <= self.seed < 2**63:
+            raise TachyscopeError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
         size = None
         if self.size is not None:
             match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", self.size)
@@ -128,7 +135,7 @@ def generate(
     json
         A file for the results, or - for the last line of stdout.
     """
-    from tachyscope.bench import check_json, document, emit, notes, size_of
+    from tachyscope.bench import check_json, document, emit, label, notes, size_of
     from tachyscope.files import check_folder
     from tachyscope.meter import summary
     from tachyscope.report import Run
@@ -141,17 +148,17 @@ def generate(
     adapter = video.load(model)
     session = open_session(adapter, text, **asked)
     chunks = rollout(adapter, frames=video.frames, actions=video.actions, session=session)
-    rows, size = [], ""
+    rows, size, name = [], "", label(text)
     with _progress(video.frames) as watch, VideoWriter(target, adapter.fps) as file:
         for chunk in chunks:
             file.write(chunk.frames)
             rows.append(chunk.stats)
             size = size_of(chunk)
-            watch(plan, chunk)
-    run = Run(plan, str(session.plan), rows, summary(rows), notes(session, rows))
+            watch(name, chunk)
+    run = Run(name, str(session.plan), rows, summary(rows), notes(session, rows))
     _show([run])
-    _say(f"{target}: {file.frames} frames of {size}")
-    row = {"name": plan, "plan": run.plan, "model": adapter.name, "size": size}
+    print(f"{target}: {file.frames} frames of {size}")
+    row = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
     emit(document("generate", [row | dict(run.summary) | {"notes": run.notes}], said), json)
 
 
@@ -185,8 +192,9 @@ def compare(
     json
         A file for the results, or - for the last line of stdout.
     """
-    import tachyscope.compare
     from tachyscope.bench import check_json, emit, speed_word
+    from tachyscope.compare import compare as play_both
+    from tachyscope.compare import tell_floor
     from tachyscope.files import check_folder
     from tachyscope.models import MODELS
 
@@ -195,29 +203,29 @@ def compare(
     check_folder(out)
     adapter = video.load(model)
     twin = video.load(model, OTHER[video.dtype]) if floor else None
-    if twin is not None and twin.dtype == adapter.dtype:
-        # a model may come in one dtype only
-        twin = None
     with _progress(video.frames) as watch:
-        found = tachyscope.compare.compare(
+        found = play_both(
             adapter, text, **asked, actions=video.actions, out=out, twin=twin, aa=aa, command=said,
-            about=f"{adapter.name}: {MODELS[model].about}.", watch=watch,
+            about=_about(MODELS[model].about), watch=watch,
         )  # fmt: skip
     _show(found.runs)
     if found.aa is None:
-        _say("Speeds of single runs are no benchmark: try tachyscope bench cpu.")
+        print("Speeds of single runs are no benchmark: try tachyscope bench cpu.")
     else:
-        row, (low, high) = found.document["rows"][1], found.aa
-        word = speed_word(row, {"low": low, "high": high})
-        _say(
-            f"Speed to dense {row['ratio_dense']:.2f}x, {word}: "
-            f"dense against itself gave {low:.2f}x to {high:.2f}x."
+        row = found.document["rows"][1]
+        print(
+            f"Speed to dense {row['ratio_dense']:.2f}x, {speed_word(row)}: "
+            f"dense against itself gave {found.aa[0]:.2f}x to {found.aa[1]:.2f}x."
         )
-    _say(tachyscope.compare.tell_floor(found))
-    _say(found.lead)
-    for name in ("compare.mp4", "report.html"):
-        _say(str(out / name))
+    print(tell_floor(found))
+    print(found.lead)
+    print(*(out / name for name in ("compare.mp4", "report.html")), sep="\n")
     emit(found.document, json)
+
+
+def _about(model: str) -> str:
+    random = " Its weights are random, so its pictures say nothing of quality."
+    return f"Model: {model}.{random if 'random' in model else ''}"
 
 
 @bench_app.command
@@ -253,14 +261,32 @@ def cpu(
     adapter = load(model)
     with _rounds(rounds) as watch:
         found = bench(adapter, texts, frames=frames, rounds=rounds, command=said, watch=watch)
-    for line in lines(found):
-        _say(line)
+    print(*lines(found), sep="\n")
     emit(found, json)
 
 
 @app.command
-def methods(*, json: Json = None, said: Said = "") -> None:
+def methods(*, json: Json = None) -> None:
     """List every policy with its paper and parameters, and every named plan.
+
+    Parameters
+    ----------
+    json
+        A file for the list, or - for the last line of stdout.
+    """
+    from tachyscope.bench import check_json, emit
+    from tachyscope.plan import NAMED
+
+    check_json(json)
+    found = {"schema": 1, "suite": "methods", "policies": _policies(), "plans": NAMED}
+    if json != "-":
+        _show_methods(found)
+    emit(found, json)
+
+
+@app.command
+def models(*, json: Json = None) -> None:
+    """List the models, what they are and what they make.
 
     Parameters
     ----------
@@ -270,7 +296,264 @@ def methods(*, json: Json = None, said: Said = "") -> None:
     from tachyscope.bench import check_json, emit
 
     check_json(json)
-    found = {"schema": 1, "suite": "methods", "policies": _policies(), "plans": _plans()}
+    found: dict[str, Any] = {"schema": 1, "suite": "models", "models": _models()}
     if json != "-":
-        _show_methods(found)
+        columns = ("name", "about", "kind", "size", "chunk", "actions")
+        _print_table(columns, [[_cell(row[key]) for key in columns] for row in found["models"]])
     emit(found, json)
+
+
+@app.command
+def doctor(*, json: Json = None, said: Said = "") -> None:
+    """Say what this machine has, and whether it can make and write a video.
+
+    Parameters
+    ----------
+    json
+        A file for the findings, or - for the last line of stdout.
+    """
+    from tachyscope.bench import check_json, document, emit
+
+    check_json(json)
+    found = document("doctor", _examine(), said)
+    if json != "-":
+        checks = {row["check"]: row for row in found["rows"]}
+        facts = found["machine"] | found["versions"]
+        rows = [
+            [name, "", _cell(value)]
+            for name, value in facts.items()
+            if value is not None and name not in checks
+        ]
+        words = {True: "yes", False: "no"}
+        rows += [[name, words[row["ok"]], row["found"]] for name, row in checks.items()]
+        _print_table(("", "usable", "found"), rows)
+    emit(found, json)
+    if broken := [row["check"] for row in found["rows"] if row["needed"] and not row["ok"]]:
+        raise TachyscopeError(f"this machine cannot serve: {', '.join(broken)} failed, see above")
+
+
+def _policies() -> list[dict[str, Any]]:
+    from tachyscope.plan import POLICIES, parameters
+
+    found = []
+    for part, known in POLICIES.items():
+        for name, make in known.items():
+            defaults = {field.name: field.default for field in fields(make)}
+            settings = [
+                {"name": key, "type": _type(kind), "default": _json_value(defaults[key])}
+                for key, kind in parameters(make).items()
+            ]
+            about = inspect.cleandoc(make.__doc__).split("\n\n")[0].replace("\n", " ")
+            policy = {"part": part, "name": name, "about": about, "paper": make.paper}
+            found.append(policy | {"parameters": settings})
+    return found
+
+
+def _type(kind: Any) -> str:
+    """A parameter's type as a reader writes its values."""
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(options)
+    if options:
+        return _type(options[0])
+    return str(kind.__name__).lower()
+
+
+def _json_value(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _models() -> list[dict[str, Any]]:
+    from tachyscope.bench import size_of
+    from tachyscope.models import MODELS, load
+    from tachyscope.rollout import rollout
+
+    found = []
+    for name, entry in MODELS.items():
+        row: dict[str, Any] = {"name": name, "about": entry.about, "weights": entry.weights}
+        row["kind"] = typing.get_type_hints(entry.make)["return"].kind
+        row |= dict.fromkeys(("size", "chunk", "fps", "actions", "stock"))
+        if not entry.weights:
+            model = load(name)
+            row["size"] = size_of(next(rollout(model, frames=1)))
+            row["chunk"] = model.shape().chunk
+            row |= {key: getattr(model, key) for key in ("fps", "actions", "stock")}
+        found.append(row)
+    return found
+
+
+def _examine() -> list[dict[str, Any]]:
+    import torch
+
+    found = []
+
+    def note(check: str, needed: bool, ok: bool, what: str) -> None:
+        found.append({"check": check, "needed": needed, "ok": ok, "found": what})
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device is usable"
+    note("cuda", False, torch.cuda.is_available(), gpu)
+    for package in ("triton", "diffusers", "transformers"):
+        try:
+            note(package, False, True, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            note(package, False, False, "not installed")
+    for check, attempt in (("libx264", _try_codec), ("rollout", _try_rollouts)):
+        try:
+            note(check, True, True, attempt())
+        except Exception as error:  # whatever is wrong with the machine is what is asked for
+            note(check, True, False, f"{type(error).__name__}: {error}".splitlines()[0])
+    return found
+
+
+def _try_codec() -> str:
+    import av
+
+    return f"{av.Codec('libx264', 'w').long_name}, av {av.__version__}"
+
+
+def _try_rollouts() -> str:
+    from tachyscope.models import MODELS, load
+    from tachyscope.rollout import rollout
+
+    names = [name for name, entry in MODELS.items() if not entry.weights]
+    for name in names:
+        for _ in rollout(load(name), "fast", frames=2):
+            pass
+    return f"{', '.join(names)} made 2 frames each"
+
+
+def _show_methods(found: dict[str, Any]) -> None:
+    rows = []
+    for policy in found["policies"]:
+        settings = [
+            f"{p['name']}: {p['type']}"
+            + ("" if p["default"] is None else f" = {_cell(p['default'])}")
+            for p in policy["parameters"]
+        ]
+        about = "\n".join(filter(None, (policy["about"], policy["paper"])))
+        rows.append([f"{policy['part']}={policy['name']}", about, "\n".join(settings)])
+    _print_table(("policy", "what it does, and where it is from", "parameters"), rows)
+    for kind, plans in found["plans"].items():
+        _print_table((f"plan for {kind}", "stands for"), [list(pair) for pair in plans.items()])
+    print("stock: what the model's authors run; see tachyscope models --json -")
+
+
+def _show(runs: Sequence[Run]) -> None:
+    """The runs' sums side by side, then what a reader must know of them."""
+    from tachyscope.report import MEASURES
+
+    rows = []
+    for measure in MEASURES:
+        cells = []
+        for run in runs:
+            value, simulated = (run.summary.get(f"{x}{measure.key}") for x in ("", "simulated_"))
+            if simulated and not value:
+                cells.append(f"{measure.write(simulated)} simulated")
+            elif measure.key == "ratio_dense" and value and not run.summary["real"]:
+                cells.append(f"{measure.write(value)} no verdict")
+            else:
+                cells.append("" if value is None else measure.write(value))
+        if any(cells):
+            rows.append([measure.name, *cells])
+    _print_table(("", *(run.name for run in runs)), rows, numbers=True)
+    for run in runs:
+        print(f"{run.name}: {run.plan}")
+        for note in run.notes:
+            print(f"{run.name}: {note}")
+
+
+def _print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if numbers and i else "left", overflow="fold")
+    for row in rows:
+        # as Text: a bracket in a plan is no markup
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@contextmanager
+def _progress(frames: int) -> Iterator[Callable[[str, Chunk], None]]:
+    """A bar a run on stderr, where a person looks on; the value takes a run's name and a chunk."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+    console = Console(stderr=True)
+    columns = ("{task.completed:.0f}/{task.total:.0f} frames", "{task.fields[told]}")
+    bars = Progress(
+        TextColumn("{task.description}"), BarColumn(), *map(TextColumn, columns),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+    sums: dict[str, defaultdict[str, float]] = {}
+
+    def watch(name: str, chunk: Chunk) -> None:
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, total=frames, told="")
+            sums[name] = defaultdict(float)
+        total = sums[name]
+        for key in ("frames", "chunk_ms", "pairs", "pairs_dense"):
+            total[key] += chunk.stats[key]
+        told = (
+            f"{1e3 * total['frames'] / total['chunk_ms']:.1f} frames/s, "
+            f"cache {chunk.stats['cache_mb']:.1f} MB, "
+            f"density {total['pairs'] / total['pairs_dense']:.0%}"
+        )
+        bars.update(tasks[name], completed=total["frames"], told=told)
+
+    with bars:
+        yield watch
+
+
+@contextmanager
+def _rounds(rounds: int) -> Iterator[Callable[[int], None]]:
+    """A bar of rounds on stderr, where a person looks on; the value takes how many are done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bars:
+        task = bars.add_task("rounds", total=rounds)
+        yield lambda done: bars.update(task, completed=done)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; 0, or 2 after a fault, or 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        verb, given, unparsed = app.parse_args(words)
+        more = {"said": shlex.join(["tachyscope", *words])} if "said" in unparsed else {}
+        verb(*given.args, **given.kwargs, **more)
+    except (TachyscopeError, CycloptsError) as error:
+        return _fault(str(error))
+    except RuntimeError as error:
+        # torch has an error of its own for CUDA's memory, and only words for the CPU's
+        cuda = type(error).__name__ == "OutOfMemoryError"
+        if not cuda and "allocate memory" not in str(error):
+            raise
+        return _fault(
+            "the memory is not enough: lower --frames or --size, or bound the cache, for example "
+            "--cache window:budget=21f"
+        )
+    except KeyboardInterrupt:
+        print("tachyscope: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _fault(message: str) -> int:
+    print(f"tachyscope: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -12,14 +12,24 @@ from typing import Any
 import numpy as np
 
 from tachyscope.adapters import Adapter
-from tachyscope.bench import Document, document, noise, notes, size_of, to_json, verdict, warm
+from tachyscope.bench import (
+    Document,
+    document,
+    label,
+    noise,
+    notes,
+    size_of,
+    to_json,
+    verdict,
+    warm,
+)
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
 from tachyscope.meter import summary
-from tachyscope.plan import NAMES, Plan
+from tachyscope.plan import Plan
 from tachyscope.quality import FLOOR_DB, Quality, horizon
 from tachyscope.report import Floor, Run, decibels, percent, write_report
-from tachyscope.rollout import open_session, parse_actions, rollout
+from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
 from tachyscope.types import Chunk
 from tachyscope.video import VideoWriter, beside
@@ -28,6 +38,7 @@ STRETCHES = 5  # parts of a rollout that are timed one by one, like a benchmark'
 SHORT_SIDE = 256  # pixels: a smaller video is enlarged to about that beside another
 
 Watch = Callable[[str, Chunk], None]
+Truth = Callable[[int, int], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ class _Take:
     rows: list[dict[str, float]] = field(default_factory=list)  # of the meter
     looks: list[dict[str, float]] = field(default_factory=list)  # of the frames, for the plots
     quality: Quality = field(default_factory=Quality)
+    true: Quality = field(default_factory=lambda: Quality(against="truth"))
 
     def step(self, watch: Watch | None) -> Chunk:
         chunk = next(self.chunks)
@@ -69,6 +81,8 @@ def compare(
     actions: str = "",
     seed: int = 0,
     size: tuple[int, int] | None = None,
+    first: np.ndarray | None = None,
+    truth: Truth | None = None,
     out: str | os.PathLike[str] | None = None,
     twin: Adapter | None = None,
     aa: bool = True,
@@ -80,6 +94,8 @@ def compare(
 
     twin: the same model in another dtype. Its dense run finds the horizon, the frame from which
     closeness to the dense run says nothing; `psnr_dense` is the mean over the frames before it.
+    first: given frames that every run goes on from. truth: the true frames from one number to
+    another, counted from the first new one; `psnr_truth` is then measured too.
     aa: play dense twice, so that a ratio of speeds can be told from noise; else none is given.
     out: a folder for dense.mp4, plan.mp4, compare.mp4, compare.json and report.html.
     about: a sentence for the report's head. watch: is told every chunk, with its run's name.
@@ -90,23 +106,22 @@ def compare(
         raise TachyscopeError(
             f"a floor needs the model in two dtypes, got {_dtype(model)} twice: load another twin"
         )
-    asked: dict[str, Any] = {"frames": frames, "prompt": prompt, "seed": seed, "size": size}
-    # a fault in the actions shows before a file is opened
-    parse_actions(actions, model.actions, max(frames, 1))
+    asked: dict[str, Any] = {
+        "frames": frames, "prompt": prompt, "seed": seed, "size": size, "first": first,
+    }  # fmt: skip
 
     def take(name: str, of: Adapter, by: Plan | str) -> _Take:
         session = open_session(of, by, **asked)
         return _Take(name, session, rollout(of, frames=frames, actions=actions, session=session))
 
-    label = plan if isinstance(plan, str) and plan in NAMES else "plan"
-    takes = {"plan": take(label, model, plan), "dense": take("dense", model, "dense")}
+    takes = {"dense": take("dense", model, "dense"), "plan": take(label(plan), model, plan)}
     if twin is not None:
         takes["floor"] = take(f"dense {_dtype(twin)}", twin, "dense")
     if aa:
         takes["again"] = take("dense again", model, "dense")
         for role in ("dense", "plan"):
             warm(model, takes[role].session.plan, actions=actions, **asked)
-    video_size = _play(takes, frames, model.fps, out, watch)
+    video_size = _play(takes, frames, model.fps, truth, out, watch)
     found = _conclude(takes, model, video_size, command, about)
     if out is not None:
         _write(Path(out), found, model, video_size)
@@ -121,6 +136,7 @@ def _play(
     takes: Mapping[str, _Take],
     frames: int,
     fps: int,
+    truth: Truth | None,
     out: str | os.PathLike[str] | None,
     watch: Watch | None,
 ) -> str:
@@ -144,9 +160,16 @@ def _play(
             plan.looks.append(plan.quality.add(ours, first))
             if "floor" in made:
                 takes["floor"].quality.add(made["floor"].frames, first)
+            shown, labels = [first, ours], [dense.name, plan.name]
+            if truth is not None:
+                done = dense.true.frames
+                true = truth(done, done + len(first))
+                dense.true.add(first, true)
+                plan.true.add(ours, true)
+                shown, labels = [true, *shown], ["truth", *labels]
             if files:
                 scale = max(1, SHORT_SIDE // min(first.shape[1:3]))
-                pair = beside([first, ours], [dense.name, plan.name], scale=scale)
+                pair = beside(shown, labels, scale=scale)
                 for file, pictures in zip(files, (first, ours, pair), strict=True):
                     file.write(pictures)
     return size
@@ -201,6 +224,8 @@ def _run(take: _Take, more: Mapping[str, float]) -> Run:
     looks = take.quality.summary()
     # over all frames, where only those before the horizon count
     looks.pop("psnr_dense", None)
+    if take.true.frames:
+        looks["psnr_truth"] = take.true.summary()["psnr_truth"]
     return Run(
         take.name,
         str(take.session.plan),
@@ -222,11 +247,27 @@ def _lead(dense: Run, plan: Run) -> str:
     return text + "."
 
 
+def tell_floor(found: Comparison) -> str:
+    """How far closeness to the dense run can be trusted, in a sentence."""
+    floor = found.document.get("floor")
+    if floor is None:
+        return "Floor not measured: how far closeness to dense can be trusted is unknown."
+    if floor["horizon"] is None:
+        return (
+            f"Floor: {floor['run']} lies {decibels(floor['psnr'])} from dense and is nowhere "
+            f"below {floor['db']:g} dB."
+        )
+    return (
+        f"Floor: {floor['run']} parts from dense at frame {floor['horizon']} (below "
+        f"{floor['db']:g} dB); PSNR to dense counts the frames before it alone."
+    )
+
+
 def _write(out: Path, found: Comparison, model: Adapter, size: str) -> None:
     write_atomically(out / "compare.json", to_json(found.document, indent=2) + "\n")
     write_report(
         out / "report.html",
-        f"{found.runs[1].name} beside dense",
+        f"{model.name}: {found.runs[1].name} beside dense",
         found.runs,
         model=f"{model.name}, {size}, {_dtype(model)}, {model.device}",
         command=found.document["command"],

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from tachyscope.adapters import Adapter
-from tachyscope.adapters.vila_u import load_vila, toy_tokens
-from tachyscope.adapters.wan_causal import load_wan, toy_chunks
+from tachyscope.adapters.vila import load_vila, toy_tokens
+from tachyscope.adapters.wan import load_wan, toy_chunks
 from tachyscope.errors import TachyscopeError
+from tachyscope.weights import shipped
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -25,7 +26,17 @@ class Entry:
     weights: bool  # whether a checkpoint must be given
 
 
+def atrium_world(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Adapter:
+    """The world model that comes with the package."""
+    return load_wan(shipped("atrium-world"), device=device, dtype=dtype)
+
+
 MODELS = {
+    "atrium-world": Entry(
+        "our own trained world model of small rooms, 128x128, driven by actions", atrium_world, False
+    ),
     "toy-chunks": Entry(
         "tiny random Wan-type diffusion model, a chunk of 3 at a time", toy_chunks, False
     ),
@@ -59,14 +70,16 @@ def load(
         return entry.make(Path(weights), device=place, dtype=dtype)
     if weights is not None:
         raise TachyscopeError(f"model {name!r} brings its own weights: leave weights out")
-    return entry.make()
+    return entry.make(device=place, dtype=dtype)
 
 
 def _device(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError:
-        raise TachyscopeError(f"no device {device!r}; give cpu, cuda or cuda:N") from None
+        place = None
+    if place is None or place.type not in ("cpu", "cuda"):
+        raise TachyscopeError(f"no device {device!r}; give cpu, cuda or cuda:N")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise TachyscopeError("device cuda: no CUDA device is usable here: use device cpu")
     return place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,23 +24,35 @@ def open_session(
     frames: int | None = None,
     seed: int = 0,
     size: tuple[int, int] | None = None,
+    first: np.ndarray | None = None,
+    first_actions: str = "",
 ) -> Session:
-    """A session that has read the prompt and stands before its first chunk."""
+    """A session that has read the prompt and stands before its first new chunk.
+
+    `first` are given frames, uint8 [F, H, W, 3], that the video goes on from, and
+    `first_actions` the actions that led to each of them.
+    """
     with torch.inference_mode():
         encoded = model.encode(prompt)
+        given = None if first is None else model.latents(first)
+        known = 0 if given is None else given.shape[model.frame_dim]
         shape = model.shape(size)
-        chunks = None if frames is None else _chunks(model, shape.chunk, 0, frames)
+        coming = None
+        if frames is not None:
+            coming = known + _chunks(model, shape.chunk, known, frames) * shape.chunk
         session = Session(
             shape,
             parse_plan(model, plan),
             model.rope(shape),
-            frames=None if chunks is None else chunks * shape.chunk,
+            frames=coming,
             lengths=encoded.lengths,
             seed=seed,
             device=model.device,
             dtype=model.dtype,
         )
         model.start(session, encoded)
+        if given is not None:
+            _remember(model, session, given, first_actions)
         session.meter.take()
     return session
 
@@ -61,24 +74,29 @@ def rollout(
     actions: str = "",
     seed: int = 0,
     size: tuple[int, int] | None = None,
+    first: np.ndarray | None = None,
+    first_actions: str = "",
     session: Session | None = None,
 ) -> Generator[Chunk]:
-    """Yield chunks until `frames` frames are made; the last is cut to fit.
+    """Yield chunks until `frames` new frames are made; the last is cut to fit.
 
-    Same model, plan, prompt, actions, seed and size: same frames. A `session` is gone on with, for
-    `frames` more; plan, prompt, seed and size are then its own.
+    Same model, plan, prompt, actions, seed, size and first frames: same frames. A `session` is
+    gone on with, for `frames` more; all but the actions are then its own.
     """
     if frames < 1:
         raise TachyscopeError(f"frames must be 1 or more, got {frames}")
     if session is None:
-        session = open_session(model, plan, prompt=prompt, frames=frames, seed=seed, size=size)
+        session = open_session(
+            model, plan, prompt=prompt, frames=frames, seed=seed, size=size, first=first,
+            first_actions=first_actions,
+        )  # fmt: skip
     shape = session.shape
     done = model.frames(session.frame)
     moves = parse_actions(actions, model.actions, frames)
     left = frames
     for _ in range(_chunks(model, shape.chunk, session.frame, frames)):
         with session.meter.span("chunk"):
-            latents = model.sample(session, _moves_of(session, model, moves, done))
+            latents = model.sample(session, _moves_of(session, model, moves, done, shape.chunk))
             session.commit()
             session.latents = latents
         pixels = model.decode(session, latents)[:left]
@@ -101,13 +119,18 @@ def refill(
     session.lengths = tuple(encoded.lengths)
     session.reset()
     model.start(session, encoded)
-    parts = latents.split(session.shape.chunk, model.frame_dim)
+    _remember(model, session, latents, actions)
+    session.meter.take()
+
+
+def _remember(model: Adapter, session: Session, latents: Tensor, actions: str) -> None:
+    """Clean passes over given latents, chunk by chunk."""
     moves = parse_actions(actions, model.actions, model.frames(latents.shape[model.frame_dim]))
-    for part in parts:
-        model.clean(session, part, _moves_of(session, model, moves, 0))
+    for part in latents.split(session.shape.chunk, model.frame_dim):
+        count = part.shape[model.frame_dim]
+        model.clean(session, part, _moves_of(session, model, moves, 0, count))
         session.commit()
         session.latents = part
-    session.meter.take()
 
 
 def parse_actions(text: str, letters: str, frames: int) -> list[int]:
@@ -135,12 +158,14 @@ def _chunks(model: Adapter, chunk: int, start: int, frames: int) -> int:
     return (latents - start) // chunk
 
 
-def _moves_of(session: Session, model: Adapter, moves: Sequence[int], done: int) -> list[int]:
-    """The action of each latent frame of the coming chunk: that of its first pixel frame."""
+def _moves_of(
+    session: Session, model: Adapter, moves: Sequence[int], done: int, count: int
+) -> list[int]:
+    """The action of each of the coming latent frames: that of its first pixel frame."""
     if not model.actions:
         return []
     found = []
-    for latent in range(session.frame, session.frame + session.shape.chunk):
+    for latent in range(session.frame, session.frame + count):
         first = model.frames(latent) - done
         found.append(moves[first] if first < len(moves) else 0)
     return found

@@ -71,7 +71,9 @@ class Rope:
         """
         parts = []
         for channels, weights in self.axes:
-            place = (pos.double() * pos.new_tensor(weights, dtype=torch.float64)).sum(-1)
+            # number by number: a tensor of weights would be copied to the device, with a wait
+            t, y, x = pos.double().unbind(-1)
+            place = weights[0] * t + weights[1] * y + weights[2] * x
             if origin is not None:
                 place = place + origin
             i = torch.arange(0, channels, 2, dtype=torch.float64, device=pos.device)

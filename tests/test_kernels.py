@@ -99,12 +99,11 @@ def _groups(rng, b, g, n):
 @pytest.mark.parametrize("groups", [1, 3])
 def test_fold_equals_its_reference(rng, groups):
     v, logw = torch.randn(2, 3, 17, 5, generator=rng), torch.rand(2, groups, 17, generator=rng)
-    root = _groups(rng, 2, groups, 17)
-    got_v, got_w = fold(v, logw, root)
-    want_v, want_w = fold_reference(v, logw, root)
+    root, source = _groups(rng, 2, groups, 17), torch.arange(17).expand(2, groups, 17)
+    got_v, got_w = fold(v, logw, source, root)
+    want_v, want_w = fold_reference(v, logw, source, root)
     torch.testing.assert_close(got_w, want_w)
-    kept = (want_w > -math.inf).expand(-1, 3, -1)
-    torch.testing.assert_close(got_v[kept], want_v[kept])
+    torch.testing.assert_close(got_v, want_v)
 
 
 def test_roots_follow_the_longest_chain():
@@ -121,7 +120,7 @@ def test_merging_identical_keys_is_exact_for_any_grouping(seed, n):
     q, k, v = (torch.randn(1, 2, n, 6, generator=rng, dtype=torch.float64) for _ in range(3))
     logw = torch.rand(1, 1, n, generator=rng, dtype=torch.float64)
     k = k.gather(2, root[..., None].expand_as(k))  # a group shares its root's key
-    merged_v, merged_w = fold(v, logw, root)
+    merged_v, merged_w = fold(v, logw, torch.arange(n)[None, None], root)
     torch.testing.assert_close(
         attention(q, k, merged_v, merged_w), attention(q, k, v, logw), rtol=1e-6, atol=1e-6
     )
@@ -133,20 +132,21 @@ def test_folding_one_by_one_in_any_order_gives_the_same_sums(seed):
     rng = torch.Generator().manual_seed(seed)
     v = torch.randn(1, 1, 6, 4, generator=rng, dtype=torch.float64)
     logw = torch.rand(1, 1, 6, generator=rng, dtype=torch.float64)
-    whole_v, whole_w = fold(v, logw, torch.zeros(1, 1, 6, dtype=torch.int64))
+    first = torch.zeros(1, 1, 1, dtype=torch.int64)
+    whole_v, whole_w = fold(v, logw, torch.arange(6)[None, None], first.expand(-1, -1, 6))
     got_v, got_w = v, logw
     for i in (torch.randperm(5, generator=rng) + 1).tolist():
-        step = torch.arange(6)[None, None].clone()
-        step[..., i] = 0
-        got_v, got_w = fold(got_v, got_w, step)
+        got_v, got_w = fold(got_v, got_w, torch.tensor([[[i]]]), first)
     torch.testing.assert_close(got_v[:, :, 0], whole_v[:, :, 0])
     torch.testing.assert_close(got_w[:, :, 0], whole_w[:, :, 0])
 
 
 def test_an_entry_that_is_alone_keeps_its_bits(rng):
     v, logw = torch.randn(1, 2, 9, 3, generator=rng), torch.rand(1, 1, 9, generator=rng)
-    got, _ = fold(v, logw, torch.arange(9)[None, None])
+    alone = torch.arange(9)[None, None]
+    got, weights = fold(v, logw, alone, alone)
     assert torch.equal(got, v)
+    torch.testing.assert_close(weights, logw)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
@@ -200,3 +200,8 @@ def test_a_bucket_is_the_pattern_of_signs(rng):
     x = torch.randn(5, 16, generator=rng)
     for row, number in zip(signs(x, 6), buckets(x, 6), strict=True):
         assert int("".join("1" if s > 0 else "0" for s in row), 2) == number
+
+
+def test_coarse_buckets_are_the_first_bits_of_fine_ones(rng):
+    x = torch.randn(50, 16, generator=rng)
+    assert torch.equal(buckets(x, 8) >> 2, buckets(x, 6))

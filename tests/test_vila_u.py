@@ -18,16 +18,10 @@ from torch.nn import functional as F
 
 from tachyscope.adapters.checkpoint import read_tensors, write_tensors
 from tachyscope.adapters.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
-from tachyscope.adapters.vila_u import (
-    BytesTokenizer,
-    ChatTokenizer,
-    Vila,
-    VilaAdapter,
-    VilaConfig,
-    load_vila,
-    save_vila,
-    toy_tokens,
-)
+from tachyscope.adapters.tokenizers import BytesTokenizer, ChatTokenizer
+from tachyscope.adapters.vila import VilaAdapter, load_vila, save_vila, toy_tokens
+from tachyscope.adapters.vila_config import VilaConfig
+from tachyscope.adapters.vila_u import Vila
 from tachyscope.adapters.vqgan import Codebooks, PixelConfig, RqVae
 from tachyscope.errors import TachyscopeError
 from tachyscope.plan import Plan
@@ -227,6 +221,27 @@ def test_drawing_a_place_never_looks_at_the_data(toy):
         # a fake tensor has no data, so any look at it would have raised
         x = toy.model.embed(codes[:, None], 3)
     assert x.shape == (1, 1, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_drawing_a_place_never_waits_for_the_device(folder):
+    adapter = load_vila(folder, "cuda", torch.bfloat16)
+    model, device = adapter.model, adapter.device
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(2, 64, device=device, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for mode in ("default", "error"):  # the first round loads libraries, which waits
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                noise = draw_noise(generator, (1, 4, 32), device)
+                codes = model.head.generate(
+                    hidden, model.vae.quantizer, adapter.config.sampler, noise
+                )
+                model.embed(codes[:, None], 3)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def kept(logits, sampler):
@@ -438,7 +453,7 @@ def test_the_encoder_equals_its_written_out_definition():
 
 def test_frames_become_codes_of_every_place(toy):
     frames = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    codes = toy.codes(frames)
+    codes = toy.latents(frames)
     assert codes.shape == (1, 3, 4, 4, 4)
     assert codes.dtype == torch.int64
     pixels = torch.from_numpy(frames).movedim(-1, 1) / 127.5 - 1
@@ -450,7 +465,7 @@ def test_a_model_without_an_encoder_says_so():
     config = toy_tokens().config
     plain = made(replace(config, pixels=replace(config.pixels, encoder=False)))
     with pytest.raises(TachyscopeError, match="has no encoder to make codes of pixels"):
-        plain.codes(np.zeros((1, 32, 32, 3), np.uint8))
+        plain.latents(np.zeros((1, 32, 32, 3), np.uint8))
 
 
 def test_shape_and_rotation_are_the_configs(toy):

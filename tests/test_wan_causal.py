@@ -12,21 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tachyscope.adapters.checkpoint import read_tensors, strip_prefixes, write_tensors
-from tachyscope.adapters.wan_causal import (
-    WEIGHTS,
-    BytesText,
-    Preview,
-    WanAdapter,
-    WanCausal,
-    WanConfig,
-    clean_from,
-    load_wan,
-    noised,
-    random_wan,
-    save_wan,
-    schedule,
-    toy_chunks,
-)
+from tachyscope.adapters.toy_parts import BytesText, Preview
+from tachyscope.adapters.wan import WEIGHTS, WanAdapter, load_wan, random_wan, save_wan, toy_chunks
+from tachyscope.adapters.wan_causal import WanCausal, clean_from, noised, schedule
+from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.errors import TachyscopeError
 from tachyscope.plan import Plan
 from tachyscope.session import Session

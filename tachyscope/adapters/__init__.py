@@ -55,5 +55,9 @@ class Adapter(abc.ABC):
         """One clean pass over given latents: what `sample` ends with, without the making."""
 
     @abc.abstractmethod
+    def latents(self, frames: np.ndarray) -> Tensor:
+        """Given frames uint8 [F, H, W, 3] as `sample` would have returned them."""
+
+    @abc.abstractmethod
     def decode(self, session: Session, latents: Tensor) -> np.ndarray:
         """Frames uint8 [F, H, W, 3]; what streaming needs is kept in session.features."""

@@ -106,7 +106,8 @@ class Pictures:
 
     def encode(self, frames: np.ndarray) -> Tensor:
         """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3]."""
-        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
+        place = next(self.model.parameters()).device
+        pixels = torch.from_numpy(frames).to(place).permute(0, 3, 1, 2).float() / 255
         return self.model.encode(pixels).transpose(0, 1)[None]
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:

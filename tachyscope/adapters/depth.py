@@ -112,6 +112,9 @@ class DepthTransformer(nn.Module):
         self.head_transformer = Stack(config)
         parts = {"layer_norm": nn.LayerNorm(config.width), "linear": nn.Linear(config.width, codes)}
         self.classifier_mlp = nn.Sequential(OrderedDict(parts))
+        # of one place's D codes: inputs, blocks of 12 squares, classifier
+        per_code = 12 * config.layers * config.width**2 + codes * config.width
+        self.macs = depth * per_code + config.width * (hidden + (depth - 1) * dim)
 
     def forward(self, hidden: Tensor, sums: Tensor) -> Tensor:
         """Logits [..., D, K] of all D codes at once.

@@ -12,7 +12,7 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy, count
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
+from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, planes, quantise, signs
 from tachyscope.kernels.listed import listed_attention
 from tachyscope.meter import Meter
 from tachyscope.types import Layer, Moment, Shape
@@ -114,6 +114,8 @@ class Ann(AttentionPolicy):
         size = shape.head_dim if self.hash == "int8" else self.bits
         if self.hash == "lsh":
             code = torch.float32
+            planes(self.bits, shape.head_dim, device)  # made now, not in the first chunk
+        planes(BUCKET_BITS, shape.head_dim, device)
         return {
             "ann_order": torch.full((*block[:2], most * self.block), -1, device=device),
             "ann_code": torch.zeros(*block, size, dtype=code, device=device),
@@ -239,7 +241,7 @@ class Ann(AttentionPolicy):
 
     def _listed(self, layer: Layer, ids: Tensor) -> Tensor:
         """The entries of blocks ids [B, H, M], -1 where there is none: [B, H, M * block]."""
-        order = layer.own["ann_order"].unflatten(2, (-1, self.block))
+        order: Tensor = layer.own["ann_order"].unflatten(2, (-1, self.block))
         order = order.repeat_interleave(ids.shape[1] // order.shape[1], 1)
         at = ids.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, self.block)
         return order.gather(2, at).masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(2)

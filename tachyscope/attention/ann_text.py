@@ -14,7 +14,7 @@ from tachyscope.attention import TextPolicy, count
 from tachyscope.attention.pads import collapse
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention
-from tachyscope.kernels.hashing import buckets, int8_scores, quantise
+from tachyscope.kernels.hashing import buckets, int8_scores, planes, quantise
 from tachyscope.meter import Meter
 from tachyscope.types import Text
 
@@ -44,6 +44,7 @@ class AnnText(TextPolicy):
             )
 
     def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
+        planes(self.bits, k.shape[-1], k.device)  # made now, not in the first chunk
         return collapse(k, v, lengths)
 
     def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:

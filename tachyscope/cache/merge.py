@@ -113,10 +113,10 @@ class Merge(CachePolicy):
             # the finished chunk's rotated queries: their top-1 names an entry's partner
             size = (shape.rows, shape.heads, shape.chunk_tokens, shape.head_dim)
             return {"queries": torch.zeros(size, device=device)}
-        size = (shape.rows, self.groups(shape), slots)
+        slot = (shape.rows, self.groups(shape), slots)
         return {
-            "slot_partner": torch.zeros(size, dtype=torch.int64, device=device),
-            "slot_alike": torch.full(size, -math.inf, device=device),
+            "slot_partner": torch.zeros(slot, dtype=torch.int64, device=device),
+            "slot_alike": torch.full(slot, -math.inf, device=device),
         }
 
     def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
@@ -155,32 +155,41 @@ class Merge(CachePolicy):
         parent = torch.arange(features.shape[2], device=features.device).expand_as(partner)
         parent = parent.scatter(2, source, partner.gather(2, source))
         root = roots(parent)
-        self._fold(layer, old, root)
+        self._fold(layer, old, source, root.gather(2, source))
         survivors = features.shape[2] - excess
-        self._compact(layer, old, source, root, survivors)
+        self._compact(layer, old, source, root, features, survivors)
         move(layer, old.stop, first + survivors, total - old.stop)
         return kept
 
-    def _fold(self, layer: Layer, entries: slice, root: Tensor) -> None:
+    def _fold(self, layer: Layer, entries: slice, source: Tensor, root: Tensor) -> None:
+        """Fold entries `source` into `root` [B, G, e], both counted from the slice's start."""
         v, logw = layer.v[:, :, entries], layer.logw[:, :, entries]
-        new_v, new_logw = fold(v, logw, root)
+        new_v, new_logw = fold(v, logw, source, root)
         if self.keep == "newest":
-            self._take_newest(layer, entries, root)
+            self._take_newest(layer, entries, source, root)
         v.copy_(new_v)
         logw.copy_(new_logw)
 
-    def _take_newest(self, layer: Layer, entries: slice, root: Tensor) -> None:
+    def _take_newest(self, layer: Layer, entries: slice, source: Tensor, root: Tensor) -> None:
         """Give every root the key and position of its newest member."""
-        slots = torch.arange(root.shape[2], device=root.device)
-        order = layer.pos[:, :, entries, 0].long() * root.shape[2] + slots
-        newest = torch.full_like(order, -(2**62)).scatter_reduce_(2, root, order, "amax")
-        member = torch.where(root == slots, newest % root.shape[2], slots)
+        slots = torch.arange(layer.pos[:, :, entries].shape[2], device=root.device)
+        order = layer.pos[:, :, entries, 0].long() * len(slots) + slots
+        newest = order.scatter_reduce(2, root, order.gather(2, source), "amax")
+        member = newest.gather(2, root) % len(slots)
         for name, x in layer.entries().items():
             if name in ("k", "raw", "pos"):
-                x[:, :, entries] = _take(x[:, :, entries], member)
+                part = x[:, :, entries]
+                index = root.expand(-1, x.shape[1], -1).unsqueeze(-1)
+                part.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), _take(part, member))
 
     def _compact(
-        self, layer: Layer, old: slice, source: Tensor, root: Tensor, survivors: int
+        self,
+        layer: Layer,
+        old: slice,
+        source: Tensor,
+        root: Tensor,
+        features: Tensor,
+        survivors: int,
     ) -> None:
         """Close the gaps that sources leave, and let partners point where theirs went."""
         gone = torch.zeros_like(root, dtype=torch.bool).scatter_(2, source, True)
@@ -194,7 +203,10 @@ class Merge(CachePolicy):
             x[:, :, kept] = _take(x[:, :, old], order)
         partner[:, :, :survivors] = heir.gather(2, order)
         # an heir is another entry than the one that was measured, and its key may have changed
-        features = self._features(layer, kept)
+        if self.keep == "newest":
+            features = self._features(layer, kept)
+        else:
+            features = _take(features, order)
         theirs = _take(features, partner[:, :, :survivors])
         layer.own["slot_alike"][:, :, kept] = (features * theirs).sum(-1)
         layer.own["slot_alike"][:, :, old.start] = -math.inf
@@ -215,10 +227,9 @@ class Merge(CachePolicy):
         features = self._features(layer, everything)
         past = at.past - first
         cosine = (features[:, :, past:] * _take(features, best)).sum(-1)
-        index = torch.arange(total - first, device=best.device).expand(*best.shape[:2], -1)
-        joins = cosine >= self.threshold
-        root = torch.cat([index[:, :, :past], torch.where(joins, best, index[:, :, past:])], 2)
-        self._fold(layer, everything, root)
+        new = torch.arange(past, total - first, device=best.device).expand_as(best)
+        root = torch.where(cosine >= self.threshold, best, new)
+        self._fold(layer, everything, new, root)
         return first + self._close_gaps(layer, everything)
 
     def _close_gaps(self, layer: Layer, entries: slice) -> int:

@@ -13,8 +13,9 @@ from torch import Tensor
 def planes(bits: int, dim: int, device: torch.device) -> Tensor:
     """Normals of random hyperplanes [dim, bits]: the same everywhere, so buckets are shared."""
     with torch.inference_mode(False):
-        draw = torch.randn(bits, dim, generator=torch.Generator().manual_seed(0))
-        return draw.T.contiguous().to(device)
+        # fewer bits are the first of more, so that coarse and fine buckets nest
+        draw = torch.randn(max(bits, 64), dim, generator=torch.Generator().manual_seed(0))
+        return draw[:bits].T.contiguous().to(device)
 
 
 def signs(x: Tensor, bits: int) -> Tensor:

@@ -62,32 +62,45 @@ def roots(parent: Tensor) -> Tensor:
     return parent
 
 
-def fold(v: Tensor, logw: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and log-weights after every entry is folded into its root.
+def fold(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and log-weights after entries `source` are folded into `root`, both [B, G, e].
 
-    v [B, H, n, D], logw and root [B, G, n] with G = H or 1. With w = exp(logw) a root gets
-    W = Σ w and V = Σ w v / W over its members: for equal keys attention is left as it was, exactly,
-    since both terms share exp(q·k). An entry that is alone keeps its bits.
+    v [B, H, n, D], logw [B, G, n] with G = H or 1; a root is no source, but for an entry that is
+    listed as its own root and stays as it is. With w = exp(logw) a root gets W = Σ w and
+    V = Σ w v / W over itself and its sources: for equal keys attention is left as it was, exactly,
+    since both terms share exp(q·k). A source is left empty.
     """
     w = logw.double().exp()
-    total = torch.zeros_like(w).scatter_add_(2, root, w)
-    at, wide = (x.expand(-1, v.shape[1], -1).unsqueeze(-1).expand_as(v) for x in (root, w))
+    moved = torch.where(source == root, 0.0, w.gather(2, source))
+    gained = torch.zeros_like(w).scatter_add_(2, root, moved)
+    total = w + gained
+
+    def rows(index: Tensor) -> Tensor:
+        return index.expand(-1, v.shape[1], -1).unsqueeze(-1).expand(-1, -1, -1, v.shape[3])
+
     # sums in float64: (Σ w v, Σ w) then does not depend on the order of folding
-    value = torch.zeros_like(v, dtype=torch.float64).scatter_add_(2, at, v.double() * wide)
-    alone = (total == w).unsqueeze(-1)
-    value = value / total.clamp(min=1e-300).unsqueeze(-1)
-    return torch.where(alone, v, value.to(v.dtype)), total.log().to(logw.dtype)
+    own, other = rows(root), rows(source)
+    sums = torch.zeros_like(v, dtype=torch.float64)
+    sums.scatter_add_(2, own, v.gather(2, other) * rows(moved))
+    before, weight, grown = v.gather(2, own), rows(w.gather(2, root)), rows(total.gather(2, root))
+    joined = (before * weight + sums.gather(2, own)) / grown
+    # a root that gained nothing keeps its bits; roots listed twice are written twice alike
+    joined = torch.where(grown > weight, joined.to(v.dtype), before)
+    left = torch.where(source == root, total.gather(2, source), 0.0)
+    return v.scatter(2, own, joined), total.scatter(2, source, left).log().to(logw.dtype)
 
 
-def fold_reference(v: Tensor, logw: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, group by group in float64; an entry with no members becomes empty."""
-    out, weights = v.clone(), torch.full_like(logw, -math.inf)
+def fold_reference(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, one entry after the other in float64."""
+    out, weights = v.double().clone(), logw.double().exp()
     for b in range(v.shape[0]):
         for h in range(v.shape[1]):
             g = h if root.shape[1] > 1 else 0
-            for i in root[b, g].unique():
-                member = root[b, g] == i
-                w = logw[b, g, member].double().exp()
-                out[b, h, i] = (w[:, None] * v[b, h, member].double()).sum(0) / w.sum()
-                weights[b, g, i] = w.sum().log()
-    return out, weights
+            w = logw[b, g].double().exp()
+            for s, r in zip(source[b, g].tolist(), root[b, g].tolist(), strict=True):
+                if s != r:
+                    joint = w[s] + w[r]
+                    out[b, h, r] = (w[s] * v[b, h, s].double() + w[r] * out[b, h, r]) / joint
+                    w[r], w[s] = joint, 0.0
+            weights[b, g] = w
+    return out.to(v.dtype), weights.log().to(logw.dtype)

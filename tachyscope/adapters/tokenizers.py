@@ -1,0 +1,93 @@
+"""From a prompt to the ids that VILA-U's trunk reads."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tachyscope.errors import TachyscopeError
+
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+SPECIAL = ("<im_start>", "<im_end>", "<vi_start>", "<vi_end>")  # the last ids of a vocabulary
+START = "<vi_start>"
+SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+
+class Tokenizer(Protocol):
+    """From a prompt to ids that end in <vi_start>; "" is the prompt that asks for nothing."""
+
+    def ids(self, prompt: str) -> list[int]: ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BytesTokenizer:
+    """UTF-8 bytes as they are; <bos> and the special tokens are the last ids of the vocabulary."""
+
+    vocab: int
+
+    def __post_init__(self) -> None:
+        least = 256 + 1 + len(SPECIAL)
+        if self.vocab < least:
+            raise TachyscopeError(
+                f"the bytes tokenizer needs a vocabulary of {least} ids or more, got {self.vocab}: "
+                f"raise vocab_size"
+            )
+
+    def ids(self, prompt: str) -> list[int]:
+        special = self.vocab - len(SPECIAL)
+        return [special - 1, *prompt.encode(), special + SPECIAL.index(START)]
+
+    def save(self, folder: Path) -> None:
+        """Nothing: the config says all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokenizer:
+    """The checkpoint's own tokenizer, and the chat template that VILA-U was trained with."""
+
+    inner: Any  # a transformers tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTokenizer:
+        if not any((folder / name).is_file() for name in TOKENIZER):
+            raise TachyscopeError(
+                f"{folder} must have a tokenizer, it has none of {', '.join(TOKENIZER)}: "
+                f"copy them from the published checkpoint"
+            )
+        try:
+            transformers = importlib.import_module("transformers")
+        except ImportError:
+            raise TachyscopeError(
+                f"the tokenizer in {folder} needs transformers, which is not installed: "
+                f"pip install 'tachyscope[hf]'"
+            ) from None
+        try:
+            inner = transformers.AutoTokenizer.from_pretrained(str(folder), legacy=False)
+        except (OSError, ValueError, ImportError) as fault:
+            reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+            raise TachyscopeError(
+                f"the tokenizer in {folder} must load, got {reason}: get its files again, "
+                f"or pip install 'tachyscope[hf]'"
+            ) from None
+        if START not in inner.get_vocab():
+            raise TachyscopeError(
+                f"the tokenizer in {folder} must know {START}, it does not: "
+                f"copy it from a checkpoint that makes video"
+            )
+        return cls(inner)
+
+    def ids(self, prompt: str) -> list[int]:
+        text = prompt.strip()
+        # a blank prompt leaves no space at all between the two speakers, as in training
+        said = f" {text} " if text else ""
+        return list(self.inner(f"{SYSTEM} USER:{said}ASSISTANT: {START}").input_ids)
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(str(folder))

@@ -1,0 +1,345 @@
+"""Wan-type models as a rollout drives them: their parts, their sampler, their files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tachyscope.adapters import Adapter
+from tachyscope.adapters.autoencoder import Pictures
+from tachyscope.adapters.checkpoint import (
+    PICKLED,
+    SAFE,
+    fit,
+    read_json,
+    read_tensors,
+    strip_prefixes,
+    write_json,
+    write_tensors,
+)
+from tachyscope.adapters.toy_parts import BytesText, Preview
+from tachyscope.adapters.wan_causal import WanCausal, clean_from, noised, schedule, wider
+from tachyscope.adapters.wan_config import WanConfig
+from tachyscope.adapters.words import Words
+from tachyscope.errors import TachyscopeError
+from tachyscope.session import Session
+from tachyscope.types import Rope, Shape
+
+T = TypeVar("T")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+class TextEncoder(Protocol):
+    """A prompt's embedding, as a part that can be exchanged."""
+
+    kind: str
+
+    def __call__(self, prompt: str) -> tuple[Tensor, int]:
+        """The embedding [1, text_len, text_dim], zero after the prompt, and the prompt's length."""
+
+    def write(self, folder: Path) -> None: ...
+
+
+class Decoder(Protocol):
+    """From latents to pictures, as a part that can be exchanged."""
+
+    kind: str
+
+    def frames(self, latents: int) -> int:
+        """Frames that so many latent ones from the video's start become."""
+
+    def encode(self, frames: np.ndarray) -> Tensor:
+        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3]; raises where there is no way."""
+
+    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
+        """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]; `features` lasts for a video."""
+
+    def write(self, folder: Path) -> None: ...
+
+
+# how a kind of part is read from a model's folder
+TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {
+    "bytes": BytesText.read,
+    "words": Words.read,
+}
+DECODERS: dict[str, Callable[[Path, WanConfig], Decoder]] = {
+    "preview": Preview.read,
+    "autoencoder": Pictures.read,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """An encoded prompt: it fills no cache entries, so `lengths` is empty."""
+
+    context: Tensor  # [1, text_len, text_dim]
+    length: int  # tokens of it that are not padding
+    lengths: tuple[int, ...] = ()
+
+
+class WanAdapter(Adapter):
+    """A Wan-type causal model as a rollout drives it."""
+
+    kind = "chunks"
+    frame_dim = 2
+
+    def __init__(
+        self,
+        name: str,
+        model: WanCausal,
+        text: TextEncoder | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        self.name, self.model, self.text, self.decoder = name, model, text, decoder
+        self.config = model.config
+        self.device = model.patch_embedding.weight.device
+        self.dtype = model.patch_embedding.weight.dtype
+        self.fps, self.actions = self.config.fps, self.config.actions
+        self.stock = self.config.stock
+        self.schedule = schedule(self.config)
+
+    def shape(self, size: tuple[int, int] | None = None) -> Shape:
+        c = self.config
+        grain = (c.stride[1] * c.patch[1], c.stride[2] * c.patch[2])
+        size = size or (c.size[0] * c.stride[1], c.size[1] * c.stride[2])
+        if min(size) <= 0 or size[0] % grain[0] or size[1] % grain[1]:
+            raise TachyscopeError(
+                f"{self.name} makes frames of a height that {grain[0]} divides and a width that "
+                f"{grain[1]} divides, got {size[0]}x{size[1]}: round it"
+            )
+        patch = c.in_channels * c.patch[1] * c.patch[2]
+        return Shape(
+            layers=c.layers,
+            heads=c.heads,
+            kv_heads=c.heads,
+            head_dim=c.head_dim,
+            width=c.dim,
+            grid=(size[0] // grain[0], size[1] // grain[1]),
+            chunk=c.chunk,
+            passes=len(c.steps) + 1,
+            text=c.text_len,
+            # six linears a layer, the patch embedding and the head
+            macs=c.layers * 6 * c.dim**2 + 2 * patch * c.dim,
+        )
+
+    def rope(self, shape: Shape) -> Rope:
+        side = 2 * (shape.head_dim // 6)
+        return Rope(
+            (
+                (shape.head_dim - 2 * side, (1.0, 0.0, 0.0)),
+                (side, (0.0, 1.0, 0.0)),
+                (side, (0.0, 0.0, 1.0)),
+            )
+        )
+
+    def frames(self, latents: int) -> int:
+        return self._decoder().frames(latents)
+
+    @torch.no_grad()
+    def encode(self, prompt: str) -> Prompt:
+        if self.text is None:
+            raise TachyscopeError(
+                f"{self.name} was loaded without a text encoder, got a prompt: load it with one"
+            )
+        context, length = self.text(prompt)
+        return Prompt(context.to(self.device), length)
+
+    @torch.no_grad()
+    def start(self, session: Session, prompt: Prompt) -> None:
+        rows = session.shape.rows
+        keys, values = self.model.keys_values(prompt.context.expand(rows, -1, -1))
+        session.give_text(keys, values, (prompt.length,) * rows)
+
+    @torch.no_grad()
+    def sample(self, session: Session, actions: Sequence[int]) -> Tensor:
+        told = self._told(actions, self.config.chunk)
+        x = self._noise(session)
+        clean = x
+        for i, (t, sigma) in enumerate(self.schedule):
+            if i:
+                x = noised(clean, self._noise(session), sigma)
+            clean = clean_from(self.config, x, self._run(session, x, told, i, t, sigma), sigma)
+        self._run(session, clean, told, len(self.schedule), 0.0, 0.0)
+        return clean
+
+    @torch.no_grad()
+    def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
+        told = self._told(actions, latents.shape[2])
+        self._run(session, latents.to(self.device), told, len(self.schedule), 0.0, 0.0)
+
+    @torch.no_grad()
+    def latents(self, frames: np.ndarray) -> Tensor:
+        self.shape((frames.shape[1], frames.shape[2]))  # raises where the size does not fit
+        return self._decoder().encode(frames).to(self.device, wider(self.dtype))
+
+    @torch.no_grad()
+    def decode(self, session: Session, latents: Tensor) -> np.ndarray:
+        return self._decoder()(latents, session.features)
+
+    def _decoder(self) -> Decoder:
+        if self.decoder is None:
+            raise TachyscopeError(
+                f"{self.name} was loaded without a decoder, got latents to show: load it with one"
+            )
+        return self.decoder
+
+    def _told(self, actions: Sequence[int], frames: int) -> Tensor | None:
+        """Actions as the model takes them, put on the device without waiting for it."""
+        if not self.actions:
+            if any(actions):
+                raise TachyscopeError(
+                    f"{self.name} takes no actions, got {list(actions)}: leave them out"
+                )
+            return None
+        if len(actions) != frames or not all(0 <= a < len(self.actions) for a in actions):
+            raise TachyscopeError(
+                f"{self.name} takes one action a latent frame, here {frames} from 0 to "
+                f"{len(self.actions) - 1}, got {list(actions)}: give as many of these"
+            )
+        return torch.cat([torch.full((1,), a, device=self.device) for a in actions])
+
+    def _noise(self, session: Session) -> Tensor:
+        shape, (_, high, wide) = session.shape, self.config.patch
+        size = (shape.rows, self.config.in_channels, shape.chunk)
+        # drawn in float32 whatever the model's dtype, so that dtypes can be compared
+        return torch.randn(
+            *size, shape.grid[0] * high, shape.grid[1] * wide, generator=session.generator,
+            device=self.device,
+        ).to(wider(self.dtype))  # fmt: skip
+
+    def _run(
+        self, session: Session, x: Tensor, told: Tensor | None, step: int, t: float, sigma: float
+    ) -> Tensor:
+        rows, _, frames = x.shape[:3]
+        session.begin(
+            session.shape.positions(session.frame, frames, self.device),
+            step=step,
+            steps=len(self.schedule) + 1,
+            noise=(sigma,) * frames,
+        )
+        return self.model(session, x, torch.full((rows, frames), t, device=self.device), told)
+
+
+def load_wan(
+    path: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: WanConfig | None = None,
+    text: TextEncoder | None = None,
+    decoder: Decoder | None = None,
+) -> WanAdapter:
+    """A model from a folder with config.json, or from one file, its shape given or inferred.
+
+    Parts given as `text` and `decoder` go before those that the folder holds.
+    """
+    path = Path(path)
+    if path.is_dir():
+        config = config or WanConfig.from_json(
+            read_json(path / "config.json"), str(path / "config.json")
+        )
+        index = path / f"{WEIGHTS}.index.json"
+        file = index if index.is_file() else path / WEIGHTS
+        text = text or _part(TEXT_ENCODERS, config.text_encoder, path, config)
+        decoder = decoder or _part(DECODERS, config.decoder, path, config)
+    else:
+        file = path
+        if not file.is_file():
+            raise TachyscopeError(
+                f"no model at {path}: give a folder with config.json, or a checkpoint file"
+            )
+    tensors = strip_prefixes(read_tensors(file))
+    config = config or WanConfig.infer(tensors, str(file))
+    # no time goes into random weights that the file replaces
+    with torch.device("meta"):
+        model = WanCausal(config).cast(dtype)
+    model = model.to_empty(device=device)
+    fit(model, tensors, str(file))
+    name = path.resolve().name if path.is_dir() else path.stem
+    return WanAdapter(name, model.eval(), text, decoder)
+
+
+def save_wan(adapter: WanAdapter, path: Path | str) -> None:
+    """Write a folder, or the weights alone: to .safetensors, or to a .pt as trainers do."""
+    path = Path(path)
+    tensors = adapter.model.state_dict()
+    if path.suffix in SAFE:
+        return write_tensors(path, tensors)
+    if path.suffix in PICKLED:
+        wrapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        return write_tensors(path, wrapped, under="generator_ema")
+    path.mkdir(parents=True, exist_ok=True)
+    config = dataclasses.replace(
+        adapter.config,
+        text_encoder=adapter.text.kind if adapter.text else "",
+        decoder=adapter.decoder.kind if adapter.decoder else "",
+    )
+    write_json(path / "config.json", config.to_json())
+    write_tensors(path / WEIGHTS, tensors)
+    for part in (adapter.text, adapter.decoder):
+        if part:
+            part.write(path)
+
+
+def random_wan(
+    config: WanConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    name: str = "random",
+) -> WanAdapter:
+    """A model of random weights, scaled so that attention is sharp and nothing explodes."""
+    with torch.device("meta"):
+        model = WanCausal(config).cast(dtype)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        # always drawn in float32, so that every dtype rounds the same weights
+        drawn = torch.randn(parameter.shape, generator=generator, device=device)
+        if key.endswith("modulation"):
+            drawn *= 0.1
+            if key.startswith("blocks"):
+                # gates near one let every layer speak
+                drawn[:, 2::3] += 1
+        elif "norm" in key and key.endswith("weight"):
+            # logits of spread two: flat attention would hide what a policy leaves out
+            drawn.fill_(2**0.5)
+        elif key.endswith("bias"):
+            drawn *= 0.1
+        elif not key.startswith("action"):
+            drawn *= drawn[0].numel() ** -0.5
+        parameter.data.copy_(drawn)
+    text, decoder = BytesText.seeded(config, seed), Preview.seeded(config, seed)
+    return WanAdapter(name, model.eval(), text, decoder)
+
+
+def toy_chunks(
+    seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> WanAdapter:
+    """A tiny random model that makes a video in a blink."""
+    config = WanConfig(
+        dim=96, ffn_dim=160, layers=3, heads=4, text_dim=24, text_len=64, actions=".wsadqe",
+        size=(8, 12), stride=(1, 8, 8),
+    )  # fmt: skip
+    # drawn on the CPU, so that it is the same model on every device
+    made = random_wan(config, seed, dtype=dtype)
+    return WanAdapter("toy-chunks", made.model.to(device), made.text, made.decoder)
+
+
+def _part(
+    kinds: Mapping[str, Callable[[Path, WanConfig], T]], kind: str, folder: Path, config: WanConfig
+) -> T | None:
+    if not kind:
+        return None
+    if kind not in kinds:
+        raise TachyscopeError(
+            f"{folder / 'config.json'} names a part {kind!r}; there are {', '.join(kinds)}: "
+            f"give one of these"
+        )
+    return kinds[kind](folder, config)

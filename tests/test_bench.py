@@ -1,0 +1,261 @@
+"""Benchmarks: ratios that can say no, methods that saved nothing, documents, and no extra imports."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tachyscope.bench import (
+    bench,
+    check_json,
+    document,
+    emit,
+    label,
+    lines,
+    main,
+    noise,
+    notes,
+    speed_word,
+    split_plans,
+    to_json,
+    verdict,
+)
+from tachyscope.errors import TachyscopeError
+from tachyscope.meter import summary
+from tachyscope.models import load
+from tachyscope.plan import NAMES, Plan
+from tachyscope.rollout import open_session, rollout
+
+KEYS = ["schema", "suite", "date", "machine", "versions", "command"]
+COUNTS = ("frames", "macs", "pairs", "pairs_dense", "rows_computed", "rows_replayed", "entries")
+
+
+@pytest.fixture(scope="module")
+def chunks():
+    return load("toy-chunks")
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return load("toy-tokens")
+
+
+@pytest.fixture(scope="module")
+def found(chunks):
+    return bench(chunks, ["fast", "dense text=pads"], frames=12, rounds=2, command="a command")
+
+
+def played(model, plan, frames, prompt="a red room"):
+    session = open_session(model, plan, frames=frames, prompt=prompt)
+    return session, [chunk.stats for chunk in rollout(model, frames=frames, session=session)]
+
+
+def test_noise_is_the_widest_ratio_taken_both_ways():
+    assert noise([10, 10, 12], [10, 20, 10]) == (0.5, 2.0)
+    assert noise([3], [3]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "ratios, real, word",
+    [
+        ([1.3, 1.4, 1.5], True, "faster"),
+        ([1.3, 1.1, 1.5], False, "no verdict"),
+        ([0.5, 0.6, 0.7], True, "slower"),
+        ([0.5, 0.6, 1.9], False, "no verdict"),
+    ],
+)
+def test_a_ratio_is_real_only_where_every_round_is_outside_the_noise(ratios, real, word):
+    row = verdict(ratios, (0.8, 1.25))
+    assert row["real"] is real
+    assert row["ratio_dense"] == sorted(ratios)[len(ratios) // 2]
+    assert (row["ratio_dense_low"], row["ratio_dense_high"]) == (min(ratios), max(ratios))
+    assert speed_word(row) == word
+
+
+def test_a_bench_document_has_the_results_schema(found):
+    assert list(found) == [*KEYS, "aa", "rows"]
+    assert (found["schema"], found["suite"], found["command"]) == (1, "bench-cpu", "a command")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
+    assert 0 < found["aa"]["low"] <= 1 <= found["aa"]["high"]
+    assert [row["name"] for row in found["rows"]] == ["dense", "fast", "dense text=pads"]
+    assert "ratio_dense" not in found["rows"][0]
+    for row in found["rows"]:
+        assert (row["model"], row["size"]) == ("toy-chunks", "64x96")
+        assert row["fps_avg"] == pytest.approx(1e3 * row["frames"] / row["chunk_ms"])
+        # one round's time, of a row that stands for all rounds
+        assert "fps_now" not in row
+    for row in found["rows"][1:]:
+        assert {"ratio_dense", "ratio_dense_low", "ratio_dense_high", "real"} <= row.keys()
+
+
+def test_a_benchmark_counts_what_a_rollout_counts(found, chunks):
+    for row in found["rows"]:
+        _, rows = played(chunks, row["plan"], 12)
+        assert {key: row[key] for key in COUNTS} == {key: summary(rows)[key] for key in COUNTS}
+        assert Plan.parse(row["plan"])
+
+
+def test_a_benchmark_says_time_and_counted_work_in_one_line_a_plan(found):
+    said = lines(found)
+    assert said[0].startswith("toy-chunks 64x96, 12 frames, torch ")
+    assert said[1].startswith("dense against itself: ")
+    assert [line.split("  ")[0] for line in said[3:6]] == ["dense", "fast", "dense text=pads"]
+    assert (
+        said[6] == "fast: cache policy 'merge' saved nothing: the video is shorter than its budget"
+    )
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_a_benchmark_of_no_rounds_is_refused(chunks, rounds):
+    with pytest.raises(TachyscopeError, match=f"^rounds must be 1 or more, got {rounds}$"):
+        bench(chunks, ["fast"], rounds=rounds)
+
+
+def test_a_fault_in_any_plan_shows_before_the_first_run(chunks, monkeypatch):
+    monkeypatch.setattr("tachyscope.bench.rollout", lambda *a, **k: pytest.fail("a run began"))
+    with pytest.raises(TachyscopeError, match="^cache policy 'merge': budget=2f holds 48 entries"):
+        bench(chunks, ["fast", "dense cache=merge:budget=2f"], frames=3, rounds=1)
+
+
+@pytest.mark.parametrize(
+    "model, plan, frames, expected",
+    [
+        ("chunks", "dense", 6, []),
+        ("chunks", "lossless", 6, []),
+        ("chunks", "lossless cache=window:budget=12f attention=ann:k=96", 30, []),
+        (
+            "chunks",
+            "dense cache=window:budget=21f",
+            12,
+            ["cache policy 'window' saved nothing: the video is shorter than its budget"],
+        ),
+        (
+            "chunks",
+            "dense cache=merge:threshold=1",
+            6,
+            ["cache policy 'merge' saved under 1 %: it kept 100.0% of the entries"],
+        ),
+        (
+            "chunks",
+            "dense attention=window:tokens=9999",
+            6,
+            ["attention policy 'window' saved under 1 %: it read 100.0% of what the cache held"],
+        ),
+        (
+            # the cache saves, so pairs are few; what is left of it is read whole
+            "chunks",
+            "dense cache=merge:budget=6f attention=ann:read=1,block=1",
+            30,
+            ["attention policy 'ann' saved under 1 %: it read 100.0% of what the cache held"],
+        ),
+        (
+            "tokens",
+            "dense attention=window:tokens=9999",
+            3,
+            ["attention policy 'window' saved under 1 %: it read 100.0% of what the cache held"],
+        ),
+        (
+            "tokens",
+            "dense replay=attentive:threshold=1e9",
+            3,
+            ["replay policy 'attentive' saved under 1 %: it replayed 0.0% of the MLP rows"],
+        ),
+        ("tokens", "dense replay=attentive:share=0.5", 3, []),
+    ],
+)
+def test_a_method_that_saved_under_a_hundredth_is_named(request, model, plan, frames, expected):
+    assert notes(*played(request.getfixturevalue(model), plan, frames)) == expected
+
+
+def test_a_prompt_without_padding_is_told(chunks):
+    prompt = "x" * 63
+    assert notes(*played(chunks, "lossless", 3, prompt)) == [
+        "text policy 'pads' saved under 1 %: it read 100.0% of the prompt's tokens"
+    ]
+
+
+def test_a_simulated_saving_is_told_as_such(tokens):
+    session, rows = played(tokens, "dense replay=attentive:share=0.5", 3)
+    rows[-1] |= {"rows_replayed": 0.0, "simulated_rows_replayed": 1234.0}
+    assert notes(session, rows) == [
+        "replay policy 'attentive' only simulated its saving on this device: "
+        "1,234 MLP rows were worked out and then left out"
+    ]
+
+
+def test_a_plan_is_labelled_by_its_name_or_not_at_all():
+    assert [label(name) for name in NAMES] == list(NAMES)
+    assert label("fast replay=none") == "plan"
+    assert label(Plan.parse("fast")) == "plan"
+
+
+def test_json_has_no_word_for_infinity():
+    value = {"a": math.inf, "b": [1.5, math.nan], "c": {"d": (1, "x", None, True)}}
+    assert to_json(value) == '{"a":null,"b":[1.5,null],"c":{"d":[1,"x",null,true]}}'
+
+
+def test_a_document_without_timing_has_no_noise():
+    assert list(document("suite", [])) == [*KEYS, "rows"]
+
+
+def test_a_document_goes_to_a_file_or_to_the_last_line(tmp_path, capsys):
+    emit({"a": 1}, None)
+    emit({"a": 1}, str(tmp_path / "new" / "a.json"))
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "new" / "a.json").read_text()) == {"a": 1}
+    emit({"a": 1}, "-")
+    assert capsys.readouterr().out == '{"a":1}\n'
+
+
+def test_a_file_for_json_must_be_writable_beforehand(tmp_path):
+    check_json(None)
+    check_json("-")
+    with pytest.raises(TachyscopeError, match="is a folder: give the name of a file$"):
+        check_json(str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(TachyscopeError, match="cannot be written"):
+        check_json(str(tmp_path / "file" / "a.json"))
+
+
+def test_plans_are_set_apart_by_semicolons():
+    assert split_plans("fast; dense text=pads;") == ["fast", "dense text=pads"]
+    with pytest.raises(TachyscopeError, match="^plans are texts set apart by ';', got ' ; ': "):
+        split_plans(" ; ")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["gpu"], "argument device: invalid choice: 'gpu' (choose from 'cpu')"),
+        (["cpu", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
+        (["cpu", "--frames", "0"], "frames must be 1 or more, got 0"),
+        (["cpu", "--model", "x"], "no model 'x'; there are: "),
+        (["cpu", "--plans", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
+    ],
+)
+def test_a_fault_is_one_line(words, message, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tachyscope: ") and said.count("\n") == 1
+    # python 3.12 quotes choices in another way
+    assert message.replace("'", "") in said.replace("'", "")
+
+
+def test_a_benchmark_runs_without_the_command_lines_packages():
+    code = (
+        "import sys\n"
+        "for name in ('cyclopts', 'rich', 'av', 'matplotlib', 'jinja2'): sys.modules[name] = None\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from tachyscope.bench import main\n"
+        "sys.exit(main('cpu --plans fast --frames 3 --rounds 1 --json -'.split()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    last = json.loads(run.stdout.splitlines()[-1])
+    assert last["command"] == (
+        "python -m tachyscope.bench cpu --plans fast --frames 3 --rounds 1 --json -"
+    )
+    assert [row["name"] for row in last["rows"]] == ["dense", "fast"]

@@ -1,0 +1,435 @@
+"""Every verb, the exact words of its faults, and no half of a file after any of them."""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tachyscope import __version__
+from tachyscope.adapters.wan import WanAdapter, save_wan, toy_chunks
+from tachyscope.cli import VIDEO, app, main
+from tachyscope.models import MODELS
+from tachyscope.plan import NAMED, NAMES, POLICIES, parameters
+from tachyscope.video import read_video
+
+ROOT = Path(__file__).parent.parent
+README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
+VERBS = ["generate", "compare", "bench cpu", "methods", "models", "doctor"]
+SUMS = {"frames", "macs", "pairs", "pairs_dense", "density", "rows_computed", "rows_replayed",
+        "cache_mb", "entries", "fps_avg", "fps_now", "chunk_ms"}  # fmt: skip
+
+
+def last_line(capsys):
+    out = capsys.readouterr().out
+    assert out.endswith("\n")
+    return json.loads(out.splitlines()[-1])
+
+
+def files(folder):
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_verbs_are_the_documented_ones():
+    assert sorted(name for name in app if not name.startswith("-")) == sorted(
+        verb.split()[0] for verb in VERBS
+    )
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_is_in_the_readme_and_in_the_manual(verb):
+    assert f"tachyscope {verb}" in README
+    assert f"tachyscope {verb}" in MANUAL
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_in_the_manual_and_has_help(verb, capsys):
+    found = app
+    for word in verb.split():
+        found = found[word]
+    names = [p for p in inspect.signature(found.default_command).parameters if p != "said"]
+    if "video" in names:
+        names.remove("video")
+        names += [field.name for field in dataclasses.fields(VIDEO)]
+    assert main([*verb.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    section = MANUAL.split(f"## tachyscope {verb}")[1].split("\n## ")[0]
+    if verb == "compare":
+        section += MANUAL.split("## tachyscope generate")[1].split("\n## ")[0]
+    for name in names:
+        option = "MODEL" if name == "model" and verb != "bench cpu" else f"--{name}"
+        assert option in shown and option in section, option
+
+
+def test_help_and_version_are_no_faults(capsys):
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+    assert all(verb.split()[0] in capsys.readouterr().out for verb in VERBS[:1])
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--plan", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
+        (["--cache", "magic"], "no cache policy 'magic'; there are: keep_all, window, merge"),
+        (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, none"),
+        (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions"),
+        (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
+        (["--cache", "merge:budget=2f"], "cache policy 'merge': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
+        (["--text", "none"], "this model reads its prompt by cross-attention, so text=none is not possible: use text=dense, pads, ann"),
+        (["--frames", "0"], "frames must be 1 or more, got 0"),
+        (["--frames", "-5"], "frames must be 1 or more, got -5"),
+        (["--frames", "many"], 'Invalid value for --frames: unable to convert "many" into int.'),
+        (["--seed", "-1"], "seed must be from 0 to 2**63 - 1, got -1"),
+        (["--seed", str(2**63)], f"seed must be from 0 to 2**63 - 1, got {2**63}"),
+        (["--actions", "jump"], "actions: this model takes letters of '.wsadqe', each with *count, got 'jump': try w*20"),
+        (["--actions", "w*99", "--frames", "9"], "actions are given for 99 frames, but only 9 are made: raise frames or shorten the actions"),
+        (["--size", "big"], "size is HEIGHTxWIDTH, got 'big': try 480x832"),
+        (["--size", "64x"], "size is HEIGHTxWIDTH, got '64x': try 480x832"),
+        (["--size", "63x96"], "toy-chunks makes frames of a height that 16 divides and a width that 16 divides, got 63x96: round it"),
+        (["--device", "gpu"], "no device 'gpu'; give cpu, cuda or cuda:N"),
+        (["--dtype", "float8"], "no dtype 'float8'; there are: float32, float64, bfloat16"),
+        (["--weights", "x.pt"], "model 'toy-chunks' brings its own weights: leave weights out"),
+        (["--sede", "1"], "Unknown option: --sede. Did you mean --seed?"),
+        (["--plan"], 'Command "{verb}" parameter --plan requires an argument.'),
+        (["extra"], "Unused Tokens: ['extra']."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["generate", "compare"])
+def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, capsys):
+    assert main([verb, "toy-chunks", "--out", str(tmp_path), *words]) == 2
+    assert capsys.readouterr() == ("", f"tachyscope: {message.format(verb=verb)}\n")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["generate", "magic", "--out", "x"], f"no model 'magic'; there are: {', '.join(MODELS)}"),
+        (["generate", "vila_u", "--out", "x"], "model 'vila_u' needs a checkpoint: give weights=PATH"),
+        (["generate", "--out", "x"], 'Command "generate" parameter MODEL requires an argument.'),
+        (["generate", "toy-chunks"], 'Command "generate" parameter --out requires an argument.'),
+        (["conjure"], "Unknown command \"conjure\". Available commands: bench, generate, compare, methods, models, doctor."),
+        (["bench", "cpu", "--rounds", "0"], "rounds must be 1 or more, got 0"),
+        (["bench", "cpu", "--frames", "0"], "frames must be 1 or more, got 0"),
+        (["bench", "cpu", "--plans", ";"], "plans are texts set apart by ';', got ';': try 'fast;balanced'"),
+        (["bench", "cpu", "--plans", "fast;magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
+        (["methods", "--json", "."], ". is a folder: give the name of a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_fault_of_any_verb_is_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr() == ("", f"tachyscope: {message}\n")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("verb", ["generate", "compare"])
+def test_an_unwritable_place_is_told_before_a_model_is_loaded(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tachyscope.models.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    (tmp_path / "file").touch()
+    under = tmp_path / "file" / "out"
+    assert main([verb, "toy-chunks", "--out", str(under)]) == 2
+    line = f"tachyscope: {under} cannot be written (not a directory): choose another folder\n"
+    assert capsys.readouterr().err == line
+    words = [verb, "toy-chunks", "--out", str(tmp_path / "out"), "--json", str(under / "a.json")]
+    assert main(words) == 2
+    assert capsys.readouterr().err == line
+    assert files(tmp_path) == ["file"]
+
+
+class Code:
+    """Pickled, it is a call."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_bad_checkpoint_is_one_line_and_runs_no_code(tmp_path, capsys):
+    save_wan(toy_chunks(), tmp_path / "good.safetensors")
+    whole = (tmp_path / "good.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    torch.save({"generator": {"x": Code(tmp_path / "ran")}}, tmp_path / "code.pt")
+    torch.save({"generator": {"x": torch.zeros(2)}}, tmp_path / "other.pt")
+    wanted = {
+        "none.pt": "no model at {}: give a folder with config.json, or a checkpoint file",
+        "cut.safetensors": "{} must be safetensors, it is damaged or cut short (",
+        "code.pt": "{} may hold only tensors, it has pickled objects whose code was not run: ",
+        "other.pt": "{} must hold a Wan model under its original names, got x: ",
+    }
+    out = tmp_path / "out"
+    for name, message in wanted.items():
+        path = tmp_path / name
+        assert main(["generate", "wan_causal", "--weights", str(path), "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"tachyscope: {message.format(path)}") and said.count("\n") == 1
+    assert files(out) == [] and not (tmp_path / "ran").exists()
+
+
+def test_a_saved_model_makes_the_same_video(tmp_path, capsys):
+    save_wan(toy_chunks(), tmp_path / "model")
+    asked = ["--frames", "6", "--prompt", "x"]
+    for words in (["toy-chunks"], ["wan_causal", "--weights", str(tmp_path / "model")]):
+        out = str(tmp_path / words[0])
+        assert main(["generate", *words, *asked, "--out", out]) == 0
+    videos = [(tmp_path / n / "video.mp4").read_bytes() for n in ("toy-chunks", "wan_causal")]
+    assert videos[0] == videos[1]
+
+
+@pytest.mark.parametrize("model", ["toy-chunks", "toy-tokens"])
+def test_generate_writes_a_video_and_ends_with_its_sums(model, tmp_path, capsys):
+    words = ["generate", model, "--plan", "fast", "--frames", "4", "--prompt", "x"]
+    words += ["--out", str(tmp_path), "--json", "-"]
+    assert main(words) == 0
+    found = last_line(capsys)
+    assert (found["schema"], found["suite"]) == (1, "generate")
+    assert found["command"] == f"tachyscope {' '.join(words)}"
+    (row,) = found["rows"]
+    assert row.keys() >= SUMS and row["frames"] == 4
+    assert (row["name"], row["model"]) == ("fast", model)
+    pictures = list(read_video(tmp_path / "video.mp4"))
+    assert len(pictures) == 4
+    assert row["size"] == "{}x{}".format(*pictures[0].shape)
+    assert files(tmp_path) == ["video.mp4"]
+
+
+def test_generate_takes_a_plan_with_changes(tmp_path, capsys):
+    words = "generate toy-chunks --plan fast --attention dense --replay random:share=0.25"
+    words += " --frames 30 --size 32x48 --json -"
+    assert main([*words.split(), "--cache", "window:budget=6f", "--out", str(tmp_path)]) == 0
+    (row,) = last_line(capsys)["rows"]
+    assert row["name"] == "plan"
+    assert row["plan"] == (
+        "cache=window:budget=6f,sink=1,positions=absolute attention=dense text=pads "
+        "replay=random:share=0.25,age=0"
+    )
+    assert row["size"] == "32x48"
+    assert row["rows_replayed"] > 0 and row["entries"] == 3 * 6
+
+
+def test_generate_says_which_methods_saved_nothing(tmp_path, capsys):
+    words = ["generate", "toy-chunks", "--plan", "fast", "--frames", "6", "--out", str(tmp_path)]
+    assert main(words) == 0
+    note = "fast: cache policy 'merge' saved nothing: the video is shorter than its budget\n"
+    assert note in capsys.readouterr().out
+
+
+def test_compare_ends_with_one_line_of_both_meters_sums(tmp_path, capsys):
+    words = f"compare toy-chunks --plan fast --frames 24 --out {tmp_path} --json -"
+    assert main(words.split()) == 0
+    found = last_line(capsys)
+    assert list(found) == [
+        "schema", "suite", "date", "machine", "versions", "command", "aa", "floor", "rows",
+    ]  # fmt: skip
+    assert (found["schema"], found["suite"]) == (1, "compare")
+    assert found["command"] == f"tachyscope {words}"
+    dense, plan = found["rows"]
+    assert dense.keys() >= SUMS and SUMS | {"ratio_dense", "psnr_dense"} <= plan.keys()
+    assert dense["frames"] == plan["frames"] == 24
+    assert dense["density"] == 1 and plan["density"] < 0.5 and plan["macs"] < dense["macs"]
+    assert found["floor"]["run"] == "dense float64"
+    assert files(tmp_path) == [
+        "compare.json", "compare.mp4", "dense.mp4", "plan.mp4", "report.html",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "compare.json").read_text()) == found
+
+
+def test_compare_without_floor_and_noise_claims_neither(tmp_path, capsys):
+    target = tmp_path / "a.json"
+    words = "compare toy-tokens --plan fast --frames 3 --no-floor --no-aa"
+    assert main([*words.split(), "--out", str(tmp_path), "--json", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert "Speed to dense" not in out
+    assert "Speeds of single runs are no benchmark: try tachyscope bench cpu.\n" in out
+    assert "Floor not measured" in out
+    assert "Its weights are random, so its pictures say nothing of quality.\n" in out
+    found = json.loads(target.read_text())
+    assert "aa" not in found and "floor" not in found
+
+
+def test_bench_prints_noise_and_counted_work(capsys):
+    words = ["bench", "cpu", "--plans", "fast", "--frames", "6", "--rounds", "1", "--json", "-"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^dense against itself: \d+\.\d\dx to \d+\.\d\dx; ", out, re.M)
+    assert "of dense" in out
+    found = json.loads(out.splitlines()[-1])
+    assert [row["name"] for row in found["rows"]] == ["dense", "fast"]
+    assert found["suite"] == "bench-cpu" and found["aa"]["high"] >= 1
+
+
+def test_methods_lists_every_policy_with_paper_and_parameters(capsys):
+    assert main(["methods", "--json", "-"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    found = json.loads(out)
+    listed = {(p["part"], p["name"]): p for p in found["policies"]}
+    known = {(part, name): make for part, by in POLICIES.items() for name, make in by.items()}
+    assert listed.keys() == known.keys()
+    for key, make in known.items():
+        policy = listed[key]
+        assert policy["about"].endswith(".") and "\n" not in policy["about"]
+        assert policy["paper"] == make.paper
+        assert [p["name"] for p in policy["parameters"]] == list(parameters(make))
+    budget = {"name": "budget", "type": "size", "default": "21f"}
+    positions = {"name": "positions", "type": "absolute|reindexed", "default": "absolute"}
+    sink = {"name": "sink", "type": "int", "default": 1}
+    assert listed["cache", "window"]["parameters"] == [budget, sink, positions]
+    assert found["plans"] == NAMED
+
+
+def test_methods_tells_people_the_same(capsys):
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    for part, known in POLICIES.items():
+        assert all(f"{part}={name}" in out for name in known)
+    assert all(name in out for name in NAMES)
+
+
+def test_models_lists_every_model(tmp_path, capsys):
+    assert main(["models", "--json", str(tmp_path / "models.json")]) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "models.json").read_text())["models"]
+    assert [row["name"] for row in found] == list(MODELS)
+    assert all(row["name"] in out for row in found)
+    rows = {row["name"]: row for row in found}
+    assert rows["toy-chunks"]["size"] == "64x96" and rows["toy-chunks"]["kind"] == "chunks"
+    assert rows["wan_causal"]["size"] is None and rows["vila_u"]["kind"] == "tokens"
+
+
+def test_doctor_makes_a_video_of_every_toy(capsys):
+    assert main(["doctor", "--json", "-"]) == 0
+    found = last_line(capsys)
+    checks = {row["check"]: row for row in found["rows"]}
+    assert list(checks) == ["cuda", "triton", "diffusers", "transformers", "libx264", "rollout"]
+    assert checks["rollout"]["ok"] and checks["libx264"]["ok"]
+    assert checks["rollout"]["found"] == "toy-chunks, toy-tokens made 2 frames each"
+
+
+def test_doctor_says_what_is_broken(monkeypatch, capsys):
+    def broken():
+        raise OSError("no such codec")
+
+    monkeypatch.setattr("tachyscope.cli._try_codec", broken)
+    assert main(["doctor"]) == 2
+    said = capsys.readouterr()
+    assert "OSError: no such codec" in said.out
+    assert said.err == "tachyscope: this machine cannot serve: libx264 failed, see above\n"
+
+
+def failing(fault, calls=2):
+    """A decoder that gives way at its calls-th chunk."""
+    real, made = WanAdapter.decode, []
+
+    def decode(self, session, latents):
+        made.append(None)
+        if len(made) >= calls:
+            raise fault
+        return real(self, session, latents)
+
+    return decode
+
+
+@pytest.mark.parametrize("verb", ["generate", "compare"])
+def test_a_fault_inside_a_chunk_leaves_no_file(verb, tmp_path, monkeypatch):
+    # past the chunks that warm up
+    monkeypatch.setattr(WanAdapter, "decode", failing(ZeroDivisionError("boom"), 9))
+    words = [verb, "toy-chunks", "--frames", "48", "--out", str(tmp_path)]
+    with pytest.raises(ZeroDivisionError):
+        main([*words, "--json", str(tmp_path / "a.json")])
+    assert files(tmp_path) == []
+
+
+def test_an_old_video_outlives_a_fault(tmp_path, monkeypatch):
+    (tmp_path / "video.mp4").write_bytes(b"old")
+    monkeypatch.setattr(WanAdapter, "decode", failing(ZeroDivisionError("boom")))
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "toy-chunks", "--out", str(tmp_path)])
+    assert (tmp_path / "video.mp4").read_bytes() == b"old"
+    assert files(tmp_path) == ["video.mp4"]
+
+
+NO_MEMORY = (
+    "tachyscope: the memory is not enough: lower --frames or --size, or bound the cache, "
+    "for example --cache window:budget=21f\n"
+)
+
+
+def test_too_little_memory_is_one_line(tmp_path, monkeypatch, capsys):
+    words = ["generate", "toy-chunks", "--out", str(tmp_path)]
+    # petabytes
+    assert main([*words, "--size", "640x960", "--frames", "10000000"]) == 2
+    assert capsys.readouterr().err == NO_MEMORY
+    monkeypatch.setattr(WanAdapter, "decode", failing(torch.OutOfMemoryError("CUDA is full")))
+    assert main(words) == 2
+    assert capsys.readouterr().err == NO_MEMORY
+    assert files(tmp_path) == []
+
+
+def test_an_interrupt_ends_with_130(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(WanAdapter, "decode", failing(KeyboardInterrupt()))
+    assert main(["generate", "toy-chunks", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr() == ("", "tachyscope: interrupted\n")
+    assert files(tmp_path) == []
+
+
+def test_ctrl_c_in_a_process_removes_what_was_begun(tmp_path):
+    words = ["generate", "toy-chunks", "--cache", "window", "--frames", "100000"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "tachyscope", *words, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        while run.poll() is None and not list(tmp_path.glob(".video.mp4.*")):
+            time.sleep(0.02)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert (run.returncode, out, err) == (130, "", "tachyscope: interrupted\n")
+    assert files(tmp_path) == []
+
+
+def test_the_readmes_python_runs(capsys):
+    code = README.split("```python\n")[1].split("```")[0]
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 16
+
+
+@pytest.mark.parametrize("part", POLICIES)
+def test_every_policy_and_its_file_are_in_the_readme(part):
+    for name, make in POLICIES[part].items():
+        row = next(line for line in README.splitlines() if line.startswith(f"| `{part}={name}` |"))
+        file = make.__module__.removeprefix("tachyscope.").replace(".", "/")
+        assert f"`{file}.py`" in row
+
+
+def test_every_model_and_every_module_are_in_the_readme():
+    assert all(f"| `{name}` |" in README for name in MODELS)
+    files = README.split("## File map")[1].split("```")[1]
+    for path in (ROOT / "tachyscope").rglob("*.py"):
+        if path.name != "__init__.py":
+            assert re.search(rf"\b{path.stem}\b", files), path.name
+
+
+def test_other_faults_of_torch_are_not_taken_for_the_users(tmp_path, monkeypatch):
+    fault = RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(WanAdapter, "decode", failing(fault))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["generate", "toy-chunks", "--out", str(tmp_path)])
+    assert files(tmp_path) == []
