@@ -6,37 +6,28 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import random
 import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import islice
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from tachyscope.adapters import Adapter
 from tachyscope.errors import TachyscopeError
-from tachyscope.files import check_folder, write_atomically
-from tachyscope.machine import machine, versions
 from tachyscope.meter import summary
 from tachyscope.models import load
-from tachyscope.plan import NAMES, Plan, spell
+from tachyscope.notes import notes
+from tachyscope.plan import NAMES, Plan
+from tachyscope.results import Document, check_json, document, emit, size_of
 from tachyscope.rollout import open_session, parse_plan, rollout
-from tachyscope.session import Session
-from tachyscope.types import Chunk
-
-Document = dict[str, Any]
 
 # of the clock alone: one run's is not the rollout's that a benchmark's row stands for
 CLOCKS = ("chunk_ms", "fps_avg", "fps_now")
 WARM_CHUNKS = 2  # the first has no past, so a policy may do its first work in the second
-SAVED = 0.01  # a method that saves less has not paid for its name
 
 
 def bench(
@@ -133,99 +124,6 @@ def label(plan: Plan | str) -> str:
     return plan if isinstance(plan, str) and plan in NAMES else "plan"
 
 
-def size_of(chunk: Chunk) -> str:
-    """A chunk's height and width in pixels, as `--size` takes them."""
-    return "{}x{}".format(*chunk.frames.shape[1:3])
-
-
-def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """What a reader must know of a finished rollout: every method that saved under 1 %."""
-    plan, sums = session.plan, summary(rows)
-    found = []
-    name, kept = _name(plan.cache), session.past / max(session.seen, 1)
-    if session.past == session.seen and not plan.cache.grows:
-        found.append(f"cache policy {name!r} saved nothing: the video is shorter than its budget")
-    elif name != "keep_all" and kept > 1 - SAVED:
-        found.append(_under("cache", name, f"it kept {kept:.1%} of the entries"))
-    name, read = _name(plan.attention), sums.get("pairs", 0.0) / _pairs_held(session, rows)
-    if sums.get("simulated_pairs_skipped"):
-        found.append(_simulated("attention", name, sums["simulated_pairs_skipped"], "pairs"))
-    elif name != "dense" and read > 1 - SAVED:
-        found.append(_under("attention", name, f"it read {read:.1%} of what the cache held"))
-    name, read = _name(plan.text), sums.get("text_density", 0.0)
-    if name not in ("none", "dense") and read > 1 - SAVED:
-        found.append(_under("text", name, f"it read {read:.1%} of the prompt's tokens"))
-    name, share = _name(plan.replay), sums["share_all"]
-    if sums.get("simulated_rows_replayed"):
-        found.append(_simulated("replay", name, sums["simulated_rows_replayed"], "MLP rows"))
-    elif name != "none" and share < SAVED:
-        found.append(_under("replay", name, f"it replayed {share:.1%} of the MLP rows"))
-    return found
-
-
-def _name(policy: Any) -> str:
-    return spell(policy).partition(":")[0]
-
-
-def _under(part: str, name: str, why: str) -> str:
-    return f"{part} policy {name!r} saved under 1 %: {why}"
-
-
-def _simulated(part: str, name: str, count: float, what: str) -> str:
-    return (
-        f"{part} policy {name!r} only simulated its saving on this device: "
-        f"{count:,.0f} {what} were worked out and then left out"
-    )
-
-
-def _pairs_held(session: Session, rows: Sequence[Mapping[str, float]]) -> float:
-    """Pairs that reading everything would have scored over the caches this rollout had."""
-    shape, past, pairs = session.shape, session.prompt, 0.0
-    for row in rows:
-        if shape.causal:
-            n = shape.places
-            pairs += n * past + n * (n + 1) // 2
-        else:
-            pairs += shape.passes * shape.chunk_tokens * (past + shape.chunk_tokens)
-        past = int(row["entries"])
-    return pairs * shape.rows * shape.heads * shape.layers
-
-
-def document(
-    suite: str,
-    rows: Sequence[Document],
-    command: str = "",
-    aa: tuple[float, float] | None = None,
-    **more: Any,
-) -> Document:
-    """A results document: what was measured, when, on what and by which command."""
-    head: Document = {
-        "schema": 1,
-        "suite": suite,
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "machine": machine(),
-        "versions": versions(),
-        "command": command,
-    }
-    if aa is not None:
-        head["aa"] = {"low": aa[0], "high": aa[1]}
-    return head | more | {"rows": list(rows)}
-
-
-def to_json(value: Document, indent: int | None = None) -> str:
-    """Strict JSON; a number that JSON has no word for (infinity, not a number) becomes null."""
-    separators = (",", ":") if indent is None else None
-    return json.dumps(_finite(value), indent=indent, separators=separators, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def lines(found: Document) -> list[str]:
     """A bench document as a reader wants it: the noise, then time beside counted work."""
     rows, aa = found["rows"], found["aa"]
@@ -264,23 +162,6 @@ def split_plans(text: str) -> list[str]:
             f"plans are texts set apart by ';', got {text!r}: try 'fast;balanced'"
         )
     return found
-
-
-def check_json(where: str | None) -> None:
-    """Raise where a document could not be written, before it is measured."""
-    if where not in (None, "-"):
-        path = Path(where)
-        if path.is_dir():
-            raise TachyscopeError(f"{path} is a folder: give the name of a file")
-        check_folder(path.parent)
-
-
-def emit(found: Document, where: str | None) -> None:
-    """Write a document to a file, or as the last line of stdout for `-`; None is nowhere."""
-    if where == "-":
-        print(to_json(found))
-    elif where is not None:
-        write_atomically(where, to_json(found, indent=2) + "\n")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import shlex
 import sys
-import typing
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from importlib import metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +18,8 @@ from tachyscope.errors import TachyscopeError
 # torch, rich, av and matplotlib are loaded by the verbs: help must not wait for them
 if TYPE_CHECKING:
     from tachyscope.adapters import Adapter
-    from tachyscope.report import Run
-    from tachyscope.types import Chunk
+    from tachyscope.models import Entry
+    from tachyscope.worlds.visit import Visit
 
 # a lone "-" would be taken for an option
 Json = Annotated[str | None, Parameter(allow_leading_hyphen=True)]
@@ -64,6 +59,8 @@ class Video:
     "What the video shows."
     actions: str = ""
     "One action a frame, in models that take them: 'w*20 a*24'."
+    world: int | None = None
+    "Start in this unseen room of the model's world, with its prompt, first frame and truth."
     frames: int = 48
     "Pixel frames to make."
     seed: int = 0
@@ -107,6 +104,24 @@ class Video:
 
         return load(model, self.weights, device=self.device, dtype=dtype or self.dtype)
 
+    def visit(self, model: str, adapter: Adapter) -> Visit | None:
+        """The walk through a room whose truth is known, where one is asked for."""
+        from tachyscope.models import MODELS
+        from tachyscope.rollout import parse_actions
+        from tachyscope.worlds.visit import Visit
+
+        if self.world is None:
+            return None
+        if not MODELS[model].world:
+            known = ", ".join(name for name, entry in MODELS.items() if entry.world)
+            raise TachyscopeError(
+                f"model {model!r} has no world whose truth is known, got world {self.world}: "
+                f"use {known}"
+            )
+        if self.prompt:
+            raise TachyscopeError("a world brings its own prompt: leave prompt or world out")
+        return Visit(self.world, parse_actions(self.actions, adapter.actions, self.frames))
+
 
 VIDEO = Video()
 
@@ -135,10 +150,14 @@ def generate(
     json
         A file for the results, or - for the last line of stdout.
     """
-    from tachyscope.bench import check_json, document, emit, label, notes, size_of
+    from tachyscope.bench import label
     from tachyscope.files import check_folder
+    from tachyscope.listing import show_runs
     from tachyscope.meter import summary
+    from tachyscope.notes import notes
+    from tachyscope.progress import frames_bar
     from tachyscope.report import Run
+    from tachyscope.results import check_json, document, emit, size_of
     from tachyscope.rollout import open_session, rollout
     from tachyscope.video import VideoWriter
 
@@ -146,17 +165,20 @@ def generate(
     check_json(json)
     target = check_folder(out) / "video.mp4"
     adapter = video.load(model)
+    visit = video.visit(model, adapter)
+    if visit is not None:
+        asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1)}
     session = open_session(adapter, text, **asked)
     chunks = rollout(adapter, frames=video.frames, actions=video.actions, session=session)
     rows, size, name = [], "", label(text)
-    with _progress(video.frames) as watch, VideoWriter(target, adapter.fps) as file:
+    with frames_bar(video.frames) as watch, VideoWriter(target, adapter.fps) as file:
         for chunk in chunks:
             file.write(chunk.frames)
             rows.append(chunk.stats)
             size = size_of(chunk)
             watch(name, chunk)
     run = Run(name, str(session.plan), rows, summary(rows), notes(session, rows))
-    _show([run])
+    show_runs([run])
     print(f"{target}: {file.frames} frames of {size}")
     row = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
     emit(document("generate", [row | dict(run.summary) | {"notes": run.notes}], said), json)
@@ -192,23 +214,29 @@ def compare(
     json
         A file for the results, or - for the last line of stdout.
     """
-    from tachyscope.bench import check_json, emit, speed_word
+    from tachyscope.bench import speed_word
     from tachyscope.compare import compare as play_both
     from tachyscope.compare import tell_floor
     from tachyscope.files import check_folder
+    from tachyscope.listing import show_runs
     from tachyscope.models import MODELS
+    from tachyscope.progress import frames_bar
+    from tachyscope.results import check_json, emit
 
     text, asked = video.planned(plan), video.asked()
     check_json(json)
     check_folder(out)
     adapter = video.load(model)
     twin = video.load(model, OTHER[video.dtype]) if floor else None
-    with _progress(video.frames) as watch:
+    visit = video.visit(model, adapter)
+    if visit is not None:
+        asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1), "truth": visit.new_frames}
+    with frames_bar(video.frames) as watch:
         found = play_both(
             adapter, text, **asked, actions=video.actions, out=out, twin=twin, aa=aa, command=said,
-            about=_about(MODELS[model].about), watch=watch,
+            about=_about(MODELS[model]), watch=watch,
         )  # fmt: skip
-    _show(found.runs)
+    show_runs(found.runs)
     if found.aa is None:
         print("Speeds of single runs are no benchmark: try tachyscope bench cpu.")
     else:
@@ -223,9 +251,9 @@ def compare(
     emit(found.document, json)
 
 
-def _about(model: str) -> str:
+def _about(model: Entry) -> str:
     random = " Its weights are random, so its pictures say nothing of quality."
-    return f"Model: {model}.{random if 'random' in model else ''}"
+    return f"Model: {model.about}.{random if model.random else ''}"
 
 
 @bench_app.command
@@ -253,13 +281,15 @@ def cpu(
     json
         A file for the results, or - for the last line of stdout.
     """
-    from tachyscope.bench import bench, check_json, emit, lines, split_plans
+    from tachyscope.bench import bench, lines, split_plans
     from tachyscope.models import load
+    from tachyscope.progress import rounds_bar
+    from tachyscope.results import check_json, emit
 
     texts = split_plans(plans)
     check_json(json)
     adapter = load(model)
-    with _rounds(rounds) as watch:
+    with rounds_bar(rounds) as watch:
         found = bench(adapter, texts, frames=frames, rounds=rounds, command=said, watch=watch)
     print(*lines(found), sep="\n")
     emit(found, json)
@@ -274,13 +304,14 @@ def methods(*, json: Json = None) -> None:
     json
         A file for the list, or - for the last line of stdout.
     """
-    from tachyscope.bench import check_json, emit
+    from tachyscope.listing import list_policies, show_methods
     from tachyscope.plan import NAMED
+    from tachyscope.results import check_json, emit
 
     check_json(json)
-    found = {"schema": 1, "suite": "methods", "policies": _policies(), "plans": NAMED}
+    found = {"schema": 1, "suite": "methods", "policies": list_policies(), "plans": NAMED}
     if json != "-":
-        _show_methods(found)
+        show_methods(found)
     emit(found, json)
 
 
@@ -293,13 +324,13 @@ def models(*, json: Json = None) -> None:
     json
         A file for the list, or - for the last line of stdout.
     """
-    from tachyscope.bench import check_json, emit
+    from tachyscope.listing import list_models, show_models
+    from tachyscope.results import check_json, emit
 
     check_json(json)
-    found: dict[str, Any] = {"schema": 1, "suite": "models", "models": _models()}
+    found = {"schema": 1, "suite": "models", "models": list_models()}
     if json != "-":
-        columns = ("name", "about", "kind", "size", "chunk", "actions")
-        _print_table(columns, [[_cell(row[key]) for key in columns] for row in found["models"]])
+        show_models(found)
     emit(found, json)
 
 
@@ -312,222 +343,16 @@ def doctor(*, json: Json = None, said: Said = "") -> None:
     json
         A file for the findings, or - for the last line of stdout.
     """
-    from tachyscope.bench import check_json, document, emit
+    from tachyscope.listing import examine, show_doctor
+    from tachyscope.results import check_json, document, emit
 
     check_json(json)
-    found = document("doctor", _examine(), said)
+    found = document("doctor", examine(), said)
     if json != "-":
-        checks = {row["check"]: row for row in found["rows"]}
-        facts = found["machine"] | found["versions"]
-        rows = [
-            [name, "", _cell(value)]
-            for name, value in facts.items()
-            if value is not None and name not in checks
-        ]
-        words = {True: "yes", False: "no"}
-        rows += [[name, words[row["ok"]], row["found"]] for name, row in checks.items()]
-        _print_table(("", "usable", "found"), rows)
+        show_doctor(found)
     emit(found, json)
     if broken := [row["check"] for row in found["rows"] if row["needed"] and not row["ok"]]:
         raise TachyscopeError(f"this machine cannot serve: {', '.join(broken)} failed, see above")
-
-
-def _policies() -> list[dict[str, Any]]:
-    from tachyscope.plan import POLICIES, parameters
-
-    found = []
-    for part, known in POLICIES.items():
-        for name, make in known.items():
-            defaults = {field.name: field.default for field in fields(make)}
-            settings = [
-                {"name": key, "type": _type(kind), "default": _json_value(defaults[key])}
-                for key, kind in parameters(make).items()
-            ]
-            about = inspect.cleandoc(make.__doc__).split("\n\n")[0].replace("\n", " ")
-            policy = {"part": part, "name": name, "about": about, "paper": make.paper}
-            found.append(policy | {"parameters": settings})
-    return found
-
-
-def _type(kind: Any) -> str:
-    """A parameter's type as a reader writes its values."""
-    options = [option for option in typing.get_args(kind) if option is not type(None)]
-    if typing.get_origin(kind) is typing.Literal:
-        return "|".join(options)
-    if options:
-        return _type(options[0])
-    return str(kind.__name__).lower()
-
-
-def _json_value(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _models() -> list[dict[str, Any]]:
-    from tachyscope.bench import size_of
-    from tachyscope.models import MODELS, load
-    from tachyscope.rollout import rollout
-
-    found = []
-    for name, entry in MODELS.items():
-        row: dict[str, Any] = {"name": name, "about": entry.about, "weights": entry.weights}
-        row["kind"] = typing.get_type_hints(entry.make)["return"].kind
-        row |= dict.fromkeys(("size", "chunk", "fps", "actions", "stock"))
-        if not entry.weights:
-            model = load(name)
-            row["size"] = size_of(next(rollout(model, frames=1)))
-            row["chunk"] = model.shape().chunk
-            row |= {key: getattr(model, key) for key in ("fps", "actions", "stock")}
-        found.append(row)
-    return found
-
-
-def _examine() -> list[dict[str, Any]]:
-    import torch
-
-    found = []
-
-    def note(check: str, needed: bool, ok: bool, what: str) -> None:
-        found.append({"check": check, "needed": needed, "ok": ok, "found": what})
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device is usable"
-    note("cuda", False, torch.cuda.is_available(), gpu)
-    for package in ("triton", "diffusers", "transformers"):
-        try:
-            note(package, False, True, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            note(package, False, False, "not installed")
-    for check, attempt in (("libx264", _try_codec), ("rollout", _try_rollouts)):
-        try:
-            note(check, True, True, attempt())
-        except Exception as error:  # whatever is wrong with the machine is what is asked for
-            note(check, True, False, f"{type(error).__name__}: {error}".splitlines()[0])
-    return found
-
-
-def _try_codec() -> str:
-    import av
-
-    return f"{av.Codec('libx264', 'w').long_name}, av {av.__version__}"
-
-
-def _try_rollouts() -> str:
-    from tachyscope.models import MODELS, load
-    from tachyscope.rollout import rollout
-
-    names = [name for name, entry in MODELS.items() if not entry.weights]
-    for name in names:
-        for _ in rollout(load(name), "fast", frames=2):
-            pass
-    return f"{', '.join(names)} made 2 frames each"
-
-
-def _show_methods(found: dict[str, Any]) -> None:
-    rows = []
-    for policy in found["policies"]:
-        settings = [
-            f"{p['name']}: {p['type']}"
-            + ("" if p["default"] is None else f" = {_cell(p['default'])}")
-            for p in policy["parameters"]
-        ]
-        about = "\n".join(filter(None, (policy["about"], policy["paper"])))
-        rows.append([f"{policy['part']}={policy['name']}", about, "\n".join(settings)])
-    _print_table(("policy", "what it does, and where it is from", "parameters"), rows)
-    for kind, plans in found["plans"].items():
-        _print_table((f"plan for {kind}", "stands for"), [list(pair) for pair in plans.items()])
-    print("stock: what the model's authors run; see tachyscope models --json -")
-
-
-def _show(runs: Sequence[Run]) -> None:
-    """The runs' sums side by side, then what a reader must know of them."""
-    from tachyscope.report import MEASURES
-
-    rows = []
-    for measure in MEASURES:
-        cells = []
-        for run in runs:
-            value, simulated = (run.summary.get(f"{x}{measure.key}") for x in ("", "simulated_"))
-            if simulated and not value:
-                cells.append(f"{measure.write(simulated)} simulated")
-            elif measure.key == "ratio_dense" and value and not run.summary["real"]:
-                cells.append(f"{measure.write(value)} no verdict")
-            else:
-                cells.append("" if value is None else measure.write(value))
-        if any(cells):
-            rows.append([measure.name, *cells])
-    _print_table(("", *(run.name for run in runs)), rows, numbers=True)
-    for run in runs:
-        print(f"{run.name}: {run.plan}")
-        for note in run.notes:
-            print(f"{run.name}: {note}")
-
-
-def _print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if numbers and i else "left", overflow="fold")
-    for row in rows:
-        # as Text: a bracket in a plan is no markup
-        table.add_row(*map(Text, row))
-    Console().print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@contextmanager
-def _progress(frames: int) -> Iterator[Callable[[str, Chunk], None]]:
-    """A bar a run on stderr, where a person looks on; the value takes a run's name and a chunk."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn
-
-    console = Console(stderr=True)
-    columns = ("{task.completed:.0f}/{task.total:.0f} frames", "{task.fields[told]}")
-    bars = Progress(
-        TextColumn("{task.description}"), BarColumn(), *map(TextColumn, columns),
-        console=console, disable=not console.is_terminal,
-    )  # fmt: skip
-    tasks: dict[str, TaskID] = {}
-    sums: dict[str, defaultdict[str, float]] = {}
-
-    def watch(name: str, chunk: Chunk) -> None:
-        if name not in tasks:
-            tasks[name] = bars.add_task(name, total=frames, told="")
-            sums[name] = defaultdict(float)
-        total = sums[name]
-        for key in ("frames", "chunk_ms", "pairs", "pairs_dense"):
-            total[key] += chunk.stats[key]
-        told = (
-            f"{1e3 * total['frames'] / total['chunk_ms']:.1f} frames/s, "
-            f"cache {chunk.stats['cache_mb']:.1f} MB, "
-            f"density {total['pairs'] / total['pairs_dense']:.0%}"
-        )
-        bars.update(tasks[name], completed=total["frames"], told=told)
-
-    with bars:
-        yield watch
-
-
-@contextmanager
-def _rounds(rounds: int) -> Iterator[Callable[[int], None]]:
-    """A bar of rounds on stderr, where a person looks on; the value takes how many are done."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bars:
-        task = bars.add_task("rounds", total=rounds)
-        yield lambda done: bars.update(task, completed=done)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,23 +12,15 @@ from typing import Any
 import numpy as np
 
 from tachyscope.adapters import Adapter
-from tachyscope.bench import (
-    Document,
-    document,
-    label,
-    noise,
-    notes,
-    size_of,
-    to_json,
-    verdict,
-    warm,
-)
+from tachyscope.bench import label, noise, verdict, warm
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
 from tachyscope.meter import summary
+from tachyscope.notes import notes
 from tachyscope.plan import Plan
 from tachyscope.quality import FLOOR_DB, Quality, horizon
 from tachyscope.report import Floor, Run, decibels, percent, write_report
+from tachyscope.results import Document, document, size_of, to_json
 from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
 from tachyscope.types import Chunk

@@ -22,29 +22,41 @@ class Entry:
     """What `load` makes of a name."""
 
     about: str
+    kind: str  # of its adapter: "chunks" or "tokens"
     make: Callable[..., Adapter]
-    weights: bool  # whether a checkpoint must be given
+    weights: bool = False  # whether a checkpoint must be given
+    random: bool = False  # whether its weights are, so that its pictures say nothing of quality
+    world: str = ""  # the world with a known truth that it was trained on
 
 
-def atrium_world(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> Adapter:
+def atrium_world(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Adapter:
     """The world model that comes with the package."""
     return load_wan(shipped("atrium-world"), device=device, dtype=dtype)
 
 
 MODELS = {
     "atrium-world": Entry(
-        "our own trained world model of small rooms, 128x128, driven by actions", atrium_world, False
+        "our own trained world model of small rooms, 128x128, driven by actions",
+        "chunks",
+        atrium_world,
+        world="atrium",
     ),
     "toy-chunks": Entry(
-        "tiny random Wan-type diffusion model, a chunk of 3 at a time", toy_chunks, False
+        "tiny random Wan-type diffusion model, a chunk of 3 at a time",
+        "chunks",
+        toy_chunks,
+        random=True,
     ),
-    "toy-tokens": Entry("tiny random VILA-U-type model, token by token", toy_tokens, False),
+    "toy-tokens": Entry(
+        "tiny random VILA-U-type model, token by token", "tokens", toy_tokens, random=True
+    ),
     "wan_causal": Entry(
-        "any Wan-type causal checkpoint: a folder, .safetensors or .pt", load_wan, True
+        "any Wan-type causal checkpoint: a folder, .safetensors or .pt",
+        "chunks",
+        load_wan,
+        weights=True,
     ),
-    "vila_u": Entry("any VILA-U checkpoint folder", load_vila, True),
+    "vila_u": Entry("any VILA-U checkpoint folder", "tokens", load_vila, weights=True),
 }
 
 

@@ -8,25 +8,13 @@ import sys
 
 import pytest
 
-from tachyscope.bench import (
-    bench,
-    check_json,
-    document,
-    emit,
-    label,
-    lines,
-    main,
-    noise,
-    notes,
-    speed_word,
-    split_plans,
-    to_json,
-    verdict,
-)
+from tachyscope.bench import bench, label, lines, main, noise, speed_word, split_plans, verdict
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.models import load
+from tachyscope.notes import notes
 from tachyscope.plan import NAMES, Plan
+from tachyscope.results import check_json, document, emit, to_json
 from tachyscope.rollout import open_session, rollout
 
 KEYS = ["schema", "suite", "date", "machine", "versions", "command"]

@@ -318,14 +318,14 @@ def test_doctor_makes_a_video_of_every_toy(capsys):
     checks = {row["check"]: row for row in found["rows"]}
     assert list(checks) == ["cuda", "triton", "diffusers", "transformers", "libx264", "rollout"]
     assert checks["rollout"]["ok"] and checks["libx264"]["ok"]
-    assert checks["rollout"]["found"] == "toy-chunks, toy-tokens made 2 frames each"
+    assert checks["rollout"]["found"] == "atrium-world, toy-chunks, toy-tokens made 2 frames each"
 
 
 def test_doctor_says_what_is_broken(monkeypatch, capsys):
     def broken():
         raise OSError("no such codec")
 
-    monkeypatch.setattr("tachyscope.cli._try_codec", broken)
+    monkeypatch.setattr("tachyscope.listing._try_codec", broken)
     assert main(["doctor"]) == 2
     said = capsys.readouterr()
     assert "OSError: no such codec" in said.out
@@ -408,7 +408,7 @@ def test_ctrl_c_in_a_process_removes_what_was_begun(tmp_path):
 def test_the_readmes_python_runs(capsys):
     code = README.split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) == 16
+    assert len(capsys.readouterr().out.splitlines()) == 32
 
 
 @pytest.mark.parametrize("part", POLICIES)

@@ -17,8 +17,8 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"worlds"},
     {"adapters"},
     {"rollout", "models"},
-    {"video", "quality", "report"},
-    {"bench"},
+    {"video", "quality", "report", "results", "notes", "progress"},
+    {"bench", "listing", "evaluation"},
     {"compare"},
     {"__init__"},
     {"cli"},
@@ -65,6 +65,8 @@ def test_hot_code_never_waits_for_the_device(path):
         return
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef) or (path.name, function.name) in MAY_LOOK:
+            continue
+        if function.name.endswith("_reference"):  # the definition, for tests
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.Call):

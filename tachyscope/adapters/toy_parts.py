@@ -79,8 +79,8 @@ class Preview:
 
     def encode(self, frames: np.ndarray) -> Tensor:
         raise TachyscopeError(
-            "a preview shows latents and cannot make them of pixels: start without first frames, or "
-            "load a model with an autoencoder"
+            "a preview shows latents and cannot make them of pixels: start without first frames, "
+            "or load a model with an autoencoder"
         )
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:

@@ -203,10 +203,8 @@ class Merge(CachePolicy):
             x[:, :, kept] = _take(x[:, :, old], order)
         partner[:, :, :survivors] = heir.gather(2, order)
         # an heir is another entry than the one that was measured, and its key may have changed
-        if self.keep == "newest":
-            features = self._features(layer, kept)
-        else:
-            features = _take(features, order)
+        newest = self.keep == "newest"
+        features = self._features(layer, kept) if newest else _take(features, order)
         theirs = _take(features, partner[:, :, :survivors])
         layer.own["slot_alike"][:, :, kept] = (features * theirs).sum(-1)
         layer.own["slot_alike"][:, :, old.start] = -math.inf

@@ -30,6 +30,10 @@ class Visit:
     def __len__(self) -> int:
         return self.pose.shape[1]
 
+    def new_frames(self, start: int, stop: int) -> np.ndarray:
+        """True frames behind the given first one, counted from 0."""
+        return self.frames(start + 1, stop + 1)
+
     def frames(self, start: int, stop: int) -> np.ndarray:
         """True frames uint8 [F, H, W, 3]."""
         time = torch.arange(start, stop)

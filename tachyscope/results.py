@@ -1,0 +1,74 @@
+"""A results document: what was measured, when, on what, and by which command; as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.files import check_folder, write_atomically
+from tachyscope.machine import machine, versions
+from tachyscope.types import Chunk
+
+Document = dict[str, Any]
+
+
+def document(
+    suite: str,
+    rows: Sequence[Document],
+    command: str = "",
+    aa: tuple[float, float] | None = None,
+    **more: Any,
+) -> Document:
+    """A results document: what was measured, when, on what and by which command."""
+    head: Document = {
+        "schema": 1,
+        "suite": suite,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": machine(),
+        "versions": versions(),
+        "command": command,
+    }
+    if aa is not None:
+        head["aa"] = {"low": aa[0], "high": aa[1]}
+    return head | more | {"rows": list(rows)}
+
+
+def size_of(chunk: Chunk) -> str:
+    """A chunk's height and width in pixels, as `--size` takes them."""
+    return "{}x{}".format(*chunk.frames.shape[1:3])
+
+
+def to_json(value: Document, indent: int | None = None) -> str:
+    """Strict JSON; a number that JSON has no word for (infinity, not a number) becomes null."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(_finite(value), indent=indent, separators=separators, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_json(where: str | None) -> None:
+    """Raise where a document could not be written, before it is measured."""
+    if where not in (None, "-"):
+        path = Path(where)
+        if path.is_dir():
+            raise TachyscopeError(f"{path} is a folder: give the name of a file")
+        check_folder(path.parent)
+
+
+def emit(found: Document, where: str | None) -> None:
+    """Write a document to a file, or as the last line of stdout for `-`; None is nowhere."""
+    if where == "-":
+        print(to_json(found))
+    elif where is not None:
+        write_atomically(where, to_json(found, indent=2) + "\n")
