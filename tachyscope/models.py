@@ -34,11 +34,24 @@ def atrium_world(device: torch.device | str = "cpu", dtype: torch.dtype = torch.
     return load_wan(shipped("atrium-world"), device=device, dtype=dtype)
 
 
+def atrium_tokens(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Adapter:
+    """The token model that comes with the package."""
+    return load_vila(shipped("atrium-tokens"), device=device, dtype=dtype)
+
+
 MODELS = {
     "atrium-world": Entry(
         "our own trained world model of small rooms, 128x128, driven by actions",
         "chunks",
         atrium_world,
+        world="atrium",
+    ),
+    "atrium-tokens": Entry(
+        "our own trained token model of the same rooms, 128x128, 256 places a frame",
+        "tokens",
+        atrium_tokens,
         world="atrium",
     ),
     "toy-chunks": Entry(

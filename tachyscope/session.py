@@ -50,7 +50,8 @@ class Session:
         plan.check(shape)
         self.shape, self.plan, self.rope = shape, plan, rope
         self.frames, self.lengths, self.seed = frames, tuple(lengths), seed
-        self.device, self.dtype = torch.device(device), dtype
+        # with its number: "cuda" and "cuda:0" are one device and not equal
+        self.device, self.dtype = torch.empty(0, device=device).device, dtype
         self.meter = Meter(self.device)
         self.reset()
 
@@ -131,8 +132,7 @@ class Session:
         self.now = start + tokens
         self._moment = Moment(
             self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
-            self.prompt, self.pads, not (self.plan.cache.weighted or any(self.pads)),
-            tuple(self._begun),
+            self.prompt, self.pads, self._plain, tuple(self._begun),
         )  # fmt: skip
         self._make_room(self._moment)
         self._pos = pos.to(self.device)
@@ -199,6 +199,13 @@ class Session:
         return self.plan.attention.attend(turned_q, here, at, self.meter)
 
     @property
+    def _plain(self) -> bool:
+        """Whether every entry in use stands for itself alone, as far as the host knows."""
+        cache = self.plan.cache
+        whole = self.past == self.seen and not cache.grows  # a bounded cache has folded nothing yet
+        return not any(self.pads) and (whole or not cache.weighted)
+
+    @property
     def _prefilling(self) -> bool:
         return bool(self.lengths) and self.past == 0
 
@@ -225,7 +232,8 @@ class Session:
         ring, ages = here.own["ring_mlp"][at.step], here.own["ring_age"][at.step]
         old, age = _laid_out(ring, at, 1), _laid_out(ages, at, 1)
         choice = None
-        if at.step in self._ready:
+        # what is given is computed whole: the video rests on it
+        if at.step in self._ready and not at.given:
             self.meter.add("rows_eligible", rows)
             score = self._scores.get(layer)
             choice = self.plan.replay.choose(score, age, here.own, at, self.dice)

@@ -153,6 +153,13 @@ class Moment:
         """Entries in use, this pass's included."""
         return self.past + self.start + self.tokens
 
+    @property
+    def given(self) -> bool:
+        """Whether the tokens were not made here but handed in: a prompt, first frames."""
+        if self.shape.causal:
+            return self.tokens > 1
+        return self.step > 0 and not self.before
+
     def at(self, layer: int) -> Moment:
         return replace(self, layer=layer)
 

@@ -27,7 +27,7 @@ BOUNDED = [
     [
         ("window:budget=99f", 0.0),
         ("window:budget=99f,positions=reindexed", 0.0),
-        ("merge:budget=99f", 1e-6),
+        ("merge:budget=99f", 0.0),
         ("merge:threshold=1.0", 1e-6),
     ],
 )

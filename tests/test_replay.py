@@ -184,3 +184,35 @@ def test_asking_for_replay_does_not_change_the_noise():
 def test_faulty_settings_are_refused(make, message):
     with pytest.raises(TachyscopeError, match=f"^{re.escape(message)}$"):
         make()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_given_frames_are_computed_whole(kind):
+    """A chunk that is only remembered: one clean pass, or a frame's tokens all at once."""
+    shape = SHAPES[kind]
+    at, mlp = session(shape, "replay=attentive:threshold=-1e9"), Square()
+    play(at, 3)
+    rng = torch.Generator().manual_seed(1)
+    step = shape.passes - 1
+    pos = shape.positions(at.frame, shape.chunk)
+    play_pass(at, draw(rng, shape, shape.chunk_tokens), pos, step, shape.passes, mlp)
+    assert mlp.rows == shape.rows * shape.chunk_tokens * shape.layers
+
+
+def test_a_share_of_single_tokens_is_kept_after_given_frames():
+    """Frames that were handed in left no scores: they must not count as low ones."""
+    at = session(TOKENS, "replay=attentive:share=0.5")
+    rng = torch.Generator().manual_seed(0)
+    play_prompt(at, rng)
+    for _ in range(4):
+        play_pass(at, draw(rng, TOKENS, 6), TOKENS.positions(at.frame, 1), 0, 1)
+        at.commit()
+    at.meter.take()
+    for _ in range(40):
+        layers, pos = draw(rng, TOKENS, 6), TOKENS.positions(at.frame, 1)
+        for i in range(6):
+            one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
+            play_pass(at, one, pos[i : i + 1], 0, 1)
+        at.commit()
+    row = at.meter.take()
+    assert row["rows_replayed"] / row["rows_eligible"] == pytest.approx(0.5, abs=1 / 7)

@@ -167,7 +167,10 @@ def test_frames_must_be_positive(model):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: ts.load("dalle"), "no model 'dalle'; there are: atrium-world, toy-chunks"),
+        (
+            lambda: ts.load("dalle"),
+            "no model 'dalle'; there are: atrium-world, atrium-tokens, toy-chunks",
+        ),
         (lambda: ts.load("toy-chunks", device="tpu9"), "no device 'tpu9'"),
         (lambda: ts.load("toy-chunks", dtype="int3"), "no dtype 'int3'; there are: float32"),
         (lambda: ts.load("wan_causal"), "model 'wan_causal' needs a checkpoint: give weights=PATH"),

@@ -786,7 +786,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
             config_of("llm", rope_scaling={"type": "yarn", "factor": 2.0}),
             "rope_scaling.type must be 'linear' or 'default', got 'yarn'",
         ),
-        (config_of("llm", tachyscope={"tokenizer": "words"}), "'hf' or 'bytes', got 'words'"),
+        (config_of("llm", tachyscope={"tokenizer": "runes"}), "hf, bytes, words, got 'runes'"),
         (config_of("llm", tachyscope={}), "must have a tokenizer, it has none of tokenizer.json"),
         (config_of("mm_projector", mm_projector_type="linear"), "'mlp2x_gelu', got 'linear'"),
         (config_of("", tachyscope={"actions": "ww"}), "letters that differ, got 'ww'"),

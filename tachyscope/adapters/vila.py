@@ -22,6 +22,7 @@ from tachyscope.adapters.tokenizers import BytesTokenizer, ChatTokenizer, Tokeni
 from tachyscope.adapters.vila_config import VilaConfig
 from tachyscope.adapters.vila_u import Vila
 from tachyscope.adapters.vqgan import PixelConfig
+from tachyscope.adapters.word_tokenizer import WordTokenizer
 from tachyscope.errors import TachyscopeError
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
@@ -212,9 +213,11 @@ def load_vila(
         fit(getattr(model, part), tensors, where, _unused(config))
     if config.tokenizer == "bytes":
         tokenizer: Tokenizer = BytesTokenizer(config.vocab)
+    elif config.tokenizer == "words":
+        tokenizer = WordTokenizer(config.vocab)
     else:
         tokenizer = ChatTokenizer.load(folder / "llm")
-    return VilaAdapter(model.eval(), config, tokenizer)
+    return VilaAdapter(model.eval(), config, tokenizer, name=folder.resolve().name)
 
 
 def save_vila(adapter: VilaAdapter, folder: Path | str) -> None:

@@ -41,11 +41,12 @@ class VilaConfig:
     fps: int = 8
     actions: str = ""
     clip: int = 8  # frames of the videos it was trained on
-    tokenizer: str = "hf"  # or "bytes"
+    tokenizer: str = "hf"  # or "bytes", or "words"
 
     def __post_init__(self) -> None:
         tokenizer, heads, actions = self.tokenizer, (self.heads, self.kv_heads), self.actions
-        _demand(tokenizer in ("hf", "bytes"), "tokenizer must be 'hf' or 'bytes'", tokenizer)
+        known = "hf", "bytes", "words"
+        _demand(tokenizer in known, f"tokenizer must be one of {', '.join(known)}", tokenizer)
         _demand(heads[0] % heads[1] == 0, "heads must be a multiple of kv_heads", heads)
         _demand(self.head_dim % 2 == 0, "head_dim must be even", self.head_dim)
         differ = len(set(actions)) == len(actions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -54,7 +55,8 @@ class Attentive(ReplayPolicy):
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         if self.share is None or not shape.causal:
             return {}
-        return {"recent_scores": torch.zeros(shape.rows, shape.places, device=device)}
+        # not a number: no token has scored there yet
+        return {"recent_scores": torch.full((shape.rows, shape.places), math.nan, device=device)}
 
     def choose(
         self,
@@ -72,7 +74,7 @@ class Attentive(ReplayPolicy):
             passed = score > self.threshold if self.authors else score >= self.threshold
             return Choice(gate=~self._young(passed, age))
         assert self.share is not None
-        if at.shape.causal and at.tokens == 1:
+        if at.shape.causal:
             return Choice(gate=~self._young(self._among_top(score, own, at), age))
         return refresh_and_fill(-score, self.share, self.age, at, "attentive")
 
@@ -83,8 +85,7 @@ class Attentive(ReplayPolicy):
         """Whether its middle rank lies in the top `share` of the last frame's worth of scores."""
         assert self.share is not None
         ring = own["recent_scores"]
-        # replay starts with the second frame, whose first tokens have few before them
-        known = at.shape.places if at.chunk > 1 else at.start
-        higher = (ring[:, :known] > score).sum(-1, keepdim=True)
+        known = (~ring.isnan()).sum(-1, keepdim=True)
+        higher = (ring > score).sum(-1, keepdim=True)
         ring[:, at.start : at.start + 1] = score
         return higher + 0.5 < self.share * (known + 1)

@@ -41,7 +41,7 @@ class Random(ReplayPolicy):
         draws = 1 if at.shape.paired else age.shape[0]
         luck = torch.rand(draws, at.tokens, generator=dice, device=age.device)
         luck = luck.expand(age.shape)
-        if at.shape.causal and at.tokens == 1:
+        if at.shape.causal:
             replay = luck < self.share
             return Choice(gate=~(replay & (age < self.age)) if self.age else ~replay)
         return refresh_and_fill(luck, self.share, self.age, at, "random")
