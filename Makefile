@@ -20,7 +20,7 @@ $(VENV)/.tested: $(VENV)/.installed
 venv: $(VENV)/.installed
 
 demo: $(VENV)/.installed
-	$(BIN)/tachyscope compare atrium-world --world 13 --plan fast --frames 56 \
+	$(BIN)/tachyscope compare atrium-world --world 22 --plan fast --frames 56 \
 		--actions "q*24 w*4 s*4 e*24" --out out/demo
 
 test: $(VENV)/.tested

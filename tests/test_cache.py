@@ -248,3 +248,25 @@ def test_faulty_settings_are_refused():
         Merge(threshold=0.9, newest=1)
     with pytest.raises(TachyscopeError, match="sink must be 0 or more"):
         Window(sink=-1)
+
+
+def test_a_partner_that_is_folded_away_leaves_its_heir():
+    """Entry 21 is most like 17, and 17 is folded into 2: from then on 21's partner is 2."""
+    at = session(CHUNKS, "cache=merge:budget=35,sink=0,newest=0")
+    rng = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 24, 12, generator=rng, dtype=torch.float64)
+    near, far = (torch.randn(1, 2, 12, generator=rng, dtype=torch.float64) for _ in range(2))
+    keys[:, :, 17] = keys[:, :, 2] + 0.01 * near
+    keys[:, :, 21] = keys[:, :, 17] + 0.2 * near + 0.2 * far
+    for part in keys.split(12, 2):
+        at.begin(torch.zeros(12, 3), 0, 1, (0.0, 0.0))
+        for layer in range(2):
+            at.attend(layer, torch.zeros(1, 4, 12, 12, dtype=torch.float64), part, part)
+        if at.past:
+            features = at.plan.cache._features(at.layers[0], slice(0, 24))
+            assert (features[0, 0, 21] @ features[0, 0, :21].T).argmax() == 17
+        at.commit()
+    here = at.layers[0]
+    assert at.past == 23 and here.logw[0, 0, 2].exp().item() == pytest.approx(2)
+    torch.testing.assert_close(here.k[:, :, 20], keys[:, :, 21])
+    assert here.own["slot_partner"][0, 0, 20] == 2

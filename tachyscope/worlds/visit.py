@@ -10,16 +10,17 @@ import torch
 from tachyscope.errors import TachyscopeError
 from tachyscope.worlds import atrium
 
-# training draws its rooms from seeds below this
-UNSEEN = 2**40
+# Training draws its rooms from seeds far below. torch's CPU generator keeps 32 bits of a seed, so
+# the offset must leave room under 2**32.
+UNSEEN, WORLDS = 4_000_000_000, 100_000_000
 
 
 class Visit:
     """Room `seed` of the unseen ones: frame 0 is its start, frame i follows action i."""
 
     def __init__(self, seed: int, moves: Sequence[int], motion: float = 1.0) -> None:
-        if not 0 <= seed < UNSEEN:
-            raise TachyscopeError(f"a world is a number from 0 to 2**40 - 1, got {seed}")
+        if not 0 <= seed < WORLDS:
+            raise TachyscopeError(f"a world is a number from 0 to {WORLDS - 1}, got {seed}")
         generator = torch.Generator().manual_seed(UNSEEN + seed)
         self.rooms = atrium.make_rooms(1, generator, motion)
         start = atrium.make_starts(1, generator)
