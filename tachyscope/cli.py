@@ -251,6 +251,67 @@ def compare(
     emit(found.document, json)
 
 
+@app.command
+def inspect(
+    model: str,
+    /,
+    *,
+    out: Path,
+    plan: str = "dense",
+    video: Video = VIDEO,
+    given: int = 1,
+    rounds: int = 3,
+    json: Json = None,
+    said: Said = "",
+) -> None:
+    """Measure why the methods can work on a model: time, likeness of frames, attention's mass.
+
+    Parameters
+    ----------
+    model
+        A name that `tachyscope models` lists.
+    out
+        Folder for inspect.json and the plots: time, similarity and mass, as PNG and SVG.
+    plan
+        What the video is made by: a name that `tachyscope methods` lists, or one with changes.
+    given
+        True frames that a world gives; the first actions, one less, lead through them.
+    rounds
+        How many rollouts are timed, beside the one that is observed.
+    json
+        A file for the results, or - for the last line of stdout.
+    """
+    from dataclasses import replace
+
+    from tachyscope.files import check_folder
+    from tachyscope.inspection import inspect_model, lines, write
+    from tachyscope.progress import frames_bar
+    from tachyscope.results import check_json, emit
+    from tachyscope.rollout import parse_actions
+
+    text, asked = video.planned(plan), video.asked()
+    if given < 1:
+        raise TachyscopeError(f"given must be 1 or more, got {given}")
+    if given > 1 and video.world is None:
+        raise TachyscopeError(f"given frames are a world's, got {given} of none: add --world")
+    check_json(json)
+    check_folder(out)
+    adapter = video.load(model)
+    walk = replace(video, frames=video.frames + given - 1)
+    visit = walk.visit(model, adapter)
+    if visit is not None:
+        moves = parse_actions(video.actions, adapter.actions, walk.frames)
+        letters = [adapter.actions[move] for move in (0, *moves)]
+        asked |= {"prompt": visit.prompt, "first": visit.frames(0, given)}
+        asked |= {"first_actions": " ".join(letters[:given]), "actions": " ".join(letters[given:])}
+    else:
+        asked["actions"] = video.actions
+    with frames_bar(video.frames) as watch:
+        found = inspect_model(adapter, text, **asked, rounds=rounds, command=said, watch=watch)
+    print(*lines(found), "", *write(found, out), sep="\n")
+    emit(found, json)
+
+
 def _about(model: Entry) -> str:
     random = " Its weights are random, so its pictures say nothing of quality."
     return f"Model: {model.about}.{random if model.random else ''}"

@@ -23,7 +23,7 @@ from tachyscope.video import read_video
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
-VERBS = ["generate", "compare", "bench cpu", "methods", "models", "doctor"]
+VERBS = ["generate", "compare", "inspect", "bench cpu", "methods", "models", "doctor"]
 SUMS = {"frames", "macs", "pairs", "pairs_dense", "density", "rows_computed", "rows_replayed",
         "cache_mb", "entries", "fps_avg", "fps_now", "chunk_ms"}  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_every_option_is_in_the_manual_and_has_help(verb, capsys):
     assert main([*verb.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     section = MANUAL.split(f"## tachyscope {verb}")[1].split("\n## ")[0]
-    if verb == "compare":
+    if verb in ("compare", "inspect"):
         section += MANUAL.split("## tachyscope generate")[1].split("\n## ")[0]
     for name in names:
         option = "MODEL" if name == "model" and verb != "bench cpu" else f"--{name}"
@@ -120,7 +120,7 @@ def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, 
         (["generate", "vila_u", "--out", "x"], "model 'vila_u' needs a checkpoint: give weights=PATH"),
         (["generate", "--out", "x"], 'Command "generate" parameter MODEL requires an argument.'),
         (["generate", "toy-chunks"], 'Command "generate" parameter --out requires an argument.'),
-        (["conjure"], "Unknown command \"conjure\". Available commands: bench, generate, compare, methods, models, doctor."),
+        (["conjure"], "Unknown command \"conjure\". Available commands: bench, generate, compare, inspect, methods, models, doctor."),
         (["bench", "cpu", "--rounds", "0"], "rounds must be 1 or more, got 0"),
         (["bench", "cpu", "--frames", "0"], "frames must be 1 or more, got 0"),
         (["bench", "cpu", "--plans", ";"], "plans are texts set apart by ';', got ';': try 'fast;balanced'"),
@@ -312,13 +312,15 @@ def test_models_lists_every_model(tmp_path, capsys):
     assert rows["wan_causal"]["size"] is None and rows["vila_u"]["kind"] == "tokens"
 
 
-def test_doctor_makes_a_video_of_every_toy(capsys):
+def test_doctor_makes_a_video_of_every_model_it_has(capsys):
     assert main(["doctor", "--json", "-"]) == 0
     found = last_line(capsys)
     checks = {row["check"]: row for row in found["rows"]}
     assert list(checks) == ["cuda", "triton", "diffusers", "transformers", "libx264", "rollout"]
     assert checks["rollout"]["ok"] and checks["libx264"]["ok"]
-    assert checks["rollout"]["found"] == "atrium-world, toy-chunks, toy-tokens made 2 frames each"
+    assert checks["rollout"]["found"] == (
+        "atrium-world, atrium-tokens, toy-chunks, toy-tokens made 2 frames each"
+    )
 
 
 def test_doctor_says_what_is_broken(monkeypatch, capsys):

@@ -1,0 +1,166 @@
+"""Worlds that share passes are what they are alone; scores, KL and correlations are exact."""
+
+import json
+
+import pytest
+import torch
+
+from tachyscope import evaluation_tokens as ev
+from tachyscope.errors import TachyscopeError
+from tachyscope.models import load
+from tachyscope.rollout import open_session, parse_actions
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("toy-tokens")
+
+
+@pytest.fixture(scope="module")
+def clip():
+    return ev.make_clip("pan", 2, size=32)
+
+
+def letters(text):
+    return " ".join(text)
+
+
+# --- clips
+
+
+def test_the_pan_goes_back_over_what_was_given():
+    clip = ev.make_clip("pan", 1, size=32)
+    frames = clip.frames[0]
+    assert frames.shape == (16, 32, 32, 3)
+    # frame 8 stands where frame 6 did; only things that move on their own may differ
+    assert ev.psnr(frames[8:9], frames[6:7])[0] > ev.psnr(frames[8:9], frames[7:8])[0] + 3
+
+
+def test_every_clip_has_the_given_frames_and_as_many_again():
+    for given, made in ev.CLIPS.values():
+        assert len(given) == len(made) == ev.GIVEN
+        assert given[0] == "."
+        parse_actions(letters(given + made), ".wsadqe", 16)
+
+
+def test_worlds_in_one_batch_are_what_they_are_alone(model, clip):
+    codes = ev.true_codes(model, clip)
+    both = ev.begin(model, ev.Way("replay=attentive:share=0.5"), clip, codes)
+    moves = clip.moves[8:9]
+    with torch.inference_mode():
+        together = model.score(both, codes[:, 8:9], moves)
+        for i, world in enumerate(clip.worlds):
+            alone = open_session(
+                model, "replay=attentive:share=0.5", prompt=world.prompt, frames=8,
+                first=clip.frames[i][:8], first_actions=letters(clip.actions[:8]),
+            )  # fmt: skip
+            one = model.score(alone, codes[i : i + 1, 8:9], moves)
+            torch.testing.assert_close(together[i : i + 1], one, rtol=1e-3, atol=1e-4)
+
+
+# --- measures
+
+
+def test_divergence_of_a_case_by_hand():
+    dense = torch.tensor([0.5, 0.5]).log().view(1, 1, 1, 2)
+    other = torch.tensor([0.25, 0.75]).log().view(1, 1, 1, 2)
+    by_hand = 0.5 * torch.log(torch.tensor(2.0)) + 0.5 * torch.log(torch.tensor(2 / 3))
+    assert ev.divergence(dense, other).item() == pytest.approx(by_hand.item(), abs=1e-6)
+    assert ev.divergence(dense, dense).item() == 0.0
+
+
+def test_rank_correlation_sees_order_alone():
+    x = torch.tensor([3.0, 1.0, 2.0, 7.0])
+    assert ev.spearman(x, x.exp()) == pytest.approx(1.0)
+    assert ev.spearman(x, -x) == pytest.approx(-1.0)
+
+
+def test_dense_is_no_way_off_itself_and_shares_are_kept(model, clip):
+    ways = [ev.Way("replay=attentive:share=0"), *ev.FORCED.values()]
+    dense, off, *rest = ev.forced(model, clip, ways, frames=4)
+    assert all(x["kl"] == 0 and x["share_eligible"] == 0 for x in dense)
+    # one row at a time or all at once: float32 rounds otherwise
+    assert all(abs(x["kl"]) < 1e-6 and x["share_eligible"] == 0 for x in off)
+    for (key, _), found in zip(ev.FORCED.items(), rest, strict=True):
+        share = 0.5 if key.endswith("half") else 0.75
+        assert all(x["kl"] > 1e-6 for x in found)
+        # a share of single tokens comes in steps, and a draw of 16 places is a small one
+        near = 0 if "every_k" in key else 0.15
+        assert found[0]["share_eligible"] == pytest.approx(share, abs=near + 1e-9)
+
+
+def test_replay_in_one_layer_leaves_the_others_whole(model, clip):
+    codes = ev.true_codes(model, clip)
+    session = ev.begin(model, ev.Way("replay=every_k:k=9", layers=(1,)), clip, codes)
+    with torch.inference_mode():
+        model.score(session, codes[:, 8:9], clip.moves[8:9])
+    row = session.meter.take()
+    assert row["rows_replayed"] == row["rows_eligible"] == session.shape.rows * 16
+    assert row["rows_computed"] == 2 * row["rows_replayed"]
+
+
+def test_the_best_ranking_replays_what_changes_least(model, clip):
+    ways = [ev.Way("replay=attentive:share=0.5", rank) for rank in ("change", "tas", "reversed")]
+    _, best, tas, back = ev.forced(model, clip, ways, frames=3)
+    mean = [sum(x["kl"] for x in found) for found in (best, tas, back)]
+    assert mean[0] < min(mean[1:])
+    assert mean[1] != mean[2]
+
+
+def test_mass_is_the_attention_that_is_paid(model, clip):
+    codes = ev.true_codes(model, clip)
+    session = ev.begin(model, ev.Way("replay=attentive:share=0.5", "mass"), clip, codes)
+    with torch.inference_mode():
+        model.score(session, codes[:, 8:9], clip.moves[8:9])
+    for mass in session._masses.values():
+        assert mass.shape == (4, 1)
+        assert ((mass > 0) & (mass < 0.2)).all()  # of 150 entries, by random weights
+
+
+def test_a_moved_picture_is_found_where_it_went():
+    old = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+    found = ev._compare(old.roll(2, 1).flatten(0, 1), old.flatten(0, 1), (4, 6))
+    assert found["change_moved"] == pytest.approx(0.0, abs=1e-6)
+    assert found["change_nearest"] == pytest.approx(0.0, abs=1e-3)
+    assert found["change"] > 1
+
+
+# --- time
+
+
+def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
+    before = [x.clone() for x in model.model.parameters()]
+    empty = ev.hollow(model, projections=True)
+    for layer in empty.model.trunk.layers:
+        assert isinstance(layer.mlp, ev.Nothing) and isinstance(layer.self_attn.q_proj, ev.Nothing)
+    x = torch.ones(2, 3, 64)
+    assert empty.model.trunk.layers[0].mlp(x).shape == (2, 3, 64)
+    assert all(torch.equal(x, y) for x, y in zip(before, model.model.parameters(), strict=True))
+
+
+# --- the whole
+
+
+def test_an_evaluation_has_the_keys_it_promises(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(ev, "WHY", ev.WHY[:2])
+    monkeypatch.setattr(ev, "CLIPS", {name: (a, b[:2]) for name, (a, b) in ev.CLIPS.items()})
+    path = tmp_path / "found.json"
+    words = ["--model", "toy-tokens", "--worlds", "2", "--few", "1", "--frames", "1"]
+    assert ev.main([*words, "--rounds", "1", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert (found["schema"], found["suite"]) == (1, "atrium-tokens")
+    keys = {"psnr_truth_dense", "psnr_truth_replay", "psnr_truth_repeat", "psnr_tokenizer",
+            "speedup_replay", "speedup_replay_window", "speedup_whole"}  # fmt: skip
+    keys |= {f"kl_{name}{end}" for name in ev.CONTROLS for end in ("", "_half")}
+    assert keys <= set(found["tokens"])
+    assert found["tokens"]["kl_random_over"][0] == pytest.approx(
+        found["tokens"]["kl_random"] - found["tokens"]["kl_attentive"]
+    )
+    assert "replay_window" in capsys.readouterr().out
+
+
+def test_faults_are_one_line(capsys):
+    assert ev.main(["--model", "toy-chunks"]) == 2
+    assert "toy-chunks is no token model of Atrium: try atrium-tokens" in capsys.readouterr().err
+    with pytest.raises(TachyscopeError, match="from 1 to 8, got 1, 4, 9 and 8"):
+        ev.evaluate("toy-tokens", worlds=1, frames=9)
