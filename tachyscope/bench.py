@@ -109,13 +109,16 @@ def noise(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 
 
 def verdict(ratios: Sequence[float], aa: tuple[float, float]) -> Document:
-    """A ratio's median and range, and whether all of it lies outside the noise on one side."""
+    """A ratio's median and range, and whether all of it lies outside the noise on one side.
+
+    Fewer than three ratios show no range, so that they are never real.
+    """
     low, high = min(ratios), max(ratios)
     return {
         "ratio_dense": statistics.median(ratios),
         "ratio_dense_low": low,
         "ratio_dense_high": high,
-        "real": low > aa[1] or high < aa[0],
+        "real": len(ratios) >= 3 and (low > aa[1] or high < aa[0]),
     }
 
 

@@ -32,13 +32,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
-# "stock" is the model's own. balanced and fast are provisional until trained models rank them
+# "stock" is the model's own. balanced and fast are provisional: set from first runs on Atrium
 NAMED: dict[str, dict[str, str]] = {
     "chunks": {
         "dense": "cache=keep_all attention=dense text=dense replay=none",
         "lossless": "cache=keep_all attention=dense text=pads replay=none",
-        "balanced": "cache=merge:budget=21f attention=dense text=pads replay=none",
-        "fast": "cache=merge:budget=21f attention=ann:read=0.2 text=pads replay=none",
+        "balanced": "cache=merge:budget=21f,heads=each attention=dense text=pads replay=none",
+        "fast": "cache=merge:budget=21f,heads=each attention=ann:read=0.3,block=4,tile=8 text=pads "
+        "replay=none",
         "fastcar": "cache=keep_all attention=dense text=dense replay=attentive:share=0.8",
         "fast-ar": "cache=merge:threshold=0.9 "
         "attention=ann:read=0.28,hash=lsh,block=1,tile=1,sink=0,newest=0,"

@@ -19,6 +19,8 @@ from tachyscope.types import Layer, Moment, Shape
 
 # sign bits that order the past, so that a block's entries are alike
 BUCKET_BITS = 8
+# elements of listed keys gathered at once: bounds memory, not the result
+AT_ONCE = 2**24
 
 
 class Blocks(NamedTuple):
@@ -176,7 +178,6 @@ class Ann(AttentionPolicy):
             count(meter, "pairs", q, at.end)
             return read_all(q, layer, at)
         blocks = self._cut(at.shape, at.prompt, at.past)
-        chosen = layer.own["ann_map"]
         if at.shape.causal and at.tokens > 1:
             parts = [
                 self.attend(q[:, :, i : i + 1], layer, at.token(i), meter) for i in range(at.tokens)
@@ -186,14 +187,35 @@ class Ann(AttentionPolicy):
             self._choose(q, layer, at, blocks, meter)
         if self.top_p is not None and not q.is_cuda:
             return self._read_ragged(q, layer, at, blocks, meter)
-        most = self._blocks_read(blocks)
-        tile, out = self._tile(at.shape), []
-        for i, part in enumerate(q.split(tile, 2)):
-            listed = self._listed(layer, chosen[:, :, i, :most])
-            out.append(self._read(part, layer, at, listed))
-            count(meter, "pairs", part, listed.shape[2] + at.end - at.past)
+        rows = [self._read_row(q, layer, at, b, blocks, meter) for b in range(q.shape[0])]
+        return torch.cat(rows)
+
+    def _read_row(
+        self, q: Tensor, layer: Layer, at: Moment, row: int, blocks: Blocks, meter: Meter
+    ) -> Tensor:
+        """One row's tiles, as many at once as AT_ONCE allows: [1, H, S, D]."""
+        most, tile = self._blocks_read(blocks), self._tile(at.shape)
+        one = slice(row, row + 1)
+        chosen = layer.own["ann_map"][one, :, :, :most]
+        k, v, logw = layer.k[one], layer.v[one], layer.logw[one]
+        listed = self._listed(layer.own["ann_order"][one], chosen)  # [1, H, tiles, entries]
+        group = max(1, AT_ONCE // (k.shape[3] * listed.shape[1] * listed.shape[3]))
+        whole = q.shape[2] // tile  # the last tile may be a part
+        cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
+        if q.shape[2] % tile:
+            cuts.append((whole, whole + 1))
+        out = []
+        for start, stop in cuts:
+            part = q[one, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
+            ids = listed[0, :, start:stop].transpose(0, 1)  # tiles take the batch's place
+            part = part[0].transpose(0, 1)
+            keys, values, weights = (x.expand(stop - start, -1, *x.shape[2:]) for x in (k, v, logw))
+            now = slice(at.past, at.end)
+            read = listed_attention(part, keys, values, weights, ids, now)
+            count(meter, "pairs", part, ids.shape[2] + at.end - at.past)
+            out.append(read.transpose(0, 1).flatten(1, 2)[None])
             if self.top_p is not None:
-                skipped = (chosen[:, :, i, :most] < 0).sum() * self.block * part.shape[2]
+                skipped = (chosen[:, :, start:stop] < 0).sum() * self.block * part.shape[2]
                 meter.add("simulated_pairs_skipped", skipped)
         return torch.cat(out, 2)
 
@@ -239,16 +261,13 @@ class Ann(AttentionPolicy):
         share = share.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, H, S, blocks]
         return torch.stack([part.sum(2) for part in share.split(self._tile(at.shape), 2)], 2)
 
-    def _listed(self, layer: Layer, ids: Tensor) -> Tensor:
-        """The entries of blocks ids [B, H, M], -1 where there is none: [B, H, M * block]."""
-        order: Tensor = layer.own["ann_order"].unflatten(2, (-1, self.block))
-        order = order.repeat_interleave(ids.shape[1] // order.shape[1], 1)
-        at = ids.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, self.block)
-        return order.gather(2, at).masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(2)
-
-    def _read(self, q: Tensor, layer: Layer, at: Moment, listed: Tensor) -> Tensor:
-        now = slice(at.past, at.end)
-        return listed_attention(q, layer.k, layer.v, layer.logw, listed, now)
+    def _listed(self, order: Tensor, ids: Tensor) -> Tensor:
+        """The entries of blocks ids [1, H, tiles, M], -1 where there is none: [..., M * block]."""
+        blocks: Tensor = order.unflatten(2, (-1, self.block))
+        blocks = blocks.repeat_interleave(ids.shape[1] // order.shape[1], 1)
+        at = ids.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, self.block)
+        found: Tensor = blocks.gather(2, at).unflatten(2, ids.shape[2:])
+        return found.masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(3)
 
     def _read_ragged(
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
