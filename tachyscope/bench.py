@@ -167,7 +167,7 @@ def split_plans(text: str) -> list[str]:
     return found
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse with faults of one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The verb `bench` without the command line's packages."""
     words = sys.argv[1:] if argv is None else argv
     prog = "python -m tachyscope.bench"
-    parser = _Parser(prog=prog, description="Time plans against dense, and dense against itself.")
+    parser = Parser(prog=prog, description="Time plans against dense, and dense against itself.")
     parser.add_argument("device", choices=["cpu"])
     parser.add_argument("--model", default="toy-chunks")
     parser.add_argument("--plans", default="fast;balanced", help="set apart by ';'")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import shlex
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch import Generator, Tensor
 from tachyscope.adapters import Adapter
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.ann import Ann
+from tachyscope.bench import Parser
 from tachyscope.cache import merge as merging
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.merge import fold
@@ -48,7 +48,7 @@ GIVEN = "." + "q" * TURN  # all of the room is shown before anything is made
 # The same turn again, from the same place, where a frame can be copied; then, from places where
 # the walker never stood, what was seen before must be drawn anew.
 WALK = "q" * 24 + "wwaa" + "e" * 20 + "dddd" + "q" * 20 + "ssss" + "e" * 20
-QUICK_WALK = "q" * 18 + "wwaa" + "e" * 8
+QUICK_WALK = "q" * 18 + "wwaa" + "e" * 4
 HORIZONS = (24, 48, 96)
 # A turned camera sees nothing of a view left six steps ago. So these frames of a turn show nothing
 # that the first frame shows, which most caches keep as a sink.
@@ -608,14 +608,15 @@ def _own_measures(
 ) -> Values:
     """The world model's own measures, beside those of its dense rollout."""
     given, number = len(GIVEN), scene.world.number
+    less = 2 if asked.quick else 1
     out = dict(judged)
-    step = EVERY["pose"] * (2 if asked.quick else 1)
+    step = EVERY["pose"] * less
     looked = list(range(step - 1, len(dense.frames), step))
     index = [given + i for i in looked]
     found = pose_errors(dense.frames[looked], scene, index)
     out["pose_error"], out["heading_error"] = found
     last = given + min(48, len(asked.walk))
-    at = range(given, last, EVERY["teacher"])
+    at = range(given, last, EVERY["teacher"] * less)
     out |= teacher_forced(model, scene, given, at)
     # what the search for a pose finds on true frames is its own error
     out["pose_floor"], out["heading_floor"] = pose_errors(scene.frames[at[:4]], scene, at[:4])
@@ -696,7 +697,7 @@ def evaluate(
     walk that sees all of it again. world: also measure the model itself, as `world`. own: also
     each plan's memory of what the model makes up. recall: sample each plan's attention recall.
     twin: the same model in another dtype, for the floor: until which frame two dense runs agree.
-    quick: 30 frames and no recall. watch: is told how many worlds are done.
+    quick: 26 frames and no recall. watch: is told how many worlds are done.
     found: `measure`'s results, by world, where others made them.
     """
     asked = ask(model, plans, seed, frames, quick, recall, world, own)
@@ -886,18 +887,11 @@ def _cores() -> int:
     return cores
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with faults of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise TachyscopeError(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb `eval` without the command line's packages."""
     words = sys.argv[1:] if argv is None else argv
     prog = "python -m tachyscope.evaluation"
-    parser = _Parser(prog=prog, description="Measure a world model and plans on unseen worlds.")
+    parser = Parser(prog=prog, description="Measure a world model and plans on unseen worlds.")
     parser.add_argument("what", choices=["atrium"])
     parser.add_argument("--plan", action="append", help="may be given several times")
     parser.add_argument("--grid", help="plans of a table: budget, matching, ann, replay")

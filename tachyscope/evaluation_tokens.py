@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import multiprocessing
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from tachyscope.adapters.checkpoint import read_json
 from tachyscope.adapters.vila import Prompt, VilaAdapter
 from tachyscope.attention import AttentionPolicy
-from tachyscope.bench import noise
+from tachyscope.bench import Parser, noise
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation import Values, World, interval, make_world, versus
 from tachyscope.meter import Meter, summary
@@ -720,18 +719,11 @@ def lines(found: Document) -> list[str]:
     return out
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with faults of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise TachyscopeError(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The evaluation of token models without the command line's packages."""
     words = sys.argv[1:] if argv is None else argv
     prog = "python -m tachyscope.evaluation_tokens"
-    parser = _Parser(prog=prog, description="Measure replay on a token model and unseen worlds.")
+    parser = Parser(prog=prog, description="Measure replay on a token model and unseen worlds.")
     parser.add_argument("--model", default="atrium-tokens")
     parser.add_argument("--worlds", type=int, default=6)
     parser.add_argument("--few", type=int, default=4, help="worlds of what explains, not claims")
