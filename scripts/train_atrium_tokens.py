@@ -28,10 +28,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 from train_atrium_tokenizer import NAME, pixel_config
-from training import Average, Clock, Log, Optimizer, read_weights, save_atomically, sheet
+from training import (
+    Average,
+    Clock,
+    Log,
+    Optimizer,
+    load_state,
+    read_weights,
+    save_state,
+    sheet,
+)
 
 from tachyscope.adapters.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
 from tachyscope.adapters.vila import VilaAdapter, load_vila, save_vila
@@ -415,26 +423,12 @@ def parts_of(model: Vila) -> dict[str, nn.Module]:
     return {"trunk": model.trunk, "head": model.head, "projector": model.mm_projector}
 
 
-def save(folder: Path, average: Average, optimizer: Optimizer, step: int) -> None:
-    """What exact resumption needs, in float32."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {"step": torch.tensor(step), **optimizer.state()}
-    for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
-        tensors |= {f"live.{i}": live, f"mean.{i}": mean}
-    save_atomically(tensors, folder / "state.safetensors")
-
-
 @torch.no_grad()
 def load(folder: Path, average: Average, optimizer: Optimizer) -> int:
     """Take up a state, or weights alone; the number of steps that were made."""
-    if (folder / "state.safetensors").is_file():
-        tensors = load_file(folder / "state.safetensors")
-        for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
-            live.copy_(tensors[f"live.{i}"])
-            mean.copy_(tensors[f"mean.{i}"])
-        optimizer.restore(tensors)
-        average.count = 10**6  # an average long since warm
-        return int(tensors["step"])
+    step = load_state(folder, average, optimizer)
+    if step is not None:
+        return step
     for name, module in parts_of(load_vila(folder, dtype=torch.float32).model).items():
         average.modules[name].load_state_dict(module.state_dict())
     for live, mean in zip(average.live, average.mean, strict=True):
@@ -565,7 +559,7 @@ def main() -> None:
     def write() -> None:
         write_model(args.out, adapter, average)
         if args.state:
-            save(args.state, average, optimizer, step)
+            save_state(args.state, average, optimizer, step)
 
     empty = torch.tensor(adapter.tokenizer.ids(""), device=device)
     saved, told, told_step = clock.elapsed, clock.elapsed, step

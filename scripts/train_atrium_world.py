@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from training import (
@@ -31,8 +30,9 @@ from training import (
     Clock,
     Log,
     Optimizer,
+    load_state,
     read_weights,
-    save_atomically,
+    save_state,
     sheet,
     write_weights,
 )
@@ -460,7 +460,7 @@ def main() -> None:
     def write() -> None:
         write_model(args.out, config, average, args.autoencoder)
         if args.state:
-            save(args.state, average, optimizer, step)
+            save_state(args.state, average, optimizer, step)
 
     saved, told, told_step = clock.elapsed, clock.elapsed, step
     sums = torch.zeros(6, device=device)
@@ -566,26 +566,12 @@ def write_model(out: Path, config: WanConfig, average: Average, autoencoder: Pat
     write_weights(tensors, out, "decoder", torch.float16)
 
 
-def save(folder: Path, average: Average, optimizer: Optimizer, step: int) -> None:
-    """What exact resumption needs, in float32."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {"step": torch.tensor(step), **optimizer.state()}
-    for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
-        tensors |= {f"live.{i}": live, f"mean.{i}": mean}
-    save_atomically(tensors, folder / "state.safetensors")
-
-
 @torch.no_grad()
 def load(folder: Path, average: Average, optimizer: Optimizer) -> int:
     """Take up a state, or weights alone; the number of steps that were made."""
-    if (folder / "state.safetensors").is_file():
-        tensors = load_file(folder / "state.safetensors")
-        for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
-            live.copy_(tensors[f"live.{i}"])
-            mean.copy_(tensors[f"mean.{i}"])
-        optimizer.restore(tensors)
-        average.count = 10**6  # an average long since warm
-        return int(tensors["step"])
+    step = load_state(folder, average, optimizer)
+    if step is not None:
+        return step
     average.modules["model"].load_state_dict(read_weights(folder, WEIGHTS))
     average.modules["words"].load_state_dict(read_weights(folder, "text_encoder"))
     for live, mean in zip(average.live, average.mean, strict=True):

@@ -214,3 +214,26 @@ def sheet(rows: list[Tensor], path: Path) -> None:
     lines = [torch.cat(list(row.float().cpu().clamp(0, 1)), -1) for row in rows]
     picture = (torch.cat(lines, -2) * 255).round().byte().permute(1, 2, 0)
     Image.fromarray(np.ascontiguousarray(picture.numpy())).save(path)
+
+
+def save_state(folder: Path, average: Average, optimizer: Optimizer, step: int) -> None:
+    """What exact resumption needs, in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {"step": torch.tensor(step), **optimizer.state()}
+    for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
+        tensors |= {f"live.{i}": live, f"mean.{i}": mean}
+    save_atomically(tensors, folder / "state.safetensors")
+
+
+@torch.no_grad()
+def load_state(folder: Path, average: Average, optimizer: Optimizer) -> int | None:
+    """Take up a state, where the folder holds one; the number of steps that were made."""
+    if not (folder / "state.safetensors").is_file():
+        return None
+    tensors = load_file(folder / "state.safetensors")
+    for i, (live, mean) in enumerate(zip(average.live, average.mean, strict=True)):
+        live.copy_(tensors[f"live.{i}"])
+        mean.copy_(tensors[f"mean.{i}"])
+    optimizer.restore(tensors)
+    average.count = 10**6  # an average long since warm
+    return int(tensors["step"])
