@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -33,7 +34,7 @@ from tachyscope.models import load
 from tachyscope.plan import NAMES, Plan
 from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, motion, psnr
 from tachyscope.results import Document, check_json, document, emit
-from tachyscope.rollout import parse_plan, refill, rollout
+from tachyscope.rollout import open_session, parse_plan, refill, rollout
 from tachyscope.session import Session
 from tachyscope.types import Layer, Moment, Shape
 from tachyscope.worlds import atrium
@@ -452,17 +453,14 @@ def take(
     probed: numbers of made frames, from 1 on, at which recall is sampled.
     """
     made = len(scene.actions) - given
-    shape = model.shape(scene.frames.shape[1:3])
-    make = Probed if probed else Session
-    more: dict[str, Any] = {"wanted": [given + i - 1 for i in probed]} if probed else {}
-    session = make(
-        shape, parse_plan(model, plan), model.rope(shape), frames=given + made,
-        seed=scene.world.number, device=model.device, dtype=model.dtype, **more,
-    )  # fmt: skip
-    with torch.inference_mode():
-        latents = model.latents(scene.frames[:given])
+    wanted = [given + i - 1 for i in probed]
     words = " ".join(scene.actions)
-    refill(model, session, latents, scene.world.prompt, words[: 2 * given - 1])
+    session: Session = open_session(
+        model, plan, prompt=scene.world.prompt, frames=made, seed=scene.world.number,
+        size=scene.frames.shape[1:3], first=scene.frames[:given],
+        first_actions=words[: 2 * given - 1],
+        make=partial(Probed, wanted=wanted) if probed else Session,
+    )  # fmt: skip
     chunks = list(rollout(model, frames=made, actions=words[2 * given :], session=session))
     frames = np.concatenate([chunk.frames for chunk in chunks])
     return Take(frames, summary([chunk.stats for chunk in chunks]), session)

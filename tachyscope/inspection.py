@@ -31,7 +31,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, replacing, write_atomically
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, size_of, to_json
-from tachyscope.rollout import parse_plan, refill, rollout
+from tachyscope.rollout import open_session, parse_plan, rollout
 from tachyscope.session import Session
 from tachyscope.types import Chunk, Mlp, Moment, Shape
 
@@ -77,7 +77,6 @@ def inspect_model(
     parsed = parse_plan(model, plan)
     with torch.inference_mode():
         given = None if first is None else model.latents(first)
-        lengths = model.encode(prompt).lengths
     known = 0 if given is None else given.shape[model.frame_dim]
     shape = model.shape(size)
     coming = known
@@ -87,16 +86,10 @@ def inspect_model(
         raise TachyscopeError("adjacent frames need two latent frames, got 1: raise frames")
 
     def play(name: str, make: Callable[..., Session]) -> tuple[Any, list[Chunk]]:
-        session = make(
-            shape, parsed, model.rope(shape), frames=coming, lengths=lengths, seed=seed,
-            device=model.device, dtype=model.dtype,
+        session = open_session(
+            model, parsed, prompt=prompt, frames=frames, seed=seed, size=size, first=first,
+            first_actions=first_actions, make=make,
         )  # fmt: skip
-        if given is None:
-            with torch.inference_mode():
-                model.start(session, model.encode(prompt))
-            session.meter.take()
-        else:
-            refill(model, session, given, prompt, first_actions)
         made = []
         for chunk in rollout(model, frames=frames, actions=actions, session=session):
             made.append(chunk)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 from tachyscope.types import Chunk
+
+S = TypeVar("S", bound=Session)
 
 
 def open_session(
@@ -26,11 +29,13 @@ def open_session(
     size: tuple[int, int] | None = None,
     first: np.ndarray | None = None,
     first_actions: str = "",
-) -> Session:
+    make: Callable[..., S] = Session,  # type: ignore[assignment]
+) -> S:
     """A session that has read the prompt and stands before its first new chunk.
 
     `first` are given frames, uint8 [F, H, W, 3], that the video goes on from, and
-    `first_actions` the actions that led to each of them.
+    `first_actions` the actions that led to each of them. `make` is called for the session: a
+    class that also looks on.
     """
     with torch.inference_mode():
         encoded = model.encode(prompt)
@@ -40,7 +45,7 @@ def open_session(
         coming = None
         if frames is not None:
             coming = known + _chunks(model, shape.chunk, known, frames) * shape.chunk
-        session = Session(
+        session = make(
             shape,
             parse_plan(model, plan),
             model.rope(shape),
