@@ -46,10 +46,13 @@ from tachyscope.adapters.vila import VilaAdapter, load_vila, save_vila
 from tachyscope.adapters.vila_config import VilaConfig
 from tachyscope.adapters.vila_u import Layer, Vila
 from tachyscope.adapters.word_tokenizer import VOCAB, WordTokenizer
+from tachyscope.models import MODELS
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
 
 PROMPT = atrium.LENGTH + 1  # ids of every prompt
+PACE = MODELS["atrium-tokens"].pace
+FASTER, SLOWER = 3.0, 0.5  # paces that clips are drawn between, so that none is learnt by heart
 BACK = dict(zip("wsadqe", "swdaeq", strict=True))
 
 
@@ -77,7 +80,7 @@ def make_config(args: argparse.Namespace, tokenizer: dict[str, Any]) -> VilaConf
         head=DepthConfig(args.depth_width, args.depth_layers, args.depth_heads),
         pixels=pixels,
         sampler=Sampler(cfg=1.0, temperature=args.temperature, top_k=min(codes, 900), top_p=0.96),
-        fps=8,
+        fps=24,
         actions=atrium.ACTIONS,
         clip=args.frames,
         tokenizer="words",
@@ -185,16 +188,16 @@ def make_walk(draw: random.Random, frames: int) -> str:
     return found[:frames]
 
 
-def make_clips(walks: list[str], generator: Generator) -> atrium.Clips:
-    """Rooms of their own for walks of one length."""
+def make_clips(walks: list[str], paces: Tensor, generator: Generator) -> atrium.Clips:
+    """Rooms of their own for walks of one length, at paces [B, 1]."""
     count, frames = len(walks), len(walks[0])
     actions = torch.stack([atrium.letters(walk) for walk in walks])
     return atrium.Clips(
         rooms=atrium.make_rooms(count, generator),
         scene=torch.arange(count)[:, None].expand(count, frames),
         actions=actions,
-        pose=atrium.walk(atrium.make_starts(count, generator), actions),
-        time=torch.arange(frames).expand(count, frames),
+        pose=atrium.walk(atrium.make_starts(count, generator), actions, paces[:, 0]),
+        time=paces * torch.arange(frames),
     )
 
 
@@ -369,7 +372,7 @@ def judge(
     generator = Generator().manual_seed(seed)
     turn = given - 1
     walks = ["." + a * turn + BACK[a] * turn + "." for a in ("qe"[i % 2] for i in range(worlds))]
-    clips, frames = make_clips(walks, generator), 2 * given
+    clips, frames = make_clips(walks, torch.full((worlds, 1), PACE), generator), 2 * given
     ids = make_ids(clips).to(device)
     clips = clips.to(device)
     truth = atrium.film(clips, size)
@@ -461,10 +464,10 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.35, help="last share of the time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--inner", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--inner", type=int, default=2688)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--kv-heads", type=int, default=1)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--depth-width", type=int, default=128)
     parser.add_argument("--depth-layers", type=int, default=2)
@@ -525,7 +528,9 @@ def main() -> None:
     generator, drawing = Generator().manual_seed(seed), random.Random(seed)
 
     def fresh(count: int) -> tuple[atrium.Clips, Tensor]:
-        clips = make_clips([make_walk(drawing, args.frames) for _ in range(count)], generator)
+        walks = [make_walk(drawing, args.frames) for _ in range(count)]
+        luck = torch.rand(count, 1, generator=generator)
+        clips = make_clips(walks, PACE * SLOWER * (FASTER / SLOWER) ** luck, generator)
         return clips, make_ids(clips)
 
     chunk = min(256, args.pool)

@@ -100,7 +100,7 @@ class Packing:
     def __init__(self, rope: Rope, shape: Shape, row: int, device: str) -> None:
         self.rope, self.shape, self.row, self.device = rope, shape, row, device
         self.length = 0
-        self.known: dict[int, tuple[Tensor, ...]] = {}
+        self.known: dict[int, list[Tensor]] = {}
         self.clip, self.noisy, self.frame = (
             torch.zeros(2 * row, dtype=torch.int32, device=device) for _ in range(3)
         )
@@ -110,7 +110,12 @@ class Packing:
         )
         self.mask = self._mask()
 
-    def use(self, length: int) -> None:
+    def use(self, length: int, cut: int = 0, gap: int = 0) -> None:
+        """Clips of a length, whose frames from `cut` on stand `gap` positions later."""
+        pos = self.shape.positions(0, length, self.device)
+        pos[cut * self.shape.places :, 0] += gap
+        for old, new in zip((self.cos, self.sin), self.rope.angles(pos), strict=True):
+            old.copy_(new.float().repeat(2 * self.row // length, 1))
         if length == self.length:
             return
         self.length = length
@@ -119,11 +124,8 @@ class Packing:
         self.noisy.copy_(slot // length % 2)
         self.frame.copy_(slot % length)
         if length not in self.known:
-            pos = self.shape.positions(0, length, self.device)
-            cos, sin = (a.float().repeat(2 * self.row // length, 1) for a in self.rope.angles(pos))
-            self.known[length] = (cos, sin, *_tensors(self._mask()))
-        mine = (self.cos, self.sin, *_tensors(self.mask))
-        for old, new in zip(mine, self.known[length], strict=True):
+            self.known[length] = _tensors(self._mask())
+        for old, new in zip(_tensors(self.mask), self.known[length], strict=True):
             old.copy_(new)
 
     def _mask(self) -> BlockMask | Tensor:
@@ -289,6 +291,17 @@ def choose_length(share: float, row: int) -> int:
     if share < 0.75:
         return row // 2 if r < 0.5 else row // 4
     return row if r < 0.6 else row // 2 if r < 0.8 else row // 4
+
+
+def choose_gap(share: float, length: int) -> tuple[int, int]:
+    """Where a clip's positions jump, and how far: memory must serve beyond any trained length.
+
+    Whole periods of what moves on its own, so that the jump shows in nothing but the positions.
+    """
+    if share < 0.5 or float(torch.rand(())) < 0.5:
+        return 0, 0
+    cut = int(torch.randint(1, length, ()))
+    return cut, atrium.PERIOD * int(64.0 ** float(torch.rand(())))
 
 
 @torch.no_grad()
@@ -467,7 +480,7 @@ def main() -> None:
     while clock.share < 1:
         share = args.begin + (args.finish - args.begin) * clock.share
         length = choose_length(share, args.row)
-        packing.use(length)
+        packing.use(length, *choose_gap(share, length))
         batch = pool.draw(args.rows * args.row // length, length)
         own = share > 0.35 and float(torch.rand(())) < args.own
         error, t = teach(predict, args.rows, own, *batch)

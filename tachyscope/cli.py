@@ -120,7 +120,8 @@ class Video:
             )
         if self.prompt:
             raise TachyscopeError("a world brings its own prompt: leave prompt or world out")
-        return Visit(self.world, parse_actions(self.actions, adapter.actions, self.frames))
+        moves = parse_actions(self.actions, adapter.actions, self.frames)
+        return Visit(self.world, moves, pace=MODELS[model].pace)
 
 
 VIDEO = Video()

@@ -29,7 +29,7 @@ from tachyscope.bench import Parser, noise
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation import Values, World, interval, make_world, versus
 from tachyscope.meter import Meter, summary
-from tachyscope.models import load
+from tachyscope.models import MODELS, load
 from tachyscope.quality import Frames, psnr
 from tachyscope.results import Document, check_json, document, emit
 from tachyscope.rollout import parse_plan
@@ -38,14 +38,16 @@ from tachyscope.types import Layer, Mlp, Moment, Shape
 from tachyscope.worlds import atrium
 
 GIVEN = 8
-# Letters of the given frames, then of the made ones, which see again what the given ones showed.
+PACE = MODELS["atrium-tokens"].pace
+# Letters of the given frames, then of the made ones, which see again what the given ones showed,
+# and steps a frame.
 CLIPS = {
-    "pan": (".qqqqqqq", "eeeeeeee"),
-    "turn": (".q..q..q", "..e..e.."),  # a third of the turns
-    "walk": (".wwwwwww", "ssssssss"),
-    "still": ("........", "........"),  # only what moves on its own moves
+    "pan": (".qqqqqqq", "eeeeeeee", PACE),
+    "brisk": (".qqqqqqq", "eeeeeeee", 2.5 * PACE),
+    "walk": (".wwwwwww", "ssssssss", PACE),
+    "still": ("........", "........", PACE),  # only what moves on its own moves
 }
-WINDOW = "attention=window:tokens=256,sink=4"
+WINDOW = "attention=window:tokens=512,sink=4"
 SHIFTS = range(-4, 5)  # columns by which a picture may have moved since the last frame
 RANKS = ("tas", "mass", "input")  # what a policy could know before it computes
 
@@ -69,19 +71,31 @@ CONTROLS = {
     "random": "replay=random:share={share}",
     "every_k": "replay=every_k:k={k}",
 }
+DRIFTS = {"": ",drift=true", "_paper": ""}  # as it is here, as it was published
 FORCED = {
-    f"kl_{name}{ending}": Way(text.format(share=share, k=round(1 / (1 - share))))
+    f"kl_{name}{how}{ending}": Way(text.format(share=share, k=round(1 / (1 - share))) + drift)
+    for how, drift in DRIFTS.items()
     for ending, share in SHARES.items()
     for name, text in CONTROLS.items()
 }
-REPLAY = "replay=attentive:share=0.75"
-MADE = (
-    Way("dense"), Way("replay=attentive:share=0.1"), Way("replay=attentive:share=0.25"),
-    Way("replay=attentive:share=0.5"), Way(REPLAY), Way(WINDOW), Way(f"{WINDOW} {REPLAY}"),
-)  # fmt: skip
+REPLAY = "replay=attentive:share=0.75,drift=true"
+HALF = "replay=attentive:share=0.5,drift=true"
+MADE = {
+    "dense": Way("dense"),
+    "replay": Way(REPLAY),
+    "window": Way(WINDOW),
+    "replay_window": Way(f"{WINDOW} {REPLAY}"),
+    "half": Way(HALF),
+    "half_window": Way(f"{WINDOW} {HALF}"),
+    "quarter": Way("replay=attentive:share=0.25,drift=true"),
+    "paper": Way("replay=attentive:share=0.75"),
+    "paper_half": Way("replay=attentive:share=0.5"),
+    "random": Way("replay=random:share=0.75,drift=true"),
+    "every_k": Way("replay=every_k:k=4,drift=true"),
+}
 WHY = (
-    Way(REPLAY), Way("replay=random:share=0.75"), Way(REPLAY, "reversed"), Way(REPLAY, "mass"),
-    Way(REPLAY, "input"), Way(REPLAY, "change"), Way(f"{REPLAY},age=3"),
+    Way(REPLAY), Way(REPLAY, "reversed"), Way(REPLAY, "mass"), Way(REPLAY, "input"),
+    Way(REPLAY, "change"), Way(f"{REPLAY},age=3"),
 )  # fmt: skip
 
 
@@ -103,15 +117,16 @@ class Clip:
 
 def make_clip(name: str, worlds: int, seed: int = 0, size: int = atrium.SIZE) -> Clip:
     """A named clip's truth in so many unseen worlds."""
-    actions = "".join(CLIPS[name])
+    given, made, pace = CLIPS[name]
     found = tuple(make_world(seed, number) for number in range(worlds))
-    return Clip(found, actions, tuple(_film(world, actions, size) for world in found))
+    films = tuple(_film(world, given + made, pace, size) for world in found)
+    return Clip(found, given + made, films)
 
 
-def _film(world: World, actions: str, size: int) -> Frames:
-    pose = atrium.walk(world.start, atrium.letters(actions)[None])[0]
+def _film(world: World, actions: str, pace: float, size: int) -> Frames:
+    pose = atrium.walk(world.start, atrium.letters(actions)[None], pace)[0]
     rooms = world.rooms.rows(torch.zeros(len(actions), dtype=torch.long))
-    pictures = atrium.render(rooms, pose, torch.arange(len(actions)), size)
+    pictures = atrium.render(rooms, pose, pace * torch.arange(len(actions)), size)
     levels = (255 * pictures.clamp(0, 1)).round().to(torch.uint8)
     return cast(Frames, levels.permute(0, 2, 3, 1).contiguous().numpy())
 
@@ -272,9 +287,9 @@ def forced(
             kl = divergence(dense, logits)
             nll = -logits.log_softmax(-1).gather(-1, told).mean((1, 2, 3))
             right = (logits.argmax(-1, keepdim=True) == told).float().mean((1, 2, 3))
-            sums[row] += torch.stack([kl, nll, right]) / frames
+            sums[row] += torch.stack([kl, nll, right]).cpu() / frames
             if i == GIVEN:
-                first[row] = kl
+                first[row] = kl.cpu()
     out = []
     for session, found, start in zip(sessions, sums.tolist(), first.tolist(), strict=True):
         skipped = _skipped(session.meter.take())
@@ -342,7 +357,9 @@ def probe(model: VilaAdapter, clip: Clip, frames: int = GIVEN) -> list[list[Valu
     session = begin(model, Way("replay=attentive:share=0"), clip, codes)
     session.watch = RANKS
     session.watched = {
-        name: torch.zeros(len(session.layers), session.shape.rows, session.shape.places)
+        name: torch.zeros(
+            len(session.layers), session.shape.rows, session.shape.places, device=model.device
+        )
         for name in RANKS
     }
     layers, worlds = len(session.layers), len(clip.worlds)
@@ -537,30 +554,32 @@ def combined(by_world: Sequence[Values]) -> Document:
 
 def tasks(worlds: int, few: int) -> list[tuple[str, str, int]]:
     """What is measured: (measure, clip, worlds); the long ones first."""
-    found = [("made", "pan", worlds), ("forced", "pan", worlds), ("forced", "still", few)]
-    found += [("why", "pan", few), ("made_few", "still", few)]
-    found += [("dial", name, few) for name in ("turn", "walk")]
-    found += [("probe", name, few) for name in ("pan", "still")]
-    return [*found, ("bounds", "pan", worlds), ("bounds", "still", worlds)]
+    found = [("made", "pan", worlds), ("forced", "pan", worlds), ("why", "pan", few)]
+    found += [("made", "brisk", few), ("made", "still", few)]
+    found += [("forced", name, few) for name in ("brisk", "walk", "still")]
+    found += [("probe", name, few) for name in ("pan", "brisk", "still")]
+    return [*found, ("bounds", "pan", worlds), ("bounds", "brisk", few), ("bounds", "still", few)]
 
 
 _ready: dict[str, Any] = {}  # a process's model
 
 
-def _prepare(name: str, threads: int | None = None) -> None:
+def _prepare(
+    name: str, weights: str | None = None, device: str = "cpu", threads: int | None = None
+) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
-    _ready["model"] = load(name)
+    _ready["model"] = load(name, weights, device=device)
 
 
 def _work(task: tuple[str, str, int, int, int]) -> list[Document]:
     what, name, worlds, seed, frames = task
     model = _ready["model"]
     clip = make_clip(name, worlds, seed, model.config.size[0])
-    start = time.process_time()
+    start = time.monotonic()
     rows = _measure(model, what, clip, frames)
-    spent = time.process_time() - start
-    head: Document = {"measure": what, "clip": name, "worlds": worlds, "cpu_s": spent}
+    spent = time.monotonic() - start
+    head: Document = {"measure": what, "clip": name, "worlds": worlds, "seconds": spent}
     return [head | row for row in rows]
 
 
@@ -571,22 +590,16 @@ def _measure(model: VilaAdapter, what: str, clip: Clip, frames: int) -> list[Doc
     if what == "probe":
         found = probe(model, clip, frames)
         return [{"layer": n} | combined(by_world) for n, by_world in enumerate(found)]
-    ways: Sequence[Way]
-    if what.startswith("made"):
-        ways = MADE if what == "made" else (MADE[0], Way(REPLAY))
+    if what == "made":
+        ways = list(MADE.values())
         results = made(model, clip, ways)
         frames = len(clip.actions) - GIVEN
     else:
         alone = [Way(REPLAY, layers=(n,)) for n in range(model.config.layers)]
-        whole = len(clip.actions) - GIVEN if clip.actions.strip(".") else frames
-        asked = {
-            "forced": (list(FORCED.values()), whole),
-            "why": ([*WHY, *alone], frames),
-            "dial": (list(FORCED.values())[:2], frames),
-        }
-        given, frames = asked[what]
-        ways = [Way("dense"), *given]
-        results = forced(model, clip, given, frames)
+        asked = list(FORCED.values()) if what == "forced" else [*WHY, *alone]
+        ways = [Way("dense"), *asked]
+        frames = min(frames, len(clip.actions) - GIVEN)
+        results = forced(model, clip, asked, frames)
     return [
         {"plan": str(way), "frames": frames} | combined(by_world)
         for way, by_world in zip(ways, results, strict=True)
@@ -596,9 +609,11 @@ def _measure(model: VilaAdapter, what: str, clip: Clip, frames: int) -> list[Doc
 def evaluate(
     name: str = "atrium-tokens",
     *,
+    weights: str | None = None,
+    device: str = "cpu",
     worlds: int = 6,
     few: int = 4,
-    frames: int = 4,
+    frames: int = GIVEN,
     rounds: int = GIVEN,
     seed: int = 0,
     jobs: int = 1,
@@ -609,17 +624,17 @@ def evaluate(
 ) -> Document:
     """Measure a token model on unseen worlds; a results document with intervals over worlds.
 
-    The panning clip takes all of `worlds` and all frames; teacher forcing on other clips takes the
-    first `frames` made frames, and what is no claim but a reason, `few` worlds. `watch` is shown
-    the document as far as it has come. known: rows of earlier documents, not measured again.
-    skip: what to leave out, as measure:clip.
+    The panning clip takes all of `worlds`, what is no claim but a reason, `few` of them; teacher
+    forcing takes the first `frames` made frames. `watch` is shown the document as far as it has
+    come. known: rows of earlier documents, not measured again. skip: what to leave out, as
+    measure:clip. Time is taken on the CPU, whatever the device of the rest, unless rounds are 0.
     """
-    if worlds < 1 or few < 1 or not 1 <= frames <= GIVEN or not 1 <= rounds <= GIVEN:
+    if worlds < 1 or few < 1 or not 1 <= frames <= GIVEN or not 0 <= rounds <= GIVEN:
         raise TachyscopeError(
-            f"worlds must be 1 or more, frames and rounds from 1 to {GIVEN}, "
+            f"worlds must be 1 or more, frames from 1 and rounds from 0 to {GIVEN}, "
             f"got {worlds}, {few}, {frames} and {rounds}"
         )
-    _prepare(name)
+    _prepare(name, weights, device)
     model = _ready["model"]
     if not isinstance(model, VilaAdapter) or model.actions != atrium.ACTIONS:
         raise TachyscopeError(f"{name} is no token model of Atrium: try atrium-tokens")
@@ -638,11 +653,13 @@ def evaluate(
         gather(map(_work, asked))
     else:
         fresh = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, fresh, _prepare, (name, 1)) as pool:
+        with ProcessPoolExecutor(jobs, fresh, _prepare, (name, weights, device, 1)) as pool:
             gather(pool.map(_work, asked))
-    speed = clock(model, make_clip("pan", 1, seed, model.config.size[0]), rounds)
-    more: Document = {"model": name, "clips": {k: "".join(v) for k, v in CLIPS.items()}}
-    more |= {"given": GIVEN, "seed": seed, "tokens": headline(rows, speed), "speed": speed}
+    more: Document = {"model": name, "clips": CLIPS, "given": GIVEN, "seed": seed}
+    if not rounds:
+        return document("atrium-tokens", rows, command, tokens=headline(rows), **more)
+    speed = clock(load(name, weights), make_clip("pan", 1, seed, model.config.size[0]), rounds)
+    more |= {"tokens": headline(rows) | speedups(speed), "speed": speed}
     return document("atrium-tokens", rows, command, speed["trunk_aa"], **more)
 
 
@@ -655,33 +672,41 @@ def pick(rows: Sequence[Document], measure: str, clip: str, plan: str | None = N
     )
 
 
-def headline(rows: Sequence[Document], speed: Mapping[str, Any]) -> Document:
+def headline(rows: Sequence[Document]) -> Document:
     """The numbers that claims are held to; `_over` is by how much a control exceeds attentive."""
     out: Document = {}
     limits = pick(rows, "bounds", "pan")
     for key in ("psnr_tokenizer", "psnr_truth_repeat"):
         out[key] = limits[key]
-    plans = {"dense": MADE[0], "replay": MADE[4], "window": MADE[5], "replay_window": MADE[6]}
-    dense = pick(rows, "made", "pan", "dense")
-    for key, way in plans.items():
-        row = pick(rows, "made", "pan", str(way))
-        out[f"psnr_truth_{key}"] = row["psnr_truth"]
-        if key != "dense":
-            out[f"psnr_truth_{key}_loss"] = versus(dense, row, "psnr_truth")
-    there = [row["clip"] for row in rows if row["measure"] == "forced"]
-    for clip, ending in (("pan", ""), ("still", "_still")):
-        for key, way in FORCED.items() if clip in there else ():
+    there = {(row["measure"], row["clip"]) for row in rows}
+    for clip in CLIPS:
+        ending = "" if clip == "pan" else f"_{clip}"
+        if ("made", clip) in there:
+            dense = pick(rows, "made", clip, "dense")
+            for key, way in MADE.items():
+                row = pick(rows, "made", clip, str(way))
+                out[f"psnr_truth_{key}{ending}"] = row["psnr_truth"]
+                if key != "dense":
+                    out[f"psnr_truth_{key}_loss{ending}"] = versus(dense, row, "psnr_truth")
+        for key, way in FORCED.items() if ("forced", clip) in there else ():
             row = pick(rows, "forced", clip, str(way))
             out[key + ending] = row["kl"]
             if "attentive" not in key:
-                rival = FORCED["kl_attentive_half" if key.endswith("half") else "kl_attentive"]
+                rival = FORCED[key.replace("random", "attentive").replace("every_k", "attentive")]
                 ours = pick(rows, "forced", clip, str(rival))
                 out[f"{key}{ending}_over"] = versus(row, ours, "kl")
-    out["speedup_replay"] = speed["replay"]["trunk_ratio"]
-    out["speedup_replay_window"] = speed["replay_window"]["trunk_ratio"]
-    out["speedup_window"] = speed["window"]["trunk_ratio"]
-    out["speedup_whole"] = speed["replay"]["whole_ratio"]
-    out["speedup_whole_window"] = speed["replay_window"]["whole_ratio"]
+    return out
+
+
+def speedups(speed: Mapping[str, Any]) -> Document:
+    """The clock's numbers that claims are held to."""
+    out: Document = {
+        "speedup_replay": speed["replay"]["trunk_ratio"],
+        "speedup_replay_window": speed["replay_window"]["trunk_ratio"],
+        "speedup_window": speed["window"]["trunk_ratio"],
+        "speedup_whole": speed["replay"]["whole_ratio"],
+        "speedup_whole_window": speed["replay_window"]["whole_ratio"],
+    }
     for part in ("trunk", "whole"):
         empty = speed["python"]["trunk_ms"]
         out[f"python_share_{part}"] = empty / speed["dense"][f"{part}_ms"]
@@ -705,8 +730,8 @@ def lines(found: Document) -> list[str]:
             mean, low, high = (math.nan if x is None else x for x in three)
             shown.append(f"{key} {mean:.4f} ({low:.4f} to {high:.4f})")
         out.append(f"{row['measure']} {row['clip']} {named}: " + ", ".join(shown))
-    speed = found["speed"]
-    for part in ("trunk", "whole"):
+    speed = found.get("speed", {})
+    for part in ("trunk", "whole") if speed else ():
         low, high = speed[f"{part}_aa"]
         out.append(f"{part}: dense against itself {low:.2f}x to {high:.2f}x, inside is noise")
     for name, row in speed.items():
@@ -725,10 +750,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog = "python -m tachyscope.evaluation_tokens"
     parser = Parser(prog=prog, description="Measure replay on a token model and unseen worlds.")
     parser.add_argument("--model", default="atrium-tokens")
+    parser.add_argument("--weights")
+    parser.add_argument("--device", default="cpu", help="of all but the clock")
     parser.add_argument("--worlds", type=int, default=6)
     parser.add_argument("--few", type=int, default=4, help="worlds of what explains, not claims")
-    parser.add_argument("--frames", type=int, default=4, help="made frames of the same")
-    parser.add_argument("--rounds", type=int, default=GIVEN, help="of the clock")
+    parser.add_argument("--frames", type=int, default=GIVEN, help="made frames, teacher-forced")
+    parser.add_argument("--rounds", type=int, default=GIVEN, help="of the clock; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes; the clock runs alone")
     parser.add_argument("--resume", action="append", help="a document whose rows are known")
@@ -740,13 +767,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def watch(so_far: Document) -> None:
             row = so_far["rows"][-1]
-            print(f"{row['measure']} {row['clip']}, {row['cpu_s']:.0f} s", file=sys.stderr)
+            print(f"{row['measure']} {row['clip']}, {row['seconds']:.0f} s", file=sys.stderr)
             # hours of measuring must not hang on its last minute
             emit(so_far, None if args.json == "-" else args.json)
 
         known = [row for path in args.resume or () for row in read_json(Path(path))["rows"]]
         found = evaluate(
-            args.model, worlds=args.worlds, few=args.few, frames=args.frames, rounds=args.rounds,
+            args.model, weights=args.weights, device=args.device, worlds=args.worlds,
+            few=args.few, frames=args.frames, rounds=args.rounds,
             seed=args.seed, jobs=args.jobs, command=f"{prog} {shlex.join(words)}", watch=watch,
             known=known, skip=args.skip or (),
         )  # fmt: skip

@@ -27,6 +27,7 @@ class Entry:
     weights: bool = False  # whether a checkpoint must be given
     random: bool = False  # whether its weights are, so that its pictures say nothing of quality
     world: str = ""  # the world with a known truth that it was trained on
+    pace: float = 1.0  # steps of a walk in that world that a frame takes
 
 
 def atrium_world(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Adapter:
@@ -53,6 +54,9 @@ MODELS = {
         "tokens",
         atrium_tokens,
         world="atrium",
+        # half a degree a frame: at 24 frames a second what is in view crosses it in seven seconds,
+        # as fast as cameras are panned
+        pace=1 / 30,
     ),
     "toy-chunks": Entry(
         "tiny random Wan-type diffusion model, a chunk of 3 at a time",

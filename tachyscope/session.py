@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.replay import (
+    follow_drift,
     replay_gated,
     replay_masked,
     replay_rows,
@@ -24,6 +25,8 @@ from tachyscope.types import Layer, Mlp, Moment, Rope, Shape, Text
 
 # the host's numbers that a state carries
 COUNTS = ("chunk", "frame", "past", "seen", "text_tokens", "frames", "seed")
+# Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
+DRIFT_ROWS = 16.0
 
 
 class Session:
@@ -99,6 +102,9 @@ class Session:
             place = (shape.passes, shape.rows, shape.places)
             own["ring_mlp"] = torch.zeros(*place, shape.width, dtype=self.dtype, device=self.device)
             own["ring_age"] = torch.zeros(place, dtype=torch.int32, device=self.device)
+            if plan.replay.drift:
+                size = (shape.passes, shape.rows, 1, shape.width)
+                own["ring_drift"] = torch.zeros(size, dtype=self.dtype, device=self.device)
             if plan.replay.score:
                 size = (shape.passes, shape.rows, shape.kv_heads, shape.places, shape.head_dim)
                 own["ring_key"] = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -242,6 +248,10 @@ class Session:
             y, age = fn(x), torch.zeros_like(age)
         else:
             y, age = self._replay(x, old, age, choice, fn)
+        if self.plan.replay.drift and at.step in self._ready:
+            drift = here.own["ring_drift"][at.step]
+            y, moved = follow_drift(drift, y, old, age == 0, DRIFT_ROWS)
+            drift.copy_(moved)
         _store(ring, y, at, 1)
         _store(ages, age, at, 1)
         return y

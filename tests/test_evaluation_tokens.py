@@ -37,7 +37,7 @@ def test_the_pan_goes_back_over_what_was_given():
 
 
 def test_every_clip_has_the_given_frames_and_as_many_again():
-    for given, made in ev.CLIPS.values():
+    for given, made, _ in ev.CLIPS.values():
         assert len(given) == len(made) == ev.GIVEN
         assert given[0] == "."
         parse_actions(letters(given + made), ".wsadqe", 16)
@@ -143,7 +143,7 @@ def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
 
 def test_an_evaluation_has_the_keys_it_promises(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ev, "WHY", ev.WHY[:2])
-    monkeypatch.setattr(ev, "CLIPS", {name: (a, b[:2]) for name, (a, b) in ev.CLIPS.items()})
+    monkeypatch.setattr(ev, "CLIPS", {name: (a, b[:2], pace) for name, (a, b, pace) in ev.CLIPS.items()})
     path = tmp_path / "found.json"
     words = ["--model", "toy-tokens", "--worlds", "2", "--few", "1", "--frames", "1"]
     assert ev.main([*words, "--rounds", "1", "--json", str(path)]) == 0
@@ -162,5 +162,5 @@ def test_an_evaluation_has_the_keys_it_promises(monkeypatch, tmp_path, capsys):
 def test_faults_are_one_line(capsys):
     assert ev.main(["--model", "toy-chunks"]) == 2
     assert "toy-chunks is no token model of Atrium: try atrium-tokens" in capsys.readouterr().err
-    with pytest.raises(TachyscopeError, match="from 1 to 8, got 1, 4, 9 and 8"):
+    with pytest.raises(TachyscopeError, match="from 0 to 8, got 1, 4, 9 and 8"):
         ev.evaluate("toy-tokens", worlds=1, frames=9)

@@ -5,13 +5,20 @@ import torch
 from streams import CHUNKS, TOKENS, Square, assert_same, draw, play, play_pass, play_prompt, session
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.replay import temporal_score_reference
+from tachyscope.kernels.replay import (
+    follow_drift,
+    follow_drift_reference,
+    temporal_score_reference,
+)
 from tachyscope.replay.attentive import Attentive
 from tachyscope.replay.every_k import EveryK
 from tachyscope.replay.random import Random
 
 SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
-OPEN = ["attentive:share=0", "attentive:threshold=1e9", "random:share=0", "every_k:k=1"]
+OPEN = [
+    "attentive:share=0", "attentive:threshold=1e9", "random:share=0", "every_k:k=1",
+    "attentive:share=0,drift=true",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -25,6 +32,7 @@ REPLAYS = [
     "attentive:share=0.5", "attentive:share=0.75,age=3", "attentive:threshold=0.2",
     "attentive:threshold=0.2,age=1", "attentive:threshold=0.2,cfg=free,authors=true",
     "random:share=0.5", "random:share=0.6,age=2", "every_k:k=3",
+    "attentive:share=0.5,drift=true", "random:share=0.5,drift=true", "every_k:k=3,drift=true",
 ]  # fmt: skip
 
 
@@ -216,3 +224,47 @@ def test_a_share_of_single_tokens_is_kept_after_given_frames():
         at.commit()
     row = at.meter.take()
     assert row["rows_replayed"] / row["rows_eligible"] == pytest.approx(0.5, abs=1 / 7)
+
+
+class Growing:
+    """An MLP whose every output grows by one vector a chunk."""
+
+    macs = 1
+
+    def __init__(self, at, way):
+        self.at, self.way = at, way
+
+    def __call__(self, x):
+        return x * 0 + self.at.chunk * self.way
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_what_all_outputs_share_reaches_replayed_rows_by_drift(kind):
+    """Outputs that grow by one vector a frame: drift makes replay right, without it it is wrong."""
+    shape, chunks = SHAPES[kind], 40
+    way = torch.linspace(-1, 1, shape.width, dtype=torch.float64)
+    errors = {}
+    for drift in ("true", "false"):
+        at = session(shape, f"replay=random:share=0.5,drift={drift}")
+        mlp = Growing(at, way)
+        out = [y for _, y in play(at, chunks, mlp=mlp)]
+        assert at.meter.take()["rows_replayed"] > 0
+        each = len(out) // chunks
+        late = range(chunks // 2, chunks)
+        errors[drift] = max(
+            (y - i * way).abs().max().item() for i in late for y in out[i * each : (i + 1) * each]
+        )
+    # without it a value is late by as many frames as it is old; with it by a part of one
+    assert errors["true"] < 0.5
+    assert errors["false"] >= 1.0
+
+
+def test_drift_is_the_running_mean_of_changes():
+    rng = torch.Generator().manual_seed(3)
+    drift, y, old = (torch.randn(2, s, 5, generator=rng, dtype=torch.float64) for s in (1, 7, 7))
+    for share in (0.0, 0.5, 1.0):
+        computed = torch.rand(2, 7, generator=rng) < share
+        y = torch.where(computed[..., None], y, old)
+        want = follow_drift_reference(drift, y, old, computed, 16.0)
+        for got, right in zip(follow_drift(drift, y, old, computed, 16.0), want, strict=True):
+            torch.testing.assert_close(got, right)

@@ -1,4 +1,4 @@
-"""Temporal attention score, and an MLP that runs on some rows only."""
+"""Temporal attention score, an MLP that runs on some rows only, and what all rows' outputs share."""
 
 from __future__ import annotations
 
@@ -51,3 +51,33 @@ def replay_gated(x: Tensor, old: Tensor, gate: Tensor, fn: Callable[[Tensor], Te
 def replay_masked(x: Tensor, old: Tensor, gate: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """The definition of both, and all that stock CUDA can do without a wait: it saves nothing."""
     return torch.where(gate.unsqueeze(-1), fn(x).to(old.dtype), old)
+
+
+def follow_drift(
+    drift: Tensor, y: Tensor, old: Tensor, computed: Tensor, memory: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs and drift, once y [B, S, W] was computed at `computed` [B, S] and is old elsewhere.
+
+    drift [B, 1, W] is a running mean, over `memory` rows, of how computed outputs differ from
+    those they replace. It is what a whole frame's outputs have in common, and a row that is
+    replayed needs it too.
+    """
+    count = computed.sum(1, keepdim=True).unsqueeze(-1)
+    change = (y - old).sum(1, keepdim=True) / count.clamp(min=1)
+    drift = torch.lerp(drift, change, 1 - (1 - 1 / memory) ** count.to(drift.dtype))
+    return torch.where(computed.unsqueeze(-1), y, old + drift), drift
+
+
+def follow_drift_reference(
+    drift: Tensor, y: Tensor, old: Tensor, computed: Tensor, memory: float
+) -> tuple[Tensor, Tensor]:
+    """The definition, row by row in float64."""
+    out, drifts = y.double().clone(), drift.double().clone()
+    for b, (rows, mean) in enumerate(zip(computed.tolist(), drifts, strict=True)):
+        changes = [y[b, i].double() - old[b, i].double() for i, ran in enumerate(rows) if ran]
+        for _ in changes:
+            mean += (torch.stack(changes).mean(0) - mean) / memory
+        for i, ran in enumerate(rows):
+            if not ran:
+                out[b, i] = old[b, i] + mean
+    return out.to(y.dtype), drifts.to(drift.dtype)

@@ -25,8 +25,12 @@ class Choice:
 
 
 class ReplayPolicy(abc.ABC):
-    """Decides which tokens' MLPs are computed; its only effect is on the tensors handed in."""
+    """Decides which tokens' MLPs are computed; its only effect is on the tensors handed in.
 
+    drift: a replayed output is moved by what computed ones have lately changed by on average.
+    """
+
+    drift: bool
     paper: ClassVar[str]
 
     @property

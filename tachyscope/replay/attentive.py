@@ -25,6 +25,7 @@ class Attentive(ReplayPolicy):
     age: a value serves at most that often in a row (0: no limit).
     cfg: "tied" lets both rows of a guidance pair decide by their mean score.
     authors: the published code's score, unrotated query against rotated key, compared strictly.
+    drift: what is replayed is moved by the mean change of what is computed; not in the paper.
     """
 
     share: float | None = None
@@ -32,6 +33,7 @@ class Attentive(ReplayPolicy):
     age: int = 0
     cfg: Literal["tied", "free"] = "tied"
     authors: bool = False
+    drift: bool = False
 
     paper: ClassVar[str] = "FastCar, arXiv 2505.14709"
 

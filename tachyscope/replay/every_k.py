@@ -19,6 +19,7 @@ class EveryK(ReplayPolicy):
     """Compute all tokens of every `k`-th chunk and none of the others; a control."""
 
     k: int = 2
+    drift: bool = False
 
     paper: ClassVar[str] = ""
     score: ClassVar[str] = ""

@@ -20,6 +20,7 @@ class Random(ReplayPolicy):
 
     share: float = 0.5
     age: int = 0
+    drift: bool = False
 
     paper: ClassVar[str] = ""
     score: ClassVar[str] = ""

@@ -90,7 +90,7 @@ class Clips:
     scene: Tensor  # [B, T]
     actions: Tensor  # [B, T]; the first of a scene is "stay"
     pose: Tensor  # [B, T, 3] x, y and heading in steps of a turn
-    time: Tensor  # [B, T] frames since the clip began
+    time: Tensor  # [B, T] steps since the clip began
 
     def to(self, device: torch.device | str) -> Clips:
         parts = (self.scene, self.actions, self.pose, self.time)
@@ -151,23 +151,26 @@ def letters(text: str) -> Tensor:
     return torch.tensor([ACTIONS.index(letter) for letter in text])
 
 
-def step(pose: Tensor, action: Tensor) -> Tensor:
-    """The pose [..., 3] after an action [...]; a wall stops the walker only across itself."""
+def step(pose: Tensor, action: Tensor, pace: float | Tensor = 1.0) -> Tensor:
+    """The pose [..., 3] after an action [...]; a wall stops the walker only across itself.
+
+    pace: the part of a step that a frame takes, [...] or one for all; time passes by as much.
+    """
     x, y, heading = pose.unbind(-1)
-    heading = (heading + (action == 5).to(pose) - (action == 6).to(pose)) % TURN
+    heading = (heading + pace * ((action == 5).to(pose) - (action == 6).to(pose))) % TURN
     ahead = (action == 1).to(pose) - (action == 2).to(pose)
     aside = (action == 3).to(pose) - (action == 4).to(pose)
     cos, sin = _direction(heading)
-    x = (x + STRIDE * (ahead * cos - aside * sin)).clamp(NEAR, 1 - NEAR)
-    y = (y + STRIDE * (ahead * sin + aside * cos)).clamp(NEAR, 1 - NEAR)
+    x = (x + pace * STRIDE * (ahead * cos - aside * sin)).clamp(NEAR, 1 - NEAR)
+    y = (y + pace * STRIDE * (ahead * sin + aside * cos)).clamp(NEAR, 1 - NEAR)
     return torch.stack([x, y, heading], -1)
 
 
-def walk(start: Tensor, actions: Tensor) -> Tensor:
+def walk(start: Tensor, actions: Tensor, pace: float | Tensor = 1.0) -> Tensor:
     """Poses [B, T, 3] from start [B, 3]; each action comes before the frame of its number."""
     poses = []
     for action in actions.unbind(1):
-        start = step(start, action)
+        start = step(start, action, pace)
         poses.append(start)
     return torch.stack(poses, 1)
 

@@ -16,16 +16,22 @@ UNSEEN, WORLDS = 4_000_000_000, 100_000_000
 
 
 class Visit:
-    """Room `seed` of the unseen ones: frame 0 is its start, frame i follows action i."""
+    """Room `seed` of the unseen ones: frame 0 is its start, frame i follows action i.
 
-    def __init__(self, seed: int, moves: Sequence[int], motion: float = 1.0) -> None:
+    motion: how far things move on their own. pace: steps that a frame takes.
+    """
+
+    def __init__(
+        self, seed: int, moves: Sequence[int], motion: float = 1.0, pace: float = 1.0
+    ) -> None:
         if not 0 <= seed < WORLDS:
             raise TachyscopeError(f"a world is a number from 0 to {WORLDS - 1}, got {seed}")
         generator = torch.Generator().manual_seed(UNSEEN + seed)
         self.rooms = atrium.make_rooms(1, generator, motion)
         start = atrium.make_starts(1, generator)
         actions = torch.tensor([[0, *moves]])
-        self.pose = atrium.walk(start, actions)  # [1, T, 3]
+        self.pace = pace
+        self.pose = atrium.walk(start, actions, pace)  # [1, T, 3]
         self.prompt = atrium.descriptions(self.rooms, 0)[int(atrium.facing(start[0]))]
 
     def __len__(self) -> int:
@@ -37,7 +43,7 @@ class Visit:
 
     def frames(self, start: int, stop: int) -> np.ndarray:
         """True frames uint8 [F, H, W, 3]."""
-        time = torch.arange(start, stop)
-        rooms = self.rooms.rows(torch.zeros_like(time))
-        pixels = atrium.render(rooms, self.pose[0, start:stop], time)  # [F, 3, H, W]
+        frame = torch.arange(start, stop)
+        rooms = self.rooms.rows(torch.zeros_like(frame))
+        pixels = atrium.render(rooms, self.pose[0, start:stop], self.pace * frame)  # [F, 3, H, W]
         return (255 * pixels.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
