@@ -124,7 +124,7 @@ class Teaching:
     def __init__(self, rope: Rope, shape: Shape, frames: int, device: str) -> None:
         pos = torch.cat([prompt_positions(shape, device), shape.positions(0, frames, device)])
         self.rope = rope
-        self.cos, self.sin = (a.float() for a in rope.angles(pos[:-1]))
+        self.cos, self.sin = rope.angles(pos[:-1], torch.float32)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = (self.rope.turn(x, self.cos, self.sin).to(v.dtype) for x in (q, k))
@@ -142,7 +142,7 @@ class Playing:
     def __init__(self, rope: Rope, shape: Shape, rows: int, frames: int, device: str) -> None:
         pos = torch.cat([prompt_positions(shape, device), shape.positions(0, frames, device)])
         self.rope = rope
-        self.angles = tuple(a.float() for a in rope.angles(pos))
+        self.angles = rope.angles(pos, torch.float32)
         size = (rows, shape.kv_heads, len(pos), shape.head_dim)
         self.cache = [
             (torch.zeros(size, device=device), torch.zeros(size, device=device))

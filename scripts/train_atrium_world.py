@@ -106,7 +106,7 @@ class Packing:
         )
         tokens = 2 * row * shape.places
         self.cos, self.sin = (
-            torch.zeros(tokens, shape.head_dim // 2, device=device) for _ in range(2)
+            torch.zeros(tokens, shape.head_dim, device=device) for _ in range(2)
         )
         self.mask = self._mask()
 
@@ -114,8 +114,9 @@ class Packing:
         """Clips of a length, whose frames from `cut` on stand `gap` positions later."""
         pos = self.shape.positions(0, length, self.device)
         pos[cut * self.shape.places :, 0] += gap
-        for old, new in zip((self.cos, self.sin), self.rope.angles(pos), strict=True):
-            old.copy_(new.float().repeat(2 * self.row // length, 1))
+        angles = self.rope.angles(pos, torch.float32)
+        for old, new in zip((self.cos, self.sin), angles, strict=True):
+            old.copy_(new.repeat(2 * self.row // length, 1))
         if length == self.length:
             return
         self.length = length
@@ -189,7 +190,7 @@ class Playing:
 
     def begin(self) -> None:
         pos = self.shape.positions(self.frame, 1, self.text[0][0].device)
-        self.angles = tuple(a.float() for a in self.rope.angles(pos))
+        self.angles = self.rope.angles(pos, torch.float32)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = (self.rope.turn(x, *self.angles).to(v.dtype) for x in (q, k))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -310,6 +310,57 @@ def inspect(
     with frames_bar(video.frames) as watch:
         found = inspect_model(adapter, text, **asked, rounds=rounds, command=said, watch=watch)
     print(*lines(found), "", *write(found, out), sep="\n")
+    emit(found, json)
+
+
+@app.command(name="eval")
+def evaluate(
+    what: Literal["atrium"],
+    /,
+    *,
+    plan: tuple[str, ...] = (),
+    worlds: int | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    only: Literal["both", "world", "tokens"] = "both",
+    device: str = "cpu",
+    json: Json = None,
+    said: Said = "",
+) -> None:
+    """Measure the shipped models and plans in unseen worlds whose truth is known.
+
+    Parameters
+    ----------
+    what
+        The world.
+    plan
+        A plan of the world model, a name or one with changes; may be given several times. Without
+        any: dense, balanced, fast.
+    worlds
+        How many worlds; intervals are over them. 16 if not given, 4 when it must be quick.
+    seed
+        Another seed, other worlds.
+    quick
+        Fewer worlds, frames and measures.
+    only
+        One of the two models.
+    device
+        cpu, cuda or cuda:N; a token's time is always taken on the CPU.
+    json
+        A file for the results, or - for the last line of stdout.
+    """
+    from tachyscope.evaluation.atrium import evaluate_atrium, lines
+    from tachyscope.progress import parts_bar
+    from tachyscope.results import check_json, emit
+
+    check_json(json)
+    with parts_bar() as watch:
+        found = evaluate_atrium(
+            plan, only=only, worlds=worlds, device=device, seed=seed, quick=quick, command=said,
+            watch=watch,
+        )  # fmt: skip
+    if json != "-":
+        print(*lines(found), sep="\n")
     emit(found, json)
 
 

@@ -15,7 +15,7 @@ def machine() -> dict[str, str | int | float | None]:
     """CPU, cores and memory this process may use, and the first GPU, or None."""
     found: dict[str, str | int | float | None] = {
         "cpu": _cpu(),
-        "cores": _cores(),
+        "cores": cores(),
         "memory_gb": _memory_gb(),
         "gpu": None,
     }
@@ -49,7 +49,8 @@ def _cpu() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many CPU cores this process may use."""
     # a container is often given fewer cores than the machine has
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -49,3 +49,20 @@ def rounds_bar(rounds: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task("rounds", total=rounds)
         yield lambda done: bars.update(task, completed=done)
+
+
+@contextmanager
+def parts_bar() -> Iterator[Callable[[str, int], None]]:
+    """A line a part on stderr, where a person looks on; the value takes its name and how many."""
+    console = Console(stderr=True)
+    count = TextColumn("{task.completed:.0f} {task.description}")
+    bars = Progress(count, console=console, disable=not console.is_terminal)
+    tasks: dict[str, TaskID] = {}
+
+    def watch(name: str, done: int) -> None:
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, total=None)
+        bars.update(tasks[name], completed=done)
+
+    with bars:
+        yield watch

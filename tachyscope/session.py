@@ -13,6 +13,7 @@ from torch import Tensor
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.replay import (
     follow_drift,
+    grow_older,
     replay_gated,
     replay_masked,
     replay_rows,
@@ -84,15 +85,16 @@ class Session:
         self._angles: tuple[Tensor, Tensor] | None = None
         self._pos: Tensor | None = None
         self._scores: dict[int, Tensor] = {}
-        origin = torch.tensor(self.lengths, dtype=torch.float64, device=self.device)
-        self._origin = origin.view(-1, 1, 1) if self.lengths else None
+        origin = torch.tensor(self.lengths or (0,), dtype=torch.float64, device=self.device)
+        self._origin = origin.view(-1, 1, 1, 1)
+        self._turning = self.rope.turning(self.device)
 
     def _empty_layer(self, slots: int) -> Layer:
         shape, plan = self.shape, self.plan
         kv = (shape.rows, shape.kv_heads, slots, shape.head_dim)
         groups = plan.cache.groups(shape)
         k, v = (torch.zeros(kv, dtype=self.dtype, device=self.device) for _ in range(2))
-        logw = torch.full((shape.rows, groups, slots), -torch.inf, device=self.device)
+        logw = torch.zeros(shape.rows, groups, slots, device=self.device)
         pos = torch.zeros(shape.rows, groups, slots, 3, device=self.device)
         raw = torch.zeros_like(k) if plan.cache.raw else None
         own = plan.cache.tensors(shape, slots, self.device)
@@ -103,8 +105,8 @@ class Session:
             own["ring_mlp"] = torch.zeros(*place, shape.width, dtype=self.dtype, device=self.device)
             own["ring_age"] = torch.zeros(place, dtype=torch.int32, device=self.device)
             if plan.replay.drift:
-                size = (shape.passes, shape.rows, 1, shape.width)
-                own["ring_drift"] = torch.zeros(size, dtype=self.dtype, device=self.device)
+                mean = (shape.passes, shape.rows, 1, shape.width)
+                own["ring_drift"] = torch.zeros(mean, dtype=self.dtype, device=self.device)
             if plan.replay.score:
                 size = (shape.passes, shape.rows, shape.kv_heads, shape.places, shape.head_dim)
                 own["ring_key"] = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -142,7 +144,7 @@ class Session:
         )  # fmt: skip
         self._make_room(self._moment)
         self._pos = pos.to(self.device)
-        self._angles = self.rope.angles(self._pos[None, None], self._origin)
+        self._angles = self.rope.angles(self._pos, self.dtype, self._origin, self._turning)
         self._scores = {}
         self._begun.add(step)
         rows = self.shape.rows
@@ -190,7 +192,6 @@ class Session:
         here.k[:, :, slots] = turned_k
         here.v[:, :, slots] = v
         here.pos[:, :, slots] = self._pos
-        here.logw[:, :, slots] = 0.0
         if here.raw is not None:
             here.raw[:, :, slots] = k
         if self._prefilling:
@@ -217,10 +218,10 @@ class Session:
 
     def _score(self, here: Layer, at: Moment, q: Tensor, k: Tensor) -> None:
         """Measure each token against its place one frame back, then put its key in the ring."""
-        ring = here.own["ring_key"][at.step]
+        ring = _part(here.own["ring_key"], at, 2)
         if at.step in self._ready:
-            self._scores[at.layer] = temporal_score(q, _laid_out(ring, at, 2))
-        _store(ring, k, at, 2)
+            self._scores[at.layer] = temporal_score(q, _met(ring, at, 2))
+        ring.copy_(_last(k, at, 2))
 
     def cross(self, layer: int, q: Tensor) -> Tensor:
         """Attention over the prompt of q [B, H, S, D]."""
@@ -231,47 +232,54 @@ class Session:
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
         assert self._moment is not None
-        at, here, rows = self._moment.at(layer), self.layers[layer], x.shape[:2].numel()
+        rows = x.shape[:2].numel()
         if self.plan.replay is None or self._prefilling:
             self._count_rows(fn, rows, rows)
             return fn(x)
-        ring, ages = here.own["ring_mlp"][at.step], here.own["ring_age"][at.step]
-        old, age = _laid_out(ring, at, 1), _laid_out(ages, at, 1)
+        at, own = self._moment.at(layer), self.layers[layer].own
+        ring, ages = _part(own["ring_mlp"], at, 1), _part(own["ring_age"], at, 1)
+        old = _met(ring, at, 1)
+        ready = at.step in self._ready
         choice = None
         # what is given is computed whole: the video rests on it
-        if at.step in self._ready and not at.given:
+        if ready and not at.given:
             self.meter.add("rows_eligible", rows)
-            score = self._scores.get(layer)
-            choice = self.plan.replay.choose(score, age, here.own, at, self.dice)
-        if choice is None:
-            self._count_rows(fn, rows, rows)
-            y, age = fn(x), torch.zeros_like(age)
-        else:
-            y, age = self._replay(x, old, age, choice, fn)
-        if self.plan.replay.drift and at.step in self._ready:
-            drift = here.own["ring_drift"][at.step]
-            y, moved = follow_drift(drift, y, old, age == 0, DRIFT_ROWS)
+            score, age = self._scores.get(layer), _met(ages, at, 1)
+            choice = self.plan.replay.choose(score, age, own, at, self.dice)
+        y, ran = self._run_rows(x, old, choice, fn)
+        if self.plan.replay.drift and ready:
+            drift = own["ring_drift"][at.step]
+            y, moved = follow_drift(drift, y, old, ran, DRIFT_ROWS)
             drift.copy_(moved)
-        _store(ring, y, at, 1)
-        _store(ages, age, at, 1)
+        ring.copy_(_last(y, at, 1))
+        grow_older(ages, ran if isinstance(ran, bool) else _last(ran, at, 1))
         return y
 
-    def _replay(
-        self, x: Tensor, old: Tensor, age: Tensor, choice: Choice, fn: Mlp
-    ) -> tuple[Tensor, Tensor]:
-        rows = x.shape[:2].numel()
-        if choice.rows is not None:
-            self._count_rows(fn, choice.rows.numel(), rows)
-            zero = torch.zeros_like(choice.rows, dtype=age.dtype)
-            return replay_rows(x, old, choice.rows, fn), (age + 1).scatter(1, choice.rows, zero)
-        assert choice.gate is not None
-        age = torch.where(choice.gate, torch.zeros_like(age), age + 1)
-        if x.is_cuda:
+    def _run_rows(
+        self, x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp
+    ) -> tuple[Tensor, Tensor | bool]:
+        """Outputs, and which were computed: a mask [B, S], or one word where all rows agree."""
+        rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
+        if gate is not None and x.is_cuda:
             self._count_rows(fn, rows, rows)
-            self.meter.add("simulated_rows_replayed", (~choice.gate).sum())
-            return replay_masked(x, old, choice.gate, fn), age
-        self._count_rows(fn, int(choice.gate.sum()), rows)
-        return replay_gated(x, old, choice.gate, fn), age
+            self.meter.add("simulated_rows_replayed", (~gate).sum())
+            return replay_masked(x, old, gate, fn), gate
+        picked = None if choice is None else choice.rows
+        if gate is not None:
+            computed = int(gate.count_nonzero())
+        else:
+            computed = rows if picked is None else picked.numel()
+        self._count_rows(fn, computed, rows)
+        # rows that agree, as one alone does, need not be picked out and put back
+        if computed == rows:
+            return fn(x), True
+        if computed == 0:
+            return old.clone(), False
+        if gate is not None:
+            return replay_gated(x, old, gate, fn), gate
+        assert picked is not None
+        ran = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device).scatter(1, picked, True)
+        return replay_rows(x, old, picked, fn), ran
 
     def _count_rows(self, fn: Mlp, computed: int, rows: int) -> None:
         self.meter.add("rows_computed", computed)
@@ -288,6 +296,7 @@ class Session:
             at = self._moment.at(i)
             past = max(past, self.plan.cache.commit(layer, at, n, self._rotate, self.meter))
         for i, layer in enumerate(self.layers):
+            layer.logw[:, :, past:] = 0.0  # here, so that no pass needs to
             self.plan.attention.index(layer, self._moment.at(i), past, self.meter)
         self.past, self.now, self.seen = past, 0, self.seen + n
         if not prefill:
@@ -374,18 +383,21 @@ class Session:
         return sum(x.numel() * x.element_size() for x in held)
 
 
-def _laid_out(ring: Tensor, at: Moment, dim: int) -> Tensor:
-    """The ring's places as this pass's tokens meet them, along `dim`."""
-    if at.shape.causal:
-        return ring.narrow(dim, at.start, at.tokens)
+def _part(ring: Tensor, at: Moment, dim: int) -> Tensor:
+    """What of a ring this pass reads and writes: in token models, its tokens' own places."""
+    ring = ring[at.step]
+    return ring.narrow(dim, at.start, at.tokens) if at.shape.causal else ring
+
+
+def _met(ring: Tensor, at: Moment, dim: int) -> Tensor:
+    """A ring's part as this pass's tokens meet it, along `dim`."""
     # every latent frame of a chunk compares with the same one: the last of the chunk before
-    frames = at.tokens // at.shape.places
+    frames = 1 if at.shape.causal else at.tokens // at.shape.places
     return ring if frames == 1 else torch.cat([ring] * frames, dim)
 
 
-def _store(ring: Tensor, x: Tensor, at: Moment, dim: int) -> None:
-    """Keep this pass's tokens for the next frame; in chunk models, those of its last one."""
+def _last(x: Tensor, at: Moment, dim: int) -> Tensor:
+    """Of this pass's tokens, those that the next frame will meet: in chunk models its last ones."""
     if at.shape.causal:
-        ring.narrow(dim, at.start, at.tokens).copy_(x)
-    else:
-        ring.copy_(x.narrow(dim, at.tokens - at.shape.places, at.shape.places))
+        return x
+    return x.narrow(dim, at.tokens - at.shape.places, at.shape.places)

@@ -6,8 +6,8 @@ N places of a latent frame, D head size, W model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -64,38 +64,54 @@ class Rope:
     interleaved: bool = True  # pairs are (2i, 2i + 1); else (i, i + half)
     scale: float = 1.0  # coordinates are divided by it (linear scaling)
 
-    def angles(self, pos: Tensor, origin: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., D / 2] for pos [..., 3]; `origin` is added to every coordinate.
+    def turning(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Every channel's coordinate, as weights [3, D] of (t, y, x), and its speed [D].
 
-        In float64: a float32 angle is off by 1e-4 after a thousand latent frames.
+        The first channel of a pair turns backwards: its partner's part has the other sign. Made on
+        the device: a copy from the host would be a wait.
         """
-        parts = []
-        for channels, weights in self.axes:
-            # number by number: a tensor of weights would be copied to the device, with a wait
-            t, y, x = pos.double().unbind(-1)
-            place = weights[0] * t + weights[1] * y + weights[2] * x
-            if origin is not None:
-                place = place + origin
-            i = torch.arange(0, channels, 2, dtype=torch.float64, device=pos.device)
-            parts.append(place[..., None] / self.scale * self.theta ** (-i / channels))
-        angle = torch.cat(parts, -1)
-        return angle.cos(), angle.sin()
+        kind: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        weights, speeds = [], []
+        for channels, parts in self.axes:
+            weights.append(torch.stack([torch.full((channels // 2,), w, **kind) for w in parts]))
+            i = torch.arange(0, channels, 2, **kind)
+            speeds.append(self.theta ** (-i / channels) / self.scale)
+
+        def pairs(first: Tensor, second: Tensor) -> Tensor:
+            return torch.stack([first, second], -1 if self.interleaved else -2).flatten(-2)
+
+        weight, speed = torch.cat(weights, -1), torch.cat(speeds)
+        return pairs(weight, weight), pairs(-speed, speed)
+
+    def angles(
+        self,
+        pos: Tensor,
+        dtype: torch.dtype,
+        origin: Tensor | None = None,
+        turning: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., D] to turn x of `dtype` at pos [..., 3]; `origin` is added to places.
+
+        Worked out in float64: a float32 angle is off by 1e-4 after a thousand latent frames. Who
+        asks for every token keeps `turning`.
+        """
+        weights, speeds = turning or self.turning(pos.device)
+        place = pos.double() @ weights
+        angle = (place if origin is None else place + origin) * speeds
+        wide = torch.promote_types(dtype, torch.float32)
+        return angle.cos().to(wide), angle.sin().to(wide)
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [..., D] turned by angles that broadcast to [..., D / 2], in float32 or better."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin, y = cos.to(wide), sin.to(wide), x.to(wide)
+        """x [..., D] turned by angles that broadcast to it, in the angles' type."""
         if self.interleaved:
-            a, b = y[..., 0::2], y[..., 1::2]
-            out = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+            partner = x.unflatten(-1, (-1, 2)).roll(1, -1).flatten(-2)
         else:
-            a, b = y.chunk(2, -1)
-            out = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-        return out.to(x.dtype)
+            partner = x.roll(x.shape[-1] // 2, -1)
+        return (x * cos).add_(partner * sin).to(x.dtype)
 
     def rotate(self, x: Tensor, pos: Tensor, origin: Tensor | None = None) -> Tensor:
         """x [B, H, N, D] at positions pos [B, H or 1, N, 3]."""
-        return self.turn(x, *self.angles(pos, origin))
+        return self.turn(x, *self.angles(pos, x.dtype, origin))
 
 
 class Mlp(Protocol):
@@ -111,7 +127,8 @@ class Layer:
     """One layer's cache: fixed tensors, finished chunks first, the present chunk behind them.
 
     k, v  [B, Hkv, C, D]        keys as queries meet them (rotated), and values
-    logw  [B, Hkv or 1, C]      log of how many entries were merged into one; -inf is an empty slot
+    logw  [B, Hkv or 1, C]      log of how many entries were merged into one; -inf is an empty slot,
+                                0 one that waits for its entry
     pos   [B, Hkv or 1, C, 3]   (t, y, x)
     raw   [B, Hkv, C, D]        unrotated keys, where the cache policy must rotate anew; else None
     own   what policies declared, by name
@@ -130,9 +147,11 @@ class Layer:
         return found if self.raw is None else found | {"raw": self.raw}
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """The host's facts about the present pass: all a policy may know besides tensors."""
+class Moment(NamedTuple):
+    """The host's facts about the present pass: all a policy may know besides tensors.
+
+    A tuple, since every layer makes its own for every token.
+    """
 
     shape: Shape
     layer: int  # which layer asks
@@ -161,11 +180,11 @@ class Moment:
         return self.step > 0 and not self.before
 
     def at(self, layer: int) -> Moment:
-        return replace(self, layer=layer)
+        return self._replace(layer=layer)
 
     def token(self, i: int) -> Moment:
         """The i-th token of a token model's pass, as if it came alone."""
-        return replace(self, start=self.start + i, tokens=1)
+        return self._replace(start=self.start + i, tokens=1)
 
 
 @dataclass(frozen=True, slots=True)

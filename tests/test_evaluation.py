@@ -7,12 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from streams import CHUNKS, ROPE, play
+from streams import CHUNKS, ROPE
+from streams import play as stream
 
-from tachyscope import evaluation as ev
 from tachyscope.errors import TachyscopeError
+from tachyscope.evaluation import intervals, play, recall, scenes, sight, world
+from tachyscope.evaluation.__main__ import main
 from tachyscope.models import load
 from tachyscope.plan import Plan
+from tachyscope.quality import psnr
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
 from tachyscope.worlds import atrium
 
@@ -27,7 +31,7 @@ BY_THRESHOLD = [f"merge:threshold=0.6,match=unrotated,heads={x}" for x in ("shar
 
 @pytest.fixture(scope="module")
 def scene():
-    return ev.make_scene(ev.make_world(0, 2), "." + "q" * 11)
+    return scenes.make_scene(scenes.make_world(0, 2), "." + "q" * 11)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +42,8 @@ def model():
 def probed(plan, chunks=6, seed=0, **kwargs):
     """A probed session over random tokens, recall sampled at every chunk with a past."""
     kwargs = {"dtype": torch.float64, "wanted": range(1, chunks)} | kwargs
-    at = ev.Probed(CHUNKS, Plan.parse(f"dense text=none {plan}"), ROPE, **kwargs)
-    return at, play(at, chunks, seed)
+    at = recall.Probed(CHUNKS, Plan.parse(f"dense text=none {plan}"), ROPE, **kwargs)
+    return at, stream(at, chunks, seed)
 
 
 def mean_recall(at):
@@ -51,19 +55,19 @@ def mean_recall(at):
 
 def test_true_frames_are_right_in_everything(scene):
     index = list(range(0, 12, 3))
-    assert ev.identity(scene.frames[index], scene, index) == 1.0
-    place, heading = ev.pose_errors(scene.frames[:2], scene, [0, 1])
+    assert sight.identity(scene.frames[index], scene, index) == 1.0
+    place, heading = sight.pose_errors(scene.frames[:2], scene, [0, 1])
     # the search ends on a grid of 0.019 of a room and 2.8 degrees, begun off the truth
     assert place < 0.03 and heading < 2.9
-    assert ev.psnr(scene.frames, scene.frames).min() == 100.0
-    assert ev.unsaid_db(scene.frames, scene, range(12)) > 99
+    assert psnr(scene.frames, scene.frames).min() == 100.0
+    assert sight.unsaid_db(scene.frames, scene, range(12)) > 99
 
 
 def test_another_side_of_the_room_is_not_taken_for_this_one(scene):
     turned = replace(scene.world, rooms=atrium.turned(scene.world.rooms, 2))
-    other = ev.make_scene(turned, scene.actions)
+    other = scenes.make_scene(turned, scene.actions)
     index = list(range(0, 12, 3))
-    assert ev.identity(other.frames[index], scene, index) < 0.7
+    assert sight.identity(other.frames[index], scene, index) < 0.7
 
 
 def test_a_pattern_of_the_same_colours_is_told_apart(scene):
@@ -72,9 +76,9 @@ def test_a_pattern_of_the_same_colours_is_told_apart(scene):
     for shown in (1, 2):
         kind[:, :4] = shown
         world = replace(scene.world, rooms=replace(scene.world.rooms, kind=kind.clone()))
-        right.append(ev.make_scene(world, "."))
-    same = ev.surfaces_right(right[0].frames, right[0], [0])[0, wall]
-    other = ev.surfaces_right(right[1].frames, right[0], [0])[0, wall]
+        right.append(scenes.make_scene(world, "."))
+    same = sight.surfaces_right(right[0].frames, right[0], [0])[0, wall]
+    other = sight.surfaces_right(right[1].frames, right[0], [0])[0, wall]
     assert (same, other) == (1.0, 0.0)
 
 
@@ -83,24 +87,24 @@ def test_a_shifted_pose_is_found(scene):
     moved.start[:, :2].clamp_(atrium.NEAR, 1 - atrium.NEAR)
     true = float((moved.start - scene.world.start)[:, :2].norm())
     assert true > 0.05
-    place, _ = ev.pose_errors(ev.make_scene(moved, ".").frames, scene, [0])
+    place, _ = sight.pose_errors(scenes.make_scene(moved, ".").frames, scene, [0])
     assert abs(place - true) < 0.03
 
 
 def test_a_frozen_video_is_flagged(scene):
     still = np.repeat(scene.frames[:1], 11, 0)
-    assert ev.stopped(still, scene.frames[1:], scene.frames[0]) == 1.0
-    assert ev.stopped(scene.frames[1:], scene.frames[1:], scene.frames[0]) == 0.0
+    assert sight.stopped(still, scene.frames[1:], scene.frames[0]) == 1.0
+    assert sight.stopped(scene.frames[1:], scene.frames[1:], scene.frames[0]) == 0.0
     # where the truth rests too, nothing can be said
-    assert math.isnan(ev.stopped(still, still, scene.frames[0]))
+    assert math.isnan(sight.stopped(still, still, scene.frames[0]))
 
 
 def test_named_colours_are_read_from_true_frames_and_not_from_grey_ones():
     found = []
     for number in (2, 3, 5):
-        still = ev.make_scene(ev.make_world(0, number, motion=0.0), "." + "q" * 24)
+        still = scenes.make_scene(scenes.make_world(0, number, motion=0.0), "." + "q" * 24)
         grey = np.full_like(still.frames, 128)
-        found.append([ev.prompt_right(x[1:], still, range(1, 25)) for x in (still.frames, grey)])
+        found.append([sight.prompt_right(x[1:], still, range(1, 25)) for x in (still.frames, grey)])
     # a room whose named walls are all in the first view says nothing
     assert [x for x in found if not math.isnan(x[0])]
     assert all(x == [1.0, 0.0] for x in found if not math.isnan(x[0]))
@@ -108,30 +112,32 @@ def test_named_colours_are_read_from_true_frames_and_not_from_grey_ones():
 
 def test_only_frames_from_new_places_count_as_such(scene):
     middle = replace(scene.world, start=torch.tensor([[0.5, 0.5, 0.0]]))
-    assert ev.new_place(ev.make_scene(middle, ".qqee"), 1) == []
+    assert scenes.new_place(scenes.make_scene(middle, ".qqee"), 1) == []
     # forward twice, back twice: the last frame stands where the given ones do
-    assert ev.new_place(ev.make_scene(middle, ".qqwwss"), 3) == [0, 1, 2]
+    assert scenes.new_place(scenes.make_scene(middle, ".qqwwss"), 3) == [0, 1, 2]
 
 
 # --- worlds
 
 
 def test_a_world_is_the_same_alone_and_apart_from_those_of_training():
-    a, b = ev.make_world(0, 3), ev.make_world(0, 3)
+    a, b = scenes.make_world(0, 3), scenes.make_world(0, 3)
     assert torch.equal(a.rooms.colour, b.rooms.colour) and a.prompt == b.prompt
-    assert not torch.equal(a.rooms.phase, ev.make_world(1, 3).rooms.phase)
-    assert not torch.equal(a.rooms.phase, ev.make_world(0, 4).rooms.phase)
+    assert not torch.equal(a.rooms.phase, scenes.make_world(1, 3).rooms.phase)
+    assert not torch.equal(a.rooms.phase, scenes.make_world(0, 4).rooms.phase)
     # a CPU generator keeps 32 bits, and training's own scores begin at 2^31
-    assert ev.UNSEEN > 2**31 + 10**6 and ev.UNSEEN + 1_000 * ev.WORLDS_A_SEED < 2**32
+    assert scenes.UNSEEN > 2**31 + 10**6 and scenes.UNSEEN + 1_000 * scenes.WORLDS_A_SEED < 2**32
     with pytest.raises(TachyscopeError, match="from 0 to 999, got seed 1000"):
-        ev.make_world(1000, 0)
+        scenes.make_world(1000, 0)
 
 
 def test_the_walk_shows_a_turn_again_and_then_leaves_its_place():
-    scene = ev.make_scene(ev.make_world(0, 0), ev.GIVEN + ev.WALK[:4])
+    scene = scenes.make_scene(scenes.make_world(0, 0), world.GIVEN + world.WALK[:4])
     for i in range(4):
         assert torch.equal(scene.pose[25 + i], scene.pose[1 + i])
-    assert len(ev.WALK) == max(ev.HORIZONS)
+    assert max(world.HORIZONS) <= len(world.WALK)
+    # recall's last sample has 128 latent frames before it
+    assert world.PROBED[-1] == len(world.WALK) == 129 - len(world.GIVEN)
 
 
 # --- recall
@@ -141,7 +147,7 @@ def test_recall_of_a_case_by_hand():
     dense = torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25]])  # four past entries, one of now
     # entries 0 and 2 were merged in slot 0, entry 1 is gone, entry 3 in slot 1
     method = torch.tensor([[0.5, 0.1, 0.4]])
-    found = ev.recall_of(method, dense, torch.tensor([0, -1, 0, 1]))
+    found = recall.recall_of(method, dense, torch.tensor([0, -1, 0, 1]))
     # min(0.4, 0.5) + min(0.15, 0.1) + min(0.25, 0.4)
     assert found.item() == pytest.approx(0.75)
 
@@ -150,7 +156,7 @@ def test_recall_of_dense_is_one_and_probing_changes_nothing():
     for plan in ("", "cache=merge:budget=5f", "attention=ann:k=12,block=2,tile=3"):
         at, out = probed(plan)
         plain = Session(CHUNKS, at.plan, ROPE, dtype=torch.float64)
-        for x, y in zip(out, play(plain, 6), strict=True):
+        for x, y in zip(out, stream(plain, 6), strict=True):
             assert torch.equal(x[0], y[0])
         assert (mean_recall(at) == pytest.approx(1.0)) == (plan == "")
 
@@ -198,59 +204,106 @@ def test_intervals_cover():
     rng = np.random.default_rng(0)
     for n in (4, 8, 40):
         draws = rng.normal(3.0, 2.0, (1500, n))
-        inside = [low <= 3.0 <= high for _, low, high in map(ev.interval, draws)]
+        inside = [low <= 3.0 <= high for _, low, high in map(intervals.interval, draws)]
         assert 0.93 < np.mean(inside) < 0.97
 
 
 def test_an_interval_leaves_out_what_is_no_number():
-    assert ev.interval([1.0, math.nan, 3.0])[0] == 2.0
-    assert all(math.isnan(x) for x in ev.interval([]))
-    mean, low, high = ev.interval([5.0])
+    assert intervals.interval([1.0, math.nan, 3.0])[0] == 2.0
+    assert all(math.isnan(x) for x in intervals.interval([]))
+    mean, low, high = intervals.interval([5.0])
     assert mean == 5.0 and math.isnan(low) and math.isnan(high)
 
 
 def test_pairs_of_worlds_are_compared_one_by_one():
     a = {"by_world": {"x": [1.0, 11.0, 21.0, None]}}
     b = {"by_world": {"x": [0.0, 10.0, 20.0, 30.0]}}
-    assert ev.versus(a, b, "x") == (1.0, 1.0, 1.0)
+    assert intervals.versus(a, b, "x") == (1.0, 1.0, 1.0)
 
 
 # --- the model
 
 
 def test_what_is_made_never_depends_on_frames_after_the_given_ones(model):
-    scene = ev.make_scene(ev.make_world(0, 3), ".qqqqq")
+    scene = scenes.make_scene(scenes.make_world(0, 3), ".qqqqq")
     noise = scene.frames.copy()
     noise[3:] = np.random.default_rng(0).integers(0, 255, noise[3:].shape)
-    a, b = (ev.take(model, "dense", replace(scene, frames=x), 3) for x in (scene.frames, noise))
+    pair = [replace(scene, frames=x) for x in (scene.frames, noise)]
+    (a,), (b,) = (play.play(model, "dense", [one], 3) for one in pair)
     assert np.array_equal(a.frames, b.frames)
     assert len(a.frames) == 3
 
 
-def test_an_evaluation_has_the_rows_and_keys_it_promises(model, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(ev, "GIVEN", ".qq")
-    monkeypatch.setattr(ev, "QUICK_WALK", "qqw")
-    monkeypatch.setattr(ev, "OWN_WALK", "q" * 3)
-    monkeypatch.setattr(ev, "FAR", range(1, 3))
-    monkeypatch.setattr(ev, "TURN", 1)
+@pytest.mark.parametrize("plan", ["dense", "cache=merge:budget=4f,heads=each"])
+def test_worlds_in_one_batch_are_what_they_are_alone(model, plan):
+    both = [scenes.make_scene(scenes.make_world(0, number), ".qqqqqw") for number in (3, 4)]
+    together = play.play(model, plan, both, 5, probed=(2,))
+    for scene, found in zip(both, together, strict=True):
+        (alone,) = play.play(model, plan, [scene], 5, probed=(2,))
+        # rows of one batch are summed up in another order
+        assert psnr(alone.frames, found.frames).min() > 45
+        assert found.work == pytest.approx(alone.work)
+        for key, value in alone.cost.items():
+            assert found.cost[key] == pytest.approx(value, rel=1e-3), key
+        assert {"recall", "density", "cache_mb", "gmacs_frame"} <= set(found.cost)
+
+
+def test_a_batch_draws_what_a_rollout_of_its_own_draws(model):
+    scene = scenes.make_scene(scenes.make_world(0, 3), ".qq")
+    (found,) = play.play(model, "dense", [scene], 1)
+    chunks = rollout(
+        model, "dense", frames=2, prompt=scene.world.prompt, actions="q q", seed=3,
+        first=scene.frames[:1], first_actions=".",
+    )  # fmt: skip
+    assert np.array_equal(found.frames, np.concatenate([chunk.frames for chunk in chunks]))
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(world, "GIVEN", ".qq")
+    monkeypatch.setattr(world, "QUICK_WALK", "qqw")
+    monkeypatch.setattr(world, "OWN_WALK", "q" * 3)
+    monkeypatch.setattr(world, "FAR", range(1, 3))
+    monkeypatch.setattr(world, "TURN", 1)
+    monkeypatch.setattr(world, "SETTLED", 1)
+
+
+def test_an_evaluation_has_the_rows_and_keys_it_promises(short, tmp_path, capsys):
     path = tmp_path / "found.json"
-    words = ["atrium", "--quick", "--worlds", "1", "--jobs", "1", "--json", str(path)]
-    assert ev.main([*words, "--plan", "dense", "--plan", "cache=window:budget=3f"]) == 0
+    words = ["atrium", "--only", "world", "--quick", "--worlds", "1", "--jobs", "1"]
+    words += ["--plan", "dense", "--plan", "cache=window:budget=3f", "--json", str(path)]
+    assert main(words) == 0
     found = json.loads(path.read_text())
     assert (found["schema"], found["suite"]) == (1, "atrium")
     keys = {"teacher_forced_db", "repeat_db", "pose_error", "identity", "revisit_db", "sharpness",
-            "revisit_window_db", "prompt_right", "frozen", "revisit_own_db"}  # fmt: skip
+            "revisit_window_db", "prompt_right", "frozen", "revisit_own_db", "horizon",
+            "floor_db"}  # fmt: skip
     assert keys <= set(found["world"])
     dense, window = found["rows"]
     assert dense["density"] == 1.0 and window["density"] < 1
     assert window["work_dense"] < 1 and window["cache_mb"] < dense["cache_mb"]
+    # dense reads more with every frame, a full window the same
+    assert window["work_spread"] == 1.0 < dense["work_spread"]
     assert "cache=window:budget=3f" in capsys.readouterr().out
 
 
+def test_judging_elsewhere_is_judging_here(short, model):
+    asked = world.ask(model, ["dense"], 0, 24, True, False, True, False)
+    alone = list(world.one_by_one(model, asked, 2, None))
+    together = [world.judge_world(asked, x) for x in world.play_worlds(model, asked, [0, 1])]
+    for a, b in zip(alone, together, strict=True):
+        assert a["world"].keys() == b["world"].keys()
+        for key, value in a["world"].items():
+            if math.isfinite(value):
+                assert b["world"][key] == pytest.approx(value, abs=0.3), key
+
+
 def test_faults_are_one_line(capsys):
-    assert ev.main(["atrium", "--plan", "cache=nothing"]) == 2
+    assert main(["atrium", "--plan", "cache=nothing"]) == 2
     assert "no cache policy 'nothing'" in capsys.readouterr().err
-    assert ev.main(["atrium", "--frames", "400"]) == 2
-    assert "frames must be from 24 to 96, got 400" in capsys.readouterr().err
-    assert ev.main(["atrium", "--model", "toy-tokens"]) == 2
-    assert "is no world model of Atrium" in capsys.readouterr().err
+    assert main(["atrium", "--frames", "4"]) == 2
+    assert "frames must be 24 or more, a full turn, got 4" in capsys.readouterr().err
+    assert main(["atrium", "--table", "all"]) == 2
+    assert "no table 'all'; there are: budgets, matching, methods" in capsys.readouterr().err
+    with pytest.raises(TachyscopeError, match="is no world model of Atrium"):
+        world.evaluate_world("toy-tokens", floor=None)

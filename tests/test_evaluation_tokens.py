@@ -1,13 +1,13 @@
 """Worlds that share passes are what they are alone; scores, KL and correlations are exact."""
 
-import json
-
 import pytest
 import torch
 
-from tachyscope import evaluation_tokens as ev
 from tachyscope.errors import TachyscopeError
+from tachyscope.evaluation import clips, clock, ranked
+from tachyscope.evaluation import tokens as ev
 from tachyscope.models import load
+from tachyscope.quality import psnr
 from tachyscope.rollout import open_session, parse_actions
 
 
@@ -18,7 +18,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def clip():
-    return ev.make_clip("pan", 2, size=32)
+    return clips.make_clip("pan", 2, size=32)
 
 
 def letters(text):
@@ -29,23 +29,23 @@ def letters(text):
 
 
 def test_the_pan_goes_back_over_what_was_given():
-    clip = ev.make_clip("pan", 1, size=32)
+    clip = clips.make_clip("pan", 1, size=32)
     frames = clip.frames[0]
     assert frames.shape == (16, 32, 32, 3)
     # frame 8 stands where frame 6 did; only things that move on their own may differ
-    assert ev.psnr(frames[8:9], frames[6:7])[0] > ev.psnr(frames[8:9], frames[7:8])[0] + 3
+    assert psnr(frames[8:9], frames[6:7])[0] > psnr(frames[8:9], frames[7:8])[0] + 3
 
 
 def test_every_clip_has_the_given_frames_and_as_many_again():
-    for given, made, _ in ev.CLIPS.values():
-        assert len(given) == len(made) == ev.GIVEN
+    for given, made, _ in clips.CLIPS.values():
+        assert len(given) == len(made) == clips.GIVEN
         assert given[0] == "."
         parse_actions(letters(given + made), ".wsadqe", 16)
 
 
 def test_worlds_in_one_batch_are_what_they_are_alone(model, clip):
-    codes = ev.true_codes(model, clip)
-    both = ev.begin(model, ev.Way("replay=attentive:share=0.5"), clip, codes)
+    codes = clips.true_codes(model, clip)
+    both = ranked.begin(model, ranked.Way("replay=attentive:share=0.5"), clip, codes)
     moves = clip.moves[8:9]
     with torch.inference_mode():
         together = model.score(both, codes[:, 8:9], moves)
@@ -76,7 +76,7 @@ def test_rank_correlation_sees_order_alone():
 
 
 def test_dense_is_no_way_off_itself_and_shares_are_kept(model, clip):
-    ways = [ev.Way("replay=attentive:share=0"), *ev.FORCED.values()]
+    ways = [ranked.Way("replay=attentive:share=0"), *ev.FORCED.values()]
     dense, off, *rest = ev.forced(model, clip, ways, frames=4)
     assert all(x["kl"] == 0 and x["share_eligible"] == 0 for x in dense)
     # one row at a time or all at once: float32 rounds otherwise
@@ -90,8 +90,8 @@ def test_dense_is_no_way_off_itself_and_shares_are_kept(model, clip):
 
 
 def test_replay_in_one_layer_leaves_the_others_whole(model, clip):
-    codes = ev.true_codes(model, clip)
-    session = ev.begin(model, ev.Way("replay=every_k:k=9", layers=(1,)), clip, codes)
+    codes = clips.true_codes(model, clip)
+    session = ranked.begin(model, ranked.Way("replay=every_k:k=9", layers=(1,)), clip, codes)
     with torch.inference_mode():
         model.score(session, codes[:, 8:9], clip.moves[8:9])
     row = session.meter.take()
@@ -100,7 +100,9 @@ def test_replay_in_one_layer_leaves_the_others_whole(model, clip):
 
 
 def test_the_best_ranking_replays_what_changes_least(model, clip):
-    ways = [ev.Way("replay=attentive:share=0.5", rank) for rank in ("change", "tas", "reversed")]
+    ways = [
+        ranked.Way("replay=attentive:share=0.5", rank) for rank in ("change", "tas", "reversed")
+    ]
     _, best, tas, back = ev.forced(model, clip, ways, frames=3)
     mean = [sum(x["kl"] for x in found) for found in (best, tas, back)]
     assert mean[0] < min(mean[1:])
@@ -108,8 +110,8 @@ def test_the_best_ranking_replays_what_changes_least(model, clip):
 
 
 def test_mass_is_the_attention_that_is_paid(model, clip):
-    codes = ev.true_codes(model, clip)
-    session = ev.begin(model, ev.Way("replay=attentive:share=0.5", "mass"), clip, codes)
+    codes = clips.true_codes(model, clip)
+    session = ranked.begin(model, ranked.Way("replay=attentive:share=0.5", "mass"), clip, codes)
     with torch.inference_mode():
         model.score(session, codes[:, 8:9], clip.moves[8:9])
     for mass in session._masses.values():
@@ -130,9 +132,11 @@ def test_a_moved_picture_is_found_where_it_went():
 
 def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
     before = [x.clone() for x in model.model.parameters()]
-    empty = ev.hollow(model, projections=True)
+    empty = clock.hollow(model, projections=True)
     for layer in empty.model.trunk.layers:
-        assert isinstance(layer.mlp, ev.Nothing) and isinstance(layer.self_attn.q_proj, ev.Nothing)
+        assert isinstance(layer.mlp, clock.Nothing) and isinstance(
+            layer.self_attn.q_proj, clock.Nothing
+        )
     x = torch.ones(2, 3, 64)
     assert empty.model.trunk.layers[0].mlp(x).shape == (2, 3, 64)
     assert all(torch.equal(x, y) for x, y in zip(before, model.model.parameters(), strict=True))
@@ -141,14 +145,13 @@ def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
 # --- the whole
 
 
-def test_an_evaluation_has_the_keys_it_promises(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(ev, "WHY", ev.WHY[:2])
-    monkeypatch.setattr(ev, "CLIPS", {name: (a, b[:2], pace) for name, (a, b, pace) in ev.CLIPS.items()})
-    path = tmp_path / "found.json"
-    words = ["--model", "toy-tokens", "--worlds", "2", "--few", "1", "--frames", "1"]
-    assert ev.main([*words, "--rounds", "1", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
+def test_an_evaluation_has_the_keys_it_promises(monkeypatch):
+    short = {name: (a, b[:2], pace) for name, (a, b, pace) in clips.CLIPS.items()}
+    monkeypatch.setattr(clips, "CLIPS", short)
+    done = []
+    found = ev.evaluate_tokens("toy-tokens", worlds=2, jobs=1, watch=done.append)
     assert (found["schema"], found["suite"]) == (1, "atrium-tokens")
+    assert done == list(range(1, len(ev.TASKS) + 1))
     keys = {"psnr_truth_dense", "psnr_truth_replay", "psnr_truth_repeat", "psnr_tokenizer",
             "speedup_replay", "speedup_replay_window", "speedup_whole"}  # fmt: skip
     keys |= {f"kl_{name}{end}" for name in ev.CONTROLS for end in ("", "_half")}
@@ -156,11 +159,14 @@ def test_an_evaluation_has_the_keys_it_promises(monkeypatch, tmp_path, capsys):
     assert found["tokens"]["kl_random_over"][0] == pytest.approx(
         found["tokens"]["kl_random"] - found["tokens"]["kl_attentive"]
     )
-    assert "replay_window" in capsys.readouterr().out
+    assert "replay_window" in "\n".join(ev.lines(found))
+    quick = ev.evaluate_tokens("toy-tokens", worlds=1, jobs=1, quick=True, timed=False)
+    named = {key for key in keys if not key.startswith("speedup") and "_paper" not in key}
+    assert named <= set(quick["tokens"])
 
 
-def test_faults_are_one_line(capsys):
-    assert ev.main(["--model", "toy-chunks"]) == 2
-    assert "toy-chunks is no token model of Atrium: try atrium-tokens" in capsys.readouterr().err
-    with pytest.raises(TachyscopeError, match="from 0 to 8, got 1, 4, 9 and 8"):
-        ev.evaluate("toy-tokens", worlds=1, frames=9)
+def test_faults_are_one_line():
+    with pytest.raises(TachyscopeError, match="toy-chunks is no token model of Atrium"):
+        ev.evaluate_tokens("toy-chunks")
+    with pytest.raises(TachyscopeError, match="worlds must be 1 or more, got 0"):
+        ev.evaluate_tokens("toy-tokens", worlds=0)

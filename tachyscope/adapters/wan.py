@@ -206,11 +206,14 @@ class WanAdapter(Adapter):
         return torch.cat([torch.full((1,), a, device=self.device) for a in actions])
 
     def _noise(self, session: Session) -> Tensor:
-        shape, (_, high, wide) = session.shape, self.config.patch
+        return self._draw(session.shape, session.generator)
+
+    def _draw(self, shape: Shape, generator: torch.Generator) -> Tensor:
+        _, high, wide = self.config.patch
         size = (shape.rows, self.config.in_channels, shape.chunk)
         # drawn in float32 whatever the model's dtype, so that dtypes can be compared
         return torch.randn(
-            *size, shape.grid[0] * high, shape.grid[1] * wide, generator=session.generator,
+            *size, shape.grid[0] * high, shape.grid[1] * wide, generator=generator,
             device=self.device,
         ).to(wider(self.dtype))  # fmt: skip
 

@@ -60,12 +60,15 @@ class Window(AttentionPolicy):
     def _attend(
         self, q: Tensor, layer: Layer, at: Moment, pads: tuple[int, ...], start: int, end: int
     ) -> Tensor:
-        parts = []
-        for x in (layer.k, layer.v, layer.logw):
-            first = [x[b : b + 1, :, p : p + self.sink] for b, p in enumerate(pads)]
-            parts.append(torch.cat([torch.cat(first), x[:, :, start:end]], 2))
-        k, v, logw = parts
-        return attention(q, k, v, None if at.plain else logw)
+        def read(x: Tensor) -> Tensor:
+            if len(set(pads)) == 1:
+                first = x[:, :, pads[0] : pads[0] + self.sink]
+            else:
+                first = torch.cat([x[b : b + 1, :, p : p + self.sink] for b, p in enumerate(pads)])
+            return torch.cat([first, x[:, :, start:end]], 2)
+
+        logw = None if at.plain else read(layer.logw)
+        return attention(q, read(layer.k), read(layer.v), logw)
 
     def _attend_in_order(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
         """A pass of several tokens of a token model: each reads as if it came alone."""

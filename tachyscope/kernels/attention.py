@@ -17,6 +17,10 @@ def attention(
     logw [B, Hkv or 1, N] is the log of an entry's multiplicity, -inf where a slot is empty. With
     `causal` the last S entries are the queries' own, and none sees a later one.
     """
+    if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
+        # a token alone: query heads that share their keys are so many queries of one head
+        shared = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        return attention(shared, k, v, logw).reshape(q.shape)
     mask = None if logw is None else bias(logw, q)
     if causal and q.shape[2] > 1:
         s, n = q.shape[2], k.shape[2]
@@ -34,7 +38,7 @@ def bias(logw: Tensor, q: Tensor) -> Tensor:
     An empty slot gets a large finite number: a row that sees only empty slots (a pad of the
     prompt) then stays finite, and any live entry still drowns them to exactly zero.
     """
-    if logw.shape[1] > 1:
+    if 1 < logw.shape[1] < q.shape[1]:
         logw = logw.repeat_interleave(q.shape[1] // logw.shape[1], 1)
     floor = -3e4 if q.dtype == torch.float16 else -1e30
     return logw.clamp(min=floor).to(q.dtype).unsqueeze(2)

@@ -1,4 +1,4 @@
-"""Temporal attention score, an MLP that runs on some rows only, and what all rows' outputs share."""
+"""Temporal attention score, an MLP that runs on some rows only, what all rows' outputs share."""
 
 from __future__ import annotations
 
@@ -53,15 +53,31 @@ def replay_masked(x: Tensor, old: Tensor, gate: Tensor, fn: Callable[[Tensor], T
     return torch.where(gate.unsqueeze(-1), fn(x).to(old.dtype), old)
 
 
+def grow_older(age: Tensor, computed: Tensor | bool) -> None:
+    """Ages [B, S], in place, after a pass that computed those rows: a mask [B, S], all or none."""
+    if computed is True:
+        age.zero_()
+    elif computed is False:
+        age.add_(1)
+    else:
+        age.add_(1).masked_fill_(computed, 0)
+
+
 def follow_drift(
-    drift: Tensor, y: Tensor, old: Tensor, computed: Tensor, memory: float
+    drift: Tensor, y: Tensor, old: Tensor, computed: Tensor | bool, memory: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and drift, once y [B, S, W] was computed at `computed` [B, S] and is old elsewhere.
+    """Outputs and drift, once y [B, S, W] was computed at `computed` and is old elsewhere.
 
     drift [B, 1, W] is a running mean, over `memory` rows, of how computed outputs differ from
     those they replace. It is what a whole frame's outputs have in common, and a row that is
-    replayed needs it too.
+    replayed needs it too. `computed` is a mask [B, S], or the host's word for all rows.
     """
+    if computed is False:
+        return old + drift, drift
+    if computed is True and y.shape[1] == 1:
+        return y, torch.lerp(drift, y - old, 1 / memory)
+    if computed is True:
+        computed = torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
     count = computed.sum(1, keepdim=True).unsqueeze(-1)
     change = (y - old).sum(1, keepdim=True) / count.clamp(min=1)
     drift = torch.lerp(drift, change, 1 - (1 - 1 / memory) ** count.to(drift.dtype))

@@ -58,7 +58,9 @@ class Attentive(ReplayPolicy):
         if self.share is None or not shape.causal:
             return {}
         # not a number: no token has scored there yet
-        return {"recent_scores": torch.full((shape.rows, shape.places), math.nan, device=device)}
+        recent = torch.full((shape.rows, shape.places), math.nan, device=device)
+        due = torch.full((shape.rows, 1), self.share, device=device)
+        return {"recent_scores": recent, "share_due": due}
 
     def choose(
         self,
@@ -74,20 +76,30 @@ class Attentive(ReplayPolicy):
             score = pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
         if self.threshold is not None:
             passed = score > self.threshold if self.authors else score >= self.threshold
-            return Choice(gate=~self._young(passed, age))
+            return Choice(gate=self._or_old(~passed, age))
         assert self.share is not None
         if at.shape.causal:
-            return Choice(gate=~self._young(self._among_top(score, own, at), age))
+            return Choice(gate=self._low_or_old(score, age, own, at))
         return refresh_and_fill(-score, self.share, self.age, at, "attentive")
 
-    def _young(self, replay: Tensor, age: Tensor) -> Tensor:
-        return replay & (age < self.age) if self.age else replay
+    def _or_old(self, compute: Tensor, age: Tensor) -> Tensor:
+        return compute | (age >= self.age) if self.age else compute
 
-    def _among_top(self, score: Tensor, own: dict[str, Tensor], at: Moment) -> Tensor:
-        """Whether its middle rank lies in the top `share` of the last frame's worth of scores."""
+    def _low_or_old(
+        self, score: Tensor, age: Tensor, own: dict[str, Tensor], at: Moment
+    ) -> Tensor:
+        """Whether its middle rank lies below the top `share` of the last frame's worth of scores.
+
+        Scores that rise or fall from frame to frame, and values that grow too old, would make that
+        another share: what is owed to the share so far is made good over a frame.
+        """
         assert self.share is not None
-        ring = own["recent_scores"]
-        known = (~ring.isnan()).sum(-1, keepdim=True)
-        higher = (ring > score).sum(-1, keepdim=True)
+        ring, due = own["recent_scores"], own["share_due"]
+        # not a number is not itself
+        known = (ring == ring).sum(-1, keepdim=True, dtype=due.dtype)
+        higher = (ring > score).sum(-1, keepdim=True, dtype=due.dtype)
         ring[:, at.start : at.start + 1] = score
-        return higher + 0.5 < self.share * (known + 1)
+        compute = self._or_old(higher + 0.5 >= due * (known + 1), age)
+        # a token that is computed leaves the share owed, one that is replayed the rest
+        due.sub_((1 - self.share) / at.shape.places).add_(compute, alpha=1 / at.shape.places)
+        return compute

@@ -1,0 +1,68 @@
+"""Both of Atrium's models on unseen worlds, in one document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.evaluation import tokens, world
+from tachyscope.results import Document
+
+PARTS = ("both", "world", "tokens")
+WORLDS, WORLDS_QUICK = 16, 4
+PLANS = ("dense", "balanced", "fast")
+
+
+def evaluate_atrium(
+    plans: Sequence[str] = (),
+    *,
+    only: str = "both",
+    worlds: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    quick: bool = False,
+    command: str = "",
+    watch: Callable[[str, int], None] | None = None,
+    jobs: int | None = None,
+    timed: bool = True,
+    **options: Any,
+) -> Document:
+    """A results document with `world`, `tokens`, and a row for each plan of the world model.
+
+    only: `world` or `tokens`, one of the models. timed: take the time of a token. watch: is told
+    what is measured, and how much of it is done. More options are `evaluate_world`'s.
+    """
+    if only not in PARTS:
+        raise TachyscopeError(f"only is one of {', '.join(PARTS)}, got {only!r}")
+    common: dict[str, Any] = {
+        "worlds": worlds or (WORLDS_QUICK if quick else WORLDS),
+        "device": device,
+        "seed": seed,
+        "quick": quick,
+        "command": command,
+        "jobs": jobs,
+    }
+
+    def told(part: str) -> Callable[[int], None] | None:
+        return None if watch is None else lambda done: watch(part, done)
+
+    if only == "tokens":
+        return tokens.evaluate_tokens(**common, timed=timed, watch=told("measures of tokens"))
+    found = world.evaluate_world(
+        "atrium-world", plans or PLANS, **common, watch=told("worlds"), **options
+    )
+    if only == "world":
+        return found
+    more = tokens.evaluate_tokens(**common, timed=timed, watch=told("measures of tokens"))
+    kept = {key: more[key] for key in ("tokens", "clips", "speed", "aa") if key in more}
+    return found | kept | {"token_rows": more["rows"]}
+
+
+def lines(found: Document) -> list[str]:
+    """An evaluation as a reader wants it."""
+    out = [] if found["suite"] == "atrium-tokens" else world.lines(found)
+    if "tokens" in found:
+        rows = found.get("token_rows", found["rows"])
+        out += tokens.lines(found | {"rows": rows})
+    return out

@@ -1,0 +1,71 @@
+"""Short clips of unseen worlds for token models: frames to be given, and those that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tachyscope.adapters.vila import Prompt, VilaAdapter
+from tachyscope.evaluation.scenes import World, levels, make_world
+from tachyscope.models import MODELS
+from tachyscope.quality import Frames
+from tachyscope.worlds import atrium
+
+GIVEN = 8
+PACE = MODELS["atrium-tokens"].pace
+# Letters of the given frames, then of the made ones, which see again what the given ones showed,
+# and steps a frame.
+CLIPS = {
+    "pan": (".qqqqqqq", "eeeeeeee", PACE),
+    "brisk": (".qqqqqqq", "eeeeeeee", 2.5 * PACE),
+    "walk": (".wwwwwww", "ssssssss", PACE),
+    "still": ("........", "........", PACE),  # only what moves on its own moves
+}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Worlds that the same actions lead through, one row each: their prompts and true frames."""
+
+    worlds: tuple[World, ...]
+    actions: str
+    frames: tuple[Frames, ...]  # [T, H, W, 3] of each
+
+    @property
+    def moves(self) -> list[int]:
+        return [atrium.ACTIONS.index(letter) for letter in self.actions]
+
+
+def make_clip(name: str, worlds: int, seed: int = 0, size: int = atrium.SIZE) -> Clip:
+    """A named clip's truth in so many unseen worlds."""
+    given, made, pace = CLIPS[name]
+    found = tuple(make_world(seed, number) for number in range(worlds))
+    films = tuple(_film(world, given + made, pace, size) for world in found)
+    return Clip(found, given + made, films)
+
+
+def _film(world: World, actions: str, pace: float, size: int) -> Frames:
+    pose = atrium.walk(world.start, atrium.letters(actions)[None], pace)[0]
+    rooms = world.rooms.rows(torch.zeros(len(actions), dtype=torch.long))
+    return levels(atrium.render(rooms, pose, pace * torch.arange(len(actions)), size))
+
+
+def batch_prompts(model: VilaAdapter, texts: Iterable[str]) -> Prompt:
+    """Prompts of several videos as one: rows are [conditional…, unconditional…]."""
+    found = [model.encode(text) for text in texts]
+    longest = max(x.ids.shape[1] for x in found)
+    rows, lengths = [], []
+    for row in range(len(found[0].lengths)):
+        for x in found:
+            rows.append(nn.functional.pad(x.ids[row], (longest - x.ids.shape[1], 0)))
+            lengths.append(x.lengths[row])
+    return Prompt(torch.stack(rows), tuple(lengths))
+
+
+@torch.inference_mode()
+def true_codes(model: VilaAdapter, clip: Clip) -> Tensor:
+    """Codes [V, T, rows, columns, D] of a clip's true frames."""
+    return torch.cat([model.latents(frames) for frames in clip.frames])

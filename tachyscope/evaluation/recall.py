@@ -1,0 +1,162 @@
+"""How much of the attention that dense would pay a plan pays too, in the same rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tachyscope.attention import AttentionPolicy
+from tachyscope.attention.ann import Ann
+from tachyscope.cache import merge as merging
+from tachyscope.kernels.merge import fold
+from tachyscope.meter import Meter
+from tachyscope.session import Session
+from tachyscope.types import Layer, Moment, Shape
+
+COLUMNS = 1024  # slots whose attention is read off at once
+
+
+def recall_of(method: Tensor, dense: Tensor, slot: Tensor) -> Tensor:
+    """Σ min(dense mass, the method's mass) of each query, over groups for merged entries.
+
+    method [..., S, past + now], dense [..., S, seen + now], slot [..., seen]: in which slot of the
+    method's past each entry of the dense one went, -1 for gone.
+    """
+    seen = slot.shape[-1]
+    past = method.shape[-1] - (dense.shape[-1] - seen)
+    groups = torch.zeros(*method.shape[:-1], past + 1, dtype=dense.dtype, device=dense.device)
+    index = torch.where(slot < 0, past, slot).unsqueeze(-2).expand(*dense.shape[:-1], seen)
+    groups.scatter_add_(-1, index, dense[..., :seen])
+    both = torch.minimum(groups[..., :past], method[..., :past]).sum(-1)
+    return both + torch.minimum(dense[..., seen:], method[..., past:]).sum(-1)
+
+
+def read_mass(policy: AttentionPolicy, q: Tensor, layer: Layer, at: Moment) -> Tensor:
+    """The attention [B, H, S, end] that a policy really pays: its answer to one-hot values."""
+    width = COLUMNS
+    if isinstance(policy, Ann) and policy.top_p is not None:
+        width = q.shape[3]  # its ragged form writes into the queries' shape
+    parts = []
+    for lo in range(0, at.end, width):
+        hot = torch.zeros(layer.k.shape[2], width, dtype=layer.v.dtype, device=layer.v.device)
+        count = min(width, at.end - lo)
+        hot[lo : lo + count, :count] = torch.eye(count, dtype=hot.dtype, device=hot.device)
+        values = hot.expand(*layer.k.shape[:2], -1, -1)
+        parts.append(policy.attend(q, replace(layer, v=values), at, Meter(q.device))[..., :count])
+    return torch.cat(parts, -1)
+
+
+class Probed(Session):
+    """A session that also holds what `keep_all` would, and compares attention with it.
+
+    Its outputs are those of a plain session; `recalls` gathers, by chunk, the recall of every
+    query of the first and the clean pass over the chunks in `wanted`, as [B, H, S] a layer.
+    """
+
+    def __init__(self, shape: Shape, *args: Any, wanted: Collection[int] = (), **kwargs: Any):
+        self.wanted = frozenset(wanted)
+        super().__init__(shape, *args, **kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        groups = (self.shape.rows, self.plan.cache.groups(self.shape), 0)
+        # by layer: keys and log-weights as they were committed, and the slot each went to
+        self.shadow: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        self.slots = [torch.zeros(groups, dtype=torch.int64, device=self.device)] * len(self.layers)
+        self.recalls: dict[int, list[Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().attend(layer, q, k, v)
+        at = self._moment
+        assert at is not None and self._angles is not None
+        ends = at.step in (0, at.steps - 1)
+        if self.chunk in self.wanted and ends and self.past and not self._prefilling:
+            turned = self.rope.turn(q, *self._angles)
+            self.recalls.setdefault(self.chunk, []).append(self._recall(turned, at.at(layer)))
+        return out
+
+    def _recall(self, q: Tensor, at: Moment) -> Tensor:
+        here, heads = self.layers[at.layer], q.shape[1]
+        now = slice(at.past, at.end)
+        parts = [*self.shadow[at.layer], (here.k[:, :, now], here.logw[:, :, now])]
+        keys, logw = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+        keys, logw = (
+            x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] > 1 else x
+            for x in (keys, logw)
+        )
+        scores = q.double() @ keys.double().mT / math.sqrt(q.shape[3])
+        dense = (scores + logw.double().unsqueeze(2)).softmax(-1)
+        slots = self.slots[at.layer]
+        slots = slots.repeat_interleave(heads // slots.shape[1], 1)
+        return recall_of(read_mass(self.plan.attention, q, here, at).double(), dense, slots)
+
+    def commit(self, n: int | None = None) -> None:
+        n = self.now if n is None else n
+        past, total = self.past, self.past + n
+        before = []
+        for i, layer in enumerate(self.layers):
+            new = slice(past, total)
+            # committed weights are those of one group a head where heads keep their own entries
+            logw = layer.logw[:, :, new].clone()
+            self.shadow[i].append((layer.k[:, :, new].clone(), logw))
+            before.append(self._labels(layer, total))
+        folds: list[tuple[Tensor, Tensor]] = []
+
+        def note(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+            folds.append((source, root))
+            return fold(v, logw, source, root)
+
+        # folding is the one moment at which entries' groups are known
+        with mock.patch.object(merging, "fold", note):
+            super().commit(n)
+        for i, layer in enumerate(self.layers):
+            self._follow(i, layer, before[i], folds[i] if folds else None, past, n)
+
+    def _labels(self, layer: Layer, count: int) -> Tensor:
+        """One number an entry, from its position; another for each empty slot."""
+        t, y, x = layer.pos[:, :, :count].long().unbind(-1)
+        label = t * self.shape.places + y * self.shape.grid[1] + x
+        slot = torch.arange(count, device=label.device) + 2**50
+        return torch.where(layer.logw[:, :, :count] == -math.inf, slot, label)
+
+    def _follow(
+        self,
+        i: int,
+        layer: Layer,
+        before: Tensor,
+        folded: tuple[Tensor, Tensor] | None,
+        past: int,
+        n: int,
+    ) -> None:
+        """Bring `slots` up to date: whose group each entry joined, and where that stands now."""
+        total = before.shape[2]
+        protected = self.prompt + (getattr(self.plan.cache, "sink", 0) or 0) * self.shape.places
+        first = min(protected, past)
+        slot = torch.arange(total, device=before.device).expand_as(before)
+        group = slot.clone()
+        if folded is not None:
+            source, root = folded
+            group.scatter_(2, source + first, root + first)
+        # an entry stands where one of its group stood: find it by its position
+        order = before[:, :, first:].contiguous().sort(-1)
+        after = self._labels(layer, self.past)
+        found = torch.searchsorted(order.values, after[:, :, first:].contiguous())
+        member = order.indices.gather(2, found.clamp(max=total - first - 1)) + first
+        # the sink never moves, though its positions may
+        member = torch.cat([slot[:, :, :first], member], 2)[:, :, : self.past]
+        stands = torch.full((*before.shape[:2], total + 1), -1, device=before.device)
+        live = layer.logw[:, :, : self.past] > -math.inf
+        target = torch.where(live, group.gather(2, member), total)
+        stands.scatter_(2, target, torch.arange(self.past, device=before.device).expand_as(target))
+        stands[:, :, total] = -1
+        old = self.slots[i]
+        fresh = slot[:, :, past : past + n].expand(*old.shape[:2], n)
+        held = torch.cat([old, fresh], 2)
+        now = stands.gather(2, group.gather(2, held.clamp(min=0)))
+        self.slots[i] = torch.where(held < 0, -1, now)

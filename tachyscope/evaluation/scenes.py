@@ -1,0 +1,89 @@
+"""Walks through unseen worlds, with the truth at every frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.quality import Frames
+from tachyscope.worlds import atrium
+from tachyscope.worlds.atrium import STRIDE, Rooms
+
+# Training draws from seeds up to about 10^8, and its own scores from 2^31. torch's CPU generator
+# keeps 32 bits of a seed, so these are the ones left: from here to 2^32.
+UNSEEN = 3_000_000_000
+WORLDS_A_SEED = 1_000
+MOVED = 0.9 * STRIDE  # from every place of the given frames; a stride, rounded, may be less
+
+
+@dataclass(frozen=True)
+class World:
+    """A room, where the walk begins in it, and what the prompt says."""
+
+    number: int
+    rooms: Rooms  # of one row
+    start: Tensor  # [1, 3]
+    prompt: str
+
+
+def make_world(seed: int, number: int, motion: float = 1.0) -> World:
+    """World `number` of an evaluation's seed: the same whatever other worlds are asked for."""
+    if not (0 <= seed < 1_000 and 0 <= number < WORLDS_A_SEED):
+        raise TachyscopeError(
+            f"seed and world must be from 0 to 999, got seed {seed} and world {number}: "
+            f"others may have been trained on"
+        )
+    generator = Generator().manual_seed(UNSEEN + WORLDS_A_SEED * seed + number)
+    rooms = atrium.make_rooms(1, generator, motion)
+    start = atrium.make_starts(1, generator)
+    prompt = atrium.descriptions(rooms, 0)[int(atrium.facing(start[0]))]
+    return World(number, rooms, start, prompt)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A walk through a world: its actions, and the truth at every frame."""
+
+    world: World
+    actions: str  # letters, one a frame; the first is "stay"
+    pose: Tensor  # [T, 3]
+    frames: Frames  # [T, 128, 128, 3]
+
+    @property
+    def time(self) -> Tensor:
+        return torch.arange(len(self.pose))
+
+    def rooms(self, count: int) -> Rooms:
+        return self.world.rooms.rows(torch.zeros(count, dtype=torch.long))
+
+
+def make_scene(world: World, actions: str, device: torch.device | str = "cpu") -> Scene:
+    """The truth of a walk, rendered on a device."""
+    pose = atrium.walk(world.start, atrium.letters(actions)[None])
+    scene = torch.zeros(1, len(actions), dtype=torch.long)
+    clips = atrium.Clips(
+        world.rooms, scene, scene, pose, torch.arange(len(actions)).expand_as(scene)
+    )
+    return Scene(world, actions, pose[0], levels(atrium.film(clips.to(device))[0]))
+
+
+def levels(pictures: Tensor) -> Frames:
+    """Pictures [F, 3, S, S] in 0..1 as frames."""
+    stretched = (255 * pictures.clamp(0, 1)).round().to(torch.uint8)
+    # laid out as frames are: an encoder rounds otherwise for another layout of the same numbers
+    return stretched.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
+
+def pictures(frames: Frames) -> Tensor:
+    """Frames as pictures [F, 3, S, S] in 0..1."""
+    return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float() / 255
+
+
+def new_place(scene: Scene, given: int) -> list[int]:
+    """The made frames, counted from 0, that stand a stride or more from every given one."""
+    far = torch.cdist(scene.pose[given:, :2], scene.pose[:given, :2]).amin(1)
+    return [i for i, way in enumerate(far.tolist()) if way >= MOVED]

@@ -1,0 +1,412 @@
+"""What replay costs a token model on Atrium, and why it costs what it costs."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tachyscope.adapters.vila import VilaAdapter
+from tachyscope.errors import TachyscopeError
+from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
+from tachyscope.evaluation.clock import REPLAY, WINDOW, clock
+from tachyscope.evaluation.intervals import Values, combined, versus
+from tachyscope.evaluation.ranked import Way, begin, changes
+from tachyscope.evaluation.world import Watch
+from tachyscope.machine import cores
+from tachyscope.meter import summary
+from tachyscope.models import load
+from tachyscope.quality import psnr
+from tachyscope.results import Document, document
+from tachyscope.rollout import parse_plan
+from tachyscope.session import Session
+from tachyscope.worlds import atrium
+
+SHIFTS = range(-4, 5)  # columns by which a picture may have moved since the last frame
+RANKS = ("tas", "mass", "input")  # what a policy could know before it computes
+# at three quarters, and at half
+SHARES = {
+    "": {"share": 0.75, "k": 4, "age": 4},
+    "_half": {"share": 0.5, "k": 2, "age": 2},
+}
+CONTROLS = {
+    "attentive": "replay=attentive:share={share},age={age},drift=true",
+    "random": "replay=random:share={share},drift=true",
+    "every_k": "replay=every_k:k={k},drift=true",
+    # as it was published
+    "attentive_paper": "replay=attentive:share={share}",
+    "random_paper": "replay=random:share={share}",
+    "every_k_paper": "replay=every_k:k={k}",
+}
+FORCED = {
+    f"kl_{name}{ending}": Way(text.format(**numbers))
+    for ending, numbers in SHARES.items()
+    for name, text in CONTROLS.items()
+}
+HALF = "replay=attentive:share=0.5,age=2,drift=true"
+MADE = {
+    "dense": Way("dense"),
+    "replay": Way(REPLAY),
+    "window": Way(WINDOW),
+    "replay_window": Way(f"{WINDOW} {REPLAY}"),
+    "half": Way(HALF),
+    "half_window": Way(f"{WINDOW} {HALF}"),
+    "quarter": Way("replay=attentive:share=0.25,age=1,drift=true"),
+    "paper": Way("replay=attentive:share=0.75"),
+    "paper_half": Way("replay=attentive:share=0.5"),
+    "random": Way("replay=random:share=0.75,drift=true"),
+    "every_k": Way("replay=every_k:k=4,drift=true"),
+}
+WHY = (
+    Way(REPLAY), Way(REPLAY, "reversed"), Way(REPLAY, "mass"), Way(REPLAY, "input"),
+    Way(REPLAY, "change"), Way("replay=attentive:share=0.75,drift=true"),
+)  # fmt: skip
+
+
+def divergence(dense: Tensor, other: Tensor) -> Tensor:
+    """Mean over places and codes of KL(dense || other), from logits [V, N, D, K]: [V]."""
+    p, q = dense.log_softmax(-1), other.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).mean((1, 2))
+
+
+@torch.inference_mode()
+def forced(
+    model: VilaAdapter, clip: Clip, ways: Sequence[Way], frames: int = GIVEN
+) -> list[list[Values]]:
+    """KL from dense of each way, by world, all fed the true codes; dense itself comes first."""
+    codes = true_codes(model, clip)
+    sessions = [begin(model, way, clip, codes) for way in (Way("dense"), *ways)]
+    sums = torch.zeros(len(sessions), 3, len(clip.worlds))
+    first = torch.zeros(len(sessions), len(clip.worlds))
+    for i in range(GIVEN, GIVEN + frames):
+        told = codes[:, i].flatten(1, 2)[..., None]  # [V, N, D, 1]
+        dense = None
+        for row, session in enumerate(sessions):
+            logits = model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
+            session.commit()
+            dense = logits if dense is None else dense
+            kl = divergence(dense, logits)
+            nll = -logits.log_softmax(-1).gather(-1, told).mean((1, 2, 3))
+            right = (logits.argmax(-1, keepdim=True) == told).float().mean((1, 2, 3))
+            sums[row] += torch.stack([kl, nll, right]).cpu() / frames
+            if i == GIVEN:
+                first[row] = kl.cpu()
+    out = []
+    for session, found, start in zip(sessions, sums.tolist(), first.tolist(), strict=True):
+        share = skipped(session.meter.take())
+        keys = ("kl", "nll", "right", "kl_first")
+        each = zip(*found, start, strict=True)
+        out.append([dict(zip(keys, values, strict=True)) | share for values in each])
+    return out
+
+
+@torch.inference_mode()
+def made(model: VilaAdapter, clip: Clip, ways: Sequence[Way]) -> list[list[Values]]:
+    """dB to the truth of frames that each way makes by itself, by world."""
+    codes = true_codes(model, clip)
+    out = []
+    for way in ways:
+        session = begin(model, way, clip, codes)
+        found = []
+        for i in range(GIVEN, len(clip.actions)):
+            latents = model.sample(session, clip.moves[i : i + 1])
+            session.commit()
+            found.append([model.decode(session, row[None]) for row in latents])
+        share = skipped(session.meter.take())
+        by_world: list[Values] = []
+        for world, true in enumerate(clip.frames):
+            near = [
+                float(psnr(frame[world], true[i : i + 1])[0])
+                for i, frame in enumerate(found, GIVEN)
+            ]
+            ends = {"psnr_first": near[0], "psnr_last": near[-1]}
+            by_world.append({"psnr_truth": statistics.fmean(near)} | ends | share)
+        out.append(by_world)
+    return out
+
+
+@torch.inference_mode()
+def bounds(model: VilaAdapter, clip: Clip) -> list[Values]:
+    """By world: the tokenizer alone, and the last given frame repeated, in dB to the truth."""
+    out: list[Values] = []
+    shape = model.shape()
+    session = Session(shape, parse_plan(model, "dense"), model.rope(shape), device=model.device)
+    for true, codes in zip(clip.frames, true_codes(model, clip), strict=True):
+        shown = model.decode(session, codes[None])
+        still = true[GIVEN - 1 : GIVEN].repeat(len(true) - GIVEN, 0)
+        alone, repeat = psnr(shown, true).mean(), psnr(still, true[GIVEN:]).mean()
+        out.append({"psnr_tokenizer": float(alone), "psnr_truth_repeat": float(repeat)})
+    return out
+
+
+def skipped(row: Mapping[str, float]) -> Values:
+    found = summary([row])
+    return {"share_eligible": found["share_eligible"], "density": found["density"]}
+
+
+@torch.inference_mode()
+def probe(model: VilaAdapter, clip: Clip, frames: int = GIVEN) -> list[list[Values]]:
+    """How MLP outputs change on the dense path, and what foretells it: by layer, by world.
+
+    rank_*: Spearman's correlation, over a frame's places, of a score with the relative change of
+    the output since the last frame; -1 would rank perfectly. change: that change itself, its mean.
+    change_moved: to the place that the best shift of whole columns leads to, by frame and world.
+    change_nearest: to whichever place of the last frame had the most alike output.
+    """
+    codes = true_codes(model, clip)
+    # a share of nothing: all is computed, and the rings still turn
+    session = begin(model, Way("replay=attentive:share=0"), clip, codes)
+    session.watch = RANKS
+    session.watched = {
+        name: torch.zeros(
+            len(session.layers), session.shape.rows, session.shape.places, device=model.device
+        )
+        for name in RANKS
+    }
+    layers, worlds = len(session.layers), len(clip.worlds)
+    sums: list[list[Values]] = [[{} for _ in range(worlds)] for _ in range(layers)]
+    for i in range(GIVEN, GIVEN + frames):
+        before = [layer.own["ring_mlp"][0].clone() for layer in session.layers]
+        model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
+        session.commit()
+        for n, layer in enumerate(session.layers):
+            for world in range(worlds):
+                new, old = layer.own["ring_mlp"][0][world], before[n][world]
+                found = _compare(new, old, session.shape.grid)
+                own = changes(new, old)
+                for name, scores in session.watched.items():
+                    found[f"rank_{name}"] = spearman(scores[n, world], own)
+                for key, value in found.items():
+                    sums[n][world][key] = sums[n][world].get(key, 0.0) + value / frames
+    return sums
+
+
+def _compare(new: Tensor, old: Tensor, grid: tuple[int, int]) -> Values:
+    """Changes of a frame's outputs [N, W] since the last frame's, looked up in several ways."""
+    own = changes(new, old)
+    a, b = new.unflatten(0, grid), old.unflatten(0, grid)
+    wide = grid[1]
+    moved = []
+    for shift in SHIFTS:
+        if abs(shift) < wide:
+            to = slice(max(0, -shift), wide - max(0, shift))
+            come = slice(max(0, shift), wide + min(0, shift))
+            moved.append(float(changes(a[:, to], b[:, come]).mean()))
+    nearest = torch.cdist(new, old).amin(-1) / new.norm(dim=-1).clamp_min(1e-12)
+    return {
+        "change": float(own.mean()),
+        "change_lowest": float(own.quantile(0.1)),
+        "change_moved": min(moved),
+        "change_nearest": float(nearest.mean()),
+    }
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Rank correlation of two vectors; ties, which real scores hardly have, by order."""
+    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+TASKS = tuple(
+    (what, clip)
+    for what, clips in {
+        "made": ("pan", "brisk", "still"),
+        "forced": ("pan", "brisk", "walk", "still"),
+        "why": ("pan",),
+        "probe": ("pan", "brisk", "still"),
+        "bounds": ("pan", "brisk", "still"),
+    }.items()
+    for clip in clips
+)
+QUICK_TASKS = (("made", "pan"), ("forced", "pan"), ("bounds", "pan"))
+QUICK_WAYS = ("dense", "replay", "replay_window")
+QUICK_FRAMES = 2  # made frames, where they are teacher-forced
+
+
+@dataclass(frozen=True)
+class Task:
+    """A measure of a clip in so many worlds."""
+
+    what: str
+    clip: str
+    worlds: int
+    seed: int
+    quick: bool
+
+
+_ready: dict[str, Any] = {}  # a process's model
+
+
+def _prepare(name: str, weights: str | None, device: str, threads: int | None = None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _ready["model"] = load(name, weights, device=device)
+
+
+def _work(task: Task) -> list[Document]:
+    model = _ready["model"]
+    clip = make_clip(task.clip, task.worlds, task.seed, model.config.size[0])
+    head = {"measure": task.what, "clip": task.clip, "worlds": task.worlds}
+    return [head | row for row in _measure(model, task, clip)]
+
+
+def _measure(model: VilaAdapter, task: Task, clip: Clip) -> list[Document]:
+    """The rows of one task."""
+    frames = len(clip.actions) - GIVEN
+    if task.what == "bounds":
+        return [combined(bounds(model, clip))]
+    if task.what == "probe":
+        found = probe(model, clip, frames)
+        return [{"layer": n} | combined(by_world) for n, by_world in enumerate(found)]
+    if task.what == "made":
+        ways = [MADE[key] for key in (QUICK_WAYS if task.quick else MADE)]
+        results = made(model, clip, ways)
+    else:
+        alone = [Way(REPLAY, layers=(n,)) for n in range(model.config.layers)]
+        asked = list(claims(task.quick).values()) if task.what == "forced" else [*WHY, *alone]
+        ways = [Way("dense"), *asked]
+        frames = min(frames, QUICK_FRAMES) if task.quick else frames
+        results = forced(model, clip, asked, frames)
+    return [
+        {"plan": str(way), "frames": frames} | combined(by_world)
+        for way, by_world in zip(ways, results, strict=True)
+    ]
+
+
+def claims(quick: bool) -> dict[str, Way]:
+    """What is teacher-forced; when it must be quick, without the published form."""
+    return {key: way for key, way in FORCED.items() if not (quick and "_paper" in key)}
+
+
+def evaluate_tokens(
+    name: str = "atrium-tokens",
+    *,
+    weights: str | None = None,
+    device: str = "cpu",
+    worlds: int = 16,
+    seed: int = 0,
+    quick: bool = False,
+    timed: bool = True,
+    jobs: int | None = None,
+    command: str = "",
+    watch: Watch | None = None,
+) -> Document:
+    """Measure a token model on unseen worlds; a results document with intervals over worlds.
+
+    All worlds share the passes of a measure, and measures are shared out to as many processes as
+    there are cores. quick: the panning clip alone, and less of it. timed: take the time of a
+    token too, on the CPU whatever the device of the rest. watch: is told how many are done.
+    """
+    if worlds < 1:
+        raise TachyscopeError(f"worlds must be 1 or more, got {worlds}")
+    _prepare(name, weights, device)
+    model = _ready["model"]
+    if not isinstance(model, VilaAdapter) or model.actions != atrium.ACTIONS:
+        raise TachyscopeError(f"{name} is no token model of Atrium: try atrium-tokens")
+    tasks = [Task(*t, worlds, seed, quick) for t in (QUICK_TASKS if quick else TASKS)]
+    jobs = min(jobs or cores(), len(tasks))
+    rows: list[Document] = []
+
+    def gather(results: Iterable[list[Document]]) -> None:
+        for done, result in enumerate(results, 1):
+            rows.extend(result)
+            if watch is not None:
+                watch(done)
+
+    if jobs == 1:
+        gather(map(_work, tasks))
+    else:
+        fresh = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, fresh, _prepare, (name, weights, device, 1)) as pool:
+            gather(pool.map(_work, tasks))
+    more: Document = {"model": name, "clips": CLIPS, "given": GIVEN, "seed": seed}
+    if not timed:
+        return document("atrium-tokens", rows, command, tokens=headline(rows), **more)
+    own = load(name, weights)
+    assert isinstance(own, VilaAdapter)
+    clip = make_clip("pan", 1, seed, model.config.size[0])
+    rounds = QUICK_FRAMES if quick else len(clip.actions) - GIVEN
+    speed = clock(own, clip, rounds)
+    more |= {"tokens": headline(rows) | speedups(speed), "speed": speed}
+    return document("atrium-tokens", rows, command, speed["trunk_aa"], **more)
+
+
+def headline(rows: Sequence[Document]) -> Document:
+    """The numbers that claims are held to; `_over` is by how much a control exceeds attentive."""
+    out: Document = {}
+    there = {(row["measure"], row["clip"], row.get("plan")): row for row in rows}
+    for clip in CLIPS:
+        ending = "" if clip == "pan" else f"_{clip}"
+        limits = there.get(("bounds", clip, None), {})
+        for key in ("psnr_tokenizer", "psnr_truth_repeat"):
+            if key in limits:
+                out[key + ending] = limits[key]
+        for key, way in MADE.items():
+            row = there.get(("made", clip, str(way)))
+            if row is not None:
+                out[f"psnr_truth_{key}{ending}"] = row["psnr_truth"]
+                if key != "dense":
+                    dense = there["made", clip, "dense"]
+                    out[f"psnr_truth_{key}_loss{ending}"] = versus(dense, row, "psnr_truth")
+        for key, way in FORCED.items():
+            row = there.get(("forced", clip, str(way)))
+            if row is not None:
+                out[key + ending] = row["kl"]
+                rival = key.replace("random", "attentive").replace("every_k", "attentive")
+                if rival != key:
+                    ours = there["forced", clip, str(FORCED[rival])]
+                    out[f"{key}{ending}_over"] = versus(row, ours, "kl")
+    return out
+
+
+def speedups(speed: Mapping[str, Any]) -> Document:
+    """The clock's numbers that claims are held to."""
+    out: Document = {
+        "speedup_replay": speed["replay"]["trunk_ratio"],
+        "speedup_replay_window": speed["replay_window"]["trunk_ratio"],
+        "speedup_window": speed["window"]["trunk_ratio"],
+        "speedup_whole": speed["replay"]["whole_ratio"],
+        "speedup_whole_window": speed["replay_window"]["whole_ratio"],
+    }
+    for part in ("trunk", "whole"):
+        empty = speed["python"]["trunk_ms"]
+        out[f"python_share_{part}"] = empty / speed["dense"][f"{part}_ms"]
+    return out
+
+
+def lines(found: Document) -> list[str]:
+    """An evaluation as a reader wants it: the claims' numbers, then every row."""
+    out = []
+    for key, value in found["tokens"].items():
+        if isinstance(value, tuple | list):
+            out.append(f"{key:32} {value[0]:9.4f}  ({value[1]:.4f} to {value[2]:.4f})")
+        else:
+            out.append(f"{key:32} {value:9.4f}")
+    for row in found["rows"]:
+        named = row.get("plan", f"layer {row['layer']}" if "layer" in row else "")
+        shown = []
+        for key in row["by_world"]:
+            # a JSON file has null for a value that is no number
+            three = (row[name] for name in (key, f"{key}_low", f"{key}_high"))
+            mean, low, high = (math.nan if x is None else x for x in three)
+            shown.append(f"{key} {mean:.4f} ({low:.4f} to {high:.4f})")
+        out.append(f"{row['measure']} {row['clip']} {named}: " + ", ".join(shown))
+    speed = found.get("speed", {})
+    for part in ("trunk", "whole") if speed else ():
+        low, high = speed[f"{part}_aa"]
+        out.append(f"{part}: dense against itself {low:.2f}x to {high:.2f}x, inside is noise")
+    for name, row in speed.items():
+        if isinstance(row, Mapping):
+            out.append(
+                f"{name:14} trunk {row['trunk_ms']:.3f} ms a token ({row['trunk_ratio']:.2f}x, "
+                f"{row['trunk_ratio_low']:.2f} to {row['trunk_ratio_high']:.2f}), whole "
+                f"{row['whole_ms']:.3f} ({row['whole_ratio']:.2f}x)"
+            )
+    return out

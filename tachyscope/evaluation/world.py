@@ -1,0 +1,487 @@
+"""A world model against the truth of unseen worlds, and what each plan costs it there."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tachyscope.adapters import Adapter
+from tachyscope.adapters.wan import WanAdapter
+from tachyscope.errors import TachyscopeError
+from tachyscope.evaluation.intervals import Values, combined, mean
+from tachyscope.evaluation.play import Forced, Take, play, teacher_forced
+from tachyscope.evaluation.scenes import Scene, make_scene, make_world, new_place
+from tachyscope.evaluation.sight import (
+    identity,
+    pose_errors,
+    prompt_right,
+    stopped,
+    unsaid_db,
+)
+from tachyscope.machine import cores
+from tachyscope.models import load
+from tachyscope.plan import NAMES
+from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
+from tachyscope.results import Document, document
+from tachyscope.rollout import parse_plan
+from tachyscope.worlds import atrium
+from tachyscope.worlds.atrium import TURN
+
+GIVEN = "." + "q" * TURN  # all of the room is shown before anything is made
+# The same turn again, from the same place, where a frame can be copied; then, from places where
+# the walker never stood, what was seen before must be drawn anew. Longer walks repeat it.
+WALK = "q" * 24 + "wwaa" + "e" * 20 + "dddd" + "q" * 20 + "ssss" + "e" * 20 + "wwddssaa"
+QUICK_WALK = "q" * 18 + "wwaa" + "e" * 4
+HORIZONS = (24, 48, 96)
+# A turned camera sees nothing of a view left six steps ago. So these frames of a turn show nothing
+# that the first frame shows, which most caches keep as a sink.
+FAR = range(6, TURN - 5)
+OWN_WALK = "q" * (TURN + 12)  # from one given frame: the second turn must repeat the first
+WINDOW = "cache=window:budget=13f"  # shorter than the turn
+EVERY = {"pose": 6, "identity": 4, "teacher": 4}  # these looks cost more than a frame's making
+PROBED = (12, 24, 48, 96, 104)  # made frames at which recall is sampled; 104: 128 are before it
+TRUSTED = 24  # made frames over which closeness to dense is told; the floor says if rightly
+ENDS = 48  # made frames, first and last, whose identity is told apart
+SETTLED = 100 - len(GIVEN)  # made frames after which a bounded plan's work must be the same
+BLURRED = 0.5  # of the truth's detail: a picture with less is blurred
+AT_ONCE = 16  # worlds that share a GPU's passes
+FLOOR_WORLDS, FLOOR_WORLDS_QUICK = 8, 1  # a second dense run, in a slower dtype on CPUs
+
+Watch = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an evaluation measures; small enough to be sent to another process."""
+
+    plans: tuple[str, ...]
+    seed: int = 0
+    frames: int = 48
+    quick: bool = False
+    recall: bool = True
+    world: bool = True  # the model's own measures
+    own: bool = False  # every plan's revisit of what the model itself made up
+
+    @property
+    def walk(self) -> str:
+        if self.quick:
+            return QUICK_WALK
+        return (WALK * (self.frames // len(WALK) + 1))[: self.frames]
+
+    @property
+    def coarser(self) -> int:
+        return 2 if self.quick else 1
+
+
+@dataclass(frozen=True)
+class Played:
+    """All that was made of one world, to be judged by any process."""
+
+    scene: Scene
+    takes: tuple[Take, ...]  # a plan each
+    dense: Take | None = None
+    floor: Frames | None = None  # dense in another dtype
+    window: Frames | None = None
+    forced: Forced | None = None
+    still: Scene | None = None  # where nothing moves on its own
+    own: Take | None = None  # dense there, after one given frame
+    own_window: Take | None = None
+    owns: tuple[Take, ...] = ()  # a plan each
+
+
+def play_worlds(
+    model: WanAdapter, asked: Asked, numbers: Sequence[int], twin: WanAdapter | None = None
+) -> list[Played]:
+    """Every rollout that is asked for, of several worlds at once."""
+    given, device = len(GIVEN), model.device
+    scenes = [make_scene(make_world(asked.seed, n), GIVEN + asked.walk, device) for n in numbers]
+    probed = [i for i in PROBED if i <= asked.frames] if asked.recall else []
+    found: list[dict[str, Any]] = [{"scene": scene} for scene in scenes]
+
+    def keep(name: str, values: Sequence[Any], rows: Sequence[int] | None = None) -> None:
+        for row, value in zip(rows or range(len(found)), values, strict=True):
+            found[row][name] = value
+
+    dense: list[Take] = []
+    if asked.world or "dense" in asked.plans:
+        dense = play(model, "dense", scenes, given)
+        keep("dense", dense)
+    most = FLOOR_WORLDS_QUICK if asked.quick else FLOOR_WORLDS
+    rows = [i for i, n in enumerate(numbers) if n < most]
+    if twin is not None and dense and rows:
+        floors = play(twin, "dense", [scenes[i] for i in rows], given)
+        keep("floor", [take.frames for take in floors], rows)
+    takes = [
+        dense if plan == "dense" and dense else play(model, plan, scenes, given, probed)
+        for plan in asked.plans
+    ]
+    keep("takes", list(zip(*takes, strict=True)) if takes else [()] * len(scenes))
+    if asked.world or asked.own:
+        # nothing moves on its own, so that the second turn should equal the first
+        walk = "." + OWN_WALK[: TURN + 7 if asked.quick else None]
+        still = [make_scene(make_world(asked.seed, n, motion=0.0), walk, device) for n in numbers]
+        keep("still", still)
+    if asked.world:
+        last = given + FAR[-1]
+        short = [replace(s, actions=s.actions[:last], frames=s.frames[:last]) for s in scenes]
+        keep("window", [take.frames for take in play(model, WINDOW, short, given)])
+        made = range(given, given + min(48, len(asked.walk)), EVERY["teacher"] * asked.coarser)
+        keep("forced", teacher_forced(model, scenes, given, made))
+        keep("own", play(model, "dense", still, 1))
+        if not asked.quick:
+            keep("own_window", play(model, WINDOW, still, 1))
+    if asked.own:
+        owns = [play(model, plan, still, 1) for plan in asked.plans]
+        keep("owns", list(zip(*owns, strict=True)))
+    return [Played(**parts) for parts in found]
+
+
+def judge_world(asked: Asked, played: Played) -> Document:
+    """All that is measured on one world: `world`, the model's own values, and one row a plan."""
+    given, scene, dense = len(GIVEN), played.scene, played.dense
+    rows: list[Values] = []
+    for i, (plan, take) in enumerate(zip(asked.plans, played.takes, strict=True)):
+        row = judge(take.frames, scene, given) | take.cost | evenness(take)
+        if dense is not None:
+            near = psnr(take.frames[:TRUSTED], dense.frames[:TRUSTED])
+            row["psnr_dense"] = mean(near)
+            row["work_dense"] = sum(take.work) / sum(dense.work)
+        if plan == "dense" and asked.recall:
+            row |= {"recall": 1.0, "recall_p5": 1.0, "recall_end": 1.0}
+        if played.owns:
+            row["revisit_own_db"] = revisit_own(played.owns[i])
+        rows.append(row)
+    own: Values = {}
+    if dense is not None and played.floor is not None:
+        near = psnr(played.floor, dense.frames)
+        parted = horizon(near)
+        frames = float(len(near) if parted is None else parted)
+        own |= {"horizon": frames, "floor_db": mean(near[:TRUSTED])}
+    if asked.world:
+        own |= judge_model(asked, played)
+    return {"world": own, "rows": rows}
+
+
+def judge(frames: Frames, scene: Scene, given: int) -> Values:
+    """A rollout against the truth; every frame it made shows what was given before."""
+    truth = scene.frames[given:]
+    near = psnr(frames, truth)
+    out: Values = {"psnr_truth": mean(near)}
+    for low, high in zip((0, *HORIZONS), HORIZONS, strict=False):
+        if len(near) >= high:
+            out[f"psnr_truth_{high}"] = mean(near[low:high])
+    out["new_place_db"] = mean(near[new_place(scene, given)])
+    far = [i - 1 for i in FAR]
+    out["revisit_db"] = mean(near[far])
+    out["revisit_unsaid_db"] = unsaid_db(frames[far], scene, [given + i for i in far])
+    sharp = detail(frames) / detail(truth)
+    out["sharpness"] = float(sharp.mean())
+    out["blurred"] = float((sharp < BLURRED).mean())
+    out["frozen"] = stopped(frames, truth, scene.frames[given - 1])
+    out["flat"] = float((contrast(frames) < FLAT).mean())
+    step = EVERY["identity"]
+
+    def same(at: range) -> float:
+        return identity(frames[at], scene, [given + i for i in at])
+
+    out["identity"] = same(range(step - 1, len(frames), step))
+    if len(frames) > 2 * ENDS:
+        out["identity_first"] = same(range(step - 1, ENDS, step))
+        out["identity_last"] = same(range(len(frames) - ENDS, len(frames), step))
+    return out
+
+
+def evenness(take: Take) -> Values:
+    """The most counted work of a chunk over the least, once frame 100 is past."""
+    late = take.work[SETTLED:]
+    return {"work_spread": max(late) / min(late)} if late else {}
+
+
+def judge_model(asked: Asked, played: Played) -> Values:
+    """The model's own measures, those of its dense rollout among them."""
+    given, scene, forced = len(GIVEN), played.scene, played.forced
+    assert played.dense and forced and played.own and played.still and played.window is not None
+    frames = played.dense.frames
+    out = judge(frames, scene, given)
+    step = EVERY["pose"] * asked.coarser
+    looked = list(range(step - 1, min(len(frames), 48), step))
+    found = pose_errors(frames[looked], scene, [given + i for i in looked])
+    out["pose_error"], out["heading_error"] = found
+    # what the search for a pose finds on true frames is its own error
+    at = forced.index[:4]
+    out["pose_floor"], out["heading_floor"] = pose_errors(scene.frames[list(at)], scene, at)
+    out |= judge_forced(forced, scene, given)
+    far = [i - 1 for i in FAR]
+    out["revisit_window_db"] = mean(psnr(played.window[far], scene.frames[given:][far]))
+    out["revisit_own_db"] = revisit_own(played.own)
+    if played.own_window is not None:
+        out["revisit_own_window_db"] = revisit_own(played.own_window)
+    turn = range(1, TURN + 1)
+    out["prompt_right"] = prompt_right(played.own.frames[:TURN], played.still, turn)
+    return out
+
+
+def judge_forced(forced: Forced, scene: Scene, given: int) -> Values:
+    """The next frame given the true past; repeating the last one; and what none can beat."""
+    at = list(forced.index)
+    truth, anew = scene.frames[at], new_place(scene, given)
+    near = psnr(forced.frames, truth)
+    return {
+        "teacher_forced_db": mean(near),
+        "teacher_forced_new_place_db": mean(
+            x for x, i in zip(near, at, strict=True) if i - given in anew
+        ),
+        "repeat_db": mean(psnr(scene.frames[[i - 1 for i in at]], truth)),
+        "autoencoder_db": mean(psnr(forced.shown, truth)),
+    }
+
+
+def revisit_own(take: Take) -> float:
+    """PSNR of the second turn to the model's own first: what it made up, does it remember?"""
+    last = len(take.frames)
+    at = [TURN + i - 1 for i in FAR if TURN + i <= last]
+    return mean(psnr(take.frames[at], take.frames[[i - TURN for i in at]]))
+
+
+def evaluate_model(
+    model: Adapter,
+    plans: Sequence[str] = ("dense", "balanced", "fast"),
+    *,
+    worlds: int = 16,
+    seed: int = 0,
+    frames: int = 48,
+    quick: bool = False,
+    recall: bool = True,
+    world: bool = True,
+    own: bool = False,
+    twin: Adapter | None = None,
+    command: str = "",
+    watch: Watch | None = None,
+    spread: Callable[..., Iterable[Document]] | None = None,
+) -> Document:
+    """Play plans through unseen worlds; a results document with 95 % intervals over worlds.
+
+    Every rollout is shown one full turn of the room, then makes `frames` frames of a walk that
+    sees all of it again. world: also measure the model itself, as `world`. own: also each plan's
+    memory of what the model makes up. recall: sample each plan's attention recall. twin: the same
+    model in another dtype, for the floor: until which frame two dense runs agree. quick: 26
+    frames and no recall. watch: is told how many worlds are done. spread: shares the worlds out.
+    """
+    asked = ask(model, plans, seed, frames, quick, recall, world, own)
+    assert isinstance(model, WanAdapter) and (twin is None or isinstance(twin, WanAdapter))
+    if worlds < 1:
+        raise TachyscopeError(f"worlds must be 1 or more, got {worlds}")
+    for number in (0, worlds - 1):
+        make_world(seed, number)  # raises where there are not so many
+    results: list[Document] = []
+    for result in (spread or one_by_one)(model, asked, worlds, twin):
+        results.append(result)
+        if watch is not None:
+            watch(len(results))
+    rows = []
+    for i, plan in enumerate(asked.plans):
+        row: Document = {
+            "name": plan if plan in NAMES else "plan",
+            "plan": str(parse_plan(model, plan)),
+            "asked": plan,
+            "model": model.name,
+            "frames": asked.frames,
+            "worlds": worlds,
+        }
+        rows.append(row | combined([result["rows"][i] for result in results]))
+    more: Document = {"given": GIVEN, "walk": asked.walk, "seed": seed}
+    if world:
+        whole = combined([result["world"] for result in results])
+        parted = [x for x in whole["by_world"].get("horizon", []) if math.isfinite(x)]
+        if parted:
+            # the floor holds where it holds in every world
+            whole["horizon"] = min(parted)
+        more["world"] = whole
+    return document("atrium", rows, command, **more)
+
+
+def ask(
+    model: Adapter, plans: Sequence[str], seed: int, frames: int, quick: bool, recall: bool,
+    world: bool, own: bool,
+) -> Asked:  # fmt: skip
+    """The evaluation asked for; raises where it cannot be made."""
+    if model.actions != atrium.ACTIONS or not isinstance(model, WanAdapter):
+        raise TachyscopeError(
+            f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
+            f"evaluate atrium-world"
+        )
+    if frames < TURN:
+        raise TachyscopeError(f"frames must be {TURN} or more, a full turn, got {frames}")
+    for plan in plans:
+        parse_plan(model, plan).check(model.shape())
+    if quick:
+        frames, recall = len(QUICK_WALK), False
+    return Asked(tuple(plans), seed, frames, quick, recall, world, own)
+
+
+def one_by_one(
+    model: WanAdapter, asked: Asked, worlds: int, twin: WanAdapter | None
+) -> Iterable[Document]:
+    """World after world, in this process."""
+    for number in range(worlds):
+        yield judge_world(asked, play_worlds(model, asked, [number], twin)[0])
+
+
+_ready: dict[str, Any] = {}  # a process's models
+
+
+def _prepare(
+    name: str, weights: str | None, device: str, floor: str | None, threads: int | None
+) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _ready["model"] = load(name, weights, device=device)
+    _ready["twin"] = None if floor is None else load(name, weights, device=device, dtype=floor)
+
+
+def _work(asked: Asked, number: int) -> Document:
+    played = play_worlds(_ready["model"], asked, [number], _ready["twin"])
+    return judge_world(asked, played[0])
+
+
+def evaluate_world(
+    name: str = "atrium-world",
+    plans: Sequence[str] = ("dense", "balanced", "fast"),
+    *,
+    weights: str | None = None,
+    device: str = "cpu",
+    floor: str | None = "bfloat16",
+    worlds: int = 16,
+    jobs: int | None = None,
+    **options: Any,
+) -> Document:
+    """`evaluate_model` for a model by name, its worlds shared out to as many processes as cores.
+
+    On a GPU one process plays many worlds at once, and the others judge. floor: the dtype of the
+    dense run that dense is compared with, for the horizon.
+    """
+    _prepare(name, weights, device, floor, None)
+    jobs = min(jobs or cores(), worlds)
+    # a process a core: two threads of one small model wait for each other more than they work
+    fresh = multiprocessing.get_context("spawn")
+    threads = max(1, cores() // jobs)
+
+    def on_cores(model: Any, asked: Asked, worlds: int, twin: Any) -> Iterable[Document]:
+        spec = (name, weights, device, floor, threads)
+        with ProcessPoolExecutor(jobs, fresh, _prepare, spec) as pool:
+            yield from pool.map(partial(_work, asked), range(worlds))
+
+    def on_gpu(model: Any, asked: Asked, worlds: int, twin: Any) -> Iterable[Document]:
+        with ProcessPoolExecutor(jobs, fresh, torch.set_num_threads, (1,)) as pool:
+            found = [
+                pool.submit(judge_world, asked, played)
+                for start in range(0, worlds, AT_ONCE)
+                for played in play_worlds(
+                    model, asked, range(start, min(worlds, start + AT_ONCE)), twin
+                )
+            ]
+            for one in found:
+                yield one.result()
+
+    spread = one_by_one if jobs == 1 else on_cores if device == "cpu" else on_gpu
+    return evaluate_model(
+        _ready["model"], plans, worlds=worlds, twin=_ready["twin"], spread=spread, **options
+    )
+
+
+TABLES = {
+    "budgets": [
+        f"cache={cache}:budget={frames}f{more}"
+        for frames in (9, 13, 17, 21, 25, 33)
+        for cache, more in (("window", ""), ("merge", ""), ("merge", ",heads=each"))
+    ],
+    "matching": ["cache=window:budget=12f"]
+    + [
+        f"cache=merge:budget=12f,match={match},keep={keep},heads={heads}"
+        for match in ("rotated", "unrotated", "key_value")
+        for keep in ("partner", "newest")
+        for heads in ("shared", "each")
+    ],
+    "methods": [
+        "lossless",
+        "cache=merge:threshold=0.95",
+        "cache=merge:threshold=0.9",
+        *[
+            f"{cache}attention=ann:read={read},block=4,tile=8"
+            for cache, reads in (
+                ("", (0.1, 0.2, 0.3, 0.5)),
+                ("cache=merge:budget=21f,heads=each ", (0.3, 0.5)),
+                ("cache=merge:budget=33f,heads=each ", (0.2, 0.3)),
+            )
+            for read in reads
+        ],
+        "attention=ann:read=0.3,block=16,tile=64",
+        "text=ann:hash=lsh",
+        *[
+            f"replay={name}:share={share}{drift}"
+            for share in (0.25, 0.5, 0.75)
+            for name, drift in (("attentive", ""), ("attentive", ",drift=true"))
+        ],
+        "replay=random:share=0.5,drift=true",
+        "replay=every_k:k=2,drift=true",
+    ],
+}  # fmt: skip
+
+
+def table(name: str) -> list[str]:
+    """Plans of a trade-off table, beside dense.
+
+    budgets: window and merge at equal budgets. matching: on what merge compares, whom it keeps,
+    by head or for all. methods: all the others.
+    """
+    if name not in TABLES:
+        raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
+    return ["dense", *TABLES[name]]
+
+
+COLUMNS_SHOWN = {
+    "revisit_db": ("revisit", 1.0, "5.1f"),
+    "new_place_db": ("anew", 1.0, "5.1f"),
+    "psnr_truth_24": ("to 24", 1.0, "5.1f"),
+    "psnr_truth_48": ("to 48", 1.0, "5.1f"),
+    "psnr_truth_96": ("to 96", 1.0, "5.1f"),
+    "revisit_own_db": ("own", 1.0, "5.1f"),
+    "identity": ("same", 100.0, "4.0f"),
+    "density": ("dens.", 100.0, "4.0f"),
+    "cache_mb": ("MB", 1.0, "5.1f"),
+    "work_dense": ("work", 100.0, "4.0f"),
+    "recall": ("recall", 100.0, "5.1f"),
+}
+
+
+def lines(found: Document) -> list[str]:
+    """An evaluation as a reader wants it: the model's measures, then plans beside dense."""
+    out = []
+    for key, value in found.get("world", {}).items():
+        if key == "by_world" or key.endswith(("_low", "_high")):
+            continue
+        low, high = found["world"].get(f"{key}_low"), found["world"].get(f"{key}_high")
+        out.append(f"{key:24} {value:8.3f}  ({low:.3f} to {high:.3f})")
+    rows = found["rows"]
+    shown = [key for key in COLUMNS_SHOWN if any(key in row for row in rows)]
+    width = max(len(row["asked"]) for row in rows)
+    out.append(f"{'plan':{width}}  " + "  ".join(f"{COLUMNS_SHOWN[key][0]:>8}" for key in shown))
+    for row in rows:
+        cells = []
+        for key in shown:
+            _, scale, form = COLUMNS_SHOWN[key]
+            cells.append(f"{scale * row.get(key, math.nan):{form}}".rjust(8))
+        out.append(f"{row['asked']:{width}}  " + "  ".join(cells))
+    count, made = rows[0]["worlds"], rows[0]["frames"]
+    out.append(
+        f"{count} unseen worlds, {made} frames after one full turn; dB to the truth (anew: from "
+        f"new places; own: to the model's first showing); same, dens., work, recall in %"
+    )
+    return out
