@@ -105,9 +105,7 @@ class Packing:
             torch.zeros(2 * row, dtype=torch.int32, device=device) for _ in range(3)
         )
         tokens = 2 * row * shape.places
-        self.cos, self.sin = (
-            torch.zeros(tokens, shape.head_dim, device=device) for _ in range(2)
-        )
+        self.cos, self.sin = (torch.zeros(tokens, shape.head_dim, device=device) for _ in range(2))
         self.mask = self._mask()
 
     def use(self, length: int, cut: int = 0, gap: int = 0) -> None:

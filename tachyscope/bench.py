@@ -24,6 +24,7 @@ from tachyscope.notes import notes
 from tachyscope.plan import NAMES, Plan
 from tachyscope.results import Document, check_json, document, emit, size_of
 from tachyscope.rollout import open_session, parse_plan, rollout
+from tachyscope.session import Session
 
 # of the clock alone: one run's is not the rollout's that a benchmark's row stands for
 CLOCKS = ("chunk_ms", "fps_avg", "fps_now")
@@ -72,6 +73,88 @@ def bench(
         ratios = [a / b for a, b in zip(times[0], ms, strict=True)]
         rows.append(_row(turn, of_plan, model) | verdict(ratios, aa))
     return document(f"bench-{model.device.type}", rows, command, aa)
+
+
+def bench_lengths(
+    model: Adapter,
+    plans: Sequence[str] = ("fast", "balanced"),
+    *,
+    lengths: Sequence[int],
+    rounds: int = 5,
+    prompt: str = "a red room",
+    seed: int = 0,
+    command: str = "",
+    watch: Callable[[int], None] | None = None,
+) -> Document:
+    """Time single chunks after `lengths` latent frames; a results document, a row each.
+
+    Caches are filled with random entries: what a chunk costs hangs on their number alone. Plans
+    take turns as in `bench`, dense among them twice, and the noise is that of all lengths.
+    """
+    if rounds < 1 or not lengths or min(lengths) < 1:
+        raise TachyscopeError(
+            f"rounds and lengths must be 1 or more, got {rounds} and {list(lengths)}"
+        )
+    turns = [("dense", parse_plan(model, "dense")), ("again", parse_plan(model, "dense"))]
+    turns += [(text, parse_plan(model, text)) for text in plans]
+    rows: list[Document] = []
+    widest = (1.0, 1.0)
+    shuffle = random.Random(seed)
+    for done, length in enumerate(lengths):
+        sessions = []
+        for _, plan in turns:
+            session: Session = open_session(model, plan, prompt=prompt, seed=seed)
+            session.fill(length)
+            sessions.append(session)
+        for session in sessions:
+            _chunk(model, session)  # what is done once, a policy's first work among it
+        takes: list[list[Document]] = [[] for _ in turns]
+        for _ in range(rounds):
+            for i in shuffle.sample(range(len(turns)), len(turns)):
+                takes[i].append(_chunk(model, sessions[i]))
+        times = [[take["chunk_ms"] for take in of_plan] for of_plan in takes]
+        aa = noise(times[0], times[1])
+        widest = (min(widest[0], aa[0]), max(widest[1], aa[1]))
+        for turn, of_plan, ms in zip(turns, takes, times, strict=True):
+            if turn[0] == "again":
+                continue
+            row = _row(turn, of_plan, model) | {"length": length, "aa": aa}
+            row["work_dense"] = row["macs"] / takes[0][-1]["macs"]
+            ratios = [a / b for a, b in zip(times[0], ms, strict=True)]
+            rows.append(row | verdict(ratios, aa))
+        if watch is not None:
+            watch(done + 1)
+    return document(f"bench-lengths-{model.device.type}", rows, command, widest)
+
+
+def _chunk(model: Adapter, session: Session) -> Document:
+    """One chunk more, and what it took."""
+    latents = model.frames(session.frame + session.shape.chunk) - model.frames(session.frame)
+    chunks = list(rollout(model, session=session, frames=latents))
+    stats = [chunk.stats for chunk in chunks]
+    return {"size": size_of(chunks[0]), **summary(stats)}
+
+
+def length_lines(found: Document) -> list[str]:
+    """A document of `bench_lengths` as a reader wants it."""
+    rows, width = found["rows"], max(len(row["name"]) for row in found["rows"])
+    out = [
+        f"{rows[0]['model']} {rows[0]['size']}, one chunk after so many latent frames, "
+        f"torch {found['versions']['torch']}, {found['machine']['gpu'] or found['machine']['cpu']}",
+        f"{'plan':{width}}  latents  frames/s    GMAC  of dense      MB   ratio",
+    ]
+    for row in rows:
+        word = "" if row["name"] == "dense" else f"  {row['ratio_dense']:5.2f}x {speed_word(row)}"
+        out.append(
+            f"{row['name']:{width}}  {row['length']:7d}  {row['fps_avg']:8.2f}  "
+            f"{row['macs'] / 1e9:6.2f}  {row['work_dense']:8.1%}  {row['cache_mb']:6.1f}{word}"
+        )
+    spread = "; ".join(
+        f"{row['length']}: {row['aa'][0]:.2f}x to {row['aa'][1]:.2f}x"
+        for row in rows
+        if row["name"] == "dense"
+    )
+    return [*out, f"dense against itself, at {spread}; a ratio inside is noise"]
 
 
 def _timed(model: Adapter, plan: Plan, asked: Mapping[str, Any]) -> Document:
@@ -129,6 +212,8 @@ def label(plan: Plan | str) -> str:
 
 def lines(found: Document) -> list[str]:
     """A bench document as a reader wants it: the noise, then time beside counted work."""
+    if "length" in found["rows"][0]:
+        return length_lines(found)
     rows, aa = found["rows"], found["aa"]
     cpu, gpu = found["machine"]["cpu"], found["machine"]["gpu"]
     width = max(len(row["name"]) for row in rows)
@@ -155,6 +240,18 @@ def speed_word(row: Mapping[str, Any]) -> str:
     if not row["real"]:
         return "no verdict"
     return "faster" if row["ratio_dense"] > 1 else "slower"
+
+
+def bench_asked(
+    model: Adapter, plans: Sequence[str], *, at: str | None, frames: int, **asked: Any
+) -> Document:
+    """`bench` over whole rollouts, or `bench_lengths` at the lengths of a text: `25,100,600`."""
+    if at is None:
+        return bench(model, plans, frames=frames, **asked)
+    words = [word.strip() for word in at.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise TachyscopeError(f"at is latent frames set apart by commas, got {at!r}: try 25,100")
+    return bench_lengths(model, plans, lengths=[int(word) for word in words], **asked)
 
 
 def split_plans(text: str) -> list[str]:
@@ -184,14 +281,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plans", default="fast;balanced", help="set apart by ';'")
     parser.add_argument("--frames", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--at", help="latent frames before single chunks, set apart by commas")
     parser.add_argument("--json", help="a file, or - for the last line of stdout")
     try:
         args = parser.parse_args(words)
         check_json(args.json)
         plans = split_plans(args.plans)
-        found = bench(
-            load(args.model, device=args.device), plans, frames=args.frames, rounds=args.rounds,
-            command=f"{prog} {shlex.join(words)}",
+        found = bench_asked(
+            load(args.model, device=args.device), plans, at=args.at, frames=args.frames,
+            rounds=args.rounds, command=f"{prog} {shlex.join(words)}",
         )  # fmt: skip
         print("\n".join(lines(found)))
         emit(found, args.json)

@@ -376,6 +376,7 @@ def cpu(
     plans: str = "fast;balanced",
     frames: int = 48,
     rounds: int = 5,
+    at: str | None = None,
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -391,10 +392,13 @@ def cpu(
         Pixel frames of every run.
     rounds
         How often each plan is run.
+    at
+        Latent frames, set apart by commas: time single chunks after so many, their caches filled
+        with random entries, instead of whole runs.
     json
         A file for the results, or - for the last line of stdout.
     """
-    from tachyscope.bench import bench, lines, split_plans
+    from tachyscope.bench import bench_asked, lines, split_plans
     from tachyscope.models import load
     from tachyscope.progress import rounds_bar
     from tachyscope.results import check_json, emit
@@ -402,8 +406,10 @@ def cpu(
     texts = split_plans(plans)
     check_json(json)
     adapter = load(model)
-    with rounds_bar(rounds) as watch:
-        found = bench(adapter, texts, frames=frames, rounds=rounds, command=said, watch=watch)
+    with rounds_bar(rounds if at is None else len(at.split(","))) as watch:
+        found = bench_asked(
+            adapter, texts, at=at, frames=frames, rounds=rounds, command=said, watch=watch
+        )
     print(*lines(found), sep="\n")
     emit(found, json)
 

@@ -185,6 +185,13 @@ class Session:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
+        assert self._moment is not None
+        turned_q = self._enter(layer, q, k, v)
+        at = self._moment.at(layer)
+        return self.plan.attention.attend(turned_q, self.layers[layer], at, self.meter)
+
+    def _enter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Put a pass's keys and values behind the past; the rotated queries."""
         assert self._moment is not None and self._angles is not None and self._pos is not None
         at, here = self._moment.at(layer), self.layers[layer]
         turned_q, turned_k = (self.rope.turn(x, *self._angles) for x in (q, k))
@@ -203,7 +210,7 @@ class Session:
             assert self.plan.replay is not None
             mixed = self.plan.replay.score == "mixed"
             self._score(here, at, q if mixed else turned_q, turned_k)
-        return self.plan.attention.attend(turned_q, here, at, self.meter)
+        return turned_q
 
     @property
     def _plain(self) -> bool:
@@ -304,6 +311,28 @@ class Session:
             self.frame += n // self.shape.places
             self._ready |= self._begun
         self._begun = set()
+
+    @torch.inference_mode()
+    def fill(self, frames: int) -> None:
+        """Remember latent frames of random keys and values, up to `frames` in all, for a clock.
+
+        What a chunk costs hangs on how many entries there are, not on what they hold.
+        """
+        shape = self.shape
+        rng = torch.Generator(self.device).manual_seed(self.seed)
+
+        def draw(heads: int, tokens: int) -> Tensor:
+            size = (shape.rows, heads, tokens, shape.head_dim)
+            return torch.randn(size, generator=rng, dtype=self.dtype, device=self.device)
+
+        while self.frame < frames:
+            pos = shape.positions(self.frame, shape.chunk, self.device)
+            self.begin(pos, shape.passes - 1, shape.passes, (0.0,) * shape.chunk)
+            for i in range(shape.layers):
+                q, k, v = (draw(h, len(pos)) for h in (shape.heads, *[shape.kv_heads] * 2))
+                self._enter(i, q, k, v)
+            self.commit()
+        self.meter.take()
 
     def _rotate(self, raw: Tensor, pos: Tensor) -> Tensor:
         return self.rope.rotate(raw, pos, self._origin)

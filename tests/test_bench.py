@@ -8,7 +8,18 @@ import sys
 
 import pytest
 
-from tachyscope.bench import bench, label, lines, main, noise, speed_word, split_plans, verdict
+from tachyscope.bench import (
+    bench,
+    bench_asked,
+    bench_lengths,
+    label,
+    lines,
+    main,
+    noise,
+    speed_word,
+    split_plans,
+    verdict,
+)
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.models import load
@@ -247,3 +258,38 @@ def test_a_benchmark_runs_without_the_command_lines_packages():
         "python -m tachyscope.bench cpu --plans fast --frames 3 --rounds 1 --json -"
     )
     assert [row["name"] for row in last["rows"]] == ["dense", "fast"]
+
+
+@pytest.mark.parametrize("name", ["toy-chunks", "toy-tokens"])
+def test_chunks_after_given_lengths_are_timed(name):
+    model = load(name)
+    found = bench_lengths(model, ["cache=window:budget=7f"], lengths=[9, 30], rounds=3)
+    dense, window = ([row for row in found["rows"] if row["name"] == n] for n in PAIR)
+    assert [row["length"] for row in dense] == [9, 30]
+    # dense reads more the longer it is, a window the same
+    assert dense[1]["macs"] > dense[0]["macs"] and window[1]["macs"] == window[0]["macs"]
+    assert window[1]["work_dense"] == pytest.approx(window[1]["macs"] / dense[1]["macs"])
+    assert all(row["ratio_dense"] > 0 and row["aa"][0] <= 1 <= row["aa"][1] for row in window)
+    assert "dense against itself, at 9: " in "\n".join(lines(found))
+
+
+PAIR = ("dense", "cache=window:budget=7f")
+
+
+def test_a_filled_session_counts_what_a_made_one_counts(chunks):
+    """The chunk after a filled past costs what it costs after a made one."""
+    for plan in ("dense", "fast"):
+        session, stats = played(chunks, plan, chunks.frames(12))
+        filled = open_session(chunks, plan, prompt="a red room")
+        filled.fill(9)
+        assert filled.frame == 9
+        made = list(rollout(chunks, session=filled, frames=12))
+        for key in ("macs", "pairs", "pairs_dense", "entries"):
+            assert made[0].stats[key] == stats[-1][key], key
+
+
+def test_lengths_are_numbers(chunks):
+    with pytest.raises(TachyscopeError, match="at is latent frames set apart by commas, got '3,x'"):
+        bench_asked(chunks, ["fast"], at="3,x", frames=12)
+    with pytest.raises(TachyscopeError, match=r"rounds and lengths must be 1 or more, got 5 and"):
+        bench_lengths(chunks, ["fast"], lengths=[0])

@@ -85,9 +85,7 @@ class Attentive(ReplayPolicy):
     def _or_old(self, compute: Tensor, age: Tensor) -> Tensor:
         return compute | (age >= self.age) if self.age else compute
 
-    def _low_or_old(
-        self, score: Tensor, age: Tensor, own: dict[str, Tensor], at: Moment
-    ) -> Tensor:
+    def _low_or_old(self, score: Tensor, age: Tensor, own: dict[str, Tensor], at: Moment) -> Tensor:
         """Whether its middle rank lies below the top `share` of the last frame's worth of scores.
 
         Scores that rise or fall from frame to frame, and values that grow too old, would make that
