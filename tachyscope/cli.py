@@ -57,6 +57,8 @@ class Video:
     "What to compute again, instead of the plan's: attentive:share=0.5"
     prompt: str = ""
     "What the video shows."
+    prompt_file: Path | None = None
+    "The prompt embedded before, in Wan-type models: a file that holds `context`."
     actions: str = ""
     "One action a frame, in models that take them: 'w*20 a*24'."
     world: int | None = None
@@ -68,7 +70,9 @@ class Video:
     size: str | None = None
     "HEIGHTxWIDTH in pixels, in models that make more than one size."
     weights: str | None = None
-    "The checkpoint, where the model's name stands for an architecture."
+    "The checkpoint, where the model's name stands for one; 'random' to time a published model."
+    lora: str | None = None
+    "A LoRA to merge into a Wan-type checkpoint."
     device: str = "cpu"
     "cpu, cuda or cuda:N."
     dtype: str = "float32"
@@ -91,18 +95,16 @@ class Video:
             raise TachyscopeError(f"frames must be 1 or more, got {self.frames}")
         if not 0 <= self.seed < 2**63:
             raise TachyscopeError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
-        size = None
-        if self.size is not None:
-            match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", self.size)
-            if match is None:
-                raise TachyscopeError(f"size is HEIGHTxWIDTH, got {self.size!r}: try 480x832")
-            size = (int(match[1]), int(match[2]))
+        size = parse_size(self.size)
         return {"frames": self.frames, "prompt": self.prompt, "seed": self.seed, "size": size}
 
     def load(self, model: str, dtype: str | None = None) -> Adapter:
-        from tachyscope.models import load
+        from tachyscope.models import load, with_prompt
 
-        return load(model, self.weights, device=self.device, dtype=dtype or self.dtype)
+        adapter = load(
+            model, self.weights, device=self.device, dtype=dtype or self.dtype, lora=self.lora
+        )
+        return adapter if self.prompt_file is None else with_prompt(adapter, self.prompt_file)
 
     def visit(self, model: str, adapter: Adapter) -> Visit | None:
         """The walk through a room whose truth is known, where one is asked for."""
@@ -125,6 +127,16 @@ class Video:
 
 
 VIDEO = Video()
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """`480x832`, or None for the model's own."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+    if match is None:
+        raise TachyscopeError(f"size is HEIGHTxWIDTH, got {text!r}: try 480x832")
+    return int(match[1]), int(match[2])
 
 
 @app.command
@@ -235,7 +247,7 @@ def compare(
     with frames_bar(video.frames) as watch:
         found = play_both(
             adapter, text, **asked, actions=video.actions, out=out, twin=twin, aa=aa, command=said,
-            about=_about(MODELS[model]), watch=watch,
+            about=_about(MODELS[model], video.weights), watch=watch,
         )  # fmt: skip
     show_runs(found.runs)
     if found.aa is None:
@@ -364,9 +376,10 @@ def evaluate(
     emit(found, json)
 
 
-def _about(model: Entry) -> str:
-    random = " Its weights are random, so its pictures say nothing of quality."
-    return f"Model: {model.about}.{random if model.random else ''}"
+def _about(model: Entry, weights: str | None) -> str:
+    random = model.random or weights == "random"
+    more = " Its weights are random, so its pictures say nothing of quality." if random else ""
+    return f"Model: {model.about}.{more}"
 
 
 @bench_app.command
@@ -410,6 +423,60 @@ def cpu(
         found = bench_asked(
             adapter, texts, at=at, frames=frames, rounds=rounds, command=said, watch=watch
         )
+    print(*lines(found), sep="\n")
+    emit(found, json)
+
+
+@bench_app.command
+def fit(
+    model: str,
+    /,
+    *,
+    plan: str = "fast",
+    frames: int = 48,
+    size: str | None = None,
+    prompt: str = "",
+    weights: str | None = None,
+    dtype: str = "bfloat16",
+    gpu_gb: float | None = None,
+    json: Json = None,
+    said: Said = "",
+) -> None:
+    """Predict a plan's peak memory without running it, and whether it fits a GPU.
+
+    Parameters
+    ----------
+    model
+        A name that `tachyscope models` lists, or a size: wan_1.3b, wan_5b, wan_14b.
+    plan
+        A name that `tachyscope methods` lists, or one with changes: 'fast replay=none'.
+    frames
+        Pixel frames of the video.
+    size
+        HEIGHTxWIDTH in pixels, in models that make more than one size.
+    prompt
+        Counts in models that hold it in their cache.
+    weights
+        The checkpoint, where the model's name stands for an architecture.
+    dtype
+        float32, float64 or bfloat16.
+    gpu_gb
+        The GPU's memory in GB.
+    json
+        A file for the results, or - for the last line of stdout.
+    """
+    from tachyscope.fit import fit as predict
+    from tachyscope.fit import lines, sized
+    from tachyscope.plan import NAMED, Plan
+    from tachyscope.results import check_json, emit
+
+    Plan.parse(plan, stock=NAMED["chunks"]["dense"])  # its faults show before a model is made
+    pixels = parse_size(size)
+    check_json(json)
+    found = predict(
+        sized(model, weights, dtype), plan, frames=frames, size=pixels, prompt=prompt,
+        gpu_gb=gpu_gb, command=said,
+    )  # fmt: skip
     print(*lines(found), sep="\n")
     emit(found, json)
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.models import MODELS, load
 from tachyscope.plan import POLICIES, parameters
 from tachyscope.results import size_of
@@ -61,7 +62,12 @@ def list_models() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"name": name}
         row |= {key: getattr(entry, key) for key in ("about", "weights", "kind")}
         row |= dict.fromkeys(("size", "chunk", "fps", "actions", "stock"))
-        if not entry.weights:
+        if name in PRESETS:
+            config = PRESETS[name].config
+            pixels = (n * by for n, by in zip(config.size, config.stride[1:], strict=True))
+            row["size"] = "x".join(map(str, pixels))
+            row |= {key: getattr(config, key) for key in ("chunk", "fps", "actions", "stock")}
+        elif not entry.weights:
             model = load(name)
             row["size"] = size_of(next(rollout(model, frames=1)))
             row["chunk"] = model.shape().chunk
@@ -173,7 +179,10 @@ def _print_table(
 ) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if numbers and i else "left", overflow="fold")
+        # what stands first is a name, and stays whole to be copied
+        table.add_column(
+            name, justify="right" if numbers and i else "left", overflow="fold", no_wrap=i == 0
+        )
     for row in rows:
         # as Text: a bracket in a plan is no markup
         table.add_row(*map(Text, row))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tachyscope.adapters import Adapter
 from tachyscope.adapters.vila import load_vila, toy_tokens
-from tachyscope.adapters.wan import load_wan, toy_chunks
+from tachyscope.adapters.wan import WanAdapter, load_wan, toy_chunks
+from tachyscope.adapters.wan_presets import PRESETS, load_preset
+from tachyscope.adapters.wan_text import PromptFile
 from tachyscope.errors import TachyscopeError
 from tachyscope.weights import shipped
 
@@ -25,6 +28,7 @@ class Entry:
     kind: str  # of its adapter: "chunks" or "tokens"
     make: Callable[..., Adapter]
     weights: bool = False  # whether a checkpoint must be given
+    lora: bool = False  # whether a LoRA can be merged into it
     random: bool = False  # whether its weights are, so that its pictures say nothing of quality
     world: str = ""  # the world with a known truth that it was trained on
     pace: float = 1.0  # steps of a walk in that world that a frame takes
@@ -67,11 +71,16 @@ MODELS = {
     "toy-tokens": Entry(
         "tiny random VILA-U-type model, token by token", "tokens", toy_tokens, random=True
     ),
+    **{
+        name: Entry(preset.about, "chunks", partial(load_preset, name), weights=True, lora=True)
+        for name, preset in PRESETS.items()
+    },
     "wan_causal": Entry(
         "any Wan-type causal checkpoint: a folder, .safetensors or .pt",
         "chunks",
         load_wan,
         weights=True,
+        lora=True,
     ),
     "vila_u": Entry("any VILA-U checkpoint folder", "tokens", load_vila, weights=True),
 }
@@ -83,8 +92,13 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "float32",
+    lora: str | Path | None = None,
 ) -> Adapter:
-    """A model by name; `weights` is the checkpoint, where the name stands for an architecture."""
+    """A model by name; `weights` is the checkpoint, where the name stands for an architecture.
+
+    Published models take weights="random" too: their full size, made up on the device, for a
+    clock. `lora` is a file whose updates are merged into a Wan-type checkpoint.
+    """
     if name not in MODELS:
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
     if isinstance(dtype, str):
@@ -93,13 +107,26 @@ def load(
         dtype = DTYPES[dtype]
     place = _device(device)
     entry = MODELS[name]
+    if lora is not None and not entry.lora:
+        raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave lora out")
     if entry.weights:
         if weights is None:
-            raise TachyscopeError(f"model {name!r} needs a checkpoint: give weights=PATH")
-        return entry.make(Path(weights), device=place, dtype=dtype)
+            made_up = ", or weights=random to time it" if name in PRESETS else ""
+            raise TachyscopeError(f"model {name!r} needs a checkpoint: give weights=PATH{made_up}")
+        more = {} if lora is None else {"lora": Path(lora)}
+        return entry.make(Path(weights), device=place, dtype=dtype, **more)
     if weights is not None:
         raise TachyscopeError(f"model {name!r} brings its own weights: leave weights out")
     return entry.make(device=place, dtype=dtype)
+
+
+def with_prompt(model: Adapter, file: Path) -> Adapter:
+    """The model, reading a prompt that was embedded before instead of encoding one."""
+    if not isinstance(model, WanAdapter):
+        raise TachyscopeError(
+            f"{model.name} takes no embedded prompt, got {file}: give the prompt in words"
+        )
+    return WanAdapter(model.name, model.model, PromptFile.read(file, model.config), model.decoder)
 
 
 def _device(device: str | torch.device) -> torch.device:

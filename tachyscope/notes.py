@@ -58,8 +58,10 @@ def _pairs_held(session: Session, rows: Sequence[Mapping[str, float]]) -> float:
     for row in rows:
         if shape.causal:
             n = shape.places
-            pairs += n * past + n * (n + 1) // 2
+            pairs += shape.layers * (n * past + n * (n + 1) // 2)
         else:
-            pairs += shape.passes * shape.chunk_tokens * (past + shape.chunk_tokens)
+            # the clean pass ends in its last layer before it reads
+            reads = shape.passes * shape.layers - 1
+            pairs += reads * shape.chunk_tokens * (past + shape.chunk_tokens)
         past = int(row["entries"])
-    return pairs * shape.rows * shape.heads * shape.layers
+    return pairs * shape.rows * shape.heads

@@ -32,28 +32,29 @@ POLICIES: dict[str, dict[str, Any]] = {
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
-# "stock" is the model's own. balanced and fast are provisional: set from first runs on Atrium
+# "stock" is the model's own; docs/eval.md and eval_tokens.md tell why the others are as they are
 NAMED: dict[str, dict[str, str]] = {
     "chunks": {
         "dense": "cache=keep_all attention=dense text=dense replay=none",
         "lossless": "cache=keep_all attention=dense text=pads replay=none",
-        "balanced": "cache=merge:budget=21f,heads=each attention=dense text=pads replay=none",
-        "fast": "cache=merge:budget=21f,heads=each attention=ann:read=0.3,block=4,tile=8 text=pads "
+        "balanced": "cache=merge:budget=21f,newest=3 attention=dense text=pads replay=none",
+        "fast": "cache=merge:budget=21f,newest=3 attention=ann:read=0.5,block=4,tile=8 text=pads "
         "replay=none",
         "fastcar": "cache=keep_all attention=dense text=dense replay=attentive:share=0.8",
-        "fast-ar": "cache=merge:threshold=0.9 "
+        "fast-ar": "cache=merge:threshold=0.9,heads=shared "
         "attention=ann:read=0.28,hash=lsh,block=1,tile=1,sink=0,newest=0,"
         "dense_passes=0.3,dense_layers=0.3 text=ann:hash=lsh replay=none",
     },
     "tokens": {
         "dense": "cache=keep_all attention=dense text=none replay=none",
         "lossless": "cache=keep_all attention=dense text=none replay=none",
-        "balanced": "cache=keep_all attention=dense text=none replay=attentive:share=0.5",
+        "balanced": "cache=keep_all attention=dense text=none "
+        "replay=attentive:share=0.5,age=2,drift=true",
         "fast": "cache=keep_all attention=window:tokens=256,sink=4 text=none "
-        "replay=attentive:share=0.75",
+        "replay=attentive:share=0.75,age=4,drift=true",
         "fastcar": "cache=keep_all attention=dense text=none "
         "replay=attentive:threshold=-4,cfg=free,authors=true",
-        "fast-ar": "cache=merge:threshold=0.9 "
+        "fast-ar": "cache=merge:threshold=0.9,heads=shared "
         "attention=ann:read=0.28,hash=lsh,block=1,tile=1,sink=0,newest=0,dense_layers=0.3 "
         "text=none replay=none",
     },

@@ -18,7 +18,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"adapters"},
     {"rollout", "models"},
     {"video", "quality", "report", "results", "notes", "progress"},
-    {"bench", "listing"},
+    {"bench", "fit", "listing"},
     {"evaluation", "inspection", "compare"},
     {"__init__"},
     {"cli"},

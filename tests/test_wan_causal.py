@@ -17,7 +17,8 @@ from tachyscope.adapters.wan import WEIGHTS, WanAdapter, load_wan, random_wan, s
 from tachyscope.adapters.wan_causal import WanCausal, clean_from, noised, schedule
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.errors import TachyscopeError
-from tachyscope.plan import Plan
+from tachyscope.plan import NAMES, Plan
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
 
 # heads of 128, so that a file's shapes tell its configuration
@@ -265,6 +266,88 @@ def test_a_clean_pass_leaves_what_sampling_left():
     for a, b in zip(made.layers, given.layers, strict=True):
         for x, y in zip(a.entries().values(), b.entries().values(), strict=True):
             assert x.equal(y)
+
+
+def whole_clean_pass(self, session, x, told):
+    """The clean pass as any other: up to a prediction that nobody uses."""
+    self._begin(session, x, len(self.schedule), 0.0)
+    self.model(session, x, torch.zeros(len(x), x.shape[2]), told)
+
+
+@pytest.mark.parametrize("plan", [*NAMES, "cache=window:budget=6f,positions=reindexed"])
+def test_a_clean_pass_stops_where_nothing_more_is_remembered(plan, monkeypatch):
+    adapter = toy_chunks()
+    films = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(WanAdapter, "_remember", whole_clean_pass)
+        films.append(list(rollout(adapter, plan, frames=27, prompt="a", actions="w*9 d*9")))
+    for ours, theirs in zip(*films, strict=True):
+        assert np.array_equal(ours.frames, theirs.frames)
+        assert ours.stats["macs"] < theirs.stats["macs"]
+        assert ours.stats["entries"] == theirs.stats["entries"]
+        if plan == "dense":
+            assert ours.stats["pairs"] == ours.stats["pairs_dense"]
+            assert ours.stats["pairs"] == theirs.stats["pairs"] * 14 / 15
+
+
+@torch.no_grad()
+def test_the_work_of_a_clean_pass_is_counted_as_it_is():
+    adapter, entered = toy_chunks(), []
+    x, t = torch.randn(1, 16, 3, 8, 12), torch.zeros(1, 3)
+    flops = []
+    for call in (
+        lambda: adapter.model(Nothing(), x, t),
+        lambda: adapter.model.remember(Nothing(), lambda *given: entered.append(given), x, t),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        flops.append(counter.get_total_flops())
+    ((layer, q, k, v),) = entered
+    assert layer == 2 and q.shape == k.shape == v.shape == (1, 4, 72, 24)
+    counts = []
+    for whole in (True, False):
+        session = session_for(adapter)
+        adapter.start(session, adapter.encode("a"))
+        session.meter.take()
+        (whole_clean_pass if whole else WanAdapter._remember)(adapter, session, x, None)
+        row = session.meter.take()
+        # attention, the prompt's and the MLPs are the session's, not the transformer's
+        counts.append(row["macs"] - 2 * 24 * (row["pairs"] + row["text_pairs"]))
+        counts[-1] -= row["rows_computed"] * adapter.model.blocks[0].ffn.macs
+    assert flops[0] - flops[1] == 2 * (counts[0] - counts[1]) > 0
+
+
+@torch.no_grad()
+def test_three_linears_as_one_give_the_same(small, inputs, tmp_path):
+    latents, context = inputs
+    t = torch.tensor([[1000.0, 625.0, 0.0]]).expand(2, 3)
+    fused = random_wan(SMALL, seed=1)
+    fused.model.fuse()
+    attention = fused.model.blocks[0].self_attn
+    assert attention.fused[0].data_ptr() == attention.q.weight.data_ptr()  # no second copy
+    ours, theirs = (m.model(WholeSession(m, 3, context), latents, t) for m in (fused, small))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    x = torch.randn(2, 18, 256)
+    for a, b in zip(
+        attention.query_key_value(x),
+        small.model.blocks[0].self_attn.query_key_value(x),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    save_wan(fused, tmp_path / "a.safetensors")
+    again = read_tensors(tmp_path / "a.safetensors")
+    assert again.keys() == small.model.state_dict().keys()
+    assert all(again[name].equal(x) for name, x in small.model.state_dict().items())
+    fused.model.to(torch.float64)
+    assert attention.fused is None
+
+
+def test_gradients_reach_weights_that_are_fused(small, inputs):
+    model = random_wan(SMALL, seed=1).model.fuse()
+    x = torch.randn(1, 5, 256)
+    sum(part.sum() for part in model.blocks[0].self_attn.query_key_value(x)).backward()
+    assert all(getattr(model.blocks[0].self_attn, name).weight.grad is not None for name in "kv")
 
 
 def film(adapter, chunks, seed=0, prompt="a red ball"):

@@ -110,6 +110,9 @@ class Pictures:
         pixels = torch.from_numpy(frames).to(place).permute(0, 3, 1, 2).float() / 255
         return self.model.encode(pixels).transpose(0, 1)[None]
 
+    def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
+        """Nothing: every latent frame is shown by itself."""
+
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]."""
         pixels = self.model.to(latents.device).decode(latents[0].transpose(0, 1).float())

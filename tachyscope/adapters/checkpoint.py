@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,43 @@ PICKLED = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
 
 # trainers save several copies of a model in one file: the averaged one comes first
-WRAPPERS = ("generator_ema", "generator", "model", "state_dict")
+WRAPPERS = ("generator_ema", "generator", "model", "state_dict", "generator_lora")
 PREFIXES = ("model.diffusion_model.", "model.", "net.")
 SHARDED = "_fsdp_wrapped_module."
 
+# diffusers' names of a Wan model's parts, and the original ones; a block's without "blocks.N."
+DIFFUSERS = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "scale_shift_table": "head.modulation",
+    "proj_out": "head.head",
+}
+DIFFUSERS_BLOCK = {
+    "scale_shift_table": "modulation",
+    "norm2": "norm3",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "attn1.to_q": "self_attn.q",
+    "attn1.to_k": "self_attn.k",
+    "attn1.to_v": "self_attn.v",
+    "attn1.to_out.0": "self_attn.o",
+    "attn1": "self_attn",
+    "attn2.to_q": "cross_attn.q",
+    "attn2.to_k": "cross_attn.k",
+    "attn2.to_v": "cross_attn.v",
+    "attn2.to_out.0": "cross_attn.o",
+    "attn2": "cross_attn",
+}
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+
+def read_tensors(path: Path, entry: str = "") -> dict[str, Tensor]:
     """The tensors of a .safetensors, .sft, .pt, .pth or .bin file, or of all that an index lists.
 
-    They stay in the file until used where the format allows. No code in a file is ever run.
+    They stay in the file until used where the format allows. No code in a file is ever run. Of a
+    trainer's several copies `entry` is taken, if it is there.
     """
     if path.name.endswith(INDEX):
         return _read_shards(path)
@@ -38,7 +67,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise TachyscopeError(f"a checkpoint is a {kinds} file, got {path}: give one of these")
     if not path.is_file():
         raise TachyscopeError(f"no checkpoint file {path}: give the path of one that exists")
-    return _read_safe(path) if path.suffix in SAFE else _read_pickled(path)
+    return _read_safe(path) if path.suffix in SAFE else _read_pickled(path, entry)
 
 
 def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -59,13 +88,28 @@ def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return bare
 
 
+def wan_name(name: str) -> str:
+    """The original name of a Wan model's tensor or layer, given that or diffusers'."""
+    block = re.match(r"blocks\.\d+\.|", name)
+    assert block is not None
+    part = name[block.end() :]
+    for theirs, ours in (DIFFUSERS_BLOCK if block[0] else DIFFUSERS).items():
+        if part == theirs or part.startswith(f"{theirs}."):
+            return block[0] + ours + part[len(theirs) :]
+    return name
+
+
 def fit(
-    module: nn.Module, tensors: Mapping[str, Tensor], where: str, ignore: tuple[str, ...] = ()
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    where: str,
+    ignore: tuple[str, ...] = (),
+    assign: bool = False,
 ) -> None:
     """Copy the tensors into the module, after checking that names, shapes and kinds agree.
 
     Tensors that the module lacks are passed over where their name begins with one of `ignore`.
-    `where` names the source in errors.
+    `where` names the source in errors. With `assign` they are taken as they are, not copied.
     """
     wanted = module.state_dict()
     given = {
@@ -75,13 +119,13 @@ def fit(
     }
     if missing := [name for name in wanted if name not in given]:
         raise TachyscopeError(
-            f"{where} must hold the model's {len(wanted)} tensors, it lacks {_some(missing)}: "
+            f"{where} must hold the model's {len(wanted)} tensors, it lacks {some(missing)}: "
             f"give a complete checkpoint of this model, or the configuration it was made with"
         )
     if unexpected := [name for name in given if name not in wanted]:
         raise TachyscopeError(
             f"{where} may hold only the model's {len(wanted)} tensors, it also has "
-            f"{_some(unexpected)}: give a checkpoint of this model, or its own configuration"
+            f"{some(unexpected)}: give a checkpoint of this model, or its own configuration"
         )
     wrong = [
         f"{name} is {_kind(given[name])} and must be {_kind(tensor)}"
@@ -91,10 +135,22 @@ def fit(
     ]
     if wrong:
         raise TachyscopeError(
-            f"{where} does not fit the model: {_some(wrong)}: "
+            f"{where} does not fit the model: {some(wrong)}: "
             f"give the configuration it was made with"
         )
-    module.load_state_dict(given, strict=True)
+    module.load_state_dict(given, strict=True, assign=assign)
+
+
+def check_finite(module: nn.Module, where: str) -> None:
+    """Raise where a weight is NaN or infinite. The device is waited for once."""
+    weights = {name: x for name, x in module.state_dict().items() if x.is_floating_point()}
+    edges = torch.stack([torch.stack(x.aminmax()).double() for x in weights.values()])
+    finite = edges.isfinite().all(1).tolist()
+    if odd := [name for name, right in zip(weights, finite, strict=True) if not right]:
+        raise TachyscopeError(
+            f"{where} must hold finite numbers, it has NaN or infinity in {some(odd)}: get it "
+            f"again, or load it in a wider dtype"
+        )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], under: str | None = None) -> None:
@@ -155,7 +211,7 @@ def _read_safe(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, "safetensors", fault) from None
 
 
-def _read_pickled(path: Path) -> dict[str, Tensor]:
+def _read_pickled(path: Path, entry: str) -> dict[str, Tensor]:
     try:
         with path.open("rb") as file:
             # only the zip container can be mapped; files of before 2020 are a bare pickle
@@ -173,7 +229,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         # a torn pickle can raise almost anything: KeyError, IndexError, RuntimeError, EOFError
         raise _damaged(path, "a torch checkpoint", fault) from None
     if isinstance(value, dict):
-        value = next((value[name] for name in WRAPPERS if name in value), value)
+        value = next((value[name] for name in (entry, *WRAPPERS) if name in value), value)
     if not isinstance(value, dict):
         raise TachyscopeError(
             f"{path} must hold a dict of tensors, or one in {', '.join(WRAPPERS)}, "
@@ -182,7 +238,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     if odd := [str(name) for name, tensor in value.items() if not isinstance(tensor, Tensor)]:
         raise TachyscopeError(
             f"{path} must hold a dict of tensors, or one in {', '.join(WRAPPERS)}, "
-            f"got other values in {_some(odd)}: save the model's state_dict()"
+            f"got other values in {some(odd)}: save the model's state_dict()"
         )
     return {str(name): tensor for name, tensor in value.items()}
 
@@ -214,7 +270,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _some(names: Iterable[str], shown: int = 3) -> str:
+def some(names: Iterable[str], shown: int = 3) -> str:
     """The first few names, and how many more there are."""
     every = list(names)
     more = f" and {len(every) - shown} more" if len(every) > shown else ""

@@ -75,7 +75,7 @@ class Preview:
         write_tensors(folder / self.file, {"preview.weight": self.weight})
 
     def frames(self, latents: int) -> int:
-        return latents
+        return max(0, 1 + self.stride[0] * (latents - 1))
 
     def encode(self, frames: np.ndarray) -> Tensor:
         raise TachyscopeError(
@@ -83,7 +83,14 @@ class Preview:
             "or load a model with an autoencoder"
         )
 
+    def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
+        features["begun"] = torch.ones(1)
+
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
+        # as in Wan, a video's first latent frame is a single frame
+        first = 0 if "begun" in features else self.stride[0] - 1
+        self.skip(latents, features)
         colour = torch.einsum("kc,cfhw->fhwk", self.weight.to(latents), latents[0]) + 0.5
         small = (255 * colour.clamp(0, 1)).round().to(torch.uint8).cpu().numpy()
-        return small.repeat(self.stride[1], 1).repeat(self.stride[2], 2)
+        frames = small.repeat(self.stride[0], 0)[first:]
+        return frames.repeat(self.stride[1], 1).repeat(self.stride[2], 2)

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.adapters import Adapter
@@ -17,20 +18,25 @@ from tachyscope.adapters.autoencoder import Pictures
 from tachyscope.adapters.checkpoint import (
     PICKLED,
     SAFE,
+    check_finite,
     fit,
     read_json,
     read_tensors,
     strip_prefixes,
+    wan_name,
     write_json,
     write_tensors,
 )
+from tachyscope.adapters.lora import merge_lora
 from tachyscope.adapters.toy_parts import BytesText, Preview
 from tachyscope.adapters.wan_causal import WanCausal, clean_from, noised, schedule, wider
 from tachyscope.adapters.wan_config import WanConfig
+from tachyscope.adapters.wan_text import UMT5, PromptFile
+from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.adapters.words import Words
 from tachyscope.errors import TachyscopeError
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape
+from tachyscope.types import Mlp, Rope, Shape
 
 T = TypeVar("T")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -58,6 +64,9 @@ class Decoder(Protocol):
     def encode(self, frames: np.ndarray) -> Tensor:
         """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3]; raises where there is no way."""
 
+    def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
+        """Take in latents that are not shown, where what follows depends on them."""
+
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]; `features` lasts for a video."""
 
@@ -68,10 +77,13 @@ class Decoder(Protocol):
 TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {
     "bytes": BytesText.read,
     "words": Words.read,
+    "umt5": UMT5.read,
+    "prompt_file": PromptFile.read,
 }
 DECODERS: dict[str, Callable[[Path, WanConfig], Decoder]] = {
     "preview": Preview.read,
     "autoencoder": Pictures.read,
+    "wan_vae": WanVae.read,
 }
 
 
@@ -82,6 +94,25 @@ class Prompt:
     context: Tensor  # [1, text_len, text_dim]
     length: int  # tokens of it that are not padding
     lengths: tuple[int, ...] = ()
+
+
+class Alone:
+    """A session's pass that sees nothing of the past; what it enters is remembered as ever."""
+
+    def __init__(self, session: Session, pos: Tensor) -> None:
+        self.session = session
+        self.angles = session.rope.angles(pos, session.dtype)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.session.attend(layer, q, k, v)
+        q, k = (self.session.rope.turn(x, *self.angles) for x in (q, k))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        return self.session.cross(layer, q)
+
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
+        return self.session.mlp(layer, x, fn)
 
 
 class WanAdapter(Adapter):
@@ -101,6 +132,8 @@ class WanAdapter(Adapter):
         self.config = model.config
         self.device = model.patch_embedding.weight.device
         self.dtype = model.patch_embedding.weight.dtype
+        if self.device.type == "cuda":
+            model.fuse()
         self.fps, self.actions = self.config.fps, self.config.actions
         self.stock = self.config.stock
         self.schedule = schedule(self.config)
@@ -123,7 +156,7 @@ class WanAdapter(Adapter):
             width=c.dim,
             grid=(size[0] // grain[0], size[1] // grain[1]),
             chunk=c.chunk,
-            passes=len(c.steps) + 1,
+            passes=len(c.levels) + 1,
             text=c.text_len,
             # six linears a layer, the patch embedding and the head
             macs=c.layers * 6 * c.dim**2 + 2 * patch * c.dim,
@@ -161,18 +194,23 @@ class WanAdapter(Adapter):
     def sample(self, session: Session, actions: Sequence[int]) -> Tensor:
         told = self._told(actions, self.config.chunk)
         x = self._noise(session)
-        clean = x
-        for i, (t, sigma) in enumerate(self.schedule):
+        clean, c = x, self.config
+        for i, step in enumerate((session.frame == 0 and c.first_steps) or c.steps):
+            level = c.levels.index(step)
+            sigma = self.schedule[level][1]
             if i:
                 x = noised(clean, self._noise(session), sigma)
-            clean = clean_from(self.config, x, self._run(session, x, told, i, t, sigma), sigma)
-        self._run(session, clean, told, len(self.schedule), 0.0, 0.0)
+            clean = clean_from(c, x, self._run(session, x, told, level), sigma)
+        self._remember(session, clean, told)
         return clean
 
     @torch.no_grad()
     def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
         told = self._told(actions, latents.shape[2])
-        self._run(session, latents.to(self.device), told, len(self.schedule), 0.0, 0.0)
+        latents = latents.to(self.device)
+        self._remember(session, latents, told)
+        if self.decoder is not None:
+            self.decoder.skip(latents, session.features)
 
     @torch.no_grad()
     def latents(self, frames: np.ndarray) -> Tensor:
@@ -217,17 +255,30 @@ class WanAdapter(Adapter):
             device=self.device,
         ).to(wider(self.dtype))  # fmt: skip
 
-    def _run(
-        self, session: Session, x: Tensor, told: Tensor | None, step: int, t: float, sigma: float
-    ) -> Tensor:
-        rows, _, frames = x.shape[:3]
-        session.begin(
-            session.shape.positions(session.frame, frames, self.device),
-            step=step,
-            steps=len(self.schedule) + 1,
-            noise=(sigma,) * frames,
-        )
-        return self.model(session, x, torch.full((rows, frames), t, device=self.device), told)
+    def _run(self, session: Session, x: Tensor, told: Tensor | None, level: int) -> Tensor:
+        """One pass at a level of the schedule."""
+        t, sigma = self.schedule[level]
+        self._begin(session, x, level, sigma)
+        return self.model(session, x, torch.full((len(x), x.shape[2]), t, device=self.device), told)
+
+    def _remember(self, session: Session, x: Tensor, told: Tensor | None) -> None:
+        """The clean pass, for the keys and values that it leaves."""
+        c, shape = self.config, session.shape
+        pos = self._begin(session, x, len(self.schedule), 0.0)
+        # of its last layer and the head: three linears, one more, and what attention would score
+        unused = 3 * c.dim**2 + c.in_channels * c.patch[1] * c.patch[2] * c.dim
+        session.meter.add("macs", -shape.rows * len(pos) * unused)
+        scored = len(pos) * (session.seen + len(pos))
+        session.meter.add("pairs_dense", -shape.rows * shape.heads * scored)
+        calls = Alone(session, pos) if c.alone else session
+        t = torch.zeros(len(x), x.shape[2], device=self.device)
+        self.model.remember(calls, session._enter, x, t, told)
+
+    def _begin(self, session: Session, x: Tensor, step: int, sigma: float) -> Tensor:
+        frames = x.shape[2]
+        pos = session.shape.positions(session.frame, frames, self.device)
+        session.begin(pos, step=step, steps=len(self.schedule) + 1, noise=(sigma,) * frames)
+        return pos
 
 
 def load_wan(
@@ -237,18 +288,26 @@ def load_wan(
     config: WanConfig | None = None,
     text: TextEncoder | None = None,
     decoder: Decoder | None = None,
+    lora: Path | str | None = None,
+    preset: str = "",
+    entry: str = "",
 ) -> WanAdapter:
     """A model from a folder with config.json, or from one file, its shape given or inferred.
 
-    Parts given as `text` and `decoder` go before those that the folder holds.
+    A folder may be diffusers', of the transformer or of the pipeline around it. Parts given as
+    `text` and `decoder` go before those that the folder holds, and these before Wan's own as they
+    are published, which may also lie beside a file. `lora` is merged into the weights.
+    `preset` is the name of the model that `config` describes, `entry` the copy its authors run
+    where a file holds several.
     """
     path = Path(path)
     if path.is_dir():
-        config = config or WanConfig.from_json(
-            read_json(path / "config.json"), str(path / "config.json")
-        )
-        index = path / f"{WEIGHTS}.index.json"
-        file = index if index.is_file() else path / WEIGHTS
+        folder = path / "transformer" if (path / "transformer").is_dir() else path
+        if config is None:
+            stated = folder / "config.json"
+            config = WanConfig.from_json(read_json(stated), str(stated))
+        index = folder / f"{WEIGHTS}.index.json"
+        file = index if index.is_file() else folder / WEIGHTS
         text = text or _part(TEXT_ENCODERS, config.text_encoder, path, config)
         decoder = decoder or _part(DECODERS, config.decoder, path, config)
     else:
@@ -257,14 +316,29 @@ def load_wan(
             raise TachyscopeError(
                 f"no model at {path}: give a folder with config.json, or a checkpoint file"
             )
-    tensors = strip_prefixes(read_tensors(file))
-    config = config or WanConfig.infer(tensors, str(file))
+    tensors = {wan_name(k): x for k, x in strip_prefixes(read_tensors(file, entry)).items()}
+    if config is None or preset:
+        inferred = WanConfig.infer(tensors, str(file))
+        config = config or inferred
+        if config.size_words != inferred.size_words:
+            raise TachyscopeError(
+                f"{file} holds a model of {inferred.size_words}, but {preset} has "
+                f"{config.size_words}: give {preset}'s own weights, or load them as wan_causal"
+            )
     # no time goes into random weights that the file replaces
     with torch.device("meta"):
         model = WanCausal(config).cast(dtype)
     model = model.to_empty(device=device)
     fit(model, tensors, str(file))
-    name = path.resolve().name if path.is_dir() else path.stem
+    check_finite(model, str(file))
+    if lora is not None:
+        merge_lora(model, tensors, Path(lora))
+    beside = path if path.is_dir() else path.parent
+    if text is None and UMT5.found(beside):
+        text = UMT5.read(beside, config)
+    if decoder is None and WanVae.found(beside):
+        decoder = WanVae.read(beside, device=device, dtype=dtype)
+    name = preset or (path.resolve().name if path.is_dir() else path.stem)
     return WanAdapter(name, model.eval(), text, decoder)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self, cast
+from collections.abc import Callable
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.types import Mlp
+
+# layer, q, k, v, as `attend` takes them
+Enter = Callable[[int, Tensor, Tensor, Tensor], object]
 
 
 class Calls(Protocol):
@@ -52,6 +56,30 @@ class Attention(nn.Module):
         # over all heads together
         self.norm_q = nn.RMSNorm(config.dim, config.eps)
         self.norm_k = nn.RMSNorm(config.dim, config.eps)
+        self.fused: tuple[Tensor, Tensor] | None = None
+
+    def fuse(self) -> None:
+        """Put q, k and v side by side in memory, where one linear can read them."""
+        if self.fused is not None:
+            return
+        parts = (self.q, self.k, self.v)
+        weight = torch.cat([part.weight.detach() for part in parts])
+        bias = torch.cat([part.bias.detach() for part in parts])
+        for i, part in enumerate(parts):
+            part.weight.data, part.bias.data = weight.chunk(3)[i], bias.chunk(3)[i]
+        self.fused = weight, bias
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.fused = None  # moved or cast, the three are no longer side by side
+        return super()._apply(fn, recurse)
+
+    def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # gradients must reach the three themselves
+        if self.fused is None or torch.is_grad_enabled():
+            return self.query(x), *self.key_value(x)
+        q, k, v = F.linear(x, *self.fused).chunk(3, -1)
+        q, k = _rms(q, self.norm_q), _rms(k, self.norm_k)
+        return self.split(q), self.split(k), self.split(v)
 
     def query(self, x: Tensor) -> Tensor:
         return self.split(_rms(self.q(x), self.norm_q))
@@ -81,8 +109,7 @@ class Block(nn.Module):
     def forward(self, session: Calls, layer: int, x: Tensor, time: Tensor) -> Tensor:
         """x [B, S, W] after the layer; time [B, F, 6, W]."""
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + time).unbind(2)
-        a = _modulate(x, shift1, scale1, self.eps)
-        q, (k, v) = self.self_attn.query(a), self.self_attn.key_value(a)
+        q, k, v = self.self_attn.query_key_value(_modulate(x, shift1, scale1, self.eps))
         x = _add(x, self.self_attn.out(session.attend(layer, q, k, v)), gate1)
         wide = wider(x.dtype)
         a = F.layer_norm(
@@ -90,6 +117,12 @@ class Block(nn.Module):
         ).to(x.dtype)
         x = x + self.cross_attn.out(session.cross(layer, self.cross_attn.query(a)))
         return _add(x, session.mlp(layer, _modulate(x, shift2, scale2, self.eps), self.ffn), gate2)
+
+    def remember(self, enter: Enter, layer: int, x: Tensor, time: Tensor) -> None:
+        """Hand over what attention would be given, and compute nothing from it."""
+        shift, scale = (self.modulation + time)[:, :, :2].unbind(2)
+        qkv = self.self_attn.query_key_value(_modulate(x, shift, scale, self.eps))
+        enter(layer, *qkv)
 
 
 class Head(nn.Module):
@@ -141,6 +174,42 @@ class WanCausal(nn.Module):
         actions [F] or [B, F] are indices; without them no action is told.
         """
         frames, rows = latents.shape[2], latents.shape[3] // self.config.patch[1]
+        x, time, six = self._enter(latents, t, actions)
+        for layer, block in enumerate(self.blocks):
+            x = block(session, layer, x, six)
+        y = self.head(x, time).unflatten(1, (frames, rows, -1))
+        y = y.unflatten(-1, (*self.config.patch[1:], -1))  # [B, F, h', w', ph, pw, C]
+        y = y.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
+        return y.to(latents.dtype)
+
+    def remember(
+        self,
+        session: Calls,
+        enter: Enter,
+        latents: Tensor,
+        t: Tensor,
+        actions: Tensor | None = None,
+    ) -> None:
+        """`forward` for the sake of what it leaves in the session.
+
+        It ends in the last layer, where `enter` takes in what attention would, and reads nothing.
+        """
+        x, _, six = self._enter(latents, t, actions)
+        *blocks, last = cast(list[Block], self.blocks)
+        for layer, block in enumerate(blocks):
+            x = block(session, layer, x, six)
+        last.remember(enter, len(blocks), x, six)
+
+    def fuse(self) -> Self:
+        """The model with q, k and v of self-attention as one linear; names and numbers stay."""
+        for block in cast(list[Block], self.blocks):
+            block.self_attn.fuse()
+        return self
+
+    def _enter(
+        self, latents: Tensor, t: Tensor, actions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The stream [B, S, W] before the first layer; times [B, F, W], and [B, F, 6, W]."""
         weight = self.patch_embedding.weight
         patches = self._patches(latents).to(weight.dtype)
         x = F.linear(patches, weight.flatten(1), self.patch_embedding.bias)
@@ -149,12 +218,7 @@ class WanCausal(nn.Module):
             time = time + self.action_embedding(actions)
         wide = wider(x.dtype)
         six = _through(self.time_projection, time).unflatten(-1, (6, -1)).to(wide)
-        for layer, block in enumerate(self.blocks):
-            x = block(session, layer, x, six)
-        y = self.head(x, time.to(wide)).unflatten(1, (frames, rows, -1))
-        y = y.unflatten(-1, (*self.config.patch[1:], -1))  # [B, F, h', w', ph, pw, C]
-        y = y.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
-        return y.to(latents.dtype)
+        return x, time.to(wide), six
 
     def keys_values(self, context: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Each layer's keys and values [B, H, L, D] of a prompt embedded as [B, L, text_dim]."""
@@ -213,7 +277,7 @@ def _add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 
 def schedule(config: WanConfig) -> list[tuple[float, float]]:
-    """Timestep and noise level of each denoising pass."""
+    """Timestep and noise level of each of the configuration's levels."""
 
     def shifted(s: float) -> float:
         return config.shift * s / (1 + (config.shift - 1) * s)
@@ -221,7 +285,7 @@ def schedule(config: WanConfig) -> list[tuple[float, float]]:
     # the thousand levels of training, which a level between them is rounded to
     levels = [shifted(n / 1000) for n in range(1, 1001)]
     found = []
-    for step in config.steps:
+    for step in config.levels:
         t = 1000 * shifted(step / 1000) if config.warp else float(step)
         found.append((t, min(levels, key=lambda level: abs(1000 * level - t))))
     return found

@@ -31,6 +31,15 @@ WAN_FIXED = {
     "cross_attn_norm": True,
     "window_size": [-1, -1],
 }
+# what diffusers' config.json calls otherwise, and what it may say only so
+DIFFUSERS_NAMES = {"num_attention_heads": "num_heads", "in_channels": "in_dim",
+                   "out_channels": "out_dim"}  # fmt: skip
+DIFFUSERS_FIXED = {
+    "qk_norm": "rms_norm_across_heads",
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "pos_embed_seq_len": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +59,11 @@ class WanConfig:
     chunk: int = 3  # latent frames made together
     actions: str = ""  # one letter an action; the first is "stay"
     steps: tuple[int, ...] = (1000, 750, 500, 250)
+    first_steps: tuple[int, ...] = ()  # the first chunk's, where they are others
     warp: bool = True  # steps count along the schedule before its shift; else they are timesteps
     shift: float = 5.0
     prediction: str = "flow"  # noise - x0; or "x0"
+    alone: bool = False  # a finished chunk's clean pass sees nothing of the chunks before it
     size: tuple[int, int] = (60, 104)  # latent rows and columns unless a size is asked for
     stride: tuple[int, int, int] = (4, 8, 8)  # pixel frames, rows, columns of a latent one
     fps: int = 16
@@ -75,14 +86,14 @@ class WanConfig:
         )
         _demand(self.freq_dim % 2 == 0, "freq_dim must be even", self.freq_dim)
         _demand(self.patch[0] == 1, "patch must take latent frames one by one", self.patch)
-        _demand(
-            len(self.steps) > 0
-            and self.steps[-1] >= 0
-            and self.steps[0] <= 1000
-            and all(a > b for a, b in zip(self.steps, self.steps[1:], strict=False)),
-            "steps must fall, from 1000 at most to 0 at least",
-            self.steps,
-        )
+        for name in ("steps", "first_steps"):
+            steps = getattr(self, name)
+            falls = all(a > b for a, b in zip(steps, steps[1:], strict=False))
+            _demand(
+                steps[0] <= 1000 and steps[-1] >= 0 and falls if steps else name != "steps",
+                f"{name} must fall, from 1000 at most to 0 at least",
+                steps,
+            )
         _demand(
             self.prediction in ("flow", "x0"), "prediction must be 'flow' or 'x0'", self.prediction
         )
@@ -94,6 +105,16 @@ class WanConfig:
     def head_dim(self) -> int:
         return self.dim // self.heads
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Every step that some chunk takes: a pass is known by its place among them."""
+        return tuple(sorted({*self.steps, *self.first_steps}, reverse=True))
+
+    @property
+    def size_words(self) -> str:
+        """What a checkpoint's shapes tell."""
+        return f"{self.layers} layers of {self.dim} channels, MLPs of {self.ffn_dim}"
+
     def to_json(self) -> dict[str, Any]:
         """Wan's own names, and what Wan has no name for in "tachyscope"."""
         values = dataclasses.asdict(self)
@@ -103,19 +124,17 @@ class WanConfig:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "config.json") -> Self:
-        """The configuration in a config.json, whether it is Wan's own or one of ours."""
+        """The configuration in a config.json: Wan's own, diffusers', or one of ours."""
         wan = {name: given for name, given in value.items() if not name.startswith("_")}
+        if "attention_head_dim" in wan:
+            wan = _from_diffusers(wan, where)
         ours = wan.pop("tachyscope", {})
         values: dict[str, Any] = {}
         out = wan.pop("out_dim", None)
         known = {theirs: field for field, theirs in WAN_NAMES.items()}
         for name, given in wan.items():
             if name in WAN_FIXED:
-                if given != WAN_FIXED[name]:
-                    raise TachyscopeError(
-                        f"{where}: {name} must be {WAN_FIXED[name]!r}, got {given!r}: "
-                        f"give a text-to-video model of Wan's first form"
-                    )
+                _demand_fixed(where, name, given, WAN_FIXED[name])
                 continue
             if name not in known:
                 raise TachyscopeError(
@@ -156,7 +175,7 @@ class WanConfig:
             raise TachyscopeError(
                 f"{where} must hold a Wan model under its original names, "
                 f"got {', '.join(sorted(tensors)[:3]) or 'nothing'}: "
-                f"give the original checkpoint, not a converted one"
+                f"give a checkpoint with Wan's own names or diffusers'"
             ) from None
         if dim % 128 or "action_embedding.weight" in tensors:
             raise TachyscopeError(
@@ -170,13 +189,39 @@ class WanConfig:
         )  # fmt: skip
 
 
+def _from_diffusers(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A diffusers transformer's config.json in Wan's words."""
+    wan = dict(value)
+    for name, fixed in DIFFUSERS_FIXED.items():
+        _demand_fixed(where, name, wan.pop(name, fixed), fixed)
+    wan.pop("rope_max_seq_len", None)  # rotation is computed, and has no longest video
+    wide, heads = wan.pop("attention_head_dim"), wan.get("num_attention_heads")
+    if type(wide) is not int or type(heads) is not int:
+        raise TachyscopeError(
+            f"{where}: num_attention_heads and attention_head_dim must be whole numbers, "
+            f"got {heads!r} and {wide!r}: mend it or get it again"
+        )
+    return {DIFFUSERS_NAMES.get(name, name): given for name, given in wan.items()} | {
+        "dim": heads * wide
+    }
+
+
+def _demand_fixed(where: str, name: str, given: Any, fixed: Any) -> None:
+    if given != fixed:
+        raise TachyscopeError(
+            f"{where}: {name} must be {fixed!r}, got {given!r}: "
+            f"give a text-to-video model of Wan's first form"
+        )
+
+
 def _check_type(name: str, value: Any, like: Any) -> None:
     """A value read from a file has the type of the default it replaces."""
     if isinstance(like, tuple):
-        right = isinstance(value, tuple) and all(type(v) is type(like[0]) for v in value)
+        right = isinstance(value, tuple) and all(type(v) is int for v in value)
         # only steps may be more or fewer
-        right = right and (name == "steps" or len(value) == len(like))
-        kind = f"{len(like)} whole numbers" if name != "steps" else "whole numbers"
+        steps = name in ("steps", "first_steps")
+        right = right and (steps or len(value) == len(like))
+        kind = "whole numbers" if steps else f"{len(like)} whole numbers"
     elif isinstance(like, float):
         right, kind = type(value) in (int, float), "a number"
     else:

@@ -38,8 +38,8 @@ class Merge(CachePolicy):
     sink: int | None = None
     newest: int | None = None
     match: Literal["rotated", "unrotated", "key_value"] = "rotated"
-    keep: Literal["partner", "newest"] | None = None
-    heads: Literal["shared", "each"] = "shared"
+    keep: Literal["partner", "newest"] = "newest"
+    heads: Literal["shared", "each"] = "each"
 
     paper: ClassVar[str] = "FAST-AR's TempCache, arXiv 2602.01801"
     weighted: ClassVar[bool] = True
@@ -55,13 +55,8 @@ class Merge(CachePolicy):
                 f"cache policy 'merge': threshold is a cosine from -1 to 1, got {self.threshold}"
             )
         by_budget = self.threshold is None
-        ours: dict[str, object] = {
-            "budget": Size(21, True),
-            "sink": 1,
-            "newest": 1,
-            "keep": "partner",
-        }
-        theirs: dict[str, object] = {"sink": 0, "newest": 0, "keep": "newest"}
+        ours: dict[str, object] = {"budget": Size(21, True), "sink": 1, "newest": 1}
+        theirs: dict[str, object] = {"sink": 0, "newest": 0}
         for name, value in (ours if by_budget else theirs).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

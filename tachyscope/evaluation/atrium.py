@@ -36,7 +36,7 @@ def evaluate_atrium(
     if only not in PARTS:
         raise TachyscopeError(f"only is one of {', '.join(PARTS)}, got {only!r}")
     common: dict[str, Any] = {
-        "worlds": worlds or (WORLDS_QUICK if quick else WORLDS),
+        "worlds": (WORLDS_QUICK if quick else WORLDS) if worlds is None else worlds,
         "device": device,
         "seed": seed,
         "quick": quick,

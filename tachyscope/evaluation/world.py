@@ -368,7 +368,7 @@ def evaluate_world(
     dense run that dense is compared with, for the horizon.
     """
     _prepare(name, weights, device, floor, None)
-    jobs = min(jobs or cores(), worlds)
+    jobs = max(1, min(jobs or cores(), worlds))
     # a process a core: two threads of one small model wait for each other more than they work
     fresh = multiprocessing.get_context("spawn")
     threads = max(1, cores() // jobs)

@@ -1,0 +1,97 @@
+"""Published Wan-type causal models: each one's numbers, schedule and way of remembering."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tachyscope.adapters.wan import WanAdapter, load_wan, random_wan
+from tachyscope.adapters.wan_config import WanConfig
+from tachyscope.errors import TachyscopeError
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model: a sentence, the configuration its authors run, and which copy."""
+
+    about: str
+    config: WanConfig
+    entry: str = "generator_ema"  # where a trainer's file holds several copies
+
+
+def _stock(cache: str) -> str:
+    return f"cache={cache} attention=dense text=dense replay=none"
+
+
+# a video of at most 21 latent frames, all in view; a longer one sees its newest
+NEWEST = _stock("window:budget=21f,sink=0")
+FOUR = (1000, 750, 500, 250)
+
+# what a configuration leaves out is Self-Forcing's
+PRESETS = {
+    "self-forcing": Preset("Self-Forcing: Wan 1.3B, 4 steps", WanConfig(stock=NEWEST)),
+    "causal-forcing": Preset(
+        "Causal-Forcing by chunks: Wan 1.3B, 4 steps", WanConfig(stock=NEWEST), "generator"
+    ),
+    "causal-forcing-framewise": Preset(
+        "Causal-Forcing by latent frames: Wan 1.3B, 4 steps", WanConfig(chunk=1, stock=NEWEST)
+    ),
+    "causal-forcing-2step": Preset(
+        "Causal-Forcing++ by latent frames: Wan 1.3B, 2 steps, 4 for the first frame",
+        WanConfig(chunk=1, steps=(1000, 500), first_steps=FOUR, stock=NEWEST),
+    ),
+    "causal-forcing-1step": Preset(
+        "Causal-Forcing++ by latent frames: Wan 1.3B, 1 step, 4 for the first frame",
+        WanConfig(chunk=1, steps=(1000,), first_steps=FOUR, stock=NEWEST),
+    ),
+    "causvid": Preset(
+        "CausVid: Wan 1.3B, 3 steps",
+        WanConfig(steps=(1000, 757, 522), warp=False, shift=8.0, stock=NEWEST),
+        "generator",
+    ),
+    "longlive": Preset(
+        "LongLive 1: Wan 1.3B, 4 steps; its LoRA is a file of its own",
+        WanConfig(stock=_stock("window:budget=12f,sink=3")),
+        "generator",
+    ),
+    "infinite-forcing": Preset(
+        "Infinite-Forcing: Wan 1.3B, 4 steps",
+        WanConfig(stock=_stock("window:budget=6f,sink=1,positions=reindexed")),
+    ),
+    "reward-forcing": Preset(
+        "Reward-Forcing: Wan 1.3B, 4 steps",
+        WanConfig(stock=_stock("window:budget=9f,sink=3,positions=reindexed,fold=0.999")),
+    ),
+    "krea": Preset(
+        "Krea Realtime: Wan 14B, 5 steps",
+        WanConfig(
+            dim=5120,
+            ffn_dim=13824,
+            layers=40,
+            heads=40,
+            steps=(*FOUR, 0),
+            alone=True,
+            stock=_stock("window:budget=6f,sink=0"),
+        ),
+    ),
+}
+
+
+def load_preset(
+    name: str,
+    weights: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    lora: Path | str | None = None,
+) -> WanAdapter:
+    """A published model from its checkpoint; `random` makes its weights up, for a clock."""
+    preset = PRESETS[name]
+    if str(weights) != "random":
+        return load_wan(
+            weights, device, dtype, preset.config, lora=lora, preset=name, entry=preset.entry
+        )
+    if lora is not None:
+        raise TachyscopeError("random weights take no LoRA: leave lora out, or give a checkpoint")
+    return random_wan(preset.config, device=device, dtype=dtype, name=name)

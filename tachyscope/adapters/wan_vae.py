@@ -1,0 +1,158 @@
+"""Wan's VAE: latents to frames chunk by chunk, and first frames to latents."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tachyscope.adapters.checkpoint import fit, read_json, read_tensors, write_json, write_tensors
+from tachyscope.adapters.wan_text import needed
+from tachyscope.errors import TachyscopeError
+
+PUBLISHED = "Wan2.1_VAE.pth"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+STRIDE = 4  # frames of every latent one but the first, which is one frame
+# what diffusers notes of a time convolution that has seen the first frame alone
+REPEAT = "Rep"
+
+
+class WanVae:
+    """diffusers' Wan VAE, decoded latent frame by latent frame.
+
+    What its causal convolutions saw last is kept in the session's features, so that a video in
+    chunks is the video at once.
+    """
+
+    kind = "wan_vae"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
+        causal = type(model.decoder.conv_in)
+        self.convolutions = sum(isinstance(module, causal) for module in model.decoder.modules())
+
+    @staticmethod
+    def found(folder: Path) -> bool:
+        return (folder / PUBLISHED).is_file() or (folder / "vae").is_dir()
+
+    @classmethod
+    def read(
+        cls,
+        path: Path | str,
+        config: object = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """The VAE in the original file, in diffusers' folder, or in a folder with one of them.
+
+        `config` is a model's, which does not matter here.
+        """
+        path = Path(path)
+        if (path / PUBLISHED).is_file():
+            path = path / PUBLISHED
+        elif (path / "vae").is_dir():
+            path = path / "vae"
+        diffusers = needed("diffusers", f"Wan's VAE in {path}")
+        if path.is_dir():
+            file, settings = path / WEIGHTS, read_json(path / "config.json")
+            tensors = read_tensors(file)
+        else:
+            file, tensors = path, read_tensors(path)
+            if "conv2.weight" not in tensors or "encoder.conv1.weight" not in tensors:
+                raise TachyscopeError(
+                    f"{file} must hold Wan 2.1's VAE under its original names, got "
+                    f"{', '.join(sorted(tensors)[:3]) or 'nothing'}: give the published "
+                    f"{PUBLISHED}, or a diffusers folder"
+                )
+            settings = {
+                "base_dim": tensors["encoder.conv1.weight"].shape[0],
+                "z_dim": tensors["conv2.weight"].shape[0],
+            }
+            names = importlib.import_module("diffusers.loaders.single_file_utils")
+            tensors = names.convert_wan_vae_to_diffusers(tensors)
+        model = diffusers.AutoencoderKLWan.from_config(settings)
+        fit(model, tensors, str(file))
+        return cls(_cast(model, dtype).to(device))
+
+    @classmethod
+    def sized(cls, channels: int, dtype: torch.dtype) -> Self:
+        """A VAE of random weights, with Wan 2.1's numbers, or with 2.2's for 48 channels."""
+        diffusers = needed("diffusers", "the size of Wan's VAE")
+        settings: dict[str, Any] = {"z_dim": channels}
+        if channels == 48:
+            settings |= {
+                "base_dim": 160, "decoder_base_dim": 256, "is_residual": True, "in_channels": 12,
+                "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
+                "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+            }  # fmt: skip
+        return cls(_cast(diffusers.AutoencoderKLWan.from_config(settings), dtype))
+
+    def write(self, folder: Path) -> None:
+        settings = {name: value for name, value in self.model.config.items() if name[0] != "_"}
+        write_json(folder / "vae" / "config.json", settings)
+        write_tensors(folder / "vae" / WEIGHTS, self.model.state_dict())
+
+    def frames(self, latents: int) -> int:
+        return max(0, 1 + STRIDE * (latents - 1))
+
+    def encode(self, frames: np.ndarray) -> Tensor:
+        """Latents [1, C, F, h, w] of frames uint8 [1 + 4n, H, W, 3]."""
+        if len(frames) % STRIDE != 1:
+            raise TachyscopeError(
+                f"first frames are 1 + 4n of them for Wan's VAE, got {len(frames)}: give "
+                f"{max(1, len(frames) - (len(frames) - 1) % STRIDE)}"
+            )
+        place = self.model.post_quant_conv.weight
+        pixels = torch.from_numpy(frames).permute(3, 0, 1, 2)[None].to(place.device)
+        found = self.model.encode((pixels.float() / 127.5 - 1).to(place.dtype)).latent_dist.mode()
+        found = found.to(torch.promote_types(place.dtype, torch.float32))
+        mean, std = self._spread(found)
+        return (found - mean) / std
+
+    def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
+        self._decode(latents, features)
+
+    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
+        pixels = self._decode(latents, features)[0]
+        pixels = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
+        return pixels.permute(1, 2, 3, 0).cpu().numpy()
+
+    def _decode(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """Pixels [1, 3, F, H, W], about -1 to 1; the features are brought up to date."""
+        model = self.model.to(latents.device)
+        mean, std = self._spread(latents)
+        latents = (latents * std + mean).to(model.post_quant_conv.weight.dtype)
+        seen: list[Any] = [_seen(features.get(f"vae.{i}")) for i in range(self.convolutions)]
+        parts = []
+        for latent in model.post_quant_conv(latents).split(1, 2):
+            first = all(feature is None for feature in seen)
+            parts.append(model.decoder(latent, feat_cache=seen, feat_idx=[0], first_chunk=first))
+        for i, feature in enumerate(seen):
+            if feature is not None:
+                features[f"vae.{i}"] = latents.new_zeros(0) if isinstance(feature, str) else feature
+        pixels = torch.cat(parts, 2)
+        patch = model.config.patch_size
+        if patch:
+            # [B, C · px · py, F, h, w]: channels, then columns, then rows of a patch
+            pixels = pixels.unflatten(1, (-1, patch, patch)).permute(0, 1, 4, 5, 3, 6, 2)
+            pixels = pixels.flatten(5).flatten(3, 4)
+        return pixels
+
+    def _spread(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The published mean and deviation of each channel, which a model's latents are free of."""
+        config = self.model.config
+        mean, std = (like.new_tensor(x) for x in (config.latents_mean, config.latents_std))
+        return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    # diffusers' own warns of modules to keep in float32, of which this model has none
+    return nn.Module.to(model, dtype)
+
+
+def _seen(feature: Tensor | None) -> Tensor | str | None:
+    return REPEAT if feature is not None and feature.numel() == 0 else feature

@@ -1,0 +1,460 @@
+"""Each published model's stock plan is its authors' protocol; every container brings it back."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tachyscope as ts
+from tachyscope.adapters.checkpoint import wan_name, write_tensors
+from tachyscope.adapters.wan import WEIGHTS, load_wan, random_wan, save_wan
+from tachyscope.adapters.wan_causal import WanCausal
+from tachyscope.adapters.wan_config import WanConfig
+from tachyscope.adapters.wan_presets import PRESETS
+from tachyscope.cli import main
+from tachyscope.errors import TachyscopeError
+from tachyscope.models import MODELS
+from tachyscope.rollout import open_session, rollout
+
+# heads of 128, so that shapes tell them; all else of a preset stays as it is
+SMALL = {
+    "dim": 256, "ffn_dim": 64, "layers": 2, "heads": 2, "in_channels": 4, "text_dim": 16,
+    "text_len": 8, "freq_dim": 32, "size": (4, 4),
+}  # fmt: skip
+
+
+def small(name, **changes):
+    return dataclasses.replace(PRESETS[name].config, **(SMALL | changes))
+
+
+@pytest.fixture
+def shrunk(monkeypatch):
+    for name, preset in list(PRESETS.items()):
+        monkeypatch.setitem(PRESETS, name, dataclasses.replace(preset, config=small(name)))
+
+
+def refused(call, *words):
+    """The error is one line with these words in it."""
+    with pytest.raises(TachyscopeError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a model's authors run it, in their own numbers."""
+
+    window: int  # latent frames in view, the present chunk's and the sink included
+    chunk: int = 3
+    sink: int = 0
+    relative: bool = False  # positions count from the window's first frame
+    alone: bool = False  # context is computed from its own latents, seeing nothing older
+    fold: float = 1.0  # what the sink keeps of itself when a frame leaves
+    times: tuple[float, ...] = (1000, 937.5, 2500 / 3, 625)
+    first_times: tuple[float, ...] = ()
+    shift: float = 5.0
+
+
+FOUR = (1000, 937.5, 2500 / 3, 625)
+PROTOCOLS = {
+    "self-forcing": Protocol(21),
+    "causal-forcing": Protocol(21),
+    "causal-forcing-framewise": Protocol(21, chunk=1),
+    "causal-forcing-2step": Protocol(21, chunk=1, times=(1000, 2500 / 3), first_times=FOUR),
+    "causal-forcing-1step": Protocol(21, chunk=1, times=(1000,), first_times=FOUR),
+    "causvid": Protocol(21, times=(1000, 757, 522), shift=8.0),
+    "longlive": Protocol(12, sink=3),
+    "infinite-forcing": Protocol(6, sink=1, relative=True),
+    "reward-forcing": Protocol(9, sink=3, relative=True, fold=0.999),
+    "krea": Protocol(6, relative=True, alone=True, times=(*FOUR, 0)),
+}
+
+# a frame or a mix of frames by weight, and the position it has in someone's view
+Entry = tuple[dict[int, float], int]
+
+
+def view(p: Protocol, chunk: int, clean: bool) -> list[Entry]:
+    """What a chunk's queries see: frames with positions, the chunk's own last."""
+    first = chunk * p.chunk
+    own = [{first + i: 1.0} for i in range(p.chunk)]
+    past = [{i: 1.0} for i in range(first)]
+    if p.alone and clean:
+        past = []
+    room = p.window - p.chunk
+    if len(past) > room:
+        sink, rest = past[: p.sink], past[p.sink :]
+        gone, rest = rest[: len(past) - room], rest[len(past) - room :]
+        for i, left in enumerate(gone if p.fold < 1 else []):
+            mix = sink[i % p.sink]
+            sink[i % p.sink] = {f: w * p.fold for f, w in mix.items()} | {
+                f: w * (1 - p.fold) for f, w in left.items()
+            }
+        past = sink + rest
+    entries = past + own
+    return [(mix, i if p.relative else max(mix)) for i, mix in enumerate(entries)]
+
+
+class Told:
+    """Stands in for a session: all chunks in one pass, each seeing the entries listed for it."""
+
+    def __init__(self, adapter, context, views, chunk):
+        self.shape, self.own = adapter.shape(), chunk * adapter.shape().places
+        self.rope = adapter.rope(self.shape)
+        self.keys, self.values = adapter.model.keys_values(context)
+        self.views = []
+        for entries in views:
+            mixes = torch.zeros(len(entries), len(views) * chunk, dtype=torch.float64)
+            for row, (mix, _) in zip(mixes, entries, strict=True):
+                row[list(mix)] = torch.tensor(list(mix.values()), dtype=torch.float64)
+            pos = torch.cat([self.shape.positions(at, 1) for _, at in entries])
+            self.views.append((mixes, pos[None, None]))
+
+    def attend(self, layer, q, k, v):
+        out = []
+        k, v = (x.unflatten(2, (-1, self.shape.places)) for x in (k, v))
+        for queries, (mixes, pos) in zip(q.split(self.own, 2), self.views, strict=True):
+            keys, values = (torch.einsum("ef,bhfnd->bhend", mixes, x).flatten(2, 3) for x in (k, v))
+            queries = self.rope.rotate(queries, pos[:, :, -self.own :])
+            keys = self.rope.rotate(keys, pos)
+            out.append(F.scaled_dot_product_attention(queries, keys, values))
+        return torch.cat(out, 2)
+
+    def cross(self, layer, q):
+        return F.scaled_dot_product_attention(q, self.keys[layer], self.values[layer])
+
+    def mlp(self, layer, x, fn):
+        return fn(x)
+
+
+@torch.no_grad()
+def play(adapter, p: Protocol, chunks: int, prompt: str, seed: int):
+    """The protocol from its statement: every pass recomputes every chunk from the latents."""
+    rng = torch.Generator().manual_seed(seed)
+    context = adapter.encode(prompt).context.double()
+    table = [1000 * p.shift * n / (1000 + (p.shift - 1) * n) for n in range(1, 1001)]
+
+    def draw():
+        size = (1, SMALL["in_channels"], p.chunk, *SMALL["size"])
+        return torch.randn(size, generator=rng).double()
+
+    done = []
+    for chunk in range(chunks):
+        views = [view(p, i, clean=True) for i in range(chunk)] + [view(p, chunk, clean=False)]
+        told = Told(adapter, context, views, p.chunk)
+        x, clean = draw(), None
+        for t in p.first_times if p.first_times and chunk == 0 else p.times:
+            sigma = min(table, key=lambda level: abs(level - t)) / 1000
+            if clean is not None:
+                x = (1 - sigma) * clean + sigma * draw()
+            latents = torch.cat([*done, x], 2)
+            times = torch.zeros(1, latents.shape[2])
+            times[:, -p.chunk :] = t
+            clean = x - sigma * adapter.model(told, latents, times)[:, :, -p.chunk :]
+        done.append(clean)
+    return done
+
+
+def test_every_preset_has_its_protocol_here():
+    assert PROTOCOLS.keys() == PRESETS.keys()
+    assert all(MODELS[name].weights and MODELS[name].lora for name in PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
+    protocol = PROTOCOLS[name]
+    made = ts.load(name, "random")
+    save_wan(made, tmp_path / "model.pt")
+    model = ts.load(name, tmp_path / "model.pt", dtype="float64")
+    model.text, model.decoder = made.text, made.decoder
+    # two chunks more than the window holds: a sink has moved, or was folded into, twice
+    chunks = protocol.window // protocol.chunk + 2
+    session = open_session(model, "stock", prompt="a", seed=7)
+    found = []
+    for _ in rollout(model, frames=model.frames(chunks * protocol.chunk), session=session):
+        found.append(session.latents)
+    expected = play(model, protocol, chunks, "a", 7)
+    assert len(found) == chunks and expected[-1].std() > 0.5
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
+
+
+def test_the_first_chunk_shares_its_passes_with_the_others():
+    """A ring of outputs belongs to a noise level, whichever chunk comes to it."""
+    config = PRESETS["causal-forcing-2step"].config
+    assert config.levels == (1000, 750, 500, 250)
+    assert PRESETS["causal-forcing-1step"].config.levels == config.levels
+    assert random_wan(small("causal-forcing-2step")).shape().passes == 5
+    assert PRESETS["krea"].config.levels == (1000, 750, 500, 250, 0)
+
+
+def test_a_preview_has_as_many_frames_as_the_video_would(shrunk):
+    model = ts.load("self-forcing", "random")
+    found = [len(chunk.frames) for chunk in ts.rollout(model, "stock", frames=81)]
+    assert found == [9, 12, 12, 12, 12, 12, 12] and model.frames(21) == 81
+
+
+@pytest.mark.parametrize("name, size", [("self-forcing", (825, 1_418_996_800)),
+                                        ("krea", (1095, 14_288_491_584))])  # fmt: skip
+def test_presets_have_their_published_sizes(name, size):
+    with torch.device("meta"):
+        held = WanCausal(PRESETS[name].config).state_dict()
+    assert (len(held), sum(x.numel() for x in held.values())) == size
+    inferred = WanConfig.infer(held, "x")
+    assert inferred.size_words == PRESETS[name].config.size_words
+    assert inferred.heads == PRESETS[name].config.heads
+
+
+def test_random_weights_are_drawn_on_the_device(monkeypatch, shrunk):
+    """Nothing larger than a toy part is made elsewhere."""
+    drawn, randn = [], torch.randn
+
+    def record(*size, **options):
+        out = randn(*size, **options)
+        if out.device.type != "meta":
+            drawn.append(options.get("device"))
+        return out
+
+    monkeypatch.setattr(torch, "randn", record)
+    model = ts.load("krea", "random", dtype="bfloat16")
+    assert model.dtype == torch.bfloat16 and model.name == "krea"
+    # the two that name no device are the prompt's table and the preview
+    assert drawn.count(None) == 2
+    assert drawn.count(torch.device("cpu")) == len(model.model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def made():
+    return random_wan(small("self-forcing"), seed=3)
+
+
+def sharded(tensors, folder):
+    """The tensors in two files and their index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(tensors)
+    places = {}
+    for i in range(2):
+        write_tensors(folder / f"part-{i}.safetensors", {n: tensors[n] for n in names[i::2]})
+        places |= dict.fromkeys(names[i::2], f"part-{i}.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def store(kind, made, path):
+    """The model in a container; where it is then."""
+    tensors = made.model.state_dict()
+    if kind == "folder":
+        save_wan(made, path)
+    elif kind == "shards":
+        sharded(tensors, path)
+    elif kind.endswith(".safetensors"):
+        path = path.with_suffix(".safetensors")
+        write_tensors(path, {f"model.{name}": x for name, x in tensors.items()})
+    else:
+        entry = kind.removesuffix(".pt")
+        path = path.with_suffix(".pt")
+        wrapped = {f"model._fsdp_wrapped_module.{name}": x for name, x in tensors.items()}
+        torch.save({entry: wrapped, "step": 3}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["folder", "shards", "model.safetensors", "generator.pt", "generator_ema.pt", "model.pt"],
+)
+def test_every_container_brings_the_weights_back(kind, made, shrunk, tmp_path):
+    model = ts.load("self-forcing", store(kind, made, tmp_path / "x"))
+    tensors = made.model.state_dict()
+    assert all(x.equal(tensors[name]) for name, x in model.model.state_dict().items())
+    assert (model.name, model.config) == ("self-forcing", small("self-forcing"))
+
+
+def test_of_several_copies_the_authors_own_is_taken(made, shrunk, tmp_path):
+    tensors = made.model.state_dict()
+    other = {name: x + 1 for name, x in tensors.items()}
+    torch.save({"generator": other, "generator_ema": tensors}, tmp_path / "x.pt")
+    for name, shift in (("self-forcing", 0), ("causal-forcing", 1), ("longlive", 1)):
+        head = ts.load(name, tmp_path / "x.pt").model.head.head.bias
+        assert head.equal(tensors["head.head.bias"] + shift)
+
+
+def theirs():
+    """diffusers' own model of the small size."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=128, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=64, num_layers=2,
+    )  # fmt: skip
+
+
+def test_diffusers_names_are_wans_and_back():
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    held = theirs().state_dict()
+    ours = {wan_name(name): x for name, x in held.items()}
+    with torch.device("meta"):
+        wanted = WanCausal(small("self-forcing")).state_dict()
+    assert {n: x.shape for n, x in ours.items()} == {n: x.shape for n, x in wanted.items()}
+    assert all(wan_name(name) == name for name in ours)
+    back = convert_wan_transformer_to_diffusers(dict(ours))
+    assert back.keys() == held.keys()
+    assert all(back[name].equal(x) for name, x in held.items())
+
+
+@pytest.mark.parametrize("place", ["", "transformer"])
+@pytest.mark.parametrize("shard", ["5GB", "200KB"])
+def test_a_diffusers_folder_is_read(place, shard, shrunk, tmp_path):
+    model = theirs()
+    model.save_pretrained(tmp_path / place, max_shard_size=shard)
+    assert bool(list((tmp_path / place).glob("*.index.json"))) == (shard == "200KB")
+    plain, preset = load_wan(tmp_path), ts.load("self-forcing", tmp_path)
+    assert plain.config == dataclasses.replace(small("self-forcing"), text_len=512, size=(60, 104))
+    for name, x in model.state_dict().items():
+        assert plain.model.state_dict()[wan_name(name)].equal(x)
+        assert preset.model.state_dict()[wan_name(name)].equal(x)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"image_dim": 1280}, "image_dim must be None, got 1280: give a text-to-video model"),
+        ({"qk_norm": None}, "qk_norm must be 'rms_norm_across_heads', got None"),
+        ({"attention_head_dim": "x"}, "must be whole numbers, got 2 and 'x'"),
+        ({"speed": 1}, "has an unknown 'speed'"),
+        ({"out_channels": 8}, "out_dim must equal in_dim (4), got 8"),
+    ],
+)
+def test_a_fault_in_diffusers_config_is_named(change, words):
+    refused(lambda: WanConfig.from_json(dict(theirs().config) | change), words)
+
+
+def lora(form, layers, rank=3, alpha=None):
+    """A LoRA's tensors in one of the published forms, and what they add to each layer."""
+    rng = torch.Generator().manual_seed(5)
+    names = {"peft": ("lora_A", "lora_B"), "default": ("lora_A.default", "lora_B.default"),
+             "kohya": ("lora_down", "lora_up"), "diffusers": ("lora_A", "lora_B")}[form]  # fmt: skip
+    tensors, added = {}, {}
+    for name, (out, into) in layers.items():
+        down, up = (torch.randn(size, generator=rng) for size in ((rank, into), (out, rank)))
+        key = {
+            "peft": f"base_model.model.model.{name}",
+            "default": f"base_model.model.{name}",
+            "kohya": "lora_unet_" + name.replace(".", "_"),
+            "diffusers": "transformer." + name.replace("self_attn.q", "attn1.to_q")
+            .replace("ffn.0", "ffn.net.0.proj"),
+        }[form]  # fmt: skip
+        tensors |= {f"{key}.{names[0]}.weight": down, f"{key}.{names[1]}.weight": up}
+        if alpha is not None:
+            tensors[f"{key}.alpha"] = torch.tensor(float(alpha))
+        added[name] = (1.0 if alpha is None else alpha / rank) * up @ down
+    return tensors, added
+
+
+LAYERS = {"blocks.0.self_attn.q": (256, 256), "blocks.1.ffn.0": (64, 256)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form, alpha", [("peft", None), ("default", None), ("kohya", 6),
+                                         ("diffusers", 1.5)])  # fmt: skip
+def test_a_lora_is_merged_before_rounding(form, alpha, dtype, made, shrunk, tmp_path):
+    save_wan(made, tmp_path / "base.pt")
+    tensors, added = lora(form, LAYERS, alpha=alpha)
+    torch.save({"generator_lora": tensors, "step": 1}, tmp_path / "lora.pt")
+    merged = ts.load("longlive", tmp_path / "base.pt", lora=tmp_path / "lora.pt", dtype=dtype)
+    for name, x in made.model.named_parameters():
+        layer = name.removesuffix(".weight")
+        held = merged.model.get_parameter(name)
+        exact = x.detach() + added.get(layer, 0)
+        torch.testing.assert_close(held, exact.to(held.dtype), rtol=1e-6, atol=1e-6)
+    if dtype == "bfloat16":
+        return
+    layer, rows = merged.model.get_submodule("blocks.1.ffn.0"), torch.randn(5, 256)
+    weight = made.model.get_parameter("blocks.1.ffn.0.weight") + added["blocks.1.ffn.0"]
+    expected = rows @ weight.T + made.model.get_parameter("blocks.1.ffn.0.bias")
+    torch.testing.assert_close(layer(rows), expected, rtol=0, atol=1e-4)
+
+
+def test_a_lora_that_does_not_fit_is_refused(made, shrunk, tmp_path):
+    save_wan(made, tmp_path / "base.pt")
+    path = tmp_path / "lora.safetensors"
+
+    def load(tensors):
+        write_tensors(path, tensors)
+        return lambda: ts.load("longlive", tmp_path / "base.pt", lora=path)
+
+    good, _ = lora("peft", LAYERS)
+    refused(load(lora("peft", {"blocks.7.ffn.0": (64, 256)})[0]), "it has none for base_model")
+    refused(load(lora("peft", {"blocks.0.ffn.0": (64, 128)})[0]), "blocks.0.ffn.0 is [64, 128] and")
+    refused(load({"diff.weight": torch.ones(1)}), "must hold a LoRA's lora_A and lora_B", "diff")
+    refused(load({}), "got nothing")
+    refused(load(dict(list(good.items())[:1])), "must hold both factors of blocks.0.self_attn.q")
+    refused(load(good | {"x.y.dora_scale": torch.ones(1)}), "got x.y.dora_scale")
+    for name in good:
+        good[name][0, 0] = torch.nan
+    refused(load(good), str(path), "NaN or infinity in blocks.0.self_attn.q.weight, blocks.1.ffn")
+    refused(lambda: ts.load("toy-chunks", lora=path), "model 'toy-chunks' takes no LoRA")
+    refused(lambda: ts.load("krea", "random", lora=path), "random weights take no LoRA")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_no_numbers_are_refused(value, dtype, made, shrunk, tmp_path):
+    tensors = {name: x.clone() for name, x in made.model.state_dict().items()}
+    tensors["blocks.1.ffn.2.weight"][3, 4] = value
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, tensors)
+    words = f"{path} must hold finite numbers, it has NaN or infinity in blocks.1.ffn.2.weight: "
+    refused(lambda: ts.load("self-forcing", path, dtype=dtype), words)
+
+
+def test_faults_of_a_checkpoint_are_one_line(made, shrunk, tmp_path):
+    whole, path = made.model.state_dict(), tmp_path / "x.safetensors"
+
+    def load(tensors):
+        write_tensors(path, tensors)
+        return lambda: ts.load("self-forcing", path)
+
+    refused(load(whole | {"img_emb.proj.0.weight": torch.ones(2)}), "it also has img_emb.proj.0")
+    less = {name: x for name, x in whole.items() if name != "head.modulation"}
+    refused(load(less), "it lacks head.modulation: give a complete checkpoint")
+    refused(load(whole | {"head.head.bias": torch.ones(3)}), "head.head.bias is float32 [3] and")
+    path.write_bytes(path.read_bytes()[:5000])
+    refused(lambda: ts.load("self-forcing", path), "damaged or cut short", "get it again")
+    refused(lambda: ts.load("self-forcing"), "give weights=PATH, or weights=random to time it")
+    refused(lambda: ts.load("self-forcing", tmp_path / "none.pt"), "no model at")
+
+
+def test_weights_of_another_size_are_refused(made, tmp_path):
+    save_wan(made, tmp_path / "x.pt")
+    refused(
+        lambda: ts.load("krea", tmp_path / "x.pt"),
+        "x.pt holds a model of 2 layers of 256 channels, MLPs of 64, but krea has 40 layers of "
+        "5120 channels, MLPs of 13824: give krea's own weights, or load them as wan_causal",
+    )
+
+
+def test_a_fold_needs_a_sink_that_what_leaves_covers():
+    model = random_wan(small("reward-forcing"))
+    words = "cache=window:budget={},sink={},positions={},fold=0.9"
+    for change, message in [
+        (("9f", 3, "absolute"), "needs a sink and positions=reindexed"),
+        (("9f", 0, "reindexed"), "needs a sink"),
+        (("9f", 2, "reindexed"), "a sink that divides the chunk of 3f"),
+        (("8f", 3, "reindexed"), "a budget of whole chunks, got sink=3f, budget=8f"),
+    ]:
+        refused(lambda change=change: open_session(model, words.format(*change)), message)
+
+
+def test_the_command_line_times_a_preset(shrunk, tmp_path, capsys):
+    words = ["generate", "longlive", "--weights", "random", "--plan", "stock", "--frames", "9"]
+    assert main([*words, "--out", str(tmp_path), "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert (row["model"], row["frames"], row["size"]) == ("longlive", 9, "32x32")
+    words = ["compare", "krea", "--weights", "random", "--plan", "stock", "--frames", "9"]
+    assert main([*words, "--no-floor", "--no-aa", "--out", str(tmp_path)]) == 0
+    assert "Its weights are random" in (tmp_path / "report.html").read_text()

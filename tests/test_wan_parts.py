@@ -1,0 +1,318 @@
+"""UMT5 and Wan's VAE from their published containers equal transformers' and diffusers' own."""
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tachyscope.adapters import wan_text, wan_vae
+from tachyscope.adapters.checkpoint import read_tensors, write_tensors
+from tachyscope.adapters.wan import WanAdapter, load_wan, random_wan, save_wan
+from tachyscope.adapters.wan_config import WanConfig
+from tachyscope.adapters.wan_text import UMT5, PromptFile, embed_prompt
+from tachyscope.adapters.wan_vae import WanVae
+from tachyscope.cli import main
+from tachyscope.errors import TachyscopeError
+from tachyscope.rollout import open_session, rollout
+
+CONFIG = WanConfig(
+    dim=96, ffn_dim=160, layers=2, heads=4, text_dim=32, text_len=24, size=(4, 6), freq_dim=32
+)
+WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "room", "&"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet():
+    """diffusers imports what torch is about to retire."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import diffusers.loaders.single_file_utils  # noqa: F401
+        import transformers  # noqa: F401
+        from diffusers import AutoencoderKLWan  # noqa: F401
+        from transformers import UMT5EncoderModel  # noqa: F401
+
+
+def refused(call, *words):
+    with pytest.raises(TachyscopeError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def original_umt5(name):
+    """The published name of one of transformers' tensors."""
+    for ours, theirs in sorted(wan_text.NAMES.items(), key=lambda pair: -len(pair[1])):
+        name = name.replace(f".{theirs}.", f".{ours}.") if theirs[:5] == "layer" else name
+    name = name.replace("encoder.final_layer_norm", "norm").replace("shared", "token_embedding")
+    return name.replace("encoder.block.", "blocks.")
+
+
+@pytest.fixture(scope="module")
+def umt5():
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    torch.manual_seed(0)
+    config = UMT5Config(
+        vocab_size=len(WORDS), d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=3,
+        relative_attention_num_buckets=8,
+    )  # fmt: skip
+    model = UMT5EncoderModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def vae():
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(1)
+    return AutoencoderKLWan(base_dim=8).eval().requires_grad_(False)
+
+
+def original_vae(model):
+    """The VAE's tensors under their published names, by undoing diffusers' own conversion."""
+    names = importlib.import_module("diffusers.loaders.single_file_utils")
+    candidates = {f"conv{i}.{k}" for i in (1, 2) for k in ("weight", "bias")}
+    for side, blocks in (("encoder", "downsamples"), ("decoder", "upsamples")):
+        candidates |= {f"{side}.conv1.{k}" for k in ("weight", "bias")}
+        parts = [f"middle.{i}" for i in range(3)] + [f"{blocks}.{i}" for i in range(15)] + ["head"]
+        inner = [f"residual.{i}" for i in (0, 2, 3, 6)] + ["norm", "to_qkv", "proj", "shortcut"]
+        inner += ["resample.1", "time_conv", "0", "2"]
+        kinds = ("weight", "bias", "gamma")
+        candidates |= {f"{side}.{p}.{i}.{k}" for p in parts for i in inner for k in kinds}
+    found = {}
+    for name in sorted(candidates):
+        (new,) = names.convert_wan_vae_to_diffusers({name: None}) or [""]
+        if new in (held := model.state_dict()):
+            found[name] = held[new]
+    assert len(found) == 194
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, umt5, vae):
+    """A model's folder as Wan's authors publish one, small and random."""
+    import tokenizers
+    import transformers
+
+    path = tmp_path_factory.mktemp("published")
+    save_wan(WanAdapter("small", random_wan(CONFIG).model), path)
+    tensors = {
+        original_umt5(name): tensor
+        for name, tensor in umt5.state_dict().items()
+        if name != wan_text.TIED
+    }
+    assert "blocks.1.pos_embedding.embedding.weight" in tensors and "norm.weight" in tensors
+    write_tensors(path / wan_text.PUBLISHED, tensors)
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", None, [("</s>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(str(path / "google/umt5-xxl"))
+    write_tensors(path / wan_vae.PUBLISHED, original_vae(vae))
+    return path
+
+
+@torch.no_grad()
+def test_a_prompt_is_embedded_as_by_transformers(folder, umt5):
+    encoder = UMT5(folder, 24)
+    context, length = encoder("  a red \n room &amp; room")
+    ids = torch.zeros(1, 24, dtype=torch.long)
+    ids[0, :7] = torch.tensor([3, 4, 5, 6, 5, 1, 0])
+    mask = (torch.arange(24) < 6)[None].long()
+    expected = umt5(ids, mask).last_hidden_state * mask[..., None]
+    assert length == 6 and context.shape == (1, 24, 32)
+    assert expected[0, :6].std() > 0.5
+    torch.testing.assert_close(context, expected, rtol=0, atol=1e-5)
+    assert not context[0, 6:].any()
+    assert encoder("a " * 50)[1] == 24
+
+
+def test_umt5_comes_back_from_transformers_form(folder, tmp_path):
+    encoder = UMT5(folder, 24)
+    encoder.write(tmp_path)
+    again = UMT5(tmp_path, 24)
+    assert not again.original
+    assert again("a room")[0].equal(encoder("a room")[0])
+
+
+def test_a_faulty_umt5_is_named(folder, tmp_path, monkeypatch):
+    refused(lambda: UMT5(tmp_path), "it lacks text_encoder")
+    (tmp_path / "google/umt5-xxl").mkdir(parents=True)
+    write_tensors(tmp_path / wan_text.PUBLISHED, {"x.weight": torch.ones(1)})
+    refused(lambda: UMT5(tmp_path)("a"), "the tokenizer in", "must load")
+    refused(lambda: UMT5(tmp_path).model, "UMT5's encoder under Wan's names, got x.weight")
+    monkeypatch.setitem(importlib.sys.modules, "transformers", None)
+    refused(lambda: UMT5(folder)("a"), "needs transformers", "pip install tachyscope[hf]")
+
+
+@torch.no_grad()
+def test_the_vae_decodes_and_encodes_as_diffusers(folder, vae):
+    ours = WanVae.read(folder)
+    generator = torch.Generator().manual_seed(2)
+    latents = torch.randn(1, 16, 3, 4, 6, generator=generator)
+    mean, std = (
+        torch.tensor(vae.config[f"latents_{k}"])[:, None, None, None] for k in ("mean", "std")
+    )
+    expected = vae.decode(latents * std + mean).sample[0].permute(1, 2, 3, 0)
+    frames = ours(latents, {})
+    assert frames.shape == (9, 32, 48, 3) and frames.dtype == np.uint8 and frames.std() > 1
+    assert np.array_equal(frames, (expected * 127.5 + 127.5).round().byte().numpy())
+    pixels = torch.from_numpy(frames).permute(3, 0, 1, 2)[None] / 127.5 - 1
+    encoded = (vae.encode(pixels).latent_dist.mean - mean) / std
+    assert ours.encode(frames).shape == latents.shape
+    torch.testing.assert_close(ours.encode(frames), encoded, rtol=0, atol=1e-5)
+    refused(lambda: ours.encode(frames[:8]), "1 + 4n of them", "got 8: give 5")
+
+
+@torch.no_grad()
+def test_a_streamed_video_is_the_whole_one(folder):
+    vae, features = WanVae.read(folder), {}
+    latents = torch.randn(1, 16, 9, 4, 6, generator=torch.Generator().manual_seed(3))
+    whole = vae._decode(latents, {})
+    parts = []
+    for i, part in enumerate(latents.split(3, 2)):
+        parts.append(vae._decode(part, features))
+        assert parts[-1].shape[2] == (12 if i else 9) == vae.frames(3 * i + 3) - vae.frames(3 * i)
+    assert torch.cat(parts, 2).equal(whole)
+    one_by_one = {}
+    single = [vae._decode(part, one_by_one) for part in latents.split(1, 2)]
+    assert torch.cat(single, 2).equal(whole)
+    assert all(features[name].equal(one_by_one[name]) for name in features)
+    assert vae.frames(0) == 0
+
+
+def test_the_vae_comes_back_from_diffusers_form(folder, tmp_path):
+    vae = WanVae.read(folder)
+    vae.write(tmp_path)
+    settings = json.loads((tmp_path / "vae/config.json").read_text())
+    assert settings["base_dim"] == 8 and len(settings["latents_mean"]) == 16
+    latents = torch.randn(1, 16, 2, 4, 6)
+    for place in (tmp_path, tmp_path / "vae"):
+        assert np.array_equal(WanVae.read(place)(latents, {}), vae(latents, {}))
+
+
+@torch.no_grad()
+def test_a_vae_that_folds_pixels_into_channels():
+    """As that of Wan 2.2."""
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(4)
+    model = AutoencoderKLWan(
+        base_dim=8, decoder_base_dim=8, z_dim=4, is_residual=True, in_channels=12, out_channels=12,
+        patch_size=2, scale_factor_spatial=16, latents_mean=[0.1] * 4, latents_std=[2.0] * 4,
+    ).eval()  # fmt: skip
+    latents = torch.randn(1, 4, 3, 2, 3)
+    ours = WanVae(model)
+    whole = model.decode(latents * 2 + 0.1).sample
+    features = {}
+    streamed = torch.cat([ours._decode(part, features) for part in latents.split(1, 2)], 2)
+    torch.testing.assert_close(streamed.clamp(-1, 1), whole, rtol=0, atol=1e-5)
+
+
+def test_a_faulty_vae_is_named(folder, tmp_path, monkeypatch):
+    write_tensors(tmp_path / "x.pth", {"x.weight": torch.ones(1)})
+    refused(lambda: WanVae.read(tmp_path / "x.pth"), "Wan 2.1's VAE", "got x.weight")
+    refused(lambda: WanVae.read(tmp_path / "none.pth"), "no checkpoint file")
+    tensors = read_tensors(folder / wan_vae.PUBLISHED)
+    tensors.pop("decoder.head.2.bias")
+    write_tensors(tmp_path / wan_vae.PUBLISHED, tensors)
+    refused(lambda: WanVae.read(tmp_path), "it lacks decoder.conv_out.bias")
+    monkeypatch.setitem(importlib.sys.modules, "diffusers", None)
+    refused(lambda: WanVae.read(folder), "needs diffusers", "pip install tachyscope[hf]")
+
+
+def test_a_published_folder_makes_a_video(folder):
+    model = load_wan(folder)
+    assert isinstance(model.text, UMT5) and isinstance(model.decoder, WanVae)
+    chunks = list(rollout(model, frames=21, prompt="a red room"))
+    assert [len(chunk.frames) for chunk in chunks] == [9, 12]
+    other = next(rollout(model, frames=9, prompt="a room"))
+    assert not np.array_equal(other.frames, chunks[0].frames)
+    # the same parts serve a file that lies beside them
+    save_wan(model, folder / "trained.pt")
+    beside = load_wan(folder / "trained.pt", config=CONFIG)
+    again = next(rollout(beside, frames=9, prompt="a red room", seed=0))
+    assert np.array_equal(again.frames, chunks[0].frames)
+
+
+def test_parts_are_saved_with_their_model(folder, tmp_path):
+    model = load_wan(folder)
+    save_wan(model, tmp_path)
+    again = load_wan(tmp_path)
+    assert (again.config.text_encoder, again.config.decoder) == ("umt5", "wan_vae")
+    for a, b in zip(*(rollout(m, frames=9, prompt="red") for m in (model, again)), strict=True):
+        assert np.array_equal(a.frames, b.frames)
+
+
+def test_a_saved_state_streams_on(folder):
+    model = load_wan(folder)
+    session = open_session(model, prompt="a", frames=33)
+    list(rollout(model, frames=9, session=session))
+    state = session.state()
+    assert any(name.startswith("features.vae.") for name in state)
+    on = list(rollout(model, frames=12, session=session))
+    again = open_session(model, prompt="a", frames=33)
+    again.restore(state)
+    for a, b in zip(on, rollout(model, frames=12, session=again), strict=True):
+        assert np.array_equal(a.frames, b.frames)
+
+
+def test_a_video_goes_on_from_first_frames(folder):
+    model = load_wan(folder)
+    first = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
+    session = open_session(model, prompt="a", first=first)
+    assert session.frame == 2
+    (chunk,) = rollout(model, frames=12, session=session)
+    assert len(chunk.frames) == 12
+    # shown as part of the whole video, whose first frames are the given ones
+    whole = torch.cat([model.latents(first), session.latents], 2)
+    with torch.no_grad():
+        assert np.array_equal(model.decoder(whole, {})[5:], chunk.frames)
+
+
+def test_a_prompt_file_stands_for_its_prompt(folder, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.safetensors"
+    embed_prompt(folder, "a red room", file, length=24)
+    assert read_tensors(file)["context"].shape == (4, 32)
+    context, length = UMT5(folder, 24)("a red room")
+    monkeypatch.setitem(importlib.sys.modules, "transformers", None)
+    for path in (file, tmp_path):
+        given = PromptFile.read(path, CONFIG)
+        assert given("")[0].equal(context) and given("")[1] == length
+    write_tensors(tmp_path / "whole.safetensors", {"context": context})
+    whole = PromptFile.read(tmp_path / "whole.safetensors", CONFIG)
+    assert whole("")[0].equal(context) and whole("")[1] == length
+    refused(lambda: given("a"), "embedded before, got also 'a'")
+    for bad in (
+        {"x": torch.ones(4, 32)},
+        {"context": torch.ones(4, 16)},
+        {"context": torch.ones(25, 32)},
+    ):
+        write_tensors(tmp_path / "bad.pt", bad)
+        refused(lambda: PromptFile.read(tmp_path / "bad.pt", CONFIG), "must hold 'context' [L, 32]")
+
+
+def test_the_command_line_takes_a_prompt_file(folder, tmp_path, capsys):
+    file = tmp_path / "prompt.safetensors"
+    embed_prompt(folder, "a red room", file, length=24)
+    asked = ["generate", "wan_causal", "--weights", str(folder), "--frames", "9"]
+    for name, words in (("a", ["--prompt", "a red room"]), ("b", ["--prompt-file", str(file)])):
+        assert main([*asked, *words, "--out", str(tmp_path / name)]) == 0
+    videos = [(tmp_path / name / "video.mp4").read_bytes() for name in "ab"]
+    assert videos[0] == videos[1]
+    capsys.readouterr()
+    words = ["--prompt", "a", "--prompt-file", str(file), "--out", str(tmp_path / "c")]
+    assert main([*asked, *words]) == 2
+    assert "the prompt was embedded before" in capsys.readouterr().err
+    words = ["generate", "toy-tokens", "--prompt-file", str(file), "--out", str(tmp_path / "d")]
+    assert main(words) == 2
+    assert "takes no embedded prompt" in capsys.readouterr().err
