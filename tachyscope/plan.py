@@ -38,8 +38,7 @@ NAMED: dict[str, dict[str, str]] = {
         "dense": "cache=keep_all attention=dense text=dense replay=none",
         "lossless": "cache=keep_all attention=dense text=pads replay=none",
         "balanced": "cache=merge:budget=21f,newest=3 attention=dense text=pads replay=none",
-        "fast": "cache=merge:budget=21f,newest=3 attention=ann:read=0.5,block=4,tile=8 text=pads "
-        "replay=none",
+        "fast": "cache=merge:budget=21f,newest=3 attention=ann:read=0.3 text=pads replay=none",
         "fastcar": "cache=keep_all attention=dense text=dense replay=attentive:share=0.8",
         "fast-ar": "cache=merge:threshold=0.9,heads=shared "
         "attention=ann:read=0.28,hash=lsh,block=1,tile=1,sink=0,newest=0,"

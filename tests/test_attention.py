@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tachyscope.attention.window import Window
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention_reference
 from tachyscope.meter import Meter
+from tachyscope.plan import Plan
 
 OPEN = [
     "attention=window:tokens=999,sink=0",
@@ -274,7 +276,7 @@ def test_ann_text_with_one_bucket_equals_dense(rng):
 @pytest.mark.parametrize(
     "plan, message",
     [
-        ("cache=window:budget=12f attention=ann:read=0.1", "raise read to 0.4"),
+        ("cache=window:budget=12f attention=ann:read=0.1", "raise read to 0.2"),
         ("attention=ann:k=5", "k=5 is below the 12 entries"),
     ],
 )
@@ -297,3 +299,17 @@ def test_faulty_settings_are_refused():
         Window(tokens=0)
     with pytest.raises(TachyscopeError, match="keep must be 1 or more"):
         AnnText(keep=0)
+
+
+def test_blocks_and_tiles_are_parts_of_a_latent_frame():
+    plan = Plan.parse("attention=ann:read=0.5")
+    for grid, block, tile in (
+        ((8, 8), 4, 8),
+        ((30, 52), 64, 128),
+        ((90, 160), 128, 128),
+        ((2, 3), 1, 1),
+    ):
+        shape = replace(CHUNKS, grid=grid)
+        own = plan.attention.tensors(shape, 40 * shape.places, torch.device("meta"))
+        assert own["ann_order"].shape[2] // own["ann_code"].shape[2] == block
+        assert own["ann_map"].shape[2] == -(-shape.chunk_tokens // tile)

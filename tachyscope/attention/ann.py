@@ -23,12 +23,18 @@ BUCKET_BITS = 8
 AT_ONCE = 2**24
 
 
+# What a block and a tile are of a latent frame unless asked for: on Atrium, whose frames have 64
+# places, blocks of 4 and tiles of 8 lose 1 dB where 16 and 64 lose 10
+BLOCK_SHARE, TILE_SHARE, LARGEST = 16, 8, 128
+
+
 class Blocks(NamedTuple):
     """How a past is cut up: blocks of the sink, of the newest, and of the rest in bucket order."""
 
     sink: int
     newest: int
     rest: int
+    size: int  # entries of a block
 
     @property
     def always(self) -> int:
@@ -48,7 +54,8 @@ class Ann(AttentionPolicy):
     int8 centroid) gives each query an estimate of the block's attention mass, and a tile reads the
     blocks of largest mass: a share `read` of all past blocks, or `k` entries, or until `top_p` of
     the mass. The present chunk is always read; `sink` and `newest` latent frames (and a prompt in
-    the cache) are read first and count inside. block=1, tile=1 is the paper's per-query form.
+    the cache) are read first and count inside. block=1, tile=1 is the paper's per-query form;
+    left out, they are parts of a latent frame.
     The choice is made in a chunk's first sparse pass and kept for its others; a token model
     chooses for every token.
 
@@ -60,8 +67,8 @@ class Ann(AttentionPolicy):
     top_p: float | None = None
     hash: Literal["int8", "lsh"] = "int8"
     bits: int = 32
-    block: int = 16
-    tile: int = 64
+    block: int | None = None
+    tile: int | None = None
     sink: int = 1
     newest: int = 1
     dense_passes: float = 0.0
@@ -79,7 +86,8 @@ class Ann(AttentionPolicy):
         for dial in ("dense_passes", "dense_layers"):
             if not 0 <= getattr(self, dial) <= 1:
                 raise TachyscopeError(f"{name}: {dial} is a share, got {getattr(self, dial)}")
-        if min(self.block, self.tile, self.bits) < 1 or min(self.sink, self.newest) < 0:
+        sizes = [size for size in (self.block, self.tile, self.bits) if size is not None]
+        if min(sizes) < 1 or min(self.sink, self.newest) < 0:
             raise TachyscopeError(
                 f"{name}: block, tile and bits must be 1 or more, sink and newest 0 or more, got "
                 f"block={self.block}, tile={self.tile}, bits={self.bits}, sink={self.sink}, "
@@ -106,21 +114,23 @@ class Ann(AttentionPolicy):
     def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
         sink = min(past, prompt + self.sink * shape.places)
         newest = min(past - sink, self.newest * shape.places)
-        sizes = (sink, newest, past - sink - newest)
-        return Blocks(*(-(-n // self.block) for n in sizes))
+        size = self.block or _power(shape.places // BLOCK_SHARE)
+        rest = past - sink - newest
+        return Blocks(-(-sink // size), -(-newest // size), -(-rest // size), size)
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        most = -(-slots // self.block) + 2  # sink, newest and the rest each end in a part block
+        size = self._cut(shape, 0, 0).size
+        most = -(-slots // size) + 2  # sink, newest and the rest each end in a part block
         tiles = -(-shape.chunk_tokens // self._tile(shape))
         block, code = (shape.rows, shape.kv_heads, most), torch.int8
-        size = shape.head_dim if self.hash == "int8" else self.bits
+        width = shape.head_dim if self.hash == "int8" else self.bits
         if self.hash == "lsh":
             code = torch.float32
             planes(self.bits, shape.head_dim, device)  # made now, not in the first chunk
         planes(BUCKET_BITS, shape.head_dim, device)
         return {
-            "ann_order": torch.full((*block[:2], most * self.block), -1, device=device),
-            "ann_code": torch.zeros(*block, size, dtype=code, device=device),
+            "ann_order": torch.full((*block[:2], most * size), -1, device=device),
+            "ann_code": torch.zeros(*block, width, dtype=code, device=device),
             "ann_scale": torch.zeros(*block, 1, device=device),
             "ann_weight": torch.zeros(block, device=device),
             "ann_map": torch.zeros(
@@ -129,7 +139,7 @@ class Ann(AttentionPolicy):
         }
 
     def _tile(self, shape: Shape) -> int:
-        return 1 if shape.causal else self.tile
+        return 1 if shape.causal else self.tile or _power(shape.places // TILE_SHARE)
 
     def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
         """Order the past by bucket, sink and newest apart; note each block's code and weight."""
@@ -144,22 +154,22 @@ class Ann(AttentionPolicy):
         slots.fill_(-1)
         ids = torch.arange(past, device=slots.device)
         slots[:, :, :sink] = ids[:sink]
-        start = blocks.sink * self.block
+        start = blocks.sink * blocks.size
         slots[:, :, start : start + newest] = ids[past - newest :]
-        start = blocks.always * self.block
+        start = blocks.always * blocks.size
         slots[:, :, start : start + order.shape[2]] = order
-        self._encode(layer, slots[:, :, : blocks.all * self.block], blocks.all)
+        self._encode(layer, slots[:, :, : blocks.all * blocks.size], blocks)
         meter.add("macs", rest.numel() * BUCKET_BITS)
 
-    def _encode(self, layer: Layer, order: Tensor, blocks: int) -> None:
+    def _encode(self, layer: Layer, order: Tensor, blocks: Blocks) -> None:
         at = order.clamp(min=0)
         logw = layer.logw.expand(-1, order.shape[1], -1).gather(2, at)
-        logw = logw.masked_fill(order < 0, -math.inf).unflatten(2, (blocks, self.block))
+        logw = logw.masked_fill(order < 0, -math.inf).unflatten(2, (blocks.all, blocks.size))
         keys = layer.k.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, layer.k.shape[3]))
-        keys = keys.unflatten(2, (blocks, self.block)).float()  # [B, Hkv, blocks, block, D]
+        keys = keys.unflatten(2, (blocks.all, blocks.size)).float()  # [B, Hkv, blocks, block, D]
         live = (logw > -math.inf).float().unsqueeze(-1)
         members = live.sum(3).clamp(min=1)
-        used = slice(0, blocks)
+        used = slice(0, blocks.all)
         layer.own["ann_weight"][:, :, used] = logw.logsumexp(-1).clamp(min=-1e30)
         if self.hash == "int8":
             code, scale = quantise((keys * live).sum(3) / members)
@@ -198,7 +208,7 @@ class Ann(AttentionPolicy):
         one = slice(row, row + 1)
         chosen = layer.own["ann_map"][one, :, :, :most]
         k, v, logw = layer.k[one], layer.v[one], layer.logw[one]
-        listed = self._listed(layer.own["ann_order"][one], chosen)  # [1, H, tiles, entries]
+        listed = _listed(layer.own["ann_order"][one], chosen, blocks.size)  # [1, H, tiles, entries]
         group = max(1, AT_ONCE // (k.shape[3] * listed.shape[1] * listed.shape[3]))
         whole = q.shape[2] // tile  # the last tile may be a part
         cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
@@ -215,7 +225,7 @@ class Ann(AttentionPolicy):
             count(meter, "pairs", part, ids.shape[2] + at.end - at.past)
             out.append(read.transpose(0, 1).flatten(1, 2)[None])
             if self.top_p is not None:
-                skipped = (chosen[:, :, start:stop] < 0).sum() * self.block * part.shape[2]
+                skipped = (chosen[:, :, start:stop] < 0).sum() * blocks.size * part.shape[2]
                 meter.add("simulated_pairs_skipped", skipped)
         return torch.cat(out, 2)
 
@@ -223,7 +233,7 @@ class Ann(AttentionPolicy):
         if self.top_p is not None:
             return blocks.all
         if self.k is not None:
-            most = -(-self.k // self.block)
+            most = -(-self.k // blocks.size)
         else:
             assert self.read is not None
             most = round(self.read * blocks.all)
@@ -261,14 +271,6 @@ class Ann(AttentionPolicy):
         share = share.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, H, S, blocks]
         return torch.stack([part.sum(2) for part in share.split(self._tile(at.shape), 2)], 2)
 
-    def _listed(self, order: Tensor, ids: Tensor) -> Tensor:
-        """The entries of blocks ids [1, H, tiles, M], -1 where there is none: [..., M * block]."""
-        blocks: Tensor = order.unflatten(2, (-1, self.block))
-        blocks = blocks.repeat_interleave(ids.shape[1] // order.shape[1], 1)
-        at = ids.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, self.block)
-        found: Tensor = blocks.gather(2, at).unflatten(2, ids.shape[2:])
-        return found.masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(3)
-
     def _read_ragged(
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
     ) -> Tensor:
@@ -280,7 +282,7 @@ class Ann(AttentionPolicy):
             for h in range(q.shape[1]):
                 kv = slice(h // group, h // group + 1)
                 w = kv if layer.logw.shape[1] > 1 else slice(0, 1)
-                order = layer.own["ann_order"][b, h // group].unflatten(0, (-1, self.block))
+                order = layer.own["ann_order"][b, h // group].unflatten(0, (-1, blocks.size))
                 for i in range(-(-q.shape[2] // tile)):
                     ids = layer.own["ann_map"][b, h, i, : blocks.all]
                     listed = order[ids[ids >= 0]].flatten()
@@ -292,3 +294,17 @@ class Ann(AttentionPolicy):
                     )[0, 0]  # fmt: skip
                     count(meter, "pairs", part, listed.shape[2] + at.end - at.past)
         return out
+
+
+def _power(most: int) -> int:
+    """The largest power of two that is `most` or less, from 1 to LARGEST."""
+    return 1 << min(max(most, 1), LARGEST).bit_length() - 1
+
+
+def _listed(order: Tensor, ids: Tensor, size: int) -> Tensor:
+    """The entries of blocks ids [1, H, tiles, M], -1 where there is none: [..., M * size]."""
+    blocks: Tensor = order.unflatten(2, (-1, size))
+    blocks = blocks.repeat_interleave(ids.shape[1] // order.shape[1], 1)
+    at = ids.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, size)
+    found: Tensor = blocks.gather(2, at).unflatten(2, ids.shape[2:])
+    return found.masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.kernels.attention import attention
@@ -23,17 +24,23 @@ def listed_attention(
 
     k, v [B, Hkv, N, D], logw [B, Hkv or 1, N]. With `causal` the last S of now are the queries'.
     """
-    group = q.shape[1] // k.shape[1]
-    at = listed.clamp(min=0)
-    parts = []
-    for x in (k, v, logw):
-        wide = x.repeat_interleave(group, 1) if x.shape[1] > 1 and group > 1 else x
-        wide = wide.expand(-1, q.shape[1], *x.shape[2:])
-        index = at if x.dim() == 3 else at.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
-        parts.append((wide.gather(2, index), wide[:, :, now]))
-    weights = parts[2][0].masked_fill(listed < 0, -math.inf)
-    keys, values = (torch.cat(pair, 2) for pair in parts[:2])
-    return attention(q, keys, values, torch.cat([weights, parts[2][1]], 2), causal)
+    heads, device = q.shape[1], q.device
+    mine = torch.arange(now.start, now.stop, device=device).expand(*listed.shape[:2], -1)
+    at = torch.cat([listed.clamp(min=0), mine], 2)
+
+    def take(x: Tensor) -> Tensor:
+        """Entries `at` of x [B, G, N, ...]: whole rows, for an index a number is slow."""
+        rows, groups, entries = x.shape[:3]
+        first = torch.arange(groups, device=device).repeat_interleave(heads // groups) * entries
+        if x.stride(0):
+            first = first + torch.arange(rows, device=device)[:, None] * (groups * entries)
+        else:
+            x = x[:1]  # one row stands for all
+        found = x.reshape(-1, *x.shape[3:]).index_select(0, (at + first.unsqueeze(-1)).flatten())
+        return found.view(*at.shape, *x.shape[3:])
+
+    unread = F.pad(listed < 0, (0, mine.shape[2]))
+    return attention(q, take(k), take(v), take(logw).masked_fill(unread, -math.inf), causal)
 
 
 def listed_attention_reference(
