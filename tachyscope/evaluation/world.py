@@ -468,7 +468,8 @@ def lines(found: Document) -> list[str]:
         if key == "by_world" or key.endswith(("_low", "_high")):
             continue
         low, high = found["world"].get(f"{key}_low"), found["world"].get(f"{key}_high")
-        out.append(f"{key:24} {value:8.3f}  ({low:.3f} to {high:.3f})")
+        told = f"  ({low:.3f} to {high:.3f})" if math.isfinite(low) else ""  # one world has none
+        out.append(f"{key:24} {value:8.3f}{told}")
     rows = found["rows"]
     shown = [key for key in COLUMNS_SHOWN if any(key in row for row in rows)]
     width = max(len(row["asked"]) for row in rows)
