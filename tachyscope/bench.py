@@ -265,38 +265,51 @@ def split_plans(text: str) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with faults of one line."""
+    """A verb without the command line's packages: argparse, with faults of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise TachyscopeError(message)
+
+    def run(
+        self,
+        words: Sequence[str],
+        measure: Callable[[argparse.Namespace, str], Document],
+        told: Callable[[Document], list[str]],
+    ) -> int:
+        """Measure what the words ask for, tell it, and write it where --json says; an exit code."""
+        self.add_argument("--json", help="a file, or - for the last line of stdout")
+        try:
+            args = self.parse_args(words)
+            check_json(args.json)
+            found = measure(args, f"{self.prog} {shlex.join(words)}")
+            print("\n".join(told(found)))
+            emit(found, args.json)
+        except TachyscopeError as error:
+            print(f"tachyscope: {error}", file=sys.stderr)
+            return 2
+        return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb `bench` without the command line's packages."""
     words = sys.argv[1:] if argv is None else argv
-    prog = "python -m tachyscope.bench"
-    parser = Parser(prog=prog, description="Time plans against dense, and dense against itself.")
+    about = "Time plans against dense, and dense against itself."
+    parser = Parser("python -m tachyscope.bench", description=about)
     parser.add_argument("device", choices=["cpu"])
     parser.add_argument("--model", default="toy-chunks")
     parser.add_argument("--plans", default="fast;balanced", help="set apart by ';'")
     parser.add_argument("--frames", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--at", help="latent frames before single chunks, set apart by commas")
-    parser.add_argument("--json", help="a file, or - for the last line of stdout")
-    try:
-        args = parser.parse_args(words)
-        check_json(args.json)
+
+    def measure(args: argparse.Namespace, command: str) -> Document:
         plans = split_plans(args.plans)
-        found = bench_asked(
+        return bench_asked(
             load(args.model, device=args.device), plans, at=args.at, frames=args.frames,
-            rounds=args.rounds, command=f"{prog} {shlex.join(words)}",
+            rounds=args.rounds, command=command,
         )  # fmt: skip
-        print("\n".join(lines(found)))
-        emit(found, args.json)
-    except TachyscopeError as error:
-        print(f"tachyscope: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return parser.run(words, measure, lines)
 
 
 if __name__ == "__main__":

@@ -186,11 +186,11 @@ class Session:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
         assert self._moment is not None
-        turned_q = self._enter(layer, q, k, v)
+        turned_q = self.enter(layer, q, k, v)
         at = self._moment.at(layer)
         return self.plan.attention.attend(turned_q, self.layers[layer], at, self.meter)
 
-    def _enter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def enter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put a pass's keys and values behind the past; the rotated queries."""
         assert self._moment is not None and self._angles is not None and self._pos is not None
         at, here = self._moment.at(layer), self.layers[layer]
@@ -330,7 +330,7 @@ class Session:
             self.begin(pos, shape.passes - 1, shape.passes, (0.0,) * shape.chunk)
             for i in range(shape.layers):
                 q, k, v = (draw(h, len(pos)) for h in (shape.heads, *[shape.kv_heads] * 2))
-                self._enter(i, q, k, v)
+                self.enter(i, q, k, v)
             self.commit()
         self.meter.take()
 

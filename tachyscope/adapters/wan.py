@@ -272,7 +272,7 @@ class WanAdapter(Adapter):
         session.meter.add("pairs_dense", -shape.rows * shape.heads * scored)
         calls = Alone(session, pos) if c.alone else session
         t = torch.zeros(len(x), x.shape[2], device=self.device)
-        self.model.remember(calls, session._enter, x, t, told)
+        self.model.remember(calls, session.enter, x, t, told)
 
     def _begin(self, session: Session, x: Tensor, step: int, sigma: float) -> Tensor:
         frames = x.shape[2]

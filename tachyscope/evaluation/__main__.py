@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from tachyscope.bench import Parser
-from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.atrium import PARTS, evaluate_atrium, lines
 from tachyscope.evaluation.world import TABLES, table
-from tachyscope.results import check_json, emit
+from tachyscope.results import Document
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    prog = "python -m tachyscope.evaluation"
-    parser = Parser(prog=prog, description="Measure models and plans on unseen worlds.")
+    about = "Measure models and plans on unseen worlds."
+    parser = Parser("python -m tachyscope.evaluation", description=about)
     parser.add_argument("what", choices=["atrium"])
     parser.add_argument("--plan", action="append", help="may be given several times")
     parser.add_argument("--table", help=f"plans of a table: {', '.join(TABLES)}")
@@ -31,23 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-clock", action="store_true", help="no time of a token")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, help="processes; as many as cores")
-    parser.add_argument("--json", help="a file, or - for the last line of stdout")
-    try:
-        args = parser.parse_args(words)
-        check_json(args.json)
-        found = evaluate_atrium(
+
+    def measure(args: Namespace, command: str) -> Document:
+        return evaluate_atrium(
             [*(table(args.table) if args.table else []), *(args.plan or [])],
             only=args.only, worlds=args.worlds, device=args.device, seed=args.seed,
-            quick=args.quick, command=f"{prog} {shlex.join(words)}", watch=watch,
-            frames=args.frames, recall=not args.no_recall, world=not args.plans_only,
-            own=args.own, jobs=args.jobs, timed=not args.no_clock,
+            quick=args.quick, command=command, watch=watch, frames=args.frames,
+            recall=not args.no_recall, world=not args.plans_only, own=args.own, jobs=args.jobs,
+            timed=not args.no_clock,
         )  # fmt: skip
-        print("\n".join(lines(found)))
-        emit(found, args.json)
-    except TachyscopeError as error:
-        print(f"tachyscope: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return parser.run(words, measure, lines)
 
 
 def watch(what: str, done: int) -> None:

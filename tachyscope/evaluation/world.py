@@ -400,7 +400,7 @@ TABLES = {
     "budgets": [
         f"cache={cache}:budget={frames}f{more}"
         for frames in (9, 13, 17, 21, 25, 33)
-        for cache, more in (("window", ""), ("merge", ""), ("merge", ",heads=each"))
+        for cache, more in (("window", ""), ("merge", ",heads=shared"), ("merge", ""))
     ],
     "matching": ["cache=window:budget=12f"]
     + [
@@ -417,8 +417,8 @@ TABLES = {
             f"{cache}attention=ann:read={read},block=4,tile=8"
             for cache, reads in (
                 ("", (0.1, 0.2, 0.3, 0.5)),
-                ("cache=merge:budget=21f,heads=each ", (0.3, 0.5)),
-                ("cache=merge:budget=33f,heads=each ", (0.2, 0.3)),
+                ("cache=merge:budget=21f ", (0.3, 0.5)),
+                ("cache=merge:budget=33f ", (0.2, 0.3)),
             )
             for read in reads
         ],
