@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -95,6 +94,8 @@ class Video:
             raise TachyscopeError(f"frames must be 1 or more, got {self.frames}")
         if not 0 <= self.seed < 2**63:
             raise TachyscopeError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
+        from tachyscope.rollout import parse_size
+
         size = parse_size(self.size)
         return {"frames": self.frames, "prompt": self.prompt, "seed": self.seed, "size": size}
 
@@ -127,16 +128,6 @@ class Video:
 
 
 VIDEO = Video()
-
-
-def parse_size(text: str | None) -> tuple[int, int] | None:
-    """`480x832`, or None for the model's own."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
-    if match is None:
-        raise TachyscopeError(f"size is HEIGHTxWIDTH, got {text!r}: try 480x832")
-    return int(match[1]), int(match[2])
 
 
 @app.command
@@ -428,6 +419,71 @@ def cpu(
 
 
 @bench_app.command
+def wan(
+    *,
+    model: str = "self-forcing",
+    weights: str | None = None,
+    table: str = "main",
+    rows: str | None = None,
+    size: str = "480x832",
+    lengths: str | None = None,
+    rounds: int = 5,
+    rollout: int | None = None,
+    traced: bool = False,
+    compile: bool | None = None,
+    device: str = "cuda",
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    json: Json = None,
+    said: Said = "",
+) -> None:
+    """Time a Wan-type model of full size: single chunks after filled caches, or whole rollouts.
+
+    Parameters
+    ----------
+    model
+        A name that `tachyscope models` lists, or a size: wan_1.3b, wan_14b.
+    weights
+        The checkpoint; left out, weights are random, which changes no time.
+    table
+        Which rows: main or all.
+    rows
+        Names of rows, or plans, set apart by ';', instead of a table's.
+    size
+        HEIGHTxWIDTH in pixels.
+    lengths
+        Latent frames, set apart by commas, before the chunks that are timed.
+    rounds
+        Chunks timed at each length.
+    rollout
+        Make so many pixel frames by each row (the headline's) instead, one chunk after the other.
+    traced
+        Fill caches from a trained model instead of at random.
+    compile
+        Compile the transformer's layers; on CUDA unless told not to.
+    device
+        cuda, cuda:N or cpu.
+    dtype
+        float32, float64 or bfloat16.
+    seed
+        Of noise and random entries.
+    json
+        A file for the results, written after every row, or - for the last line of stdout.
+    """
+    from tachyscope.bench.wan import bench_wan_asked, wan_lines
+    from tachyscope.results import check_json, emit
+
+    check_json(json)
+    found = bench_wan_asked(
+        model, weights, table=table, rows=rows, size=size, lengths=lengths, rounds=rounds,
+        rollout=rollout, traced=traced, compile=compile, device=device, dtype=dtype, seed=seed,
+        json=json, command=said,
+    )  # fmt: skip
+    print(*wan_lines(found), sep="\n")
+    emit(found, json)
+
+
+@bench_app.command
 def fit(
     model: str,
     /,
@@ -469,6 +525,7 @@ def fit(
     from tachyscope.fit import lines, sized
     from tachyscope.plan import NAMED, Plan
     from tachyscope.results import check_json, emit
+    from tachyscope.rollout import parse_size
 
     Plan.parse(plan, stock=NAMED["chunks"]["dense"])  # its faults show before a model is made
     pixels = parse_size(size)

@@ -7,7 +7,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -225,7 +225,10 @@ def sized(name: str, weights: str | Path | None = None, dtype: str = "bfloat16")
     return on_meta(load(name, weights, dtype=dtype))
 
 
-def on_meta(model: Adapter) -> Adapter:
+M = TypeVar("M", bound=Adapter)
+
+
+def on_meta(model: M) -> M:
     """A copy of the model whose tensors are shapes alone."""
     found = copy.copy(model)
     found.device = torch.device("meta")
@@ -233,8 +236,11 @@ def on_meta(model: Adapter) -> Adapter:
         found.decoder = copy.deepcopy(found.decoder)
         for part in _modules(found.decoder):
             part.to("meta")
-    assert isinstance(found, WanAdapter | VilaAdapter)
-    found.model = copy.deepcopy(found.model).to("meta")
+        with torch.device("meta"):  # made anew: a copy would first take the weights' memory again
+            found.model = WanCausal(found.config).cast(found.dtype)
+    else:
+        assert isinstance(found, VilaAdapter)
+        found.model = copy.deepcopy(found.model).to("meta")
     return found
 
 

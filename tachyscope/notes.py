@@ -55,13 +55,19 @@ def _simulated(part: str, name: str, count: float, what: str) -> str:
 def _pairs_held(session: Session, rows: Sequence[Mapping[str, float]]) -> float:
     """Pairs that reading everything would have scored over the caches this rollout had."""
     shape, past, pairs = session.shape, session.prompt, 0.0
-    for row in rows:
+    for i, row in enumerate(rows):
         if shape.causal:
             n = shape.places
             pairs += shape.layers * (n * past + n * (n + 1) // 2)
         else:
+            chunk = shape.chunk * shape.places
+            passes = [chunk] * (shape.passes - 1)
+            if shape.ahead:
+                # all that is under way shares a pass; at the start more comes with each
+                widest = shape.chunk_tokens
+                passes = [widest] if i else [*range(chunk, widest + 1, chunk)]
+            pairs += shape.layers * sum(n * (past + n) for n in passes)
             # the clean pass ends in its last layer before it reads
-            reads = shape.passes * shape.layers - 1
-            pairs += reads * shape.chunk_tokens * (past + shape.chunk_tokens)
+            pairs += (shape.layers - 1) * chunk * (past + chunk)
         past = int(row["entries"])
     return pairs * shape.rows * shape.heads

@@ -32,13 +32,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
+# what a bounded plan for chunks remembers
+MERGED = "cache=merge:budget=21f,newest=3,others=dropped"
 # "stock" is the model's own; docs/eval.md and eval_tokens.md tell why the others are as they are
 NAMED: dict[str, dict[str, str]] = {
     "chunks": {
         "dense": "cache=keep_all attention=dense text=dense replay=none",
         "lossless": "cache=keep_all attention=dense text=pads replay=none",
-        "balanced": "cache=merge:budget=21f,newest=3 attention=dense text=pads replay=none",
-        "fast": "cache=merge:budget=21f,newest=3 attention=ann:read=0.3 text=pads replay=none",
+        "balanced": f"{MERGED} attention=dense text=pads replay=none",
+        "fast": f"{MERGED} attention=ann:read=0.3 text=pads replay=none",
         "fastcar": "cache=keep_all attention=dense text=dense replay=attentive:share=0.8",
         "fast-ar": "cache=merge:threshold=0.9,heads=shared "
         "attention=ann:read=0.28,hash=lsh,block=1,tile=1,sink=0,newest=0,"
@@ -98,6 +100,11 @@ class Plan:
             raise TachyscopeError(
                 f"this model reads its prompt by cross-attention, so text=none is not possible: "
                 f"use text={', '.join(POLICIES['text'])}"
+            )
+        if self.cache.moves and not isinstance(self.attention, Dense):
+            raise TachyscopeError(
+                f"cache={spell(self.cache)} says itself what a pass reads, got "
+                f"attention={spell(self.attention)}: use attention=dense, or leave view out"
             )
         if self.text is not None and not shape.text:
             raise TachyscopeError(

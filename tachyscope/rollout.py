@@ -62,6 +62,11 @@ def open_session(
     return session
 
 
+def runs_beside(device: torch.device) -> bool:
+    """Whether work that is asked for goes on while the host does something else."""
+    return device.type == "cuda"
+
+
 def parse_plan(model: Adapter, plan: Plan | str) -> Plan:
     """A plan as the model means it."""
     return plan if isinstance(plan, Plan) else Plan.parse(plan, model.kind, model.stock)
@@ -86,10 +91,13 @@ def rollout(
     """Yield chunks until `frames` new frames are made; the last is cut to fit.
 
     Same model, plan, prompt, actions, seed, size and first frames: same frames. A `session` is
-    gone on with, for `frames` more; all but the actions are then its own.
+    gone on with, for `frames` more; all but the actions are then its own. On a GPU a rollout
+    without one begins the next chunk before it decodes the last, on a second stream.
     """
     if frames < 1:
         raise TachyscopeError(f"frames must be 1 or more, got {frames}")
+    # a session that others hold must not be a chunk further than what they were given
+    ahead = session is None and not model.looks and runs_beside(model.device)
     if session is None:
         session = open_session(
             model, plan, prompt=prompt, frames=frames, seed=seed, size=size, first=first,
@@ -99,17 +107,31 @@ def rollout(
     done = model.frames(session.frame)
     moves = parse_actions(actions, model.actions, frames)
     left = frames
-    for _ in range(_chunks(model, shape.chunk, session.frame, frames)):
+    beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
+
+    def make(session: Session) -> Tensor:
         with session.meter.span("chunk"):
             latents = model.sample(session, _moves_of(session, model, moves, done, shape.chunk))
             session.commit()
             session.latents = latents
-        pixels = model.decode(session, latents)[:left]
-        left -= len(pixels)
-        session.meter.add("frames", len(pixels))
+        return latents
+
+    count = _chunks(model, shape.chunk, session.frame, frames)
+    coming: Tensor | None = None
+    for i in range(count):
+        latents = make(session) if coming is None else coming
+        made = min(left, model.frames(session.frame) - done - (frames - left))
+        session.meter.add("frames", made)
         session.meter.add("cache_mb", session.cache_bytes() / 1e6)
         session.meter.add("entries", session.past)
-        yield Chunk(session.chunk - 1, pixels, session.meter.take())
+        index = session.chunk - 1
+        # waits for the chunk, so that decoding it need not
+        stats = session.meter.take()
+        coming = make(session) if ahead and i + 1 < count else None
+        with torch.cuda.stream(beside):
+            pixels = model.decode(session, latents)[:left]
+        left -= made
+        yield Chunk(index, pixels, stats)
 
 
 @torch.inference_mode()
@@ -153,6 +175,16 @@ def parse_actions(text: str, letters: str, frames: int) -> list[int]:
             f"raise frames or shorten the actions"
         )
     return moves + [0] * (frames - len(moves))
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """`480x832`, or None for the model's own."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+    if match is None:
+        raise TachyscopeError(f"size is HEIGHTxWIDTH, got {text!r}: try 480x832")
+    return int(match[1]), int(match[2])
 
 
 def _chunks(model: Adapter, chunk: int, start: int, frames: int) -> int:

@@ -19,6 +19,7 @@ from tachyscope.kernels.replay import (
     replay_rows,
     temporal_score,
 )
+from tachyscope.kernels.rotary import turn_into
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 from tachyscope.replay import Choice
@@ -66,6 +67,7 @@ class Session:
         self.pads = tuple(self.prompt - n for n in self.lengths)
         slots = cache.capacity(shape, self.prompt, self.frames)
         self.plan.attention.check(shape, self.prompt, None if cache.grows else slots)
+        self._room = None if cache.grows else slots - shape.chunk_tokens
         self.chunk = 0  # chunks committed
         self.frame = 0  # latent frames committed
         self.past = 0  # entries of finished chunks
@@ -137,16 +139,24 @@ class Session:
         """
         tokens = pos.shape[0]
         start = self.now if self.shape.causal else 0
+        # tokens that have come behind those of the last pass had no pass before
+        known = self.shape.causal or tokens <= self.now
         self.now = start + tokens
         self._moment = Moment(
             self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
-            self.prompt, self.pads, self._plain, tuple(self._begun),
+            self.prompt, self.pads, self._plain, tuple(self._begun) if known else (), (0, 0),
+            self._room,
         )  # fmt: skip
         self._make_room(self._moment)
+        if self.plan.cache.moves:
+            at, unread = self._moment, (0, 0)
+            for i, layer in enumerate(self.layers):
+                unread = self.plan.cache.unread(layer, at.at(i), self._rotate)
+            self._moment = at._replace(unread=unread)
         self._pos = pos.to(self.device)
         self._angles = self.rope.angles(self._pos, self.dtype, self._origin, self._turning)
         self._scores = {}
-        self._begun.add(step)
+        self._begun.update(self._moment.rings)
         rows = self.shape.rows
         self.meter.add("macs", rows * tokens * self.shape.macs)
         # entries that the unbounded dense model would score in this pass, in all its layers
@@ -194,9 +204,9 @@ class Session:
         """Put a pass's keys and values behind the past; the rotated queries."""
         assert self._moment is not None and self._angles is not None and self._pos is not None
         at, here = self._moment.at(layer), self.layers[layer]
-        turned_q, turned_k = (self.rope.turn(x, *self._angles) for x in (q, k))
         slots = slice(at.past + at.start, at.end)
-        here.k[:, :, slots] = turned_k
+        turned_k = turn_into(here.k[:, :, slots], k, *self._angles, self.rope)
+        turned_q = turn_into(None, q, *self._angles, self.rope)
         here.v[:, :, slots] = v
         here.pos[:, :, slots] = self._pos
         if here.raw is not None:
@@ -225,10 +235,11 @@ class Session:
 
     def _score(self, here: Layer, at: Moment, q: Tensor, k: Tensor) -> None:
         """Measure each token against its place one frame back, then put its key in the ring."""
-        ring = _part(here.own["ring_key"], at, 2)
-        if at.step in self._ready:
+        ring = _parts(here.own["ring_key"], at, 2)
+        if self._ready.issuperset(at.rings):
             self._scores[at.layer] = temporal_score(q, _met(ring, at, 2))
-        ring.copy_(_last(k, at, 2))
+        for part, last in zip(ring, _lasts(k, at, 2), strict=True):
+            part.copy_(last)
 
     def cross(self, layer: int, q: Tensor) -> Tensor:
         """Attention over the prompt of q [B, H, S, D]."""
@@ -244,9 +255,9 @@ class Session:
             self._count_rows(fn, rows, rows)
             return fn(x)
         at, own = self._moment.at(layer), self.layers[layer].own
-        ring, ages = _part(own["ring_mlp"], at, 1), _part(own["ring_age"], at, 1)
+        ring, ages = _parts(own["ring_mlp"], at, 1), _parts(own["ring_age"], at, 1)
         old = _met(ring, at, 1)
-        ready = at.step in self._ready
+        ready = self._ready.issuperset(at.rings)
         choice = None
         # what is given is computed whole: the video rests on it
         if ready and not at.given:
@@ -258,8 +269,10 @@ class Session:
             drift = own["ring_drift"][at.step]
             y, moved = follow_drift(drift, y, old, ran, DRIFT_ROWS)
             drift.copy_(moved)
-        ring.copy_(_last(y, at, 1))
-        grow_older(ages, ran if isinstance(ran, bool) else _last(ran, at, 1))
+        for part, last in zip(ring, _lasts(y, at, 1), strict=True):
+            part.copy_(last)
+        for i, age in enumerate(ages):
+            grow_older(age, ran if isinstance(ran, bool) else _lasts(ran, at, 1)[i])
         return y
 
     def _run_rows(
@@ -312,6 +325,12 @@ class Session:
             self._ready |= self._begun
         self._begun = set()
 
+    def forget(self) -> None:
+        """Drop every finished entry; the video goes on, and remembers from here."""
+        self.past = self.seen = 0
+        for layer in self.layers:
+            layer.logw.zero_()
+
     @torch.inference_mode()
     def fill(self, frames: int) -> None:
         """Remember latent frames of random keys and values, up to `frames` in all, for a clock.
@@ -319,7 +338,7 @@ class Session:
         What a chunk costs hangs on how many entries there are, not on what they hold.
         """
         shape = self.shape
-        rng = torch.Generator(self.device).manual_seed(self.seed)
+        rng = torch.Generator(self.device).manual_seed(self.seed + self.frame)
 
         def draw(heads: int, tokens: int) -> Tensor:
             size = (shape.rows, heads, tokens, shape.head_dim)
@@ -412,21 +431,28 @@ class Session:
         return sum(x.numel() * x.element_size() for x in held)
 
 
-def _part(ring: Tensor, at: Moment, dim: int) -> Tensor:
-    """What of a ring this pass reads and writes: in token models, its tokens' own places."""
-    ring = ring[at.step]
-    return ring.narrow(dim, at.start, at.tokens) if at.shape.causal else ring
+def _parts(ring: Tensor, at: Moment, dim: int) -> list[Tensor]:
+    """What of a ring this pass reads and writes: in token models, its tokens' own places.
 
-
-def _met(ring: Tensor, at: Moment, dim: int) -> Tensor:
-    """A ring's part as this pass's tokens meet it, along `dim`."""
-    # every latent frame of a chunk compares with the same one: the last of the chunk before
-    frames = 1 if at.shape.causal else at.tokens // at.shape.places
-    return ring if frames == 1 else torch.cat([ring] * frames, dim)
-
-
-def _last(x: Tensor, at: Moment, dim: int) -> Tensor:
-    """Of this pass's tokens, those that the next frame will meet: in chunk models its last ones."""
+    Else the last latent frame that came to the same noise level, one for each chunk of the pass.
+    """
     if at.shape.causal:
-        return x
-    return x.narrow(dim, at.tokens - at.shape.places, at.shape.places)
+        return [ring[at.step].narrow(dim, at.start, at.tokens)]
+    return [ring[step] for step in at.rings]
+
+
+def _met(parts: list[Tensor], at: Moment, dim: int) -> Tensor:
+    """A ring's parts as this pass's tokens meet them, along `dim`."""
+    frames = 1 if at.shape.causal else at.tokens // at.shape.places
+    # every latent frame of a chunk compares with the same one: the last of the chunk before
+    met = [parts[min(i // at.shape.chunk, len(parts) - 1)] for i in range(frames)]
+    return met[0] if frames == 1 else torch.cat(met, dim)
+
+
+def _lasts(x: Tensor, at: Moment, dim: int) -> list[Tensor]:
+    """Of this pass's tokens, those that the next frame will meet: in chunk models each last one."""
+    if at.shape.causal:
+        return [x]
+    places, chunks = at.shape.places, len(at.rings)
+    ends = [at.shape.chunk * places * (i + 1) for i in range(chunks - 1)] + [at.tokens]
+    return [x.narrow(dim, end - places, places) for end in ends]

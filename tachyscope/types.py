@@ -26,7 +26,8 @@ class Shape:
     head_dim: int
     width: int  # channels of the residual stream
     grid: tuple[int, int]  # places of a latent frame: rows, columns
-    chunk: int = 1  # latent frames made together
+    chunk: int = 1  # latent frames finished together
+    ahead: int = 0  # latent frames under way behind these, each chunk at a noise level of its own
     passes: int = 1  # passes over a chunk, the clean one included; 1 in token models
     text: int = 0  # prompt tokens that cross-attention sees; 0: the model has none
     causal: bool = False  # token by token, each seeing only those before it
@@ -40,7 +41,8 @@ class Shape:
 
     @property
     def chunk_tokens(self) -> int:
-        return self.chunk * self.places
+        """Tokens of the widest pass: the chunk's, and those under way behind it."""
+        return (self.chunk + self.ahead) * self.places
 
     def positions(self, frame: int, frames: int, device: torch.device | str = "cpu") -> Tensor:
         """(t, y, x) of every token of `frames` latent frames from `frame` on: [frames * N, 3]."""
@@ -165,7 +167,9 @@ class Moment(NamedTuple):
     prompt: int = 0  # entries at the front that hold the prompt (token models), protected
     pads: tuple[int, ...] = ()  # empty entries before each row's prompt
     plain: bool = True  # every entry in use has logw 0
-    before: tuple[int, ...] = ()  # passes already run over this chunk
+    before: tuple[int, ...] = ()  # passes already run over these tokens
+    unread: tuple[int, int] = (0, 0)  # slots of the past, from and to, that the pass leaves out
+    room: int | None = None  # the most past entries that a bounded cache holds
 
     @property
     def end(self) -> int:
@@ -177,7 +181,15 @@ class Moment(NamedTuple):
         """Whether the tokens were not made here but handed in: a prompt, first frames."""
         if self.shape.causal:
             return self.tokens > 1
-        return self.step > 0 and not self.before
+        return self.step > 0 and not self.before and not any(self.noise)
+
+    @property
+    def rings(self) -> tuple[int, ...]:
+        """The passes whose ring each chunk of this one meets: a chunk behind is a pass behind."""
+        if not self.shape.ahead:
+            return (self.step,)
+        chunks = -(-self.tokens // (self.shape.chunk * self.shape.places))
+        return tuple(self.step - i for i in range(chunks))
 
     def at(self, layer: int) -> Moment:
         return self._replace(layer=layer)

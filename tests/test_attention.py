@@ -305,7 +305,7 @@ def test_blocks_and_tiles_are_parts_of_a_latent_frame():
     plan = Plan.parse("attention=ann:read=0.5")
     for grid, block, tile in (
         ((8, 8), 4, 8),
-        ((30, 52), 64, 128),
+        ((30, 52), 128, 128),
         ((90, 160), 128, 128),
         ((2, 3), 1, 1),
     ):

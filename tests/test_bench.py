@@ -28,6 +28,7 @@ from tachyscope.plan import NAMES, Plan
 from tachyscope.results import check_json, document, emit, to_json
 from tachyscope.rollout import open_session, rollout
 
+TOY = ["wan", "--model", "toy-chunks", "--device", "cpu", "--dtype", "float32", "--size", "64x96"]
 KEYS = ["schema", "suite", "date", "machine", "versions", "command"]
 COUNTS = ("frames", "macs", "pairs", "pairs_dense", "rows_computed", "rows_replayed", "entries")
 
@@ -114,7 +115,7 @@ def test_a_benchmark_of_no_rounds_is_refused(chunks, rounds):
 
 
 def test_a_fault_in_any_plan_shows_before_the_first_run(chunks, monkeypatch):
-    monkeypatch.setattr("tachyscope.bench.rollout", lambda *a, **k: pytest.fail("a run began"))
+    monkeypatch.setattr("tachyscope.bench.cpu.rollout", lambda *a, **k: pytest.fail("a run began"))
     with pytest.raises(TachyscopeError, match="^cache policy 'merge': budget=2f holds 48 entries"):
         bench(chunks, ["fast", "dense cache=merge:budget=2f"], frames=3, rounds=1)
 
@@ -228,7 +229,18 @@ def test_plans_are_set_apart_by_semicolons():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["gpu"], "argument device: invalid choice: 'gpu' (choose from 'cpu')"),
+        (["gpu"], "argument suite: invalid choice: 'gpu' (choose from 'cpu', 'wan')"),
+        ([], "the following arguments are required: suite"),
+        (["wan", "--rows", "magic"], "no row 'magic'; there are: dense, stock, "),
+        (["wan", "--rows", ";"], "rows are set apart by ';', got ';': try 'dense;headline'"),
+        (["wan", "--table", "magic"], "no table 'magic'; there are: main, all"),
+        (["wan", "--size", "big"], "size is HEIGHTxWIDTH, got 'big': try 480x832"),
+        (["wan", "--lengths", "9,x"], "lengths are latent frames set apart by commas, got '9,x'"),
+        (["wan", "--model", "x", "--device", "cpu"], "no model 'x'; there are: "),
+        (["wan", "--model", "wan_1.3b", "--weights", "x"], "wan_1.3b is a size, for random"),
+        (["wan", "--model", "toy-tokens", "--device", "cpu"], "toy-tokens is no Wan-type model"),
+        ([*TOY, "--rounds", "1"], "rounds must be 2 or more and lengths 1 or more, got 1 and []"),
+        ([*TOY, "--rollout", "0"], "frames must be 1 or more, got 0"),
         (["cpu", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
         (["cpu", "--frames", "0"], "frames must be 1 or more, got 0"),
         (["cpu", "--model", "x"], "no model 'x'; there are: "),

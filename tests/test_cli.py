@@ -23,7 +23,7 @@ from tachyscope.video import read_video
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
-VERBS = ["generate", "compare", "inspect", "bench cpu", "bench fit", "eval", "methods", "models",
+VERBS = ["generate", "compare", "inspect", "bench cpu", "bench wan", "bench fit", "eval", "methods", "models",
          "doctor"]  # fmt: skip
 SUMS = {"frames", "macs", "pairs", "pairs_dense", "density", "rows_computed", "rows_replayed",
         "cache_mb", "entries", "fps_avg", "fps_now", "chunk_ms"}  # fmt: skip
@@ -66,7 +66,9 @@ def test_every_option_is_in_the_manual_and_has_help(verb, capsys):
     if verb in ("compare", "inspect"):
         section += MANUAL.split("## tachyscope generate")[1].split("\n## ")[0]
     for name in names:
-        stands = {"what": "WHAT"} if verb == "bench cpu" else {"what": "WHAT", "model": "MODEL"}
+        stands = {"what": "WHAT"}
+        if verb not in ("bench cpu", "bench wan"):
+            stands["model"] = "MODEL"
         option = stands.get(name, f"--{name.replace('_', '-')}")
         assert option in shown and option in section, option
 
@@ -85,7 +87,7 @@ def test_help_and_version_are_no_faults(capsys):
         (["--plan", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
         (["--cache", "magic"], "no cache policy 'magic'; there are: keep_all, window, merge"),
         (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, none"),
-        (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold"),
+        (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
         (["--cache", "merge:budget=2f"], "cache policy 'merge': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
         (["--text", "none"], "this model reads its prompt by cross-attention, so text=none is not possible: use text=dense, pads, ann"),
@@ -327,7 +329,10 @@ def test_methods_lists_every_policy_with_paper_and_parameters(capsys):
     positions = {"name": "positions", "type": "absolute|reindexed", "default": "absolute"}
     sink = {"name": "sink", "type": "int", "default": 1}
     fold = {"name": "fold", "type": "float", "default": None}
-    assert listed["cache", "window"]["parameters"] == [budget, sink, positions, fold]
+    view = {"name": "view", "type": "size", "default": None}
+    distance = {"name": "max_distance", "type": "int", "default": None}
+    window = [budget, sink, positions, fold, view, distance]
+    assert listed["cache", "window"]["parameters"] == window
     assert found["plans"] == NAMED
 
 

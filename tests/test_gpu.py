@@ -1,19 +1,31 @@
 """The same plans on a CUDA device: no wait inside a chunk, and what the CPU gives."""
 
+import math
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, session
+from test_flash import listed_reference
 
 import tachyscope as ts
+from tachyscope.adapters.wan import random_wan
+from tachyscope.adapters.wan_config import WanConfig
+from tachyscope.attention.ann import Ann
+from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.kernels.attention import attention, attention_reference
+from tachyscope.kernels.flash import Listed, Setting, flash_attention, flash_listed
+from tachyscope.kernels.rotary import turn_into
 from tachyscope.meter import Meter
+from tachyscope.types import Rope
 
 pytestmark = [
     pytest.mark.gpu,
     # torch says once that the mode which finds waits is a prototype
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+    # torch's compiler, of its own
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
@@ -121,8 +133,220 @@ def test_attention_with_weights_equals_its_reference(dtype):
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
+def _close(got, want):
+    """As near as weights and answers in bfloat16 can be, and nearer in the mean."""
+    assert got.dtype == want.dtype == torch.bfloat16 and got.isfinite().all()
+    error = (got.double() - want.double()).abs()
+    assert error.max() < 0.03 and error.mean() < 0.002
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("keys", [64, 128])
+def test_every_way_to_build_the_kernel_gives_the_same(keys, parts, described):
+    rng = torch.Generator("cuda").manual_seed(1)
+    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(2, 300, 6, 128, **like).transpose(1, 2)
+    k, v = (torch.randn(2, 3, 2100, 128, **like)[:, :, :2003] for _ in range(2))
+    logw = torch.rand(2, 3, 2101, generator=rng, device="cuda")[:, :, :2003] * 4
+    logw[:, :, 40:50] = logw[:, :, 128:300] = -math.inf
+    setting = Setting(128, keys, 8, 2, 1, described, parts)
+    for w in (logw, logw[:, :1], None):
+        _close(flash_attention(q, k, v, w, setting), attention_reference(q, k, v, w))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (64, 32)])
+def test_listed_blocks_equal_their_reference(tile, block, head_dim):
+    rng = torch.Generator("cuda").manual_seed(2)
+    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(1, 4, 300, head_dim, **like)
+    k, v = (torch.randn(1, 2, 333, head_dim, **like) for _ in range(2))
+    past_k, past_v = (torch.randn(1, 2, 20 * block, head_dim, **like) for _ in range(2))
+    logw = torch.rand(1, 2, 20 * block, generator=rng, device="cuda")
+    logw[:, :, -7:] = -math.inf
+    tiles = -(-300 // tile)
+    order = torch.rand(1, 4, tiles, 20, generator=rng, device="cuda").argsort(-1)
+    counts = torch.randint(0, 9, (1, 4, tiles), generator=rng, device="cuda", dtype=torch.int32)
+    past = Listed(past_k, past_v, logw, order[..., :8].int(), counts, tile, block)
+    _close(flash_listed(q, k, v, past), listed_reference(q, k, v, past))
+
+
+# tiles of 128, the last of them a part
+LARGE = replace(CHUNKS, heads=4, kv_heads=4, head_dim=128, grid=(20, 21), chunk=3)
+TURNS = Rope(((44, (1, 0, 0)), (42, (0, 1, 0)), (42, (0, 0, 1))))
+LARGE_PLANS = [
+    "cache=merge:budget=15f attention=ann:read=0.5,block=64,tile=128",
+    "cache=keep_all attention=ann:top_p=0.6,block=128,tile=128",
+    "cache=merge:budget=15f attention=ann:read=0.5,block=32,tile=64,hash=lsh",
+    "cache=merge:budget=15f",
+    "cache=window:budget=15f",
+]
+
+
+def _large(plan):
+    at = session(LARGE, plan, torch.bfloat16, device="cuda", frames=30)
+    at.rope, at._turning = TURNS, TURNS.turning(at.device)
+    return at
+
+
+@pytest.mark.parametrize("plan", LARGE_PLANS[:3])
+def test_ann_reads_on_cuda_what_its_map_says(plan):
+    at = _large(plan)
+    play(at, 5)
+    layer, policy = at.layers[1], at.plan.attention
+    own, size = layer.own, policy.block
+    blocks = policy._cut(LARGE, 0, at.past)
+    order = own["ann_order"][:, :, : blocks.all * size].long()
+    listed = order.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, 128)
+    for laid, x in (("ann_k", layer.k), ("ann_v", layer.v)):
+        want = x.gather(2, listed).masked_fill(order.unsqueeze(-1) < 0, 0.0)
+        assert torch.equal(own[laid][:, :, : order.shape[2]], want)
+    weights = layer.logw.expand(-1, 4, -1).gather(2, order.clamp(min=0))
+    weights = weights.masked_fill(order < 0, -math.inf)
+    assert torch.equal(own["ann_logw"][:, :, : order.shape[2]], weights)
+
+    rng = torch.Generator("cuda").manual_seed(3)
+    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(1, 4, LARGE.chunk_tokens, 128, **like) for _ in range(3))
+    at.begin(LARGE.positions(at.frame, 3, "cuda"), 0, 3, (1.0,) * 3)
+    at.meter.take()
+    got = at.attend(1, q, k, v)
+    now = slice(at.past, at.past + LARGE.chunk_tokens)
+    chosen, counts = (
+        own["ann_map"][..., : policy._blocks_read(blocks, at._moment)],
+        own["ann_count"],
+    )
+    past = Listed(own["ann_k"], own["ann_v"], own["ann_logw"], chosen, counts, policy.tile, size)
+    turned = at.rope.turn(q, *at._angles)
+    _close(got, listed_reference(turned, layer.k[:, :, now], layer.v[:, :, now], past))
+    queries = [
+        min(policy.tile, LARGE.chunk_tokens - i * policy.tile) for i in range(counts.shape[2])
+    ]
+    read = (counts.double() * torch.tensor(queries, device="cuda")).sum() * size
+    row = at.meter.take()
+    assert row["pairs"] == read + 4 * LARGE.chunk_tokens**2
+    assert row["pairs"] < 0.9 * 4 * LARGE.chunk_tokens * (at.past + LARGE.chunk_tokens)
+    assert "simulated_pairs_skipped" not in row
+
+
+def test_the_kernels_choose_as_stock_torch_does():
+    at = _large(LARGE_PLANS[0])
+    play(at, 5)
+    layer, policy = at.layers[1], at.plan.attention
+    assert isinstance(policy, Ann)
+    ours = {name: layer.own[name].clone() for name in layer.own if name.startswith("ann_")}
+    moment = at._moment.at(1)._replace(past=at.past, before=())
+    stock = replace(
+        layer, own={n: x.clone() for n, x in ours.items() if n not in ("ann_k", "ann_count")}
+    )
+    policy.index(stock, moment, at.past, Meter())
+    # a key on a plane may fall on either side, and ties of a rounding either way
+    assert (stock.own["ann_order"] == ours["ann_order"]).float().mean() > 0.98
+    assert (stock.own["ann_code"] == ours["ann_code"]).float().mean() > 0.98
+    for name in ("ann_order", "ann_code", "ann_scale", "ann_weight"):
+        stock.own[name].copy_(ours[name])
+    q = torch.randn(1, 4, LARGE.chunk_tokens, 128, device="cuda", dtype=torch.bfloat16)
+    blocks = policy._cut(LARGE, 0, at.past)
+    got, want = (policy._mass(q, x, moment, blocks.all) for x in (layer, stock))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-4)
+    assert (got - want).abs().mean() < 1e-4 * want.mean()
+
+
+@pytest.mark.parametrize("plan", LARGE_PLANS)
+def test_the_kernels_wait_for_nothing(plan):
+    at = _large(plan)
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(7):
+        layers = draw(rng, LARGE, LARGE.chunk_tokens, torch.bfloat16)
+        layers = [[x.to("cuda") for x in part] for part in layers]
+        pos = LARGE.positions(at.frame, LARGE.chunk, "cuda")
+        torch.cuda.synchronize()
+        with no_waits():
+            for step in range(LARGE.passes):
+                out = play_pass(at, layers, pos, step, LARGE.passes)
+            at.commit()
+        assert all(x.isfinite().all() for x, _ in out)
+
+
+def test_attention_without_weights_equals_its_reference():
+    rng = torch.Generator("cuda").manual_seed(0)
+    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(1, h, n, 128, **like) for h, n in ((12, 500), (12, 3000), (12, 3000)))
+    _close(attention(q, k, v), attention_reference(q, k, v))
+    with no_waits():
+        attention(q, k, v)
+
+
 def test_spans_are_measured_without_a_wait():
     meter = Meter("cuda")
     with no_waits(), meter.span("work"):
         torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
     assert meter.take()["work_ms"] > 0
+
+
+# full-size models: compiled layers, decoding beside, the benchmark itself
+
+
+@pytest.mark.parametrize("plan", ["dense", "fast cache=merge:budget=6f attention=ann:read=0.7"])
+def test_compiled_layers_give_what_they_gave(plan):
+    def latents(model):
+        session = ts.open_session(model, plan, prompt="a red room")
+        made = []
+        with torch.inference_mode():
+            for _ in range(3):
+                made.append(model.sample(session, [0, 1, 2]))
+                session.commit()
+        return torch.cat(made, 2)
+
+    plain, compiled = (ts.load("toy-chunks", device="cuda") for _ in range(2))
+    torch.testing.assert_close(latents(compiled.compile()), latents(plain), rtol=1e-3, atol=1e-3)
+
+
+def test_a_compiled_chunk_makes_the_host_wait_for_nothing():
+    model = ts.load("toy-chunks", device="cuda", dtype="bfloat16").compile()
+    session = ts.open_session(model, "dense", prompt="a red room", frames=12)
+    with torch.inference_mode():
+        model.sample(session, [0] * 3)  # compiles
+        session.commit()
+        with no_waits():
+            model.sample(session, [0] * 3)
+            session.commit()
+
+
+@pytest.mark.parametrize("plan", ["dense", "fast"])
+def test_decoding_beside_the_next_chunk_changes_nothing(plan):
+    model = ts.load("toy-chunks", device="cuda")
+    asked = {"frames": 24, "prompt": "a red room"}
+    held = ts.open_session(model, plan, **asked)
+    alone = [chunk.frames for chunk in ts.rollout(model, frames=24, session=held)]
+    beside = [chunk.frames for chunk in ts.rollout(model, plan, **asked)]
+    for one, other in zip(alone, beside, strict=True):
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_are_turned_into_a_cache(dtype, interleaved):
+    rope = Rope(((44, (1.0, 0, 0)), (42, (0, 1.0, 0)), (42, (0, 0, 1.0))), interleaved=interleaved)
+    rng = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(1, 4680, 12, 128, generator=rng, device="cuda").to(dtype).transpose(1, 2)
+    pos = torch.rand(4680, 3, generator=rng, device="cuda") * 400
+    cos, sin = rope.angles(pos, dtype)
+    cache = torch.zeros(1, 12, 9000, 128, device="cuda", dtype=dtype)
+    with no_waits():
+        turn_into(cache[:, :, 1234 : 1234 + 4680], x, cos, sin, rope)
+    want = torch.zeros_like(cache)
+    want[:, :, 1234 : 1234 + 4680] = rope.turn(x, cos, sin)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(cache, want, rtol=tolerance, atol=tolerance)
+
+
+def test_the_benchmark_predicts_its_own_peak():
+    """A model large enough that the GPU's libraries take little beside it."""
+    config = WanConfig(layers=6, stock="cache=window:budget=21f,sink=0")
+    model = random_wan(config, device="cuda", dtype=torch.bfloat16)
+    plans = {name: ALL[name] for name in ("dense", "window21", "headline")}
+    for row in bench_wan(model, plans, lengths=[24, 48], rounds=2)["rows"]:
+        assert "failed" not in row, row["failed"]
+        assert row["fit_gb"] == pytest.approx(row["peak_gb"], rel=0.1)

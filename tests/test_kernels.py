@@ -72,9 +72,11 @@ def test_listed_attention_equals_its_reference(rng, shape, causal):
     torch.testing.assert_close(listed_attention(*args), listed_attention_reference(*args))
 
 
+@pytest.mark.parametrize("at_once", [2**26, 2 * 3 * 41 * 5])
 @pytest.mark.parametrize("first", [0, 1, 30])
-def test_best_older_equals_its_reference(rng, first, monkeypatch):
+def test_best_older_equals_its_reference(rng, first, at_once, monkeypatch):
     monkeypatch.setattr("tachyscope.kernels.merge.TILE", 16)
+    monkeypatch.setattr("tachyscope.kernels.merge.AT_ONCE", at_once)
     features = alike_features(torch.randn(2, 3, 41, 7, generator=rng), shared=False)
     cosine, partner = best_older(features, first)
     want_cosine, want_partner = best_older_reference(features, first)

@@ -47,7 +47,7 @@ def test_every_policy_names_its_paper_or_none():
         ("cache=magic", "no cache policy 'magic'; there are: keep_all, window, merge"),
         ("replay=magic", "no replay policy 'magic'; there are: attentive, random, every_k, none"),
         ("cache=none", "no cache policy 'none'; there are: keep_all, window, merge"),
-        ("cache=window:snk=3", "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold"),
+        ("cache=window:snk=3", "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         ("cache=keep_all:x=1", "cache policy 'keep_all' has no 'x'; it takes: nothing"),
         ("cache=window:sink=1,sink=2", "cache policy 'window' is given 'sink' twice: leave one out"),
         ("cache=window:sink=one", "cache policy 'window': sink must be a whole number, got 'one'"),

@@ -1,9 +1,11 @@
 """Each published model's stock plan is its authors' protocol; every container brings it back."""
 
 import dataclasses
+import importlib
 import json
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,8 @@ from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
 from tachyscope.models import MODELS
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import open_session, refill, rollout
+from tachyscope.session import Session
 
 # heads of 128, so that shapes tell them; all else of a preset stays as it is
 SMALL = {
@@ -53,7 +56,7 @@ class Protocol:
     chunk: int = 3
     sink: int = 0
     relative: bool = False  # positions count from the window's first frame
-    alone: bool = False  # context is computed from its own latents, seeing nothing older
+    stretch: int = 0  # latent frames after which a new stretch starts from the last chunk
     fold: float = 1.0  # what the sink keeps of itself when a frame leaves
     times: tuple[float, ...] = (1000, 937.5, 2500 / 3, 625)
     first_times: tuple[float, ...] = ()
@@ -67,24 +70,24 @@ PROTOCOLS = {
     "causal-forcing-framewise": Protocol(21, chunk=1),
     "causal-forcing-2step": Protocol(21, chunk=1, times=(1000, 2500 / 3), first_times=FOUR),
     "causal-forcing-1step": Protocol(21, chunk=1, times=(1000,), first_times=FOUR),
-    "causvid": Protocol(21, times=(1000, 757, 522), shift=8.0),
+    "causvid": Protocol(21, times=(1000, 757, 522), shift=8.0, stretch=21),
     "longlive": Protocol(12, sink=3),
     "infinite-forcing": Protocol(6, sink=1, relative=True),
     "reward-forcing": Protocol(9, sink=3, relative=True, fold=0.999),
-    "krea": Protocol(6, relative=True, alone=True, times=(*FOUR, 0)),
+    "krea": Protocol(6, times=(*FOUR, 0), stretch=6),
 }
+# Rolling-Forcing is stated by `roll`
+ROLLED = (1000, 20000 / 21, 15000 / 17, 10000 / 13, 5000 / 9)
 
 # a frame or a mix of frames by weight, and the position it has in someone's view
 Entry = tuple[dict[int, float], int]
 
 
-def view(p: Protocol, chunk: int, clean: bool) -> list[Entry]:
+def view(p: Protocol, chunk: int) -> list[Entry]:
     """What a chunk's queries see: frames with positions, the chunk's own last."""
     first = chunk * p.chunk
     own = [{first + i: 1.0} for i in range(p.chunk)]
     past = [{i: 1.0} for i in range(first)]
-    if p.alone and clean:
-        past = []
     room = p.window - p.chunk
     if len(past) > room:
         sink, rest = past[: p.sink], past[p.sink :]
@@ -100,15 +103,19 @@ def view(p: Protocol, chunk: int, clean: bool) -> list[Entry]:
 
 
 class Told:
-    """Stands in for a session: all chunks in one pass, each seeing the entries listed for it."""
+    """Stands in for a session: all chunks in one pass, each seeing the entries listed for it.
 
-    def __init__(self, adapter, context, views, chunk):
-        self.shape, self.own = adapter.shape(), chunk * adapter.shape().places
+    `sizes` are the chunks' latent frames, which are the last of their own entries.
+    """
+
+    def __init__(self, adapter, context, views, sizes):
+        self.shape = adapter.shape()
+        self.own = [size * self.shape.places for size in sizes]
         self.rope = adapter.rope(self.shape)
         self.keys, self.values = adapter.model.keys_values(context)
         self.views = []
         for entries in views:
-            mixes = torch.zeros(len(entries), len(views) * chunk, dtype=torch.float64)
+            mixes = torch.zeros(len(entries), sum(sizes), dtype=torch.float64)
             for row, (mix, _) in zip(mixes, entries, strict=True):
                 row[list(mix)] = torch.tensor(list(mix.values()), dtype=torch.float64)
             pos = torch.cat([self.shape.positions(at, 1) for _, at in entries])
@@ -118,8 +125,9 @@ class Told:
         out = []
         k, v = (x.unflatten(2, (-1, self.shape.places)) for x in (k, v))
         for queries, (mixes, pos) in zip(q.split(self.own, 2), self.views, strict=True):
+            own = queries.shape[2]
             keys, values = (torch.einsum("ef,bhfnd->bhend", mixes, x).flatten(2, 3) for x in (k, v))
-            queries = self.rope.rotate(queries, pos[:, :, -self.own :])
+            queries = self.rope.rotate(queries, pos[:, :, -own:])
             keys = self.rope.rotate(keys, pos)
             out.append(F.scaled_dot_product_attention(queries, keys, values))
         return torch.cat(out, 2)
@@ -134,21 +142,16 @@ class Told:
 @torch.no_grad()
 def play(adapter, p: Protocol, chunks: int, prompt: str, seed: int):
     """The protocol from its statement: every pass recomputes every chunk from the latents."""
-    rng = torch.Generator().manual_seed(seed)
-    context = adapter.encode(prompt).context.double()
-    table = [1000 * p.shift * n / (1000 + (p.shift - 1) * n) for n in range(1, 1001)]
-
-    def draw():
-        size = (1, SMALL["in_channels"], p.chunk, *SMALL["size"])
-        return torch.randn(size, generator=rng).double()
-
-    done = []
+    draw, text = drawn(seed, p.chunk), adapter.encode(prompt).context.double()
+    done, made = [], []  # of this stretch, and in all
     for chunk in range(chunks):
-        views = [view(p, i, clean=True) for i in range(chunk)] + [view(p, chunk, clean=False)]
-        told = Told(adapter, context, views, p.chunk)
+        if p.stretch and len(done) * p.chunk == p.stretch:
+            done = [encoded_again(adapter, made)]
+        views = [view(p, i) for i in range(len(done) + 1)]
+        told = Told(adapter, text, views, [p.chunk] * len(views))
         x, clean = draw(), None
         for t in p.first_times if p.first_times and chunk == 0 else p.times:
-            sigma = min(table, key=lambda level: abs(level - t)) / 1000
+            sigma = sigma_of(t, p.shift)
             if clean is not None:
                 x = (1 - sigma) * clean + sigma * draw()
             latents = torch.cat([*done, x], 2)
@@ -156,31 +159,320 @@ def play(adapter, p: Protocol, chunks: int, prompt: str, seed: int):
             times[:, -p.chunk :] = t
             clean = x - sigma * adapter.model(told, latents, times)[:, :, -p.chunk :]
         done.append(clean)
-    return done
+        made.append(clean)
+    return made
+
+
+def drawn(seed, chunk):
+    rng = torch.Generator().manual_seed(seed)
+    size = (1, SMALL["in_channels"], chunk, *SMALL["size"])
+    return lambda: torch.randn(size, generator=rng).double()
+
+
+def sigma_of(t, shift):
+    table = [1000 * shift * n / (1000 + (shift - 1) * n) for n in range(1, 1001)]
+    return min(table, key=lambda level: abs(level - t)) / 1000
+
+
+def encoded_again(adapter, made):
+    """The last chunk, its first latent frame being what the VAE makes of its last picture alone."""
+    latents = torch.cat(made, 2)
+    pictures = adapter.decoder(latents, {})
+    # four pictures a latent frame: behind the one that is meant are those of two latent frames
+    first = adapter.decoder.encode(pictures[-9:-8])
+    return torch.cat([first, latents[:, :, -2:]], 2)
+
+
+@torch.no_grad()
+def roll(adapter, chunks, prompt, seed, given=()):
+    """Rolling-Forcing from its statement: five blocks a window, each a step cleaner than the next.
+
+    A window sees the first block, right before the newest clean ones: 21 latent frames with its
+    own. A finished block is run clean, and sees the newest 21 with its own, and no anchor.
+    """
+    draw, text = drawn(seed, 3), adapter.encode(prompt).context.double()
+    finished, noisy = list(given), {}
+    for window in range(chunks + 4):
+        start, end = max(0, window - 4), min(chunks - 1, window)
+        if window < chunks:
+            noisy[window] = draw()
+        blocks = range(start, end + 1)
+        before, width = 3 * len(finished), 3 * len(blocks)
+        views = [
+            [({i: 1.0}, i) for i in range(max(0, 3 * j + 3 - 21), 3 * j + 3)]
+            for j in range(len(finished))
+        ]
+        newest = [i for i in range(3, before) if i >= before - (21 - width - 3)]
+        anchor = [({i: 1.0}, before - len(newest) - 3 + i) for i in range(min(3, before))]
+        own = range(before, before + width)
+        views.append([*anchor, *(({i: 1.0}, i) for i in (*newest, *own))])
+        told = Told(adapter, text, views, [3] * len(finished) + [width])
+        x = torch.cat([noisy[i] for i in blocks], 2)
+        times = torch.zeros(1, before + width)
+        for i in blocks:
+            times[:, before + 3 * (i - start) :][:, :3] = ROLLED[window - i]
+        said = adapter.model(told, torch.cat([*finished, x], 2), times)[:, :, before:]
+        for i, flow in zip(blocks, said.split(3, 2), strict=True):
+            step = window - i
+            clean = noisy[i] - sigma_of(ROLLED[step], 5.0) * flow
+            if step == 4:
+                finished.append(clean)
+            else:
+                sigma = sigma_of(ROLLED[step + 1], 5.0)
+                noisy[i] = (1 - sigma) * clean + sigma * draw()
+    return finished[len(given) :]
+
+
+class Pixels:
+    """Stands in for a VAE: a picture shows its latent frame and the one before, both a little."""
+
+    def __init__(self):
+        rng = torch.Generator().manual_seed(1)
+        self.colour = torch.randn(3, SMALL["in_channels"], generator=rng).double() / 6
+        self.latent = 4 * torch.randn(SMALL["in_channels"], 3, generator=rng).double()
+
+    def frames(self, latents):
+        return max(0, 4 * latents - 3)
+
+    def encode(self, frames):
+        pixels = torch.from_numpy(frames).double() / 255 - 0.5
+        return torch.einsum("ck,fhwk->cfhw", self.latent, pixels)[None]
+
+    def skip(self, latents, features):
+        self(latents, features)
+
+    def __call__(self, latents, features):
+        shown = []
+        for latent in latents[0].unbind(1):
+            last = features.get("last")
+            for part in range(1, 5) if last is not None else [4]:
+                mixed = latent if last is None else (part * latent + (4 - part) * last) / 4
+                shown.append(torch.einsum("kc,chw->hwk", self.colour, mixed) + 0.5)
+            features["last"] = latent
+        return (255 * torch.stack(shown).clamp(0, 1)).round().to(torch.uint8).numpy()
 
 
 def test_every_preset_has_its_protocol_here():
-    assert PROTOCOLS.keys() == PRESETS.keys()
+    assert {*PROTOCOLS, "rolling-forcing"} == PRESETS.keys()
     assert all(MODELS[name].weights and MODELS[name].lora for name in PRESETS)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
-    protocol = PROTOCOLS[name]
+def published(name, folder):
+    """A preset of random weights as its file brings it, in float64, with a prompt and a VAE."""
     made = ts.load(name, "random")
-    save_wan(made, tmp_path / "model.pt")
-    model = ts.load(name, tmp_path / "model.pt", dtype="float64")
-    model.text, model.decoder = made.text, made.decoder
-    # two chunks more than the window holds: a sink has moved, or was folded into, twice
-    chunks = protocol.window // protocol.chunk + 2
-    session = open_session(model, "stock", prompt="a", seed=7)
-    found = []
-    for _ in rollout(model, frames=model.frames(chunks * protocol.chunk), session=session):
-        found.append(session.latents)
-    expected = play(model, protocol, chunks, "a", 7)
-    assert len(found) == chunks and expected[-1].std() > 0.5
+    save_wan(made, folder / "model.pt")
+    model = ts.load(name, folder / "model.pt", dtype="float64")
+    model.text, model.decoder = made.text, Pixels()
+    return model
+
+
+def assert_same(found, expected):
+    assert expected[-1].std() > 0.5
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
+    protocol, model = PROTOCOLS[name], published(name, tmp_path)
+    # two chunks more than the window holds: a sink has moved, or was folded into, twice
+    chunks = protocol.window // protocol.chunk + 2
+    if protocol.stretch:
+        chunks = 2 * protocol.stretch // protocol.chunk  # the third stretch has begun
+    session = open_session(model, "stock", prompt="a", seed=7)
+    found, shown = [], []
+    for chunk in rollout(model, frames=model.frames(chunks * protocol.chunk), session=session):
+        found.append(session.latents)
+        shown.append(chunk.frames)
+    assert_same(found, play(model, protocol, chunks, "a", 7))
+    # a frame that was encoded again is shown once, as it was
+    assert np.array_equal(np.concatenate(shown), model.decoder(torch.cat(found, 2), {}))
+    assert session.features.keys() == {"last"}
+
+
+@pytest.mark.parametrize("name", ["krea", "causvid", "self-forcing", "rolling-forcing"])
+def test_a_chunk_made_ahead_never_hangs_on_one_that_was_not_shown(
+    name, shrunk, tmp_path, monkeypatch
+):
+    model, order = published(name, tmp_path), []
+    loop = importlib.import_module("tachyscope.rollout")  # the package's own name is the function
+    for call in ("sample", "decode"):
+        whole = getattr(model, call)
+
+        def note(*given, call=call, whole=whole):
+            order.append(call)
+            return whole(*given)
+
+        monkeypatch.setattr(model, call, note)
+    films = []
+    for beside in (False, True):
+        monkeypatch.setattr(loop, "runs_beside", lambda device, beside=beside: beside)
+        order.clear()
+        films.append([c.frames for c in rollout(model, "stock", frames=model.frames(27))])
+        ahead = beside and not model.looks
+        assert order[:3] == ["sample", *(["sample", "decode"] if ahead else ["decode", "sample"])]
+    assert model.looks == (name in ("krea", "causvid"))
+    assert all(np.array_equal(a, b) for a, b in zip(*films, strict=True))
+
+
+@pytest.mark.parametrize("given", [0, 1, 3])
+def test_a_rolled_window_is_the_authors_protocol(given, shrunk, tmp_path):
+    model = published("rolling-forcing", tmp_path)
+    latents = [drawn(5 + i, 3)() for i in range(given)]
+    # until the clean pass no longer sees the first block, and the window has run empty
+    chunks = 11
+    session = open_session(model, "stock", prompt="a", seed=7, frames=model.frames(3 * chunks))
+    if given:
+        session.frames += 3 * given
+        noise = session.generator.get_state()
+        refill(model, session, torch.cat(latents, 2), "a")
+        session.generator.set_state(noise)
+    frames, found = model.frames(3 * (given + chunks)) - model.frames(3 * given), []
+    for _ in rollout(model, frames=frames, session=session):
+        found.append(session.latents)
+    assert session.features.keys() == {"last"}
+    assert_same(found, roll(model, chunks, "a", 7, latents))
+
+
+WIDE = "cache=merge:budget=99f attention=ann:read=1 text=pads replay=attentive:share=0"
+NARROW = (
+    "cache=merge:budget=22f,newest=3 attention=ann:read=0.5,block=2,tile=4 text=pads "
+    "replay=attentive:share=0.5,age=2"
+)
+
+
+def latents_of(model, session, chunks):
+    frames = model.frames(session.frame + 3 * chunks) - model.frames(session.frame)
+    return [session.latents for _ in rollout(model, frames=frames, session=session)]
+
+
+def test_policies_wide_open_leave_a_rolled_window_as_it_is(shrunk, tmp_path):
+    model = published("rolling-forcing", tmp_path)
+    dense, wide, narrow = (
+        latents_of(model, open_session(model, plan, prompt="a", seed=2), 8)
+        for plan in ("dense", WIDE, NARROW)
+    )
+    torch.testing.assert_close(wide, dense, rtol=0, atol=1e-8)
+    assert (narrow[-1] - dense[-1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "plan", ["stock", "dense", NARROW, "replay=attentive:share=0.5,drift=true"]
+)
+def test_a_rolled_window_goes_on_from_its_state(plan, shrunk, tmp_path):
+    model = published("rolling-forcing", tmp_path)
+
+    def begin():
+        return open_session(model, plan, prompt="a", seed=3, frames=model.frames(30))
+
+    whole = latents_of(model, begin(), 10)
+    for cut in (1, 7):
+        head = begin()
+        first = latents_of(model, head, cut)
+        assert head.features["window"].shape[2] == min(12, 30 - 3 * cut)
+        tail = begin()
+        tail.restore(head.state())
+        torch.testing.assert_close(first + latents_of(model, tail, 10 - cut), whole, rtol=0, atol=0)
+
+
+def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
+    """It runs empty where the end is known; beyond, it fills again and is never empty."""
+    model = published("rolling-forcing", tmp_path)
+    widths = []
+
+    class Watched(Session):
+        def begin(self, pos, step, steps, noise):
+            widths.append((len(pos) // self.shape.places, step, len(set(noise))))
+            super().begin(pos, step, steps, noise)
+
+    session = open_session(model, "stock", frames=model.frames(6), make=Watched)
+    latents_of(model, session, 2)
+    # two chunks make no window of five: each still takes five steps
+    full = [(3, 0, 1), *((6, step, 2) for step in range(1, 5)), (3, 5, 1), (3, 4, 1), (3, 5, 1)]
+    assert widths == full
+    widths.clear()
+    latents_of(model, session, 2)
+    assert widths[:6] == [*((3 * i + 3, i, i + 1) for i in range(5)), (3, 5, 1)]
+    assert widths[6:] == [(15, 4, 5), (3, 5, 1)] and "window" in session.features
+    assert model.shape().chunk == 3 and model.shape().chunk_tokens == 15 * 4
+
+
+def test_what_a_rolled_window_reads_is_counted(shrunk, tmp_path):
+    model = published("rolling-forcing", tmp_path)
+    session = open_session(model, "stock", prompt="a")
+    rows = [chunk.stats for chunk in rollout(model, frames=model.frames(30), session=session)]
+    heads, places = model.config.heads, 4
+    # two layers; the clean pass reads in the first alone
+    assert rows[-1]["pairs"] == heads * places**2 * (2 * 15 * 21 + 3 * 21)
+    assert rows[-1]["pairs_dense"] == heads * places**2 * (2 * 15 * (27 + 15) + 3 * 30)
+    dense = open_session(model, "dense", prompt="a")
+    for chunk in rollout(model, frames=model.frames(30), session=dense):
+        assert chunk.stats["pairs"] == chunk.stats["pairs_dense"]
+
+
+def test_a_chunk_remembered_alone_is_counted_alone(shrunk, tmp_path):
+    model = published("krea", tmp_path)
+    session = open_session(model, "dense", prompt="a")
+    *_, row = [chunk.stats for chunk in rollout(model, frames=model.frames(9), session=session)]
+    # five passes of two layers over three chunks, and one layer over the chunk itself
+    pairs = model.config.heads * 12**2 * (5 * 2 * 3 + 1)
+    assert row["pairs"] == row["pairs_dense"] == pairs
+
+
+def test_a_video_that_starts_again_forgets(shrunk, tmp_path):
+    model = published("causvid", tmp_path)
+    session = open_session(model, "dense", prompt="a")
+    held = [chunk.stats["entries"] // 4 for chunk in rollout(
+        model, frames=model.frames(27), session=session)]  # fmt: skip
+    assert held == [3, 6, 9, 12, 15, 18, 3, 6, 9]
+    assert session.frame == 27 and session.chunk == 9
+
+
+def test_what_is_encoded_again_is_so_when_given(shrunk, tmp_path):
+    """Remembering what was made leaves what making it left."""
+    for name, chunks in (("krea", 3), ("causvid", 8)):
+        model = published(name, tmp_path)
+        session = open_session(model, "stock", prompt="a")
+        made = latents_of(model, session, chunks)
+        other = open_session(model, "stock", prompt="a")
+        refill(model, other, torch.cat(made, 2), "a")
+        used = slice(0, session.past)
+        assert other.past == session.past and other.features.keys() == {"last"}
+        for ours, theirs in zip(other.layers, session.layers, strict=True):
+            torch.testing.assert_close(ours.k[:, :, used], theirs.k[:, :, used], rtol=0, atol=1e-9)
+
+
+def test_a_part_that_encodes_must_be_there(shrunk, tmp_path):
+    for name, frames in (("krea", 6), ("causvid", 21)):
+        model = published(name, tmp_path)
+        made = ts.load(name, "random")
+        assert not made.config.reencode and model.config.reencode
+        for decoder, words in (
+            (made.decoder, f"{name} encodes a frame again after showing it, and its decoder only "
+             "shows: load it with its VAE"),
+            (None, f"{name} was loaded without a decoder, got latents to show"),
+        ):  # fmt: skip
+            model.decoder = Pixels()
+            session = open_session(model, "stock", prompt="a")
+            latents_of(model, session, frames // 3 - 1)
+            model.decoder = decoder
+            with torch.inference_mode():
+                refused(lambda m=model, s=session: m.sample(s, []), words)
+        # random weights are for a clock, and their preview encodes nothing
+        assert len(list(rollout(made, "stock", frames=made.frames(frames + 3)))) == frames // 3 + 1
+
+
+def test_a_view_says_itself_what_is_read(shrunk):
+    model = ts.load("rolling-forcing", "random")
+    for plan, words in [
+        ("stock attention=ann:read=0.5", "says itself what a pass reads, got attention=ann"),
+        ("cache=window:budget=36f,sink=3,view=21f", "got positions=absolute: set positions=re"),
+        ("cache=window:budget=36f,sink=3,positions=reindexed,view=17f", "chunk of 15f: raise it "
+         "to 18f or more"),
+        ("cache=window:budget=17f,sink=3", "present chunk 15f): raise budget to 18f or more"),
+        ("cache=merge:budget=17f", "leaves no entry to merge into"),
+    ]:  # fmt: skip
+        refused(lambda plan=plan: open_session(model, plan), words)
 
 
 def test_the_first_chunk_shares_its_passes_with_the_others():

@@ -1,4 +1,5 @@
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -191,3 +192,23 @@ def test_a_text_policy_on_a_model_without_cross_attention_is_refused():
 def test_toys_play_in_other_types(dtype):
     for name in MODELS:
         assert len(_video(ts.load(name, dtype=dtype), frames=4)) == 4
+
+
+def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
+    """As on a GPU, where the next chunk is asked for before the last is decoded."""
+    plan, asked = PLANS[model.name], {"frames": 11, "prompt": "a red room"}
+    plain = list(ts.rollout(model, plan, **asked))
+    monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
+    order, sample, decode = [], type(model).sample, type(model).decode
+    monkeypatch.setattr(type(model), "sample", lambda *a: order.append("make") or sample(*a))
+    monkeypatch.setattr(type(model), "decode", lambda *a: order.append("show") or decode(*a))
+    ahead = list(ts.rollout(model, plan, **asked))
+    assert order[:4] == ["make", "make", "show", "make"] and order[-2:] == ["show", "show"]
+    for one, other in zip(plain, ahead, strict=True):
+        assert one.index == other.index and np.array_equal(one.frames, other.frames)
+        counted = {name for name in one.stats if not name.endswith("_ms")}
+        assert {n: one.stats[n] for n in counted} == {n: other.stats[n] for n in counted}
+    # a session that the caller holds stands where its last chunk stands
+    session = ts.open_session(model, plan, **asked)
+    first = next(ts.rollout(model, frames=11, session=session))
+    assert session.chunk == first.index + 1

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from streams import CHUNKS, INDEX, TOKENS, assert_same, draw, play, play_pass, session
+from streams import CHUNKS, INDEX, TOKENS, Square, assert_same, draw, play, play_pass, session
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention_reference
@@ -171,6 +171,133 @@ def test_commit_takes_the_first_tokens_of_now():
     at.commit(12)
     assert (at.past, at.frame, at.now) == (12, 2, 0)
     torch.testing.assert_close(at.layers[0].v[:, :, :12], layers[0][2][:, :, :12])
+
+
+def play_window(at, layers, step, chunks, noise=0.5):
+    """A pass over chunks under way, the first at `step`; each layer's attention and MLP outputs."""
+    tokens = chunks * at.shape.chunk * at.shape.places
+    at.begin(
+        at.shape.positions(at.frame, chunks * at.shape.chunk), step, at.shape.passes,
+        (noise,) * chunks * at.shape.chunk,
+    )  # fmt: skip
+    out = []
+    for i, part in enumerate(layers):
+        q, k, v, x = (t.narrow(-2, 0, tokens) for t in part)
+        out.append((at.attend(i, q, k, v), at.mlp(i, x, Square())))
+    return out
+
+
+def test_a_chunk_under_way_meets_what_last_came_to_its_noise_level():
+    shape = replace(CHUNKS, ahead=4, passes=4)  # three chunks of two latent frames
+    at = session(shape, "replay=every_k:k=2")
+    rng = torch.Generator().manual_seed(0)
+    places, outs = shape.places, []
+    for roll in range(4):
+        layers = draw(rng, shape, shape.chunk_tokens)
+        for step in [0, 1] if roll == 0 else []:
+            play_window(at, layers, step, step + 1)
+        outs.append([y for _, y in play_window(at, layers, 2, 3)])
+        play_window(at, layers, 3, 1, noise=0.0)
+        at.commit()
+    for computed, replayed in ((outs[0], outs[1]), (outs[2], outs[3])):
+        for fresh, old in zip(computed, replayed, strict=True):
+            # each chunk is its own level: both its frames are the last frame that was there
+            fresh = fresh.unflatten(1, (3, 2, places))[:, :, -1:]
+            torch.testing.assert_close(
+                old.unflatten(1, (3, 2, places)), fresh.expand(-1, -1, 2, -1, -1)
+            )
+    row = at.meter.take()
+    assert row["rows_replayed"] == shape.layers * 2 * (6 + 2) * places
+
+
+def test_tokens_that_came_later_choose_what_they_read():
+    """A map of blocks serves the passes over the same tokens, and no others."""
+    shape = replace(CHUNKS, ahead=4, passes=4)
+    rng = torch.Generator().manual_seed(0)
+    layers = draw(rng, shape, shape.chunk_tokens)
+    grown, fresh = (session(shape, "attention=ann:read=0.4,block=2,tile=3") for _ in range(2))
+    for at in (grown, fresh):
+        at.fill(12)
+    play_window(grown, layers, 0, 1)
+    assert_same(play_window(grown, layers, 1, 2), play_window(fresh, layers, 1, 2))
+    maps = [layer.own["ann_map"].clone() for layer in grown.layers]
+    play_window(grown, draw(rng, shape, shape.chunk_tokens), 2, 1)
+    assert all(m.equal(layer.own["ann_map"]) for m, layer in zip(maps, grown.layers, strict=True))
+
+
+def clamped(at, keys, poses, nearest):
+    """Keys of layer 0 rotated from their positions, none of them before the frame `nearest`."""
+    pos = torch.cat(poses).clone()
+    pos[:, 0] = pos[:, 0].clamp(min=nearest)
+    return at.rope.rotate(torch.cat(keys, 2), pos[None, None])
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "cache=window:budget=40f,sink=0,max_distance=5",
+        "cache=window:budget=40f,sink=2,positions=reindexed,max_distance=5",
+        "cache=merge:budget=40f,match=unrotated,max_distance=5",
+        "cache=merge:threshold=1,match=unrotated,heads=each,max_distance=5",
+    ],
+)
+def test_no_entry_stands_further_back_than_max_distance(plan):
+    at, far = session(CHUNKS, plan), session(CHUNKS, plan.replace(",max_distance=5", ""))
+    rng = torch.Generator().manual_seed(0)
+    keys, values, poses = [], [], []
+    for chunk in range(8):
+        layers = draw(rng, CHUNKS, 12)
+        pos = CHUNKS.positions(at.frame, 2)
+        outs = []
+        for one in (at, far):
+            outs.append(play_pass(one, layers, pos, 0, 1)[0][0])
+            one.commit()
+        q, k, v, _ = layers[0]
+        keys.append(k), values.append(v), poses.append(pos)
+        turned = clamped(at, keys, poses, 2 * chunk - 5)
+        want = attention_reference(at.rope.rotate(q, pos[None, None]), turned, torch.cat(values, 2))
+        torch.testing.assert_close(outs[0], want)
+        assert (outs[0] - outs[1]).abs().max() > 1e-3 or 2 * chunk <= 5
+
+
+def test_a_key_is_always_turned_from_its_unrotated_copy():
+    """Turned at a hundred commits in bfloat16, it is off by one rounding and not by a hundred."""
+    at = session(CHUNKS, "cache=window:budget=4f,sink=2,max_distance=3", dtype=torch.bfloat16)
+    rng = torch.Generator().manual_seed(0)
+    first = None
+    for _ in range(100):
+        layers = draw(rng, CHUNKS, 12, torch.bfloat16)
+        first = layers[0][1] if first is None else first
+        play_pass(at, layers, CHUNKS.positions(at.frame, 2), 0, 1)
+        at.commit()
+    here = at.layers[0]
+    assert here.pos[0, 0, :12, 0].tolist() == [197.0] * 12
+    exact = at.rope.rotate(first.double(), here.pos[:, :, :12])
+    torch.testing.assert_close(here.k[:, :, :12].double(), exact, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize(
+    "plan, words",
+    [
+        ("cache=window:max_distance=0", "max_distance must be 1 or more, got 0"),
+        ("cache=merge:match=unrotated,max_distance=0", "max_distance is 1 or more"),
+        ("cache=merge:max_distance=9", "cannot be compared rotated, .*set match=unrotated"),
+    ],
+)
+def test_a_distance_that_cannot_be_kept_is_refused(plan, words):
+    with pytest.raises(TachyscopeError, match=words):
+        session(CHUNKS, plan)
+
+
+# what is replayed is of passes, not of the past, and is not forgotten
+@pytest.mark.parametrize("plan", [p.partition(" replay")[0] for p in PLANS if "cache" in p])
+def test_a_session_that_forgets_goes_on_like_a_new_one(plan):
+    used, new = session(CHUNKS, plan), session(CHUNKS, plan)
+    play(used, 9, seed=3)
+    used.forget()
+    assert used.past == used.seen == 0
+    new.frame = used.frame  # the video goes on
+    assert_same(play(used, 9, seed=4), play(new, 9, seed=4))
 
 
 def test_a_pass_beyond_the_budget_is_refused():

@@ -410,6 +410,38 @@ def test_dtypes_make_the_same_video(dtype, atol):
     torch.testing.assert_close(drawn[1].float(), drawn[0], rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dense",
+        "cache=window:budget=9f,sink=3,positions=reindexed",
+        "cache=window:budget=9f,sink=3,max_distance=5",
+        "cache=merge:budget=9f replay=attentive:share=0.5",
+        "cache=merge:budget=9f,match=unrotated,max_distance=4 attention=window:tokens=40,sink=8",
+    ],
+)
+@torch.inference_mode()
+def test_a_constant_shift_of_positions_changes_nothing(plan):
+    """Also far beyond the 1,024 latent frames of the published code.
+
+    Only ann is left out: its hash is of rotated keys, so other entries then share a block.
+    """
+    adapter = toy_chunks(dtype=torch.float64)
+    found = []
+    for first in (0, 1209, 30000):
+        session = session_for(adapter, plan)
+        adapter.start(session, adapter.encode("a"))
+        session.frame = first
+        for _ in range(5):
+            latents = adapter.sample(session, [1, 2, 3])
+            session.commit()
+        assert session.frame == first + 15
+        found.append(latents)
+    # an angle of 30,000 radians is itself off by 4e-12
+    for latents in found[1:]:
+        torch.testing.assert_close(latents, found[0], rtol=0, atol=1e-7)
+
+
 def test_every_pass_is_told_its_place_and_noise(monkeypatch):
     adapter, told = toy_chunks(), []
     begin = Session.begin
@@ -672,6 +704,10 @@ def test_a_config_comes_back_from_json():
         ({"tachyscope": {"prediction": "noise"}}, "prediction must be 'flow' or 'x0', got noise"),
         ({"tachyscope": {"actions": "ww"}}, "actions must differ, got 'ww'"),
         ({"tachyscope": {"warp": 1}}, "warp must be true or false, got 1"),
+        ({"tachyscope": {"rolling": True, "alone": True}}, "rolling leaves no room for first_st"),
+        ({"tachyscope": {"rolling": True, "actions": ".w"}}, "rolling leaves no room for first_st"),
+        ({"tachyscope": {"restart": 3}}, "restart must be 0 or over its chunk of 3, got 3"),
+        ({"tachyscope": {"reencode": True}}, "reencode needs alone or a restart, got neither"),
     ],
 )
 def test_a_fault_in_a_config_is_named(change, words):

@@ -25,6 +25,8 @@ class Adapter(abc.ABC):
     actions: str  # one letter an action, "" where the model takes none; the first is "stay"
     stock: str  # the plan its authors run
     frame_dim: int  # which dimension of latents counts frames
+    # what is remembered hangs on how it was shown, so that a chunk is decoded as it is made
+    looks: bool = False
 
     @abc.abstractmethod
     def shape(self, size: tuple[int, int] | None = None) -> Shape:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -99,14 +99,17 @@ class Prompt:
 class Alone:
     """A session's pass that sees nothing of the past; what it enters is remembered as ever."""
 
-    def __init__(self, session: Session, pos: Tensor) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
-        self.angles = session.rope.angles(pos, session.dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.session.attend(layer, q, k, v)
-        q, k = (self.session.rope.turn(x, *self.angles) for x in (q, k))
-        return F.scaled_dot_product_attention(q, k, v)
+        session, tokens = self.session, q.shape[2]
+        q = session.enter(layer, q, k, v)
+        pairs = q.shape[:3].numel() * tokens
+        session.meter.add("pairs", pairs)
+        session.meter.add("macs", 2 * pairs * q.shape[3])
+        now = slice(session.past, session.past + tokens)
+        return F.scaled_dot_product_attention(q, session.layers[layer].k[:, :, now], v)
 
     def cross(self, layer: int, q: Tensor) -> Tensor:
         return self.session.cross(layer, q)
@@ -136,7 +139,13 @@ class WanAdapter(Adapter):
             model.fuse()
         self.fps, self.actions = self.config.fps, self.config.actions
         self.stock = self.config.stock
+        self.looks = self.config.reencode
         self.schedule = schedule(self.config)
+
+    def compile(self) -> Self:
+        """The model with its layers compiled; the first chunk of a size then takes a while."""
+        self.model.compile_layers()
+        return self
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
@@ -156,6 +165,7 @@ class WanAdapter(Adapter):
             width=c.dim,
             grid=(size[0] // grain[0], size[1] // grain[1]),
             chunk=c.chunk,
+            ahead=(len(c.steps) - 1) * c.chunk if c.rolling else 0,
             passes=len(c.levels) + 1,
             text=c.text_len,
             # six linears a layer, the patch embedding and the head
@@ -192,24 +202,52 @@ class WanAdapter(Adapter):
 
     @torch.no_grad()
     def sample(self, session: Session, actions: Sequence[int]) -> Tensor:
-        told = self._told(actions, self.config.chunk)
-        x = self._noise(session)
-        clean, c = x, self.config
-        for i, step in enumerate((session.frame == 0 and c.first_steps) or c.steps):
-            level = c.levels.index(step)
-            sigma = self.schedule[level][1]
-            if i:
-                x = noised(clean, self._noise(session), sigma)
-            clean = clean_from(c, x, self._run(session, x, told, level), sigma)
-        self._remember(session, clean, told)
+        c, told = self.config, self._told(actions, self.config.chunk)
+        if c.rolling:
+            clean = self._roll(session)
+        else:
+            x = clean = self._noise(session)
+            for i, step in enumerate((session.frame == 0 and c.first_steps) or c.steps):
+                level = c.levels.index(step)
+                if i:
+                    x = noised(clean, self._noise(session), self.schedule[level][1])
+                (clean,) = self._denoised(session, [x], [level], told)
+        self._remember(session, self._context(session, clean), told)
         return clean
+
+    def _roll(self, session: Session) -> Tensor:
+        """The first chunk of a window where each is a step further from noise than the next.
+
+        Every pass denoises all of it, and finishes its first chunk; noise enters behind, as long as
+        more is to come. At the start the window fills up, a chunk and a pass at a time.
+        """
+        c, steps = self.config, len(self.schedule)
+        held = session.features.pop("window", None)
+        window = [] if held is None else list(held.split(c.chunk, 2))
+        # beyond what was said to be coming, there is always more
+        known = session.frames if (session.frames or 0) > session.frame else None
+        clean: list[Tensor] = []
+        # what waits in a window lacks its last step, and what is behind it one step more
+        for step in range(steps - 1 if window else 0, steps):
+            if not window or known is None or session.frame + len(window) * c.chunk < known:
+                window.append(self._noise(session))
+            levels = [step - i for i in range(len(window))]
+            clean = self._denoised(session, window, levels, None)
+            window = [
+                noised(x, self._noise(session), self.schedule[level + 1][1])
+                for x, level in zip(clean, levels, strict=True)
+                if level + 1 < steps
+            ]
+        if window:
+            session.features["window"] = torch.cat(window, 2)
+        return clean[0]
 
     @torch.no_grad()
     def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
         told = self._told(actions, latents.shape[2])
         latents = latents.to(self.device)
-        self._remember(session, latents, told)
-        if self.decoder is not None:
+        self._remember(session, self._context(session, latents), told)
+        if self.decoder is not None and session.features.pop("shown", None) is None:
             self.decoder.skip(latents, session.features)
 
     @torch.no_grad()
@@ -219,7 +257,38 @@ class WanAdapter(Adapter):
 
     @torch.no_grad()
     def decode(self, session: Session, latents: Tensor) -> np.ndarray:
+        shown = session.features.pop("shown", None)
+        if shown is not None:
+            return shown.numpy()
         return self._decoder()(latents, session.features)
+
+    def _context(self, session: Session, latents: Tensor) -> Tensor:
+        """What a finished chunk is remembered as.
+
+        Where the past is cut off there, its first latent frame is encoded again: from the last
+        picture it was shown as, which is then the first of a video.
+        """
+        c, frames = self.config, latents.shape[2]
+        end, before = (max(0, x - c.chunk) for x in (session.frame + frames, session.frame))
+        cut = c.alone
+        if c.restart and end // (c.restart - c.chunk) > before // (c.restart - c.chunk):
+            session.forget()
+            cut = True
+        if not (c.reencode and cut and session.frame):
+            return latents
+        decoder = self._decoder()
+        pictures = decoder(latents, session.features)
+        session.features["shown"] = torch.from_numpy(pictures)
+        later = decoder.frames(session.frame + frames) - decoder.frames(session.frame + 1)
+        last = len(pictures) - later
+        try:
+            again = decoder.encode(pictures[last - 1 : last])
+        except TachyscopeError as fault:
+            raise TachyscopeError(
+                f"{self.name} encodes a frame again after showing it, and its decoder only shows: "
+                f"load it with its VAE"
+            ) from fault
+        return torch.cat([again.to(latents), latents[:, :, 1:]], 2)
 
     def _decoder(self) -> Decoder:
         if self.decoder is None:
@@ -255,11 +324,19 @@ class WanAdapter(Adapter):
             device=self.device,
         ).to(wider(self.dtype))  # fmt: skip
 
-    def _run(self, session: Session, x: Tensor, told: Tensor | None, level: int) -> Tensor:
-        """One pass at a level of the schedule."""
-        t, sigma = self.schedule[level]
-        self._begin(session, x, level, sigma)
-        return self.model(session, x, torch.full((len(x), x.shape[2]), t, device=self.device), told)
+    def _denoised(
+        self, session: Session, parts: list[Tensor], levels: list[int], told: Tensor | None
+    ) -> list[Tensor]:
+        """One pass over chunks, each at its own level of the schedule: their clean latents."""
+        x, frames = torch.cat(parts, 2), parts[0].shape[2]
+        sigmas = [self.schedule[level][1] for level in levels]
+        self._begin(session, x, levels[0], *sigmas)
+        times = [
+            torch.full((len(x), frames), self.schedule[level][0], device=self.device)
+            for level in levels
+        ]
+        said = self.model(session, x, torch.cat(times, 1), told).split(frames, 2)
+        return [clean_from(self.config, *given) for given in zip(parts, said, sigmas, strict=True)]
 
     def _remember(self, session: Session, x: Tensor, told: Tensor | None) -> None:
         """The clean pass, for the keys and values that it leaves."""
@@ -269,15 +346,20 @@ class WanAdapter(Adapter):
         unused = 3 * c.dim**2 + c.in_channels * c.patch[1] * c.patch[2] * c.dim
         session.meter.add("macs", -shape.rows * len(pos) * unused)
         scored = len(pos) * (session.seen + len(pos))
+        if c.alone:
+            # no model would read the past in this pass: only what stands beside it
+            scored += (shape.layers - 1) * len(pos) * session.seen
         session.meter.add("pairs_dense", -shape.rows * shape.heads * scored)
-        calls = Alone(session, pos) if c.alone else session
+        calls = Alone(session) if c.alone else session
         t = torch.zeros(len(x), x.shape[2], device=self.device)
         self.model.remember(calls, session.enter, x, t, told)
 
-    def _begin(self, session: Session, x: Tensor, step: int, sigma: float) -> Tensor:
+    def _begin(self, session: Session, x: Tensor, step: int, *sigmas: float) -> Tensor:
+        """A pass over latents whose parts, as many as there are sigmas, are at these levels."""
         frames = x.shape[2]
+        noise = tuple(sigma for sigma in sigmas for _ in range(frames // len(sigmas)))
         pos = session.shape.positions(session.frame, frames, self.device)
-        session.begin(pos, step=step, steps=len(self.schedule) + 1, noise=(sigma,) * frames)
+        session.begin(pos, step=step, steps=len(self.schedule) + 1, noise=noise)
         return pos
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, Self, cast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,102 @@ class Calls(Protocol):
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor: ...
 
 
+class Stages(NamedTuple):
+    """What a layer computes between the session's calls, as functions of tensors alone.
+
+    No layer is named in them, so that all layers can share one compiled program.
+    """
+
+    to_attention: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    to_text: Callable[..., tuple[Tensor, Tensor]]
+    to_mlp: Callable[..., tuple[Tensor, Tensor]]
+    from_mlp: Callable[..., Tensor]
+    feed_forward: Callable[..., Tensor]
+
+
+def _to_attention(
+    x: Tensor,
+    time: Tensor,
+    modulation: Tensor,
+    linears: Sequence[tuple[Tensor, Tensor]],
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the stream x [B, S, W]; time [B, F, 6, W]."""
+    shift, scale = (modulation + time)[:, :, 0:2].unbind(2)
+    return _query_key_value(_modulate(x, shift, scale, eps), linears, norms, eps, heads)
+
+
+def _to_text(
+    x: Tensor,
+    y: Tensor,
+    time: Tensor,
+    modulation: Tensor,
+    out: Tensor,
+    out_bias: Tensor,
+    norm: Tensor,
+    norm_bias: Tensor,
+    query: Tensor,
+    query_bias: Tensor,
+    query_norm: Tensor,
+    eps: float,
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    """The stream after attention, which gave y [B, S, W]; queries for the prompt."""
+    x = _add(x, F.linear(y, out, out_bias), (modulation + time)[:, :, 2])
+    wide = wider(x.dtype)
+    a = F.layer_norm(x.to(wide), x.shape[-1:], norm.to(wide), norm_bias.to(wide), eps).to(x.dtype)
+    return x, _split(_rms(F.linear(a, query, query_bias), query_norm, eps), heads)
+
+
+def _to_mlp(
+    x: Tensor,
+    y: Tensor,
+    time: Tensor,
+    modulation: Tensor,
+    out: Tensor,
+    out_bias: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The stream after the prompt, which gave y [B, S, W]; what the MLP is given."""
+    x = x + F.linear(y, out, out_bias)
+    shift, scale = (modulation + time)[:, :, 3:5].unbind(2)
+    return x, _modulate(x, shift, scale, eps)
+
+
+def _from_mlp(x: Tensor, y: Tensor, time: Tensor, modulation: Tensor) -> Tensor:
+    """The stream after the MLP, which gave y [B, S, W]."""
+    return _add(x, y, (modulation + time)[:, :, 5])
+
+
+def _feed_forward(
+    x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up, up_bias), approximate="tanh"), down, down_bias)
+
+
+EAGER = Stages(_to_attention, _to_text, _to_mlp, _from_mlp, _feed_forward)
+
+
+@functools.cache
+def compiled(backend: str) -> Stages:
+    """The stages compiled, a program for every shape they meet; models share them."""
+    stages: Any = (torch.compile(stage, dynamic=False, backend=backend) for stage in EAGER)
+    return Stages(*stages)
+
+
 class FeedForward(nn.Sequential):
     """down(gelu(up(x))), as a value that can be called, or opened by a kernel."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__(nn.Linear(dim, hidden), nn.GELU("tanh"), nn.Linear(hidden, dim))
         self.macs = 2 * dim * hidden
+        self.stages = EAGER
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.up, self.down
+        return self.stages.feed_forward(x, up.weight, up.bias, down.weight, down.bias)
 
     @property
     def up(self) -> nn.Linear:
@@ -73,25 +164,24 @@ class Attention(nn.Module):
         self.fused = None  # moved or cast, the three are no longer side by side
         return super()._apply(fn, recurse)
 
-    def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def linears(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Weight and bias of q, k and v, as one pair where they are fused."""
         # gradients must reach the three themselves
         if self.fused is None or torch.is_grad_enabled():
-            return self.query(x), *self.key_value(x)
-        q, k, v = F.linear(x, *self.fused).chunk(3, -1)
-        q, k = _rms(q, self.norm_q), _rms(k, self.norm_k)
-        return self.split(q), self.split(k), self.split(v)
+            return tuple((part.weight, part.bias) for part in (self.q, self.k, self.v))
+        return (self.fused,)
 
-    def query(self, x: Tensor) -> Tensor:
-        return self.split(_rms(self.q(x), self.norm_q))
+    @property
+    def norms(self) -> tuple[Tensor, Tensor]:
+        return self.norm_q.weight, self.norm_k.weight
+
+    def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _query_key_value(x, self.linears, self.norms, self.norm_q.eps or 0.0, self.heads)
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.split(_rms(self.k(x), self.norm_k)), self.split(self.v(x))
-
-    def out(self, x: Tensor) -> Tensor:
-        return self.o(x.transpose(1, 2).flatten(2))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
+        k = _rms(self.k(x), self.norm_k.weight, self.norm_k.eps or 0.0)
+        return _split(k, self.heads), _split(self.v(x), self.heads)
 
 
 class Block(nn.Module):
@@ -105,24 +195,30 @@ class Block(nn.Module):
         self.cross_attn = Attention(config)
         self.ffn = FeedForward(config.dim, config.ffn_dim)
         self.eps = config.eps
+        self.stages = EAGER
 
     def forward(self, session: Calls, layer: int, x: Tensor, time: Tensor) -> Tensor:
         """x [B, S, W] after the layer; time [B, F, 6, W]."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + time).unbind(2)
-        q, k, v = self.self_attn.query_key_value(_modulate(x, shift1, scale1, self.eps))
-        x = _add(x, self.self_attn.out(session.attend(layer, q, k, v)), gate1)
-        wide = wider(x.dtype)
-        a = F.layer_norm(
-            x.to(wide), x.shape[-1:], self.norm3.weight.to(wide), self.norm3.bias.to(wide), self.eps
-        ).to(x.dtype)
-        x = x + self.cross_attn.out(session.cross(layer, self.cross_attn.query(a)))
-        return _add(x, session.mlp(layer, _modulate(x, shift2, scale2, self.eps), self.ffn), gate2)
+        first, second, stages = self.self_attn, self.cross_attn, self.stages
+        six = (time, self.modulation)
+        y = _join(session.attend(layer, *self._to_attention(x, time)))
+        x, q = stages.to_text(
+            x, y, *six, first.o.weight, first.o.bias, self.norm3.weight, self.norm3.bias,
+            second.q.weight, second.q.bias, second.norm_q.weight, self.eps, second.heads,
+        )  # fmt: skip
+        y = _join(session.cross(layer, q))
+        x, a = stages.to_mlp(x, y, *six, second.o.weight, second.o.bias, self.eps)
+        return stages.from_mlp(x, session.mlp(layer, a, self.ffn), *six)
 
     def remember(self, enter: Enter, layer: int, x: Tensor, time: Tensor) -> None:
         """Hand over what attention would be given, and compute nothing from it."""
-        shift, scale = (self.modulation + time)[:, :, :2].unbind(2)
-        qkv = self.self_attn.query_key_value(_modulate(x, shift, scale, self.eps))
-        enter(layer, *qkv)
+        enter(layer, *self._to_attention(x, time))
+
+    def _to_attention(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        part = self.self_attn
+        return self.stages.to_attention(
+            x, time, self.modulation, part.linears, part.norms, self.eps, part.heads
+        )
 
 
 class Head(nn.Module):
@@ -206,6 +302,13 @@ class WanCausal(nn.Module):
             block.self_attn.fuse()
         return self
 
+    def compile_layers(self, backend: str = "inductor") -> Self:
+        """The model with its layers' arithmetic compiled: one program, which all of them run."""
+        self.fuse()
+        for block in cast(list[Block], self.blocks):
+            block.stages = block.ffn.stages = compiled(backend)
+        return self
+
     def _enter(
         self, latents: Tensor, t: Tensor, actions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,9 +360,30 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _rms(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # under autocast x is narrower than the weight, for which torch has no fused norm
-    return F.rms_norm(x, x.shape[-1:], norm.weight.to(x.dtype), norm.eps)
+    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, S, D]
+
+
+def _join(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)  # [B, S, W]
+
+
+def _query_key_value(
+    x: Tensor,
+    linears: Sequence[tuple[Tensor, Tensor]],
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = [F.linear(x, *linear) for linear in linears]
+    q, k, v = found if len(found) == 3 else found[0].chunk(3, -1)
+    q, k = (_rms(part, norm, eps) for part, norm in zip((q, k), norms, strict=True))
+    return _split(q, heads), _split(k, heads), _split(v, heads)
 
 
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:

@@ -63,7 +63,10 @@ class WanConfig:
     warp: bool = True  # steps count along the schedule before its shift; else they are timesteps
     shift: float = 5.0
     prediction: str = "flow"  # noise - x0; or "x0"
+    rolling: bool = False  # as many chunks as steps are under way, each a step behind the last
     alone: bool = False  # a finished chunk's clean pass sees nothing of the chunks before it
+    restart: int = 0  # latent frames until all but the last chunk is forgotten; 0 for never
+    reencode: bool = False  # what is so cut off from the past begins with a frame encoded again
     size: tuple[int, int] = (60, 104)  # latent rows and columns unless a size is asked for
     stride: tuple[int, int, int] = (4, 8, 8)  # pixel frames, rows, columns of a latent one
     fps: int = 16
@@ -96,6 +99,22 @@ class WanConfig:
             )
         _demand(
             self.prediction in ("flow", "x0"), "prediction must be 'flow' or 'x0'", self.prediction
+        )
+        _demand(
+            not (self.rolling and (self.first_steps or self.actions or self.alone or self.restart)),
+            "rolling leaves no room for first_steps, actions, alone and restart",
+            f"first_steps={self.first_steps}, actions={self.actions!r}, alone={self.alone}, "
+            f"restart={self.restart}",
+        )
+        _demand(
+            self.restart == 0 or self.restart > self.chunk,
+            f"restart must be 0 or over its chunk of {self.chunk}",
+            self.restart,
+        )
+        _demand(
+            not self.reencode or self.alone or self.restart > 0,
+            "reencode needs alone or a restart",
+            "neither",
         )
         _demand(
             len(set(self.actions)) == len(self.actions), "actions must differ", repr(self.actions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,8 +48,19 @@ PRESETS = {
     ),
     "causvid": Preset(
         "CausVid: Wan 1.3B, 3 steps",
-        WanConfig(steps=(1000, 757, 522), warp=False, shift=8.0, stock=NEWEST),
+        WanConfig(
+            steps=(1000, 757, 522), warp=False, shift=8.0, restart=21, reencode=True, stock=NEWEST
+        ),
         "generator",
+    ),
+    "rolling-forcing": Preset(
+        "Rolling-Forcing: Wan 1.3B, 5 chunks at 5 steps together",
+        WanConfig(
+            steps=(1000, 800, 600, 400, 200),
+            rolling=True,
+            # 15 latent frames under way, the first 3 and the newest 18
+            stock=_stock("window:budget=36f,sink=3,positions=reindexed,view=21f"),
+        ),
     ),
     "longlive": Preset(
         "LongLive 1: Wan 1.3B, 4 steps; its LoRA is a file of its own",
@@ -73,6 +84,7 @@ PRESETS = {
             heads=40,
             steps=(*FOUR, 0),
             alone=True,
+            reencode=True,
             stock=_stock("window:budget=6f,sink=0"),
         ),
     ),
@@ -94,4 +106,6 @@ def load_preset(
         )
     if lora is not None:
         raise TachyscopeError("random weights take no LoRA: leave lora out, or give a checkpoint")
-    return random_wan(preset.config, device=device, dtype=dtype, name=name)
+    # a preview cannot encode what it shows
+    config = replace(preset.config, reencode=False)
+    return random_wan(config, device=device, dtype=dtype, name=name)

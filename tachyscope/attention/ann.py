@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,16 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy, count
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, planes, quantise, signs
+from tachyscope.kernels import gpu
+from tachyscope.kernels.hashing import (
+    buckets,
+    int8_scores,
+    lsh_scores,
+    order_of,
+    planes,
+    quantise,
+    signs,
+)
 from tachyscope.kernels.listed import listed_attention
 from tachyscope.meter import Meter
 from tachyscope.types import Layer, Moment, Shape
@@ -25,7 +34,7 @@ AT_ONCE = 2**24
 
 # What a block and a tile are of a latent frame unless asked for: on Atrium, whose frames have 64
 # places, blocks of 4 and tiles of 8 lose 1 dB where 16 and 64 lose 10
-BLOCK_SHARE, TILE_SHARE, LARGEST = 16, 8, 128
+BLOCK_SHARE, TILE_SHARE, LARGEST = 12, 8, 128
 
 
 class Blocks(NamedTuple):
@@ -52,10 +61,10 @@ class Ann(AttentionPolicy):
 
     Past entries are ordered by hash bucket and cut into blocks; a block's code (mean signs, or
     int8 centroid) gives each query an estimate of the block's attention mass, and a tile reads the
-    blocks of largest mass: a share `read` of all past blocks, or `k` entries, or until `top_p` of
-    the mass. The present chunk is always read; `sink` and `newest` latent frames (and a prompt in
-    the cache) are read first and count inside. block=1, tile=1 is the paper's per-query form;
-    left out, they are parts of a latent frame.
+    blocks of largest mass: a share `read` of all past blocks (that a bounded cache holds when
+    full), or `k` entries, or until `top_p` of the mass. The present chunk is always read; `sink`
+    and `newest` latent frames (and a prompt in the cache) are read first and count inside.
+    block=1, tile=1 is the paper's per-query form; left out, they are parts of a latent frame.
     The choice is made in a chunk's first sparse pass and kept for its others; a token model
     chooses for every token.
 
@@ -128,15 +137,30 @@ class Ann(AttentionPolicy):
             code = torch.float32
             planes(self.bits, shape.head_dim, device)  # made now, not in the first chunk
         planes(BUCKET_BITS, shape.head_dim, device)
-        return {
-            "ann_order": torch.full((*block[:2], most * size), -1, device=device),
+        whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        tile = (shape.rows, shape.heads, tiles)
+        found = {
+            "ann_order": torch.full((*block[:2], most * size), -1, **whole),
             "ann_code": torch.zeros(*block, width, dtype=code, device=device),
             "ann_scale": torch.zeros(*block, 1, device=device),
             "ann_weight": torch.zeros(block, device=device),
-            "ann_map": torch.zeros(
-                shape.rows, shape.heads, tiles, most, dtype=torch.int64, device=device
-            ),
+            "ann_map": torch.zeros(*tile, most, **whole),
         }
+        if self._by_kernel(shape, device):
+            # the past in the order of its blocks: read so, a block is one piece of memory
+            laid = (*block[:2], most * size, shape.head_dim)
+            found |= {
+                "ann_k": torch.zeros(laid, dtype=gpu.DTYPE, device=device),
+                "ann_v": torch.zeros(laid, dtype=gpu.DTYPE, device=device),
+                "ann_logw": torch.zeros(laid[:3], device=device),
+                "ann_count": torch.zeros(tile, **whole),
+            }
+        return found
+
+    def _by_kernel(self, shape: Shape, device: torch.device) -> bool:
+        """Whether blocks are read by the GPU's own kernels there, or gathered by stock torch."""
+        sizes = self._tile(shape) in gpu.TILES and self._cut(shape, 0, 0).size in gpu.BLOCKS
+        return sizes and not shape.causal and gpu.suits(device, gpu.DTYPE, shape.head_dim)
 
     def _tile(self, shape: Shape) -> int:
         return 1 if shape.causal else self.tile or _power(shape.places // TILE_SHARE)
@@ -149,7 +173,9 @@ class Ann(AttentionPolicy):
         sink = min(past, at.prompt + self.sink * shape.places)
         newest = min(past - sink, self.newest * shape.places)
         rest = layer.k[:, :, sink : past - newest]
-        order = sink + buckets(rest, BUCKET_BITS).argsort(dim=-1, stable=True)
+        laid = _is_laid(layer)
+        number = (gpu.blocks.block_buckets if laid else buckets)(rest, BUCKET_BITS)
+        order = sink + order_of(number, 2**BUCKET_BITS)
         slots = layer.own["ann_order"]
         slots.fill_(-1)
         ids = torch.arange(past, device=slots.device)
@@ -158,11 +184,20 @@ class Ann(AttentionPolicy):
         slots[:, :, start : start + newest] = ids[past - newest :]
         start = blocks.always * blocks.size
         slots[:, :, start : start + order.shape[2]] = order
-        self._encode(layer, slots[:, :, : blocks.all * blocks.size], blocks)
+        slots = slots[:, :, : blocks.all * blocks.size]
+        if laid:
+            self._lay(layer, slots, blocks)
+        if not laid or self.hash == "lsh":
+            self._encode(layer, slots, blocks)
         meter.add("macs", rest.numel() * BUCKET_BITS)
 
+    def _lay(self, layer: Layer, order: Tensor, blocks: Blocks) -> None:
+        laid = layer.own["ann_k"], layer.own["ann_v"], layer.own["ann_logw"]
+        codes = _codes(layer) if self.hash == "int8" else None
+        gpu.blocks.lay_blocks(layer.k, layer.v, layer.logw, order, blocks.size, laid, codes)
+
     def _encode(self, layer: Layer, order: Tensor, blocks: Blocks) -> None:
-        at = order.clamp(min=0)
+        at = order.long().clamp(min=0)
         logw = layer.logw.expand(-1, order.shape[1], -1).gather(2, at)
         logw = logw.masked_fill(order < 0, -math.inf).unflatten(2, (blocks.all, blocks.size))
         keys = layer.k.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, layer.k.shape[3]))
@@ -195,16 +230,41 @@ class Ann(AttentionPolicy):
             return torch.cat(parts, 2)
         if at.shape.causal or all(step < first for step in at.before):
             self._choose(q, layer, at, blocks, meter)
+        if _is_laid(layer):
+            return self._read_laid(q, layer, at, blocks, meter)
         if self.top_p is not None and not q.is_cuda:
             return self._read_ragged(q, layer, at, blocks, meter)
         rows = [self._read_row(q, layer, at, b, blocks, meter) for b in range(q.shape[0])]
         return torch.cat(rows)
 
+    def _read_laid(
+        self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
+    ) -> Tensor:
+        """All tiles in one kernel, which reads no more than what each has chosen."""
+        most, tile, own = self._blocks_read(blocks, at), self._tile(at.shape), layer.own
+        counts, present = own["ann_count"], at.end - at.past
+        past = gpu.flash.Listed(
+            own["ann_k"], own["ann_v"], own["ann_logw"], own["ann_map"][..., :most], counts,
+            tile, blocks.size,
+        )  # fmt: skip
+        if self.top_p is None:
+            count(meter, "pairs", q, most * blocks.size + present)
+        else:
+            count(meter, "pairs", q, present)
+            starts = torch.arange(0, q.shape[2], tile, device=q.device)
+            queries = (q.shape[2] - starts).clamp(max=tile)
+            pairs = (counts[:, :, : len(starts)] * queries).sum() * blocks.size
+            meter.add("pairs", pairs)
+            meter.add("macs", 2 * pairs * q.shape[3])
+        # in a chunk model each present entry stands for itself alone
+        now = slice(at.past, at.end)
+        return gpu.flash.flash_listed(q, layer.k[:, :, now], layer.v[:, :, now], past)
+
     def _read_row(
         self, q: Tensor, layer: Layer, at: Moment, row: int, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """One row's tiles, as many at once as AT_ONCE allows: [1, H, S, D]."""
-        most, tile = self._blocks_read(blocks), self._tile(at.shape)
+        most, tile = self._blocks_read(blocks, at), self._tile(at.shape)
         one = slice(row, row + 1)
         chosen = layer.own["ann_map"][one, :, :, :most]
         k, v, logw = layer.k[one], layer.v[one], layer.logw[one]
@@ -229,39 +289,44 @@ class Ann(AttentionPolicy):
                 meter.add("simulated_pairs_skipped", skipped)
         return torch.cat(out, 2)
 
-    def _blocks_read(self, blocks: Blocks) -> int:
+    def _blocks_read(self, blocks: Blocks, at: Moment) -> int:
         if self.top_p is not None:
             return blocks.all
         if self.k is not None:
             most = -(-self.k // blocks.size)
         else:
             assert self.read is not None
-            most = round(self.read * blocks.all)
+            # of a full cache: while it fills, what it holds is too little to leave much out
+            full = blocks if at.room is None else self._cut(at.shape, at.prompt, at.room)
+            most = round(self.read * full.all)
         return min(blocks.all, max(blocks.always, most, 1))
 
     def _choose(self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter) -> None:
         """Write each tile's blocks to the map: always read, then the likeliest; -1 for none."""
         mass = self._mass(q, layer, at, blocks.all)  # [B, H, tiles, blocks]
         meter.add("macs", q.shape[:3].numel() * blocks.all * layer.own["ann_code"].shape[3])
-        most = self._blocks_read(blocks)
-        always = torch.arange(blocks.always, device=q.device).expand(*mass.shape[:3], -1)
-        rest = mass[..., blocks.always :]
-        best = rest.topk(most - blocks.always, -1)
+        most = self._blocks_read(blocks, at)
+        tiles, own = mass.shape[2], layer.own
+        best = mass[..., blocks.always :].topk(
+            most - blocks.always, -1, sorted=self.top_p is not None
+        )
         ids = best.indices + blocks.always
         if self.top_p is not None:
             # a block is read while the mass before it is still short of top_p
             head = mass[..., : blocks.always].sum(-1, keepdim=True)
             before = head + best.values.cumsum(-1) - best.values
             ids = ids.masked_fill(before >= self.top_p * mass.sum(-1, keepdim=True), -1)
-        tiles = mass.shape[2]
-        layer.own["ann_map"][:, :, :tiles, :most] = torch.cat([always, ids], -1)
+        chosen = own["ann_map"][:, :, :tiles, :most]
+        chosen[..., : blocks.always] = torch.arange(blocks.always, device=q.device)
+        chosen[..., blocks.always :] = ids
+        if "ann_count" in own:
+            own["ann_count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
 
     def _mass(self, q: Tensor, layer: Layer, at: Moment, blocks: int) -> Tensor:
         """Each tile's estimated attention mass on each past block, [B, H, tiles, blocks]."""
-        used = slice(0, blocks)
-        code, scale, weight = (
-            layer.own[name][:, :, used] for name in ("ann_code", "ann_scale", "ann_weight")
-        )
+        if _is_laid(layer) and self.hash == "int8":
+            return gpu.blocks.block_mass(q, *_codes(layer), blocks, self._tile(at.shape))
+        code, scale, weight = (x[:, :, :blocks] for x in _codes(layer))
         grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
         if self.hash == "int8":
             scores = int8_scores(grouped, code, scale)
@@ -301,10 +366,19 @@ def _power(most: int) -> int:
     return 1 << min(max(most, 1), LARGEST).bit_length() - 1
 
 
+def _is_laid(layer: Layer) -> bool:
+    """Whether the layer also holds its past in the order of its blocks, for the GPU's kernels."""
+    return "ann_k" in layer.own and layer.own["ann_k"].dtype == layer.k.dtype
+
+
+def _codes(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.own["ann_code"], layer.own["ann_scale"], layer.own["ann_weight"]
+
+
 def _listed(order: Tensor, ids: Tensor, size: int) -> Tensor:
     """The entries of blocks ids [1, H, tiles, M], -1 where there is none: [..., M * size]."""
     blocks: Tensor = order.unflatten(2, (-1, size))
     blocks = blocks.repeat_interleave(ids.shape[1] // order.shape[1], 1)
-    at = ids.clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, size)
+    at = ids.long().clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, size)
     found: Tensor = blocks.gather(2, at).unflatten(2, ids.shape[2:])
     return found.masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(3)

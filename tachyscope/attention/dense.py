@@ -32,15 +32,26 @@ class Dense(AttentionPolicy):
         pass
 
     def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
-        count(meter, "pairs", q, at.end)
+        first, rest = at.unread
+        count(meter, "pairs", q, at.end - (rest - first))
         return read_all(q, layer, at)
 
 
 def read_all(q: Tensor, layer: Layer, at: Moment) -> Tensor:
-    """Attention over past and now: the slots in use are a prefix, so nothing is copied."""
-    used = slice(0, at.end)
-    logw = None if at.plain else layer.logw[:, :, used]
-    return attention(q, layer.k[:, :, used], layer.v[:, :, used], logw, causal=at.shape.causal)
+    """Attention over past and now: what is seen is one run of slots, so nothing is copied.
+
+    Only where slots in the middle are left out, the runs beside them are put together.
+    """
+    first, rest = at.unread
+
+    def seen(x: Tensor) -> Tensor:
+        if first == rest:
+            return x[:, :, : at.end]
+        run = x[:, :, rest : at.end]
+        return run if first == 0 else torch.cat([x[:, :, :first], run], 2)
+
+    logw = None if at.plain else seen(layer.logw)
+    return attention(q, seen(layer.k), seen(layer.v), logw, causal=at.shape.causal)
 
 
 @final

@@ -21,7 +21,16 @@ class CachePolicy(abc.ABC):
     """Decides which past a layer keeps; its only effect is on the layer handed in."""
 
     paper: ClassVar[str]
-    weighted: ClassVar[bool]  # an entry may stand for several, or a slot in use be empty
+
+    @property
+    def weighted(self) -> bool:
+        """Whether an entry may stand for several, or a slot in use be empty."""
+        return False
+
+    @property
+    def moves(self) -> bool:
+        """Whether what is seen of the past, and where it stands, hangs on the pass."""
+        return False
 
     @property
     @abc.abstractmethod
@@ -49,19 +58,44 @@ class CachePolicy(abc.ABC):
     def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
         """Take the first n entries of now into the past, within budget; entries of past after."""
 
+    def unread(self, layer: Layer, at: Moment, rotate: Rotate) -> tuple[int, int]:
+        """Before a pass, where the policy moves: bring entries to where the pass sees them.
+
+        Returns the slots of the past, from and to, that it does not see.
+        """
+        return 0, 0
+
 
 def held(policy: str, budget: Size, shape: Shape, prompt: int, sink: int, newest: int) -> int:
     """Slots of a bounded cache; raises where the budget is below what must be kept."""
-    slots, frames = budget.entries(shape), sink + newest + shape.chunk
+    slots, now = budget.entries(shape), shape.chunk + shape.ahead
+    frames = sink + newest + now
     floor = prompt + frames * shape.places
     if slots < floor:
         need = f"{-(-floor // shape.places)}f"
         raise TachyscopeError(
             f"cache policy {policy!r}: budget={budget} holds {slots} entries, but {floor} are "
             f"protected (prompt {prompt}, sink {sink}f, newest {newest}f, present chunk "
-            f"{shape.chunk}f): raise budget to {need} or more, or lower sink or newest"
+            f"{now}f): raise budget to {need} or more, or lower sink or newest"
         )
     return slots
+
+
+def keep_near(layer: Layer, past: int, nearest: Tensor, rotate: Rotate) -> None:
+    """Let no entry of the past stand before the latent frame `nearest` [B, Hkv or 1, 1].
+
+    An entry that is moved once is moved ever after, so its own place is not needed again.
+    """
+    assert layer.raw is not None
+    pos = layer.pos[:, :, :past]
+    moved = (pos[..., 0] < nearest).unsqueeze(-1)
+    pos[..., 0] = pos[..., 0].maximum(nearest)
+    groups = pos.shape[1]
+    k, raw = (x[:, :, :past].chunk(groups, 1) for x in (layer.k, layer.raw))
+    # one after the other: angles are float64, and those of all heads together are not small
+    for i in range(groups):
+        own = slice(i, i + 1)
+        k[i].copy_(torch.where(moved[:, own], rotate(raw[i], pos[:, own]), k[i]))
 
 
 def move(layer: Layer, source: int, target: int, count: int) -> None:

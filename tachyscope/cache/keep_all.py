@@ -19,7 +19,6 @@ class KeepAll(CachePolicy):
     """Keep every entry: the dense baseline, and the oracle of every other policy."""
 
     paper: ClassVar[str] = ""
-    weighted: ClassVar[bool] = False
     grows: ClassVar[bool] = True
     raw: ClassVar[bool] = False
 

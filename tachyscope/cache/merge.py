@@ -9,8 +9,9 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate, held, move
+from tachyscope.cache import CachePolicy, Rotate, held, keep_near, move
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels import gpu
 from tachyscope.kernels.merge import alike_features, best_older, fold, roots
 from tachyscope.meter import Meter
 from tachyscope.types import Layer, Moment, Shape, Size
@@ -19,7 +20,7 @@ from tachyscope.types import Layer, Moment, Shape, Size
 @final
 @dataclass(frozen=True)
 class Merge(CachePolicy):
-    """Fold alike entries into one: mean value, + log m on the score.
+    """Let one entry stand for alike ones.
 
     Budget form: entries that leave the `newest` latent frames look for the most alike older entry;
     at every commit exactly as many of the most alike as exceed the budget are folded into theirs,
@@ -30,7 +31,11 @@ class Merge(CachePolicy):
     the two keys' cosine is at least `threshold` the new entry joins it. Nothing bounds the cache.
 
     match: on which vectors entries are compared. keep: whose key and position stand for a group.
+    others: "folded" into the kept one they leave it a mean value and + log m on its score, exact
+    where keys are equal; "dropped" they leave it as it is.
     heads: "shared" compares by the mean over heads, so that all heads keep the same entries.
+    max_distance: an entry further back than so many latent frames before the next chunk stands at
+    that distance.
     """
 
     budget: Size | None = None
@@ -39,10 +44,11 @@ class Merge(CachePolicy):
     newest: int | None = None
     match: Literal["rotated", "unrotated", "key_value"] = "rotated"
     keep: Literal["partner", "newest"] = "newest"
+    others: Literal["folded", "dropped"] = "folded"
     heads: Literal["shared", "each"] = "each"
+    max_distance: int | None = None
 
     paper: ClassVar[str] = "FAST-AR's TempCache, arXiv 2602.01801"
-    weighted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.threshold is not None:
@@ -65,6 +71,17 @@ class Merge(CachePolicy):
                 f"cache policy 'merge': sink and newest must be 0 or more latent frames, "
                 f"got sink={self.sink}, newest={self.newest}"
             )
+        if self.max_distance is not None and (self.max_distance < 1 or self.match == "rotated"):
+            raise TachyscopeError(
+                f"cache policy 'merge': max_distance is 1 or more, and turns keys, so that they "
+                f"cannot be compared rotated, got max_distance={self.max_distance},"
+                f"match={self.match}: set match=unrotated"
+            )
+        if not by_budget and self.others == "dropped":
+            raise TachyscopeError(
+                "cache policy 'merge': others=dropped goes with a budget, got a threshold: "
+                "leave it out, or give a budget instead"
+            )
         if not by_budget and self._newest:
             raise TachyscopeError(
                 f"cache policy 'merge': with a threshold new entries are merged at once, so newest "
@@ -86,6 +103,10 @@ class Merge(CachePolicy):
         return self.threshold is not None
 
     @property
+    def weighted(self) -> bool:
+        return self.others == "folded"
+
+    @property
     def raw(self) -> bool:
         return self.match != "rotated"
 
@@ -96,7 +117,8 @@ class Merge(CachePolicy):
         if self.budget is None:
             return prompt + 8 * shape.chunk_tokens
         slots = held("merge", self.budget, shape, prompt, self._sink, self._newest)
-        if slots - prompt - (self._sink + self._newest + shape.chunk) * shape.places < 1:
+        protected = (self._sink + self._newest) * shape.places + shape.chunk_tokens
+        if slots - prompt - protected < 1:
             raise TachyscopeError(
                 f"cache policy 'merge': budget={self.budget} leaves no entry to merge into beside "
                 f"the protected ones: raise it by at least one entry"
@@ -115,10 +137,15 @@ class Merge(CachePolicy):
         }
 
     def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
-        first = at.prompt + self._sink * at.shape.places
+        first, total = at.prompt + self._sink * at.shape.places, at.past + n
+        newest = layer.pos[:, :, total - 1 : total, 0].clone()
         if self.budget is None:
-            return self._by_threshold(layer, at, n, min(first, at.past), meter)
-        return self._by_budget(layer, at, n, first, meter)
+            past = self._by_threshold(layer, at, n, min(first, at.past), meter)
+        else:
+            past = self._by_budget(layer, at, n, first, meter)
+        if self.max_distance is not None:
+            keep_near(layer, past, newest + 1 - self.max_distance, rotate)
+        return past
 
     def _features(self, layer: Layer, entries: slice) -> Tensor:
         shared = self.heads == "shared"
@@ -129,7 +156,7 @@ class Merge(CachePolicy):
         if self.match == "unrotated":
             return keys
         values = alike_features(layer.v[:, :, entries], shared)
-        return torch.cat([keys, values], -1) / math.sqrt(2)
+        return torch.cat([keys, values], -1).div_(math.sqrt(2))
 
     def _by_budget(self, layer: Layer, at: Moment, n: int, first: int, meter: Meter) -> int:
         assert self.budget is not None
@@ -137,54 +164,81 @@ class Merge(CachePolicy):
         protected = self._newest * at.shape.places
         old = slice(first, max(first, total - protected))
         left = max(0, at.past - protected - first)  # of old, those matched at earlier commits
-        features = self._features(layer, old)
+        rows = old.stop - first - left  # those that look for a partner now
+        width = at.shape.head_dim * (2 if self.match == "key_value" else 1)
+        pairs = at.shape.rows * rows * (old.stop - first)
+        meter.add("macs", pairs * at.shape.kv_heads * width)
+        by_budget = self._on_gpu if self._kernels_suit(layer) else self._on_torch
+        by_budget(layer, old, left, total, max(0, total - kept))
+        return min(total, kept)
+
+    def _kernels_suit(self, layer: Layer) -> bool:
+        by_head = self.heads == "each" and self.match != "key_value"
+        return by_head and gpu.suits(layer.k.device, layer.k.dtype, layer.k.shape[3])
+
+    def _on_gpu(self, layer: Layer, old: slice, left: int, total: int, excess: int) -> None:
+        """As `_on_torch`, by kernels; nothing as large as the keys is made."""
+        from tachyscope.kernels.folding import Entries, choose, fold_groups, slide
+        from tachyscope.kernels.match import match, measure
+
+        keys = layer.k if self.match == "rotated" else layer.raw
+        assert keys is not None
         partner, alike = (layer.own[name][:, :, old] for name in ("slot_partner", "slot_alike"))
-        if left < features.shape[2]:
-            alike[:, :, left:], partner[:, :, left:] = best_older(features, left)
-            rows = features.shape[2] - left
-            meter.add("macs", rows * features.numel())
-        excess = total - kept
-        if excess <= 0:
-            return total
+        if left < partner.shape[2]:
+            alike[:, :, left:], partner[:, :, left:] = match(keys[:, :, old], left)
+        if not excess:
+            return
+        folds = choose(alike, partner, excess)
+        used = slice(old.start, total)
+        held = Entries(**{name: x[:, :, used] for name, x in layer.entries().items()})
+        fold_groups(held, folds, self.keep == "newest", self.others == "folded")
+        slide(held, folds)
+        survivors = partner.shape[2] - excess
+        partner[:, :, :survivors] = folds.heir.view_as(partner[:, :, :survivors])
+        measure(keys[:, :, old], partner[:, :, :survivors], alike[:, :, :survivors])
+
+    def _on_torch(self, layer: Layer, old: slice, left: int, total: int, excess: int) -> None:
+        """Match entries from `left` of old on, then fold `excess` of old and close the gaps."""
+        partner, alike = (layer.own[name][:, :, old] for name in ("slot_partner", "slot_alike"))
+        if left < partner.shape[2]:
+            alike[:, :, left:], partner[:, :, left:] = best_older(self._features(layer, old), left)
+        if not excess:
+            return
         source = alike.topk(excess, 2).indices
-        parent = torch.arange(features.shape[2], device=features.device).expand_as(partner)
+        parent = torch.arange(partner.shape[2], device=partner.device).expand_as(partner)
         parent = parent.scatter(2, source, partner.gather(2, source))
         root = roots(parent)
         self._fold(layer, old, source, root.gather(2, source))
-        survivors = features.shape[2] - excess
-        self._compact(layer, old, source, root, features, survivors)
-        move(layer, old.stop, first + survivors, total - old.stop)
-        return kept
+        survivors = partner.shape[2] - excess
+        self._compact(layer, old, source, root, survivors)
+        move(layer, old.stop, old.start + survivors, total - old.stop)
 
     def _fold(self, layer: Layer, entries: slice, source: Tensor, root: Tensor) -> None:
         """Fold entries `source` into `root` [B, G, e], both counted from the slice's start."""
+        folded = self.others == "folded"
         v, logw = layer.v[:, :, entries], layer.logw[:, :, entries]
-        new_v, new_logw = fold(v, logw, source, root)
+        joined = fold(v, logw, source, root) if folded else None
         if self.keep == "newest":
             self._take_newest(layer, entries, source, root)
-        v.copy_(new_v)
-        logw.copy_(new_logw)
+        if joined is not None:
+            v.copy_(joined[0])
+            logw.copy_(joined[1])
 
     def _take_newest(self, layer: Layer, entries: slice, source: Tensor, root: Tensor) -> None:
-        """Give every root the key and position of its newest member."""
+        """Give every root its newest member's key and position, and value where none is folded."""
         slots = torch.arange(layer.pos[:, :, entries].shape[2], device=root.device)
         order = layer.pos[:, :, entries, 0].long() * len(slots) + slots
         newest = order.scatter_reduce(2, root, order.gather(2, source), "amax")
         member = newest.gather(2, root) % len(slots)
+        taken = ("k", "raw", "pos") if self.others == "folded" else ("k", "raw", "pos", "v")
         for name, x in layer.entries().items():
-            if name in ("k", "raw", "pos"):
+            if name in taken:
                 part = x[:, :, entries]
                 index = root.expand(-1, x.shape[1], -1).unsqueeze(-1)
                 part.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), _take(part, member))
 
     def _compact(
-        self,
-        layer: Layer,
-        old: slice,
-        source: Tensor,
-        root: Tensor,
-        features: Tensor,
-        survivors: int,
+        self, layer: Layer, old: slice, source: Tensor, root: Tensor, survivors: int
     ) -> None:
         """Close the gaps that sources leave, and let partners point where theirs went."""
         gone = torch.zeros_like(root, dtype=torch.bool).scatter_(2, source, True)
@@ -198,8 +252,7 @@ class Merge(CachePolicy):
             x[:, :, kept] = _take(x[:, :, old], order)
         partner[:, :, :survivors] = heir.gather(2, order)
         # an heir is another entry than the one that was measured, and its key may have changed
-        newest = self.keep == "newest"
-        features = self._features(layer, kept) if newest else _take(features, order)
+        features = self._features(layer, kept)
         theirs = _take(features, partner[:, :, :survivors])
         layer.own["slot_alike"][:, :, kept] = (features * theirs).sum(-1)
         layer.own["slot_alike"][:, :, old.start] = -math.inf

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate, held, move
+from tachyscope.cache import CachePolicy, Rotate, held, keep_near, move
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.types import Layer, Moment, Shape, Size
@@ -23,30 +23,50 @@ class Window(CachePolicy):
     is the same as counting positions inside the window: a query meets only differences. With
     `fold`, frames that leave are folded into the sink, place by place: sink · fold + frame ·
     (1 - fold).
+
+    With `view` a pass sees so many latent frames, its own counted: the newest, and right before
+    them the sink, which a clean pass does not see once older frames are out of view.
+    With `max_distance` an entry further back than so many latent frames before the next chunk
+    stands at that distance.
     """
 
     budget: Size = Size(21, True)
     sink: int = 1
     positions: Literal["absolute", "reindexed"] = "absolute"
     fold: float | None = None
+    view: Size | None = None
+    max_distance: int | None = None
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
-    weighted: ClassVar[bool] = False
     grows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.sink < 0:
             raise TachyscopeError(f"cache policy 'window': sink must be 0 or more, got {self.sink}")
-        if self.fold is not None and not (0 <= self.fold <= 1 and self.sink and self.raw):
+        moves = self.positions == "reindexed"
+        if self.fold is not None and not (0 <= self.fold <= 1 and self.sink and moves):
             raise TachyscopeError(
                 f"cache policy 'window': fold is from 0 to 1, and needs a sink and "
                 f"positions=reindexed, got fold={self.fold},sink={self.sink},"
                 f"positions={self.positions}: set these"
             )
+        if self.view is not None and self.positions != "reindexed":
+            raise TachyscopeError(
+                f"cache policy 'window': view={self.view} lets the sink stand right before what is "
+                f"seen, got positions={self.positions}: set positions=reindexed"
+            )
+        if self.max_distance is not None and self.max_distance < 1:
+            raise TachyscopeError(
+                f"cache policy 'window': max_distance must be 1 or more, got {self.max_distance}"
+            )
 
     @property
     def raw(self) -> bool:
-        return self.positions == "reindexed"
+        return self.positions == "reindexed" or self.max_distance is not None
+
+    @property
+    def moves(self) -> bool:
+        return self.view is not None
 
     def groups(self, shape: Shape) -> int:
         return 1
@@ -62,12 +82,26 @@ class Window(CachePolicy):
                 f"{shape.chunk}f, and a budget of whole chunks, got sink={self.sink}f, "
                 f"budget={self.budget}: change these"
             )
+        now = self.sink + shape.chunk + shape.ahead
+        if self.view is not None and self.view.entries(shape) < prompt + now * shape.places:
+            raise TachyscopeError(
+                f"cache policy 'window': view={self.view} is less than the sink and the present "
+                f"chunk of {shape.chunk + shape.ahead}f: raise it to {now}f or more"
+            )
         return slots
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         return {}
 
     def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
+        past, total = self._drop(layer, at, n, rotate), at.past + n
+        if self.max_distance is not None:
+            # what was newest may have moved down, but its position still lies at the end
+            nearest = layer.pos[:, :, total - 1 : total, 0] + 1 - self.max_distance
+            keep_near(layer, past, nearest, rotate)
+        return past
+
+    def _drop(self, layer: Layer, at: Moment, n: int, rotate: Rotate) -> int:
         total = at.past + n
         keep = self.budget.entries(at.shape) - at.shape.chunk_tokens
         if total <= keep:
@@ -76,12 +110,20 @@ class Window(CachePolicy):
         if self.fold is not None:
             self._fold_into_sink(layer, at.prompt, first, first + total - keep)
         move(layer, first + total - keep, first, keep - first)
-        if layer.raw is not None:
-            # in whole frames; with nothing kept behind the sink, the frame that comes next
-            behind = (keep - first - 1) // at.shape.places
-            oldest = layer.pos[:, :, total - 1 : total, 0] - behind
-            self._bring_sink(layer, at, first, oldest, rotate)
+        if self.positions == "reindexed" and self.view is None:
+            self._bring_sink(layer, at, total, keep - first, rotate)
         return keep
+
+    def unread(self, layer: Layer, at: Moment, rotate: Rotate) -> tuple[int, int]:
+        assert self.view is not None
+        first = at.prompt + self.sink * at.shape.places
+        seen = min(at.past, self.view.entries(at.shape) - at.tokens)
+        if at.past < first:
+            return 0, 0
+        if seen < at.past and not any(at.noise):
+            return at.prompt, at.prompt + at.past - seen
+        self._bring_sink(layer, at, at.past, seen - first, rotate)
+        return first, first + at.past - seen
 
     def _fold_into_sink(self, layer: Layer, start: int, first: int, end: int) -> None:
         """Entries from `first` to `end` leave; the sink stands from `start` to `first`."""
@@ -91,12 +133,12 @@ class Window(CachePolicy):
             for leaving in x[:, :, first:end].split(first - start, 2):
                 sink.lerp_(leaving, 1 - self.fold)
 
-    def _bring_sink(
-        self, layer: Layer, at: Moment, first: int, oldest: Tensor, rotate: Rotate
-    ) -> None:
-        """Let the sink stand right before the frame `oldest`."""
-        sink = slice(at.prompt, first)
-        index = torch.arange(first - at.prompt, device=oldest.device) // at.shape.places
+    def _bring_sink(self, layer: Layer, at: Moment, end: int, behind: int, rotate: Rotate) -> None:
+        """Let the sink stand right before the newest `behind` of the entries up to slot `end`."""
+        sink = slice(at.prompt, at.prompt + self.sink * at.shape.places)
+        # in whole frames; with nothing behind the sink, the frame that comes next
+        oldest = layer.pos[:, :, end - 1 : end, 0] - (behind - 1) // at.shape.places
+        index = torch.arange(sink.stop - sink.start, device=oldest.device) // at.shape.places
         layer.pos[:, :, sink, 0] = oldest - self.sink + index
         assert layer.raw is not None
         layer.k[:, :, sink] = rotate(layer.raw[:, :, sink], layer.pos[:, :, sink])

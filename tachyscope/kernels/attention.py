@@ -7,6 +7,17 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tachyscope.kernels import gpu
+
+# what torch would choose by itself is half as fast on a Hopper GPU as cuDNN
+FASTEST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def attention(
@@ -21,15 +32,21 @@ def attention(
         # a token alone: query heads that share their keys are so many queries of one head
         shared = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
         return attention(shared, k, v, logw).reshape(q.shape)
+    gqa = q.shape[1] != k.shape[1]
+    if q.shape[2] >= min(gpu.TILES) and not causal:
+        if logw is None and q.is_cuda and q.dtype.itemsize == 2:
+            with sdpa_kernel(FASTEST, set_priority=True):
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+        # the kernel has no gradient
+        if logw is not None and gpu.suits(q.device, q.dtype, q.shape[3]) and not q.requires_grad:
+            return gpu.flash.flash_attention(q, k, v, logw)
     mask = None if logw is None else bias(logw, q)
     if causal and q.shape[2] > 1:
         s, n = q.shape[2], k.shape[2]
         seen = torch.ones(s, n, dtype=torch.bool, device=q.device).tril(n - s)
         later = torch.zeros(s, n, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
         mask = later if mask is None else mask + later
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
 
 def bias(logw: Tensor, q: Tensor) -> Tensor:

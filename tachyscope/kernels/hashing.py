@@ -30,6 +30,18 @@ def buckets(x: Tensor, bits: int) -> Tensor:
     return ((signs(x, bits) > 0).long() * powers).sum(-1)
 
 
+def order_of(number: Tensor, most: int) -> Tensor:
+    """Indices that bring number [B, H, n], each under `most`, in order; equal ones stay in theirs.
+
+    All heads are sorted at once: a GPU would else take them one after the other.
+    """
+    rows, heads, n = number.shape
+    head = torch.arange(rows * heads, device=number.device).view(rows, heads, 1)
+    narrow = torch.int16 if rows * heads * most <= 2**15 else torch.int32
+    order = (head * most + number).to(narrow).flatten().argsort(stable=True)
+    return order.view(rows, heads, n) - head * n
+
+
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., D] as int8 and a scale [..., 1] a vector."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 127

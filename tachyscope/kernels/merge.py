@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# rows of the similarity matrix made at once: bounds its memory, not its result
-TILE = 4096
+# rows of the similarity matrix made at once, and elements: bound its memory, not its result
+TILE, AT_ONCE = 4096, 2**26
 
 
 def alike_features(x: Tensor, shared: bool) -> Tensor:
@@ -29,9 +29,10 @@ def best_older(features: Tensor, first: int) -> tuple[Tensor, Tensor]:
     Slots are ordered by age. An entry with none before it gets -inf and itself.
     """
     n = features.shape[2]
+    rows = max(1, min(TILE, AT_ONCE // features.shape[:3].numel()))
     cosines, partners = [], []
-    for lo in range(first, n, TILE):
-        hi = min(n, lo + TILE)
+    for lo in range(first, n, rows):
+        hi = min(n, lo + rows)
         cosine = features[:, :, lo:hi] @ features[:, :, :hi].mT
         newer = torch.ones(hi - lo, hi, dtype=torch.bool, device=cosine.device).triu(lo)
         best, index = cosine.masked_fill_(newer, -math.inf).max(-1)
@@ -78,12 +79,16 @@ def fold(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor,
     def rows(index: Tensor) -> Tensor:
         return index.expand(-1, v.shape[1], -1).unsqueeze(-1).expand(-1, -1, -1, v.shape[3])
 
-    # sums in float64: (Σ w v, Σ w) then does not depend on the order of folding
-    own, other = rows(root), rows(source)
-    sums = torch.zeros_like(v, dtype=torch.float64)
-    sums.scatter_add_(2, own, v.gather(2, other) * rows(moved))
+    # a group's sum stands where one of its sources is listed, whichever: sums take no more room
+    # than sources do
+    listed = torch.arange(root.shape[2], device=root.device).expand_as(root)
+    sum_at = rows(torch.zeros_like(w, dtype=torch.int64).scatter(2, root, listed).gather(2, root))
+    # in float64: (Σ w v, Σ w) then does not depend on the order of folding
+    own = rows(root)
+    sums = torch.zeros(sum_at.shape, dtype=torch.float64, device=v.device)
+    sums.scatter_add_(2, sum_at, v.gather(2, rows(source)) * rows(moved))
     before, weight, grown = v.gather(2, own), rows(w.gather(2, root)), rows(total.gather(2, root))
-    joined = (before * weight + sums.gather(2, own)) / grown
+    joined = (before * weight + sums.gather(2, sum_at)) / grown
     # a root that gained nothing keeps its bits; roots listed twice are written twice alike
     joined = torch.where(grown > weight, joined.to(v.dtype), before)
     left = torch.where(source == root, total.gather(2, source), 0.0)

@@ -1,28 +1,22 @@
-"""What a plan saves: work counted by the meter, and time that must first beat its own noise.
-
-`python -m tachyscope.bench cpu` needs neither cyclopts, rich nor av.
-"""
+"""Plans against dense, by turns: whole rollouts, or single chunks after given lengths."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from tachyscope.adapters import Adapter
+from tachyscope.bench.ratios import noise, speed_word, verdict
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
-from tachyscope.models import load
 from tachyscope.notes import notes
 from tachyscope.plan import NAMES, Plan
-from tachyscope.results import Document, check_json, document, emit, size_of
+from tachyscope.results import Document, document, size_of
 from tachyscope.rollout import open_session, parse_plan, rollout
 from tachyscope.session import Session
 
@@ -185,26 +179,6 @@ def warm(model: Adapter, plan: Plan | str, **asked: Any) -> None:
         pass
 
 
-def noise(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The widest ratio, taken both ways, between times of equal runs."""
-    high = max(max(a, b) / min(a, b) for a, b in zip(first, second, strict=True))
-    return 1 / high, high
-
-
-def verdict(ratios: Sequence[float], aa: tuple[float, float]) -> Document:
-    """A ratio's median and range, and whether all of it lies outside the noise on one side.
-
-    Fewer than three ratios show no range, so that they are never real.
-    """
-    low, high = min(ratios), max(ratios)
-    return {
-        "ratio_dense": statistics.median(ratios),
-        "ratio_dense_low": low,
-        "ratio_dense_high": high,
-        "real": len(ratios) >= 3 and (low > aa[1] or high < aa[0]),
-    }
-
-
 def label(plan: Plan | str) -> str:
     """A short name for a plan: its own, or `plan`."""
     return plan if isinstance(plan, str) and plan in NAMES else "plan"
@@ -235,13 +209,6 @@ def lines(found: Document) -> list[str]:
     return out + [f"{row['name']}: {note}" for row in rows for note in row["notes"]]
 
 
-def speed_word(row: Mapping[str, Any]) -> str:
-    """Whether a row's ratio is a speed-up or a slow-down; no verdict where a round is in noise."""
-    if not row["real"]:
-        return "no verdict"
-    return "faster" if row["ratio_dense"] > 1 else "slower"
-
-
 def bench_asked(
     model: Adapter, plans: Sequence[str], *, at: str | None, frames: int, **asked: Any
 ) -> Document:
@@ -262,55 +229,3 @@ def split_plans(text: str) -> list[str]:
             f"plans are texts set apart by ';', got {text!r}: try 'fast;balanced'"
         )
     return found
-
-
-class Parser(argparse.ArgumentParser):
-    """A verb without the command line's packages: argparse, with faults of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise TachyscopeError(message)
-
-    def run(
-        self,
-        words: Sequence[str],
-        measure: Callable[[argparse.Namespace, str], Document],
-        told: Callable[[Document], list[str]],
-    ) -> int:
-        """Measure what the words ask for, tell it, and write it where --json says; an exit code."""
-        self.add_argument("--json", help="a file, or - for the last line of stdout")
-        try:
-            args = self.parse_args(words)
-            check_json(args.json)
-            found = measure(args, f"{self.prog} {shlex.join(words)}")
-            print("\n".join(told(found)))
-            emit(found, args.json)
-        except TachyscopeError as error:
-            print(f"tachyscope: {error}", file=sys.stderr)
-            return 2
-        return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The verb `bench` without the command line's packages."""
-    words = sys.argv[1:] if argv is None else argv
-    about = "Time plans against dense, and dense against itself."
-    parser = Parser("python -m tachyscope.bench", description=about)
-    parser.add_argument("device", choices=["cpu"])
-    parser.add_argument("--model", default="toy-chunks")
-    parser.add_argument("--plans", default="fast;balanced", help="set apart by ';'")
-    parser.add_argument("--frames", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--at", help="latent frames before single chunks, set apart by commas")
-
-    def measure(args: argparse.Namespace, command: str) -> Document:
-        plans = split_plans(args.plans)
-        return bench_asked(
-            load(args.model, device=args.device), plans, at=args.at, frames=args.frames,
-            rounds=args.rounds, command=command,
-        )  # fmt: skip
-
-    return parser.run(words, measure, lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

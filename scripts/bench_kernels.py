@@ -1,0 +1,309 @@
+"""Rates of the attention kernels on a GPU, beside cuDNN's and what stock torch could do instead.
+
+    python scripts/bench_kernels.py --out kernels.json
+
+One chunk of Self-Forcing: 12 heads of 128, 4,680 queries. A rate counts the pairs that are read.
+Each variant is held to the definition on some of its queries before it is timed; one that
+fails is noted and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tachyscope.attention.ann import Ann
+from tachyscope.kernels import gpu
+from tachyscope.kernels.attention import attention_reference
+from tachyscope.kernels.flash import Listed, Setting, flash_attention, flash_listed
+from tachyscope.meter import Meter
+from tachyscope.types import Layer, Moment, Shape
+
+DEVICE, TIMES = torch.device("cuda"), 10
+SHAPE = Shape(
+    layers=1, heads=12, kv_heads=12, head_dim=128, width=1536, grid=(30, 52), chunk=3, passes=5
+)
+LENGTHS = (32768, 131072)
+# queries, keys, warps, stages, programs on a multiprocessor, by descriptors, parts, registers
+PAIR = Setting(128, 64, 8, 2, 2, registers=128)
+WEIGHTED = [
+    Setting(128, 128, 8, 3, 1),
+    PAIR,
+    PAIR._replace(parts=1),
+    Setting(256, 64, 16, 3, 1, registers=128),
+    Setting(128, 32, 8, 4, 2, registers=128),
+    Setting(128, 128, 8, 2, 1, described=False),
+]
+PLAIN = [Setting(128, 128, 8, 3, 1), PAIR]
+LISTED = {
+    128: [Setting(128, 128, 8, 3, 1), PAIR],
+    64: [Setting(128, 64, 8, 4, 1), PAIR, PAIR._replace(described=False)],
+}
+
+Rows = list[dict[str, Any]]
+
+
+def milliseconds(call: Callable[[int], object]) -> float:
+    """The median of what a call takes; it is handed a number, to take other inputs by."""
+    for i in range(3):
+        call(i)
+    spans = []
+    for i in range(TIMES):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call(i)
+        stop.record()
+        spans.append((start, stop))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in spans)
+
+
+def poison(q: Tensor) -> None:
+    """Leave NaN in the memory that the next results will be given."""
+    filled = [torch.full((4, *q.shape), math.nan, device=q.device) for _ in range(2)]
+    filled.append(torch.full_like(q, math.nan))
+    del filled
+
+
+def measure(
+    rows: Rows,
+    what: str,
+    entries: int,
+    pairs: int,
+    call: Callable[[int], Tensor],
+    wrong: Callable[[Tensor], float],
+    q: Tensor,
+    **more: Any,
+) -> float:
+    """Hold a variant to the definition, time it, note it and say it; its milliseconds."""
+    row: dict[str, Any] = {"what": what, "entries": entries, "pairs": pairs} | more
+    rows.append(row)
+    try:
+        poison(q)
+        row["error"] = wrong(call(0))
+        if not row["error"] < 0.03:
+            raise ValueError(f"off by {row['error']:.2g}")
+        row["ms"] = milliseconds(call)
+        row["again_ms"] = milliseconds(call)
+        row["tflops"] = 4 * pairs * q.shape[3] / row["ms"] / 1e9
+        print(
+            f"{what:46} x {entries:6} {row['ms']:8.3f} ms (again {row['again_ms']:.3f}) "
+            f"{row['tflops']:6.0f} TF/s, off by {row['error']:.1e}",
+            flush=True,
+        )
+    except Exception as fault:  # a variant that does not build must not end the others
+        row["fault"] = f"{type(fault).__name__}: {str(fault)[:300]}"
+        print(f"{what:46} x {entries:6} failed: {row['fault'][:160]}", flush=True)
+    return row.get("ms", math.nan)
+
+
+def draw(entries: int, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Queries (three of them), keys, values, log-weights; near queries and near keys are alike."""
+    rng = torch.Generator(DEVICE).manual_seed(seed)
+    heads, width, like = SHAPE.heads, SHAPE.head_dim, {"generator": rng, "device": DEVICE}
+    centres = torch.randn(1, heads, 64, width, **like)
+
+    def some(n: int, run: int) -> Tensor:
+        of = torch.randint(64, (1, heads, -(-n // run)), **like).repeat_interleave(run, 2)[:, :, :n]
+        near = centres.gather(2, of.unsqueeze(-1).expand(-1, -1, -1, width))
+        return (near + torch.randn(1, heads, n, width, **like)).to(torch.bfloat16)
+
+    queries = [some(SHAPE.chunk_tokens, 40) for _ in range(3)]
+    keys, values = some(entries, 7), some(entries, 7)
+    logw = (torch.rand(1, heads, entries, **like) * 40 + 1).log()
+    logw.masked_fill_(torch.rand(logw.shape, **like) < 0.02, -math.inf)
+    return queries, keys, values, logw
+
+
+def dense(rows: Rows, entries: int) -> None:
+    queries, k, v, logw = draw(entries, 0)
+    q = queries[0]
+    pairs = q.shape[:3].numel() * entries
+    some = torch.randperm(q.shape[2], device=DEVICE)[:40]
+    want = {w is None: attention_reference(q[:, :, some], k, v, w) for w in (None, logw)}
+
+    def run(what: str, call: Callable[[Tensor], Tensor], plain: bool, **more: Any) -> None:
+        def wrong(out: Tensor) -> float:
+            return (out[:, :, some].double() - want[plain].double()).abs().max().item()
+
+        measure(rows, what, entries, pairs, lambda i: call(queries[i % 3]), wrong, q, **more)
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
+    settings = WEIGHTED if entries == LENGTHS[0] else WEIGHTED[:1]
+    for setting in settings:
+        run(
+            f"ours, weighted {_spelled(setting)}",
+            lambda q, s=setting: flash_attention(q, k, v, logw, s),
+            False,
+            setting=setting._asdict(),
+        )
+    if entries > LENGTHS[0]:
+        return
+    for setting in PLAIN:
+        run(
+            f"ours, plain {_spelled(setting)}",
+            lambda q, s=setting: flash_attention(q, k, v, None, s),
+            True,
+            setting=setting._asdict(),
+        )
+
+    # log-weight as channels, high part and low; 8 are added, since cuDNN takes eights
+    scale, times = 1 / math.sqrt(SHAPE.head_dim), 16.0
+    bias = (logw / (scale * times)).clamp(min=-6e4)
+    high = bias.to(torch.bfloat16)
+    low = (bias - high.float()).to(torch.bfloat16)
+    wide_k = torch.cat([k, torch.stack([high, low], -1), torch.zeros_like(k[..., :6])], -1)
+    wide_q = [
+        F.pad(torch.cat([q, q.new_full((*q.shape[:3], 2), times)], -1), (0, 6)) for q in queries
+    ]
+    wide_v = F.pad(v, (0, 8))
+    by_q = {q.data_ptr(): wide for q, wide in zip(queries, wide_q, strict=True)}
+    run(
+        "cuDNN, weight as channels of q and k",
+        lambda q: cudnn(by_q[q.data_ptr()], wide_k, wide_v, scale)[..., : v.shape[3]],
+        False,
+    )
+    # m·v and m as value channels; an empty slot is k = 0, m = 0
+    m = logw.exp().unsqueeze(-1)
+    bare_k = k.masked_fill(m == 0, 0.0)
+    mass = torch.cat([v * m, m, torch.zeros_like(m.expand(-1, -1, -1, 7))], -1).to(torch.bfloat16)
+
+    def by_values(q: Tensor) -> Tensor:
+        out = cudnn(q, bare_k, mass)
+        return out[..., : v.shape[3]] / out[..., v.shape[3] : v.shape[3] + 1]
+
+    run("cuDNN, weight in the values", by_values, False)
+
+
+def listed(rows: Rows, entries: int, block: int) -> None:
+    """Policy ann at read 0.2, as a session calls it: index, choose, read."""
+    queries, k, v, logw = draw(entries + SHAPE.chunk_tokens, 1)
+    logw[:, :, entries:] = 0.0
+    policy, meter, q = Ann(read=0.2, block=block), Meter(), queries[0]
+    layer = Layer(k, v, logw, logw, own=policy.tensors(SHAPE, k.shape[2], DEVICE))
+    tokens = SHAPE.chunk_tokens
+    first = Moment(SHAPE, 0, 9, entries, 0, tokens, 0, 5, (1.0,) * 3, plain=False)
+    later = first._replace(step=1, before=(0,))
+    index_ms = milliseconds(lambda i: policy.index(layer, first, entries, meter))
+    policy.attend(q, layer, first, meter)
+    blocks = policy._cut(SHAPE, 0, entries)
+    tile, most = policy._tile(SHAPE), policy._blocks_read(blocks, first)
+    own = layer.own
+    assert "ann_k" in own, "the kernels do not serve this device"
+    past = Listed(
+        own["ann_k"], own["ann_v"], own["ann_logw"], own["ann_map"][..., :most], own["ann_count"],
+        tile, block,
+    )  # fmt: skip
+    pairs = q.shape[:3].numel() * (most * block + tokens)
+    now_k, now_v = (x[:, :, entries:] for x in (k, v))
+
+    def wrong(out: Tensor) -> float:
+        worst = 0.0
+        for h in range(0, SHAPE.heads, 5):
+            for i in (0, past.ids.shape[2] // 2, past.ids.shape[2] - 1):
+                ids = past.ids[0, h, i].long()
+                entry = own["ann_order"][0, h].view(-1, block)[ids].flatten().long()
+                entry = torch.cat([entry[entry >= 0], torch.arange(entries, k.shape[2]).to(DEVICE)])
+                part = slice(i * tile, i * tile + 16)
+                want = attention_reference(
+                    q[:, h : h + 1, part], k[:, h : h + 1, entry], v[:, h : h + 1, entry],
+                    logw[:, h : h + 1, entry],
+                )  # fmt: skip
+                got = out[:, h : h + 1, part]
+                worst = max(worst, (got.double() - want.double()).abs().max().item())
+        return worst
+
+    # the share of blocks that two neighbouring tiles, or the same tiles of two heads, both read
+    read = torch.zeros(*past.ids.shape[1:3], blocks.all, device=DEVICE)
+    read.scatter_(2, past.ids[0].long(), 1.0)
+    tiles_share = (read[:, 1:] * read[:, :-1]).sum(-1).mean().item() / most
+    heads_share = (read[1:] * read[:-1]).sum(-1).mean().item() / most
+    print(
+        f"  blocks of {block}: {most} of {blocks.all} read; {tiles_share:.0%} are the next tile's "
+        f"too, {heads_share:.0%} the next head's",
+        flush=True,
+    )
+    for setting in LISTED[block]:
+        measure(
+            rows, f"ours, blocks of {block} {_spelled(setting)}", entries, pairs,
+            # the map is queries[0]'s: other queries read by it as well
+            lambda i, s=setting: flash_listed(queries[i % 3], now_k, now_v, past, s),
+            wrong, q, setting=setting._asdict(), block=block,
+        )  # fmt: skip
+    more = {"block": block, "index_ms": index_ms, "tiles_share": tiles_share}
+    kept = measure(
+        rows, f"ann, blocks of {block}: a pass that reads", entries, pairs,
+        lambda i: policy.attend(queries[i % 3], layer, later, meter),
+        wrong, q, **more,
+    )  # fmt: skip
+    chosen = measure(
+        rows, f"ann, blocks of {block}: a pass that chooses", entries, pairs,
+        lambda i: policy.attend(queries[0], layer, first, meter), wrong, q, **more,
+    )  # fmt: skip
+    flops = 4 * pairs * SHAPE.head_dim
+    spread = (chosen + 4 * kept) / 5
+    row = {
+        "what": f"ann, blocks of {block}: a chunk's passes", "entries": entries, "pairs": pairs,
+        "choose_ms": chosen - kept, "ms": spread, "tflops": flops / spread / 1e9,
+        "tflops_with_index": flops / (spread + index_ms / 5) / 1e9,
+    }  # fmt: skip
+    rows.append(row | more)
+    print(
+        f"{row['what']:46} x {entries:6} {spread:8.3f} ms {row['tflops']:6.0f} TF/s; choosing "
+        f"{row['choose_ms']:.3f} ms, indexing {index_ms:.3f} ms (with it "
+        f"{row['tflops_with_index']:.0f} TF/s)",
+        flush=True,
+    )
+
+
+def _spelled(s: Setting) -> str:
+    way = "tma" if s.described else "pointers"
+    told = f"{s.queries}x{s.keys} w{s.warps} s{s.stages} {way}"
+    told += f" r{s.registers}" if s.registers else ""
+    return told + (f" p{s.parts}" if s.parts else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    rows: Rows = []
+    with torch.inference_mode():
+        for entries in LENGTHS:
+            dense(rows, entries)
+            for block in LISTED:
+                listed(rows, entries, block)
+    seconds = time.perf_counter() - began
+    print(f"{seconds:.0f} s")
+    if args.out:
+        found = {
+            "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else str(DEVICE),
+            "torch": torch.__version__,
+            "triton": gpu.flash.triton.__version__,
+            "seconds": seconds,
+            "rows": rows,
+        }
+        draft = args.out.with_name(args.out.name + ".draft")
+        draft.write_text(json.dumps(found, indent=1))
+        os.replace(draft, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""One real rollout, chunk by chunk: does it stay as fast, as busy and as large as it was?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tachyscope.adapters.wan import WanAdapter
+from tachyscope.bench.chunks import PROMPT, clear, count_peak, make_chunk, peak_gb, shown_size
+from tachyscope.errors import TachyscopeError
+from tachyscope.results import Document, document
+from tachyscope.rollout import open_session, parse_plan
+from tachyscope.session import Session
+
+SETTLED = 300  # pixel frames, after which a bounded plan must cost the same for ever
+STRETCHES = 10  # parts of the rest, whose median times are compared
+TIME, PEAK = 0.05, 0.02  # how far apart they may lie
+
+
+def bench_rollout(
+    model: WanAdapter,
+    plans: Mapping[str, str],
+    *,
+    frames: int,
+    size: tuple[int, int] | None = None,
+    seed: int = 0,
+    command: str = "",
+    told: Callable[[Document], None] | None = None,
+) -> Document:
+    """Make so many frames by each plan, undecoded; a results document that says what stayed flat.
+
+    `told` is handed the document after every row.
+    """
+    if frames < 1:
+        raise TachyscopeError(f"frames must be 1 or more, got {frames}")
+    rows: list[Document] = []
+    for name, text in plans.items():
+        rows.append({"name": name, **play(model, text, frames=frames, size=size, seed=seed)})
+        if told is not None:
+            told(_document(model, rows, command))
+    return _document(model, rows, command)
+
+
+def _document(model: WanAdapter, rows: Sequence[Document], command: str) -> Document:
+    return document(f"bench-wan-rollout-{model.device.type}", rows, command)
+
+
+@torch.inference_mode()
+def play(
+    model: WanAdapter, plan: str, *, frames: int, size: tuple[int, int] | None, seed: int
+) -> Document:
+    """One rollout's row."""
+    parsed = parse_plan(model, plan)
+    clear(model.device)
+    session: Session = open_session(
+        model, parsed, prompt=PROMPT, frames=frames, size=size, seed=seed
+    )
+    chunks, peaks = [], [0.0, 0.0]
+    begun = time.perf_counter()
+    while model.frames(session.frame) < frames:
+        settled = model.frames(session.frame) >= SETTLED
+        if settled and not peaks[0]:
+            peaks[0] = peak_gb(model.device)
+            count_peak(model.device)
+        chunks.append(make_chunk(model, session))
+    wall = time.perf_counter() - begun
+    peaks[1] = peak_gb(model.device)
+    made = model.frames(session.frame)
+    ms = [chunk["chunk_ms"] for chunk in chunks]
+    row: Document = {
+        "plan": str(parsed),
+        "model": model.name,
+        "size": shown_size(model, session.shape),
+        "frames": made,
+        "latents": session.frame,
+        "fps": 1e3 * made / sum(ms),
+        "fps_wall": made / wall,
+        "cache_mb": session.cache_bytes() / 1e6,
+        "finite": finite(session),
+        "chunk_ms": [round(x, 3) for x in ms],
+        "macs": [chunk["macs"] for chunk in chunks],
+    }
+    if model.device.type == "cuda":
+        row |= {"peak_gb_before": peaks[0] or peaks[1], "peak_gb": peaks[1]}
+    first = next((i for i in range(len(ms)) if _before(model, session, i) >= SETTLED), len(ms))
+    if first < len(ms):
+        row |= flatness(ms[first:], [chunk["macs"] for chunk in chunks[first:]], peaks)
+    return row
+
+
+def _before(model: WanAdapter, session: Session, chunk: int) -> int:
+    return model.frames(chunk * session.shape.chunk)
+
+
+def finite(session: Session) -> bool:
+    """Whether every number that the session remembers is one."""
+    held = [x for layer in session.layers for x in (layer.k, layer.v)]
+    if session.latents is not None:
+        held.append(session.latents)
+    return all(bool(x.isfinite().all()) for x in held)
+
+
+def flatness(ms: Sequence[float], macs: Sequence[float], peaks: Sequence[float]) -> Document:
+    """How far apart a settled rollout's stretches lie, and whether that is flat."""
+    size = max(1, len(ms) // STRETCHES)
+    medians = [statistics.median(ms[i : i + size]) for i in range(0, len(ms) - size + 1, size)]
+    middle = statistics.median(ms)
+    spread = max(medians) / min(medians) - 1
+    grown = peaks[1] / peaks[0] - 1 if peaks[0] else 0.0
+    found: dict[str, Any] = {
+        "settled_ms": middle,
+        "time_spread": spread,
+        "chunks_within": sum(abs(x / middle - 1) <= TIME for x in ms) / len(ms),
+        "slowest": max(ms) / middle,
+        "work_equal": len(set(macs)) == 1,
+        "peak_growth": grown,
+    }
+    return found | {"flat": spread <= TIME and found["work_equal"] and grown <= PEAK}
+
+
+def flat_lines(found: Document) -> list[str]:
+    """A document of `bench_rollout` as a reader wants it."""
+    out = []
+    for row in found["rows"]:
+        out.append(
+            f"{row['name']}: {row['frames']} frames ({row['latents']} latent) of {row['size']} by "
+            f"{row['model']}, {row['fps']:.1f} frames/s ({row['fps_wall']:.1f} by the wall clock), "
+            f"{'all numbers finite' if row['finite'] else 'NOT ALL NUMBERS FINITE'}"
+        )
+        if "peak_gb" in row:
+            out[-1] += f", peak {row['peak_gb']:.2f} GB"
+        if "flat" in row:
+            out.append(
+                f"  from frame {SETTLED} on: {row['settled_ms']:.1f} ms a chunk, stretches within "
+                f"{row['time_spread']:.1%}, {row['chunks_within']:.0%} of the chunks within "
+                f"{TIME:.0%} of the median, the slowest {row['slowest']:.2f}x; counted work "
+                f"{'equal' if row['work_equal'] else 'NOT equal'}; peak memory grew "
+                f"{row['peak_growth']:.1%}: {'flat' if row['flat'] else 'NOT FLAT'}"
+            )
+    return out

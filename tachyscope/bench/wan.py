@@ -1,0 +1,448 @@
+"""Wan-type models at full size: what a chunk takes after so many latent frames, plan by plan.
+
+What a chunk costs hangs on how much its plan remembers. So caches are filled instead of made,
+single chunks are timed at some lengths, and a rollout's rate is the sum over its chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tachyscope.adapters.wan import WanAdapter, random_wan
+from tachyscope.attention.dense import Dense
+from tachyscope.bench.chunks import PROMPT, clear, make_chunk, peak_gb, repeat_chunk, shown_size
+from tachyscope.bench.flat import bench_rollout, flat_lines
+from tachyscope.bench.parts import parts, watched
+from tachyscope.bench.ratios import noise
+from tachyscope.bench.traced import Traced, enlarge, record
+from tachyscope.errors import TachyscopeError
+from tachyscope.fit import ROOM, SIZES, need, on_meta
+from tachyscope.meter import summary
+from tachyscope.models import DTYPES, MODELS, load
+from tachyscope.plan import Plan
+from tachyscope.results import Document, document, emit
+from tachyscope.rollout import open_session, parse_plan, parse_size
+from tachyscope.session import Session
+
+MERGE = "cache=merge:budget=21f"
+HEADLINE = f"{MERGE} attention=ann:read=0.2 text=pads replay=none"
+MAIN = {
+    "dense": "dense",
+    "stock": "stock",
+    "window21": "cache=window:budget=21f",
+    "merge21": MERGE,
+    "read1": f"{MERGE} attention=ann:read=1",
+    "read.3": f"{MERGE} attention=ann:read=0.3",
+    "read.2": f"{MERGE} attention=ann:read=0.2",
+    # of 18 past frames a tenth is less than a sink and a newest one
+    "read.1": f"{MERGE} attention=ann:read=0.1,sink=0",
+    "headline": HEADLINE,
+    "balanced": "balanced",
+    "fast": "fast",
+}
+# a fifth of few frames is less than a sink and a newest one
+FIFTH = "attention=ann:read=0.2,sink=0,newest=0"
+ALL = MAIN | {
+    "budget6": f"cache=merge:budget=6f {FIFTH} text=pads",
+    "budget12": f"cache=merge:budget=12f {FIFTH} text=pads",
+    "budget21": f"cache=merge:budget=21f {FIFTH} text=pads",
+    "text-ann": f"{MERGE} attention=ann:read=0.2 text=ann",
+    "replay.25": f"{HEADLINE} replay=attentive:share=0.25",
+    "replay.5": f"{HEADLINE} replay=attentive:share=0.5",
+}
+TABLES = {"main": MAIN, "all": ALL}
+# latent frames before a timed chunk, where nothing is forgotten; shrunk to what the GPU holds
+LENGTHS = (21, 48, 96, 168, 252, 357, 468)
+# chunks beyond a budget: from there on a bounded plan must cost the same
+BEYOND = (1, 12, 33)
+RIVALS = ("dense", "stock", "window21")
+FRAMES = (480, 1880, 3000)  # pixel frames over which a rate is told
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a plan is timed: at what size, how often, by which kind of session."""
+
+    size: tuple[int, int] | None
+    rounds: int
+    seed: int
+    make: Callable[..., Session] = Session
+
+
+def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanAdapter:
+    """A Wan-type model by its name or its published size, by default with random weights."""
+    if name in SIZES:
+        if weights is not None:
+            raise TachyscopeError(f"{name} is a size, for random weights: leave weights out")
+        if dtype not in DTYPES:
+            raise TachyscopeError(f"no dtype {dtype!r}; there are: {', '.join(DTYPES)}")
+        return random_wan(SIZES[name], device=device, dtype=DTYPES[dtype], name=name)
+    if weights is None and name in MODELS and MODELS[name].weights:
+        weights = "random"
+    model = load(name, weights, device=device, dtype=dtype)
+    if not isinstance(model, WanAdapter):
+        raise TachyscopeError(f"{name} is no Wan-type model: try tachyscope bench cpu")
+    return model
+
+
+def choose_rows(table: str, rows: str | None) -> dict[str, str]:
+    """Plans by row: a table's, or those of a text of names and plans, set apart by `;`."""
+    if rows is None:
+        if table not in TABLES:
+            raise TachyscopeError(f"no table {table!r}; there are: {', '.join(TABLES)}")
+        return TABLES[table]
+    words = [word.strip() for word in rows.split(";") if word.strip()]
+    if not words:
+        raise TachyscopeError(f"rows are set apart by ';', got {rows!r}: try 'dense;headline'")
+    for word in words:
+        if word not in ALL and "=" not in word:
+            raise TachyscopeError(f"no row {word!r}; there are: {', '.join(ALL)}, or a plan")
+    return {word: ALL.get(word, word) for word in words}
+
+
+def bench_wan(
+    model: WanAdapter,
+    plans: Mapping[str, str],
+    *,
+    size: tuple[int, int] | None = None,
+    lengths: Sequence[int] = (),
+    rounds: int = 5,
+    seed: int = 0,
+    traced: bool = False,
+    command: str = "",
+    told: Callable[[Document], None] | None = None,
+) -> Document:
+    """Time each plan's chunks at some lengths; a results document, a row a plan.
+
+    `lengths` are latent frames, by default spread over what the GPU holds, or beyond a bounded
+    plan's budget. `traced` fills caches from a trained model instead of at random. `told` is handed
+    the document after every row.
+    """
+    if rounds < 2 or min(lengths, default=1) < 1:
+        raise TachyscopeError(
+            f"rounds must be 2 or more and lengths 1 or more, got {rounds} and {list(lengths)}"
+        )
+    parsed = {name: parse_plan(model, text) for name, text in plans.items()}
+    shapes = on_meta(model)
+    started = time.perf_counter()
+    clock = Clock(size, rounds, seed)
+    with torch.inference_mode():
+        session: Session = open_session(model, "dense", prompt=PROMPT, size=size, seed=seed)
+        if traced:
+            trace = enlarge(*record(seed), session.shape, session)
+            clock = dataclasses.replace(clock, make=functools.partial(Traced, trace))
+        for _ in range(2):
+            make_chunk(model, session)  # what a process does once
+        del session
+    warm_s = time.perf_counter() - started
+    rows: list[Document] = []
+
+    def found() -> Document:
+        more: Document = {"warm_s": warm_s, "traced": traced}
+        return document(f"bench-wan-{model.device.type}", rows, command, **more)
+
+    for name, plan in parsed.items():
+        at = lengths or default_lengths(shapes, plan, size, _room(model.device))
+        row: Document = {"name": name, "plan": str(plan), "model": model.name}
+        rows.append(row)
+        try:
+            _measure(row, model, plan, at, clock)
+            row["fit_gb"] = _fit_gb(shapes, plan, at, size)
+        except Exception as error:  # one plan's fault must not cost the others their turn
+            row["failed"] = _fault(error)
+        _rates(row, model)
+        _compare(row, rows)
+        if told is not None:
+            told(found())
+    return found()
+
+
+def bench_wan_asked(
+    name: str,
+    weights: str | None = None,
+    *,
+    table: str,
+    rows: str | None,
+    size: str | None,
+    lengths: str | None,
+    rounds: int,
+    rollout: int | None,
+    traced: bool,
+    compile: bool | None,
+    device: str,
+    dtype: str,
+    seed: int,
+    json: str | None,
+    command: str,
+) -> Document:
+    """What the words of a command line ask for; every row is told, and written, when it is done."""
+    if rows is None and rollout is not None:
+        rows = "headline"
+    plans, pixels = choose_rows(table, rows), parse_size(size)
+    words = [word.strip() for word in lengths.split(",")] if lengths else []
+    if not all(word.isdecimal() for word in words):
+        raise TachyscopeError(
+            f"lengths are latent frames set apart by commas, got {lengths!r}: try 21,120"
+        )
+    model = load_sized(name, weights, device, dtype)
+    if model.device.type == "cuda" if compile is None else compile:
+        model.compile()
+
+    def told(found: Document) -> None:
+        print(_short(found["rows"][-1]), file=sys.stderr, flush=True)
+        if json != "-":
+            emit(found, json)  # the machine may go before the last row is done
+
+    asked: Any = {"size": pixels, "seed": seed, "command": command, "told": told}
+    if rollout is not None:
+        return bench_rollout(model, plans, frames=rollout, **asked)
+    latents = [int(word) for word in words]
+    return bench_wan(model, plans, lengths=latents, rounds=rounds, traced=traced, **asked)
+
+
+def _short(row: Document) -> str:
+    if "failed" in row:
+        return f"{row['name']}: {row['failed']}"
+    if "fps" in row:
+        return f"{row['name']}: {row['fps']:.1f} frames/s"
+    return f"{row['name']}: {row['chunk_ms']:.1f} ms a chunk"
+
+
+def default_lengths(
+    shapes: WanAdapter, plan: Plan, size: tuple[int, int] | None, room: float | None
+) -> list[int]:
+    """Latent frames at which a plan's chunks are timed, whole chunks."""
+    shape = shapes.shape(size)
+    if not plan.cache.grows:
+        held = -(-plan.cache.capacity(shape, 0, None) // shape.chunk_tokens)
+        return [shape.chunk * (held + more) for more in BEYOND]
+    most = LENGTHS[-1]
+    if room is not None:
+        one, two = (
+            need(shapes, plan, frames=shapes.frames(n * shape.chunk), size=size).peak
+            for n in (1, 2)
+        )
+        # the last timed chunk needs its own place
+        most = min(most, shape.chunk * int((room - one) / (two - one)))
+    scaled = {shape.chunk * round(n * most / LENGTHS[-1] / shape.chunk) for n in LENGTHS}
+    return sorted(scaled - {0})
+
+
+def _room(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    return ROOM * torch.cuda.get_device_properties(device).total_memory
+
+
+@torch.inference_mode()
+def _measure(
+    row: Document,
+    model: WanAdapter,
+    plan: Plan,
+    lengths: Sequence[int],
+    clock: Clock,
+) -> None:
+    """Fill in a row, point by point, so that what was measured before a fault is kept."""
+    clear(model.device)
+    begun = time.perf_counter()
+    chunk = model.config.chunk
+    reserve = model.frames(_latents(model, lengths))
+    session = open_session(
+        model, plan, prompt=PROMPT, frames=reserve, size=clock.size, seed=clock.seed,
+        make=clock.make,
+    )  # fmt: skip
+    first = make_chunk(model, session)  # waits for the device at its end
+    row["first_chunk_ms"] = 1e3 * (time.perf_counter() - begun)
+    row["size"] = shown_size(model, session.shape)
+    row["frames_chunk"] = model.frames(2 * chunk) - model.frames(chunk)
+    row["grows"] = plan.cache.grows
+    row["points"] = [_point(0, [first], session)]
+    for length in sorted(lengths):
+        session.fill(length)
+        _warm(model, session)
+        at = session.frame
+        takes = [repeat_chunk(model, session) for _ in range(clock.rounds)]
+        row["points"].append(_point((at + session.frame) / 2, takes, session))
+    row["peak_gb"] = peak_gb(model.device)
+    with watched(session):
+        taken = repeat_chunk(model, session)
+    row["parts_ms"] = parts(session, taken)
+    pairs = 4 * taken["pairs"] * session.shape.head_dim  # two products, a multiply and an add
+    spent = row["parts_ms"]
+    row["read_tflops"] = pairs / spent["read"] / 1e9
+    row["chosen_tflops"] = pairs / (spent["read"] + spent["choose"] + spent["index"]) / 1e9
+    last = row["points"][-1]
+    row |= {name: last[name] for name in ("chunk_ms", "host_ms", "aa", "density", "macs")}
+
+
+def _warm(model: WanAdapter, session: Session) -> None:
+    """A library chooses its kernels at the first pass of a length; a policy does its first work."""
+    plan = session.plan
+    if plan.cache.grows and isinstance(plan.attention, Dense):
+        # nothing is done once a chunk, and a long one takes seconds: a fifth of it is enough
+        assert session.latents is not None
+        moves = [0] * session.shape.chunk if model.actions else []
+        model.clean(session, session.latents, moves)
+        session.meter.take()
+    else:
+        repeat_chunk(model, session)
+
+
+def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session) -> Document:
+    ms = [take["chunk_ms"] for take in takes]
+    half = len(ms) // 2
+    found: Document = {
+        "length": length,
+        "chunk_ms": statistics.median(ms),
+        "chunk_ms_all": ms,
+        # the same session against itself, turn about
+        "aa": noise(ms[0 : 2 * half : 2], ms[1 : 2 * half : 2]) if half else None,
+        "host_ms": statistics.median(take["host_ms"] for take in takes),
+        "cache_mb": session.cache_bytes() / 1e6,
+    }
+    total = summary([takes[-1]])
+    names = ("macs", "pairs", "density", "text_density", "rows_computed", "rows_replayed")
+    return found | {name: total[name] for name in names if name in total}
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the GPU's memory ran out: ask for shorter lengths, or a smaller budget"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def _fit_gb(
+    shapes: WanAdapter, plan: Plan, lengths: Sequence[int], size: tuple[int, int] | None
+) -> float:
+    """The peak that was predicted for the row."""
+    frames = shapes.frames(_latents(shapes, lengths))
+    return need(shapes, plan, frames=frames, size=size, prompt=PROMPT).peak / 1e9
+
+
+def _latents(model: WanAdapter, lengths: Sequence[int]) -> int:
+    """Latent frames that a row's last timed chunk ends with, whole chunks."""
+    chunk = model.config.chunk
+    return -(-max(lengths) // chunk) * chunk + chunk
+
+
+def _rates(row: Document, model: WanAdapter) -> None:
+    """Frames a second over whole rollouts, and at their ends."""
+    points = [(p["length"], p["chunk_ms"]) for p in row.get("points", [])]
+    if len(points) < 2:
+        return
+    row["rates"] = {}
+    for frames in FRAMES:
+        starts = chunk_starts(model, frames)
+        if row["grows"] and starts[-1] > points[-1][0]:
+            continue  # how it goes on was not measured
+        ms = [between(points, start) for start in starts]
+        made = model.frames(starts[-1] + model.config.chunk)
+        row["rates"][str(frames)] = {
+            "fps": 1e3 * made / sum(ms),
+            "fps_end": 1e3 * row["frames_chunk"] / ms[-1],
+        }
+
+
+def chunk_starts(model: WanAdapter, frames: int) -> list[int]:
+    """Latent frames before each chunk of a rollout of so many pixel frames."""
+    starts = [0]
+    while model.frames(starts[-1] + model.config.chunk) < frames:
+        starts.append(starts[-1] + model.config.chunk)
+    return starts
+
+
+def between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at x of straight lines through points in order; beyond the last, the last's."""
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def _compare(row: Document, rows: Sequence[Document]) -> None:
+    """How many times as fast as the rows that people would run instead, and if beyond noise."""
+    row["times"] = {}
+    for name in RIVALS:
+        other = next((r for r in rows if r["name"] == name and r is not row), {})
+        shared = [n for n in row.get("rates", {}) if n in other.get("rates", {})]
+        if not shared:
+            continue
+        wide = max(p["aa"][1] for r in (row, other) for p in r["points"] if p["aa"])
+        found: Document = {}
+        for frames in shared:
+            ours, theirs = row["rates"][frames], other["rates"][frames]
+            found[frames] = {key: ours[key] / theirs[key] for key in ours}
+        last = found[shared[-1]]["fps_end"]
+        row["times"][name] = found | {"real": not 1 / wide <= last <= wide}
+
+
+def wan_lines(found: Document) -> list[str]:
+    """A document of `bench_wan` or `bench_rollout` as a reader wants it."""
+    if "rollout" in found["suite"]:
+        return flat_lines(found)
+    machine, rows = found["machine"], found["rows"]
+    width = max(len(row["name"]) for row in rows)
+    done = [row for row in rows if "failed" not in row]
+    out = [
+        f"{rows[0]['model']} {rows[0].get('size', '')}, torch {found['versions']['torch']}, "
+        f"{machine['gpu'] or machine['cpu']}; warm after {found['warm_s']:.0f} s"
+        + (", caches traced from atrium-world" if found["traced"] else ""),
+        "",
+        "ms a chunk after so many latent frames (how far two halves of the rounds lie apart)",
+        *(f"{row['name']:{width}}  {_points(row)}" for row in rows),
+        "",
+        "frames/s over a video of so many frames (at its end); memory; counted work",
+        *(f"{row['name']:{width}}  {_speeds(row)}" for row in done),
+        "",
+        "ms of one chunk by part; TF/s of attention alone, and with choosing and ordering",
+        f"{'':{width}} " + "".join(f"{name:>8}" for name in (done or [{}])[0].get("parts_ms", {})),
+        *(f"{row['name']:{width}} {_parts(row)}" for row in done),
+        "",
+        "times as fast over the longest video that both were measured for (at its end)",
+        *(f"{row['name']:{width}}  {_times(row)}" for row in done if row["times"]),
+    ]
+    return out + [f"{row['name']} failed: {row['failed']}" for row in rows if "failed" in row]
+
+
+def _points(row: Document) -> str:
+    def told(point: Document) -> str:
+        apart = f" ({point['aa'][1] - 1:.1%})" if point["aa"] else ""
+        return f"{point['length']:g}: {point['chunk_ms']:.1f}{apart}"
+
+    return "  ".join(told(point) for point in row.get("points", []))
+
+
+def _speeds(row: Document) -> str:
+    rates = "  ".join(
+        f"{frames}: {rate['fps']:.1f} ({rate['fps_end']:.1f})"
+        for frames, rate in row["rates"].items()
+    )
+    return (
+        f"{rates}  first chunk {row['first_chunk_ms']:.0f} ms  host {row['host_ms']:.0f} ms  "
+        f"peak {row['peak_gb']:.2f} GB (predicted {row['fit_gb']:.2f})  "
+        f"density {row['density']:.1%}  {row['macs'] / 1e12:.1f} TMAC"
+    )
+
+
+def _parts(row: Document) -> str:
+    parts_ms = "".join(f"{ms:8.1f}" for ms in row["parts_ms"].values())
+    return f"{parts_ms}  {row['read_tflops']:.0f}, {row['chosen_tflops']:.0f} TF/s"
+
+
+def _times(row: Document) -> str:
+    def told(name: str, times: Document) -> str:
+        last = times[[key for key in times if key != "real"][-1]]
+        word = "" if times["real"] else ", within noise"
+        return f"{name} {last['fps']:.2f}x ({last['fps_end']:.2f}x{word})"
+
+    return "  ".join(told(name, times) for name, times in row["times"].items())

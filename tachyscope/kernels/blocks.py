@@ -1,0 +1,178 @@
+"""Past entries in blocks, for a GPU: bucket them, lay them in order, guess their mass (Triton)."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tachyscope.kernels.hashing import planes
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LOWEST = tl.constexpr(-1e30)
+
+
+def block_buckets(x: Tensor, bits: int) -> Tensor:
+    """`buckets` of x [B, H, n, D] as int32, with no wide copy of x."""
+    rows, heads, n, width = x.shape
+    out = torch.empty(rows, heads, n, dtype=torch.int32, device=x.device)
+    if x.is_meta or n == 0:
+        return out
+    _buckets[triton.cdiv(n, 64), rows * heads](
+        x, planes(bits, width, x.device), out, *x.stride()[:3], heads, n,
+        D=width, BITS=bits, N=64, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def lay_blocks(
+    k: Tensor, v: Tensor, logw: Tensor, order: Tensor, block: int,
+    laid: tuple[Tensor, Tensor, Tensor], codes: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Copy entries `order` [B, Hkv, blocks * block] (-1: none) of k, v and logw to `laid`.
+
+    k, v [B, Hkv, C, D], logw [B, Hkv or 1, C]; a place without an entry is an empty slot of zeros.
+    With `codes` also write each block's int8 centroid [B, Hkv, blocks, D], its scale
+    [B, Hkv, blocks, 1], and the log of its weight [B, Hkv, blocks].
+    """
+    rows, heads, places = order.shape
+    if k.is_meta:
+        return
+    to_k, to_v, to_logw = laid
+    code, scale, weight = codes or laid
+    _lay[places // block, rows * heads](
+        k, v, logw, order, to_k, to_v, to_logw, code, scale, weight,
+        *k.stride()[:3], *v.stride()[:3], logw.stride(0),
+        logw.stride(1) if logw.shape[1] > 1 else 0, order.stride(1), to_k.shape[2], code.shape[2],
+        heads, CODED=codes is not None, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
+    )  # fmt: skip
+
+
+def block_mass(
+    q: Tensor, code: Tensor, scale: Tensor, weight: Tensor, blocks: int, tile: int
+) -> Tensor:
+    """Each tile's sum over its queries q [B, H, S, D] of their softmax over the first blocks.
+
+    A query's score of a block is `int8_scores` plus the block's weight. Codes [B, Hkv, most, D]
+    int8, scale [B, Hkv, most, 1] and weight [B, Hkv, most]; the masses are [B, H, tiles, blocks].
+    """
+    rows, heads, queries, width = q.shape
+    tiles = triton.cdiv(queries, tile)
+    out = torch.empty(rows, heads, tiles, blocks, dtype=torch.float32, device=q.device)
+    if q.is_meta:
+        return out
+    _mass[tiles, rows * heads](
+        q, code, scale, weight, out, *q.stride()[:3], code.shape[2], heads,
+        heads // code.shape[1], queries, blocks, 1 / math.sqrt(width),
+        D=width, M=tile, N=64, num_warps=max(1, tile // 16),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["heads", "n"])
+def _buckets(
+    x, normals, out, x_b, x_h, x_s, heads, n,
+    D: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    at, at_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
+    x += (row // heads).to(tl.int64) * x_b + (row % heads).to(tl.int64) * x_h
+    there = at < n
+    where = at.to(tl.int64)[:, None] * x_s + at_d[None, :]
+    found = tl.load(x + where, mask=there[:, None], other=0.0).to(tl.float32)
+    number = tl.zeros([N], tl.int32)
+    for bit in tl.static_range(BITS):
+        side = tl.sum(found * tl.load(normals + at_d * BITS + bit)[None, :], 1) >= 0
+        number = number * 2 + side.to(tl.int32)
+    tl.store(out + row.to(tl.int64) * n + at, number, mask=there)
+
+
+@triton.jit(do_not_specialize=["heads", "places", "most"])
+def _lay(
+    k, v, logw, order, to_k, to_v, to_logw, code, scale, weight,
+    k_b, k_h, k_s, v_b, v_h, v_s, w_b, w_h, r_h, places, most, heads,
+    CODED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one head."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    at, at_d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
+    entry = tl.load(order + row.to(tl.int64) * r_h + at).to(tl.int64)
+    there = entry >= 0
+    live = tl.load(logw + b * w_b + h * w_h + entry, mask=there, other=float("-inf"))
+    to = row.to(tl.int64) * places + at
+    tl.store(to_logw + to, live)
+    values = v + b * v_b + h * v_h + entry[:, None] * v_s + at_d
+    tl.store(to_v + to[:, None] * D + at_d, tl.load(values, mask=there[:, None], other=0.0))
+    keys = tl.load(
+        k + b * k_b + h * k_h + entry[:, None] * k_s + at_d, mask=there[:, None], other=0.0
+    )
+    tl.store(to_k + to[:, None] * D + at_d, keys)
+    if CODED:
+        kept = live > float("-inf")
+        members = tl.maximum(tl.sum(kept.to(tl.float32), 0), 1.0)
+        centre = tl.sum(tl.where(kept[:, None], keys.to(tl.float32), 0.0), 0) / members
+        step = tl.maximum(tl.max(tl.abs(centre), 0), 1e-12) / 127
+        mine = row.to(tl.int64) * most + block
+        rounded = tl.floor(centre / step + 0.5).to(tl.int8)
+        tl.store(code + mine * D + tl.arange(0, D), rounded)
+        tl.store(scale + mine, step)
+        top = tl.maximum(tl.max(live, 0), LOWEST)
+        total = tl.maximum(tl.sum(tl.exp2((live - top) * LOG2E), 0), 1e-30)
+        tl.store(weight + mine, tl.maximum(top + tl.log2(total) / LOG2E, LOWEST))
+
+
+@triton.jit(do_not_specialize=["heads", "group", "queries", "blocks", "most"])
+def _mass(
+    q, code, scale, weight, out, q_b, q_h, q_s, most, heads, group, queries, blocks, factor,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One tile of one head's queries: a pass over all blocks for the softmax's sum, one for it."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    b, h = row // heads, row % heads
+    head = (b * (heads // group) + h // group).to(tl.int64)
+    rows = tile * M + tl.arange(0, M)
+    mine, at_d = rows < queries, tl.arange(0, D)[None, :]
+    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    asked = tl.load(q + rows.to(tl.int64)[:, None] * q_s + at_d, mask=mine[:, None], other=0.0)
+    asked = asked.to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(asked), 1), 1e-12) / 127
+    asked = tl.floor(asked / step[:, None] + 0.5).to(tl.int8)
+    step = step * factor
+    code += head * most * D
+    scale += head * most
+    weight += head * most
+    best = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    for start in tl.range(0, blocks, N):
+        scores = _score(asked, step, code, scale, weight, start, blocks, N, D)
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shares = tl.exp2((scores - higher[:, None]) * LOG2E)
+        total = total * tl.exp2((best - higher) * LOG2E) + tl.sum(shares, 1)
+        best = higher
+    inverse = tl.where(mine, 1 / total, 0.0)
+    out += (row * tl.num_programs(0) + tile).to(tl.int64) * blocks
+    for start in tl.range(0, blocks, N):
+        scores = _score(asked, step, code, scale, weight, start, blocks, N, D)
+        shares = tl.exp2((scores - best[:, None]) * LOG2E) * inverse[:, None]
+        at = start + tl.arange(0, N)
+        tl.store(out + at, tl.sum(shares, 0), mask=at < blocks)
+
+
+@triton.jit
+def _score(
+    asked, step, code, scale, weight, start, blocks, N: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Scores [M, N] of blocks from `start` on; minus infinity behind the last."""
+    at = start + tl.arange(0, N)
+    there = at < blocks
+    codes = tl.load(code + at[:, None] * D + tl.arange(0, D)[None, :], mask=there[:, None], other=0)
+    scales = tl.load(scale + at, mask=there, other=0.0)
+    weights = tl.load(weight + at, mask=there, other=float("-inf"))
+    exact = tl.dot(asked, codes.T).to(tl.float32)
+    return exact * step[:, None] * scales[None, :] + weights[None, :]

@@ -1,0 +1,301 @@
+"""Choose the most alike entries, fold them, close the gaps: in place, on a GPU (Triton)."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Entries(NamedTuple):
+    """What a stretch of a cache holds: k, v, raw [B, H, n, D], logw [B, H, n], pos [B, H, n, 3]."""
+
+    k: Tensor
+    v: Tensor
+    logw: Tensor
+    pos: Tensor
+    raw: Tensor | None = None
+
+
+class Folds(NamedTuple):
+    """Which entries are folded into which, and which stay; all int32, R = B * H rows.
+
+    source, root [R, e]: the folded, grouped by root and in order of age in a group.
+    order, heir [R, n - e]: the others, and where each one's partner, or who it was folded into,
+    stands among them.
+    """
+
+    source: Tensor
+    root: Tensor
+    order: Tensor
+    heir: Tensor
+
+
+def choose(alike: Tensor, partner: Tensor, excess: int) -> Folds:
+    """Of entries with partners, both [B, H, n], fold the `excess` most alike, of equals the oldest.
+
+    A partner is older; the first entry has none and is never folded.
+    """
+    b, h, n = alike.shape
+    rows, stay = b * h, n - excess
+
+    def made(size: int) -> Tensor:
+        return torch.empty(rows, size, dtype=torch.int32, device=alike.device)
+
+    parent, slot = made(n), made(n)
+    source, place, order, heir = made(excess), made(excess), made(stay), made(stay)
+    if not alike.is_meta:
+        strides = (*alike.stride()[:2], *partner.stride()[:2])
+        # a row that fits into registers is read once
+        held = n <= 32768
+        size = triton.next_power_of_2(n) if held else 8192
+        _choose[rows,](
+            alike, partner, parent, slot, *strides, h, n, excess, N=size, HELD=held, num_warps=32
+        )
+        _trace[triton.cdiv(n, 256), rows](
+            partner, parent, slot, source, place, order, heir, *partner.stride()[:2], h, n, excess,
+            N=256, num_warps=4,
+        )  # fmt: skip
+    # one sort of all rows, since a place names the row too; stable, so members stay in order of age
+    places, found = place.flatten().sort(stable=True)
+    grouped = source.flatten().gather(0, found)
+    return Folds(grouped.view(rows, excess), (places % n).view(rows, excess), order, heir)
+
+
+def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
+    """With `mean` give every root its group's weight and mean value, as `fold` does.
+
+    With `newest`, also the key and position of its newest member, and without `mean` its value.
+    """
+    k, v, logw, pos, raw = held
+    if k.is_meta:
+        return
+    rows, excess = folds.source.shape
+    n, width = k.shape[2:]
+    other = k if raw is None else raw
+    _fold[excess, rows](
+        k, v, other, logw, pos, folds.source, folds.root,
+        *k.stride()[:3], *v.stride()[:3], *other.stride()[:3],
+        *logw.stride()[:2], *pos.stride()[:3],
+        k.shape[1], n, excess,
+        NEWEST=newest, MEAN=mean, RAW=raw is not None, D=width, M=8, num_warps=1,
+    )  # fmt: skip
+
+
+class Setting(NamedTuple):
+    """How entries are moved; the result does not hang on it."""
+
+    channels: int = 32  # that one program moves, of all entries
+    entries: int = 1024  # at once
+    warps: int = 16
+
+
+def slide(held: Entries, folds: Folds, setting: Setting | None = None) -> None:
+    """Close the gaps that folded entries leave, in place.
+
+    What is held may go on behind the entries that folds speak of; it follows.
+    """
+    k, v, logw, pos, raw = held
+    if k.is_meta:
+        return
+    s = setting or Setting()
+    stay, excess = folds.order.shape[1], folds.source.shape[1]
+    rows, width = k.shape[0] * k.shape[1], k.shape[3]
+    other = k if raw is None else raw
+    channels = min(s.channels, width)
+    _slide[rows, width // channels, 4 if raw is not None else 3](
+        k, v, other, logw, pos, folds.order,
+        *k.stride()[:3], *v.stride()[:3], *other.stride()[:3],
+        *logw.stride()[:2], *pos.stride()[:3],
+        k.shape[1], stay, excess, k.shape[2] - excess,
+        C=channels, N=s.entries, num_warps=s.warps, num_stages=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fixed(x):
+    """Cosines as whole numbers, 2^29 to one, so that two can be added; -inf is below all others."""
+    return (tl.maximum(x, -1.5) * 536870912.0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["heads", "n", "excess"])
+def _choose(
+    alike, partner, parent, slot, a_b, a_h, p_b, p_h, heads, n, excess,
+    N: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """A head's entries: whose parent is their partner, and where the others come to stand."""
+    row = tl.program_id(0)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    alike += b * a_b + h * a_h
+    partner += b * p_b + h * p_h
+    parent += row.to(tl.int64) * n
+    slot += row.to(tl.int64) * n
+    at = tl.arange(0, N)
+    # bisect for the least likeness that is folded: at least `excess` reach low, fewer reach high
+    low = tl.full((), -536871936, tl.int32)
+    high = tl.full((), 536871936, tl.int32)
+    reached = tl.full((), -1, tl.int32)
+    whole = _fixed(tl.load(alike + at, mask=at < n, other=-2.0))
+    while (low + 1 < high) & (reached != excess):
+        middle = (low + high) >> 1
+        if HELD:
+            total = tl.sum((whole >= middle).to(tl.int32))
+        else:
+            count = tl.zeros([N], tl.int32)
+            for start in range(0, n, N):
+                x = _fixed(tl.load(alike + start + at, mask=start + at < n, other=-2.0))
+                count += (x >= middle).to(tl.int32)
+            total = tl.sum(count)
+        enough = total >= excess
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        reached = tl.where(enough, total, reached)
+    count = tl.zeros([N], tl.int32)
+    for start in range(0, n, N):
+        x = _fixed(tl.load(alike + start + at, mask=start + at < n, other=-2.0))
+        count += (x > low).to(tl.int32)
+    equal = excess - tl.sum(count)  # of those at low itself, so many are folded
+    before, level = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for start in range(0, n, N):
+        mine = start + at
+        inside = mine < n
+        x = _fixed(tl.load(alike + mine, mask=inside, other=-2.0))
+        tie = (x == low).to(tl.int32)
+        rank = level + tl.cumsum(tie, 0) - tie
+        gone = ((x > low) | ((x == low) & (rank < equal))).to(tl.int32)
+        older = before + tl.cumsum(gone, 0) - gone
+        other = tl.load(partner + mine, mask=inside, other=0).to(tl.int32)
+        tl.store(parent + mine, tl.where(gone > 0, other, mine), mask=inside)
+        tl.store(slot + mine, mine - older, mask=inside)
+        before += tl.sum(gone)
+        level += tl.sum(tie)
+
+
+@triton.jit(do_not_specialize=["heads", "n", "excess"])
+def _trace(
+    partner, parent, slot, source, place, order, heir, p_b, p_h, heads, n, excess,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Follow partners to one that stays: a folded entry's root, or another's heir."""
+    row = tl.program_id(1)
+    partner += (row // heads).to(tl.int64) * p_b + (row % heads).to(tl.int64) * p_h
+    parent += row.to(tl.int64) * n
+    slot += row.to(tl.int64) * n
+    mine = tl.program_id(0) * N + tl.arange(0, N)
+    inside = mine < n
+    end = tl.load(partner + mine, mask=inside, other=0).to(tl.int32)
+    up = tl.load(parent + end)
+    while tl.max((up != end).to(tl.int32)) > 0:
+        end = up
+        up = tl.load(parent + end)
+    own = tl.load(parent + mine, mask=inside, other=0)
+    gone, stays = inside & (own != mine), inside & (own == mine)
+    now = tl.load(slot + mine, mask=inside, other=0)
+    folded = row.to(tl.int64) * excess + mine - now
+    tl.store(source + folded, mine, mask=gone)
+    tl.store(place + folded, row * n + end, mask=gone)
+    kept = row.to(tl.int64) * (n - excess) + now
+    tl.store(order + kept, mine, mask=stays)
+    tl.store(heir + kept, tl.load(slot + end), mask=stays)
+
+
+@triton.jit(do_not_specialize=["heads", "n", "excess"])
+def _fold(
+    k, v, raw, logw, pos, source, root,
+    k_b, k_h, k_n, v_b, v_h, v_n, r_b, r_h, r_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
+    NEWEST: tl.constexpr, MEAN: tl.constexpr, RAW: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """One group. Only its own program reads its members and writes its root."""
+    row, first = tl.program_id(1), tl.program_id(0)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    source += row.to(tl.int64) * excess
+    root += row.to(tl.int64) * excess
+    k += b * k_b + h * k_h
+    v += b * v_b + h * v_h
+    raw += b * r_b + h * r_h
+    logw += b * w_b + h * w_h
+    pos += b * p_b + h * p_h
+    mine = tl.load(root + first)
+    leads = tl.load(root + first - 1, mask=first > 0, other=-1) != mine
+    if leads:
+        d = tl.arange(0, D)
+        own = tl.load(v + mine * v_n + d)
+        weight = tl.exp(tl.load(logw + mine))
+        total = weight
+        mean = own.to(tl.float32) * weight
+        newest = tl.load(pos + mine * p_n).to(tl.int64) * n + mine
+        at = first
+        more = leads
+        while more:
+            listed = at + tl.arange(0, M)
+            inside = listed < excess
+            theirs = tl.load(root + listed, mask=inside, other=-1) == mine
+            member = tl.load(source + listed, mask=theirs, other=0)
+            if MEAN:
+                w = tl.exp(tl.load(logw + member, mask=theirs, other=-float("inf")))
+                x = tl.load(v + member[:, None] * v_n + d[None, :], mask=theirs[:, None], other=0.0)
+                mean += tl.sum(x.to(tl.float32) * w[:, None], 0)
+                total += tl.sum(w)
+            time = tl.load(pos + member * p_n, mask=theirs, other=0.0).to(tl.int64)
+            newest = tl.maximum(newest, tl.max(tl.where(theirs, time * n + member, -1)))
+            at += M
+            more = tl.sum(theirs.to(tl.int32)) == M
+        if MEAN:
+            # a root that gained nothing keeps its bits
+            mean = tl.where(total > weight, mean / total, own.to(tl.float32))
+            tl.store(v + mine * v_n + d, mean.to(own.dtype))
+            tl.store(logw + mine, tl.log(total))
+        if NEWEST:
+            member = (newest % n).to(tl.int32)
+            tl.store(k + mine * k_n + d, tl.load(k + member * k_n + d))
+            if not MEAN:
+                tl.store(v + mine * v_n + d, tl.load(v + member * v_n + d))
+            if RAW:
+                tl.store(raw + mine * r_n + d, tl.load(raw + member * r_n + d))
+            axis = tl.arange(0, 4)
+            place = tl.load(pos + member * p_n + axis, mask=axis < 3)
+            tl.store(pos + mine * p_n + axis, place, mask=axis < 3)
+
+
+@triton.jit(do_not_specialize=["heads", "stay", "excess", "count"])
+def _slide(
+    k, v, raw, logw, pos, order,
+    k_b, k_h, k_n, v_b, v_h, v_n, r_b, r_h, r_n, w_b, w_h, p_b, p_h, p_n,
+    heads, stay, excess, count, C: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Some channels of all of a head's entries, in order of age."""
+    row, cut, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    order += row.to(tl.int64) * stay
+    c = cut * C + tl.arange(0, C)
+    if part == 0:
+        _move(k + b * k_b + h * k_h, k_n, c, c >= 0, order, stay, excess, count, N)
+    elif part == 1:
+        _move(v + b * v_b + h * v_h, v_n, c, c >= 0, order, stay, excess, count, N)
+    elif part == 2:
+        if cut == 0:
+            axis = tl.arange(0, 4)
+            _move(pos + b * p_b + h * p_h, p_n, axis, axis < 3, order, stay, excess, count, N)
+            axis = tl.arange(0, 1)
+            _move(logw + b * w_b + h * w_h, 1, axis, axis < 1, order, stay, excess, count, N)
+    else:
+        _move(raw + b * r_b + h * r_h, r_n, c, c >= 0, order, stay, excess, count, N)
+
+
+@triton.jit
+def _move(x, x_n, channel, used, order, stay, excess, count, N: tl.constexpr):
+    # An entry never moves up, and those of one turn come from before those of the next: a turn
+    # overwrites nothing that a later one reads, if it has read all of its own
+    for start in range(0, count, N):
+        to = start + tl.arange(0, N)
+        come = tl.load(order + to, mask=to < stay, other=0)
+        come = tl.where(to < stay, come, to + excess)
+        moved = ((to < count) & (come != to))[:, None] & used[None, :]
+        held = tl.load(x + come[:, None] * x_n + channel[None, :], mask=moved)
+        tl.debug_barrier()
+        tl.store(x + to[:, None] * x_n + channel[None, :], held, mask=moved)

@@ -1,0 +1,228 @@
+"""Find every new entry's most alike older one on a GPU, without the matrix of cosines (Triton)."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# below any cosine times a norm, and finite: bits are put into it
+LOWEST = tl.constexpr(-3e38)
+# as torch's normalize: what a norm is at least
+SMALLEST = tl.constexpr(1e-12)
+
+
+class Setting(NamedTuple):
+    """How the kernel is built and launched; the result does not hang on it."""
+
+    rows: int = 128  # entries that look, of a program's tile
+    columns: int = 128  # older entries met at once
+    warps: int = 8
+    stages: int = 2  # of the pipeline that loads them
+    registers: int = 128  # of a thread: two programs share a multiprocessor, one adds, one compares
+    span: int = 4096  # older entries that one program meets in all
+    described: bool = True  # loaded by the copy engine (TMA), else by pointers
+
+
+def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor, Tensor]:
+    """`best_older` of keys k [B, H, n, D] as they are: cosine in float32 and index, both [B, H, m].
+
+    Cosines are compared to within 2^-16 of their size (a column's number takes the lowest bits),
+    the oldest first where they agree so far; the winner's is then measured in float32.
+    """
+    s = setting or Setting()
+    rows, heads, n, width = k.shape
+    found, tiles = n - first, triton.cdiv(n - first, s.rows)
+    parts = triton.cdiv(n, s.span)
+    scale = torch.empty(rows * heads, n, device=k.device)
+    best = torch.empty(parts, rows * heads, found, device=k.device)
+    index = torch.empty_like(best, dtype=torch.int32)
+    cosine = torch.empty(rows, heads, found, device=k.device)
+    partner = torch.empty_like(cosine, dtype=torch.int64)
+    if k.is_meta:
+        return cosine, partner
+    strides = k.stride()[:3]
+    keys = _described(k, s.columns) if s.described else None
+    _norms[triton.cdiv(n, 64), rows * heads](
+        k, scale, *strides, heads, n, D=width, N=64, num_warps=4
+    )
+    _match[tiles, parts, rows * heads](
+        k, keys or k, scale, best, index, *strides, heads, n, first, -s.columns,
+        D=width, M=s.rows, N=s.columns, DESCRIBED=keys is not None,
+        num_warps=s.warps, num_stages=s.stages, maxnreg=s.registers,
+    )  # fmt: skip
+    _settle[triton.cdiv(found, 32), rows * heads](
+        k, best, index, cosine, partner, *strides, heads, n, first, parts,
+        D=width, M=32, num_warps=4,
+    )  # fmt: skip
+    return cosine, partner
+
+
+def _described(k: Tensor, columns: int) -> TensorDescriptor | None:
+    """All heads' keys as rows of one table, where they lie so; a tile may run into the next head's.
+
+    The kernel makes nothing of those.
+    """
+    b, h, n, _ = k.stride()
+    if b % n or h % n:
+        return None
+    rows = 1 + sum((size - 1) * step // n for size, step in zip(k.shape, (b, h, n), strict=False))
+    table = k.as_strided((rows, k.shape[3]), (n, 1))
+    return TensorDescriptor.from_tensor(table, [columns, k.shape[3]])
+
+
+def measure(k: Tensor, partner: Tensor, alike: Tensor) -> None:
+    """Write to alike [B, H, m] the cosine of entries 0…m of k [B, H, n, D] to their partners.
+
+    The first has none older, which is -inf.
+    """
+    rows, heads, _, width = k.shape
+    m = alike.shape[2]
+    if k.is_meta:
+        return
+    _measure[triton.cdiv(m, 32), rows * heads](
+        k, partner, alike, *k.stride()[:3], *partner.stride()[:2], *alike.stride()[:2], heads, m,
+        D=width, M=32, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "n"])
+def _norms(k, scale, k_b, k_h, k_n, heads, n, D: tl.constexpr, N: tl.constexpr):
+    """One over each key's norm."""
+    row = tl.program_id(1)
+    k += (row // heads).to(tl.int64) * k_b + (row % heads).to(tl.int64) * k_h
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    inside = at < n
+    place = at[:, None] * k_n + tl.arange(0, D)[None, :]
+    x = tl.load(k + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    norm = tl.sqrt(tl.sum(x * x, 1))
+    tl.store(scale + row.to(tl.int64) * n + at, 1.0 / tl.maximum(norm, SMALLEST), mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "n", "first", "high"])
+def _match(
+    k, keys, scale, best, index, k_b, k_h, k_n, heads, n, first, high,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """A tile of entries meets one part of those older: its largest cosines, times own norm."""
+    row, part, parts = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
+    start_of_head = (row // heads).to(tl.int64) * k_b + (row % heads).to(tl.int64) * k_h
+    head = (start_of_head // k_n).to(tl.int32)
+    k += start_of_head
+    scale += row.to(tl.int64) * n
+    low = first + tl.program_id(0) * M
+    mine = low + tl.arange(0, M)
+    place = mine[:, None] * k_n + tl.arange(0, D)[None, :]
+    asked = tl.load(k + place, mask=(mine < n)[:, None], other=0.0)
+    # the last entry sees all before it, and parts share that evenly
+    steps = (tl.minimum(low + M, n) - 1 + N - 1) // N
+    start, stop = steps * part // parts, steps * (part + 1) // parts
+    whole = tl.maximum(start, tl.minimum(stop, low // N))
+    top = tl.full([M], LOWEST, tl.float32)
+    at = tl.zeros([M], tl.int32)
+    for step in tl.range(start, whole):
+        top, at = _look(
+            asked, k, keys, scale, step * N, mine, top, at, k_n, head, n, high,
+            False, D, N, DESCRIBED,
+        )  # fmt: skip
+    for step in tl.range(whole, stop):  # here not all are older than all of the tile
+        top, at = _look(
+            asked, k, keys, scale, step * N, mine, top, at, k_n, head, n, high,
+            True, D, N, DESCRIBED,
+        )  # fmt: skip
+    found = n - first
+    out = (part * tl.num_programs(2) + row).to(tl.int64) * found + mine - first
+    tl.store(best + out, top, mask=mine < n)
+    tl.store(index + out, at, mask=mine < n)
+
+
+@triton.jit
+def _look(
+    asked, k, keys, scale, low, mine, top, at, k_n, head, n, high,
+    EDGE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """The running best after N more older entries, from `low` on."""
+    column = tl.arange(0, N)
+    others = low + column
+    # loaded before the product, to arrive while it runs
+    there = (others < n) if EDGE else (column >= 0)
+    norms = tl.load(scale + others, mask=there, other=0.0)
+    if DESCRIBED:
+        met = keys.load([head + low, 0])
+    else:
+        place = others[:, None] * k_n + tl.arange(0, D)[None, :]
+        met = tl.load(k + place, mask=there[:, None], other=0.0)
+    score = tl.dot(asked, met.T) * norms[None, :]
+    if EDGE:
+        score = tl.where(others[None, :] < mine[:, None], score, LOWEST)
+    # One maximum finds value and column: the column takes the value's lowest bits, so that the
+    # older wins where values agree. That is one instruction a value, if all else is known: bits 1
+    # and 2 of a column are a thread's own in the product's layout, so they are left for last; and
+    # of two constants one must be in a register, so the mask is handed in.
+    bits = (score.to(tl.int32, bitcast=True) & high) | ((N - 1 - column) & ~6)[None, :]
+    best = bits.to(tl.float32, bitcast=True).reshape(score.shape[0], N // 8, 4, 2)
+    bits = tl.max(tl.max(best, 3), 1).to(tl.int32, bitcast=True)
+    best = (bits | (6 - 2 * tl.arange(0, 4))[None, :]).to(tl.float32, bitcast=True)
+    won = tl.max(best, 1).to(tl.int32, bitcast=True)
+    value = (won & -N).to(tl.float32, bitcast=True)
+    better = value > top
+    return tl.where(better, value, top), tl.where(better, low + N - 1 - (won & (N - 1)), at)
+
+
+@triton.jit(do_not_specialize=["heads", "n", "first", "parts"])
+def _settle(
+    k, best, index, cosine, partner, k_b, k_h, k_n, heads, n, first, parts,
+    D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """The best of all parts, its cosine measured anew."""
+    row = tl.program_id(1)
+    k += (row // heads).to(tl.int64) * k_b + (row % heads).to(tl.int64) * k_h
+    found = n - first
+    place = tl.program_id(0) * M + tl.arange(0, M)
+    inside = place < found
+    mine = first + place
+    top = tl.full([M], LOWEST, tl.float32)
+    at = tl.zeros([M], tl.int32)
+    for part in range(parts):
+        out = (part * tl.num_programs(1) + row).to(tl.int64) * found + place
+        value = tl.load(best + out, mask=inside, other=LOWEST)
+        older = tl.load(index + out, mask=inside, other=0)
+        better = value > top
+        top, at = tl.where(better, value, top), tl.where(better, older, at)
+    # an entry of zeros may have lost its column: any older one is as good
+    at = tl.maximum(tl.minimum(at, mine - 1), 0)
+    likeness = _cosine(k, mine, at, k_n, inside, D)
+    out = row.to(tl.int64) * found + place
+    tl.store(cosine + out, tl.where(mine > 0, likeness, -float("inf")), mask=inside)
+    tl.store(partner + out, at.to(tl.int64), mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "m"])
+def _measure(
+    k, partner, alike, k_b, k_h, k_n, p_b, p_h, a_b, a_h, heads, m,
+    D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    mine = tl.program_id(0) * M + tl.arange(0, M)
+    inside = mine < m
+    theirs = tl.load(partner + b * p_b + h * p_h + mine, mask=inside, other=0).to(tl.int32)
+    likeness = _cosine(k + b * k_b + h * k_h, mine, theirs, k_n, inside, D)
+    likeness = tl.where(mine > 0, likeness, -float("inf"))
+    tl.store(alike + b * a_b + h * a_h + mine, likeness, mask=inside)
+
+
+@triton.jit
+def _cosine(k, mine, theirs, k_n, inside, D: tl.constexpr):
+    d = tl.arange(0, D)[None, :]
+    x = tl.load(k + mine[:, None] * k_n + d, mask=inside[:, None], other=0.0).to(tl.float32)
+    y = tl.load(k + theirs[:, None] * k_n + d, mask=inside[:, None], other=0.0).to(tl.float32)
+    norms = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), SMALLEST)
+    norms *= tl.maximum(tl.sqrt(tl.sum(y * y, 1)), SMALLEST)
+    return tl.sum(x * y, 1) / norms

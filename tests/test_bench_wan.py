@@ -1,0 +1,262 @@
+"""The benchmark of full-size models, on a toy: what runs on a GPU has run here before."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import tachyscope.bench.wan as wan
+from tachyscope.adapters.wan import WanAdapter
+from tachyscope.adapters.wan_causal import WanCausal
+from tachyscope.attention.dense import Dense
+from tachyscope.bench import flat, main
+from tachyscope.bench.chunks import make_chunk, repeat_chunk
+from tachyscope.bench.flat import bench_rollout, finite, flat_lines, flatness
+from tachyscope.bench.parts import parts, watched
+from tachyscope.bench.traced import Recorder, Traced, enlarge, record
+from tachyscope.bench.wan import (
+    ALL,
+    HEADLINE,
+    MAIN,
+    bench_wan,
+    between,
+    choose_rows,
+    chunk_starts,
+    default_lengths,
+    load_sized,
+    wan_lines,
+)
+from tachyscope.fit import need, on_meta
+from tachyscope.models import load
+from tachyscope.rollout import open_session, parse_plan, rollout
+from tachyscope.session import Session
+
+PARTS = ["read", "choose", "enter", "cross", "mlp", "commit", "index", "rest"]
+SMALL = "cache=merge:budget=8f attention=ann:read=0.6,block=4 text=pads"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("toy-chunks")
+
+
+@pytest.fixture(scope="module")
+def found(model):
+    told = []
+    plans = {"dense": "dense", "window21": "cache=window:budget=21f", "headline": HEADLINE}
+    found = bench_wan(model, plans, lengths=[24, 60], rounds=4, told=told.append)
+    assert [len(document["rows"]) for document in told] == [1, 2, 3]
+    return found
+
+
+def test_every_row_is_measured_at_every_length(found):
+    dense, window, ours = found["rows"]
+    assert found["suite"] == "bench-wan-cpu" and dense["size"] == "64x96"
+    # a chunk is taken back where nothing is forgotten, so that each round has the same length
+    assert [p["length"] for p in dense["points"]] == [0, 24, 60]
+    for row in found["rows"]:
+        assert "failed" not in row
+        assert all(p["chunk_ms"] > 0 and 0 < p["density"] <= 1 for p in row["points"])
+        assert all(p["aa"][0] <= 1 <= p["aa"][1] for p in row["points"][1:])
+        assert row["first_chunk_ms"] > row["points"][0]["chunk_ms"]
+        assert list(row["parts_ms"]) == PARTS
+        assert row["fit_gb"] > 0 and row["read_tflops"] >= row["chosen_tflops"] > 0
+    # dense reads more the longer it is, the others the same
+    macs = [[p["macs"] for p in row["points"][1:]] for row in found["rows"]]
+    assert macs[0][0] < macs[0][1] and macs[1][0] == macs[1][1] and macs[2][0] == macs[2][1]
+    assert ours["parts_ms"]["commit"] > 0 and ours["parts_ms"]["index"] > 0
+
+
+def test_a_rate_is_the_sum_over_a_rollouts_chunks(found, model):
+    dense, window, ours = found["rows"]
+    assert dense["rates"] == {}  # it was not measured that far
+    last = ours["points"][-1]
+    for frames, rate in ours["rates"].items():
+        points = [(p["length"], p["chunk_ms"]) for p in ours["points"]]
+        ms = [between(points, 3 * i) for i in range(int(frames) // 3)]
+        assert rate["fps"] == pytest.approx(1e3 * int(frames) / sum(ms), rel=0.01)
+        assert rate["fps_end"] == pytest.approx(3e3 / last["chunk_ms"])
+        times = ours["times"]["window21"][frames]
+        assert times["fps"] == pytest.approx(rate["fps"] / window["rates"][frames]["fps"])
+    assert "dense" not in ours["times"]
+    assert chunk_starts(model, 7) == [0, 3, 6]
+
+
+def test_lines_go_through_points():
+    points = [(0.0, 10.0), (10.0, 20.0), (20.0, 60.0)]
+    assert [between(points, x) for x in (0, 5, 10, 15, 20, 99)] == [10, 15, 20, 40, 60, 60]
+
+
+def test_a_reader_is_told_all_of_it(found):
+    said = "\n".join(wan_lines(found))
+    for word in ("24: ", "60: ", "frames/s over", "predicted", "commit", "window21 "):
+        assert word in said
+    assert len(said) < 6000
+
+
+def test_a_plan_that_fails_does_not_stop_the_others(model):
+    plans = {"no": "cache=merge:budget=2f", "yes": "dense"}
+    found = bench_wan(model, plans, lengths=[6], rounds=2)
+    assert found["rows"][0]["failed"].startswith("TachyscopeError: cache policy 'merge': budget=2f")
+    assert found["rows"][1]["chunk_ms"] > 0
+    assert any(line.startswith("no failed: ") for line in wan_lines(found))
+
+
+def test_what_was_measured_before_memory_ran_out_is_kept(model, monkeypatch):
+    fill = Session.fill
+
+    def full(self, frames):
+        if frames > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        fill(self, frames)
+
+    monkeypatch.setattr(Session, "fill", full)
+    (row,) = bench_wan(model, {"dense": "dense"}, lengths=[9, 30], rounds=2)["rows"]
+    assert [p["length"] for p in row["points"]] == [0, 9]
+    assert row["failed"].startswith("the GPU's memory ran out: ask for shorter lengths")
+
+
+def test_a_repeated_chunk_leaves_an_unbounded_cache_as_long_as_it_was(model):
+    session = open_session(model, "dense", frames=30)
+    with torch.inference_mode():
+        made = [make_chunk(model, session) for _ in range(3)]
+        before = (session.past, session.frame, session.chunk, session.seen)
+        again = [repeat_chunk(model, session) for _ in range(2)]
+    assert (session.past, session.frame, session.chunk, session.seen) == before
+    assert again[0]["pairs"] == again[1]["pairs"] > made[-1]["pairs"]
+    assert made[0]["frames"] == 3 and made[0]["host_ms"] > 0
+
+
+@pytest.mark.parametrize("plan", ["dense", SMALL, f"{SMALL} replay=attentive:share=0.5"])
+def test_a_watched_chunk_is_the_same_chunk(model, plan):
+    def video(watch):
+        session = open_session(model, plan, seed=3)
+        session.fill(12)
+        with torch.inference_mode():
+            if not watch:
+                return session, make_chunk(model, session)
+            with watched(session):
+                return session, make_chunk(model, session)
+
+    (plain, row), (seen, spans) = video(False), video(True)
+    assert torch.equal(plain.latents, seen.latents)
+    assert {k: spans[k] for k in row if not k.endswith("_ms")} == {
+        k: v for k, v in row.items() if not k.endswith("_ms")
+    }
+    assert seen.plan is not None and seen.plan == plain.plan and "attend" not in vars(seen)
+    by_part = parts(seen, spans)
+    assert sum(by_part.values()) == pytest.approx(spans["chunk_ms"])
+    assert all(by_part[name] > 0 for name in ("read", "enter", "cross", "mlp", "rest"))
+    assert (by_part["index"] > 0.05) == (plan != "dense")
+
+
+def test_rows_are_names_or_plans():
+    assert choose_rows("main", None) == MAIN and choose_rows("all", None) == ALL
+    assert choose_rows("main", "headline; text=pads") == {
+        "headline": HEADLINE,
+        "text=pads": "text=pads",
+    }
+    with torch.device("meta"):
+        full = WanAdapter("shapes", WanCausal(wan.SIZES["wan_1.3b"]))
+    shape = full.shape((480, 832))
+    for text in ALL.values():
+        plan = parse_plan(full, text)
+        plan.check(shape)
+        slots = plan.cache.capacity(shape, 0, None)
+        plan.attention.check(shape, 0, None if plan.cache.grows else slots)
+    assert "merge:budget=21f" in HEADLINE and "ann:read=0.2 text=pads replay=none" in HEADLINE
+
+
+def test_lengths_are_what_the_memory_holds(model):
+    shapes = on_meta(model)
+    dense, bounded = (parse_plan(model, text) for text in ("dense", "cache=merge:budget=21f"))
+    assert default_lengths(shapes, bounded, None, None) == [24, 57, 120]
+    assert default_lengths(shapes, dense, None, None) == list(wan.LENGTHS)
+    room = need(shapes, dense, frames=99).peak
+    lengths = default_lengths(shapes, dense, None, room)
+    assert lengths[-1] == 96 and all(length % 3 == 0 for length in lengths)
+    # the chunk behind the last length is what just fits
+    assert need(shapes, dense, frames=lengths[-1] + 3).peak <= room
+
+
+def test_a_published_size_is_made_of_random_weights(monkeypatch):
+    small = dataclasses.replace(
+        wan.SIZES["wan_1.3b"], dim=96, ffn_dim=64, layers=2, heads=4, text_dim=16
+    )
+    monkeypatch.setitem(wan.SIZES, "wan_1.3b", small)
+    made = load_sized("wan_1.3b", None, "cpu", "bfloat16")
+    assert made.config == small and made.dtype == torch.bfloat16 and made.name == "wan_1.3b"
+
+
+def test_a_rollout_says_what_stayed_flat(model, monkeypatch):
+    monkeypatch.setattr(flat, "SETTLED", 30)
+    plans = {"headline": "cache=merge:budget=9f text=pads", "dense": "dense"}
+    found = bench_rollout(model, plans, frames=90)
+    ours, dense = found["rows"]
+    assert ours["frames"] == ours["latents"] == 90 and ours["finite"]
+    assert len(ours["chunk_ms"]) == len(ours["macs"]) == 30
+    assert ours["work_equal"] and not dense["work_equal"] and not dense["flat"]
+    assert ours["fps"] >= ours["fps_wall"] > 0
+    said = flat_lines(found)
+    assert said[0].startswith("headline: 90 frames (90 latent) of 64x96 by toy-chunks")
+    assert "counted work equal" in said[1] and "NOT equal" in said[3]
+
+
+def test_flat_is_time_work_and_memory():
+    level, work = [100.0, 101.0] * 50, [7.0] * 100
+    assert flatness(level, work, [10.0, 10.1])["flat"]
+    assert flatness([*level[:-1], 300.0], work, [10.0, 10.1])["slowest"] > 2.9
+    assert not flatness([x + i / 10 for i, x in enumerate(level)], work, [10.0, 10.0])["flat"]
+    assert not flatness(level, [*work[:-1], 8.0], [10.0, 10.0])["flat"]
+    assert not flatness(level, work, [10.0, 10.3])["flat"]
+
+
+def test_a_number_that_is_none_is_found(model):
+    session = open_session(model, "dense", frames=12)
+    for _ in rollout(model, frames=6, session=session):
+        pass
+    assert finite(session)
+    with torch.inference_mode():
+        session.layers[1].v[0, 0, 2, 1] = float("nan")
+    assert not finite(session)
+
+
+def test_a_trace_fills_a_larger_model(model):
+    session = open_session(model, "dense", frames=9)
+    trace, small = record()
+    assert len(trace) == 21 and len(trace[0]) == small.layers
+    assert trace[0][0][1].shape == (1, small.kv_heads, small.places, small.head_dim)
+    large = enlarge(trace, small, session.shape, session)
+    shape = session.shape
+    assert len(large) == 7 and len(large[0]) == small.layers
+    q, k, v = large[2][4]
+    assert q.shape == v.shape == (1, shape.heads, shape.chunk_tokens, shape.head_dim)
+    # row 3 of 4 and column 5 of 6, in the second frame, stand at row 6 and column 6 of 8
+    assert (shape.grid, small.grid) == ((4, 6), (8, 8))
+    want, at, place = trace[7][4], 2 * shape.places - 1, 6 * 8 + 6
+    factor = shape.head_dim / small.head_dim
+    dims = min(small.head_dim, shape.head_dim)
+    torch.testing.assert_close(k[0, 3, at, :dims], want[1][0, 3, place, :dims] * factor**-0.25)
+    torch.testing.assert_close(v[0, 3, at, :dims], want[2][0, 3, place, :dims])
+    told = open_session(model, "dense", make=lambda *a, **k: Traced(large, *a, **k))
+    told.fill(3)
+    torch.testing.assert_close(told.layers[0].v[:, :, : shape.chunk_tokens], large[0][0][2])
+    assert isinstance(open_session(model, "dense", make=Recorder).plan.attention, Dense)
+
+
+def test_the_command_runs_it_and_leaves_a_file(tmp_path, capsys):
+    target = tmp_path / "a.json"
+    words = "wan --model toy-chunks --device cpu --dtype float32 --size 64x96 --rounds 2"
+    assert (
+        main([*words.split(), "--rows", "headline", "--lengths", "24", "--json", str(target)]) == 0
+    )
+    out, err = capsys.readouterr()
+    written = json.loads(target.read_text())
+    assert written["rows"][0]["name"] == "headline" and not written["traced"]
+    assert written["command"].startswith("python -m tachyscope.bench wan --model toy-chunks")
+    assert err.startswith("headline: ") and "ms a chunk" in err and "peak" in out
+    assert main([*words.split(), "--rollout", "12", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["rows"][0]["frames"] == 12
+    assert "frames/s" in err

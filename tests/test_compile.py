@@ -1,0 +1,61 @@
+"""Layers compiled once: one program for all of them, and what it gives is what they gave."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tachyscope.adapters.wan import toy_chunks
+from tachyscope.adapters.wan_causal import EAGER, compiled
+from tachyscope.rollout import open_session
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    compiled.cache_clear()
+
+
+def latents(model, plan, chunks, size=None):
+    session = open_session(model, plan, prompt="a red room", size=size)
+    with torch.inference_mode():
+        made = []
+        for _ in range(chunks):
+            made.append(model.sample(session, [0, 1, 2]))
+            session.commit()
+    return torch.cat(made, 2)
+
+
+@pytest.mark.parametrize("plan", ["dense", "fast cache=merge:budget=6f attention=ann:read=0.7"])
+def test_a_compiled_model_makes_the_same_video(plan):
+    model, plain = toy_chunks(), toy_chunks()
+    model.model.compile_layers("aot_eager")
+    torch.testing.assert_close(latents(model, plan, 3), latents(plain, plan, 3))
+
+
+def test_all_layers_chunks_and_passes_share_one_program():
+    model = toy_chunks()
+    model.model.compile_layers("aot_eager")
+    latents(model, "dense", 3)
+    assert counters["stats"]["unique_graphs"] == len(EAGER)
+    assert not counters["graph_break"]
+    # a second model and another plan run what is there, another size its own
+    other = toy_chunks(seed=1)
+    other.model.compile_layers("aot_eager")
+    latents(other, "cache=window:budget=6f text=pads", 2)
+    assert counters["stats"]["unique_graphs"] == len(EAGER)
+    latents(other, "dense", 1, size=(32, 48))
+    assert counters["stats"]["unique_graphs"] == 2 * len(EAGER)
+    assert not counters["graph_break"]
+
+
+def test_a_compiled_model_still_learns():
+    model = toy_chunks()
+    model.model.compile_layers("aot_eager")
+    block = model.model.blocks[0]
+    x, time = torch.randn(1, 6, 96), torch.randn(1, 1, 6, 96)
+    block.remember(lambda layer, q, k, v: (q.sum() + k.sum() + v.sum()).backward(), 0, x, time)
+    assert block.self_attn.k.weight.grad is not None

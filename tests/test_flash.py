@@ -1,0 +1,290 @@
+"""The GPU's attention kernels against their definitions, interpreted: tests/test_gpu.py runs them.
+
+The interpreter multiplies no bfloat16, so they are held to their references in float32.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from streams import CHUNKS, assert_same, play, session
+
+from tachyscope.kernels import gpu
+from tachyscope.kernels.attention import attention, attention_reference
+from tachyscope.kernels.hashing import buckets, int8_scores, order_of, quantise
+from tachyscope.kernels.listed import listed_attention_reference
+from tachyscope.types import Rope
+
+pytest.importorskip("triton")
+from tachyscope.kernels.blocks import block_buckets, block_mass, lay_blocks
+from tachyscope.kernels.flash import (
+    PROCESSORS,
+    SETTINGS,
+    Listed,
+    Setting,
+    _parts,
+    flash_attention,
+    flash_listed,
+    setting_of,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
+
+# by pointers and by descriptors, whole and in parts that are joined
+SMALL = [Setting(16, 16, 4, 2, 1, described, parts) for described in (0, 1) for parts in (1, 3)]
+EACH = pytest.mark.parametrize("setting", SMALL, ids=lambda s: f"described{s.described}x{s.parts}")
+
+
+def _inputs(rng, b, h, kv, s, n, d, groups=1):
+    """As a session hands them over: heads beside each other in memory, a part of longer caches."""
+    q = torch.randn(b, s, h, d, generator=rng).transpose(1, 2)
+    k, v = (torch.randn(b, kv, n + 11, d, generator=rng)[:, :, :n] for _ in range(2))
+    logw = torch.randn(b, groups, n + 10, generator=rng)[:, :, :n]
+    return q, k, v, logw
+
+
+@EACH
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "b, h, kv, s, n",
+    [(1, 1, 1, 16, 16), (2, 4, 2, 20, 35), (1, 2, 2, 5, 3)],
+)
+def test_flash_attention_equals_its_reference(rng, b, h, kv, s, n, weighted, setting):
+    for groups in {1, kv}:
+        q, k, v, logw = _inputs(rng, b, h, kv, s, n, 16, groups)
+        args = (q, k, v, logw if weighted else None)
+        got = flash_attention(*args, setting)
+        assert got.stride() == q.stride()  # what comes after is then a view
+        torch.testing.assert_close(got, attention_reference(*args))
+
+
+@EACH
+def test_empty_slots_are_not_read(rng, setting):
+    q, k, v, logw = _inputs(rng, 1, 4, 2, 20, 90, 16, groups=2)
+    logw[:, :, 5:9] = logw[:, :, 16:48] = logw[:, :, 83:] = -math.inf  # whole tiles among them
+    logw[:, 1, 48:64] = -math.inf
+    want = attention_reference(q, k, v, logw)
+    for fill in (1e4, -1e4):
+        for x in (k, v):
+            x[logw.isinf()] = fill
+        torch.testing.assert_close(flash_attention(q, k, v, logw, setting), want)
+    logw[:] = -math.inf
+    assert torch.equal(flash_attention(q, k, v, logw, setting), torch.zeros_like(q))
+
+
+@EACH
+def test_weights_may_begin_anywhere(rng, setting):
+    q, k, v, logw = _inputs(rng, 1, 2, 2, 16, 60, 16, groups=2)
+    args = (q, k[:, :, 3:], v[:, :, 3:], logw[:, :, 3:])
+    torch.testing.assert_close(flash_attention(*args, setting), attention_reference(*args))
+
+
+def _listed(rng, b, h, kv, blocks, block, tiles, most, d, tile):
+    k, v = (torch.randn(b, kv, blocks * block, d, generator=rng) for _ in range(2))
+    logw = torch.randn(b, kv, blocks * block, generator=rng)
+    logw[:, :, -3:] = -math.inf  # the last block is a part
+    logw[:, :, :block] = -math.inf  # and one is empty
+    ids = torch.rand(b, h, tiles, blocks, generator=rng).argsort(-1)[..., :most].int()
+    counts = torch.randint(0, most + 1, (b, h, tiles), generator=rng, dtype=torch.int32)
+    counts[0, 0, 0] = 0
+    ids[torch.arange(most) >= counts.unsqueeze(-1)] = -1  # behind a list's end stands anything
+    return Listed(k, v, logw, ids, counts, tile, block)
+
+
+def listed_reference(q, k, v, past):
+    """Tile by tile: `listed_attention_reference` over the past's entries and the present ones."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = torch.cat([past.k, k], 2), torch.cat([past.v, v], 2)
+    logw = torch.cat([past.logw, torch.zeros(k.shape[:3], device=k.device)], 2)
+    now, entry = slice(past.k.shape[2], keys.shape[2]), torch.arange(past.block, device=q.device)
+    out = torch.empty_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            kv, row = slice(h // group, h // group + 1), slice(b, b + 1)
+            parts = q[row, h : h + 1].split(past.tile, 2)
+            for i, part in enumerate(parts):
+                blocks = past.ids[b, h, i, : past.counts[b, h, i]].long()
+                listed = (blocks[:, None] * past.block + entry).flatten()[None, None]
+                out[row, h : h + 1, i * past.tile : (i + 1) * past.tile] = (
+                    listed_attention_reference(
+                        part, keys[row, kv], values[row, kv], logw[row, kv], listed, now
+                    )
+                )
+    return out
+
+
+@EACH
+@pytest.mark.parametrize(
+    "b, h, kv, s, now, tile, block",
+    [
+        (2, 2, 1, 40, 21, 32, 16),  # two tiles of the kernel read one list; the last is a part
+        (1, 2, 2, 20, 5, 16, 32),  # a block is two steps, now less than one
+    ],
+)
+def test_flash_listed_equals_its_reference(rng, b, h, kv, s, now, tile, block, setting):
+    q, k, v, _ = _inputs(rng, b, h, kv, s, now, 16)
+    past = _listed(rng, b, h, kv, 7, block, -(-s // tile) + 1, 5, 16, tile)
+    got = flash_listed(q, k, v, past, setting)
+    torch.testing.assert_close(got, listed_reference(q, k, v, past))
+    # a map is a part of a longer one, whose lists end where they will
+    wide = torch.cat([past.ids, past.ids], -1)[..., : past.ids.shape[3]]
+    assert torch.equal(flash_listed(q, k, v, past._replace(ids=wide), setting), got)
+
+
+def test_settings_fit_what_they_are_chosen_for():
+    for (head_dim, block), setting in SETTINGS.items():
+        assert head_dim in gpu.HEAD_DIMS and block in gpu.BLOCKS and setting.keys == block
+        for tile in gpu.TILES:
+            found = setting_of(head_dim, tile, block)
+            assert tile % found.queries == 0 and found.warps % 4 == 0
+    assert len(SETTINGS) == len(gpu.HEAD_DIMS) * len(gpu.BLOCKS)
+
+
+def test_entries_are_cut_where_that_fills_the_device():
+    setting = SETTINGS[128, 128]
+    assert _parts(PROCESSORS, 32768, 128, setting, PROCESSORS) == 1
+    # 3.4 rounds of programs take 4; of halves, 7
+    assert _parts(444, 32768, 128, setting, PROCESSORS) == 2
+    assert _parts(444, 512, 128, setting, PROCESSORS) == 1  # joining would cost more
+    assert _parts(1, 100, 128, setting, PROCESSORS) == 1
+
+
+def test_order_of_sorts_every_head_and_keeps_ties(rng):
+    for rows, heads, most in ((2, 3, 4), (2, 80, 256)):  # narrow keys, and wide
+        number = torch.randint(0, most, (rows, heads, 50), generator=rng)
+        assert torch.equal(order_of(number, most), number.argsort(dim=-1, stable=True))
+    assert order_of(number[:, :, :0], most).shape == (2, 80, 0)
+
+
+def test_block_buckets_equals_buckets(rng):
+    x = torch.randn(2, 3, 110, 16, generator=rng)[:, :, 5:105]
+    assert torch.equal(block_buckets(x, 8).long(), buckets(x, 8))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_laid_blocks_hold_their_entries_and_codes(rng, groups):
+    _, k, v, logw = _inputs(rng, 2, 3, 3, 1, 90, 16, groups)
+    logw[:, :, ::7] = -math.inf
+    order = torch.rand(2, 3, 90, generator=rng).argsort(-1)
+    order[:, :, 16:32] = -1  # a block of none
+    order = torch.cat([order, torch.full((2, 3, 6), -1)], -1)
+    laid = [torch.full((2, 3, 9 * 16, *tail), math.nan) for tail in ((16,), (16,), ())]
+    code = torch.zeros(2, 3, 9, 16, dtype=torch.int8)
+    scale, weight = torch.full((2, 3, 9, 1), math.nan), torch.full((2, 3, 9), math.nan)
+    lay_blocks(k, v, logw, order.int(), 16, tuple(laid), (code, scale, weight))
+    at, none = order.clamp(min=0), order < 0
+    for got, x in zip(laid, (k, v, logw.expand(-1, 3, -1)), strict=True):
+        index = at if x.dim() == 3 else at.unsqueeze(-1).expand(-1, -1, -1, 16)
+        want = x.gather(2, index)
+        want[none] = -math.inf if x.dim() == 3 else 0.0
+        assert torch.equal(got[:, :, :96], want)
+        assert got[:, :, 96:].isnan().all()
+    weights = laid[2][:, :, :96].unflatten(2, (6, 16))
+    live = (weights > -math.inf).unsqueeze(-1)
+    keys = (laid[0][:, :, :96].unflatten(2, (6, 16)) * live).sum(3) / live.sum(3).clamp(min=1)
+    want_code, want_scale = quantise(keys)
+    assert torch.equal(code[:, :, :6], want_code)
+    torch.testing.assert_close(scale[:, :, :6], want_scale)
+    torch.testing.assert_close(weight[:, :, :6], weights.logsumexp(-1).clamp(min=-1e30))
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+def test_block_mass_sums_a_softmax_over_blocks(rng, tile):
+    q = torch.randn(2, 40, 6, 16, generator=rng).transpose(1, 2)
+    code, scale = quantise(torch.randn(2, 3, 90, 16, generator=rng))
+    weight = torch.randn(2, 3, 90, generator=rng)
+    weight[:, :, 7] = -1e30  # a block of empty slots
+    got = block_mass(q, code, scale, weight, 70, tile)
+    used = (x[:, :, :70].repeat_interleave(2, 1) for x in (code, scale, weight))
+    code, scale, weight = used
+    share = (int8_scores(q, code, scale) + weight.unsqueeze(2)).softmax(-1)
+    want = torch.stack([part.sum(2) for part in share.split(tile, 2)], 2)
+    torch.testing.assert_close(got, want)
+    assert got[..., 7].max() == 0
+
+
+# two tiles a pass, the last of them a part; several blocks a frame
+LARGE = replace(CHUNKS, head_dim=64, grid=(6, 8), layers=1)
+TURNS = Rope(((20, (1, 0, 0)), (22, (0, 1, 0)), (22, (0, 0, 1))))
+
+
+@pytest.fixture
+def kernels_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(gpu, "DEVICES", ("cpu",))
+    monkeypatch.setattr(gpu, "DTYPE", torch.float32)
+
+
+def _play(plan, chunks=4):
+    at = session(LARGE, plan, torch.float32)
+    at.rope, at._turning = TURNS, TURNS.turning(at.device)
+    return at, play(at, chunks)
+
+
+@pytest.mark.parametrize(
+    "cache, attention",
+    [
+        ("keep_all", "ann:read=0.7,block=32,tile=64,sink=0"),
+        ("merge:budget=7f", "ann:read=0.7,block=32,tile=64,sink=0,hash=lsh"),
+        ("merge:budget=7f", "ann:k=130,block=32,tile=64,newest=0,dense_passes=0.3"),
+        ("merge:budget=7f", "ann:top_p=0.6,block=32,tile=64,sink=0"),
+    ],
+)
+def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
+    plan = f"cache={cache} attention={attention}"
+    stock, want = _play(plan)
+    request.getfixturevalue("kernels_on_the_cpu")
+    at, got = _play(plan)
+    assert "ann_k" in at.layers[0].own and "ann_k" not in stock.layers[0].own
+    assert_same(got, want, 1e-4)
+    ours, theirs = at.meter.take(), stock.meter.take()
+    if "top_p" not in attention:  # there stock torch, on the CPU, reads no empty place of a block
+        assert ours["pairs"] == theirs["pairs"]
+        assert ours["macs"] == theirs["macs"]
+    assert theirs["pairs"] <= ours["pairs"] < 0.95 * ours["pairs_dense"]
+    assert not any(name.startswith("simulated") for name in ours)
+
+
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+def test_a_state_carries_what_the_kernels_read():
+    plan = "attention=ann:read=0.7,block=32,tile=64"
+    at, _ = _play(plan, 3)
+    other, _ = _play(plan, 1)
+    other.restore(at.state())
+    assert torch.equal(other.layers[0].own["ann_k"], at.layers[0].own["ann_k"])
+
+
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+def test_attention_takes_the_kernel_where_it_suits(rng, monkeypatch):
+    calls = []
+    real = gpu.flash.flash_attention
+    monkeypatch.setattr(gpu.flash, "flash_attention", lambda *args: calls.append(1) or real(*args))
+    q, k, v, logw = _inputs(rng, 1, 2, 2, 64, 70, 64)
+    torch.testing.assert_close(attention(q, k, v, logw), attention_reference(q, k, v, logw))
+    assert len(calls) == 1
+    for other in (
+        (q, k, v, None, False),
+        (q, k, v, logw, True),
+        (q[:, :, :63], k, v, logw, False),
+        (q.double(), k.double(), v.double(), logw, False),
+        (q[..., :12], k[..., :12], v[..., :12], logw, False),
+        (q.clone().requires_grad_(), k, v, logw, False),
+    ):
+        torch.testing.assert_close(attention(*other), attention_reference(*other))
+    assert len(calls) == 1
+    monkeypatch.setattr(gpu, "flash", None)  # where there is no Triton
+    torch.testing.assert_close(attention(q, k, v, logw), attention_reference(q, k, v, logw))
+
+
+def test_what_the_kernels_hold_is_declared_without_data():
+    shape = replace(LARGE, heads=12, kv_heads=12, head_dim=128, grid=(30, 52), chunk=3)
+    at = session(shape, "attention=ann:read=0.2", torch.bfloat16, frames=21)
+    meta = at.plan.attention.tensors(shape, at.layers[0].k.shape[2], torch.device("meta"))
+    own = at.layers[0].own
+    assert set(meta) - set(own) == {"ann_k", "ann_v", "ann_logw", "ann_count"}
+    places = own["ann_order"].shape[2]
+    assert meta["ann_k"].shape == meta["ann_v"].shape == (1, 12, places, 128)
+    assert meta["ann_k"].dtype == torch.bfloat16
+    assert places < 1.01 * 21 * 1560
+    for name in own:
+        assert meta[name].shape == own[name].shape and meta[name].dtype == own[name].dtype

@@ -1,0 +1,214 @@
+"""The GPU's kernels for matching and folding against their definitions.
+
+Where there is no GPU they are interpreted; the interpreter multiplies no bfloat16.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from streams import CHUNKS, ROPE
+
+from tachyscope.cache.merge import Merge
+from tachyscope.fit import need, sized
+from tachyscope.kernels.merge import alike_features, best_older_reference, fold_reference, roots
+from tachyscope.plan import Plan
+from tachyscope.session import Session
+
+pytest.importorskip("triton")
+from tachyscope.kernels import folding
+from tachyscope.kernels.match import Setting, match, measure
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+SMALL = Setting(rows=64, columns=32, warps=4, span=100)
+
+
+def _keys(rng, b, h, n, d):
+    """Keys that recur with some noise, in the middle of a longer cache."""
+    base = torch.randn(b, h, 20, d, generator=rng)
+    pick = torch.randint(20, (n + 24,), generator=rng)
+    k = base[:, :, pick] + 0.3 * torch.randn(b, h, n + 24, d, generator=rng)
+    return k.to(DEVICE, DTYPE)[:, :, 8 : n + 8]
+
+
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("first", [0, 1, 131])
+@pytest.mark.parametrize("shape", [(2, 2, 200, 64), (1, 1, 150, 128)])
+def test_match_equals_its_reference(rng, shape, first, described):
+    k = _keys(rng, *shape)
+    setting = SMALL._replace(described=described)
+    cosine, partner = match(k, first, setting)
+    features = alike_features(k, shared=False).double().cpu()
+    want, want_partner = best_older_reference(features, first)
+    cosine, partner = cosine.cpu().double(), partner.cpu()
+    # as good as the best to what a column's number leaves of the bits, and measured exactly
+    torch.testing.assert_close(cosine, want, rtol=2**-16, atol=1e-6)
+    assert (partner == want_partner).double().mean() > 0.99
+    theirs = features.gather(2, partner[..., None].expand(-1, -1, -1, shape[3]))
+    exact = (features[:, :, first:] * theirs).sum(-1)
+    exact[:, :, : 1 - min(first, 1)] = -math.inf
+    torch.testing.assert_close(cosine, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_of_equals_the_oldest_is_found(rng):
+    one = torch.randn(1, 1, 1, 64, generator=rng).to(DEVICE, DTYPE)
+    cosine, partner = match(one.expand(-1, -1, 140, -1).contiguous(), 0, SMALL)
+    assert partner.max() == 0
+    torch.testing.assert_close(cosine[:, :, 1:], torch.ones_like(cosine[:, :, 1:]))
+
+
+def test_keys_of_zeros_have_an_older_partner():
+    k = torch.zeros(1, 1, 140, 64, device=DEVICE, dtype=DTYPE)
+    cosine, partner = match(k, 0, SMALL)
+    assert (partner[0, 0, 1:].cpu() < torch.arange(1, 140)).all()
+    assert cosine[0, 0, 0] == -math.inf and (cosine[0, 0, 1:] == 0).all()
+
+
+def test_keys_that_lie_place_by_place_are_read_by_pointers(rng):
+    k = _keys(rng, 1, 3, 80, 64)
+    turned = k.transpose(1, 2).contiguous().transpose(1, 2)
+    for got, want in zip(match(turned, 9, SMALL), match(k, 9, SMALL), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_measure_gives_the_cosine_to_partners(rng):
+    k = _keys(rng, 2, 2, 70, 64)
+    partner = (torch.rand(2, 2, 70, generator=rng) * torch.arange(70)).long()
+    alike = torch.full((2, 2, 90), math.nan, device=DEVICE)[:, :, 7:77]
+    measure(k, partner.to(DEVICE), alike)
+    x = alike_features(k, shared=False).cpu()
+    want = (x * x.gather(2, partner[..., None].expand_as(x))).sum(-1)
+    want[:, :, 0] = -math.inf
+    torch.testing.assert_close(alike.cpu(), want, rtol=1e-6, atol=1e-6)
+
+
+def _chosen(rng, b, h, n, excess, ties=False):
+    alike = torch.rand(b, h, n, generator=rng) * 2 - 1
+    if ties:
+        alike = (alike * 4).round() / 4
+    alike[:, :, 0] = -math.inf
+    partner = (torch.rand(b, h, n, generator=rng) * torch.arange(n)).long()
+    return alike, partner, folding.choose(alike.to(DEVICE), partner.to(DEVICE), excess)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("n, excess", [(300, 70), (300, 1), (40, 39)])
+def test_the_most_alike_are_chosen_and_partners_followed(rng, n, excess, ties):
+    alike, partner, folds = _chosen(rng, 2, 2, n, excess, ties)
+    # of equals the oldest first: a stable sort
+    source = alike.argsort(dim=2, descending=True, stable=True)[:, :, :excess]
+    slots = torch.arange(n).expand_as(partner)
+    root = roots(slots.scatter(2, source, partner.gather(2, source)))
+    for row, (r, s, p) in enumerate(
+        zip(root.flatten(0, 1), source.flatten(0, 1), partner.flatten(0, 1), strict=True)
+    ):
+        want = sorted((r[i].item(), i) for i in s.tolist())
+        got = zip(folds.root[row].tolist(), folds.source[row].tolist(), strict=True)
+        assert list(got) == want
+        stay = sorted(set(range(n)) - set(s.tolist()))
+        assert folds.order[row].tolist() == stay
+        assert folds.heir[row].tolist() == [stay.index(r[p[i]]) for i in stay]
+
+
+def _layer(rng, b, h, n, d, dtype):
+    k, v, raw = (torch.randn(b, h, n, d, generator=rng).to(DEVICE, dtype) for _ in range(3))
+    logw = torch.rand(b, h, n, generator=rng).to(DEVICE)
+    pos = torch.randint(9, (b, h, n, 3), generator=rng).to(DEVICE, torch.float32)
+    return folding.Entries(k, v, logw, pos, raw)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
+def test_folded_groups_equal_their_reference(rng, dtype, tolerance):
+    b, h, n, excess = 2, 2, 60, 50  # groups larger than are read at once
+    *_, folds = _chosen(rng, b, h, n, excess)
+    held = _layer(rng, b, h, n, 16, dtype)
+    k, v, logw, pos, _ = held
+    keys, places = k.clone(), pos.clone()
+    source, root = (x.view(b, h, excess).long().cpu() for x in (folds.source, folds.root))
+    assert torch.unique(root, return_counts=True)[1].max() > 8
+    want_v, want_w = fold_reference(v.cpu(), logw.cpu(), source, root)
+    folding.fold_groups(held, folds, newest=True, mean=True)
+    stay = folds.order.view(b, h, -1).long()
+    at = stay[..., None].expand(-1, -1, -1, 16)
+    got = logw.gather(2, stay).cpu()
+    torch.testing.assert_close(got, want_w.gather(2, stay.cpu()), rtol=1e-6, atol=1e-6)
+    got, want = v.gather(2, at).cpu(), want_v.gather(2, at.cpu())
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    for i, j in [(i, j) for i in range(b) for j in range(h)]:
+        for slot in stay[i, j].tolist():
+            group = [slot, *source[i, j][root[i, j] == slot].tolist()]
+            newest = max(group, key=lambda s: (places[i, j, s, 0].item(), s))
+            assert torch.equal(k[i, j, slot], keys[i, j, newest])
+            assert torch.equal(pos[i, j, slot], places[i, j, newest])
+
+
+@pytest.mark.parametrize("entries", [16, 1024])
+def test_sliding_closes_the_gaps_in_place(rng, entries):
+    b, h, n, excess, behind = 2, 2, 100, 30, 15
+    *_, folds = _chosen(rng, b, h, n, excess)
+    held = _layer(rng, b, h, n + behind, 32, DTYPE)
+    before = [x.clone() for x in held]
+    folding.slide(held, folds, folding.Setting(16, entries, 4))
+    tail = torch.arange(n, n + behind, device=DEVICE).expand(b, h, -1)
+    order = torch.cat([folds.order.view(b, h, -1), tail], 2)
+    for x, old in zip(held, before, strict=True):
+        index = order if x.dim() == 3 else order[..., None].expand(-1, -1, -1, x.shape[3])
+        assert torch.equal(x[:, :, : n + behind - excess], old.gather(2, index))
+
+
+SHAPE = dataclasses.replace(CHUNKS, head_dim=64 if DEVICE == "cuda" else 16)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "merge:budget=8f",
+        "merge:budget=8f,newest=2,keep=partner",
+        "merge:budget=45,sink=0,newest=0,match=unrotated",
+        "merge:budget=8f,others=dropped",
+        "merge:budget=8f,others=dropped,keep=partner",
+    ],
+)
+def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, monkeypatch):
+    plan = Plan.parse(f"dense text=none cache={cache}", "chunks")
+    rope = dataclasses.replace(ROPE, axes=((SHAPE.head_dim, (1, 0, 0)),))
+    # a GPU multiplies float32 with fewer bits
+    dtype, tolerance = (DTYPE, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+
+    def run(by_kernels):
+        monkeypatch.setattr(Merge, "_kernels_suit", lambda *_: by_kernels)
+        at = Session(SHAPE, plan, rope, device=DEVICE, dtype=dtype)
+        rng = torch.Generator().manual_seed(0)
+        size = (SHAPE.rows, SHAPE.kv_heads, SHAPE.chunk_tokens, SHAPE.head_dim)
+        again = torch.randn(size, generator=rng)
+        for _ in range(9):
+            at.begin(SHAPE.positions(at.frame, SHAPE.chunk, DEVICE), 0, 1, (0.0,) * SHAPE.chunk)
+            for i in range(SHAPE.layers):
+                k = again + 0.4 * torch.randn(size, generator=rng)
+                v = torch.randn(size, generator=rng)
+                at.enter(i, *(x.to(DEVICE) for x in (k.repeat_interleave(2, 1), k, v)))
+            at.commit()
+        return at
+
+    got, want = run(True), run(False)
+    assert got.past == want.past < 9 * SHAPE.chunk_tokens
+    assert got.meter.take() == want.meter.take()
+    for mine, theirs in zip(got.layers, want.layers, strict=True):
+        end = got.past - got.plan.cache.newest * SHAPE.places
+        for name, x in (mine.entries() | mine.own).items():
+            used = end if name.startswith("slot_") else got.past
+            y = (theirs.entries() | theirs.own)[name]
+            torch.testing.assert_close(
+                x[:, :, :used], y[:, :, :used], rtol=tolerance, atol=tolerance
+            )
+
+
+def test_a_commit_by_kernels_makes_nothing_as_large_as_the_keys():
+    """At Wan-1.3B's size: 25 MB where one layer's keys take 100."""
+    pytest.importorskip("diffusers")  # whose VAE is sized along
+    model = sized("wan_1.3b")
+    found = need(model, "dense cache=merge:budget=21f", frames=480)
+    layers = model.shape(None).layers
+    assert 0 < found.committing < 25e6 < found.cache["k"] / layers / 3
