@@ -46,6 +46,7 @@ from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
 
 WEIGHTS = "diffusion_pytorch_model"
+GENERATIONS = 4  # drawings of drawings, at most, that a step is trained on
 # compiled on its own too: uncompiled it would hold every score
 masked_attention = torch.compile(flex_attention)
 
@@ -283,13 +284,16 @@ def draw_noise(clips: int, length: int, device: torch.device) -> Tensor:
 
 
 def choose_length(share: float, row: int) -> int:
-    """The context of a step: a quarter of a row at first, then half, whole rows near the end."""
+    """The context of a step: a quarter of a row at first, then half, whole rows near the end.
+
+    Short clips stay many: what the prompt names is drawn from it in first views alone.
+    """
     r = float(torch.rand(()))
     if share < 0.45:
         return row // 4
     if share < 0.75:
         return row // 2 if r < 0.5 else row // 4
-    return row if r < 0.6 else row // 2 if r < 0.8 else row // 4
+    return row if r < 0.4 else row // 2 if r < 0.6 else row // 4
 
 
 def choose_gap(share: float, length: int) -> tuple[int, int]:
@@ -537,7 +541,8 @@ def teach(
 ) -> tuple[Tensor, Tensor]:
     """Square errors and noise levels [clips, T] of one batch of clips.
 
-    With `own`, frames of the context are replaced by what the model makes of them in one pass.
+    With `own`, frames of the context are replaced by what the model makes of them, some of them
+    again by what it makes of that: in a long rollout every drawing is one of drawings.
     """
     clips, length = actions.shape
     device, x0 = x0.device, x0.float()
@@ -551,8 +556,8 @@ def teach(
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, device=device)
 
-    def make(context: Tensor, t: Tensor) -> Tensor:
-        noisy = torch.lerp(x0, torch.randn_like(x0), t[..., None, None, None])
+    def make(context: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        noisy = torch.lerp(x, torch.randn_like(x), t[..., None, None, None])
         latents = lay(context, noisy).transpose(1, 2)
         with torch.autocast(device.type, torch.bfloat16):
             made = predict(latents, lay(torch.zeros_like(t), t), lay(actions, actions), prompts)
@@ -562,11 +567,13 @@ def teach(
     strength = 0.3 * uniform(clips, 1, 1, 1, 1) ** 2 * uniform(clips, length, 1, 1, 1)
     context = x0 + strength * torch.randn_like(x0)
     if own:
-        made = make(context, 0.25 + 0.6 * uniform(clips, length)).detach()
-        replaced = uniform(clips, length) < uniform(clips, 1)
-        context = torch.where(replaced[..., None, None, None], made, context)
+        replaced = (uniform(clips, length) < uniform(clips, 1))[..., None, None, None]
+        drawn = x0
+        for _ in range(int(torch.randint(1, GENERATIONS + 1, ()))):
+            drawn = make(context, drawn, 0.3 + 0.65 * uniform(clips, length)).detach()
+            context = torch.where(replaced, drawn, context)
     t = draw_noise(clips, length, device)
-    return (make(context, t) - x0).square().mean((2, 3, 4)), t
+    return (make(context, x0, t) - x0).square().mean((2, 3, 4)), t
 
 
 def write_model(out: Path, config: WanConfig, average: Average, autoencoder: Path) -> None:
