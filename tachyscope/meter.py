@@ -25,6 +25,10 @@ class Meter:
     def add(self, name: str, value: float | Tensor) -> None:
         self._row[name] = self._row.get(name, 0.0) + value
 
+    def counted(self) -> dict[str, float | Tensor]:
+        """The row as it stands, time apart."""
+        return dict(self._row)
+
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         if self._cuda:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tachyscope.adapters import Adapter
 from tachyscope.errors import TachyscopeError
+from tachyscope.making import Maker
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 from tachyscope.types import Chunk
@@ -109,12 +110,11 @@ def rollout(
     left = frames
     beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
 
+    maker = Maker(model, session)
+
     def make(session: Session) -> Tensor:
         with session.meter.span("chunk"):
-            latents = model.sample(session, _moves_of(session, model, moves, done, shape.chunk))
-            session.commit()
-            session.latents = latents
-        return latents
+            return maker(_moves_of(session, model, moves, done, shape.chunk))
 
     count = _chunks(model, shape.chunk, session.frame, frames)
     coming: Tensor | None = None

@@ -69,7 +69,8 @@ class Session:
         self.plan.attention.check(shape, self.prompt, None if cache.grows else slots)
         self._room = None if cache.grows else slots - shape.chunk_tokens
         self.chunk = 0  # chunks committed
-        self.frame = 0  # latent frames committed
+        self._clock = torch.zeros((), device=self.device)
+        self.frame = 0
         self.past = 0  # entries of finished chunks
         self.now = 0  # entries of the present one
         self.seen = 0  # entries an unbounded cache would hold
@@ -113,6 +114,25 @@ class Session:
                 size = (shape.passes, shape.rows, shape.kv_heads, shape.places, shape.head_dim)
                 own["ring_key"] = torch.zeros(size, dtype=self.dtype, device=self.device)
         return Layer(k, v, logw, pos, raw, own)
+
+    @property
+    def frame(self) -> int:
+        """Latent frames committed."""
+        return self._frame
+
+    @frame.setter
+    def frame(self, value: int) -> None:
+        self._frame = value
+        self._clock.fill_(value)
+
+    def positions(self, frames: int) -> Tensor:
+        """(t, y, x) of every token of the next latent frames: [frames * N, 3].
+
+        The time is the device's own number, so that launches recorded once are right for ever.
+        """
+        pos = self.shape.positions(0, frames, self.device)
+        pos[:, 0] += self._clock
+        return pos
 
     def prompt_positions(self) -> Tensor:
         """Where the prompt's entries stand, [L, 3]: before frame 0, ending right before it."""
@@ -318,12 +338,33 @@ class Session:
         for i, layer in enumerate(self.layers):
             layer.logw[:, :, past:] = 0.0  # here, so that no pass needs to
             self.plan.attention.index(layer, self._moment.at(i), past, self.meter)
-        self.past, self.now, self.seen = past, 0, self.seen + n
+        self.past = past
+        if not prefill:
+            self._clock += n // self.shape.places
+            self._ready |= self._begun
+        self._count(n, prefill)
+        self._begun = set()
+
+    def _count(self, n: int, prefill: bool = False) -> None:
+        """The host's numbers after n tokens were committed."""
+        self.now, self.seen = 0, self.seen + n
         if not prefill:
             self.chunk += 1
-            self.frame += n // self.shape.places
-            self._ready |= self._begun
-        self._begun = set()
+            self._frame += n // self.shape.places
+
+    @property
+    def steady(self) -> bool:
+        """Whether the next chunk asks the device for just what the last one did.
+
+        A full cache moves the same entries each time; replay takes turns, by the chunk's number.
+        """
+        full = self._room is not None and self.past == self._room
+        fixed = not (self.shape.causal or self.shape.ahead or self.plan.cache.moves)
+        return full and fixed and self.plan.replay is None
+
+    def count_repeated(self) -> None:
+        """A chunk like the last was made and committed by the launches that had made that."""
+        self._count(self.shape.chunk * self.shape.places)
 
     def forget(self) -> None:
         """Drop every finished entry; the video goes on, and remembers from here."""

@@ -28,6 +28,7 @@ from tachyscope.bench.wan import (
     wan_lines,
 )
 from tachyscope.fit import need, on_meta
+from tachyscope.making import Maker
 from tachyscope.models import load
 from tachyscope.rollout import open_session, parse_plan, rollout
 from tachyscope.session import Session
@@ -120,9 +121,9 @@ def test_what_was_measured_before_memory_ran_out_is_kept(model, monkeypatch):
 def test_a_repeated_chunk_leaves_an_unbounded_cache_as_long_as_it_was(model):
     session = open_session(model, "dense", frames=30)
     with torch.inference_mode():
-        made = [make_chunk(model, session) for _ in range(3)]
+        made = [make_chunk(Maker(model, session)) for _ in range(3)]
         before = (session.past, session.frame, session.chunk, session.seen)
-        again = [repeat_chunk(model, session) for _ in range(2)]
+        again = [repeat_chunk(Maker(model, session)) for _ in range(2)]
     assert (session.past, session.frame, session.chunk, session.seen) == before
     assert again[0]["pairs"] == again[1]["pairs"] > made[-1]["pairs"]
     assert made[0]["frames"] == 3 and made[0]["host_ms"] > 0
@@ -135,9 +136,9 @@ def test_a_watched_chunk_is_the_same_chunk(model, plan):
         session.fill(12)
         with torch.inference_mode():
             if not watch:
-                return session, make_chunk(model, session)
+                return session, make_chunk(Maker(model, session))
             with watched(session):
-                return session, make_chunk(model, session)
+                return session, make_chunk(Maker(model, session))
 
     (plain, row), (seen, spans) = video(False), video(True)
     assert torch.equal(plain.latents, seen.latents)
@@ -229,8 +230,8 @@ def test_a_trace_fills_a_larger_model(model):
     assert trace[0][0][1].shape == (1, small.kv_heads, small.places, small.head_dim)
     large = enlarge(trace, small, session.shape, session)
     shape = session.shape
-    assert len(large) == 7 and len(large[0]) == small.layers
-    q, k, v = large[2][4]
+    assert len(large) == small.layers and len(large[0][0]) == 7
+    q, k, v = (x[2] for x in large[4])
     assert q.shape == v.shape == (1, shape.heads, shape.chunk_tokens, shape.head_dim)
     # row 3 of 4 and column 5 of 6, in the second frame, stand at row 6 and column 6 of 8
     assert (shape.grid, small.grid) == ((4, 6), (8, 8))
@@ -241,7 +242,7 @@ def test_a_trace_fills_a_larger_model(model):
     torch.testing.assert_close(v[0, 3, at, :dims], want[2][0, 3, place, :dims])
     told = open_session(model, "dense", make=lambda *a, **k: Traced(large, *a, **k))
     told.fill(3)
-    torch.testing.assert_close(told.layers[0].v[:, :, : shape.chunk_tokens], large[0][0][2])
+    torch.testing.assert_close(told.layers[0].v[:, :, : shape.chunk_tokens], large[0][2][0])
     assert isinstance(open_session(model, "dense", make=Recorder).plan.attention, Dense)
 
 

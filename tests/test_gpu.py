@@ -17,6 +17,7 @@ from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.kernels.attention import attention, attention_reference
 from tachyscope.kernels.flash import Listed, Setting, flash_attention, flash_listed
 from tachyscope.kernels.rotary import turn_into
+from tachyscope.making import Graph, Maker
 from tachyscope.meter import Meter
 from tachyscope.types import Rope
 
@@ -350,3 +351,38 @@ def test_the_benchmark_predicts_its_own_peak():
     for row in bench_wan(model, plans, lengths=[24, 48], rounds=2)["rows"]:
         assert "failed" not in row, row["failed"]
         assert row["fit_gb"] == pytest.approx(row["peak_gb"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "cache=window:budget=9f,sink=2,positions=reindexed",
+        "cache=merge:budget=9f text=pads",
+        "cache=merge:budget=9f,others=dropped attention=ann:read=0.5,block=32,tile=64",
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeated_launches_make_the_chunks_that_would_have_been_asked_for(plan, dtype):
+    """The third chunk with a full cache is recorded, and the device then goes on by itself."""
+    config = WanConfig(
+        dim=128, ffn_dim=192, layers=2, heads=2, text_dim=8, text_len=6, size=(16, 32),
+        stride=(1, 8, 8), steps=(1000, 500), stock="dense",
+    )  # fmt: skip
+    model = random_wan(config, device="cuda", dtype=dtype)
+
+    def video(record):
+        session = ts.open_session(model, plan, prompt="a b", seed=3)
+        make, rows = Maker(model, session, record), []
+        with torch.inference_mode():
+            for _ in range(11):
+                latents = make([])
+                rows.append((latents.clone(), session.meter.take()))
+        assert (make._recorded is not None) == (record is not None)
+        return session, rows
+
+    (ours, got), (theirs, want) = video(Graph), video(None)
+    for (x, row), (y, plain) in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+        assert row == plain
+    one, two = ours.state(), theirs.state()
+    assert all(torch.equal(one[name], two[name]) for name in two)

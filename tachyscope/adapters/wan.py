@@ -358,7 +358,7 @@ class WanAdapter(Adapter):
         """A pass over latents whose parts, as many as there are sigmas, are at these levels."""
         frames = x.shape[2]
         noise = tuple(sigma for sigma in sigmas for _ in range(frames // len(sigmas)))
-        pos = session.shape.positions(session.frame, frames, self.device)
+        pos = session.positions(frames)
         session.begin(pos, step=step, steps=len(self.schedule) + 1, noise=noise)
         return pos
 

@@ -8,36 +8,41 @@ import time
 import torch
 
 from tachyscope.adapters.wan import WanAdapter
+from tachyscope.making import Graph, Maker
 from tachyscope.session import Session
 from tachyscope.types import Shape
 
 PROMPT = "a red room with a window, seen by a camera that turns slowly"
 
 
-def make_chunk(model: WanAdapter, session: Session) -> dict[str, float]:
+def repeating(model: WanAdapter, session: Session) -> Maker:
+    """Makes a session's chunks, by repeated launches where the device has such."""
+    return Maker(model, session, Graph if session.device.type == "cuda" else None)
+
+
+def make_chunk(make: Maker) -> dict[str, float]:
     """One chunk more, undecoded; its row of the meter."""
+    model, session = make.model, make.session
     before = model.frames(session.frame)
     moves = [0] * session.shape.chunk if model.actions else []
     begun = time.perf_counter()
     with session.meter.span("chunk"):
-        latents = model.sample(session, moves)
-        session.commit()
-        session.latents = latents
+        make(moves)
     # on CUDA, what asking for it took: near the chunk's own time, the device waits for the host
     session.meter.add("host_ms", 1e3 * (time.perf_counter() - begun))
     session.meter.add("frames", model.frames(session.frame) - before)
     return session.meter.take()
 
 
-def repeat_chunk(model: WanAdapter, session: Session) -> dict[str, float]:
+def repeat_chunk(make: Maker) -> dict[str, float]:
     """`make_chunk`, after which an unbounded cache is as long as it was.
 
     So every repetition has the same shapes, for which a library chose its kernels once. A bounded
     cache is no longer after a chunk than before.
     """
-    counts = ("chunk", "frame", "past", "seen")
+    session, counts = make.session, ("chunk", "frame", "past", "seen")
     before = {name: getattr(session, name) for name in counts}
-    row = make_chunk(model, session)
+    row = make_chunk(make)
     if session.plan.cache.grows and not session.plan.cache.weighted:
         for name, value in before.items():
             setattr(session, name, value)

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from tachyscope.adapters.wan import WanAdapter
-from tachyscope.bench.chunks import PROMPT, clear, count_peak, make_chunk, peak_gb, shown_size
+from tachyscope.bench.chunks import (
+    PROMPT,
+    clear,
+    count_peak,
+    make_chunk,
+    peak_gb,
+    repeating,
+    shown_size,
+)
 from tachyscope.errors import TachyscopeError
 from tachyscope.results import Document, document
 from tachyscope.rollout import open_session, parse_plan
@@ -59,14 +67,14 @@ def play(
     session: Session = open_session(
         model, parsed, prompt=PROMPT, frames=frames, size=size, seed=seed
     )
-    chunks, peaks = [], [0.0, 0.0]
+    make, chunks, peaks = repeating(model, session), [], [0.0, 0.0]
     begun = time.perf_counter()
     while model.frames(session.frame) < frames:
         settled = model.frames(session.frame) >= SETTLED
         if settled and not peaks[0]:
             peaks[0] = peak_gb(model.device)
             count_peak(model.device)
-        chunks.append(make_chunk(model, session))
+        chunks.append(make_chunk(make))
     wall = time.perf_counter() - begun
     peaks[1] = peak_gb(model.device)
     made = model.frames(session.frame)

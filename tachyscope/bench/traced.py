@@ -22,6 +22,8 @@ FRAMES = 20
 
 # chunk by chunk, layer by layer: unrotated q, k, v [B, H, S, D]
 Trace = list[list[tuple[Tensor, Tensor, Tensor]]]
+# layer by layer, all chunks in one: [chunks, B, H, S, D]
+Chunks = list[tuple[Tensor, ...]]
 
 
 class Recorder(Session):
@@ -42,15 +44,20 @@ class Recorder(Session):
 
 
 class Traced(Session):
-    """A session that is told a trace's queries, keys and values, whatever the model says."""
+    """A session that is told a trace's queries, keys and values, whatever the model says.
 
-    def __init__(self, trace: Trace, *args: Any, **kwargs: Any) -> None:
+    Which chunk of it, is told by the device's own time, so that launches can be repeated.
+    """
+
+    def __init__(self, trace: Chunks, *args: Any, **kwargs: Any) -> None:
         self.trace = trace
         super().__init__(*args, **kwargs)
 
     def enter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layers = self.trace[self.chunk % len(self.trace)]
-        return super().enter(layer, *layers[layer * len(layers) // self.shape.layers])
+        told = self.trace[layer * len(self.trace) // self.shape.layers]
+        chunk = (self._clock / self.shape.chunk).long() % len(told[0])
+        q, k, v = (x.index_select(0, chunk.view(1))[0] for x in told)
+        return super().enter(layer, q, k, v)
 
 
 def record(seed: int = 0) -> tuple[Trace, Shape]:
@@ -67,7 +74,7 @@ def record(seed: int = 0) -> tuple[Trace, Shape]:
     return session.kept, session.shape
 
 
-def enlarge(trace: Trace, small: Shape, shape: Shape, like: Session) -> Trace:
+def enlarge(trace: Trace, small: Shape, shape: Shape, like: Session) -> Chunks:
     """A trace of single latent frames as chunks of another shape, on a session's device.
 
     Heads and channels are repeated, queries and keys divided so that their products stay as they
@@ -86,19 +93,16 @@ def enlarge(trace: Trace, small: Shape, shape: Shape, like: Session) -> Trace:
         x = torch.cat([x.to(like.device)[:, :, place] for x in frames], 2)  # [B, H, S, D]
         heads = torch.arange(shape.kv_heads, device=like.device) % x.shape[1]
         x = (x[:, heads] * factor).repeat(1, 1, 1, times)[..., : shape.head_dim].to(like.dtype)
-        # laid out as a linear leaves them
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x
 
-    chunks = [trace[i : i + shape.chunk] for i in range(0, len(trace), shape.chunk)]
+    whole = len(trace) // shape.chunk
+    chunks = [trace[i * shape.chunk : (i + 1) * shape.chunk] for i in range(whole)]
     return [
-        [
-            (
-                larger([frame[layer][0] for frame in chunk], scale),
-                larger([frame[layer][1] for frame in chunk], scale),
-                larger([frame[layer][2] for frame in chunk], 1.0),
+        tuple(
+            torch.stack(
+                [larger([frame[layer][part] for frame in chunk], factor) for chunk in chunks]
             )
-            for layer in range(small.layers)
-        ]
-        for chunk in chunks
-        if len(chunk) == shape.chunk
+            for part, factor in enumerate((scale, scale, 1.0))
+        )
+        for layer in range(small.layers)
     ]

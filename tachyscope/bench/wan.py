@@ -19,13 +19,22 @@ import torch
 
 from tachyscope.adapters.wan import WanAdapter, random_wan
 from tachyscope.attention.dense import Dense
-from tachyscope.bench.chunks import PROMPT, clear, make_chunk, peak_gb, repeat_chunk, shown_size
+from tachyscope.bench.chunks import (
+    PROMPT,
+    clear,
+    make_chunk,
+    peak_gb,
+    repeat_chunk,
+    repeating,
+    shown_size,
+)
 from tachyscope.bench.flat import bench_rollout, flat_lines
 from tachyscope.bench.parts import parts, watched
 from tachyscope.bench.ratios import noise
 from tachyscope.bench.traced import Traced, enlarge, record
 from tachyscope.errors import TachyscopeError
 from tachyscope.fit import ROOM, SIZES, need, on_meta
+from tachyscope.making import Maker
 from tachyscope.meter import summary
 from tachyscope.models import DTYPES, MODELS, load
 from tachyscope.plan import Plan
@@ -141,7 +150,7 @@ def bench_wan(
             trace = enlarge(*record(seed), session.shape, session)
             clock = dataclasses.replace(clock, make=functools.partial(Traced, trace))
         for _ in range(2):
-            make_chunk(model, session)  # what a process does once
+            make_chunk(Maker(model, session))  # what a process does once
         del session
     warm_s = time.perf_counter() - started
     rows: list[Document] = []
@@ -260,7 +269,8 @@ def _measure(
         model, plan, prompt=PROMPT, frames=reserve, size=clock.size, seed=clock.seed,
         make=clock.make,
     )  # fmt: skip
-    first = make_chunk(model, session)  # waits for the device at its end
+    make = repeating(model, session)
+    first = make_chunk(make)  # waits for the device at its end
     row["first_chunk_ms"] = 1e3 * (time.perf_counter() - begun)
     row["size"] = shown_size(model, session.shape)
     row["frames_chunk"] = model.frames(2 * chunk) - model.frames(chunk)
@@ -268,13 +278,13 @@ def _measure(
     row["points"] = [_point(0, [first], session)]
     for length in sorted(lengths):
         session.fill(length)
-        _warm(model, session)
+        _warm(make)
         at = session.frame
-        takes = [repeat_chunk(model, session) for _ in range(clock.rounds)]
+        takes = [repeat_chunk(make) for _ in range(clock.rounds)]
         row["points"].append(_point((at + session.frame) / 2, takes, session))
     row["peak_gb"] = peak_gb(model.device)
     with watched(session):
-        taken = repeat_chunk(model, session)
+        taken = repeat_chunk(Maker(model, session))
     row["parts_ms"] = parts(session, taken)
     pairs = 4 * taken["pairs"] * session.shape.head_dim  # two products, a multiply and an add
     spent = row["parts_ms"]
@@ -284,8 +294,12 @@ def _measure(
     row |= {name: last[name] for name in ("chunk_ms", "host_ms", "aa", "density", "macs")}
 
 
-def _warm(model: WanAdapter, session: Session) -> None:
-    """A library chooses its kernels at the first pass of a length; a policy does its first work."""
+def _warm(make: Maker) -> None:
+    """A library chooses its kernels at the first pass of a length; a policy does its first work.
+
+    The third chunk of a bounded plan is recorded, the next ones repeat it.
+    """
+    model, session = make.model, make.session
     plan = session.plan
     if plan.cache.grows and isinstance(plan.attention, Dense):
         # nothing is done once a chunk, and a long one takes seconds: a fifth of it is enough
@@ -294,7 +308,8 @@ def _warm(model: WanAdapter, session: Session) -> None:
         model.clean(session, session.latents, moves)
         session.meter.take()
     else:
-        repeat_chunk(model, session)
+        for _ in range(3):
+            repeat_chunk(make)
 
 
 def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session) -> Document:
