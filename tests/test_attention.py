@@ -82,6 +82,19 @@ def test_read_is_a_share_of_past_blocks_and_the_present_is_always_read():
     assert at.meter.take()["pairs"] == 4 * 12 * (past // 2 + 12)
 
 
+def test_while_a_bounded_cache_fills_a_share_of_it_is_most_of_the_past():
+    at = session(CHUNKS, "cache=window:budget=14f attention=ann:read=0.5,block=2,tile=2")
+    read, tokens = [], CHUNKS.chunk_tokens
+    for _ in range(9):
+        past = at.past
+        play(at, 1)
+        pairs = at.meter.take()["pairs"] / (CHUNKS.passes * CHUNKS.layers * CHUNKS.heads * tokens)
+        read.append((past, pairs - tokens))
+    # half of the 72 entries that fit before the chunk, never more than are there
+    assert read[:4] == [(0, 0), (12, 12), (24, 24), (36, 36)]
+    assert all(found == 36 for _, found in read[3:])
+
+
 def test_k_makes_the_cost_independent_of_context():
     at = session(CHUNKS, "attention=ann:k=24,block=3,sink=1,newest=1")
     costs = []

@@ -18,6 +18,7 @@ BOUNDED = [
     "merge:budget=31,keep=newest,heads=each",
     "merge:budget=6f,match=unrotated,newest=2",
     "merge:budget=7f,match=key_value,sink=0,heads=each",
+    "merge:budget=6f,others=dropped",
 ]
 
 
@@ -28,6 +29,7 @@ BOUNDED = [
         ("window:budget=99f", 0.0),
         ("window:budget=99f,positions=reindexed", 0.0),
         ("merge:budget=99f", 0.0),
+        ("merge:budget=99f,others=dropped", 0.0),
         ("merge:threshold=1.0", 1e-6),
     ],
 )
@@ -58,7 +60,7 @@ def _random_commits(at, commits, seed):
         yield at
 
 
-# seven policies, two kinds of model, 720 commits each: over ten thousand
+# eight policies, two kinds of model, 720 commits each: over ten thousand
 @pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
 @pytest.mark.parametrize("cache", BOUNDED)
 def test_a_budget_is_never_exceeded_and_nothing_becomes_nan(cache, shape):
@@ -74,7 +76,7 @@ def test_a_budget_is_never_exceeded_and_nothing_becomes_nan(cache, shape):
             assert not used["logw"].isnan().any()
     # every entry ever seen is still counted by a merged cache; a window forgets
     live = at.layers[0].logw[:, :, : at.past].double().exp().sum(-1)
-    if "merge" in cache:
+    if "merge" in cache and "dropped" not in cache:
         seen = torch.tensor([float(at.seen - pads) for pads in at.pads or (0,)])
         torch.testing.assert_close(live, seen.double()[:, None].expand_as(live), rtol=1e-4, atol=0)
     else:
@@ -95,6 +97,31 @@ def test_merging_conserves_the_weighted_sum_of_values():
         here = at.layers[0]
         mass = here.v[:, :, : at.past] * here.logw[:, :, : at.past, None].double().exp()
         torch.testing.assert_close(mass.sum(2), total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["newest", "partner"])
+def test_where_others_are_dropped_entries_stay_as_they_were(keep):
+    at, all_of_it = (
+        session(CHUNKS, f"cache={cache}")
+        for cache in (f"merge:budget=6f,others=dropped,keep={keep}", "keep_all")
+    )
+    for one in (at, all_of_it):
+        play(one, 9)
+    assert at.past < all_of_it.past
+    for held, whole in zip(at.layers, all_of_it.layers, strict=True):
+        assert (held.logw == 0).all()
+        for head in range(CHUNKS.kv_heads):
+            kept, every = (
+                torch.cat(
+                    [x[0, head, :n] for x in (layer.k, layer.v, layer.pos.expand(1, 2, -1, 3))], -1
+                )
+                for layer, n in ((held, at.past), (whole, all_of_it.past))
+            )
+            # each is one that was seen, key, value and place, and none is there twice
+            same = (kept[:, None] == every[None]).all(-1)
+            assert (same.sum(1) == 1).all() and (same.sum(0) <= 1).all()
+    row = at.meter.take()
+    assert at._plain and row["pairs"] < row["pairs_dense"]
 
 
 def test_merge_protects_sink_and_newest():

@@ -173,6 +173,14 @@ def test_every_entry_is_followed_into_its_group(cache):
     assert 0.2 < mean_recall(at) < 1
 
 
+def test_who_is_dropped_is_followed_to_who_stands_for_it():
+    at, _ = probed("cache=merge:budget=5f,others=dropped", chunks=9)
+    folded, _ = probed("cache=merge:budget=5f", chunks=9)
+    # the same keys are kept, so the first layer's groups are the same; here weights do not tell
+    assert torch.equal(at.slots[0], folded.slots[0])
+    assert (at.layers[0].logw == 0).all() and folded.layers[0].logw.max() > 0
+
+
 @pytest.mark.parametrize("positions", ["absolute", "reindexed"])
 def test_a_window_keeps_its_sink_and_newest_entries(positions):
     at, _ = probed(f"cache=window:budget=5f,positions={positions}", chunks=9)
@@ -304,6 +312,6 @@ def test_faults_are_one_line(capsys):
     assert main(["atrium", "--frames", "4"]) == 2
     assert "frames must be 24 or more, a full turn, got 4" in capsys.readouterr().err
     assert main(["atrium", "--table", "all"]) == 2
-    assert "no table 'all'; there are: budgets, matching, methods" in capsys.readouterr().err
+    assert "no table 'all'; there are: budgets, matching, long, methods" in capsys.readouterr().err
     with pytest.raises(TachyscopeError, match="is no world model of Atrium"):
         world.evaluate_world("toy-tokens", floor=None)

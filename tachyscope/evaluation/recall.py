@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.ann import Ann
-from tachyscope.cache import merge as merging
-from tachyscope.kernels.merge import fold
+from tachyscope.cache.merge import Merge
 from tachyscope.meter import Meter
 from tachyscope.session import Session
 from tachyscope.types import Layer, Moment, Shape
@@ -108,12 +107,14 @@ class Probed(Session):
             before.append(self._labels(layer, total))
         folds: list[tuple[Tensor, Tensor]] = []
 
-        def note(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-            folds.append((source, root))
-            return fold(v, logw, source, root)
+        joined = Merge._fold
 
-        # folding is the one moment at which entries' groups are known
-        with mock.patch.object(merging, "fold", note):
+        def note(cache: Merge, layer: Layer, at: slice, source: Tensor, root: Tensor) -> None:
+            folds.append((source, root))
+            joined(cache, layer, at, source, root)
+
+        # the one moment at which entries' groups are known
+        with mock.patch.object(Merge, "_fold", note):
             super().commit(n)
         for i, layer in enumerate(self.layers):
             self._follow(i, layer, before[i], folds[i] if folds else None, past, n)

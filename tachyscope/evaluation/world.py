@@ -409,6 +409,12 @@ TABLES = {
         for keep in ("partner", "newest")
         for heads in ("shared", "each")
     ],
+    "long": ["balanced", "fast", "cache=window:budget=21f"]
+    + [
+        f"cache=merge:budget=21f,newest=3,keep={keep},others={others}"
+        for keep in ("partner", "newest")
+        for others in ("folded", "dropped")
+    ],
     "methods": [
         "lossless",
         "cache=merge:threshold=0.95",
@@ -439,7 +445,7 @@ def table(name: str) -> list[str]:
     """Plans of a trade-off table, beside dense.
 
     budgets: window and merge at equal budgets. matching: on what merge compares, whom it keeps,
-    by head or for all. methods: all the others.
+    by head or for all. long: what lasts over hundreds of frames. methods: all the others.
     """
     if name not in TABLES:
         raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
