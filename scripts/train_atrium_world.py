@@ -47,6 +47,7 @@ from tachyscope.worlds import atrium
 
 WEIGHTS = "diffusion_pytorch_model"
 GENERATIONS = 4  # drawings of drawings, at most, that a step is trained on
+ROLLS, ROLL_EVERY = 128, 100  # clips that are rolled out at once, and steps between
 # compiled on its own too: uncompiled it would hold every score
 masked_attention = torch.compile(flex_attention)
 
@@ -213,18 +214,23 @@ class Pool:
     """Clips as latents in the device's memory, the oldest replaced by new ones."""
 
     latents: Tensor  # [N, frames, 16, 16, 16] bfloat16
+    context: Tensor  # the same frames as the model will find them in its past
     actions: Tensor  # [N, frames]
     front: Tensor  # [N, frames] the wall faced
     tokens: Tensor  # [N, 4, LENGTH] the prompt for each wall in front
     made: int = 0
 
     @classmethod
-    def empty(cls, count: int, frames: int, device: str) -> Pool:
+    def empty(cls, count: int, frames: int, device: str, drawn: bool = False) -> Pool:
+        """drawn: whether contexts are drawings, not the true frames."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)
 
+        latents = zeros(frames, 16, 16, 16, dtype=torch.bfloat16)
         return cls(
-            latents=zeros(frames, 16, 16, 16, dtype=torch.bfloat16),
+            latents=latents,
+            context=torch.zeros_like(latents) if drawn else latents,
             actions=zeros(frames),
             front=zeros(frames),
             tokens=zeros(4, atrium.LENGTH),
@@ -244,8 +250,18 @@ class Pool:
         self.tokens[at : at + count] = tokens.to(self.tokens)
         self.made += count
 
-    def draw(self, count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Crops: latents [B, T, 16, 16, 16], actions [B, T], prompts [B, LENGTH]."""
+    def put_drawn(self, drawn: Tensor, truth: Pool, rows: Tensor) -> None:
+        """Add clips `rows` of another pool, with drawings of them as contexts."""
+        at = self.made % len(self.latents)
+        to = slice(at, at + len(rows))
+        assert to.stop <= len(self.latents)
+        self.context[to] = drawn
+        for name in ("latents", "actions", "front", "tokens"):
+            getattr(self, name)[to] = getattr(truth, name)[rows]
+        self.made += len(rows)
+
+    def draw(self, count: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Crops: latents and contexts [B, T, 16, 16, 16], actions [B, T], prompts [B, LENGTH]."""
         device = self.latents.device
         row = torch.randint(self.filled, (count, 1), device=device)
         start = torch.randint(self.latents.shape[1] - length + 1, (count, 1), device=device)
@@ -253,7 +269,8 @@ class Pool:
         actions = self.actions[row, at].long()
         actions[:, 0] = 0
         front = self.front[row, start].long()
-        return self.latents[row, at], actions, self.tokens[row, front][:, 0].long()
+        prompts = self.tokens[row, front][:, 0].long()
+        return self.latents[row, at], self.context[row, at], actions, prompts
 
 
 Encode = Callable[[atrium.Rooms, Tensor, Tensor], Tensor]
@@ -420,6 +437,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="as many frames of clips a step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--own", type=float, default=0.3, help="steps on the model's own context")
+    parser.add_argument("--rolled", type=float, default=0.0, help="steps on its own rollouts")
     parser.add_argument("--pool", type=int, default=20480, help="clips of 128 frames")
     parser.add_argument("--fresh", type=int, default=64, help="clips made at a time")
     parser.add_argument("--fill", type=float, default=30.0, help="seconds of filling at first")
@@ -467,11 +485,25 @@ def main() -> None:
         predict, encode = torch.compile(predict), torch.compile(encode)
 
     pool = Pool.empty(args.pool // args.fresh * args.fresh, args.row, device)
-    source = make_batches(args.fresh, args.row, generator, torch.no_grad()(encode), device)
+    fresh = make_batches(args.fresh, args.row, generator, torch.no_grad()(encode), device)
     while not pool.made or (clock.elapsed < args.fill and pool.made < args.pool):
-        pool.put(*next(source))
+        pool.put(*next(fresh))
         pool.latents[0, 0, 0, 0, 0].item()  # so that the clock sees the work, not its launch
     log(pool=pool.filled, seconds=clock.elapsed)
+
+    # clips that were half shown and half made by the sampler, as evaluation makes them
+    rolled = Pool.empty(8 * ROLLS if args.rolled else 0, args.row, device, drawn=True)
+
+    def roll() -> None:
+        rows = torch.randint(pool.filled, (ROLLS,), device=device)
+        truth = pool.latents[rows].float().transpose(1, 2)
+        prompts = pool.tokens[rows, pool.front[rows, 0].long()].long()
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            drawn = play(
+                model, words, adapter, truth, pool.actions[rows].long(), prompts,
+                given=args.row // 2, seed=step,
+            )  # fmt: skip
+        rolled.put_drawn(drawn.transpose(1, 2).to(rolled.context), pool, rows)
 
     def write() -> None:
         write_model(args.out, config, average, args.autoencoder)
@@ -484,8 +516,12 @@ def main() -> None:
         share = args.begin + (args.finish - args.begin) * clock.share
         length = choose_length(share, args.row)
         packing.use(length, *choose_gap(share, length))
-        batch = pool.draw(args.rows * args.row // length, length)
+        if args.rolled and (step - first) % ROLL_EVERY == 0:
+            roll()
         own = share > 0.35 and float(torch.rand(())) < args.own
+        from_rolled = args.rolled > 0 and not own and float(torch.rand(())) < args.rolled
+        source = rolled if from_rolled else pool
+        batch = source.draw(args.rows * args.row // length, length)
         error, t = teach(predict, args.rows, own, *batch)
         loss = (error / (t * t + 0.1)).mean()
         optimizer.zero()
@@ -501,7 +537,7 @@ def main() -> None:
             found = (error * high).sum(), high.sum(), (error * late).sum(), late.sum()
             sums += torch.stack([loss.detach(), norm.detach(), *found])
         if step % args.every == 0:
-            pool.put(*next(source))
+            pool.put(*next(fresh))
         if step == first + 1 or clock.elapsed - told > 10:
             total, norms, high_sum, highs, late_sum, lates = sums.tolist()
             steps, seconds = step - told_step, clock.elapsed - told
@@ -536,16 +572,17 @@ def teach(
     rows: int,
     own: bool,
     x0: Tensor,
+    shown: Tensor,
     actions: Tensor,
     prompts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Square errors and noise levels [clips, T] of one batch of clips.
+    """Square errors and noise levels [clips, T] of one batch of clips, in the context `shown`.
 
     With `own`, frames of the context are replaced by what the model makes of them, some of them
     again by what it makes of that: in a long rollout every drawing is one of drawings.
     """
     clips, length = actions.shape
-    device, x0 = x0.device, x0.float()
+    device, x0, shown = x0.device, x0.float(), shown.float()
     # one prompt for each quarter of a row, which has so many clips at most
     prompts = prompts.repeat_interleave(4 * rows // clips, 0)
 
@@ -565,7 +602,7 @@ def teach(
 
     # slight noise on the context, untold: what is made later is never quite right either
     strength = 0.3 * uniform(clips, 1, 1, 1, 1) ** 2 * uniform(clips, length, 1, 1, 1)
-    context = x0 + strength * torch.randn_like(x0)
+    context = shown + strength * torch.randn_like(x0)
     if own:
         replaced = (uniform(clips, length) < uniform(clips, 1))[..., None, None, None]
         drawn = x0
