@@ -51,12 +51,7 @@ def choose(alike: Tensor, partner: Tensor, excess: int) -> Folds:
     source, place, order, heir = made(excess), made(excess), made(stay), made(stay)
     if not alike.is_meta:
         strides = (*alike.stride()[:2], *partner.stride()[:2])
-        # a row that fits into registers is read once
-        held = n <= 32768
-        size = triton.next_power_of_2(n) if held else 8192
-        _choose[rows,](
-            alike, partner, parent, slot, *strides, h, n, excess, N=size, HELD=held, num_warps=32
-        )
+        _choose[rows,](alike, partner, parent, slot, *strides, h, n, excess, N=8192, num_warps=32)
         _trace[triton.cdiv(n, 256), rows](
             partner, parent, slot, source, place, order, heir, *partner.stride()[:2], h, n, excess,
             N=256, num_warps=4,
@@ -125,8 +120,7 @@ def _fixed(x):
 
 @triton.jit(do_not_specialize=["heads", "n", "excess"])
 def _choose(
-    alike, partner, parent, slot, a_b, a_h, p_b, p_h, heads, n, excess,
-    N: tl.constexpr, HELD: tl.constexpr,
+    alike, partner, parent, slot, a_b, a_h, p_b, p_h, heads, n, excess, N: tl.constexpr
 ):  # fmt: skip
     """A head's entries: whose parent is their partner, and where the others come to stand."""
     row = tl.program_id(0)
@@ -140,17 +134,13 @@ def _choose(
     low = tl.full((), -536871936, tl.int32)
     high = tl.full((), 536871936, tl.int32)
     reached = tl.full((), -1, tl.int32)
-    whole = _fixed(tl.load(alike + at, mask=at < n, other=-2.0))
     while (low + 1 < high) & (reached != excess):
         middle = (low + high) >> 1
-        if HELD:
-            total = tl.sum((whole >= middle).to(tl.int32))
-        else:
-            count = tl.zeros([N], tl.int32)
-            for start in range(0, n, N):
-                x = _fixed(tl.load(alike + start + at, mask=start + at < n, other=-2.0))
-                count += (x >= middle).to(tl.int32)
-            total = tl.sum(count)
+        count = tl.zeros([N], tl.int32)
+        for start in range(0, n, N):
+            x = _fixed(tl.load(alike + start + at, mask=start + at < n, other=-2.0))
+            count += (x >= middle).to(tl.int32)
+        total = tl.sum(count)
         enough = total >= excess
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         reached = tl.where(enough, total, reached)
