@@ -100,7 +100,8 @@ class Shapes(Session):
 
     def committing(self) -> int:
         """Bytes that bringing one layer within its budget works with, or indexing it."""
-        plan, layer, at, n = self.plan, self.layers[0], self.moment(), self.shape.chunk_tokens
+        plan, layer, at, shape = self.plan, self.layers[0], self.moment(), self.shape
+        n = shape.chunk * shape.places
 
         def commit(layer: Layer) -> None:
             plan.cache.commit(layer, at._replace(start=0), n, self._rotate, Meter())
@@ -306,11 +307,12 @@ def _parts(model: Adapter, shape: Shape, prompt: int) -> dict[str, int]:
 
 def _wan_parts(model: WanAdapter, shape: Shape) -> dict[str, int]:
     c = model.config
-    size = (shape.rows, c.in_channels, shape.chunk)
+    frames = shape.chunk + shape.ahead  # of a pass
     high, wide = shape.grid[0] * c.patch[1], shape.grid[1] * c.patch[2]
-    x = torch.empty(*size, high, wide, dtype=wider(model.dtype), device="meta")
-    t = torch.empty(shape.rows, shape.chunk, device="meta")
-    told = torch.empty(shape.chunk, dtype=torch.int64, device="meta") if c.actions else None
+    size = (shape.rows, c.in_channels, frames, high, wide)
+    x = torch.empty(size, dtype=wider(model.dtype), device="meta")
+    t = torch.empty(shape.rows, frames, device="meta")
+    told = torch.empty(frames, dtype=torch.int64, device="meta") if c.actions else None
     context = torch.empty(shape.rows, c.text_len, c.text_dim, device="meta")
     with torch.no_grad():
         keys, values = model.model.keys_values(context)
@@ -319,7 +321,7 @@ def _wan_parts(model: WanAdapter, shape: Shape) -> dict[str, int]:
     if model.decoder is not None:
         decoder = model.decoder
         for _ in range(2):  # the first chunk has nothing before it
-            decoding = max(decoding, peak(lambda: decoder(x[:1], features)))
+            decoding = max(decoding, peak(lambda: decoder(x[:1, :, : shape.chunk], features)))
         held = sum(_bytes(part.parameters()) for part in _modules(decoder))
     return {
         "prompt": _bytes((*keys, *values)),

@@ -189,3 +189,13 @@ def test_a_fault_is_one_line(words, message, capsys):
     assert main(["bench", "fit", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"tachyscope: {message}") and err.count("\n") == 1
+
+
+def test_a_rolling_model_needs_room_for_all_that_is_under_way():
+    """Five chunks share a pass: its activations are five times those of one."""
+    plain, rolling = (
+        need(sized(name), "stock", frames=120) for name in ("self-forcing", "rolling-forcing")
+    )
+    assert 4.5 < rolling.activations / plain.activations < 5.5
+    assert rolling.decoding == plain.decoding
+    assert rolling.cache["k"] / plain.cache["k"] == pytest.approx(36 / 21)
