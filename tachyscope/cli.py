@@ -429,6 +429,7 @@ def wan(
     lengths: str | None = None,
     rounds: int = 5,
     rollout: int | None = None,
+    decode: bool = False,
     traced: bool = False,
     compile: bool | None = None,
     device: str = "cuda",
@@ -457,6 +458,8 @@ def wan(
         Chunks timed at each length.
     rollout
         Make so many pixel frames by each row (the headline's) instead, one chunk after the other.
+    decode
+        Of a rollout, also make it as a user meets it: decoded, beside the next chunk.
     traced
         Fill caches from a trained model instead of at random.
     compile
@@ -476,7 +479,8 @@ def wan(
     check_json(json)
     found = bench_wan_asked(
         model, weights, table=table, rows=rows, size=size, lengths=lengths, rounds=rounds,
-        rollout=rollout, traced=traced, compile=compile, device=device, dtype=dtype, seed=seed,
+        rollout=rollout, decode=decode, traced=traced, compile=compile, device=device, dtype=dtype,
+        seed=seed,
         json=json, command=said,
     )  # fmt: skip
     print(*wan_lines(found), sep="\n")

@@ -257,7 +257,8 @@ def test_the_command_runs_it_and_leaves_a_file(tmp_path, capsys):
     assert written["rows"][0]["name"] == "headline" and not written["traced"]
     assert written["command"].startswith("python -m tachyscope.bench wan --model toy-chunks")
     assert err.startswith("headline: ") and "ms a chunk" in err and "peak" in out
-    assert main([*words.split(), "--rollout", "12", "--json", "-"]) == 0
+    assert main([*words.split(), "--rollout", "12", "--decode", "--json", "-"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out.splitlines()[-1])["rows"][0]["frames"] == 12
+    (row,) = json.loads(out.splitlines()[-1])["rows"]
+    assert row["frames"] == 12 and row["shown_fps"] > 0 and "decoded: " in out
     assert "frames/s" in err

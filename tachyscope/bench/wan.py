@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from tachyscope.adapters.wan import WanAdapter, random_wan
+from tachyscope.adapters.wan_presets import PRESETS
+from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.attention.dense import Dense
 from tachyscope.bench.chunks import (
     PROMPT,
@@ -185,6 +187,7 @@ def bench_wan_asked(
     lengths: str | None,
     rounds: int,
     rollout: int | None,
+    decode: bool,
     traced: bool,
     compile: bool | None,
     device: str,
@@ -203,6 +206,9 @@ def bench_wan_asked(
             f"lengths are latent frames set apart by commas, got {lengths!r}: try 21,120"
         )
     model = load_sized(name, weights, device, dtype)
+    if decode and weights is None and name in (SIZES | PRESETS):
+        # of random weights too, but as large as the published one
+        model.decoder = WanVae.sized(model.config.in_channels, model.dtype)
     if model.device.type == "cuda" if compile is None else compile:
         model.compile()
 
@@ -213,7 +219,7 @@ def bench_wan_asked(
 
     asked: Any = {"size": pixels, "seed": seed, "command": command, "told": told}
     if rollout is not None:
-        return bench_rollout(model, plans, frames=rollout, **asked)
+        return bench_rollout(model, plans, frames=rollout, decode=decode, **asked)
     latents = [int(word) for word in words]
     return bench_wan(model, plans, lengths=latents, rounds=rounds, traced=traced, **asked)
 
