@@ -20,7 +20,7 @@ $(VENV)/.tested: $(VENV)/.installed
 venv: $(VENV)/.installed
 
 demo: $(VENV)/.installed
-	$(BIN)/tachyscope compare atrium-world --world 22 --plan balanced --frames 72 \
+	$(BIN)/tachyscope compare atrium-world --world 3 --plan fast --frames 72 \
 		--actions "q*24 w*4 s*4 e*24 q*16" --out out/demo
 
 test: $(VENV)/.tested
