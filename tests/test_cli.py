@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+# a verb imports these when it runs; first met in a test that replaces `load`, they would keep that
+import tachyscope.bench
+import tachyscope.compare
+import tachyscope.listing  # noqa: F401
 from tachyscope import __version__
 from tachyscope.adapters.wan import WanAdapter, save_wan, toy_chunks
 from tachyscope.cli import VIDEO, app, main

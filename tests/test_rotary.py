@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tachyscope.kernels.rotary import turn_into, turn_into_reference
-from tachyscope.kernels.turning import turn
 from tachyscope.types import Rope
+
+pytest.importorskip("triton")
+from tachyscope.kernels.turning import turn
 
 WAN = Rope(((24, (1.0, 0, 0)), (20, (0, 1.0, 0)), (20, (0, 0, 1.0))))
 LLAMA = Rope(((64, (24.0, 6.0, 1.0)),), interleaved=False)
