@@ -325,7 +325,7 @@ def evaluate(
     worlds: int | None = None,
     seed: int = 0,
     quick: bool = False,
-    only: Literal["both", "world", "tokens"] = "both",
+    only: Literal["both", "world", "tokens", "views"] = "both",
     device: str = "cpu",
     json: Json = None,
     said: Said = "",
@@ -346,7 +346,7 @@ def evaluate(
     quick
         Fewer worlds, frames and measures.
     only
-        One of the two models.
+        One of the two models; or views: what a prompt names at first sight, in 200 worlds.
     device
         cpu, cuda or cuda:N; a token's time is always taken on the CPU.
     json

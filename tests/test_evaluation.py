@@ -315,3 +315,26 @@ def test_faults_are_one_line(capsys):
     assert "no table 'all'; there are: budgets, matching, long, methods" in capsys.readouterr().err
     with pytest.raises(TachyscopeError, match="is no world model of Atrium"):
         world.evaluate_world("toy-tokens", floor=None)
+
+
+def test_named_walls_of_true_frames_are_right():
+    found = []
+    for number in range(6):
+        scene = scenes.make_scene(
+            scenes.make_world(0, number, motion=0.0), "." + "q" * 24, torch.device("cpu")
+        )
+        turn = range(1, 25)
+        found += sight.named_walls(scene.frames[1:], scene, turn)
+        # as if every picture were the first: what is named lies elsewhere
+        wrong = np.repeat(scene.frames[:1], 24, 0)
+        assert all(right == 0 for _, right in sight.named_walls(wrong, scene, turn))
+    assert {side for side, _ in found} == {"left", "back", "right"}
+    assert all(right == 1 for _, right in found)
+
+
+def test_first_views_are_told_by_side(capsys, tmp_path):
+    target = tmp_path / "views.json"
+    assert main(["atrium", "--only", "views", "--worlds", "4", "--json", str(target)]) == 0
+    views = json.loads(target.read_text())["views"]
+    assert len(views["by_world"]["right"]) == 4
+    assert 0 <= views["right"] <= 1 and "right_back" in capsys.readouterr().out

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import tokens, world
+from tachyscope.evaluation import tokens, views, world
 from tachyscope.results import Document
 
-PARTS = ("both", "world", "tokens")
-WORLDS, WORLDS_QUICK = 16, 4
+PARTS = ("both", "world", "tokens", "views")
+WORLDS, WORLDS_QUICK, VIEWS = 16, 4, 200
 PLANS = ("dense", "balanced", "fast")
 
 
@@ -30,7 +30,8 @@ def evaluate_atrium(
 ) -> Document:
     """A results document with `world`, `tokens`, and a row for each plan of the world model.
 
-    only: `world` or `tokens`, one of the models. timed: take the time of a token. watch: is told
+    only: `world` or `tokens`, one of the models; `views`, what a prompt names at first sight,
+    which needs more worlds than the rest. timed: take the time of a token. watch: is told
     what is measured, and how much of it is done. More options are `evaluate_world`'s.
     """
     if only not in PARTS:
@@ -47,6 +48,10 @@ def evaluate_atrium(
     def told(part: str) -> Callable[[int], None] | None:
         return None if watch is None else lambda done: watch(part, done)
 
+    if only == "views":
+        return views.evaluate_views(
+            worlds=worlds or VIEWS, device=device, seed=seed, command=command, watch=told("worlds")
+        )
     if only == "tokens":
         return tokens.evaluate_tokens(**common, timed=timed, watch=told("measures of tokens"))
     found = world.evaluate_world(
@@ -61,6 +66,8 @@ def evaluate_atrium(
 
 def lines(found: Document) -> list[str]:
     """An evaluation as a reader wants it."""
+    if found["suite"] == "atrium-views":
+        return views.lines(found)
     out = [] if found["suite"] == "atrium-tokens" else world.lines(found)
     if "tokens" in found:
         rows = found.get("token_rows", found["rows"])

@@ -136,8 +136,16 @@ def unsaid_db(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
     return mean(found)
 
 
+SIDES = ("front", "left", "back", "right")  # as a prompt names walls, by the first frame
+
+
 def prompt_right(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
-    """Of the walls that the prompt names and the first frame hides, how many come out as named.
+    """Of the walls that the prompt names and the first frame hides, how many come out as named."""
+    return mean(right for _, right in named_walls(frames, scene, index))
+
+
+def named_walls(frames: Frames, scene: Scene, index: Sequence[int]) -> list[tuple[str, float]]:
+    """Walls that the prompt names and the first frame hides: their side, 1 where they are right.
 
     Judged at the frame, of numbers `index`, that first shows four fifths of the most seen of it.
     """
@@ -145,6 +153,7 @@ def prompt_right(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
     at = torch.tensor(list(index))
     views = atrium.in_view(scene.rooms(len(at)), scene.pose[at], at.float())
     hidden = atrium.in_view(rooms, scene.pose[:1], torch.zeros(1))[0] < 0.05
+    front = int(atrium.facing(scene.pose[:1])[0])
     found = []
     for wall in range(4):
         if not (rooms.said[0, wall] and hidden[wall]):
@@ -155,5 +164,6 @@ def prompt_right(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
         shares = atrium.colour_shares(picture, rooms, scene.pose[i : i + 1], time, wall)[0]
         plain = int(rooms.kind[0, wall]) == 0
         named = shares[rooms.colour[0, wall, : 1 if plain else 2]]
-        found.append(float(named.sum() >= 0.6 and named.min() >= 0.1))
-    return mean(found)
+        right = float(named.sum() >= 0.6 and named.min() >= 0.1)
+        found.append((SIDES[(wall - front) % 4], right))
+    return found
