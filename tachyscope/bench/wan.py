@@ -88,6 +88,13 @@ class Clock:
     seed: int
     make: Callable[..., Session] = Session
 
+    def open(self, model: WanAdapter, plan: Plan, frames: int) -> Session:
+        session: Session = open_session(
+            model, plan, prompt=PROMPT, frames=frames, size=self.size, seed=self.seed,
+            make=self.make,
+        )  # fmt: skip
+        return session
+
 
 def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanAdapter:
     """A Wan-type model by its name or its published size, by default with random weights."""
@@ -267,14 +274,12 @@ def _measure(
     clock: Clock,
 ) -> None:
     """Fill in a row, point by point, so that what was measured before a fault is kept."""
+    _build(model, plan, clock)
     clear(model.device)
     begun = time.perf_counter()
     chunk = model.config.chunk
     reserve = model.frames(_latents(model, lengths))
-    session = open_session(
-        model, plan, prompt=PROMPT, frames=reserve, size=clock.size, seed=clock.seed,
-        make=clock.make,
-    )  # fmt: skip
+    session = clock.open(model, plan, reserve)
     make = repeating(model, session)
     first = make_chunk(make)  # waits for the device at its end
     row["first_chunk_ms"] = 1e3 * (time.perf_counter() - begun)
@@ -298,6 +303,17 @@ def _measure(
     row["chosen_tflops"] = pairs / (spent["read"] + spent["choose"] + spent["index"]) / 1e9
     last = row["points"][-1]
     row |= {name: last[name] for name in ("chunk_ms", "host_ms", "aa", "density", "macs")}
+
+
+def _build(model: WanAdapter, plan: Plan, clock: Clock) -> None:
+    """Have a plan's kernels built, which a process does once: a first chunk must not count it."""
+    chunk = model.config.chunk
+    session = clock.open(model, plan, model.frames(4 * chunk))
+    make_chunk(Maker(model, session))
+    if not plan.cache.grows:
+        full = -(-plan.cache.capacity(session.shape, 0, None) // session.shape.places)
+        session.fill(full + chunk)
+    make_chunk(Maker(model, session))
 
 
 def _warm(make: Maker) -> None:
