@@ -145,23 +145,20 @@ def dense(rows: Rows, entries: int) -> None:
             return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
     run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
-    settings = WEIGHTED if entries == LENGTHS[0] else WEIGHTED[:1]
-    for setting in settings:
-        run(
-            f"ours, weighted {_spelled(setting)}",
-            lambda q, s=setting: flash_attention(q, k, v, logw, s),
-            False,
-            setting=setting._asdict(),
-        )
+
+    def ours(settings: list[Setting], weights: Tensor | None) -> None:
+        for s in settings:
+            run(
+                f"ours, {'plain' if weights is None else 'weighted'} {_spelled(s)}",
+                lambda q, s=s: flash_attention(q, k, v, weights, s),
+                weights is None,
+                setting=s._asdict(),
+            )
+
+    ours(WEIGHTED if entries == LENGTHS[0] else WEIGHTED[:1], logw)
     if entries > LENGTHS[0]:
         return
-    for setting in PLAIN:
-        run(
-            f"ours, plain {_spelled(setting)}",
-            lambda q, s=setting: flash_attention(q, k, v, None, s),
-            True,
-            setting=setting._asdict(),
-        )
+    ours(PLAIN, None)
 
     # log-weight as channels, high part and low; 8 are added, since cuDNN takes eights
     scale, times = 1 / math.sqrt(SHAPE.head_dim), 16.0

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from faults import refused
 from safetensors.torch import save_file
 from torch import nn
 
@@ -19,7 +20,6 @@ from tachyscope.adapters.checkpoint import (
     write_json,
     write_tensors,
 )
-from tachyscope.errors import TachyscopeError
 
 
 @pytest.fixture
@@ -35,17 +35,6 @@ def same(a, b):
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
     )
-
-
-def refused(call, *words):
-    """The error is one line with these words in it."""
-    with pytest.raises(TachyscopeError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.sft", "a.pt", "a.pth", "a.bin"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import refused
 
 import tachyscope as ts
 from tachyscope.adapters.checkpoint import wan_name, write_tensors
@@ -17,7 +18,6 @@ from tachyscope.adapters.wan_causal import WanCausal
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.cli import main
-from tachyscope.errors import TachyscopeError
 from tachyscope.models import MODELS
 from tachyscope.rollout import open_session, refill, rollout
 from tachyscope.session import Session
@@ -37,15 +37,6 @@ def small(name, **changes):
 def shrunk(monkeypatch):
     for name, preset in list(PRESETS.items()):
         monkeypatch.setitem(PRESETS, name, dataclasses.replace(preset, config=small(name)))
-
-
-def refused(call, *words):
-    """The error is one line with these words in it."""
-    with pytest.raises(TachyscopeError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import refused
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +17,6 @@ from tachyscope.adapters.toy_parts import BytesText, Preview
 from tachyscope.adapters.wan import WEIGHTS, WanAdapter, load_wan, random_wan, save_wan, toy_chunks
 from tachyscope.adapters.wan_causal import WanCausal, clean_from, noised, schedule
 from tachyscope.adapters.wan_config import WanConfig
-from tachyscope.errors import TachyscopeError
 from tachyscope.plan import NAMES, Plan
 from tachyscope.rollout import rollout
 from tachyscope.session import Session
@@ -59,15 +59,6 @@ class ExactTimes(nn.Module):
     def forward(self, t):
         angle = t.double()[:, None] * 10000 ** (-torch.arange(128, dtype=torch.float64) / 128)
         return torch.cat([angle.cos(), angle.sin()], -1).float()
-
-
-def refused(call, *words):
-    """The error is one line with these words in it."""
-    with pytest.raises(TachyscopeError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def oracle(tensors, config, dtype=torch.float32):

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from faults import refused
 
 from tachyscope.adapters import wan_text, wan_vae
 from tachyscope.adapters.checkpoint import read_tensors, write_tensors
@@ -14,7 +15,6 @@ from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_text import UMT5, PromptFile, embed_prompt
 from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.cli import main
-from tachyscope.errors import TachyscopeError
 from tachyscope.rollout import open_session, rollout
 
 CONFIG = WanConfig(
@@ -34,14 +34,6 @@ def _quiet():
         import transformers  # noqa: F401
         from diffusers import AutoencoderKLWan  # noqa: F401
         from transformers import UMT5EncoderModel  # noqa: F401
-
-
-def refused(call, *words):
-    with pytest.raises(TachyscopeError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def original_umt5(name):

@@ -68,14 +68,7 @@ class ChatTokenizer:
                 f"the tokenizer in {folder} needs transformers, which is not installed: "
                 f"pip install 'tachyscope[hf]'"
             ) from None
-        try:
-            inner = transformers.AutoTokenizer.from_pretrained(str(folder), legacy=False)
-        except (OSError, ValueError, ImportError) as fault:
-            reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
-            raise TachyscopeError(
-                f"the tokenizer in {folder} must load, got {reason}: get its files again, "
-                f"or pip install 'tachyscope[hf]'"
-            ) from None
+        inner = read_tokenizer(transformers, folder, legacy=False)
         if START not in inner.get_vocab():
             raise TachyscopeError(
                 f"the tokenizer in {folder} must know {START}, it does not: "
@@ -91,3 +84,15 @@ class ChatTokenizer:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))
+
+
+def read_tokenizer(transformers: Any, folder: Path, **options: Any) -> Any:
+    """A folder's tokenizer, by transformers."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), **options)
+    except (OSError, ValueError, ImportError) as fault:
+        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+        raise TachyscopeError(
+            f"the tokenizer in {folder} must load, got {reason}: get its files again, "
+            f"or pip install 'tachyscope[hf]'"
+        ) from None

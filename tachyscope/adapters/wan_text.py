@@ -20,6 +20,7 @@ from tachyscope.adapters.checkpoint import (
     write_json,
     write_tensors,
 )
+from tachyscope.adapters.tokenizers import read_tokenizer
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.errors import TachyscopeError
 
@@ -83,14 +84,7 @@ class UMT5:
     @functools.cached_property
     def tokenizer(self) -> Any:
         transformers = needed("transformers", f"UMT5's tokenizer in {self.words}")
-        try:
-            return transformers.AutoTokenizer.from_pretrained(str(self.words))
-        except (OSError, ValueError, ImportError) as fault:
-            reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
-            raise TachyscopeError(
-                f"the tokenizer in {self.words} must load, got {reason}: get its files again, "
-                f"or pip install 'tachyscope[hf]'"
-            ) from None
+        return read_tokenizer(transformers, self.words)
 
     @functools.cached_property
     def model(self) -> Any:

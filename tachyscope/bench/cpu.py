@@ -45,8 +45,7 @@ def bench(
     if rounds < 1:
         raise TachyscopeError(f"rounds must be 1 or more, got {rounds}")
     asked: dict[str, Any] = {"frames": frames, "prompt": prompt, "seed": seed}
-    turns = [("dense", parse_plan(model, "dense")), ("again", parse_plan(model, "dense"))]
-    turns += [(text, parse_plan(model, text)) for text in plans]
+    turns = _turns(model, plans)
     for _, plan in turns:
         # every plan's faults show before the first is timed
         open_session(model, plan, **asked)
@@ -89,8 +88,7 @@ def bench_lengths(
         raise TachyscopeError(
             f"rounds and lengths must be 1 or more, got {rounds} and {list(lengths)}"
         )
-    turns = [("dense", parse_plan(model, "dense")), ("again", parse_plan(model, "dense"))]
-    turns += [(text, parse_plan(model, text)) for text in plans]
+    turns = _turns(model, plans)
     rows: list[Document] = []
     widest = (1.0, 1.0)
     shuffle = random.Random(seed)
@@ -119,6 +117,13 @@ def bench_lengths(
         if watch is not None:
             watch(done + 1)
     return document(f"bench-lengths-{model.device.type}", rows, command, widest)
+
+
+def _turns(model: Adapter, plans: Sequence[str]) -> list[tuple[str, Plan]]:
+    """Plans to be timed by turns, dense among them twice."""
+    named = {"dense": "dense", "again": "dense"}
+    turns = [(name, parse_plan(model, text)) for name, text in named.items()]
+    return turns + [(text, parse_plan(model, text)) for text in plans]
 
 
 def _chunk(model: Adapter, session: Session) -> Document:

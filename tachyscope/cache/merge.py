@@ -178,24 +178,22 @@ class Merge(CachePolicy):
 
     def _on_gpu(self, layer: Layer, old: slice, left: int, total: int, excess: int) -> None:
         """As `_on_torch`, by kernels; nothing as large as the keys is made."""
-        from tachyscope.kernels.folding import Entries, choose, fold_groups, slide
-        from tachyscope.kernels.match import match, measure
-
         keys = layer.k if self.match == "rotated" else layer.raw
         assert keys is not None
         partner, alike = (layer.own[name][:, :, old] for name in ("slot_partner", "slot_alike"))
         if left < partner.shape[2]:
-            alike[:, :, left:], partner[:, :, left:] = match(keys[:, :, old], left)
+            alike[:, :, left:], partner[:, :, left:] = gpu.match.match(keys[:, :, old], left)
         if not excess:
             return
-        folds = choose(alike, partner, excess)
+        folds = gpu.folding.choose(alike, partner, excess)
         used = slice(old.start, total)
-        held = Entries(**{name: x[:, :, used] for name, x in layer.entries().items()})
-        fold_groups(held, folds, self.keep == "newest", self.others == "folded")
-        slide(held, folds)
+        entries = {name: x[:, :, used] for name, x in layer.entries().items()}
+        held = gpu.folding.Entries(**entries)
+        gpu.folding.fold_groups(held, folds, self.keep == "newest", self.others == "folded")
+        gpu.folding.slide(held, folds)
         survivors = partner.shape[2] - excess
         partner[:, :, :survivors] = folds.heir.view_as(partner[:, :, :survivors])
-        measure(keys[:, :, old], partner[:, :, :survivors], alike[:, :, :survivors])
+        gpu.match.measure(keys[:, :, old], partner[:, :, :survivors], alike[:, :, :survivors])
 
     def _on_torch(self, layer: Layer, old: slice, left: int, total: int, excess: int) -> None:
         """Match entries from `left` of old on, then fold `excess` of old and close the gaps."""
