@@ -3,6 +3,7 @@
     python scripts/bench_kernels.py --out kernels.json
 
 One chunk of Self-Forcing: 12 heads of 128, 4,680 queries. A rate counts the pairs that are read.
+`ours` is what serves on this GPU; beside it stands the Triton form that serves on any other.
 Each variant is held to the definition on some of its queries before it is timed; one that
 fails is noted and the others go on.
 """
@@ -27,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tachyscope.attention.ann import Ann
 from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention_reference
-from tachyscope.kernels.flash import Listed, Setting, flash_attention, flash_listed
+from tachyscope.kernels.flash import Listed, flash_attention, flash_listed, setting_of
 from tachyscope.meter import Meter
 from tachyscope.types import Layer, Moment, Shape
 
@@ -35,22 +36,7 @@ DEVICE, TIMES = torch.device("cuda"), 10
 SHAPE = Shape(
     layers=1, heads=12, kv_heads=12, head_dim=128, width=1536, grid=(30, 52), chunk=3, passes=5
 )
-LENGTHS = (32768, 131072)
-# queries, keys, warps, stages, programs on a multiprocessor, by descriptors, parts, registers
-PAIR = Setting(128, 64, 8, 2, 2, registers=128)
-WEIGHTED = [
-    Setting(128, 128, 8, 3, 1),
-    PAIR,
-    PAIR._replace(parts=1),
-    Setting(256, 64, 16, 3, 1, registers=128),
-    Setting(128, 32, 8, 4, 2, registers=128),
-    Setting(128, 128, 8, 2, 1, described=False),
-]
-PLAIN = [Setting(128, 128, 8, 3, 1), PAIR]
-LISTED = {
-    128: [Setting(128, 128, 8, 3, 1), PAIR],
-    64: [Setting(128, 64, 8, 4, 1), PAIR, PAIR._replace(described=False)],
-}
+LENGTHS, BLOCKS = (32768, 131072), (128, 64)
 
 Rows = list[dict[str, Any]]
 
@@ -146,19 +132,15 @@ def dense(rows: Rows, entries: int) -> None:
 
     run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
 
-    def ours(settings: list[Setting], weights: Tensor | None) -> None:
-        for s in settings:
+    for name, weights in (("weighted", logw), ("plain", None)):
+        for form, setting in (("ours", None), ("for any GPU", setting_of(SHAPE.head_dim))):
             run(
-                f"ours, {'plain' if weights is None else 'weighted'} {_spelled(s)}",
-                lambda q, s=s: flash_attention(q, k, v, weights, s),
+                f"{form}, {name}",
+                lambda q, w=weights, s=setting: flash_attention(q, k, v, w, s),
                 weights is None,
-                setting=s._asdict(),
             )
-
-    ours(WEIGHTED if entries == LENGTHS[0] else WEIGHTED[:1], logw)
     if entries > LENGTHS[0]:
         return
-    ours(PLAIN, None)
 
     # log-weight as channels, high part and low; 8 are added, since cuDNN takes eights
     scale, times = 1 / math.sqrt(SHAPE.head_dim), 16.0
@@ -197,30 +179,38 @@ def listed(rows: Rows, entries: int, block: int) -> None:
     tokens = SHAPE.chunk_tokens
     first = Moment(SHAPE, 0, 9, entries, 0, tokens, 0, 5, (1.0,) * 3, plain=False)
     later = first._replace(step=1, before=(0,))
-    index_ms = milliseconds(lambda i: policy.index(layer, first, entries, meter))
+    policy.index(layer, first, entries, meter)
+
+    def reindex(_: int) -> None:
+        """What a commit does, beside the cache policy's own work."""
+        policy.unorder(layer, first, entries)
+        policy.index(layer, first, entries, meter)
+
+    index_ms = milliseconds(reindex)
     policy.attend(q, layer, first, meter)
     blocks = policy._cut(SHAPE, 0, entries)
     tile, most = policy._tile(SHAPE), policy._blocks_read(blocks, first)
     own = layer.own
-    assert "ann_k" in own, "the kernels do not serve this device"
-    past = Listed(
-        own["ann_k"], own["ann_v"], own["ann_logw"], own["ann_map"][..., :most], own["ann_count"],
-        tile, block,
-    )  # fmt: skip
+    assert "ann_count" in own, "the kernels do not serve this device"
+    past = Listed(k, v, own["ann_logw"], own["ann_map"][..., :most], own["ann_count"], tile, block)
     pairs = q.shape[:3].numel() * (most * block + tokens)
     now_k, now_v = (x[:, :, entries:] for x in (k, v))
+
+    weights = torch.cat([own["ann_logw"][:, :, :entries], logw[:, :, entries:]], 2)
 
     def wrong(out: Tensor) -> float:
         worst = 0.0
         for h in range(0, SHAPE.heads, 5):
             for i in (0, past.ids.shape[2] // 2, past.ids.shape[2] - 1):
                 ids = past.ids[0, h, i].long()
-                entry = own["ann_order"][0, h].view(-1, block)[ids].flatten().long()
-                entry = torch.cat([entry[entry >= 0], torch.arange(entries, k.shape[2]).to(DEVICE)])
+                entry = (ids[:, None] * block + torch.arange(block, device=DEVICE)).flatten()
+                entry = torch.cat(
+                    [entry[entry < entries], torch.arange(entries, k.shape[2], device=DEVICE)]
+                )
                 part = slice(i * tile, i * tile + 16)
                 want = attention_reference(
                     q[:, h : h + 1, part], k[:, h : h + 1, entry], v[:, h : h + 1, entry],
-                    logw[:, h : h + 1, entry],
+                    weights[:, h : h + 1, entry],
                 )  # fmt: skip
                 got = out[:, h : h + 1, part]
                 worst = max(worst, (got.double() - want.double()).abs().max().item())
@@ -236,12 +226,12 @@ def listed(rows: Rows, entries: int, block: int) -> None:
         f"too, {heads_share:.0%} the next head's",
         flush=True,
     )
-    for setting in LISTED[block]:
+    for form, setting in (("ours", None), ("for any GPU", setting_of(q.shape[3], tile, block))):
         measure(
-            rows, f"ours, blocks of {block} {_spelled(setting)}", entries, pairs,
+            rows, f"{form}, blocks of {block}", entries, pairs,
             # the map is queries[0]'s: other queries read by it as well
             lambda i, s=setting: flash_listed(queries[i % 3], now_k, now_v, past, s),
-            wrong, q, setting=setting._asdict(), block=block,
+            wrong, q, block=block,
         )  # fmt: skip
     more = {"block": block, "index_ms": index_ms, "tiles_share": tiles_share}
     kept = measure(
@@ -269,13 +259,6 @@ def listed(rows: Rows, entries: int, block: int) -> None:
     )
 
 
-def _spelled(s: Setting) -> str:
-    way = "tma" if s.described else "pointers"
-    told = f"{s.queries}x{s.keys} w{s.warps} s{s.stages} {way}"
-    told += f" r{s.registers}" if s.registers else ""
-    return told + (f" p{s.parts}" if s.parts else "")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
@@ -285,7 +268,7 @@ def main() -> None:
     with torch.inference_mode():
         for entries in LENGTHS:
             dense(rows, entries)
-            for block in LISTED:
+            for block in BLOCKS:
                 listed(rows, entries, block)
     seconds = time.perf_counter() - began
     print(f"{seconds:.0f} s")

@@ -107,6 +107,7 @@ class Shapes(Session):
             plan.cache.commit(layer, at._replace(start=0), n, self._rotate, Meter())
 
         return max(
+            peak(lambda: plan.attention.unorder(layer, at, self.past)),
             peak(lambda: commit(layer)),
             peak(lambda: plan.attention.index(layer, at, self.past, Meter())),
         )

@@ -116,6 +116,11 @@ class Maker:
         return session.latents
 
 
+def repeating(model: Adapter, session: Session) -> Maker:
+    """Makes a session's chunks, by repeated launches where the device has such."""
+    return Maker(model, session, Graph if session.device.type == "cuda" else None)
+
+
 def _difference(
     after: Mapping[str, float | Tensor], before: Mapping[str, float | Tensor]
 ) -> dict[str, float] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tachyscope.adapters import Adapter
 from tachyscope.errors import TachyscopeError
-from tachyscope.making import Maker
+from tachyscope.making import repeating
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 from tachyscope.types import Chunk
@@ -110,7 +110,7 @@ def rollout(
     left = frames
     beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
 
-    maker = Maker(model, session)
+    maker = repeating(model, session)
 
     def make(session: Session) -> Tensor:
         with session.meter.span("chunk"):

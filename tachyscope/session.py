@@ -201,6 +201,7 @@ class Session:
 
     def _grow(self, layer: Layer, more: int, at: Moment) -> None:
         slots = layer.k.shape[2]
+        self.plan.attention.unorder(layer, at, self.past)
         fresh = self._empty_layer(slots + more)
         for name, new in fresh.entries().items():
             new[:, :, :slots] = layer.entries()[name]
@@ -334,6 +335,7 @@ class Session:
         past = 0
         for i, layer in enumerate(self.layers):
             at = self._moment.at(i)
+            self.plan.attention.unorder(layer, at, self.past)
             past = max(past, self.plan.cache.commit(layer, at, n, self._rotate, self.meter))
         for i, layer in enumerate(self.layers):
             layer.logw[:, :, past:] = 0.0  # here, so that no pass needs to

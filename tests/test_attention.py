@@ -324,5 +324,5 @@ def test_blocks_and_tiles_are_parts_of_a_latent_frame():
     ):
         shape = replace(CHUNKS, grid=grid)
         own = plan.attention.tensors(shape, 40 * shape.places, torch.device("meta"))
-        assert own["ann_order"].shape[2] // own["ann_code"].shape[2] == block
+        assert own["ann_logw"].shape[2] // own["ann_code"].shape[2] == block
         assert own["ann_map"].shape[2] == -(-shape.chunk_tokens // tile)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import re
 
 import pytest
@@ -113,6 +114,40 @@ def test_code_in_a_pickle_is_not_run(tmp_path, tensors, zipped):
     torch.save({**tensors, "x": Code(ran)}, path, _use_new_zipfile_serialization=zipped)
     refused(lambda: read_tensors(path), "may hold only tensors", "not run", "as .safetensors")
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_pickle_that_torch_did_not_write_is_not_run(tmp_path, protocol, recwarn):
+    path, ran = tmp_path / "a.pt", tmp_path / "ran"
+    path.write_bytes(pickle.dumps({"generator": Code(ran)}, protocol))
+    refused(lambda: read_tensors(path), "may hold only tensors", "not run", "as .safetensors")
+    assert not ran.exists() and not recwarn.list  # a warning would be a second line
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+@pytest.mark.parametrize("text", ["hello", "<!doctype html><title>404</title>"])
+def test_a_page_in_a_checkpoints_place_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    words = refused(lambda: read_tensors(tmp_path / name), "damaged or cut short (", "): get it")
+    assert any(letter.isalpha() for letter in words.split("(")[1].split(")")[0])
+
+
+def test_a_fault_of_torch_is_told_in_a_sentence(tmp_path, tensors):
+    path = tmp_path / "a.pt"
+    write_tensors(path, tensors)
+    path.write_bytes(path.read_bytes()[:600])
+    assert len(refused(lambda: read_tensors(path), "damaged")) < 250 + len(str(path))
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_a_file_beyond_the_memory_is_not_called_damaged(tmp_path, tensors, name, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    write_tensors(tmp_path / name, tensors)
+    monkeypatch.setattr(torch, "load", full)
+    monkeypatch.setattr(checkpoint, "load_file", full)
+    refused(lambda: read_tensors(tmp_path / name), f"{name} is more than the memory that is left")
 
 
 @pytest.mark.parametrize("value", [[1, 2], 3, {"model": 3}, {"weight": 3}])

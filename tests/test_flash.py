@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from streams import CHUNKS, assert_same, play, session
 
 from tachyscope.kernels import gpu
@@ -17,7 +18,7 @@ from tachyscope.kernels.listed import listed_attention_reference
 from tachyscope.types import Rope
 
 pytest.importorskip("triton")
-from tachyscope.kernels.blocks import block_buckets, block_mass, lay_blocks
+from tachyscope.kernels.blocks import block_buckets, block_mass, carry, encode_blocks
 from tachyscope.kernels.flash import (
     PROCESSORS,
     SETTINGS,
@@ -80,10 +81,14 @@ def test_weights_may_begin_anywhere(rng, setting):
     torch.testing.assert_close(flash_attention(*args, setting), attention_reference(*args))
 
 
-def _listed(rng, b, h, kv, blocks, block, tiles, most, d, tile):
-    k, v = (torch.randn(b, kv, blocks * block, d, generator=rng) for _ in range(2))
+def _listed(rng, b, h, kv, blocks, block, tiles, most, d, tile, slots=None):
+    """The past of a cache of so many slots, which may be fewer than its blocks name, or more."""
+    slots = slots or blocks * block
+    wide = torch.randn(2, b + 1, kv + 1, slots + 5, d, generator=rng)
+    wide[0, :, :, slots:] = wide[1, :, :, :5] = math.nan  # no part of it
+    k, v = wide[0, 1:, 1:, :slots], wide[1, 1:, :-1, 5:]
     logw = torch.randn(b, kv, blocks * block, generator=rng)
-    logw[:, :, -3:] = -math.inf  # the last block is a part
+    logw[:, :, min(slots, blocks * block) - 3 :] = -math.inf  # the last block is a part
     logw[:, :, :block] = -math.inf  # and one is empty
     ids = torch.rand(b, h, tiles, blocks, generator=rng).argsort(-1)[..., :most].int()
     counts = torch.randint(0, most + 1, (b, h, tiles), generator=rng, dtype=torch.int32)
@@ -94,10 +99,12 @@ def _listed(rng, b, h, kv, blocks, block, tiles, most, d, tile):
 
 def listed_reference(q, k, v, past):
     """Tile by tile: `listed_attention_reference` over the past's entries and the present ones."""
-    group = q.shape[1] // k.shape[1]
-    keys, values = torch.cat([past.k, k], 2), torch.cat([past.v, v], 2)
+    group, named = q.shape[1] // k.shape[1], past.logw.shape[2]
+    # as many slots as the blocks name
+    past_k, past_v = (F.pad(x, (0, 0, 0, named - x.shape[2])) for x in (past.k, past.v))
+    keys, values = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
     logw = torch.cat([past.logw, torch.zeros(k.shape[:3], device=k.device)], 2)
-    now, entry = slice(past.k.shape[2], keys.shape[2]), torch.arange(past.block, device=q.device)
+    now, entry = slice(named, keys.shape[2]), torch.arange(past.block, device=q.device)
     out = torch.empty_like(q)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -132,6 +139,22 @@ def test_flash_listed_equals_its_reference(rng, b, h, kv, s, now, tile, block, s
     assert torch.equal(flash_listed(q, k, v, past._replace(ids=wide), setting), got)
 
 
+@EACH
+@pytest.mark.parametrize("slots", [7 * 16 - 2, 7 * 16 + 21])
+def test_listed_blocks_may_lie_in_a_cache(rng, slots, setting):
+    q, k, v, _ = _inputs(rng, 2, 4, 2, 40, 21, 16)
+    past = _listed(rng, 2, 4, 2, 7, 16, 3, 6, 16, 16, slots)
+    ids = torch.rand(2, 4, 3, 7, generator=rng).argsort(-1).int()  # the last block among them
+    past = past._replace(ids=ids, counts=torch.full_like(past.counts, 7))
+    assert not (past.k.is_contiguous() or past.v.is_contiguous())
+    want = listed_reference(q, k, v, past)
+    torch.testing.assert_close(flash_listed(q, k, v, past, setting), want)
+    wide = torch.full((2, 2, 7 * 16 + 3), math.nan)  # its rows begin anywhere
+    wide[:, :, 3:] = past.logw
+    past = past._replace(logw=wide[:, :, 3:])
+    torch.testing.assert_close(flash_listed(q, k, v, past, setting), want)
+
+
 def test_settings_fit_what_they_are_chosen_for():
     for (head_dim, block), setting in SETTINGS.items():
         assert head_dim in gpu.HEAD_DIMS and block in gpu.BLOCKS and setting.keys == block
@@ -162,31 +185,35 @@ def test_block_buckets_equals_buckets(rng):
     assert torch.equal(block_buckets(x, 8).long(), buckets(x, 8))
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_laid_blocks_hold_their_entries_and_codes(rng, groups):
-    _, k, v, logw = _inputs(rng, 2, 3, 3, 1, 90, 16, groups)
-    logw[:, :, ::7] = -math.inf
-    order = torch.rand(2, 3, 90, generator=rng).argsort(-1)
-    order[:, :, 16:32] = -1  # a block of none
-    order = torch.cat([order, torch.full((2, 3, 6), -1)], -1)
-    laid = [torch.full((2, 3, 9 * 16, *tail), math.nan) for tail in ((16,), (16,), ())]
+def test_entries_are_carried_there_and_back(rng):
+    held = torch.randn(2, 3, 110, 16, generator=rng)
+    x, before = held[:, :, 5:105], held.clone()
+    order = torch.rand(2, 3, 120, generator=rng)[:, :, :100].argsort(-1).int()
+    carry(x, order, back=False)
+    want = before[:, :, 5:105].gather(2, order.long().unsqueeze(-1).expand_as(x))
+    assert torch.equal(x, want) and not torch.equal(x, before[:, :, 5:105])
+    assert torch.equal(held[:, :, :5], before[:, :, :5])
+    assert torch.equal(held[:, :, 105:], before[:, :, 105:])
+    carry(x, order, back=True)
+    assert torch.equal(held, before)
+
+
+def test_blocks_are_encoded_where_they_stand(rng):
+    _, k, _, logw = _inputs(rng, 2, 3, 3, 1, 90, 16, 3)
+    logw = F.pad(logw, (0, 6), value=-math.inf)  # the last block is a part: six slots are missing
+    logw[:, :, ::7] = logw[:, :, 16:32] = -math.inf
+    k[:, :, 16:32] = math.nan  # a block of none
     code = torch.zeros(2, 3, 9, 16, dtype=torch.int8)
     scale, weight = torch.full((2, 3, 9, 1), math.nan), torch.full((2, 3, 9), math.nan)
-    lay_blocks(k, v, logw, order.int(), 16, tuple(laid), (code, scale, weight))
-    at, none = order.clamp(min=0), order < 0
-    for got, x in zip(laid, (k, v, logw.expand(-1, 3, -1)), strict=True):
-        index = at if x.dim() == 3 else at.unsqueeze(-1).expand(-1, -1, -1, 16)
-        want = x.gather(2, index)
-        want[none] = -math.inf if x.dim() == 3 else 0.0
-        assert torch.equal(got[:, :, :96], want)
-        assert got[:, :, 96:].isnan().all()
-    weights = laid[2][:, :, :96].unflatten(2, (6, 16))
+    encode_blocks(k, logw, 16, (code, scale, weight))
+    weights = logw.unflatten(2, (6, 16))
     live = (weights > -math.inf).unsqueeze(-1)
-    keys = (laid[0][:, :, :96].unflatten(2, (6, 16)) * live).sum(3) / live.sum(3).clamp(min=1)
-    want_code, want_scale = quantise(keys)
+    keys = F.pad(k, (0, 0, 0, 6)).unflatten(2, (6, 16)).masked_fill(~live, 0.0)
+    want_code, want_scale = quantise(keys.sum(3) / live.sum(3).clamp(min=1))
     assert torch.equal(code[:, :, :6], want_code)
     torch.testing.assert_close(scale[:, :, :6], want_scale)
     torch.testing.assert_close(weight[:, :, :6], weights.logsumexp(-1).clamp(min=-1e30))
+    assert not code[:, :, 6:].any() and weight[:, :, 6:].isnan().all()
 
 
 @pytest.mark.parametrize("tile", [16, 32])
@@ -235,7 +262,7 @@ def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
     stock, want = _play(plan)
     request.getfixturevalue("kernels_on_the_cpu")
     at, got = _play(plan)
-    assert "ann_k" in at.layers[0].own and "ann_k" not in stock.layers[0].own
+    assert "ann_count" in at.layers[0].own and "ann_count" not in stock.layers[0].own
     assert_same(got, want, 1e-4)
     ours, theirs = at.meter.take(), stock.meter.take()
     if "top_p" not in attention:  # there stock torch, on the CPU, reads no empty place of a block
@@ -245,13 +272,16 @@ def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
     assert not any(name.startswith("simulated") for name in ours)
 
 
-@pytest.mark.usefixtures("kernels_on_the_cpu")
-def test_a_state_carries_what_the_kernels_read():
-    plan = "attention=ann:read=0.7,block=32,tile=64"
-    at, _ = _play(plan, 3)
-    other, _ = _play(plan, 1)
-    other.restore(at.state())
-    assert torch.equal(other.layers[0].own["ann_k"], at.layers[0].own["ann_k"])
+def test_what_the_kernels_left_is_gone_on_with_by_stock_torch(monkeypatch):
+    plan = "cache=merge:budget=7f attention=ann:read=0.7,block=32,tile=64,sink=0"
+    with monkeypatch.context() as here:
+        here.setattr(gpu, "DEVICES", ("cpu",))
+        here.setattr(gpu, "DTYPE", torch.float32)
+        served, _ = _play(plan)
+    at, _ = _play(plan, 1)
+    at.restore(served.state())
+    stock, _ = _play(plan)
+    assert_same(play(at, 2), play(stock, 2), 1e-4)
 
 
 @pytest.mark.usefixtures("kernels_on_the_cpu")
@@ -281,10 +311,8 @@ def test_what_the_kernels_hold_is_declared_without_data():
     at = session(shape, "attention=ann:read=0.2", torch.bfloat16, frames=21)
     meta = at.plan.attention.tensors(shape, at.layers[0].k.shape[2], torch.device("meta"))
     own = at.layers[0].own
-    assert set(meta) - set(own) == {"ann_k", "ann_v", "ann_logw", "ann_count"}
-    places = own["ann_order"].shape[2]
-    assert meta["ann_k"].shape == meta["ann_v"].shape == (1, 12, places, 128)
-    assert meta["ann_k"].dtype == torch.bfloat16
-    assert places < 1.01 * 21 * 1560
+    assert set(meta) - set(own) == {"ann_count"}
+    held = sum(x.numel() * x.element_size() for x in meta.values())
+    assert held < 0.04 * 2 * 2 * at.layers[0].k.numel()  # beside keys and values, next to nothing
     for name in own:
         assert meta[name].shape == own[name].shape and meta[name].dtype == own[name].dtype

@@ -15,7 +15,14 @@ from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.attention.ann import Ann
 from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.kernels.attention import attention, attention_reference
-from tachyscope.kernels.flash import Listed, Setting, flash_attention, flash_listed
+from tachyscope.kernels.flash import (
+    Listed,
+    Setting,
+    _hopper,
+    flash_attention,
+    flash_listed,
+    setting_of,
+)
 from tachyscope.kernels.rotary import turn_into
 from tachyscope.making import Graph, Maker
 from tachyscope.meter import Meter
@@ -156,21 +163,77 @@ def test_every_way_to_build_the_kernel_gives_the_same(keys, parts, described):
         _close(flash_attention(q, k, v, w, setting), attention_reference(q, k, v, w))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (64, 32)])
-def test_listed_blocks_equal_their_reference(tile, block, head_dim):
+def _listed(tile, block, head_dim, more):
+    """Queries, present entries, and blocks of a cache that ends so many slots behind the last."""
     rng = torch.Generator("cuda").manual_seed(2)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
-    q = torch.randn(1, 4, 300, head_dim, **like)
-    k, v = (torch.randn(1, 2, 333, head_dim, **like) for _ in range(2))
-    past_k, past_v = (torch.randn(1, 2, 20 * block, head_dim, **like) for _ in range(2))
-    logw = torch.rand(1, 2, 20 * block, generator=rng, device="cuda")
-    logw[:, :, -7:] = -math.inf
-    tiles = -(-300 // tile)
-    order = torch.rand(1, 4, tiles, 20, generator=rng, device="cuda").argsort(-1)
-    counts = torch.randint(0, 9, (1, 4, tiles), generator=rng, device="cuda", dtype=torch.int32)
-    past = Listed(past_k, past_v, logw, order[..., :8].int(), counts, tile, block)
-    _close(flash_listed(q, k, v, past), listed_reference(q, k, v, past))
+    now, slots = (333 if more > 0 else 40), 20 * block + more
+    q = torch.randn(2, 300, 4, head_dim, **like).transpose(1, 2)
+    cache = torch.randn(2, 2, 3, slots + now, head_dim, **like)
+    cached = cache[:, :, 1:, :slots]
+    k, v = cache[:, :, 1:, slots:]
+    logw = torch.rand(2, 2, 20 * block, generator=rng, device="cuda")
+    logw[:, :, -7:] = logw[:, :, block : 2 * block] = -math.inf
+    tiles = -(-300 // tile) + 1
+    order = torch.rand(2, 4, tiles, 20, generator=rng, device="cuda").argsort(-1)
+    order[order == 19] = order[..., :1].expand_as(order)[order == 19]
+    order[..., 0] = 19  # the last block, a part, is read first
+    counts = torch.randint(0, 9, (2, 4, tiles), generator=rng, device="cuda", dtype=torch.int32)
+    counts[0, 0, 0] = 0
+    return q, k, v, Listed(*cached, logw, order.int()[..., :8], counts, tile, block)
+
+
+IN_CACHE = pytest.mark.parametrize("more", [-5, 37])
+
+
+@IN_CACHE
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (64, 32)])
+def test_listed_blocks_equal_their_reference(tile, block, head_dim, more):
+    q, k, v, past = _listed(tile, block, head_dim, more)
+    setting = setting_of(head_dim, tile, block)
+    _close(flash_listed(q, k, v, past, setting), listed_reference(q, k, v, past))
+
+
+@pytest.fixture
+def hopper():
+    """The kernels of a Hopper GPU, which `flash_attention` and `flash_listed` hand over to."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    from tachyscope.kernels import hopper
+
+    assert _hopper(torch.device("cuda", 0)) is hopper
+    return hopper
+
+
+@pytest.mark.parametrize(
+    "b, h, kv, s, n, head_dim",
+    [
+        (1, 6, 3, 300, 2003, 128),  # shares of tiles
+        (2, 12, 12, 780, 1500, 128),  # whole tiles, and shares of others
+        (1, 2, 2, 64, 100, 128),  # less than one block
+        (2, 4, 2, 300, 1000, 64),
+    ],
+)
+def test_the_hopper_kernel_equals_its_reference(hopper, b, h, kv, s, n, head_dim):
+    rng = torch.Generator("cuda").manual_seed(1)
+    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(b, s, h, head_dim, **like).transpose(1, 2)
+    k, v = (torch.randn(b, kv, n + 97, head_dim, **like)[:, :, :n] for _ in range(2))
+    logw = torch.rand(b, kv, n + 98, generator=rng, device="cuda")[:, :, :n] * 4
+    logw[:, :, 40:50] = logw[:, :, 128:300] = -math.inf
+    for w in (logw, logw[:, :1], None):
+        _close(hopper.flash_attention(q, k, v, w), attention_reference(q, k, v, w))
+    empty = torch.full_like(logw, -math.inf)
+    assert torch.equal(hopper.flash_attention(q, k, v, empty), torch.zeros_like(q))
+
+
+@IN_CACHE
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (128, 32), (256, 128)])
+def test_the_hopper_kernel_reads_listed_blocks(hopper, tile, block, head_dim, more):
+    q, k, v, past = _listed(tile, block, head_dim, more)
+    _close(hopper.flash_listed(q, k, v, past), listed_reference(q, k, v, past))
 
 
 # tiles of 128, the last of them a part
@@ -198,14 +261,19 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     layer, policy = at.layers[1], at.plan.attention
     own, size = layer.own, policy.block
     blocks = policy._cut(LARGE, 0, at.past)
-    order = own["ann_order"][:, :, : blocks.all * size].long()
-    listed = order.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, 128)
-    for laid, x in (("ann_k", layer.k), ("ann_v", layer.v)):
-        want = x.gather(2, listed).masked_fill(order.unsqueeze(-1) < 0, 0.0)
-        assert torch.equal(own[laid][:, :, : order.shape[2]], want)
-    weights = layer.logw.expand(-1, 4, -1).gather(2, order.clamp(min=0))
-    weights = weights.masked_fill(order < 0, -math.inf)
-    assert torch.equal(own["ann_logw"][:, :, : order.shape[2]], weights)
+    between = policy._between(LARGE, 0, at.past)
+    order = own["ann_order"][:, :, : between.stop - between.start].long()
+    weights = own["ann_logw"][:, :, : blocks.all * size]
+    held = layer.logw.expand(-1, 4, -1)
+    assert torch.equal(weights[:, :, between], held[:, :, between].gather(2, order))
+    assert torch.equal(weights[:, :, : between.start], held[:, :, : between.start])
+    assert (weights[:, :, at.past :] == -math.inf).all()
+    moment = at._moment.at(1)._replace(past=at.past)
+    back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
+    policy.unorder(back, moment, at.past)
+    assert not torch.equal(back.k, layer.k)
+    for x, ordered in ((back.k, layer.k), (back.v, layer.v)):
+        assert torch.equal(policy.ordered(x, layer, moment), ordered)  # by stock torch
 
     rng = torch.Generator("cuda").manual_seed(3)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
@@ -218,7 +286,7 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
         own["ann_map"][..., : policy._blocks_read(blocks, at._moment)],
         own["ann_count"],
     )
-    past = Listed(own["ann_k"], own["ann_v"], own["ann_logw"], chosen, counts, policy.tile, size)
+    past = Listed(layer.k, layer.v, own["ann_logw"], chosen, counts, policy.tile, size)
     turned = at.rope.turn(q, *at._angles)
     _close(got, listed_reference(turned, layer.k[:, :, now], layer.v[:, :, now], past))
     queries = [
@@ -239,8 +307,10 @@ def test_the_kernels_choose_as_stock_torch_does():
     ours = {name: layer.own[name].clone() for name in layer.own if name.startswith("ann_")}
     moment = at._moment.at(1)._replace(past=at.past, before=())
     stock = replace(
-        layer, own={n: x.clone() for n, x in ours.items() if n not in ("ann_k", "ann_count")}
-    )
+        layer, k=layer.k.clone(), v=layer.v.clone(),
+        own={name: x.clone() for name, x in ours.items() if name != "ann_count"},
+    )  # fmt: skip
+    policy.unorder(stock, moment, at.past)
     policy.index(stock, moment, at.past, Meter())
     # a key on a plane may fall on either side, and ties of a rounding either way
     assert (stock.own["ann_order"] == ours["ann_order"]).float().mean() > 0.98
@@ -290,6 +360,7 @@ def test_spans_are_measured_without_a_wait():
 
 
 @pytest.mark.parametrize("plan", ["dense", "fast cache=merge:budget=6f attention=ann:read=0.7"])
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # float32 is meant here
 def test_compiled_layers_give_what_they_gave(plan):
     def latents(model):
         session = ts.open_session(model, plan, prompt="a red room")

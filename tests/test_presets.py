@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults import refused
+from torch import nn
 
 import tachyscope as ts
 from tachyscope.adapters.checkpoint import wan_name, write_tensors
@@ -131,10 +132,10 @@ class Told:
 
 
 @torch.no_grad()
-def play(adapter, p: Protocol, chunks: int, prompt: str, seed: int):
+def play(adapter, p: Protocol, chunks: int, prompt: str, seed: int, given=()):
     """The protocol from its statement: every pass recomputes every chunk from the latents."""
     draw, text = drawn(seed, p.chunk), adapter.encode(prompt).context.double()
-    done, made = [], []  # of this stretch, and in all
+    done, made = list(given), []  # of this stretch, and in all
     for chunk in range(chunks):
         if p.stretch and len(done) * p.chunk == p.stretch:
             done = [encoded_again(adapter, made)]
@@ -279,6 +280,47 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
     # a frame that was encoded again is shown once, as it was
     assert np.array_equal(np.concatenate(shown), model.decoder(torch.cat(found, 2), {}))
     assert session.features.keys() == {"last"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self-forcing", "causal-forcing-framewise", "longlive", "infinite-forcing", "reward-forcing"],
+)
+def test_given_latents_are_run_clean_and_gone_on_from(name, shrunk, tmp_path):
+    protocol, model = PROTOCOLS[name], published(name, tmp_path)
+    # a chunk more than the window holds
+    given = [drawn(9 + i, protocol.chunk)() for i in range(protocol.window // protocol.chunk + 1)]
+    session = open_session(model, "stock", prompt="a")
+    refill(model, session, torch.cat(given, 2), "b")
+    session.generator.manual_seed(7)
+    found = latents_of(model, session, 2)
+    assert_same(found, play(model, protocol, len(found), "b", 7, given))
+
+
+def test_a_change_of_prompt_remembers_the_window_again(shrunk, tmp_path):
+    """LongLive, its LoRA merged: the last 12 latent frames run clean under the new text, and on."""
+    made, protocol = ts.load("longlive", "random"), PROTOCOLS["longlive"]
+    parts = made.model.blocks.named_modules(prefix="blocks")
+    sizes = {name: x.weight.shape for name, x in parts if isinstance(x, nn.Linear)}
+    tensors = {name: x / 8 for name, x in lora("peft", sizes)[0].items()}
+    save_wan(made, tmp_path / "base.pt")
+    torch.save({"generator_lora": tensors}, tmp_path / "lora.pt")
+    model = ts.load("longlive", tmp_path / "base.pt", dtype="float64", lora=tmp_path / "lora.pt")
+    stated = ts.load("longlive", tmp_path / "base.pt", dtype="float64")
+    for name in sizes:
+        up, down = (tensors[f"base_model.model.model.{name}.lora_{x}.weight"] for x in "BA")
+        stated.model.get_parameter(f"{name}.weight").data += up.double() @ down.double()
+    for one in (model, stated):
+        one.text, one.decoder = made.text, Pixels()
+    session = open_session(model, "stock", prompt="a", seed=7)
+    before, expected = latents_of(model, session, 6), play(stated, protocol, 6, "a", 7)
+    assert_same(before, expected)
+    refill(model, session, torch.cat(before[-4:], 2), "b")
+    session.generator.manual_seed(8)
+    after = latents_of(model, session, 3)
+    assert_same(after, play(stated, protocol, 3, "b", 8, expected[-4:]))
+    unchanged = play(stated, protocol, 1, "a", 8, expected[-4:])
+    assert (after[0] - unchanged[0]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["krea", "causvid", "self-forcing", "rolling-forcing"])

@@ -579,8 +579,33 @@ def test_a_model_without_actions_takes_none(small):
 
 def test_parts_that_are_missing_are_named(small):
     bare = WanAdapter("bare", small.model)
-    refused(lambda: bare.encode("a"), "bare was loaded without a text encoder")
-    refused(lambda: bare.frames(3), "bare was loaded without a decoder")
+    refused(
+        lambda: bare.encode(""),
+        "bare was loaded without a text encoder",
+        "put models_t5_umt5-xxl-enc-bf16.pth and google/umt5-xxl beside its weights, or give a",
+    )
+    refused(
+        lambda: bare.frames(3), "bare was loaded without a decoder", "put Wan2.1_VAE.pth beside"
+    )
+
+
+def test_weights_beyond_the_memory_are_told_in_one_line(small, tmp_path):
+    # a matrix of 17 TB
+    huge = dataclasses.replace(SMALL, dim=2**21, heads=2**14)
+    save_wan(small, tmp_path / "x.pt")
+    words = "GB, more than the memory of cpu has left: free some, or load it in bfloat16"
+    refused(lambda: random_wan(huge, name="huge"), "huge: its weights take", words)
+    refused(lambda: load_wan(tmp_path / "x.pt", config=huge), "x.pt: its weights take", words)
+
+
+def test_a_prompts_keys_and_values_are_computed_once(monkeypatch):
+    adapter, calls, whole = toy_chunks(), [], WanCausal.keys_values
+    monkeypatch.setattr(WanCausal, "keys_values", lambda self, x: calls.append(1) or whole(self, x))
+    for block in adapter.model.blocks:
+        for part in (block.cross_attn.k, block.cross_attn.v):
+            part.register_forward_hook(lambda *_: calls.append(0))
+    assert len(list(rollout(adapter, "fast", frames=9, prompt="a"))) == 3
+    assert (calls.count(1), calls.count(0)) == (1, 2 * len(adapter.model.blocks))
 
 
 def test_a_folder_comes_back_whole(tmp_path):

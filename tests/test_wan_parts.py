@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -220,6 +221,22 @@ def test_a_faulty_vae_is_named(folder, tmp_path, monkeypatch):
     refused(lambda: WanVae.read(tmp_path), "it lacks decoder.conv_out.bias")
     monkeypatch.setitem(importlib.sys.modules, "diffusers", None)
     refused(lambda: WanVae.read(folder), "needs diffusers", "pip install tachyscope[hf]")
+
+
+def test_parts_that_are_no_numbers_are_refused(folder, tmp_path):
+    for name, key in (
+        (wan_vae.PUBLISHED, "decoder.conv1.weight"),
+        (wan_text.PUBLISHED, "blocks.1.attn.v.weight"),
+    ):
+        tensors = {k: x.clone() for k, x in read_tensors(folder / name).items()}
+        tensors[key].view(-1)[0] = torch.nan
+        write_tensors(tmp_path / name, tensors)
+    shutil.copytree(folder / "google", tmp_path / "google")
+    words = "finite numbers, it has NaN or infinity in decoder.conv_in.weight"
+    refused(lambda: WanVae.read(tmp_path), str(tmp_path / wan_vae.PUBLISHED), words)
+    refused(lambda: UMT5(tmp_path, 24)("a"), str(tmp_path / wan_text.PUBLISHED), "must give finite")
+    write_tensors(tmp_path / "p.safetensors", {"context": torch.full((4, 32), torch.inf)})
+    refused(lambda: PromptFile.read(tmp_path / "p.safetensors", CONFIG), "p.safetensors must give")
 
 
 def test_a_published_folder_makes_a_video(folder):

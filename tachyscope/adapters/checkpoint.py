@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ INDEX = ".index.json"
 WRAPPERS = ("generator_ema", "generator", "model", "state_dict", "generator_lora")
 PREFIXES = ("model.diffusion_model.", "model.", "net.")
 SHARDED = "_fsdp_wrapped_module."
+# torch's words for a pickle that calls something, and for the first step of one whose form it does
+# not read: Python's own since 3.8
+REFUSED = ("GLOBAL", "operand 149")
 
 # diffusers' names of a Wan model's parts, and the original ones; a block's without "blocks.N."
 DIFFUSERS = {
@@ -216,17 +220,21 @@ def _read_pickled(path: Path, entry: str) -> dict[str, Tensor]:
         with path.open("rb") as file:
             # only the zip container can be mapped; files of before 2020 are a bare pickle
             mapped = file.read(4) == b"PK\x03\x04"
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that torch did not write
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as fault:
         # torch's own words go on for a page, and advise to run the code
-        if "GLOBAL" not in str(fault):
+        if not any(word in str(fault) for word in REFUSED):
             raise _damaged(path, "a torch checkpoint", EOFError("torn pickle")) from None
         raise TachyscopeError(
             f"{path} may hold only tensors, it has pickled objects whose code was not run: "
             f"save its tensors alone, as .safetensors"
         ) from None
+    except LookupError:
+        raise _damaged(path, "a torch checkpoint", EOFError("torn pickle")) from None
     except Exception as fault:
-        # a torn pickle can raise almost anything: KeyError, IndexError, RuntimeError, EOFError
+        # a torn pickle can raise almost anything: RuntimeError, EOFError, ValueError
         raise _damaged(path, "a torch checkpoint", fault) from None
     if isinstance(value, dict):
         value = next((value[name] for name in (entry, *WRAPPERS) if name in value), value)
@@ -257,13 +265,16 @@ def _write(path: Path, put: Callable[[Path], object]) -> None:
 
 
 def _damaged(path: Path, kind: str, fault: Exception) -> TachyscopeError:
+    if "allocate memory" in str(fault):
+        return TachyscopeError(f"{path} is more than the memory that is left can hold: free some")
     return TachyscopeError(
         f"{path} must be {kind}, it is damaged or cut short ({_line(fault)}): get it again"
     )
 
 
 def _line(fault: Exception) -> str:
-    return (str(fault).strip() or type(fault).__name__).splitlines()[0].rstrip(":. ")
+    first = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+    return first.split(". ")[0].rstrip(":. ")
 
 
 def _kind(tensor: Tensor) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tachyscope.adapters import Adapter
+from tachyscope.adapters import Adapter, wan_text, wan_vae
 from tachyscope.adapters.autoencoder import Pictures
 from tachyscope.adapters.checkpoint import (
     PICKLED,
@@ -189,7 +189,9 @@ class WanAdapter(Adapter):
     def encode(self, prompt: str) -> Prompt:
         if self.text is None:
             raise TachyscopeError(
-                f"{self.name} was loaded without a text encoder, got a prompt: load it with one"
+                f"{self.name} was loaded without a text encoder, which an empty prompt needs too: "
+                f"put {wan_text.PUBLISHED} and google/umt5-xxl beside its weights, or give a "
+                f"prompt file"
             )
         context, length = self.text(prompt)
         return Prompt(context.to(self.device), length)
@@ -293,7 +295,8 @@ class WanAdapter(Adapter):
     def _decoder(self) -> Decoder:
         if self.decoder is None:
             raise TachyscopeError(
-                f"{self.name} was loaded without a decoder, got latents to show: load it with one"
+                f"{self.name} was loaded without a decoder, got latents to show: put "
+                f"{wan_vae.PUBLISHED} beside its weights"
             )
         return self.decoder
 
@@ -410,7 +413,7 @@ def load_wan(
     # no time goes into random weights that the file replaces
     with torch.device("meta"):
         model = WanCausal(config).cast(dtype)
-    model = model.to_empty(device=device)
+    model = _placed(model, device, str(file))
     fit(model, tensors, str(file))
     check_finite(model, str(file))
     if lora is not None:
@@ -456,7 +459,7 @@ def random_wan(
     """A model of random weights, scaled so that attention is sharp and nothing explodes."""
     with torch.device("meta"):
         model = WanCausal(config).cast(dtype)
-    model = model.to_empty(device=device)
+    model = _placed(model, device, name)
     generator = torch.Generator(device).manual_seed(seed)
     for key, parameter in model.named_parameters():
         # always drawn in float32, so that every dtype rounds the same weights
@@ -489,6 +492,21 @@ def toy_chunks(
     # drawn on the CPU, so that it is the same model on every device
     made = random_wan(config, seed, dtype=dtype)
     return WanAdapter("toy-chunks", made.model.to(device), made.text, made.decoder)
+
+
+def _placed(model: WanCausal, device: torch.device | str, where: str) -> WanCausal:
+    """A model of shapes alone, with memory for its weights."""
+    size = sum(x.numel() * x.element_size() for x in model.parameters())
+    try:
+        return model.to_empty(device=device)
+    except RuntimeError as fault:
+        # torch has an error of its own for CUDA's memory, and only words for the CPU's
+        if not isinstance(fault, torch.OutOfMemoryError) and "allocate memory" not in str(fault):
+            raise
+        raise TachyscopeError(
+            f"{where}: its weights take {size / 1e9:.1f} GB, more than the memory of {device} has "
+            f"left: free some, or load it in bfloat16"
+        ) from None
 
 
 def _part(

@@ -79,6 +79,8 @@ class UMT5:
         ids = self.tokenizer(clean(prompt), truncation=True, max_length=self.length).input_ids
         # padding is masked, so leaving it out changes nothing
         said = self.model(torch.tensor([ids], device=self.device)).last_hidden_state
+        # to look through five billion weights would take longer than the prompt
+        _demand_finite(said, str(self.encoder))
         return padded(said, self.length), len(ids)
 
     @functools.cached_property
@@ -136,6 +138,7 @@ class PromptFile:
                 f"{file} must hold 'context' [L, {config.text_dim}] of at most {config.text_len} "
                 f"tokens, got {kinds}: embed the prompt for this model"
             )
+        _demand_finite(context, str(file))
         said = context[0].ne(0).any(1).nonzero()
         length = int(said.max()) + 1 if len(said) else 0
         return cls(padded(context, config.text_len), length)
@@ -200,6 +203,13 @@ def settings_of(tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
         "vocab_size": words, "d_model": width, "d_kv": inner // heads, "d_ff": hidden,
         "num_layers": len(blocks), "num_heads": heads, "relative_attention_num_buckets": buckets,
     }  # fmt: skip
+
+
+def _demand_finite(context: Tensor, where: str) -> None:
+    if not context.isfinite().all():
+        raise TachyscopeError(
+            f"{where} must give finite numbers, this prompt's have NaN or infinity: get it again"
+        )
 
 
 def needed(package: str, what: str) -> Any:

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tachyscope.adapters.checkpoint import fit, read_json, read_tensors, write_json, write_tensors
+from tachyscope.adapters.checkpoint import (
+    check_finite,
+    fit,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from tachyscope.adapters.wan_text import needed
 from tachyscope.errors import TachyscopeError
 
@@ -76,6 +83,7 @@ class WanVae:
             tensors = names.convert_wan_vae_to_diffusers(tensors)
         model = diffusers.AutoencoderKLWan.from_config(settings)
         fit(model, tensors, str(file))
+        check_finite(model, str(file))
         return cls(_cast(model, dtype).to(device))
 
     @classmethod

@@ -14,7 +14,10 @@ from tachyscope.types import Layer, Moment, Shape, Text
 
 
 class AttentionPolicy(abc.ABC):
-    """Decides which entries a query reads; its only effect is on the layer's own tensors."""
+    """Decides which entries a query reads.
+
+    It changes its own tensors of a layer and, between commits, how the past's entries are ordered.
+    """
 
     paper: ClassVar[str]
 
@@ -28,7 +31,14 @@ class AttentionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
-        """The past has changed and now holds `past` entries: bring the tensors up to date."""
+        """The past has changed and now holds `past` entries: bring the tensors up to date.
+
+        Keys and values of the past may be put in another order, until `unorder` is called.
+        """
+
+    def unorder(self, layer: Layer, at: Moment, past: int) -> None:
+        """The past is about to change: put its keys and values back in the cache's order."""
+        return
 
     @abc.abstractmethod
     def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy, count
@@ -38,20 +39,16 @@ BLOCK_SHARE, TILE_SHARE, LARGEST = 12, 8, 128
 
 
 class Blocks(NamedTuple):
-    """How a past is cut up: blocks of the sink, of the newest, and of the rest in bucket order."""
+    """How a past is cut up: so many blocks of slots in a row, the last of them maybe a part."""
 
-    sink: int
-    newest: int
-    rest: int
-    size: int  # entries of a block
+    all: int
+    head: int  # the first ones, that hold the prompt or the sink
+    tail: int  # the last ones, that hold the newest
+    size: int  # slots of a block
 
     @property
     def always(self) -> int:
-        return self.sink + self.newest
-
-    @property
-    def all(self) -> int:
-        return self.always + self.rest
+        return self.head + self.tail
 
 
 @final
@@ -59,11 +56,12 @@ class Blocks(NamedTuple):
 class Ann(AttentionPolicy):
     """Each tile of queries reads the blocks of past entries that it is likely to attend to.
 
-    Past entries are ordered by hash bucket and cut into blocks; a block's code (mean signs, or
-    int8 centroid) gives each query an estimate of the block's attention mass, and a tile reads the
-    blocks of largest mass: a share `read` of all past blocks (that a bounded cache holds when
-    full), or `k` entries, or until `top_p` of the mass. The present chunk is always read; `sink`
-    and `newest` latent frames (and a prompt in the cache) are read first and count inside.
+    Between commits the past stands in the order of hash buckets, cut into blocks; a block's code
+    (mean signs, or int8 centroid) gives each query an estimate of the block's attention mass, and a
+    tile reads the blocks of largest mass: a share `read` of all past blocks (that a bounded cache
+    holds when full), or `k` entries, or until `top_p` of the mass. The present chunk is always
+    read; `sink` and `newest` latent frames (and a prompt in the cache) stay where they stand, are
+    read first and count inside.
     block=1, tile=1 is the paper's per-query form; left out, they are parts of a latent frame.
     The choice is made in a chunk's first sparse pass and kept for its others; a token model
     chooses for every token.
@@ -121,15 +119,20 @@ class Ann(AttentionPolicy):
             )
 
     def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
-        sink = min(past, prompt + self.sink * shape.places)
-        newest = min(past - sink, self.newest * shape.places)
+        between = self._between(shape, prompt, past)
         size = self.block or _power(shape.places // BLOCK_SHARE)
-        rest = past - sink - newest
-        return Blocks(-(-sink // size), -(-newest // size), -(-rest // size), size)
+        count, head = -(-past // size), -(-between.start // size)
+        tail = count - max(head, between.stop // size) if between.stop < past else 0
+        return Blocks(count, head, tail, size)
+
+    def _between(self, shape: Shape, prompt: int, past: int) -> slice:
+        """The slots that are ordered, between the sink and the newest."""
+        sink = min(past, prompt + self.sink * shape.places)
+        return slice(sink, past - min(past - sink, self.newest * shape.places))
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         size = self._cut(shape, 0, 0).size
-        most = -(-slots // size) + 2  # sink, newest and the rest each end in a part block
+        most = -(-slots // size)
         tiles = -(-shape.chunk_tokens // self._tile(shape))
         block, code = (shape.rows, shape.kv_heads, most), torch.int8
         width = shape.head_dim if self.hash == "int8" else self.bits
@@ -140,21 +143,17 @@ class Ann(AttentionPolicy):
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
         tile = (shape.rows, shape.heads, tiles)
         found = {
-            "ann_order": torch.full((*block[:2], most * size), -1, **whole),
+            # whose key and value each slot between sink and newest holds, counted from the sink
+            "ann_order": torch.zeros(*block[:2], slots, **whole),
+            # the weights of what the slots hold; a part block ends in empty ones
+            "ann_logw": torch.zeros(*block[:2], -(-most * size // 4) * 4, device=device),
             "ann_code": torch.zeros(*block, width, dtype=code, device=device),
             "ann_scale": torch.zeros(*block, 1, device=device),
             "ann_weight": torch.zeros(block, device=device),
             "ann_map": torch.zeros(*tile, most, **whole),
         }
         if self._by_kernel(shape, device):
-            # the past in the order of its blocks: read so, a block is one piece of memory
-            laid = (*block[:2], most * size, shape.head_dim)
-            found |= {
-                "ann_k": torch.zeros(laid, dtype=gpu.DTYPE, device=device),
-                "ann_v": torch.zeros(laid, dtype=gpu.DTYPE, device=device),
-                "ann_logw": torch.zeros(laid[:3], device=device),
-                "ann_count": torch.zeros(tile, **whole),
-            }
+            found["ann_count"] = torch.zeros(tile, **whole)
         return found
 
     def _by_kernel(self, shape: Shape, device: torch.device) -> bool:
@@ -166,42 +165,46 @@ class Ann(AttentionPolicy):
         return 1 if shape.causal else self.tile or _power(shape.places // TILE_SHARE)
 
     def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
-        """Order the past by bucket, sink and newest apart; note each block's code and weight."""
+        """Order what lies between sink and newest by bucket; note each block's code and weight."""
         if self._dense_layer(at):
             return
-        shape, blocks = at.shape, self._cut(at.shape, at.prompt, past)
-        sink = min(past, at.prompt + self.sink * shape.places)
-        newest = min(past - sink, self.newest * shape.places)
-        rest = layer.k[:, :, sink : past - newest]
-        laid = _is_laid(layer)
-        number = (gpu.blocks.block_buckets if laid else buckets)(rest, BUCKET_BITS)
-        order = sink + order_of(number, 2**BUCKET_BITS)
-        slots = layer.own["ann_order"]
-        slots.fill_(-1)
-        ids = torch.arange(past, device=slots.device)
-        slots[:, :, :sink] = ids[:sink]
-        start = blocks.sink * blocks.size
-        slots[:, :, start : start + newest] = ids[past - newest :]
-        start = blocks.always * blocks.size
-        slots[:, :, start : start + order.shape[2]] = order
-        slots = slots[:, :, : blocks.all * blocks.size]
-        if laid:
-            self._lay(layer, slots, blocks)
-        if not laid or self.hash == "lsh":
-            self._encode(layer, slots, blocks)
-        meter.add("macs", rest.numel() * BUCKET_BITS)
+        blocks = self._cut(at.shape, at.prompt, past)
+        between = self._between(at.shape, at.prompt, past)
+        keys, own, served = layer.k[:, :, between], layer.own, _is_served(layer)
+        number = (gpu.blocks.block_buckets if served else buckets)(keys, BUCKET_BITS)
+        order = order_of(number, 2**BUCKET_BITS)
+        own["ann_order"][:, :, : keys.shape[2]] = order
+        _carry(layer, between, served)
+        logw = own["ann_logw"][:, :, : blocks.all * blocks.size]
+        logw[:, :, :past] = layer.logw[:, :, :past]
+        held = layer.logw[:, :, between].expand(-1, logw.shape[1], -1)
+        logw[:, :, between] = held.gather(2, order)
+        logw[:, :, past:] = -math.inf
+        if served and self.hash == "int8":
+            gpu.blocks.encode_blocks(layer.k, logw, blocks.size, _codes(layer))
+        else:
+            self._encode(layer, logw, blocks)
+        meter.add("macs", keys.numel() * BUCKET_BITS)
 
-    def _lay(self, layer: Layer, order: Tensor, blocks: Blocks) -> None:
-        laid = layer.own["ann_k"], layer.own["ann_v"], layer.own["ann_logw"]
-        codes = _codes(layer) if self.hash == "int8" else None
-        gpu.blocks.lay_blocks(layer.k, layer.v, layer.logw, order, blocks.size, laid, codes)
+    def unorder(self, layer: Layer, at: Moment, past: int) -> None:
+        if not self._dense_layer(at):
+            between = self._between(at.shape, at.prompt, past)
+            _carry(layer, between, _is_served(layer), back=True)
 
-    def _encode(self, layer: Layer, order: Tensor, blocks: Blocks) -> None:
-        at = order.long().clamp(min=0)
-        logw = layer.logw.expand(-1, order.shape[1], -1).gather(2, at)
-        logw = logw.masked_fill(order < 0, -math.inf).unflatten(2, (blocks.all, blocks.size))
-        keys = layer.k.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, layer.k.shape[3]))
-        keys = keys.unflatten(2, (blocks.all, blocks.size)).float()  # [B, Hkv, blocks, block, D]
+    def ordered(self, x: Tensor, layer: Layer, at: Moment) -> Tensor:
+        """x [B, Hkv, N, D], in the cache's order, as keys and values stand now."""
+        if self._dense_layer(at):
+            return x
+        x, between = x.clone(), self._between(at.shape, at.prompt, at.past)
+        _carry(replace(layer, k=x, v=x[:, :, :0]), between, False)
+        return x
+
+    def _encode(self, layer: Layer, logw: Tensor, blocks: Blocks) -> None:
+        """Codes of the blocks of layer.k, of weights logw [B, Hkv, blocks * size]."""
+        keys = layer.k[:, :, : logw.shape[2]].float()
+        keys = F.pad(keys, (0, 0, 0, logw.shape[2] - keys.shape[2]))
+        keys = keys.unflatten(2, (blocks.all, blocks.size))  # [B, Hkv, blocks, block, D]
+        logw = logw.unflatten(2, (blocks.all, blocks.size))
         live = (logw > -math.inf).float().unsqueeze(-1)
         members = live.sum(3).clamp(min=1)
         used = slice(0, blocks.all)
@@ -221,7 +224,7 @@ class Ann(AttentionPolicy):
         first = math.ceil(self.dense_passes * at.steps) if at.steps > 1 else 0
         if at.past == 0 or self._dense_layer(at) or at.step < first:
             count(meter, "pairs", q, at.end)
-            return read_all(q, layer, at)
+            return self._read_all(q, layer, at)
         blocks = self._cut(at.shape, at.prompt, at.past)
         if at.shape.causal and at.tokens > 1:
             parts = [
@@ -230,21 +233,26 @@ class Ann(AttentionPolicy):
             return torch.cat(parts, 2)
         if at.shape.causal or all(step < first for step in at.before):
             self._choose(q, layer, at, blocks, meter)
-        if _is_laid(layer):
-            return self._read_laid(q, layer, at, blocks, meter)
+        if _is_served(layer):
+            return self._read_blocks(q, layer, at, blocks, meter)
         if self.top_p is not None and not q.is_cuda:
             return self._read_ragged(q, layer, at, blocks, meter)
         rows = [self._read_row(q, layer, at, b, blocks, meter) for b in range(q.shape[0])]
         return torch.cat(rows)
 
-    def _read_laid(
+    def _read_all(self, q: Tensor, layer: Layer, at: Moment) -> Tensor:
+        if at.plain or self._dense_layer(at):
+            return read_all(q, layer, at)
+        return read_all(q, replace(layer, logw=_weights(layer, at)), at)
+
+    def _read_blocks(
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """All tiles in one kernel, which reads no more than what each has chosen."""
         most, tile, own = self._blocks_read(blocks, at), self._tile(at.shape), layer.own
         counts, present = own["ann_count"], at.end - at.past
         past = gpu.flash.Listed(
-            own["ann_k"], own["ann_v"], own["ann_logw"], own["ann_map"][..., :most], counts,
+            layer.k, layer.v, own["ann_logw"], own["ann_map"][..., :most], counts,
             tile, blocks.size,
         )  # fmt: skip
         if self.top_p is None:
@@ -267,8 +275,8 @@ class Ann(AttentionPolicy):
         most, tile = self._blocks_read(blocks, at), self._tile(at.shape)
         one = slice(row, row + 1)
         chosen = layer.own["ann_map"][one, :, :, :most]
-        k, v, logw = layer.k[one], layer.v[one], layer.logw[one]
-        listed = _listed(layer.own["ann_order"][one], chosen, blocks.size)  # [1, H, tiles, entries]
+        k, v, logw = layer.k[one], layer.v[one], _weights(layer, at)[one]
+        listed = _listed(chosen, blocks.size, at.past)  # [1, H, tiles, entries]
         group = max(1, AT_ONCE // (k.shape[3] * listed.shape[1] * listed.shape[3]))
         whole = q.shape[2] // tile  # the last tile may be a part
         cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
@@ -307,24 +315,26 @@ class Ann(AttentionPolicy):
         meter.add("macs", q.shape[:3].numel() * blocks.all * layer.own["ann_code"].shape[3])
         most = self._blocks_read(blocks, at)
         tiles, own = mass.shape[2], layer.own
-        best = mass[..., blocks.always :].topk(
+        last = blocks.all - blocks.tail
+        best = mass[..., blocks.head : last].topk(
             most - blocks.always, -1, sorted=self.top_p is not None
         )
-        ids = best.indices + blocks.always
+        ids = best.indices + blocks.head
         if self.top_p is not None:
             # a block is read while the mass before it is still short of top_p
-            head = mass[..., : blocks.always].sum(-1, keepdim=True)
-            before = head + best.values.cumsum(-1) - best.values
+            ends = mass[..., : blocks.head].sum(-1) + mass[..., last:].sum(-1)
+            before = ends.unsqueeze(-1) + best.values.cumsum(-1) - best.values
             ids = ids.masked_fill(before >= self.top_p * mass.sum(-1, keepdim=True), -1)
         chosen = own["ann_map"][:, :, :tiles, :most]
-        chosen[..., : blocks.always] = torch.arange(blocks.always, device=q.device)
+        chosen[..., : blocks.head] = torch.arange(blocks.head, device=q.device)
+        chosen[..., blocks.head : blocks.always] = torch.arange(last, blocks.all, device=q.device)
         chosen[..., blocks.always :] = ids
         if "ann_count" in own:
             own["ann_count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
 
     def _mass(self, q: Tensor, layer: Layer, at: Moment, blocks: int) -> Tensor:
         """Each tile's estimated attention mass on each past block, [B, H, tiles, blocks]."""
-        if _is_laid(layer) and self.hash == "int8":
+        if _is_served(layer) and self.hash == "int8":
             return gpu.blocks.block_mass(q, *_codes(layer), blocks, self._tile(at.shape))
         code, scale, weight = (x[:, :, :blocks] for x in _codes(layer))
         grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
@@ -340,22 +350,20 @@ class Ann(AttentionPolicy):
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """Each head and tile reads as many blocks as it chose: a shape from data, for the CPU."""
-        out = torch.empty_like(q)
+        out, logw = torch.empty_like(q), _weights(layer, at)
         tile = self._tile(at.shape)
         group = q.shape[1] // layer.k.shape[1]
         for b in range(q.shape[0]):
             for h in range(q.shape[1]):
                 kv = slice(h // group, h // group + 1)
-                w = kv if layer.logw.shape[1] > 1 else slice(0, 1)
-                order = layer.own["ann_order"][b, h // group].unflatten(0, (-1, blocks.size))
                 for i in range(-(-q.shape[2] // tile)):
-                    ids = layer.own["ann_map"][b, h, i, : blocks.all]
-                    listed = order[ids[ids >= 0]].flatten()
+                    ids = layer.own["ann_map"][b : b + 1, h : h + 1, i : i + 1, : blocks.all]
+                    listed = _listed(ids, blocks.size, at.past)
                     listed = listed[listed >= 0][None, None]
                     part = q[b : b + 1, h : h + 1, i * tile : (i + 1) * tile]
                     out[b, h, i * tile : (i + 1) * tile] = listed_attention(
                         part, layer.k[b : b + 1, kv], layer.v[b : b + 1, kv],
-                        layer.logw[b : b + 1, w], listed, slice(at.past, at.end),
+                        logw[b : b + 1, kv], listed, slice(at.past, at.end),
                     )[0, 0]  # fmt: skip
                     count(meter, "pairs", part, listed.shape[2] + at.end - at.past)
         return out
@@ -366,19 +374,34 @@ def _power(most: int) -> int:
     return 1 << min(max(most, 1), LARGEST).bit_length() - 1
 
 
-def _is_laid(layer: Layer) -> bool:
-    """Whether the layer also holds its past in the order of its blocks, for the GPU's kernels."""
-    return "ann_k" in layer.own and layer.own["ann_k"].dtype == layer.k.dtype
+def _is_served(layer: Layer) -> bool:
+    """Whether the GPU's kernels serve the layer."""
+    return "ann_count" in layer.own and layer.k.dtype == gpu.DTYPE
+
+
+def _carry(layer: Layer, between: slice, served: bool, back: bool = False) -> None:
+    """Bring keys and values of the slots between in the index's order, or back from it."""
+    for x in (layer.k[:, :, between], layer.v[:, :, between]):
+        order = layer.own["ann_order"][:, :, : x.shape[2]]
+        if served:
+            gpu.blocks.carry(x, order, back)
+            continue
+        index = order.long().unsqueeze(-1).expand_as(x)
+        x.copy_(torch.empty_like(x).scatter_(2, index, x) if back else x.gather(2, index))
+
+
+def _weights(layer: Layer, at: Moment) -> Tensor:
+    """Log-weights [B, Hkv, end] of what the slots of past and now hold."""
+    past = layer.own["ann_logw"][:, :, : at.past]
+    now = layer.logw[:, :, at.past : at.end].expand(-1, past.shape[1], -1)
+    return torch.cat([past, now], 2)
 
 
 def _codes(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
     return layer.own["ann_code"], layer.own["ann_scale"], layer.own["ann_weight"]
 
 
-def _listed(order: Tensor, ids: Tensor, size: int) -> Tensor:
-    """The entries of blocks ids [1, H, tiles, M], -1 where there is none: [..., M * size]."""
-    blocks: Tensor = order.unflatten(2, (-1, size))
-    blocks = blocks.repeat_interleave(ids.shape[1] // order.shape[1], 1)
-    at = ids.long().clamp(min=0).flatten(2).unsqueeze(-1).expand(-1, -1, -1, size)
-    found: Tensor = blocks.gather(2, at).unflatten(2, ids.shape[2:])
-    return found.masked_fill(ids.unsqueeze(-1) < 0, -1).flatten(3)
+def _listed(ids: Tensor, size: int, past: int) -> Tensor:
+    """The slots of blocks ids [B, H, tiles, M], -1 where there is none: [B, H, tiles, M * size]."""
+    slot = ids.long().unsqueeze(-1) * size + torch.arange(size, device=ids.device)
+    return slot.masked_fill((slot < 0) | (slot >= past), -1).flatten(3)

@@ -8,16 +8,11 @@ import time
 import torch
 
 from tachyscope.adapters.wan import WanAdapter
-from tachyscope.making import Graph, Maker
-from tachyscope.session import Session
+from tachyscope.attention.dense import Dense
+from tachyscope.making import Maker
 from tachyscope.types import Shape
 
 PROMPT = "a red room with a window, seen by a camera that turns slowly"
-
-
-def repeating(model: WanAdapter, session: Session) -> Maker:
-    """Makes a session's chunks, by repeated launches where the device has such."""
-    return Maker(model, session, Graph if session.device.type == "cuda" else None)
 
 
 def make_chunk(make: Maker) -> dict[str, float]:
@@ -43,7 +38,9 @@ def repeat_chunk(make: Maker) -> dict[str, float]:
     session, counts = make.session, ("chunk", "frame", "past", "seen")
     before = {name: getattr(session, name) for name in counts}
     row = make_chunk(make)
-    if session.plan.cache.grows and not session.plan.cache.weighted:
+    plan = session.plan
+    # where an index is kept, it is of the longer past
+    if plan.cache.grows and not plan.cache.weighted and isinstance(plan.attention, Dense):
         for name, value in before.items():
             setattr(session, name, value)
     return row

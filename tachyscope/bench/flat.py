@@ -17,10 +17,10 @@ from tachyscope.bench.chunks import (
     count_peak,
     make_chunk,
     peak_gb,
-    repeating,
     shown_size,
 )
 from tachyscope.errors import TachyscopeError
+from tachyscope.making import repeating
 from tachyscope.results import Document, document
 from tachyscope.rollout import open_session, parse_plan, rollout
 from tachyscope.session import Session

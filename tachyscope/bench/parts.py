@@ -51,7 +51,11 @@ def watched(session: Session) -> Iterator[None]:
 
     for call, name in CALLS.items():
         setattr(session, call, spanned(getattr(session, call), name))
-    reads = {"attend": lambda q, layer, at, meter: f"read_{at.step}", "index": lambda *_: "index"}
+    reads = {
+        "attend": lambda q, layer, at, meter: f"read_{at.step}",
+        "index": lambda *_: "index",
+        "unorder": lambda *_: "index",
+    }
     timed: Any = {
         "cache": Watched(plan.cache, session, {"commit": lambda *_: "commit"}),
         "attention": Watched(plan.attention, session, reads),

@@ -27,7 +27,6 @@ from tachyscope.bench.chunks import (
     make_chunk,
     peak_gb,
     repeat_chunk,
-    repeating,
     shown_size,
 )
 from tachyscope.bench.flat import bench_rollout, flat_lines
@@ -36,7 +35,7 @@ from tachyscope.bench.ratios import noise
 from tachyscope.bench.traced import Traced, enlarge, record
 from tachyscope.errors import TachyscopeError
 from tachyscope.fit import ROOM, SIZES, need, on_meta
-from tachyscope.making import Maker
+from tachyscope.making import Maker, repeating
 from tachyscope.meter import summary
 from tachyscope.models import DTYPES, MODELS, load
 from tachyscope.plan import Plan

@@ -1,4 +1,4 @@
-"""Past entries in blocks, for a GPU: bucket them, lay them in order, guess their mass (Triton)."""
+"""Past entries in blocks, for a GPU: bucket and carry them, guess their mass (Triton)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -30,26 +30,33 @@ def block_buckets(x: Tensor, bits: int) -> Tensor:
     return out
 
 
-def lay_blocks(
-    k: Tensor, v: Tensor, logw: Tensor, order: Tensor, block: int,
-    laid: tuple[Tensor, Tensor, Tensor], codes: tuple[Tensor, Tensor, Tensor] | None,
-) -> None:  # fmt: skip
-    """Copy entries `order` [B, Hkv, blocks * block] (-1: none) of k, v and logw to `laid`.
+def carry(x: Tensor, order: Tensor, back: bool) -> None:
+    """Entry order[i] of x [B, H, n, D] to place i, order [B, H, n]; or `back` from there."""
+    rows, heads, n, width = x.shape
+    kept = x.clone(memory_format=torch.contiguous_format)
+    if x.is_meta or n == 0:
+        return
+    _carry[triton.cdiv(n, 64), rows * heads](
+        kept, x, order, *x.stride()[:3], order.stride(0), order.stride(1), heads, n,
+        BACK=back, D=width, N=64, num_warps=4,
+    )  # fmt: skip
 
-    k, v [B, Hkv, C, D], logw [B, Hkv or 1, C]; a place without an entry is an empty slot of zeros.
-    With `codes` also write each block's int8 centroid [B, Hkv, blocks, D], its scale
-    [B, Hkv, blocks, 1], and the log of its weight [B, Hkv, blocks].
+
+def encode_blocks(
+    k: Tensor, logw: Tensor, block: int, codes: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Write the int8 centroid [B, Hkv, most, D] of every block of slots of k, its scale
+    [B, Hkv, most, 1], and the log of its weight [B, Hkv, most].
+
+    k [B, Hkv, C, D]; logw [B, Hkv, blocks * block], minus infinity for a slot without an entry.
     """
-    rows, heads, places = order.shape
+    rows, heads, places = logw.shape
     if k.is_meta:
         return
-    to_k, to_v, to_logw = laid
-    code, scale, weight = codes or laid
-    _lay[places // block, rows * heads](
-        k, v, logw, order, to_k, to_v, to_logw, code, scale, weight,
-        *k.stride()[:3], *v.stride()[:3], logw.stride(0),
-        logw.stride(1) if logw.shape[1] > 1 else 0, order.stride(1), to_k.shape[2], code.shape[2],
-        heads, CODED=codes is not None, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
+    code, scale, weight = codes
+    _encode[places // block, rows * heads](
+        k, logw, code, scale, weight, *k.stride()[:3], *logw.stride()[:2], code.shape[2],
+        k.shape[2], heads, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
     )  # fmt: skip
 
 
@@ -92,39 +99,44 @@ def _buckets(
     tl.store(out + row.to(tl.int64) * n + at, number, mask=there)
 
 
-@triton.jit(do_not_specialize=["heads", "places", "most"])
-def _lay(
-    k, v, logw, order, to_k, to_v, to_logw, code, scale, weight,
-    k_b, k_h, k_s, v_b, v_h, v_s, w_b, w_h, r_h, places, most, heads,
-    CODED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["heads", "n"])
+def _carry(
+    kept, x, order, x_b, x_h, x_s, r_b, r_h, heads, n,
+    BACK: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    place, at_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)[None, :]
+    there = place < n
+    entry = tl.load(order + b * r_b + h * r_h + place, mask=there, other=0)
+    place, entry = place.to(tl.int64)[:, None], entry.to(tl.int64)[:, None]
+    source, target = (place, entry) if BACK else (entry, place)
+    found = tl.load(kept + row.to(tl.int64) * n * D + source * D + at_d, mask=there[:, None])
+    tl.store(x + b * x_b + h * x_h + target * x_s + at_d, found, mask=there[:, None])
+
+
+@triton.jit(do_not_specialize=["most", "slots", "heads"])
+def _encode(
+    k, logw, code, scale, weight, k_b, k_h, k_s, w_b, w_h, most, slots, heads,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one head."""
     block, row = tl.program_id(0), tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     at, at_d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
-    entry = tl.load(order + row.to(tl.int64) * r_h + at).to(tl.int64)
-    there = entry >= 0
-    live = tl.load(logw + b * w_b + h * w_h + entry, mask=there, other=float("-inf"))
-    to = row.to(tl.int64) * places + at
-    tl.store(to_logw + to, live)
-    values = v + b * v_b + h * v_h + entry[:, None] * v_s + at_d
-    tl.store(to_v + to[:, None] * D + at_d, tl.load(values, mask=there[:, None], other=0.0))
-    keys = tl.load(
-        k + b * k_b + h * k_h + entry[:, None] * k_s + at_d, mask=there[:, None], other=0.0
-    )
-    tl.store(to_k + to[:, None] * D + at_d, keys)
-    if CODED:
-        kept = live > float("-inf")
-        members = tl.maximum(tl.sum(kept.to(tl.float32), 0), 1.0)
-        centre = tl.sum(tl.where(kept[:, None], keys.to(tl.float32), 0.0), 0) / members
-        step = tl.maximum(tl.max(tl.abs(centre), 0), 1e-12) / 127
-        mine = row.to(tl.int64) * most + block
-        rounded = tl.floor(centre / step + 0.5).to(tl.int8)
-        tl.store(code + mine * D + tl.arange(0, D), rounded)
-        tl.store(scale + mine, step)
-        top = tl.maximum(tl.max(live, 0), LOWEST)
-        total = tl.maximum(tl.sum(tl.exp2((live - top) * LOG2E), 0), 1e-30)
-        tl.store(weight + mine, tl.maximum(top + tl.log2(total) / LOG2E, LOWEST))
+    live = tl.load(logw + b * w_b + h * w_h + at)
+    kept = ((live > float("-inf")) & (at < slots))[:, None]
+    keys = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_s + at_d
+    keys = tl.load(keys, mask=kept, other=0.0).to(tl.float32)
+    members = tl.maximum(tl.sum((live > float("-inf")).to(tl.float32), 0), 1.0)
+    centre = tl.sum(keys, 0) / members
+    step = tl.maximum(tl.max(tl.abs(centre), 0), 1e-12) / 127
+    mine = row.to(tl.int64) * most + block
+    tl.store(code + mine * D + tl.arange(0, D), tl.floor(centre / step + 0.5).to(tl.int8))
+    tl.store(scale + mine, step)
+    top = tl.maximum(tl.max(live, 0), LOWEST)
+    total = tl.maximum(tl.sum(tl.exp2((live - top) * LOG2E), 0), 1e-30)
+    tl.store(weight + mine, tl.maximum(top + tl.log2(total) / LOG2E, LOWEST))
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "blocks", "most"])

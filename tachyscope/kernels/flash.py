@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +58,18 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None, setting: Setting | None = None
 ) -> Tensor:
     """softmax(q·k / √D + logw) v, as `attention` defines it; zero where all slots are empty."""
+    if setting is None and (hopper := _hopper(q.device)) is not None:
+        return hopper.flash_attention(q, k, v, logw)
     return _run(q, k, v, logw, None, setting or setting_of(q.shape[3]))
 
 
 class Listed(NamedTuple):
-    """Past entries in blocks that stand in a row, and which of them each tile of queries reads.
+    """Past entries, so many to a block, and which blocks each tile of queries reads.
 
-    k, v [B, Hkv, blocks * block, D], logw [B, Hkv, blocks * block]; ids [B, H, tiles, most] name a
-    tile's blocks, of which it reads the first `counts` [B, H, tiles]; both are int32.
+    k, v [B, Hkv, C, D] may be a cache itself: where the last block reaches beyond the past, or
+    beyond C, its weights are minus infinity. logw [B, Hkv, blocks * block] has rows of its own
+    length. ids [B, H, tiles, most] name a tile's blocks, of which it reads the first `counts`
+    [B, H, tiles]; both are int32.
     """
 
     k: Tensor
@@ -80,8 +85,27 @@ def flash_listed(
     q: Tensor, k: Tensor, v: Tensor, past: Listed, setting: Setting | None = None
 ) -> Tensor:
     """Attention over listed blocks of the past and all present entries k, v, of weight one."""
+    hopper = _hopper(q.device) if setting is None and past.tile % 128 == 0 else None
+    if hopper is not None:
+        return hopper.flash_listed(q, k, v, past)
     setting = setting or setting_of(q.shape[3], past.tile, past.block)
     return _run(q, k, v, None, past, setting)
+
+
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The faster kernels of a Hopper GPU, where one is (a device without data stands for one)."""
+    if device.type == "cuda":
+        serves = torch.cuda.get_device_capability(device) == (9, 0)
+    else:
+        serves = device.type == "meta"
+    if not serves:
+        return None
+    try:
+        from tachyscope.kernels import hopper
+    except (ImportError, AttributeError):  # a Triton whose Gluon is missing, or another
+        return None
+    return hopper
 
 
 def _run(
@@ -103,13 +127,16 @@ def _run(
     assert past is None or (setting.queries <= past.tile and setting.keys <= past.block)
     n, weighted, listed = k.shape[2], logw is not None, past is not None
     w = _aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
-    there = past or Listed(k, v, w, w, w, setting.queries, setting.keys)
+    there = Listed(k, v, w, w, w, setting.queries, setting.keys)
+    if past is not None:
+        there = past._replace(logw=_aligned(past.logw))
     _flash[tiles, rows * heads, parts](
         q, _given(k, setting), _given(v, setting), _given(w, setting, weighted),
         _given(there.k, setting, listed), _given(there.v, setting, listed),
         _given(there.logw, setting, listed), there.ids, there.counts, answers, sums,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], w.stride(0),
         w.stride(1) if w.shape[1] > 1 else 0, *answers.stride()[-4:-1],
+        *there.k.stride()[:3], *there.v.stride()[:3], *there.logw.stride()[:2],
         there.ids.stride(2), there.ids.shape[2], there.k.shape[2],
         heads, heads // k.shape[1], queries, n, 1 / math.sqrt(width),
         WEIGHTED=weighted, LISTED=listed, TILE=there.tile, BLOCK=there.block, PARTS=parts,
@@ -167,13 +194,15 @@ def _aligned(x: Tensor) -> Tensor:
 
 @triton.jit(
     do_not_specialize=[
-        "w_b", "w_h", "most", "tiles", "places", "heads", "group", "queries", "entries",
+        "w_b", "w_h", "pw_b", "pw_h", "most", "tiles", "slots", "heads", "group", "queries",
+        "entries",
     ]
 )  # fmt: skip
 def _flash(
     q, k, v, logw, past_k, past_v, past_logw, ids, counts, out, sums,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, w_b, w_h, o_b, o_h, o_s,
-    most, tiles, places, heads, group, queries, entries, scale,
+    pk_b, pk_h, pk_s, pv_b, pv_h, pv_s, pw_b, pw_h,
+    most, tiles, slots, heads, group, queries, entries, scale,
     WEIGHTED: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -182,7 +211,6 @@ def _flash(
     tile, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = row // heads, row % heads
     kv = h // group
-    head = b * (heads // group) + kv
     rows = tile * M + tl.arange(0, M)
     mine, at_d = (rows < queries)[:, None], tl.arange(0, D)[None, :]
     q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
@@ -193,8 +221,8 @@ def _flash(
     if not DESCRIBED:
         k += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_h
         v += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_h
-        past_k += head.to(tl.int64) * places * D
-        past_v += head.to(tl.int64) * places * D
+        past_k += b.to(tl.int64) * pk_b + kv.to(tl.int64) * pk_h
+        past_v += b.to(tl.int64) * pv_b + kv.to(tl.int64) * pv_h
     if LISTED:
         per: tl.constexpr = BLOCK // N
         listed = (row * tiles + tile * M // TILE).to(tl.int64)
@@ -206,11 +234,12 @@ def _flash(
         for step in tl.range(first, last):
             at = block * BLOCK + step % per * N
             block = tl.load(ids + (step + 1) // per, mask=step + 1 < last, other=0)
-            keys = _load(past_k, b, kv, at, D, 0, N, D, DESCRIBED, False)
-            weights = _load_weights(past_logw, head * places + at, 0, N, DESCRIBED, False)
+            keys = _load(past_k, b, kv, at, pk_s, slots, N, D, DESCRIBED, True)
+            place = b * pw_b + kv * pw_h + at
+            weights = _load_weights(past_logw, place, 0, N, DESCRIBED, False)
             scores = tl.dot(asked, keys.T) * scale + weights[None, :]
             share, best, total, answer = _weigh(scores, 1.0, best, total, answer)
-            values = _load(past_v, b, kv, at, D, 0, N, D, DESCRIBED, False)
+            values = _load(past_v, b, kv, at, pv_s, slots, N, D, DESCRIBED, True)
             answer = tl.dot(share.to(values.dtype), values, answer)
     whole = entries // N
     for step in tl.range(whole * part // PARTS, whole * (part + 1) // PARTS):
