@@ -29,6 +29,7 @@ from tachyscope.attention.ann import Ann
 from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention_reference
 from tachyscope.kernels.flash import Listed, flash_attention, flash_listed, setting_of
+from tachyscope.kernels.replay import replay_rows
 from tachyscope.meter import Meter
 from tachyscope.types import Layer, Moment, Shape
 
@@ -36,7 +37,7 @@ DEVICE, TIMES = torch.device("cuda"), 10
 SHAPE = Shape(
     layers=1, heads=12, kv_heads=12, head_dim=128, width=1536, grid=(30, 52), chunk=3, passes=5
 )
-LENGTHS, BLOCKS = (32768, 131072), (128, 64)
+LENGTHS, BLOCKS, SECONDS = (32768, 131072), (128, 64), 3
 
 Rows = list[dict[str, Any]]
 
@@ -259,6 +260,61 @@ def listed(rows: Rows, entries: int, block: int) -> None:
     )
 
 
+def sustained(rows: Rows, entries: int) -> None:
+    """Plain attention for seconds without a pause, as a long dense chunk runs it: a GPU that works
+    at its full power lowers its clock, which bursts of milliseconds do not meet."""
+    queries, k, v, _ = draw(entries, 2)
+    pairs = queries[0].shape[:3].numel() * entries
+
+    def cudnn(q: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    for what, call in (("cuDNN", cudnn), ("ours", lambda q: flash_attention(q, k, v))):
+        call(queries[0])
+        torch.cuda.synchronize()
+        begun, count = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - begun) < SECONDS:
+            for _ in range(20):
+                call(queries[count % 3])
+                count += 1
+            torch.cuda.synchronize()
+        row = {
+            "what": f"{what}, plain, for {SECONDS} s", "entries": entries, "pairs": pairs,
+            "ms": 1e3 * seconds / count,
+            "tflops": 4 * pairs * SHAPE.head_dim * count / seconds / 1e12,
+        }  # fmt: skip
+        rows.append(row)
+        print(
+            f"{row['what']:46} x {entries:6} {row['ms']:8.3f} ms {row['tflops']:6.0f} TF/s",
+            flush=True,
+        )
+
+
+def replayed(rows: Rows) -> None:
+    """An MLP on some of a chunk's rows: picked out, computed and put back, and computed alone."""
+    rng = torch.Generator(DEVICE).manual_seed(3)
+    like = {"generator": rng, "device": DEVICE, "dtype": torch.bfloat16}
+    tokens, width = SHAPE.chunk_tokens, SHAPE.width
+    up, down = (torch.randn(*size, **like) / 64 for size in ((8960, width), (width, 8960)))
+    streams = [torch.randn(1, tokens, width, **like) for _ in range(3)]
+    old = torch.randn(1, tokens, width, **like)
+
+    def mlp(x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up), approximate="tanh"), down)
+
+    for share in (0.0, 0.25, 0.5, 0.75):
+        kept = tokens - round(share * tokens)
+        picked = torch.rand(1, tokens, generator=rng, device=DEVICE).argsort(-1)[:, :kept]
+        row = {
+            "what": f"MLP, {share:.0%} of the rows replayed", "rows": kept,
+            "ms": milliseconds(lambda i, p=picked: replay_rows(streams[i % 3], old, p, mlp)),
+            "alone_ms": milliseconds(lambda i, n=kept: mlp(streams[i % 3][:, :n])),
+        }  # fmt: skip
+        rows.append(row)
+        print(f"{row['what']:46} {row['ms']:8.3f} ms, the rows alone {row['alone_ms']:.3f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
@@ -270,6 +326,8 @@ def main() -> None:
             dense(rows, entries)
             for block in BLOCKS:
                 listed(rows, entries, block)
+        sustained(rows, LENGTHS[-1])
+        replayed(rows)
     seconds = time.perf_counter() - began
     print(f"{seconds:.0f} s")
     if args.out:

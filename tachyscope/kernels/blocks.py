@@ -33,13 +33,14 @@ def block_buckets(x: Tensor, bits: int) -> Tensor:
 def carry(x: Tensor, order: Tensor, back: bool) -> None:
     """Entry order[i] of x [B, H, n, D] to place i, order [B, H, n]; or `back` from there."""
     rows, heads, n, width = x.shape
-    kept = x.clone(memory_format=torch.contiguous_format)
+    kept = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.is_meta or n == 0:
         return
-    _carry[triton.cdiv(n, 64), rows * heads](
-        kept, x, order, *x.stride()[:3], order.stride(0), order.stride(1), heads, n,
-        BACK=back, D=width, N=64, num_warps=4,
-    )  # fmt: skip
+    for source, target, ordered in ((x, kept, "target" if back else "source"), (kept, x, "")):
+        _carry[triton.cdiv(n, 64), rows * heads](
+            source, target, order, *source.stride()[:3], *target.stride()[:3], *order.stride()[:2],
+            heads, n, ORDERED=ordered, D=width, N=64, num_warps=4,
+        )  # fmt: skip
 
 
 def encode_blocks(
@@ -101,18 +102,24 @@ def _buckets(
 
 @triton.jit(do_not_specialize=["heads", "n"])
 def _carry(
-    kept, x, order, x_b, x_h, x_s, r_b, r_h, heads, n,
-    BACK: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    source, target, order, s_b, s_h, s_n, t_b, t_h, t_n, r_b, r_h, heads, n,
+    ORDERED: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """Copy entries, the source's or the target's in order."""
     row = tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     place, at_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)[None, :]
-    there = place < n
-    entry = tl.load(order + b * r_b + h * r_h + place, mask=there, other=0)
-    place, entry = place.to(tl.int64)[:, None], entry.to(tl.int64)[:, None]
-    source, target = (place, entry) if BACK else (entry, place)
-    found = tl.load(kept + row.to(tl.int64) * n * D + source * D + at_d, mask=there[:, None])
-    tl.store(x + b * x_b + h * x_h + target * x_s + at_d, found, mask=there[:, None])
+    there = (place < n)[:, None]
+    taken = place.to(tl.int64)[:, None]
+    given = taken
+    if ORDERED != "":
+        entry = tl.load(order + b * r_b + h * r_h + place, mask=place < n, other=0)
+        if ORDERED == "source":
+            taken = entry.to(tl.int64)[:, None]
+        else:
+            given = entry.to(tl.int64)[:, None]
+    found = tl.load(source + b * s_b + h * s_h + taken * s_n + at_d, mask=there)
+    tl.store(target + b * t_b + h * t_h + given * t_n + at_d, found, mask=there)
 
 
 @triton.jit(do_not_specialize=["most", "slots", "heads"])

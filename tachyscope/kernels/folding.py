@@ -78,7 +78,8 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
         *k.stride()[:3], *v.stride()[:3], *other.stride()[:3],
         *logw.stride()[:2], *pos.stride()[:3],
         k.shape[1], n, excess,
-        NEWEST=newest, MEAN=mean, RAW=raw is not None, D=width, M=8, num_warps=1,
+        # most groups are small, but a large one is read by one program: as many at once as it can
+        NEWEST=newest, MEAN=mean, RAW=raw is not None, D=width, M=64, num_warps=4,
     )  # fmt: skip
 
 

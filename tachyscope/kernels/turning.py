@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 32  # of a program
+TOKENS, HEADS = 8, 4  # of a program: angles are read once for its heads
 
 
 def turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -17,9 +17,9 @@ def turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
     if x.is_meta or not tokens:
         return out
     by_row = cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0
-    _turn[triton.cdiv(tokens, TOKENS), rows * heads](
+    _turn[triton.cdiv(tokens, TOKENS), rows, triton.cdiv(heads, HEADS)](
         out, x, cos, sin, *out.stride()[:3], *x.stride()[:3], by_row, cos.stride(-2),
-        heads, tokens, D=width, INTERLEAVED=interleaved, TOKENS=TOKENS, num_warps=4,
+        heads, tokens, D=width, INTERLEAVED=interleaved, TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -28,20 +28,38 @@ def turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
 def _turn(
     out, x, cos, sin, out_row, out_head, out_token, x_row, x_head, x_token,
     angle_row, angle_token, heads, tokens,
-    D: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr,
+    D: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    row = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    channel = tl.arange(0, D)
-    partner = channel ^ 1 if INTERLEAVED else (channel + D // 2) % D
+    row = tl.program_id(1).to(tl.int64)
     here = (token < tokens)[:, None]
-    at = x + row * x_row + head * x_head + token[:, None].to(tl.int64) * x_token
-    angle = row * angle_row + token[:, None].to(tl.int64) * angle_token + channel[None, :]
-    own = tl.load(at + channel[None, :], mask=here, other=0.0).to(tl.float32)
-    other = tl.load(at + partner[None, :], mask=here, other=0.0).to(tl.float32)
-    c = tl.load(cos + angle, mask=here, other=0.0)
-    s = tl.load(sin + angle, mask=here, other=0.0)
-    turned = own * c + other * s
-    to = out + row * out_row + head * out_head + token[:, None].to(tl.int64) * out_token
-    tl.store(to + channel[None, :], turned.to(out.dtype.element_ty), mask=here)
+    token, channel = token.to(tl.int64)[:, None], tl.arange(0, D)[None, :]
+    angle = row * angle_row + token * angle_token + channel
+    cos_a, cos_b = _pairs(tl.load(cos + angle, mask=here, other=0.0), INTERLEAVED)
+    sin_a, sin_b = _pairs(tl.load(sin + angle, mask=here, other=0.0), INTERLEAVED)
+    x += row * x_row + token * x_token + channel
+    out += row * out_row + token * out_token + channel
+    for i in tl.static_range(HEADS):
+        head = tl.program_id(2) * HEADS + i
+        mine = token < tl.where(head < heads, tokens, 0)
+        found = tl.load(x + head.to(tl.int64) * x_head, mask=mine, other=0.0).to(tl.float32)
+        a, b = _pairs(found, INTERLEAVED)
+        turned = _channels(a * cos_a + b * sin_a, b * cos_b + a * sin_b, INTERLEAVED)
+        tl.store(out + head.to(tl.int64) * out_head, turned.to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _pairs(x, INTERLEAVED: tl.constexpr):
+    """Of each pair of channels that turn together the first, and the second."""
+    if INTERLEAVED:
+        return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+    else:
+        return tl.split(x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _channels(a, b, INTERLEAVED: tl.constexpr):
+    x = tl.join(a, b)
+    if not INTERLEAVED:
+        x = x.permute(0, 2, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
