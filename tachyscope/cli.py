@@ -138,6 +138,8 @@ def generate(
     out: Path,
     plan: str = "dense",
     video: Video = VIDEO,
+    first: Path | None = None,
+    then: tuple[str, ...] = (),
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -151,6 +153,11 @@ def generate(
         Folder for video.mp4.
     plan
         A name that `tachyscope methods` lists, or one with changes: 'fast replay=none'.
+    first
+        An image or a video file that the new frames follow, in models that encode.
+    then
+        Another prompt from a new frame on, '24: a blue room', where the next chunk begins; may be
+        given several times.
     json
         A file for the results, or - for the last line of stdout.
     """
@@ -162,18 +169,26 @@ def generate(
     from tachyscope.progress import frames_bar
     from tachyscope.report import Run
     from tachyscope.results import check_json, document, emit, size_of
-    from tachyscope.rollout import open_session, rollout
-    from tachyscope.video import VideoWriter
+    from tachyscope.rollout import change_frames, open_session, parse_change, rollout
+    from tachyscope.video import VideoWriter, read_frames
 
     text, asked = video.planned(plan), video.asked()
+    wanted = [parse_change(word) for word in then]
     check_json(json)
+    if first is not None:
+        if video.world is not None:
+            raise TachyscopeError("a world brings its own first frame: leave first or world out")
+        asked["first"] = read_frames(first)
     target = check_folder(out) / "video.mp4"
     adapter = video.load(model)
     visit = video.visit(model, adapter)
     if visit is not None:
         asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1)}
     session = open_session(adapter, text, **asked)
-    chunks = rollout(adapter, frames=video.frames, actions=video.actions, session=session)
+    changes = change_frames(adapter, session, wanted, video.frames)
+    chunks = rollout(
+        adapter, frames=video.frames, actions=video.actions, then=changes, session=session
+    )
     rows, size, name = [], "", label(text)
     with frames_bar(video.frames) as watch, VideoWriter(target, adapter.fps) as file:
         for chunk in chunks:
@@ -183,7 +198,9 @@ def generate(
             watch(name, chunk)
     run = Run(name, str(session.plan), rows, summary(rows), notes(session, rows))
     show_runs([run])
-    print(f"{target}: {file.frames} frames of {size}")
+    follow = "" if first is None else f", after the {len(asked['first'])} of {first}"
+    changed = "".join(f"; from frame {at} on {prompt!r}" for at, prompt in changes)
+    print(f"{target}: {file.frames} frames of {size}{follow}{changed}")
     row = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
     emit(document("generate", [row | dict(run.summary) | {"notes": run.notes}], said), json)
 
@@ -617,8 +634,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not cuda and "allocate memory" not in str(error):
             raise
         return _fault(
-            "the memory is not enough: lower --frames or --size, or bound the cache, for example "
-            "--cache window:budget=21f"
+            "the memory is not enough: give the plan's cache a budget, for example --cache "
+            "merge:budget=21f, or take a smaller --size; tachyscope bench fit tells what fits"
         )
     except KeyboardInterrupt:
         print("tachyscope: interrupted", file=sys.stderr)

@@ -32,7 +32,9 @@ class Meter:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         if self._cuda:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # recorded with the launches around it, an event is met when they are repeated
+            kept = torch.cuda.is_current_stream_capturing()
+            start, stop = (torch.cuda.Event(enable_timing=True, external=kept) for _ in range(2))
             start.record()
             yield
             stop.record()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from tachyscope.session import Session
 from tachyscope.types import Chunk
 
 S = TypeVar("S", bound=Session)
+# latents that are remembered in one pass, and the action of each of their frames
+Part = tuple[Tensor, list[int]]
 
 
 def open_session(
@@ -43,6 +46,12 @@ def open_session(
         given = None if first is None else model.latents(first)
         known = 0 if given is None else given.shape[model.frame_dim]
         shape = model.shape(size)
+        if first is not None and model.shape((first.shape[1], first.shape[2])) != shape:
+            given_size = f"{first.shape[1]}x{first.shape[2]}"
+            raise TachyscopeError(
+                f"first frames have the video's size, got {given_size} of them for another: "
+                f"resize them, or set size to {given_size}"
+            )
         coming = None
         if frames is not None:
             coming = known + _chunks(model, shape.chunk, known, frames) * shape.chunk
@@ -58,7 +67,7 @@ def open_session(
         )
         model.start(session, encoded)
         if given is not None:
-            _remember(model, session, given, first_actions)
+            _remember(model, session, _parts(model, given, shape.chunk, first_actions))
         session.meter.take()
     return session
 
@@ -87,9 +96,14 @@ def rollout(
     size: tuple[int, int] | None = None,
     first: np.ndarray | None = None,
     first_actions: str = "",
+    then: Sequence[tuple[int, str]] = (),
     session: Session | None = None,
 ) -> Generator[Chunk]:
     """Yield chunks until `frames` new frames are made; the last is cut to fit.
+
+    `then` are changes of prompt, each with the new frame from which on it is meant: there, or where
+    the next chunk begins, the newest latents that the cache has room for are remembered again
+    under the new prompt. Of what a session made before, that is its last chunk.
 
     Same model, plan, prompt, actions, seed, size and first frames: same frames. A `session` is
     gone on with, for `frames` more; all but the actions are then its own. On a GPU a rollout
@@ -108,30 +122,44 @@ def rollout(
     done = model.frames(session.frame)
     moves = parse_actions(actions, model.actions, frames)
     left = frames
+    changes = [(at, model.encode(to)) for at, to in change_frames(model, session, then, frames)]
+    for _, encoded in changes:
+        # raises where a longer prompt leaves no room
+        session.plan.cache.capacity(shape, max(encoded.lengths, default=0), session.frames)
+    held = _newest(model, session, first_actions) if changes else deque[Part]()
+    index = session.chunk
     beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
 
     maker = repeating(model, session)
 
     def make(session: Session) -> Tensor:
+        told = _moves_of(session, model, moves, done, shape.chunk)
         with session.meter.span("chunk"):
-            return maker(_moves_of(session, model, moves, done, shape.chunk))
+            latents = maker(told)
+        if changes:
+            held.append((latents, told))
+        return latents
 
-    count = _chunks(model, shape.chunk, session.frame, frames)
     coming: Tensor | None = None
-    for i in range(count):
+    while left:
+        if changes and changes[0][0] == frames - left:
+            _refill(model, session, changes.pop(0)[1], held)
+            done = model.frames(session.frame) - (frames - left)
         latents = make(session) if coming is None else coming
         made = min(left, model.frames(session.frame) - done - (frames - left))
         session.meter.add("frames", made)
         session.meter.add("cache_mb", session.cache_bytes() / 1e6)
         session.meter.add("entries", session.past)
-        index = session.chunk - 1
         # waits for the chunk, so that decoding it need not
         stats = session.meter.take()
-        coming = make(session) if ahead and i + 1 < count else None
-        with torch.cuda.stream(beside):
-            pixels = model.decode(session, latents)[:left]
         left -= made
+        # what is shown next hangs on features that a change drops
+        changing = bool(changes) and changes[0][0] == frames - left
+        coming = make(session) if ahead and left and not changing else None
+        with torch.cuda.stream(beside):
+            pixels = model.decode(session, latents)[:made]
         yield Chunk(index, pixels, stats)
+        index += 1
 
 
 @torch.inference_mode()
@@ -140,24 +168,84 @@ def refill(
 ) -> None:
     """Forget, then remember given latents chunk by chunk: a first frame, a prompt switch.
 
-    latents are as `sample` returns them, along their frame dimension a whole number of chunks.
+    latents are as `sample` returns them; the last chunk of them need not be whole. Noise goes on
+    where it was, and where the video's end is known, as much is to come as before.
     """
-    encoded = model.encode(prompt)
+    parts = _parts(model, latents, session.shape.chunk, actions)
+    _refill(model, session, model.encode(prompt), parts)
+
+
+def change_frames(
+    model: Adapter, session: Session, then: Sequence[tuple[int, str]], frames: int
+) -> list[tuple[int, str]]:
+    """Changes of prompt in order, each moved to the new frame at which the next chunk begins."""
+    chunk, start = session.shape.chunk, session.frame
+
+    def begins(chunks: int) -> int:
+        return model.frames(start + chunks * chunk) - model.frames(start)
+
+    last = begins(_chunks(model, chunk, start, frames) - 1)
+    found: dict[int, str] = {}
+    for frame, prompt in sorted(then):
+        if not 0 < frame <= last:
+            allowed = f"from frame 1 to {last} of {frames}" if last else "of which there is one"
+            raise TachyscopeError(
+                f"a prompt changes where a chunk begins, {allowed}, got frame {frame}: choose "
+                f"another, or raise frames"
+            )
+        at = begins(_chunks(model, chunk, start, frame))
+        if at in found:
+            raise TachyscopeError(
+                f"two prompts begin with the chunk at frame {at}, {found[at]!r} and {prompt!r}: "
+                f"leave one out, or set them further apart"
+            )
+        found[at] = prompt
+    return list(found.items())
+
+
+def _refill(model: Adapter, session: Session, encoded: Any, parts: Sequence[Part]) -> None:
+    if session.frames is not None:
+        known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
+        session.frames = known + max(0, session.frames - session.frame)
     session.lengths = tuple(encoded.lengths)
+    # a video goes on: the noise of its first chunks must not come again
+    generator, dice = session.generator, session.dice
+    session.layers.clear()  # else the old and the new would be in memory together
     session.reset()
+    session.generator, session.dice = generator, dice
     model.start(session, encoded)
-    _remember(model, session, latents, actions)
+    _remember(model, session, parts)
     session.meter.take()
 
 
-def _remember(model: Adapter, session: Session, latents: Tensor, actions: str) -> None:
-    """Clean passes over given latents, chunk by chunk."""
-    moves = parse_actions(actions, model.actions, model.frames(latents.shape[model.frame_dim]))
-    for part in latents.split(session.shape.chunk, model.frame_dim):
-        count = part.shape[model.frame_dim]
-        model.clean(session, part, _moves_of(session, model, moves, 0, count))
+def _remember(model: Adapter, session: Session, parts: Sequence[Part]) -> None:
+    """Clean passes over given latents."""
+    for latents, told in parts:
+        model.clean(session, latents, told)
         session.commit()
-        session.latents = part
+    if parts:
+        session.latents = torch.cat([latents for latents, _ in parts], model.frame_dim)
+
+
+def _parts(model: Adapter, latents: Tensor, chunk: int, actions: str) -> list[Part]:
+    """Latents of a video's beginning by chunks, with actions that are given by frames."""
+    count = latents.shape[model.frame_dim]
+    moves = parse_actions(actions, model.actions, model.frames(count))
+    told = [moves[model.frames(i)] for i in range(count)] if model.actions else []
+    return [
+        (part, told[i * chunk :][: part.shape[model.frame_dim]])
+        for i, part in enumerate(latents.to(model.device).split(chunk, model.frame_dim))
+    ]
+
+
+def _newest(model: Adapter, session: Session, actions: str) -> deque[Part]:
+    """The last latents, to be gone on with: as many as the cache has room for."""
+    shape, slots = session.shape, session.layers[0].k.shape[2]
+    most = None if session.plan.cache.grows else (slots - session.prompt) // shape.places
+    found: deque[Part] = deque(maxlen=most and most // shape.chunk)
+    if session.latents is not None:
+        found.extend(_parts(model, session.latents, shape.chunk, actions))
+    return found
 
 
 def parse_actions(text: str, letters: str, frames: int) -> list[int]:
@@ -165,9 +253,13 @@ def parse_actions(text: str, letters: str, frames: int) -> list[int]:
     moves: list[int] = []
     for word in text.split():
         match = re.fullmatch(r"(\S)(?:\*(\d{1,6}))?", word)
+        if not letters:
+            raise TachyscopeError(f"this model takes no actions, got {word!r}: leave them out")
         if match is None or match[1] not in letters:
-            allowed = f"letters of {letters!r}, each with *count" if letters else "none at all"
-            raise TachyscopeError(f"actions: this model takes {allowed}, got {word!r}: try w*20")
+            raise TachyscopeError(
+                f"actions: this model takes letters of {letters!r}, each with *count, got "
+                f"{word!r}: try {letters[:2][-1]}*20"
+            )
         moves += [letters.index(match[1])] * int(match[2] or 1)
     if len(moves) > frames:
         raise TachyscopeError(
@@ -185,6 +277,16 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if match is None:
         raise TachyscopeError(f"size is HEIGHTxWIDTH, got {text!r}: try 480x832")
     return int(match[1]), int(match[2])
+
+
+def parse_change(text: str) -> tuple[int, str]:
+    """`24: a blue room`: a frame, and the prompt from there on."""
+    match = re.fullmatch(r"\s*(\d{1,9})\s*:(.*)", text, re.DOTALL)
+    if match is None:
+        raise TachyscopeError(
+            f"a change of prompt is FRAME: PROMPT, got {text!r}: try '24: a blue room'"
+        )
+    return int(match[1]), match[2].strip()
 
 
 def _chunks(model: Adapter, chunk: int, start: int, frames: int) -> int:

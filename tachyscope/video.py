@@ -138,14 +138,26 @@ def read_video(path: str | os.PathLike[str]) -> Iterator[Frames]:
     try:
         with av.open(os.fspath(path)) as container:
             if not container.streams.video:
-                raise TachyscopeError(f"{path} holds no video: give a video file")
+                raise TachyscopeError(f"{path} holds no video: give a video file, or an image")
             for frame in container.decode(video=0):
                 yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
     except av.FFmpegError as error:
         reason = (error.strerror or str(error)).lower()
         raise TachyscopeError(
-            f"{path} cannot be read as a video ({reason}): give a video file"
+            f"{path} cannot be read as a video ({reason}): give a video file, or an image"
         ) from error
+
+
+def read_frames(path: str | os.PathLike[str]) -> Frames:
+    """All frames of a video file, or the one of an image: uint8 [F, H, W, 3]."""
+    frames = list(read_video(path))
+    sizes = {frame.shape[:2]: _by(frame.shape[:2]) for frame in frames}
+    if len(sizes) != 1:
+        found = f"frames of {' and '.join(sizes.values())}" if sizes else "no frames"
+        raise TachyscopeError(
+            f"{path} has {found}, not some of one size: give a video file, or an image"
+        )
+    return np.stack(frames)
 
 
 def beside(videos: Sequence[Frames], labels: Sequence[str], gap: int = 8, scale: int = 1) -> Frames:

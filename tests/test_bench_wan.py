@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import tachyscope.bench.wan as wan
-from tachyscope.adapters.wan import WanAdapter
+from tachyscope.adapters.wan import WanAdapter, random_wan
 from tachyscope.adapters.wan_causal import WanCausal
+from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.attention.dense import Dense
 from tachyscope.bench import flat, main
 from tachyscope.bench.chunks import make_chunk, repeat_chunk
@@ -188,6 +189,29 @@ def test_a_published_size_is_made_of_random_weights(monkeypatch):
     monkeypatch.setitem(wan.SIZES, "wan_1.3b", small)
     made = load_sized("wan_1.3b", None, "cpu", "bfloat16")
     assert made.config == small and made.dtype == torch.bfloat16 and made.name == "wan_1.3b"
+
+
+@pytest.mark.parametrize("name", ["self-forcing", "krea"])
+def test_a_checkpoint_alone_is_enough_for_a_clock(name, tmp_path, monkeypatch, capsys):
+    small = dataclasses.replace(
+        PRESETS[name].config, dim=256, ffn_dim=64, layers=2, heads=2, text_dim=16
+    )
+    monkeypatch.setitem(PRESETS, name, dataclasses.replace(PRESETS[name], config=small))
+    torch.save(random_wan(small).model.state_dict(), tmp_path / "model.pt")
+    words = f"wan --model {name} --weights {tmp_path / 'model.pt'} --device cpu --dtype float32"
+    words += f" --rows stock --size 64x96 --rounds 2 --lengths 24 --json {tmp_path / 'x.json'}"
+    assert main(words.split()) == 0
+    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert "failed" not in row and row["chunk_ms"] > 0 and row["model"] == name
+
+
+def test_memory_that_runs_out_at_once_is_one_line(monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+    monkeypatch.setattr(wan, "open_session", full)
+    assert main(["wan", "--model", "toy-chunks", "--device", "cpu", "--dtype", "float32"]) == 2
+    assert capsys.readouterr().err.startswith("tachyscope: the GPU's memory ran out: ask for")
 
 
 def test_a_rollout_says_what_stayed_flat(model, monkeypatch):

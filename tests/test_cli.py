@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from tachyscope.adapters.wan import WanAdapter, save_wan, toy_chunks
 from tachyscope.cli import VIDEO, app, main
 from tachyscope.models import MODELS
 from tachyscope.plan import NAMED, NAMES, POLICIES, parameters
-from tachyscope.video import read_video
+from tachyscope.video import VideoWriter, read_video
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
@@ -233,6 +234,89 @@ def test_generate_takes_a_plan_with_changes(tmp_path, capsys):
     assert row["rows_replayed"] > 0 and row["entries"] == 3 * 6
 
 
+def test_generate_changes_the_prompt_where_a_chunk_begins(tmp_path, monkeypatch, capsys):
+    written, write = [], VideoWriter.write
+    monkeypatch.setattr(VideoWriter, "write", lambda *a: written.append(a[1]) or write(*a))
+    words = ["generate", "toy-chunks", "--frames", "12", "--prompt", "a red room", "--actions", "w"]
+    assert main([*words, "--then", "10: x", "--out", str(tmp_path / "then")]) == 2
+    line = "a prompt changes where a chunk begins, from frame 1 to 9 of 12, got frame 10"
+    assert capsys.readouterr().err.startswith(f"tachyscope: {line}: ")
+    assert files(tmp_path) == []
+    assert main([*words, "--out", str(tmp_path / "plain")]) == 0
+    more = ["--then", "9: x", "--then", "4:a blue room"]
+    assert main([*words, *more, "--out", str(tmp_path / "then")]) == 0
+    target = tmp_path / "then" / "video.mp4"
+    told = f"{target}: 12 frames of 64x96; from frame 6 on 'a blue room'; from frame 9 on 'x'\n"
+    assert capsys.readouterr().out.endswith(told)
+    plain, then = np.concatenate(written).reshape(2, 12, 64, 96, 3)
+    same = (plain == then).all((1, 2, 3))
+    assert same[:6].all() and not same[6:].any()
+
+
+@pytest.mark.parametrize("model, side", [("atrium-world", 128), ("toy-tokens", 32)])
+@pytest.mark.parametrize("kind", ["png", "mp4"])
+def test_generate_follows_an_image_or_a_video(kind, model, side, tmp_path, capsys):
+    y, x = np.mgrid[:side, :side] * 256 // side
+    picture = np.stack([x, y, 255 - x], -1).astype(np.uint8)
+    given, count = tmp_path / f"given.{kind}", 1
+    if kind == "png":
+        pyplot = pytest.importorskip("matplotlib.pyplot")
+        pyplot.imsave(given, picture)
+    else:
+        count = 3
+        with VideoWriter(given, 8) as video:
+            video.write(np.stack([picture] * count))
+    words = ["generate", model, "--frames", "3", "--first", str(given), "--then", "1: a blue room"]
+    assert main([*words, "--prompt", "a red room", "--out", str(tmp_path / "out")]) == 0
+    target = tmp_path / "out" / "video.mp4"
+    told = f"{target}: 3 frames of {side}x{side}, after the {count} of {given}; from frame 1 on "
+    assert capsys.readouterr().out.endswith(f"{told}'a blue room'\n")
+    if model == "atrium-world":
+        shown = np.stack(list(read_video(target))).astype(int)
+        plain = tmp_path / "plain"
+        assert main(["generate", model, "--frames", "3", "--out", str(plain)]) == 0
+        other = next(read_video(plain / "video.mp4")).astype(int)
+        # a trained model goes on from what it was shown
+        near, far = (np.abs(frame - picture).mean() for frame in (shown[0], other))
+        assert near < 0.5 * far
+
+
+def test_a_first_frame_that_cannot_be_followed_is_one_line(tmp_path, monkeypatch, capsys):
+    video = tmp_path / "given.mp4"
+    with VideoWriter(video, 8) as file:
+        file.write(np.zeros((2, 64, 96, 3), np.uint8))
+    (tmp_path / "text.png").write_text("no picture")
+    size = "first frames have the video's size, got 64x96 of them for another: resize them, or set"
+    for model, more, words in [
+        ("toy-chunks", [], "a preview shows latents and cannot make them of pixels: start without"),
+        ("toy-tokens", [], "toy-tokens takes frames of 32x32 pixels only, got 64x96: resize them"),
+        ("atrium-world", [], f"{size} size to 64x96"),
+        ("atrium-world", ["--world", "1"], "a world brings its own first frame: leave first or"),
+    ]:
+        out = tmp_path / "out"
+        given = ["--first", str(video), *more]
+        assert main(["generate", model, *given, "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"tachyscope: {words}") and said.count("\n") == 1
+        assert not out.exists() or files(out) == []
+    monkeypatch.setattr("tachyscope.models.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    for name, reason in [
+        ("none.png", "no such file or directory"),
+        ("text.png", "invalid data found when processing input"),
+        ("", "is a directory"),
+    ]:
+        path = tmp_path / name
+        words = ["generate", "toy-chunks", "--first", str(path), "--out", str(tmp_path / "out")]
+        assert main(words) == 2
+        advice = "give a video file, or an image"
+        line = f"tachyscope: {path} cannot be read as a video ({reason}): {advice}\n"
+        assert capsys.readouterr().err == line
+    words = ["generate", "toy-chunks", "--then", "soon", "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    line = "a change of prompt is FRAME: PROMPT, got 'soon': try '24: a blue room'"
+    assert capsys.readouterr().err == f"tachyscope: {line}\n"
+
+
 def test_generate_says_which_methods_saved_nothing(tmp_path, capsys):
     words = ["generate", "toy-chunks", "--plan", "fast", "--frames", "6", "--out", str(tmp_path)]
     assert main(words) == 0
@@ -415,8 +499,8 @@ def test_an_old_video_outlives_a_fault(tmp_path, monkeypatch):
 
 
 NO_MEMORY = (
-    "tachyscope: the memory is not enough: lower --frames or --size, or bound the cache, "
-    "for example --cache window:budget=21f\n"
+    "tachyscope: the memory is not enough: give the plan's cache a budget, for example --cache "
+    "merge:budget=21f, or take a smaller --size; tachyscope bench fit tells what fits\n"
 )
 
 

@@ -115,6 +115,21 @@ def test_published_sizes_are_known_without_weights():
     assert sized("self-forcing").config == SIZES["wan_1.3b"]
 
 
+def test_what_is_decoded_beside_the_next_chunk_comes_on_top_of_it():
+    for name, beside in (("self-forcing", True), ("krea", False)):
+        model = sized(name)
+        found = need(model, "stock", frames=81)
+        making = max(found.activations + found.attention, found.committing)
+        assert found.decoding > 0 and found.beside == beside == (not model.looks)
+        together = making + found.decoding if beside else max(making, found.decoding)
+        assert found.peak == found.stays + together
+        document = fit(model, "stock", frames=81)
+        (row,) = document["rows"]
+        assert row["peak_bytes"] == found.peak and row["decoding_beside"] == beside
+        words = "beside, decoding" if beside else "or decoding"
+        assert any(line.startswith(f"{words}  ") for line in lines(document))
+
+
 def test_the_largest_budget_that_fits_is_told():
     model = on_meta(load("toy-chunks"))
     asked = {"frames": 300}

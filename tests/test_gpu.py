@@ -14,11 +14,11 @@ from tachyscope.adapters.wan import random_wan
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.attention.ann import Ann
 from tachyscope.bench.wan import ALL, bench_wan
+from tachyscope.kernels import flash
 from tachyscope.kernels.attention import attention, attention_reference
 from tachyscope.kernels.flash import (
     Listed,
     Setting,
-    _hopper,
     flash_attention,
     flash_listed,
     setting_of,
@@ -202,7 +202,7 @@ def hopper():
         pytest.skip("needs a Hopper GPU")
     from tachyscope.kernels import hopper
 
-    assert _hopper(torch.device("cuda", 0)) is hopper
+    assert flash.hopper(torch.device("cuda", 0)) is hopper
     return hopper
 
 
@@ -354,6 +354,14 @@ def test_spans_are_measured_without_a_wait():
     with no_waits(), meter.span("work"):
         torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
     assert meter.take()["work_ms"] > 0
+
+
+def test_spans_are_recorded_with_the_launches_around_them():
+    meter, graph, x = Meter("cuda"), torch.cuda.CUDAGraph(), torch.ones(1000, 1000, device="cuda")
+    with torch.inference_mode(), torch.cuda.graph(graph), meter.span("work"):
+        x @ x
+    graph.replay()
+    assert 0 < meter.take()["work_ms"] < 100
 
 
 # full-size models: compiled layers, decoding beside, the benchmark itself

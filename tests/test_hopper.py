@@ -135,9 +135,9 @@ def served(monkeypatch):
         monkeypatch.setattr(
             hopper, name, lambda *args, name=name, real=real: calls.append(name) or real(*args)
         )
-    flash._hopper.cache_clear()
+    flash.hopper.cache_clear()
     yield calls
-    flash._hopper.cache_clear()
+    flash.hopper.cache_clear()
 
 
 def test_it_serves_tiles_of_128_where_no_setting_is_given(served):
@@ -155,8 +155,8 @@ def test_it_serves_tiles_of_128_where_no_setting_is_given(served):
 @pytest.mark.parametrize("capability, serves", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
 def test_it_serves_hopper_gpus_alone(served, monkeypatch, capability, serves):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert (flash._hopper(torch.device("cuda")) is hopper) == serves
-    assert flash._hopper(torch.device("cpu")) is None
+    assert (flash.hopper(torch.device("cuda")) is hopper) == serves
+    assert flash.hopper(torch.device("cpu")) is None
 
 
 def test_without_gluon_triton_serves(served, monkeypatch):

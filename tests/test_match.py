@@ -84,12 +84,15 @@ def test_measure_gives_the_cosine_to_partners(rng):
     torch.testing.assert_close(alike.cpu(), want, rtol=1e-6, atol=1e-6)
 
 
-def _chosen(rng, b, h, n, excess, ties=False):
+def _chosen(rng, b, h, n, excess, ties=False, hubs=0):
     alike = torch.rand(b, h, n, generator=rng) * 2 - 1
     if ties:
         alike = (alike * 4).round() / 4
     alike[:, :, 0] = -math.inf
     partner = (torch.rand(b, h, n, generator=rng) * torch.arange(n)).long()
+    if hubs:  # almost all are like the first few, which stay
+        partner = torch.where(torch.rand(b, h, n, generator=rng) < 0.95, partner % hubs, partner)
+        alike[:, :, :hubs] = -math.inf
     return alike, partner, folding.choose(alike.to(DEVICE), partner.to(DEVICE), excess)
 
 
@@ -120,14 +123,18 @@ def _layer(rng, b, h, n, d, dtype):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
-def test_folded_groups_equal_their_reference(rng, dtype, tolerance):
-    b, h, n, excess = 2, 2, 60, 50  # groups larger than are read at once
-    *_, folds = _chosen(rng, b, h, n, excess)
+@pytest.mark.parametrize("hubs", [0, 1, 3])
+def test_folded_groups_equal_their_reference(rng, dtype, tolerance, hubs, monkeypatch):
+    # groups larger than a piece, and than all pieces that are looked at together
+    monkeypatch.setattr(folding, "PIECE", 16)
+    b, h, n, excess = 2, 2, 700 if hubs else 60, 650 if hubs else 50
+    *_, folds = _chosen(rng, b, h, n, excess, hubs=hubs)
     held = _layer(rng, b, h, n, 16, dtype)
     k, v, logw, pos, _ = held
     keys, places = k.clone(), pos.clone()
     source, root = (x.view(b, h, excess).long().cpu() for x in (folds.source, folds.root))
-    assert torch.unique(root, return_counts=True)[1].max() > 8
+    largest = max(torch.unique(x, return_counts=True)[1].max() for x in root.flatten(0, 1))
+    assert largest > (17 * 16 if hubs == 1 else 8)
     want_v, want_w = fold_reference(v.cpu(), logw.cpu(), source, root)
     folding.fold_groups(held, folds, newest=True, mean=True)
     stay = folds.order.view(b, h, -1).long()

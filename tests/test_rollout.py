@@ -8,7 +8,7 @@ import torch
 import tachyscope as ts
 from tachyscope.errors import TachyscopeError
 from tachyscope.plan import NAMES
-from tachyscope.rollout import parse_actions
+from tachyscope.rollout import change_frames, parse_actions, parse_change
 
 MODELS = ["toy-chunks", "toy-tokens"]
 PLANS = {
@@ -114,13 +114,128 @@ def test_refilling_with_its_own_latents_changes_nothing(model):
         for _ in ts.rollout(model, frames=2 * session.shape.chunk, session=session):
             latents.append(session.latents)
         if refilled:
-            noise = session.generator.get_state()
             ts.refill(model, session, torch.cat(latents, model.frame_dim), "a red room")
-            session.generator.set_state(noise)
         more = ts.rollout(model, frames=session.shape.chunk, session=session)
         return next(more).frames.astype(int)
 
     assert np.abs(run(True) - run(False)).max() <= 1
+
+
+def test_a_refill_goes_on_with_the_noise(model):
+    """Neither the video's noise nor a policy's dice begin again."""
+    session = ts.open_session(model, "replay=random:share=0.5", frames=30)
+    list(ts.rollout(model, frames=9, session=session))
+    before = [x.get_state() for x in (session.generator, session.dice)]
+    coming = session.frames - session.frame
+    ts.refill(model, session, session.latents, "")
+    after = [x.get_state() for x in (session.generator, session.dice)]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    session.reset()
+    fresh = [x.get_state() for x in (session.generator, session.dice)]
+    assert not any(torch.equal(*pair) for pair in zip(before, fresh, strict=True))
+    assert session.frames - coming == session.shape.chunk, "as much is to come as before"
+
+
+def _changed(model, plan, held, first=None):
+    """A video by hand: nine frames, the newest `held` chunks remembered anew, and nine more."""
+    session = ts.open_session(model, plan, prompt="a red room", frames=18, first=first, seed=2)
+    parts, moves, frames = [], [], []
+    if session.latents is not None:
+        parts.append(session.latents)
+        moves += ["."] * session.latents.shape[model.frame_dim]
+    for chunk in ts.rollout(model, frames=9, actions="w*4 q*5", session=session):
+        frames.append(chunk.frames)
+        parts.append(session.latents)
+    moves += ["w"] * 4 + ["q"] * 5
+    kept = torch.cat(parts[-held:], model.frame_dim)
+    actions = " ".join(moves[-kept.shape[model.frame_dim] :])
+    ts.refill(model, session, kept, "a blue room", actions)
+    frames += [c.frames for c in ts.rollout(model, frames=9, actions="e*7", session=session)]
+    return np.concatenate(frames)
+
+
+CHANGED = {"prompt": "a red room", "frames": 18, "actions": "w*4 q*5 e*7", "seed": 2}
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_prompt_that_changes_remembers_what_the_cache_has_room_for(model, bounded):
+    chunk = model.shape().chunk
+    # of nine frames, all; or two chunks, beside a prompt that is held with them
+    budget = 2 * chunk + model.shape().causal
+    plan = f"cache=window:budget={budget}f,sink=0" if bounded else "dense"
+    want = _changed(model, plan, 2 if bounded else 9)
+    got = list(ts.rollout(model, plan, **CHANGED, then=[(9 - chunk + 1, "a blue room")]))
+    assert np.array_equal(np.concatenate([c.frames for c in got]), want)
+    assert [c.index for c in got] == list(range(len(got)))
+    plain = [c.frames for c in ts.rollout(model, plan, **CHANGED)]
+    same = (np.concatenate(plain) == want).all((1, 2, 3))
+    assert same[:9].all() and not same[9:].all()
+
+
+def test_given_frames_are_remembered_again_too():
+    model = ts.load("toy-tokens")
+    first = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    want = _changed(model, "dense", 12, first)
+    chunks = ts.rollout(model, **CHANGED, first=first, then=[(9, "a blue room")])
+    assert np.array_equal(np.concatenate([c.frames for c in chunks]), want)
+
+
+def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
+    """A chunk is shown before what it was made by is forgotten."""
+    asked = CHANGED | {"plan": PLANS[model.name], "then": [(12, "green"), (5, "a blue room")]}
+    plain = [c.frames for c in ts.rollout(model, **asked)]
+    monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
+    order, start, decode = [], type(model).start, type(model).decode
+    monkeypatch.setattr(type(model), "start", lambda *a: order.append("prompt") or start(*a))
+    monkeypatch.setattr(type(model), "decode", lambda *a: order.append("show") or decode(*a))
+    ahead = [c.frames for c in ts.rollout(model, **asked)]
+    assert all(np.array_equal(*pair) for pair in zip(plain, ahead, strict=True))
+    chunk = model.shape().chunk
+    shown = [order[: i + 1].count("show") for i, word in enumerate(order) if word == "prompt"]
+    assert shown == [0, -(-5 // chunk), -(-12 // chunk)]
+
+
+def test_a_change_happens_where_a_chunk_begins():
+    model = ts.load("toy-chunks")
+    session = ts.open_session(model)
+    then = [(20, "c"), (1, "a"), (6, "b")]
+    assert change_frames(model, session, then, 24) == [(3, "a"), (6, "b"), (21, "c")]
+    assert parse_change(" 24 : a room: blue ") == (24, "a room: blue")
+    list(ts.rollout(model, frames=3, session=session))
+    for frames, change, words in [
+        (24, [(22, "x")], "begins, from frame 1 to 21 of 24, got frame 22: choose another, or"),
+        (24, [(0, "x")], "got frame 0"),
+        (3, [(1, "x")], "begins, of which there is one, got frame 1"),
+        (24, [(4, "x"), (6, "y")], "two prompts begin with the chunk at frame 6, 'x' and 'y': "),
+    ]:
+        with pytest.raises(TachyscopeError, match=re.escape(words)):
+            change_frames(model, session, change, frames)
+
+
+def test_a_prompt_that_cannot_be_read_is_told_before_a_chunk_is_made(monkeypatch):
+    model = ts.load("toy-chunks")
+    monkeypatch.setattr(type(model), "sample", lambda *a: pytest.fail("a chunk was made"))
+    with pytest.raises(TachyscopeError, match="a prompt has at most 63 bytes, got 99"):
+        next(ts.rollout(model, frames=9, then=[(3, "x" * 99)]))
+
+
+def test_a_prompt_that_leaves_no_room_is_told_before_a_chunk_is_made(monkeypatch):
+    model = ts.load("toy-tokens")
+    monkeypatch.setattr(type(model), "sample", lambda *a: pytest.fail("a chunk was made"))
+    with pytest.raises(TachyscopeError, match="budget=3f holds 48 entries, but .* are protected"):
+        next(ts.rollout(model, "cache=window:budget=3f", frames=9, then=[(3, "x" * 40)]))
+
+
+def test_first_frames_have_the_videos_size():
+    model = ts.load("atrium-world")
+    frames = np.zeros((1, 64, 96, 3), np.uint8)
+    words = (
+        "first frames have the video's size, got 64x96 of them for another: resize them, or "
+        "set size to 64x96"
+    )
+    with pytest.raises(TachyscopeError, match=words):
+        ts.open_session(model, first=frames)
+    assert ts.open_session(model, first=frames, size=(64, 96)).frame == 1
 
 
 def test_prompt_and_actions_change_the_video(model):
@@ -147,7 +262,7 @@ def test_actions_are_letters_with_counts():
             ".w",
             "actions: this model takes letters of '.w', each with *count, got 'w*x': try w*20",
         ),
-        ("w", "", "actions: this model takes none at all, got 'w': try w*20"),
+        ("w", "", "this model takes no actions, got 'w': leave them out"),
         (
             "w*9",
             ".w",

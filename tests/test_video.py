@@ -8,7 +8,7 @@ import pytest
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, replacing, write_atomically
-from tachyscope.video import VideoWriter, beside, read_video
+from tachyscope.video import VideoWriter, beside, read_frames, read_video
 
 
 def ramp(frames=6, height=32, width=48):
@@ -152,6 +152,31 @@ def test_a_file_that_is_no_video_is_one_line_that_names_it(tmp_path):
     (tmp_path / "text.mp4").write_text("not a video")
     with pytest.raises(TachyscopeError, match=r"text.mp4 cannot be read as a video \(invalid data"):
         next(read_video(tmp_path / "text.mp4"))
+
+
+def test_frames_are_read_whole_and_an_image_is_one(tmp_path):
+    frames = ramp(5)
+    with VideoWriter(tmp_path / "a.mp4", 8) as video:
+        video.write(frames)
+    back = read_frames(tmp_path / "a.mp4")
+    assert np.array_equal(back, np.stack(list(read_video(tmp_path / "a.mp4"))))
+    assert back.shape == frames.shape and back.dtype == np.uint8
+    with av.open(tmp_path / "a.png", "w", format="image2") as file:
+        stream = file.add_stream("png", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "rgb24"
+        file.mux(stream.encode(av.VideoFrame.from_ndarray(frames[2], format="rgb24")))
+        file.mux(stream.encode(None))
+    assert np.array_equal(read_frames(tmp_path / "a.png"), frames[2:3])
+
+
+def test_frames_of_two_sizes_or_none_are_no_video_to_go_on_from(tmp_path, monkeypatch):
+    for frames, words in [
+        ([ramp(1)[0], ramp(1, 16, 24)[0]], "x has frames of 48x32 and 24x16, not some of one size"),
+        ([], "x has no frames, not some of one size: give a video file, or an image"),
+    ]:
+        monkeypatch.setattr("tachyscope.video.read_video", lambda path, frames=frames: iter(frames))
+        with pytest.raises(TachyscopeError, match=words):
+            read_frames("x")
 
 
 def test_beside_puts_each_video_unchanged_below_its_label():

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import torch
+
 from tachyscope.bench.cpu import bench_asked, lines, split_plans
-from tachyscope.bench.wan import TABLES, bench_wan_asked, wan_lines
+from tachyscope.bench.wan import FULL, TABLES, bench_wan_asked, wan_lines
 from tachyscope.errors import TachyscopeError
 from tachyscope.models import load
 from tachyscope.results import Document, check_json, emit
@@ -35,8 +37,9 @@ class Parser(argparse.ArgumentParser):
             found = measure(args, f"{self.prog} {shlex.join(words)}")
             print("\n".join(told(found)))
             emit(found, args.json)
-        except TachyscopeError as error:
-            print(f"tachyscope: {error}", file=sys.stderr)
+        except (TachyscopeError, torch.OutOfMemoryError) as error:
+            said = error if isinstance(error, TachyscopeError) else FULL
+            print(f"tachyscope: {said}", file=sys.stderr)
             return 2
         return 0
 

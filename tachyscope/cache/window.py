@@ -22,7 +22,8 @@ class Window(CachePolicy):
     With positions "reindexed" the sink moves along, so as to stand right before the window. That
     is the same as counting positions inside the window: a query meets only differences. With
     `fold`, frames that leave are folded into the sink, place by place: sink · fold + frame ·
-    (1 - fold).
+    (1 - fold). Those of a commit go to the sink's frames in order, and where they are fewer than
+    these, as behind given frames that are no whole chunks, to the first so many.
 
     With `view` a pass sees so many latent frames, its own counted: the newest, and right before
     them the sink, which a clean pass does not see once older frames are out of view.
@@ -73,7 +74,7 @@ class Window(CachePolicy):
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         slots = held("window", self.budget, shape, prompt, self.sink, 0)
-        # so that what leaves always covers the sink a whole number of times
+        # so that what leaves for a whole chunk covers the sink a whole number of times
         if self.fold is not None and (
             shape.chunk % self.sink or (slots - prompt) % shape.chunk_tokens
         ):
@@ -129,9 +130,8 @@ class Window(CachePolicy):
         """Entries from `first` to `end` leave; the sink stands from `start` to `first`."""
         assert layer.raw is not None and self.fold is not None
         for x in (layer.raw, layer.v):
-            sink = x[:, :, start:first]
             for leaving in x[:, :, first:end].split(first - start, 2):
-                sink.lerp_(leaving, 1 - self.fold)
+                x[:, :, start : start + leaving.shape[2]].lerp_(leaving, 1 - self.fold)
 
     def _bring_sink(self, layer: Layer, at: Moment, end: int, behind: int, rotate: Rotate) -> None:
         """Let the sink stand right before the newest `behind` of the entries up to slot `end`."""

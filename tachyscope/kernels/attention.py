@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tachyscope.kernels import gpu
 
-# what torch would choose by itself is half as fast on a Hopper GPU as cuDNN
+# where no kernel of ours is faster: what torch would choose by itself is half as fast as cuDNN
 FASTEST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -34,12 +34,13 @@ def attention(
         return attention(shared, k, v, logw).reshape(q.shape)
     gqa = q.shape[1] != k.shape[1]
     if q.shape[2] >= min(gpu.TILES) and not causal:
+        # the kernels have no gradient
+        served = gpu.suits(q.device, q.dtype, q.shape[3]) and not q.requires_grad
+        if served and (logw is not None or gpu.flash.hopper(q.device) is not None):
+            return gpu.flash.flash_attention(q, k, v, logw)
         if logw is None and q.is_cuda and q.dtype.itemsize == 2:
             with sdpa_kernel(FASTEST, set_priority=True):
                 return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
-        # the kernel has no gradient
-        if logw is not None and gpu.suits(q.device, q.dtype, q.shape[3]) and not q.requires_grad:
-            return gpu.flash.flash_attention(q, k, v, logw)
     mask = None if logw is None else bias(logw, q)
     if causal and q.shape[2] > 1:
         s, n = q.shape[2], k.shape[2]

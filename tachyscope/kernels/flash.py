@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -58,8 +59,8 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None, setting: Setting | None = None
 ) -> Tensor:
     """softmax(q·k / √D + logw) v, as `attention` defines it; zero where all slots are empty."""
-    if setting is None and (hopper := _hopper(q.device)) is not None:
-        return hopper.flash_attention(q, k, v, logw)
+    if setting is None and (faster := hopper(q.device)) is not None:
+        return faster.flash_attention(q, k, v, logw)
     return _run(q, k, v, logw, None, setting or setting_of(q.shape[3]))
 
 
@@ -85,15 +86,15 @@ def flash_listed(
     q: Tensor, k: Tensor, v: Tensor, past: Listed, setting: Setting | None = None
 ) -> Tensor:
     """Attention over listed blocks of the past and all present entries k, v, of weight one."""
-    hopper = _hopper(q.device) if setting is None and past.tile % 128 == 0 else None
-    if hopper is not None:
-        return hopper.flash_listed(q, k, v, past)
+    faster = hopper(q.device) if setting is None and past.tile % 128 == 0 else None
+    if faster is not None:
+        return faster.flash_listed(q, k, v, past)
     setting = setting or setting_of(q.shape[3], past.tile, past.block)
     return _run(q, k, v, None, past, setting)
 
 
 @functools.cache
-def _hopper(device: torch.device) -> ModuleType | None:
+def hopper(device: torch.device) -> ModuleType | None:
     """The faster kernels of a Hopper GPU, where one is (a device without data stands for one)."""
     if device.type == "cuda":
         serves = torch.cuda.get_device_capability(device) == (9, 0)
@@ -102,10 +103,9 @@ def _hopper(device: torch.device) -> ModuleType | None:
     if not serves:
         return None
     try:
-        from tachyscope.kernels import hopper
+        return importlib.import_module("tachyscope.kernels.hopper")
     except (ImportError, AttributeError):  # a Triton whose Gluon is missing, or another
         return None
-    return hopper
 
 
 def _run(

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PIECE = 64  # of a list of folded entries, read at once
+
 
 class Entries(NamedTuple):
     """What a stretch of a cache holds: k, v, raw [B, H, n, D], logw [B, H, n], pos [B, H, n, 3]."""
@@ -68,18 +70,27 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
     With `newest`, also the key and position of its newest member, and without `mean` its value.
     """
     k, v, logw, pos, raw = held
-    if k.is_meta:
-        return
     rows, excess = folds.source.shape
     n, width = k.shape[2:]
+    # most groups are small, but one may hold almost all: it is read in pieces at the same time
+    pieces = excess // PIECE
+    means = torch.empty(rows, pieces, width, dtype=torch.float32, device=k.device)
+    weights = torch.empty(rows, pieces, dtype=torch.float32, device=k.device)
+    times = torch.empty(rows, pieces, dtype=torch.int64, device=k.device)
+    if k.is_meta:
+        return
     other = k if raw is None else raw
+    lists, into = (folds.source, folds.root), (means, weights, times)
+    inner = (*v.stride()[:3], *logw.stride()[:2], *pos.stride()[:3])
+    if pieces:
+        _sum_pieces[pieces, rows](
+            v, logw, pos, *lists, *into, *inner, k.shape[1], n, excess,
+            MEAN=mean, D=width, M=PIECE, num_warps=4,
+        )  # fmt: skip
     _fold[excess, rows](
-        k, v, other, logw, pos, folds.source, folds.root,
-        *k.stride()[:3], *v.stride()[:3], *other.stride()[:3],
-        *logw.stride()[:2], *pos.stride()[:3],
+        k, v, other, logw, pos, *lists, *into, *k.stride()[:3], *other.stride()[:3], *inner,
         k.shape[1], n, excess,
-        # most groups are small, but a large one is read by one program: as many at once as it can
-        NEWEST=newest, MEAN=mean, RAW=raw is not None, D=width, M=64, num_warps=4,
+        NEWEST=newest, MEAN=mean, RAW=raw is not None, D=width, M=PIECE, num_warps=4,
     )  # fmt: skip
 
 
@@ -194,14 +205,60 @@ def _trace(
     tl.store(heir + kept, tl.load(slot + end), mask=stays)
 
 
+@triton.jit
+def _members(
+    v, logw, pos, source, root, v_n, p_n, at, end, mine, n,
+    MEAN: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Of a list from `at` to `end`, at most M, those of one group: how many, their weight, their
+    weighted sum, and the newest."""
+    listed = at + tl.arange(0, M)
+    theirs = tl.load(root + listed, mask=listed < end, other=-1) == mine
+    member = tl.load(source + listed, mask=theirs, other=0)
+    total = tl.zeros((), tl.float32)
+    mean = tl.zeros([D], tl.float32)
+    if MEAN:
+        w = tl.exp(tl.load(logw + member, mask=theirs, other=-float("inf")))
+        x = v + member[:, None] * v_n + tl.arange(0, D)[None, :]
+        x = tl.load(x, mask=theirs[:, None], other=0.0).to(tl.float32)
+        mean += tl.sum(x * w[:, None], 0)
+        total += tl.sum(w)
+    time = tl.load(pos + member * p_n, mask=theirs, other=0.0).to(tl.int64)
+    newest = tl.max(tl.where(theirs, time * n + member, -1))
+    return tl.sum(theirs.to(tl.int32)), total, mean, newest
+
+
+@triton.jit(do_not_specialize=["heads", "n", "excess"])
+def _sum_pieces(
+    v, logw, pos, source, root, means, weights, times,
+    v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
+    MEAN: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """A piece of a row's list, if it is all of one group."""
+    row, piece = tl.program_id(1), tl.program_id(0)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    source += row.to(tl.int64) * excess
+    root += row.to(tl.int64) * excess
+    mine = tl.load(root + piece * M)
+    if tl.load(root + piece * M + M - 1) == mine:
+        _, total, mean, newest = _members(
+            v + b * v_b + h * v_h, logw + b * w_b + h * w_h, pos + b * p_b + h * p_h, source, root,
+            v_n, p_n, piece * M, piece * M + M, mine, n, MEAN, D, M,
+        )  # fmt: skip
+        at = row.to(tl.int64) * (excess // M) + piece
+        tl.store(means + at * D + tl.arange(0, D), mean)
+        tl.store(weights + at, total)
+        tl.store(times + at, newest)
+
+
 @triton.jit(do_not_specialize=["heads", "n", "excess"])
 def _fold(
-    k, v, raw, logw, pos, source, root,
-    k_b, k_h, k_n, v_b, v_h, v_n, r_b, r_h, r_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
+    k, v, raw, logw, pos, source, root, means, weights, times,
+    k_b, k_h, k_n, r_b, r_h, r_n, v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
     NEWEST: tl.constexpr, MEAN: tl.constexpr, RAW: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """One group. Only its own program reads its members and writes its root."""
+    """One group. Only its own program writes its root; lists name groups in rising order."""
     row, first = tl.program_id(1), tl.program_id(0)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     source += row.to(tl.int64) * excess
@@ -217,25 +274,38 @@ def _fold(
         d = tl.arange(0, D)
         own = tl.load(v + mine * v_n + d)
         weight = tl.exp(tl.load(logw + mine))
-        total = weight
-        mean = own.to(tl.float32) * weight
         newest = tl.load(pos + mine * p_n).to(tl.int64) * n + mine
-        at = first
-        more = leads
-        while more:
-            listed = at + tl.arange(0, M)
-            inside = listed < excess
-            theirs = tl.load(root + listed, mask=inside, other=-1) == mine
-            member = tl.load(source + listed, mask=theirs, other=0)
-            if MEAN:
-                w = tl.exp(tl.load(logw + member, mask=theirs, other=-float("inf")))
-                x = tl.load(v + member[:, None] * v_n + d[None, :], mask=theirs[:, None], other=0.0)
-                mean += tl.sum(x.to(tl.float32) * w[:, None], 0)
-                total += tl.sum(w)
-            time = tl.load(pos + member * p_n, mask=theirs, other=0.0).to(tl.int64)
-            newest = tl.maximum(newest, tl.max(tl.where(theirs, time * n + member, -1)))
-            at += M
-            more = tl.sum(theirs.to(tl.int32)) == M
+        # up to where a piece begins
+        piece = (first + M - 1) // M
+        end = tl.minimum(piece * M, excess)
+        count, total, mean, last = _members(
+            v, logw, pos, source, root, v_n, p_n, first, end, mine, n, MEAN, D, M
+        )
+        total += weight
+        mean += own.to(tl.float32) * weight
+        newest = tl.maximum(newest, last)
+        if count == end - first:
+            pieces = excess // M
+            found = tl.full((), M, tl.int32)
+            while found == M:
+                which = piece + tl.arange(0, M)
+                inside = which < pieces
+                whole = tl.load(root + which * M, mask=inside, other=-1) == mine
+                whole &= tl.load(root + which * M + M - 1, mask=inside, other=-1) == mine
+                at = row.to(tl.int64) * pieces + which
+                if MEAN:
+                    total += tl.sum(tl.load(weights + at, mask=whole, other=0.0))
+                    x = means + at[:, None] * D + d[None, :]
+                    mean += tl.sum(tl.load(x, mask=whole[:, None], other=0.0), 0)
+                newest = tl.maximum(newest, tl.max(tl.load(times + at, mask=whole, other=-1)))
+                found = tl.sum(whole.to(tl.int32))
+                piece += found
+            _, more, sums, last = _members(
+                v, logw, pos, source, root, v_n, p_n, piece * M, excess, mine, n, MEAN, D, M
+            )
+            total += more
+            mean += sums
+            newest = tl.maximum(newest, last)
         if MEAN:
             # a root that gained nothing keeps its bits
             mean = tl.where(total > weight, mean / total, own.to(tl.float32))
