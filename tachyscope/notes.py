@@ -54,8 +54,9 @@ def _simulated(part: str, name: str, count: float, what: str) -> str:
 
 def _pairs_held(session: Session, rows: Sequence[Mapping[str, float]]) -> float:
     """Pairs that reading everything would have scored over the caches this rollout had."""
-    shape, past, pairs = session.shape, session.prompt, 0.0
+    shape, pairs = session.shape, 0.0
     for i, row in enumerate(rows):
+        past = int(row["entries_before"])
         if shape.causal:
             n = shape.places
             pairs += shape.layers * (n * past + n * (n + 1) // 2)
@@ -69,5 +70,4 @@ def _pairs_held(session: Session, rows: Sequence[Mapping[str, float]]) -> float:
             pairs += shape.layers * sum(n * (past + n) for n in passes)
             # the clean pass ends in its last layer before it reads
             pairs += (shape.layers - 1) * chunk * (past + chunk)
-        past = int(row["entries"])
     return pairs * shape.rows * shape.heads

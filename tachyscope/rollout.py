@@ -134,6 +134,7 @@ def rollout(
 
     def make(session: Session) -> Tensor:
         told = _moves_of(session, model, moves, done, shape.chunk)
+        session.meter.add("entries_before", session.past)
         with session.meter.span("chunk"):
             latents = maker(told)
         if changes:

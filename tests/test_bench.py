@@ -170,6 +170,16 @@ def test_a_method_that_saved_under_a_hundredth_is_named(request, model, plan, fr
     assert notes(*played(request.getfixturevalue(model), plan, frames)) == expected
 
 
+def test_what_was_given_counts_as_held(tokens):
+    plan = "dense attention=window:tokens=9999"
+    (before,) = [c.frames for c in rollout(tokens, "dense", frames=1)]
+    session = open_session(tokens, plan, frames=2, first=before)
+    rows = [chunk.stats for chunk in rollout(tokens, frames=2, session=session)]
+    assert notes(session, rows) == [
+        "attention policy 'window' saved under 1 %: it read 100.0% of what the cache held"
+    ]
+
+
 def test_a_prompt_without_padding_is_told(chunks):
     prompt = "x" * 63
     assert notes(*played(chunks, "lossless", 3, prompt)) == [

@@ -173,3 +173,41 @@ def test_it_serves_every_block():
     for block, stages in hopper.STAGES.items():
         held = 2 * (TILE + 2 * stages * block) * max(gpu.HEAD_DIMS) + 4 * stages * block
         assert held < 227 * 1024  # what a program may hold on such a GPU
+
+
+def test_what_is_built_is_launched_again_without_asking_triton(monkeypatch, rng):
+    arguments = len(hopper._flash.arg_names)
+    asked, launched = [], []
+
+    class Built:
+        def __getitem__(self, grid):
+            return lambda *args: launched.append(args)
+
+    class Asked:
+        def __getitem__(self, grid):
+            return lambda *args, **options: asked.append(args) or Built()
+
+    monkeypatch.setattr(hopper, "_flash", Asked())
+    monkeypatch.setattr(hopper, "_join", {(4, 8): lambda *args, **options: None})
+    monkeypatch.setattr(hopper, "_built", {})
+
+    def builds(*args):
+        before = len(asked), len(launched)
+        hopper.flash_attention(*args)
+        return len(asked) - before[0], len(launched) - before[1]
+
+    q = torch.randn(1, 4, 12800, 64, generator=rng).bfloat16()  # 400 tiles: four are cut
+    k = torch.randn(1, 2, 3000, 64, generator=rng).bfloat16()
+    logw = torch.zeros(1, 2, 3000)
+    assert builds(q, k, k, logw) == (1, 0)
+    assert builds(q, k[:, :, :2000], k[:, :, :2000], logw[:, :, :2000]) == (
+        0,
+        1,
+    )  # lengths are data
+    assert len(asked[0]) == len(launched[0]) == arguments
+    assert asked[0][-6:] == launched[0][-6:] == (True, False, 128, 64, 128, 2)
+    assert builds(q, k, k) == (1, 0)  # no weights
+    assert builds(q[:, :, : 33 * 128], k, k) == (1, 0)  # nothing is cut, so nothing set aside
+    far = k.as_strided((1, 2, 3000, 64), (2**33, 192000, 64, 1))
+    assert builds(q, far, far) == (1, 0)  # a number that needs 64 bits
+    assert builds(q, far, far) == (0, 1)

@@ -8,7 +8,9 @@ present answer at once, and weighs the scores while the answer is still being co
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,16 +92,19 @@ def _run(q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None, past: Listed | No
     weighted, listed = logw is not None, past is not None
     w = _aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
     there = past._replace(logw=_aligned(past.logw)) if past else Listed(k, v, w, w, w, tile, n)
-    _flash[(cut.whole + (cut.programs if cut.left else 0),)](
-        _entries(q, HALF.value), _entries(k, n), _entries(v, n), _weights(w, n) if weighted else w,
-        _entries(there.k, n) if listed else k, _entries(there.v, n) if listed else v,
-        _weights(there.logw, n) if listed else w, there.ids, there.counts, out, answers, sums,
-        *out.stride()[:3], w.stride(0), w.stride(1) if w.shape[1] > 1 else 0,
-        *there.logw.stride()[:2], there.ids.stride(2), there.ids.shape[2],
-        tiles, heads, heads // k.shape[1], queries, k.shape[2], *cut, 1 / math.sqrt(width),
-        WEIGHTED=weighted, LISTED=listed, SPAN=there.tile, D=width, N=n, STAGES=STAGES[n],
-        # twelve warps in all: so two groups may have 240 registers a thread, and the third 24
-        num_warps=4, maxnreg=168,
+    _launch(
+        cut.whole + (cut.programs if cut.left else 0),
+        (there.ids, there.counts, out, answers, sums, *(() if weighted else (w,))),
+        (
+            _entries(q, HALF.value), _entries(k, n), _entries(v, n),
+            _weights(w, n) if weighted else w,
+            _entries(there.k, n) if listed else k, _entries(there.v, n) if listed else v,
+            _weights(there.logw, n) if listed else w, there.ids, there.counts, out, answers, sums,
+            *out.stride()[:3], w.stride(0), w.stride(1) if w.shape[1] > 1 else 0,
+            *there.logw.stride()[:2], there.ids.stride(2), there.ids.shape[2],
+            tiles, heads, heads // k.shape[1], queries, k.shape[2], *cut, 1 / math.sqrt(width),
+        ),
+        (weighted, listed, there.tile, width, n, STAGES[n]),
     )  # fmt: skip
     if cut.left:
         _join[cut.left, tile // 16](
@@ -109,18 +114,43 @@ def _run(q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None, past: Listed | No
     return out
 
 
+# the kernel as it was built, by all that Triton builds it anew for
+_built: dict[tuple[object, ...], Any] = {}
+
+
+def _launch(
+    programs: int, pointers: Sequence[Tensor], given: tuple[Any, ...], fixed: tuple[Any, ...]
+) -> None:
+    """Launch `_flash`. To find out that it is built Triton takes longer than the launch itself."""
+    out = pointers[2]
+    like = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers)
+    wide = tuple(x >= 2**31 for x in given if isinstance(x, int))
+    key = (out.device, fixed, like, wide, tuple((n == 1, n % 16 == 0) for n in out.stride()[:3]))
+    kernel = _built.get(key)
+    if kernel is not None:
+        kernel[programs, 1, 1](*given, *fixed)
+        return
+    # twelve warps in all: so two groups may have 240 registers a thread, and the third 24
+    _built[key] = _flash[programs, 1, 1](*given, *fixed, num_warps=4, maxnreg=168)
+
+
 def _entries(x: Tensor, n: int) -> Any:
     """Entries [B, H, n, D] as the copy engine takes them."""
-    box = [1, 1, n, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+    box = (1, 1, n, x.shape[3])
+    layout = _layout(box, gl.bfloat16)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
 
 
 def _weights(x: Tensor, n: int) -> Any:
     """Weights [B, H or 1, n], in one row."""
     span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    layout = gl.NVMMASharedLayout.get_default_for([n], gl.float32)
+    layout = _layout((n,), gl.float32)
     return TensorDescriptor(x.as_strided((span,), (1,)), [span], [1], [n], layout)
+
+
+@functools.cache
+def _layout(box: tuple[int, ...], dtype: Any) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(box), dtype)
 
 
 @gluon.jit
