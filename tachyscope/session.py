@@ -358,11 +358,11 @@ class Session:
     def steady(self) -> bool:
         """Whether the next chunk asks the device for just what the last one did.
 
-        A full cache moves the same entries each time; replay takes turns, by the chunk's number.
+        A full cache moves the same entries each time; replay may take turns.
         """
         full = self._room is not None and self.past == self._room
         fixed = not (self.shape.causal or self.shape.ahead or self.plan.cache.moves)
-        return full and fixed and self.plan.replay is None
+        return full and fixed and not (self.plan.replay is not None and self.plan.replay.turns)
 
     def count_repeated(self) -> None:
         """A chunk like the last was made and committed by the launches that had made that."""

@@ -438,6 +438,7 @@ def test_the_benchmark_predicts_its_own_peak():
         "cache=window:budget=9f,sink=2,positions=reindexed",
         "cache=merge:budget=9f text=pads",
         "cache=merge:budget=9f,others=dropped attention=ann:read=0.5,block=32,tile=64",
+        "cache=window:budget=9f replay=attentive:share=0.5",
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -58,6 +58,7 @@ PLANS = [
     "cache=merge:budget=9f,match=unrotated,max_distance=7",
     "cache=merge:budget=9f attention=ann:read=0.5,block=2,tile=4 text=pads",
     "cache=merge:budget=9f attention=ann:read=0.5,hash=lsh,block=2",
+    "cache=merge:budget=9f replay=attentive:share=0.5,drift=true",
     "cache=window:budget=9f attention=window:tokens=20",
 ]
 
@@ -90,6 +91,7 @@ def test_repeated_chunks_are_those_made_anew(plan):
         "cache=merge:threshold=0.9",
         "cache=window:budget=9f replay=attentive:share=0.5,age=2",
         "cache=window:budget=9f replay=every_k:k=2",
+        "cache=window:budget=9f replay=random:share=0.5",
     ],
 )
 def test_what_differs_from_chunk_to_chunk_is_never_recorded(plan):

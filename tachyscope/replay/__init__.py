@@ -38,6 +38,11 @@ class ReplayPolicy(abc.ABC):
     def score(self) -> str:
         """What the session must measure: "" nothing, "rotated" TAS, "mixed" the authors' code's."""
 
+    @property
+    def turns(self) -> bool:
+        """Whether a chunk may ask for other work than the last, by its number or by chance."""
+        return True
+
     @abc.abstractmethod
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         """Fixed tensors to keep beside a layer."""

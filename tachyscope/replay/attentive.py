@@ -54,6 +54,10 @@ class Attentive(ReplayPolicy):
     def score(self) -> str:
         return "mixed" if self.authors else "rotated"
 
+    @property
+    def turns(self) -> bool:
+        return self.share is None or self.age > 0
+
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         if self.share is None or not shape.causal:
             return {}
