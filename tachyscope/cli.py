@@ -187,8 +187,9 @@ def generate(
     session = open_session(adapter, text, **asked)
     changes = change_frames(adapter, session, wanted, video.frames)
     chunks = rollout(
-        adapter, frames=video.frames, actions=video.actions, then=changes, session=session
-    )
+        adapter, frames=video.frames, actions=video.actions, then=changes, session=session,
+        ahead=True,
+    )  # fmt: skip
     rows, size, name = [], "", label(text)
     with frames_bar(video.frames) as watch, VideoWriter(target, adapter.fps) as file:
         for chunk in chunks:

@@ -98,6 +98,7 @@ def rollout(
     first_actions: str = "",
     then: Sequence[tuple[int, str]] = (),
     session: Session | None = None,
+    ahead: bool | None = None,
 ) -> Generator[Chunk]:
     """Yield chunks until `frames` new frames are made; the last is cut to fit.
 
@@ -106,13 +107,14 @@ def rollout(
     under the new prompt. Of what a session made before, that is its last chunk.
 
     Same model, plan, prompt, actions, seed, size and first frames: same frames. A `session` is
-    gone on with, for `frames` more; all but the actions are then its own. On a GPU a rollout
-    without one begins the next chunk before it decodes the last, on a second stream.
+    gone on with, for `frames` more; all but the actions are then its own. On a GPU, `ahead` begins
+    the next chunk before it decodes the last, on a second stream: until the end a session is then
+    a chunk further than what was yielded, so unless asked for it is done only without one.
     """
     if frames < 1:
         raise TachyscopeError(f"frames must be 1 or more, got {frames}")
-    # a session that others hold must not be a chunk further than what they were given
-    ahead = session is None and not model.looks and runs_beside(model.device)
+    ahead = session is None if ahead is None else ahead
+    ahead = ahead and not model.looks and runs_beside(model.device)
     if session is None:
         session = open_session(
             model, plan, prompt=prompt, frames=frames, seed=seed, size=size, first=first,

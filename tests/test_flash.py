@@ -18,7 +18,7 @@ from tachyscope.kernels.listed import listed_attention_reference
 from tachyscope.types import Rope
 
 pytest.importorskip("triton")
-from tachyscope.kernels.blocks import block_buckets, block_mass, carry, encode_blocks
+from tachyscope.kernels.blocks import block_buckets, block_mass, carry, encode_blocks, shift
 from tachyscope.kernels.flash import (
     PROCESSORS,
     SETTINGS,
@@ -196,6 +196,15 @@ def test_entries_are_carried_there_and_back(rng):
     assert torch.equal(held[:, :, 105:], before[:, :, 105:])
     carry(x, order, back=True)
     assert torch.equal(held, before)
+
+
+@pytest.mark.parametrize("source, target, count", [(30, 10, 70), (60, 10, 40), (40, 0, 1)])
+def test_entries_are_shifted_though_they_overlap(rng, source, target, count):
+    x = torch.randn(2, 3, 110, 16, generator=rng)[:, :, :100]
+    want = x.clone()
+    want[:, :, target : target + count] = x[:, :, source : source + count].clone()
+    shift(x, source, target, count)
+    assert torch.equal(x, want)
 
 
 def test_blocks_are_encoded_where_they_stand(rng):

@@ -327,3 +327,10 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     session = ts.open_session(model, plan, **asked)
     first = next(ts.rollout(model, frames=11, session=session))
     assert session.chunk == first.index + 1
+    # unless they ask for more
+    session = ts.open_session(model, plan, **asked)
+    chunks = ts.rollout(model, frames=11, session=session, ahead=True)
+    first = next(chunks)
+    assert session.chunk == first.index + 2
+    last = list(chunks)[-1]
+    assert session.chunk == last.index + 1

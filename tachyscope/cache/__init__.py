@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels import gpu
 from tachyscope.meter import Meter
 from tachyscope.types import Layer, Moment, Shape, Size
 
@@ -104,5 +105,8 @@ def move(layer: Layer, source: int, target: int, count: int) -> None:
         return
     own = (x for name, x in layer.own.items() if name.startswith("slot_"))
     for x in (*layer.entries().values(), *own):
-        # the ranges may overlap, so through a copy
-        x[:, :, target : target + count] = x[:, :, source : source + count].clone()
+        if x.dim() == 4 and gpu.suits(x.device, x.dtype, x.shape[3]):
+            gpu.blocks.shift(x, source, target, count)
+        else:
+            # the ranges may overlap, so through a copy
+            x[:, :, target : target + count] = x[:, :, source : source + count].clone()

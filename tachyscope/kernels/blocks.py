@@ -32,15 +32,29 @@ def block_buckets(x: Tensor, bits: int) -> Tensor:
 
 def carry(x: Tensor, order: Tensor, back: bool) -> None:
     """Entry order[i] of x [B, H, n, D] to place i, order [B, H, n]; or `back` from there."""
-    rows, heads, n, width = x.shape
     kept = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.is_meta or n == 0:
+    _copy(x, kept, order, "target" if back else "source")
+    _copy(kept, x)
+
+
+def shift(x: Tensor, source: int, target: int, count: int) -> None:
+    """Entries of x [B, H, n, D] from `source` on to where `target` is; the two may overlap."""
+    come, to = (x[:, :, start : start + count] for start in (source, target))
+    kept = torch.empty(come.shape, dtype=x.dtype, device=x.device)
+    _copy(come, kept)
+    _copy(kept, to)
+
+
+def _copy(source: Tensor, target: Tensor, order: Tensor | None = None, ordered: str = "") -> None:
+    """Between stretches of a cache, which are no one piece: torch does that at half the rate."""
+    rows, heads, n, width = source.shape
+    if source.is_meta or n == 0:
         return
-    for source, target, ordered in ((x, kept, "target" if back else "source"), (kept, x, "")):
-        _carry[triton.cdiv(n, 64), rows * heads](
-            source, target, order, *source.stride()[:3], *target.stride()[:3], *order.stride()[:2],
-            heads, n, ORDERED=ordered, D=width, N=64, num_warps=4,
-        )  # fmt: skip
+    order = source if order is None else order  # where none is read, any tensor stands in
+    _carry[triton.cdiv(n, 64), rows * heads](
+        source, target, order,
+        *source.stride()[:3], *target.stride()[:3], *order.stride()[:2], heads, n, ORDERED=ordered, D=width, N=64, num_warps=4,
+    )  # fmt: skip
 
 
 def encode_blocks(
