@@ -52,8 +52,8 @@ def _copy(source: Tensor, target: Tensor, order: Tensor | None = None, ordered: 
         return
     order = source if order is None else order  # where none is read, any tensor stands in
     _carry[triton.cdiv(n, 64), rows * heads](
-        source, target, order,
-        *source.stride()[:3], *target.stride()[:3], *order.stride()[:2], heads, n, ORDERED=ordered, D=width, N=64, num_warps=4,
+        source, target, order, *source.stride()[:3], *target.stride()[:3], *order.stride()[:2],
+        heads, n, ORDERED=ordered, D=width, N=64, num_warps=4,
     )  # fmt: skip
 
 
