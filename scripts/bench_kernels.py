@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tachyscope.attention.ann import Ann
 from tachyscope.kernels import gpu
-from tachyscope.kernels.attention import attention_reference
+from tachyscope.kernels.attention import attention_by_channels, attention_reference, bias
 from tachyscope.kernels.flash import Listed, flash_attention, flash_listed, setting_of
 from tachyscope.kernels.replay import replay_rows
 from tachyscope.meter import Meter
@@ -127,9 +127,9 @@ def dense(rows: Rows, entries: int) -> None:
 
         measure(rows, what, entries, pairs, lambda i: call(queries[i % 3]), wrong, q, **more)
 
-    def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+            return F.scaled_dot_product_attention(q, k, v)
 
     run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
 
@@ -143,23 +143,18 @@ def dense(rows: Rows, entries: int) -> None:
     if entries > LENGTHS[0]:
         return
 
-    # log-weight as channels, high part and low; 8 are added, since cuDNN takes eights
-    scale, times = 1 / math.sqrt(SHAPE.head_dim), 16.0
-    bias = (logw / (scale * times)).clamp(min=-6e4)
-    high = bias.to(torch.bfloat16)
-    low = (bias - high.float()).to(torch.bfloat16)
-    wide_k = torch.cat([k, torch.stack([high, low], -1), torch.zeros_like(k[..., :6])], -1)
-    wide_q = [
-        F.pad(torch.cat([q, q.new_full((*q.shape[:3], 2), times)], -1), (0, 6)) for q in queries
-    ]
-    wide_v = F.pad(v, (0, 8))
-    by_q = {q.data_ptr(): wide for q, wide in zip(queries, wide_q, strict=True)}
+    # without our kernels: the log-weight as channels, or as a mask, or in the values
+    def by_channels(q: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return attention_by_channels(q, k, v, logw)
+
+    run("cuDNN, weight as channels of q and k", by_channels, False)
     run(
-        "cuDNN, weight as channels of q and k",
-        lambda q: cudnn(by_q[q.data_ptr()], wide_k, wide_v, scale)[..., : v.shape[3]],
+        "torch, weight as a mask",
+        lambda q: F.scaled_dot_product_attention(q, k, v, attn_mask=bias(logw, q)),
         False,
     )
-    # m·v and m as value channels; an empty slot is k = 0, m = 0
+    # m·v and m as value channels, built before; an empty slot is k = 0, m = 0
     m = logw.exp().unsqueeze(-1)
     bare_k = k.masked_fill(m == 0, 0.0)
     mass = torch.cat([v * m, m, torch.zeros_like(m.expand(-1, -1, -1, 7))], -1).to(torch.bfloat16)

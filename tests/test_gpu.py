@@ -14,7 +14,7 @@ from tachyscope.adapters.wan import random_wan
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.attention.ann import Ann
 from tachyscope.bench.wan import ALL, bench_wan
-from tachyscope.kernels import flash
+from tachyscope.kernels import flash, gpu
 from tachyscope.kernels.attention import attention, attention_reference
 from tachyscope.kernels.flash import (
     Listed,
@@ -347,6 +347,18 @@ def test_attention_without_weights_equals_its_reference():
     _close(attention(q, k, v), attention_reference(q, k, v))
     with no_waits():
         attention(q, k, v)
+
+
+def test_attention_without_our_kernels_equals_its_reference(monkeypatch):
+    monkeypatch.setattr(gpu, "flash", None)
+    rng = torch.Generator("cuda").manual_seed(0)
+    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(1, h, n, 128, **like) for h, n in ((12, 500), (4, 3000), (4, 3000)))
+    logw = torch.rand(1, 4, 3000, generator=rng, device="cuda") * 4
+    logw[:, :, 100:300] = -math.inf
+    _close(attention(q, k, v, logw), attention_reference(q, k, v, logw))
+    with no_waits():
+        attention(q, k, v, logw)
 
 
 def test_spans_are_measured_without_a_wait():

@@ -5,7 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tachyscope.kernels.attention import attention, attention_reference
+from tachyscope.kernels.attention import (
+    attention,
+    attention_by_channels,
+    attention_reference,
+    high_and_low,
+)
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
 from tachyscope.kernels.listed import listed_attention, listed_attention_reference
 from tachyscope.kernels.merge import (
@@ -44,6 +49,28 @@ def test_attention_equals_its_reference(rng, shape, weighted, causal):
         q, k, v, logw = _inputs(rng, *shape, groups)
         args = (q, k, v, logw if weighted else None, causal)
         torch.testing.assert_close(attention(*args), attention_reference(*args))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_weights_as_channels_equal_the_reference(rng, groups):
+    q, k, v, logw = _inputs(rng, 2, 6, 3, 70, 63, 20, groups)
+    logw[:, :, 5:20] = -math.inf
+    want = attention_reference(q, k, v, logw)
+    torch.testing.assert_close(attention_by_channels(q, k, v, logw), want)
+    assert attention_by_channels(q, k, v, torch.full_like(logw, -math.inf)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_keep_a_weight(dtype):
+    weight = torch.linspace(0, math.log(100), 64)
+    kept = high_and_low(weight, dtype).float().sum(-1)
+    assert (kept - weight).abs().max() < 1e-4  # one alone would be off by up to 0.016
+    q, k = (torch.zeros(1, 1, n, 128, dtype=dtype) for n in (1, 2))
+    v = torch.tensor([0.0, 1.0], dtype=dtype).view(1, 1, 2, 1).expand(-1, -1, -1, 128)
+    for w in weight:
+        logw = torch.stack([w, torch.tensor(math.log(10))]).view(1, 1, 2)
+        got, want = attention_by_channels(q, k, v, logw), 10 / (10 + w.exp())
+        torch.testing.assert_close(got.float(), want.expand_as(got), rtol=1e-2, atol=0)
 
 
 def test_empty_slots_filled_with_large_numbers_change_nothing(rng):

@@ -38,8 +38,10 @@ def attention(
         served = gpu.suits(q.device, q.dtype, q.shape[3]) and not q.requires_grad
         if served and (logw is not None or gpu.flash.hopper(q.device) is not None):
             return gpu.flash.flash_attention(q, k, v, logw)
-        if logw is None and q.is_cuda and q.dtype.itemsize == 2:
+        if q.is_cuda and q.dtype.itemsize == 2:
             with sdpa_kernel(FASTEST, set_priority=True):
+                if logw is not None:
+                    return attention_by_channels(q, k, v, logw)
                 return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
     mask = None if logw is None else bias(logw, q)
     if causal and q.shape[2] > 1:
@@ -48,6 +50,29 @@ def attention(
         later = torch.zeros(s, n, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
         mask = later if mask is None else mask + later
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+def attention_by_channels(q: Tensor, k: Tensor, v: Tensor, logw: Tensor) -> Tensor:
+    """`attention` by what a GPU's libraries do fast: no mask, but logw as two channels of k.
+
+    In 16 bits one would keep log 100 to 1.6 %: a second has what the first leaves.
+    """
+    width, times = q.shape[3], 16.0
+    # large and finite for an empty slot; both factors are held exactly
+    weight = (logw * (math.sqrt(width) / times)).clamp(min=-6e4).expand(-1, k.shape[1], -1)
+    # libraries take widths in eights
+    wide_k = F.pad(torch.cat([k, high_and_low(weight, k.dtype)], -1), (0, 6))
+    wide_q = F.pad(F.pad(q, (0, 2), value=times), (0, 6))
+    out = F.scaled_dot_product_attention(
+        wide_q, wide_k, F.pad(v, (0, 8)), scale=1 / math.sqrt(width), enable_gqa=True
+    )
+    return out[..., :width]
+
+
+def high_and_low(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [...] as two numbers of a short type that add up to it: [..., 2]."""
+    high = x.to(dtype)
+    return torch.stack([high, (x - high.to(x.dtype)).to(dtype)], -1)
 
 
 def bias(logw: Tensor, q: Tensor) -> Tensor:
