@@ -42,7 +42,7 @@ class Maker:
     """Makes the chunks of a session, one a call.
 
     Of a plan with a bound every chunk asks for the same launches, on the same memory, once the
-    cache is full; what differs, the time and the noise, are numbers on the device. With `record`
+    cache is full; what differs, time, noise and actions, are numbers on the device. With `record`
     the third such chunk is recorded, and those after it are asked for in one call: the host would
     else take longer to ask than the device to answer. What a chunk counts is then told from the
     last two: it grows by the same each time.
@@ -60,6 +60,7 @@ class Maker:
         self._memory: list[object] = []  # what the launches read and write
         self._chunk = session.chunk  # as this left it
         self._recorded: Recorded | None = None
+        self._told: Tensor | None = None  # actions, where recorded launches read them
 
     def __call__(self, moves: Sequence[int]) -> Tensor:
         latents = self._next(moves)
@@ -68,7 +69,7 @@ class Maker:
 
     def _next(self, moves: Sequence[int]) -> Tensor:
         session = self.session
-        if self.record is None or moves or self.model.looks or not session.steady:
+        if self.record is None or self.model.looks or not session.steady:
             self._forget()
             return self._make(moves)
         memory = [session.texts, session.layers]
@@ -78,12 +79,15 @@ class Maker:
             self._forget()
             self._memory = memory
         if self._recorded is not None:
-            return self._repeat()
+            return self._repeat(moves)
         before = session.meter.counted()
         if len(self._alike) < 2:
             latents = self._make(moves)
         else:
-            self._recorded = self.record(session, lambda: self._make(moves))
+            told = self._told = self._tell(moves) if self.model.actions else None
+            self._recorded = self.record(
+                session, lambda: self._make(moves if told is None else told)
+            )
             latents = self._recorded.latents.clone()
             session.latents = latents
         counts = _difference(session.meter.counted(), before)
@@ -94,16 +98,23 @@ class Maker:
         return latents
 
     def _forget(self) -> None:
-        self._alike, self._recorded = [], None
+        self._alike, self._recorded, self._told = [], None, None
 
-    def _make(self, moves: Sequence[int]) -> Tensor:
+    def _tell(self, moves: Sequence[int]) -> Tensor:
+        """Actions on the device, put there without waiting for it."""
+        device = self.session.device
+        return torch.cat([torch.full((1,), move, device=device) for move in moves])
+
+    def _make(self, moves: Sequence[int] | Tensor) -> Tensor:
         latents = self.model.sample(self.session, moves)
         self.session.commit()
         self.session.latents = latents
         return latents
 
-    def _repeat(self) -> Tensor:
+    def _repeat(self, moves: Sequence[int]) -> Tensor:
         assert self._recorded is not None
+        if self._told is not None:
+            self._told.copy_(self._tell(moves))
         self._recorded.repeat()
         session, (first, last) = self.session, self._alike
         counts = {name: 2 * value - first[name] for name, value in last.items()}

@@ -458,7 +458,7 @@ def test_repeated_launches_make_the_chunks_that_would_have_been_asked_for(plan, 
     """The third chunk with a full cache is recorded, and the device then goes on by itself."""
     config = WanConfig(
         dim=128, ffn_dim=192, layers=2, heads=2, text_dim=8, text_len=6, size=(16, 32),
-        stride=(1, 8, 8), steps=(1000, 500), stock="dense",
+        stride=(1, 8, 8), steps=(1000, 500), stock="dense", actions=".wsa",
     )  # fmt: skip
     model = random_wan(config, device="cuda", dtype=dtype)
 
@@ -466,8 +466,8 @@ def test_repeated_launches_make_the_chunks_that_would_have_been_asked_for(plan, 
         session = ts.open_session(model, plan, prompt="a b", seed=3)
         make, rows = Maker(model, session, record), []
         with torch.inference_mode():
-            for _ in range(11):
-                latents = make([])
+            for i in range(11):
+                latents = make([i % 4, 1, (i // 2) % 4])
                 rows.append((latents.clone(), session.meter.take()))
         assert (make._recorded is not None) == (record is not None)
         return session, rows

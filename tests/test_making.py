@@ -1,5 +1,8 @@
 """Chunks by repeated launches are the chunks that would have been made anew."""
 
+import dataclasses
+import random
+
 import pytest
 import torch
 
@@ -35,16 +38,17 @@ class Again:
         self.repeats += 1
 
 
-def _open(plan, seed=0):
-    model = random_wan(CONFIG)
+def _open(plan, seed=0, **changes):
+    model = random_wan(dataclasses.replace(CONFIG, **changes))
     return model, ts.open_session(model, plan, prompt="a b", seed=seed)
 
 
 def _play(model, session, make, count):
-    rows = []
+    rows, dice = [], random.Random(0)
     with torch.inference_mode():
         for _ in range(count):
-            latents = make([])
+            chunk = session.shape.chunk if model.actions else 0
+            latents = make([dice.randrange(len(model.actions)) for _ in range(chunk)])
             rows.append((latents, session.meter.take()))
     return rows
 
@@ -64,16 +68,17 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_repeated_chunks_are_those_made_anew(plan):
+@pytest.mark.parametrize("actions", ["", ".wsa"])
+def test_repeated_chunks_are_those_made_anew(plan, actions):
     found = []
 
     def record(session, make):
         found.append(Again(session, make))
         return found[-1]
 
-    model, session = _open(plan)
+    model, session = _open(plan, actions=actions)
     got = _play(model, session, Maker(model, session, record), 10)
-    plain, other = _open(plan)
+    plain, other = _open(plan, actions=actions)
     want = _play(plain, other, Maker(plain, other), 10)
     assert [x.repeats for x in found] == [5]  # two to fill, two alike, one recorded
     for (x, ours), (y, theirs) in zip(got, want, strict=True):

@@ -49,8 +49,11 @@ class Adapter(abc.ABC):
         """Hand the prompt to the session: cross-attention's keys and values, or one prefill."""
 
     @abc.abstractmethod
-    def sample(self, session: Session, actions: Sequence[int]) -> Tensor:
-        """The next chunk's clean latents; its last pass leaves clean keys and values in now."""
+    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+        """The next chunk's clean latents; its last pass leaves clean keys and values in now.
+
+        One action a latent frame; as a tensor on the device they are read when the work is done.
+        """
 
     @abc.abstractmethod
     def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:

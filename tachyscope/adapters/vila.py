@@ -108,7 +108,7 @@ class VilaAdapter(Adapter):
         session.commit()
 
     @torch.no_grad()
-    def sample(self, session: Session, actions: Sequence[int]) -> Tensor:
+    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         """Codes [V, 1, rows, columns, D]."""
         c, shape = self.config, session.shape
         session.meter.add("macs", shape.rows * shape.places * self.model.head.macs)
@@ -166,18 +166,22 @@ class VilaAdapter(Adapter):
     def _videos(self, session: Session) -> int:
         return session.shape.rows // (2 if session.shape.paired else 1)
 
-    def _feed(self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int]) -> None:
+    def _feed(
+        self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+    ) -> None:
         """Run the trunk over tokens of codes [V, S, D], in both rows of a pair."""
         x = self.model.embed(codes, self._action(actions))
         self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos)
 
-    def _action(self, actions: Sequence[int]) -> int | None:
+    def _action(self, actions: Sequence[int] | Tensor) -> int | Tensor | None:
         if not self.actions:
             if any(actions):
                 raise TachyscopeError(
                     f"{self.name} takes no actions, got {list(actions)}: leave them out"
                 )
             return None
+        if isinstance(actions, Tensor) and len(actions) == 1:
+            return actions
         if len(actions) != 1 or not 0 <= actions[0] < len(self.actions):
             raise TachyscopeError(
                 f"{self.name} takes one action a frame, from 0 to {len(self.actions) - 1}, "

@@ -203,7 +203,7 @@ class WanAdapter(Adapter):
         session.give_text(keys, values, (prompt.length,) * rows)
 
     @torch.no_grad()
-    def sample(self, session: Session, actions: Sequence[int]) -> Tensor:
+    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         c, told = self.config, self._told(actions, self.config.chunk)
         if c.rolling:
             clean = self._roll(session)
@@ -300,7 +300,7 @@ class WanAdapter(Adapter):
             )
         return self.decoder
 
-    def _told(self, actions: Sequence[int], frames: int) -> Tensor | None:
+    def _told(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
         """Actions as the model takes them, put on the device without waiting for it."""
         if not self.actions:
             if any(actions):
@@ -308,6 +308,8 @@ class WanAdapter(Adapter):
                     f"{self.name} takes no actions, got {list(actions)}: leave them out"
                 )
             return None
+        if isinstance(actions, Tensor) and len(actions) == frames:
+            return actions
         if len(actions) != frames or not all(0 <= a < len(self.actions) for a in actions):
             raise TachyscopeError(
                 f"{self.name} takes one action a latent frame, here {frames} from 0 to "

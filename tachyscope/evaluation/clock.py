@@ -35,7 +35,9 @@ class Timed(VilaAdapter):
         super().__init__(cast(Any, weights), model.config, model.tokenizer, model.name)
         self.trunk_ms: list[float] = []
 
-    def _feed(self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int]) -> None:
+    def _feed(
+        self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+    ) -> None:
         start = time.perf_counter()
         super()._feed(session, codes, pos, actions)
         self.trunk_ms.append((time.perf_counter() - start) * 1e3)
