@@ -80,7 +80,7 @@ class Session:
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
         # a policy's own draws: sharing the noise's would change the video by being asked
         self.dice = torch.Generator(self.device).manual_seed(self.seed)
-        self.latents: Tensor | None = None  # of the last finished chunk
+        self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
         self._ready: set[int] = set()  # passes whose ring holds the last chunk's outputs
