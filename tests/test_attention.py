@@ -326,3 +326,22 @@ def test_blocks_and_tiles_are_parts_of_a_latent_frame():
         own = plan.attention.tensors(shape, 40 * shape.places, torch.device("meta"))
         assert own["ann_logw"].shape[2] // own["ann_code"].shape[2] == block
         assert own["ann_map"].shape[2] == -(-shape.chunk_tokens // tile)
+
+
+@pytest.mark.parametrize("cache", ["merge:budget=8f", "window:budget=8f"])
+def test_weights_are_told_in_the_order_of_keys(cache, rng):
+    at = session(CHUNKS, f"cache={cache} attention=ann:read=0.6,block=2,dense_layers=0.4")
+    play(at, 6)
+    at.begin(CHUNKS.positions(at.frame, CHUNKS.chunk), 0, 3, (1.0,) * CHUNKS.chunk)
+    q = torch.randn(1, CHUNKS.heads, 5, CHUNKS.head_dim, generator=rng, dtype=at.dtype)
+    for i, layer in enumerate(at.layers):
+        moment, policy = at._moment.at(i), at.plan.attention
+        back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
+        policy.unorder(back, moment, at.past)
+        assert torch.equal(back.k, layer.k) == (i == 0)  # the first layer reads everything
+        seen = slice(0, moment.end)
+        got = attention_reference(
+            q, layer.k[:, :, seen], layer.v[:, :, seen], policy.weights(layer, moment)
+        )
+        want = attention_reference(q, back.k[:, :, seen], back.v[:, :, seen], back.logw[:, :, seen])
+        torch.testing.assert_close(got, want)

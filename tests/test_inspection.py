@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import streams
 import torch
 
 from tachyscope.cli import main
@@ -86,6 +87,18 @@ def chunk_of(frames):
 
 def observed(shape=STILL, **more):
     return Observed(shape, Plan(), Rope(((8, (1.0, 0.0, 0.0)),)), **more)
+
+
+def test_mass_does_not_hang_on_how_a_policy_orders_the_past():
+    weighed = []
+    for attention in ("dense", "ann:read=0.5,block=2"):
+        plan = Plan.parse(f"dense text=none cache=merge:budget=8f attention={attention}", "chunks")
+        session = Observed(streams.CHUNKS, plan, streams.ROPE, dtype=torch.float64)
+        streams.play(session, 6)
+        weighed.append([x.values for x in session.found["mass"]])
+    assert len(weighed[0]) == len(weighed[1]) > 0
+    for ours, theirs in zip(*weighed, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @NAMES

@@ -40,6 +40,10 @@ class AttentionPolicy(abc.ABC):
         """The past is about to change: put its keys and values back in the cache's order."""
         return
 
+    def weights(self, layer: Layer, at: Moment) -> Tensor:
+        """Log-weights [B, Hkv or 1, end] of past and now, in the order of keys and values."""
+        return layer.logw[:, :, : at.end]
+
     @abc.abstractmethod
     def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
         """Attention of rotated queries q [B, H, S, D] over past and now."""

@@ -224,7 +224,9 @@ class Ann(AttentionPolicy):
         first = math.ceil(self.dense_passes * at.steps) if at.steps > 1 else 0
         if at.past == 0 or self._dense_layer(at) or at.step < first:
             count(meter, "pairs", q, at.end)
-            return self._read_all(q, layer, at)
+            if at.plain:
+                return read_all(q, layer, at)
+            return read_all(q, replace(layer, logw=self.weights(layer, at)), at)
         blocks = self._cut(at.shape, at.prompt, at.past)
         if at.shape.causal and at.tokens > 1:
             parts = [
@@ -240,10 +242,12 @@ class Ann(AttentionPolicy):
         rows = [self._read_row(q, layer, at, b, blocks, meter) for b in range(q.shape[0])]
         return torch.cat(rows)
 
-    def _read_all(self, q: Tensor, layer: Layer, at: Moment) -> Tensor:
-        if at.plain or self._dense_layer(at):
-            return read_all(q, layer, at)
-        return read_all(q, replace(layer, logw=_weights(layer, at)), at)
+    def weights(self, layer: Layer, at: Moment) -> Tensor:
+        if self._dense_layer(at):
+            return super().weights(layer, at)
+        past = layer.own["ann_logw"][:, :, : at.past]
+        now = layer.logw[:, :, at.past : at.end].expand(-1, past.shape[1], -1)
+        return torch.cat([past, now], 2)
 
     def _read_blocks(
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
@@ -275,7 +279,7 @@ class Ann(AttentionPolicy):
         most, tile = self._blocks_read(blocks, at), self._tile(at.shape)
         one = slice(row, row + 1)
         chosen = layer.own["ann_map"][one, :, :, :most]
-        k, v, logw = layer.k[one], layer.v[one], _weights(layer, at)[one]
+        k, v, logw = layer.k[one], layer.v[one], self.weights(layer, at)[one]
         listed = _listed(chosen, blocks.size, at.past)  # [1, H, tiles, entries]
         group = max(1, AT_ONCE // (k.shape[3] * listed.shape[1] * listed.shape[3]))
         whole = q.shape[2] // tile  # the last tile may be a part
@@ -350,7 +354,7 @@ class Ann(AttentionPolicy):
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """Each head and tile reads as many blocks as it chose: a shape from data, for the CPU."""
-        out, logw = torch.empty_like(q), _weights(layer, at)
+        out, logw = torch.empty_like(q), self.weights(layer, at)
         tile = self._tile(at.shape)
         group = q.shape[1] // layer.k.shape[1]
         for b in range(q.shape[0]):
@@ -388,13 +392,6 @@ def _carry(layer: Layer, between: slice, served: bool, back: bool = False) -> No
             continue
         index = order.long().unsqueeze(-1).expand_as(x)
         x.copy_(torch.empty_like(x).scatter_(2, index, x) if back else x.gather(2, index))
-
-
-def _weights(layer: Layer, at: Moment) -> Tensor:
-    """Log-weights [B, Hkv, end] of what the slots of past and now hold."""
-    past = layer.own["ann_logw"][:, :, : at.past]
-    now = layer.logw[:, :, at.past : at.end].expand(-1, past.shape[1], -1)
-    return torch.cat([past, now], 2)
 
 
 def _codes(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:

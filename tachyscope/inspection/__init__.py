@@ -1,0 +1,170 @@
+"""The reasons behind the methods, measured: where time goes, what repeats, where attention lies.
+
+One rollout is observed and a few more are timed, since looking takes time of its own. Observing
+changes nothing: an observed rollout makes the frames of a plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tachyscope.adapters import Adapter
+from tachyscope.errors import TachyscopeError
+from tachyscope.inspection.figures import NAMES, write
+from tachyscope.inspection.observed import ALIKE, PERCENTS, Observed, alike, mass
+from tachyscope.inspection.samples import Samples, table
+from tachyscope.inspection.timed import PARTS, Timed, overall, times
+from tachyscope.plan import Plan
+from tachyscope.results import Document, document, size_of
+from tachyscope.rollout import open_session, parse_plan, rollout
+from tachyscope.session import Session
+from tachyscope.types import Chunk
+
+__all__ = [
+    "ALIKE",
+    "PARTS",
+    "PERCENTS",
+    "Observed",
+    "Samples",
+    "Timed",
+    "Watch",
+    "alike",
+    "inspect_model",
+    "lines",
+    "mass",
+    "write",
+]
+
+Watch = Callable[[str, Chunk], None]
+
+
+def inspect_model(
+    model: Adapter,
+    plan: Plan | str = "dense",
+    *,
+    frames: int,
+    prompt: str = "",
+    actions: str = "",
+    seed: int = 0,
+    size: tuple[int, int] | None = None,
+    first: np.ndarray | None = None,
+    first_actions: str = "",
+    places: int = 64,
+    queries: int = 16,
+    rounds: int = 3,
+    command: str = "",
+    watch: Watch | None = None,
+) -> Document:
+    """Observe one rollout, time `rounds` more, and say what was found as a results document.
+
+    places: how many places of a latent frame are held against the frame before, the same ones
+    all along. queries: of how many places the attention is weighed, drawn anew for every layer
+    and pass. Given frames are observed too, but count in the table `frames` alone. watch: is
+    told every chunk, with its run's name.
+    """
+    for name, value in (("frames", frames), ("queries", queries), ("rounds", rounds)):
+        if value < 1:
+            raise TachyscopeError(f"{name} must be 1 or more, got {value}")
+    if places < 2:
+        raise TachyscopeError(f"places must be 2 or more, got {places}: one has no other beside it")
+    parsed = parse_plan(model, plan)
+    with torch.inference_mode():
+        given = None if first is None else model.latents(first)
+    known = 0 if given is None else given.shape[model.frame_dim]
+    shape = model.shape(size)
+    coming = known
+    while model.frames(coming) < model.frames(known) + frames:
+        coming += shape.chunk
+    if coming < 2:
+        raise TachyscopeError("adjacent frames need two latent frames, got 1: raise frames")
+
+    def play(name: str, make: Callable[..., Session]) -> tuple[Any, list[Chunk]]:
+        session = open_session(
+            model, parsed, prompt=prompt, frames=frames, seed=seed, size=size, first=first,
+            first_actions=first_actions, make=make,
+        )  # fmt: skip
+        made = []
+        for chunk in rollout(model, frames=frames, actions=actions, session=session):
+            made.append(chunk)
+            if watch is not None:
+                watch(name, chunk)
+        return session, made
+
+    # observing comes first, so that what a process does once is done before the clock runs
+    observed, chunks = play("observed", partial(Observed, places=places, queries=queries))
+    names = [f"timed {i + 1}" for i in range(rounds)]
+    timed = [[chunk.stats for chunk in play(name, Timed)[1]] for name in names]
+    by_chunk = times(timed, known, shape)
+    samples = {kind: Samples.of(records) for kind, records in observed.found.items()}
+    made_only = {kind: found.since(known) for kind, found in samples.items()}
+    row: Document = {
+        "name": "inspect", "plan": str(parsed), "model": model.name, "size": size_of(chunks[0]),
+        "frames": frames, "given": known, "places": len(observed.places),
+        "queries": observed.queries, "rounds": rounds,
+    }  # fmt: skip
+    row |= overall(timed, shape)
+    row |= table(made_only, ())[0]
+    return document(
+        "inspect", [row], command, time=by_chunk, layers=table(made_only, ("layer",)),
+        passes=table(made_only, ("pass",)), cells=table(made_only, ("layer", "frame")),
+        frames=[
+            part | {"given": part["frame"] < known} for part in table(samples, ("frame",))
+        ],
+    )  # fmt: skip
+
+
+def lines(found: Document) -> list[str]:
+    """An inspection as a reader wants it in a terminal: time, likeness by layer, mass by layer."""
+    row, layers = found["rows"][0], found["layers"]
+    cpu, gpu = found["machine"]["cpu"], found["machine"]["gpu"]
+    out = [
+        f"{row['model']} {row['size']}, {row['frames']} frames after {row['given']} given, "
+        f"torch {found['versions']['torch']}, {gpu or cpu}",
+        "",
+        "Share of the time, by how many keys a query sees:",
+        f"{'keys':>8}{'MLP':>8}{'attention':>11}{'prompt':>8}{'rest':>8}{'ms a chunk':>12}",
+    ]
+    for part in _stretches(found["time"], 6):
+        out.append(
+            f"{part['context']:8.0f}{part['time_mlp']:8.1%}{part['time_attention']:11.1%}"
+            f"{part['time_prompt']:8.1%}{part['time_rest']:8.1%}{part['chunk_ms']:12.1f}"
+        )
+    work = ", ".join(f"{NAMES[part]} {row[f'work_{part}']:.1%}" for part in PARTS)
+    out += [f"Counted work: {work}.", ""]
+    kinds = [kind for kind in ALIKE if f"{kind}_cosine" in row]
+    out += ["Cosine to the same place one latent frame before (to another place), by layer:"]
+    out += [f"{'layer':>8}" + "".join(f"{NAMES[kind]:>17}" for kind in kinds)]
+    for name, part in [*((str(part["layer"]), part) for part in layers), ("all", row)]:
+        cells = [f"{part[f'{k}_cosine']:.3f} ({part[f'{k}_elsewhere']:.3f})" for k in kinds]
+        out.append(f"{name:>8}" + "".join(f"{cell:>17}" for cell in cells))
+    apart = ", ".join(f"{NAMES[kind]} {row[f'{kind}_difference']:.3f}" for kind in kinds)
+    out += [f"Difference over norm: {apart}.", ""]
+    out += ["Attention mass in the strongest keys, by layer:"]
+    shown = (5, 10, 20, 30, 50)
+    out += [f"{'layer':>8}" + "".join(f"{f'{p} %':>8}" for p in shown)]
+    several = [*((str(part["layer"]), "mass", part) for part in layers), ("all", "mass", row)]
+    if "prompt_mass_5" in row:
+        several.append(("prompt", "prompt_mass", row))
+    for name, kind, part in several:
+        out.append(f"{name:>8}" + "".join(f"{part[f'{kind}_{p}']:8.1%}" for p in shown))
+    return out
+
+
+def _stretches(rows: Sequence[Document], most: int) -> list[Document]:
+    """The chunks as at most so many stretches of the video: one by one their time scatters."""
+    found = []
+    for part in np.array_split(np.arange(len(rows)), min(most, len(rows))):
+        some = [rows[i] for i in part]
+        weights = [row["chunk_ms"] for row in some]
+        mean = {"context": float(np.mean([row["context"] for row in some]))}
+        mean["chunk_ms"] = float(np.mean(weights))
+        for name in PARTS:
+            shares = [row[f"time_{name}"] for row in some]
+            mean[f"time_{name}"] = float(np.average(shares, weights=weights))
+        found.append(mean)
+    return found

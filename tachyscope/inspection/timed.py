@@ -1,0 +1,76 @@
+"""A session that tells where time goes, and the shares of time and of counted work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from tachyscope.results import Document
+from tachyscope.session import Session
+from tachyscope.types import Mlp, Shape
+
+PARTS = ("mlp", "attention", "prompt", "rest")  # of the time and of the counted work
+
+Rows = Sequence[Mapping[str, float]]  # of the meter, one a chunk
+
+
+class Timed(Session):
+    """A session whose meter also tells the time in attention, in the prompt's and in MLPs."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.meter.add("queries", q.shape[:3].numel())
+        with self.meter.span("attention"):
+            return super().attend(layer, q, k, v)
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        with self.meter.span("prompt"):
+            return super().cross(layer, q)
+
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
+        with self.meter.span("mlp"):
+            return super().mlp(layer, x, fn)
+
+    def _count_rows(self, fn: Mlp, computed: int, rows: int) -> None:
+        super()._count_rows(fn, computed, rows)
+        self.meter.add("mlp_macs", computed * fn.macs)
+
+
+def times(timed: Sequence[Rows], known: int, shape: Shape) -> list[Document]:
+    """A row a chunk: of all rounds its quickest, which others disturbed least."""
+    found = []
+    for i, rounds in enumerate(zip(*timed, strict=True)):
+        row = min(rounds, key=lambda row: row["chunk_ms"])
+        spot = {"frame": known + i * shape.chunk, "context": row["pairs_dense"] / row["queries"]}
+        found.append(spot | {"chunk_ms": row["chunk_ms"]} | _shares(row, shape))
+    return found
+
+
+def overall(timed: Sequence[Rows], shape: Shape) -> Document:
+    """Shares over all rounds, and for those of the time their range from round to round."""
+    sums = [{key: sum(row[key] for row in rows) for key in rows[0]} for rows in timed]
+    total = {key: sum(row[key] for row in sums) for key in sums[0]}
+    found = {"chunk_ms": total["chunk_ms"] / len(timed)} | _shares(total, shape)
+    by_round = [_shares(row, shape) for row in sums]
+    for part in PARTS:
+        values = [row[f"time_{part}"] for row in by_round]
+        found |= {f"time_{part}_low": min(values), f"time_{part}_high": max(values)}
+    return found
+
+
+def _shares(row: Mapping[str, float], shape: Shape) -> dict[str, float]:
+    """What part of the time and of the counted work MLPs, attention and the prompt's take.
+
+    The rest is projections, norms, heads and samplers, and what policies themselves compute.
+    """
+    time = {part: row.get(f"{part}_ms", 0.0) for part in PARTS[:-1]}
+    pair = 2 * shape.head_dim
+    work = {
+        "mlp": row["mlp_macs"],
+        "attention": pair * row["pairs"],
+        "prompt": pair * row.get("text_pairs", 0.0),
+    }
+    time["rest"] = row["chunk_ms"] - sum(time.values())
+    work["rest"] = row["macs"] - sum(work.values())
+    found = {f"time_{part}": value / row["chunk_ms"] for part, value in time.items()}
+    return found | {f"work_{part}": value / row["macs"] for part, value in work.items()}
