@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Session:
     latent frames are coming, where that is known; `lengths` each row's prompt, in entries, in
     models that hold the prompt in their cache.
     """
+
+    watches: ClassVar[bool] = False  # whether the host looks at what passes through it
 
     def __init__(
         self,
@@ -360,6 +362,8 @@ class Session:
 
         A full cache moves the same entries each time; replay may take turns.
         """
+        if self.watches:
+            return False
         full = self._room is not None and self.past == self._room
         fixed = not (self.shape.causal or self.shape.ahead or self.plan.cache.moves)
         return full and fixed and not (self.plan.replay is not None and self.plan.replay.turns)

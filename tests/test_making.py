@@ -9,6 +9,9 @@ import torch
 import tachyscope as ts
 from tachyscope.adapters.wan import random_wan
 from tachyscope.adapters.wan_config import WanConfig
+from tachyscope.bench.traced import Recorder
+from tachyscope.evaluation.recall import Probed
+from tachyscope.inspection import Observed, Timed
 from tachyscope.making import Maker
 
 CONFIG = WanConfig(
@@ -105,6 +108,17 @@ def test_what_differs_from_chunk_to_chunk_is_never_recorded(plan):
 
     model, session = _open(plan)
     _play(model, session, Maker(model, session, record), 8)
+
+
+@pytest.mark.parametrize("make", [Observed, Timed, Probed, Recorder])
+def test_what_the_host_looks_at_is_never_recorded(make):
+    def record(session, make):
+        raise AssertionError("recorded")
+
+    model = random_wan(CONFIG)
+    session = ts.open_session(model, "cache=window:budget=9f", make=make)
+    _play(model, session, Maker(model, session, record), 8)
+    assert session.past == 6 * session.shape.places
 
 
 def test_a_new_prompt_and_a_taken_up_state_are_recorded_anew():

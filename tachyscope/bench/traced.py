@@ -29,6 +29,8 @@ Chunks = list[tuple[Tensor, ...]]
 class Recorder(Session):
     """A session that keeps what its clean passes entered."""
 
+    watches = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.kept: Trace = []
         super().__init__(*args, **kwargs)

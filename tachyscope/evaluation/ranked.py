@@ -40,6 +40,8 @@ class Ranked(Session):
     change    the output's own relative change, negative: best there could be, and saves nothing
     """
 
+    watches = True
+
     def __init__(
         self,
         shape: Shape,

@@ -60,6 +60,8 @@ class Probed(Session):
     query of the first and the clean pass over the chunks in `wanted`, as [B, H, S] a layer.
     """
 
+    watches = True
+
     def __init__(self, shape: Shape, *args: Any, wanted: Collection[int] = (), **kwargs: Any):
         self.wanted = frozenset(wanted)
         super().__init__(shape, *args, **kwargs)

@@ -39,6 +39,8 @@ class Observed(Session):
     another place; of `MASS` the mass in the strongest `PERCENTS` of the keys.
     """
 
+    watches = True
+
     def __init__(self, *args: Any, places: int = 64, queries: int = 16, **kwargs: Any) -> None:
         self.wanted, self.queries = places, queries
         super().__init__(*args, **kwargs)

@@ -18,6 +18,8 @@ Rows = Sequence[Mapping[str, float]]  # of the meter, one a chunk
 class Timed(Session):
     """A session whose meter also tells the time in attention, in the prompt's and in MLPs."""
 
+    watches = True
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.meter.add("queries", q.shape[:3].numel())
         with self.meter.span("attention"):
