@@ -59,8 +59,7 @@ class Shapes(Session):
         self.prompt, self.past, self.now = max(self.lengths, default=0), 0, shape.chunk_tokens
         self.pads = tuple(self.prompt - n for n in self.lengths)
         self._origin = torch.zeros(shape.rows, 1, 1, 1, dtype=torch.float64, device=self.device)
-        slots = cache.capacity(shape, self.prompt, self.frames)
-        self.plan.attention.check(shape, self.prompt, None if cache.grows else slots)
+        slots = self.slots_for(self.lengths)
         self.layers = [self._empty_layer(slots)]  # one stands for all
         entries = self.prompt + (self.frames or 0) * shape.places
         step = 1 if shape.causal else shape.chunk_tokens
@@ -206,12 +205,21 @@ class Need:
         return self.weights + self.decoder + sum(self.cache.values()) + self.prompt
 
     @property
+    def making(self) -> int:
+        """The largest of what comes and goes by turns while a chunk is made."""
+        return max(self.activations + self.attention, self.committing)
+
+    @property
     def peak(self) -> int:
-        """What stays, the largest of what comes and goes by turns, and what goes on beside it."""
-        making = max(self.activations + self.attention, self.committing)
+        """What stays, making a chunk, and decoding beside it or after."""
         if self.beside:
-            return self.stays + making + self.decoding
-        return self.stays + max(making, self.decoding)
+            return self.stays + self.making + self.decoding
+        return self.stays + max(self.making, self.decoding)
+
+    @property
+    def undecoded(self) -> int:
+        """The peak where nothing is shown."""
+        return self.stays - self.decoder + self.making
 
 
 def sized(name: str, weights: str | Path | None = None, dtype: str = "bfloat16") -> Adapter:

@@ -69,14 +69,15 @@ class Maker:
 
     def _next(self, moves: Sequence[int]) -> Tensor:
         session = self.session
-        if self.record is None or self.model.looks or not session.steady:
-            self._forget()
+        alike = session.steady and not (self.model.looks or self.model.restarts)
+        if self.record is None or not alike:
+            self.forget()
             return self._make(moves)
         memory = [session.texts, session.layers]
         same = bool(self._memory) and all(map(operator.is_, memory, self._memory))
         if not same or session.chunk != self._chunk:
             # another prompt, a state that was taken up, chunks by another hand
-            self._forget()
+            self.forget()
             self._memory = memory
         if self._recorded is not None:
             return self._repeat(moves)
@@ -92,12 +93,13 @@ class Maker:
             session.latents = latents
         counts = _difference(session.meter.counted(), before)
         if counts is None:  # some are numbers of the device's own
-            self._forget()
+            self.forget()
         else:
             self._alike = [*self._alike[-1:], counts]
         return latents
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of what was recorded, and of the memory that it works with."""
         self._alike, self._recorded, self._told = [], None, None
 
     def _tell(self, moves: Sequence[int]) -> Tensor:

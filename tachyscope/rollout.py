@@ -127,7 +127,7 @@ def rollout(
     changes = [(at, model.encode(to)) for at, to in change_frames(model, session, then, frames)]
     for _, encoded in changes:
         # raises where a longer prompt leaves no room
-        session.plan.cache.capacity(shape, max(encoded.lengths, default=0), session.frames)
+        session.slots_for(encoded.lengths)
     held = _newest(model, session, first_actions) if changes else deque[Part]()
     index = session.chunk
     beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
@@ -146,6 +146,7 @@ def rollout(
     coming: Tensor | None = None
     while left:
         if changes and changes[0][0] == frames - left:
+            maker.forget()
             _refill(model, session, changes.pop(0)[1], held)
             done = model.frames(session.frame) - (frames - left)
         latents = make(session) if coming is None else coming
@@ -207,6 +208,7 @@ def change_frames(
 
 
 def _refill(model: Adapter, session: Session, encoded: Any, parts: Sequence[Part]) -> None:
+    session.slots_for(encoded.lengths)  # raises while the session is still as it was
     if session.frames is not None:
         known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
         session.frames = known + max(0, session.frames - session.frame)

@@ -62,13 +62,19 @@ class Session:
         self.meter = Meter(self.device)
         self.reset()
 
+    def slots_for(self, lengths: Sequence[int]) -> int:
+        """A layer's slots where prompts have these lengths; raises where the plan has no room."""
+        cache, prompt = self.plan.cache, max(lengths, default=0)
+        slots = cache.capacity(self.shape, prompt, self.frames)
+        self.plan.attention.check(self.shape, prompt, None if cache.grows else slots)
+        return slots
+
     def reset(self) -> None:
         """Forget everything: a new state, not the old one mended."""
         shape, cache = self.shape, self.plan.cache
         self.prompt = max(self.lengths, default=0)
         self.pads = tuple(self.prompt - n for n in self.lengths)
-        slots = cache.capacity(shape, self.prompt, self.frames)
-        self.plan.attention.check(shape, self.prompt, None if cache.grows else slots)
+        slots = self.slots_for(self.lengths)
         self._room = None if cache.grows else slots - shape.chunk_tokens
         self.chunk = 0  # chunks committed
         self._clock = torch.zeros((), device=self.device)

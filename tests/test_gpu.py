@@ -299,6 +299,20 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     assert "simulated_pairs_skipped" not in row
 
 
+def test_blocks_that_a_tile_reads_stand_first_in_its_list():
+    at = _large("cache=keep_all attention=ann:top_p=1,block=32,tile=128,sink=0,newest=0")
+    play(at, 6)
+    rng = torch.Generator("cuda").manual_seed(3)
+    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (20 * torch.randn(1, 4, LARGE.chunk_tokens, 128, **like) for _ in range(3))
+    at.begin(LARGE.positions(at.frame, 3, "cuda"), 0, 3, (1.0,) * 3)
+    assert at.attend(1, q, k, v).isfinite().all()
+    own, count = at.layers[1].own, at.plan.attention._cut(LARGE, 0, at.past).all
+    listed = own["ann_map"][..., :count] >= 0
+    first = torch.arange(count, device="cuda") < own["ann_count"].unsqueeze(-1)
+    assert torch.equal(listed, first)
+
+
 def test_the_kernels_choose_as_stock_torch_does():
     at = _large(LARGE_PLANS[0])
     play(at, 5)

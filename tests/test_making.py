@@ -110,6 +110,15 @@ def test_what_differs_from_chunk_to_chunk_is_never_recorded(plan):
     _play(model, session, Maker(model, session, record), 8)
 
 
+def test_a_model_that_drops_its_past_at_times_is_never_recorded():
+    def record(session, make):
+        raise AssertionError("recorded")
+
+    model, session = _open("cache=window:budget=9f", restart=21)
+    _play(model, session, Maker(model, session, record), 8)
+    assert session.past == 2 * 3 * session.shape.places  # dropped at frame 21, and two chunks since
+
+
 @pytest.mark.parametrize("make", [Observed, Timed, Probed, Recorder])
 def test_what_the_host_looks_at_is_never_recorded(make):
     def record(session, make):

@@ -334,3 +334,15 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     assert session.chunk == first.index + 2
     last = list(chunks)[-1]
     assert session.chunk == last.index + 1
+
+
+def test_a_refill_that_is_refused_leaves_the_session_as_it_was():
+    model = ts.load("toy-tokens")
+    session = ts.open_session(model, "cache=window:budget=3f", prompt="a")
+    made = [chunk.frames for chunk in ts.rollout(model, frames=1, session=session)]
+    before = session.state()
+    with pytest.raises(TachyscopeError, match="raise budget to"):
+        ts.refill(model, session, model.latents(made[0]), "a prompt that fills the cache " * 3)
+    after = session.state()
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+    assert len(list(ts.rollout(model, frames=1, session=session))) == 1

@@ -27,6 +27,8 @@ class Adapter(abc.ABC):
     frame_dim: int  # which dimension of latents counts frames
     # what is remembered hangs on how it was shown, so that a chunk is decoded as it is made
     looks: bool = False
+    # the past is dropped at some chunks, by their number
+    restarts: bool = False
 
     @abc.abstractmethod
     def shape(self, size: tuple[int, int] | None = None) -> Shape:

@@ -139,7 +139,7 @@ class WanAdapter(Adapter):
             model.fuse()
         self.fps, self.actions = self.config.fps, self.config.actions
         self.stock = self.config.stock
-        self.looks = self.config.reencode
+        self.looks, self.restarts = self.config.reencode, self.config.restart > 0
         self.schedule = schedule(self.config)
 
     def compile(self) -> Self:

@@ -20,6 +20,7 @@ class AttentionPolicy(abc.ABC):
     """
 
     paper: ClassVar[str]
+    indexes: ClassVar[bool] = False  # whether it keeps anything of the past
 
     @abc.abstractmethod
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:

@@ -82,6 +82,7 @@ class Ann(AttentionPolicy):
     dense_layers: float = 0.0
 
     paper: ClassVar[str] = "FAST-AR's AnnSA, arXiv 2602.01801"
+    indexes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         name = "attention policy 'ann'"
@@ -327,7 +328,8 @@ class Ann(AttentionPolicy):
         if self.top_p is not None:
             # a block is read while the mass before it is still short of top_p
             ends = mass[..., : blocks.head].sum(-1) + mass[..., last:].sum(-1)
-            before = ends.unsqueeze(-1) + best.values.cumsum(-1) - best.values
+            # a GPU adds in pieces, and its sums may fall by a rounding
+            before = (ends.unsqueeze(-1) + best.values.cumsum(-1) - best.values).cummax(-1).values
             ids = ids.masked_fill(before >= self.top_p * mass.sum(-1, keepdim=True), -1)
         chosen = own["ann_map"][:, :, :tiles, :most]
         chosen[..., : blocks.head] = torch.arange(blocks.head, device=q.device)

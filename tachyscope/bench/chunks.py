@@ -8,8 +8,8 @@ import time
 import torch
 
 from tachyscope.adapters.wan import WanAdapter
-from tachyscope.attention.dense import Dense
 from tachyscope.making import Maker
+from tachyscope.plan import Plan
 from tachyscope.types import Shape
 
 PROMPT = "a red room with a window, seen by a camera that turns slowly"
@@ -38,12 +38,15 @@ def repeat_chunk(make: Maker) -> dict[str, float]:
     session, counts = make.session, ("chunk", "frame", "past", "seen")
     before = {name: getattr(session, name) for name in counts}
     row = make_chunk(make)
-    plan = session.plan
-    # where an index is kept, it is of the longer past
-    if plan.cache.grows and not plan.cache.weighted and isinstance(plan.attention, Dense):
+    if taken_back(session.plan):
         for name, value in before.items():
             setattr(session, name, value)
     return row
+
+
+def taken_back(plan: Plan) -> bool:
+    """Whether a chunk can be: what was merged with it, or indexed, could not."""
+    return plan.cache.grows and not (plan.cache.weighted or plan.attention.indexes)
 
 
 def shown_size(model: WanAdapter, shape: Shape) -> str:

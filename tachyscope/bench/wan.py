@@ -29,6 +29,7 @@ from tachyscope.bench.chunks import (
     peak_gb,
     repeat_chunk,
     shown_size,
+    taken_back,
 )
 from tachyscope.bench.flat import bench_rollout, flat_lines
 from tachyscope.bench.parts import parts, watched
@@ -76,6 +77,7 @@ TABLES = {"main": MAIN, "all": ALL}
 LENGTHS = (21, 48, 96, 168, 252, 357, 468)
 # chunks beyond a budget: from there on a bounded plan must cost the same
 BEYOND = (1, 12, 33)
+WARM = 3  # chunks before those that are timed
 RIVALS = ("dense", "stock", "window21")
 FRAMES = (480, 1880, 3000)  # pixel frames over which a rate is told
 
@@ -180,7 +182,7 @@ def bench_wan(
         rows.append(row)
         try:
             _measure(row, model, plan, at, clock)
-            row["fit_gb"] = _fit_gb(shapes, plan, at, size)
+            row["fit_gb"] = _fit_gb(shapes, plan, at, clock)
         except Exception as error:  # one plan's fault must not cost the others their turn
             row["failed"] = _fault(error)
         _rates(row, model)
@@ -256,7 +258,7 @@ def default_lengths(
     most = LENGTHS[-1]
     if room is not None:
         one, two = (
-            need(shapes, plan, frames=shapes.frames(n * shape.chunk), size=size).peak
+            need(shapes, plan, frames=shapes.frames(n * shape.chunk), size=size).undecoded
             for n in (1, 2)
         )
         # the last timed chunk needs its own place
@@ -284,7 +286,7 @@ def _measure(
     clear(model.device)
     begun = time.perf_counter()
     chunk = model.config.chunk
-    reserve = model.frames(_latents(model, lengths))
+    reserve = model.frames(_latents(model, plan, lengths, clock.rounds))
     session = clock.open(model, plan, reserve)
     make = repeating(model, session)
     first = make_chunk(make)  # waits for the device at its end
@@ -334,14 +336,14 @@ def _warm(make: Maker) -> None:
     """
     model, session = make.model, make.session
     plan = session.plan
-    if plan.cache.grows and isinstance(plan.attention, Dense):
+    if taken_back(plan) and isinstance(plan.attention, Dense):
         # nothing is done once a chunk, and a long one takes seconds: a fifth of it is enough
         assert session.latents is not None
         moves = [0] * session.shape.chunk if model.actions else []
         model.clean(session, session.latents, moves)
         session.meter.take()
     else:
-        for _ in range(3):
+        for _ in range(WARM):
             repeat_chunk(make)
 
 
@@ -369,18 +371,19 @@ def _fault(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def _fit_gb(
-    shapes: WanAdapter, plan: Plan, lengths: Sequence[int], size: tuple[int, int] | None
-) -> float:
+def _fit_gb(shapes: WanAdapter, plan: Plan, lengths: Sequence[int], clock: Clock) -> float:
     """The peak that was predicted for the row."""
-    frames = shapes.frames(_latents(shapes, lengths))
-    return need(shapes, plan, frames=frames, size=size, prompt=PROMPT).peak / 1e9
+    frames, size = shapes.frames(_latents(shapes, plan, lengths, clock.rounds)), clock.size
+    return need(shapes, plan, frames=frames, size=size, prompt=PROMPT).undecoded / 1e9
 
 
-def _latents(model: WanAdapter, lengths: Sequence[int]) -> int:
+def _latents(model: WanAdapter, plan: Plan, lengths: Sequence[int], rounds: int) -> int:
     """Latent frames that a row's last timed chunk ends with, whole chunks."""
     chunk = model.config.chunk
-    return -(-max(lengths) // chunk) * chunk + chunk
+    more = 1
+    if plan.cache.grows and not taken_back(plan):
+        more = len(lengths) * (WARM + rounds) + 1
+    return -(-max(lengths) // chunk) * chunk + more * chunk
 
 
 def _rates(row: Document, model: WanAdapter) -> None:

@@ -69,7 +69,8 @@ class Ranked(Session):
             keys = self.layers[layer].k[:, :, :end]
             group = q.shape[1] // keys.shape[1]
             logits = turned.unflatten(1, (-1, group)).squeeze(3) @ keys.mT / math.sqrt(q.shape[3])
-            empty = self.layers[layer].logw[:, :, None, :end].isinf()
+            at = self._moment.at(layer)
+            empty = self.plan.attention.weights(self.layers[layer], at).isinf().unsqueeze(2)
             paid = logits.masked_fill(empty, -torch.inf).softmax(-1)
             # every entry is kept, so the same place of the last frame is one frame's places back
             self._masses[layer] = paid[..., end - 1 - self.shape.places].mean((1, 2))[:, None]
