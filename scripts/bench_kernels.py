@@ -134,7 +134,7 @@ def dense(rows: Rows, entries: int) -> None:
     run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
 
     for name, weights in (("weighted", logw), ("plain", None)):
-        for form, setting in (("ours", None), ("for any GPU", setting_of(SHAPE.head_dim))):
+        for form, setting in (("ours", None), ("for any GPU", setting_of(DEVICE))):
             run(
                 f"{form}, {name}",
                 lambda q, w=weights, s=setting: flash_attention(q, k, v, w, s),
@@ -222,7 +222,7 @@ def listed(rows: Rows, entries: int, block: int) -> None:
         f"too, {heads_share:.0%} the next head's",
         flush=True,
     )
-    for form, setting in (("ours", None), ("for any GPU", setting_of(q.shape[3], tile, block))):
+    for form, setting in (("ours", None), ("for any GPU", setting_of(DEVICE, tile, block))):
         measure(
             rows, f"{form}, blocks of {block}", entries, pairs,
             # the map is queries[0]'s: other queries read by it as well

@@ -3,8 +3,10 @@
 The interpreter multiplies no bfloat16, so they are held to their references in float32.
 """
 
+import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +21,8 @@ from tachyscope.types import Rope
 
 pytest.importorskip("triton")
 from tachyscope.kernels.blocks import block_buckets, block_mass, carry, encode_blocks, shift
+from tachyscope.kernels.device import roomy
 from tachyscope.kernels.flash import (
-    PROCESSORS,
-    SETTINGS,
     Listed,
     Setting,
     _parts,
@@ -33,7 +34,7 @@ from tachyscope.kernels.flash import (
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
 
 # by pointers and by descriptors, whole and in parts that are joined
-SMALL = [Setting(16, 16, 4, 2, 1, described, parts) for described in (0, 1) for parts in (1, 3)]
+SMALL = [Setting(16, 16, 4, 2, described, parts) for described in (0, 1) for parts in (1, 3)]
 EACH = pytest.mark.parametrize("setting", SMALL, ids=lambda s: f"described{s.described}x{s.parts}")
 
 
@@ -155,22 +156,34 @@ def test_listed_blocks_may_lie_in_a_cache(rng, slots, setting):
     torch.testing.assert_close(flash_listed(q, k, v, past, setting), want)
 
 
-def test_settings_fit_what_they_are_chosen_for():
-    for (head_dim, block), setting in SETTINGS.items():
-        assert head_dim in gpu.HEAD_DIMS and block in gpu.BLOCKS and setting.keys == block
-        for tile in gpu.TILES:
-            found = setting_of(head_dim, tile, block)
-            assert tile % found.queries == 0 and found.warps % 4 == 0
-    assert len(SETTINGS) == len(gpu.HEAD_DIMS) * len(gpu.BLOCKS)
+# bytes that a program can share, by GPU
+SHARED = {"H200": 232448, "B200": 232448, "A100": 166912, "RTX 4090": 101376, "RTX 5090": 101376}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_settings_fit_the_gpu_they_are_chosen_for(name, monkeypatch):
+    found = SimpleNamespace(shared_memory_per_block_optin=SHARED[name])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    roomy.cache_clear()
+    for tile, block in itertools.product(gpu.TILES, gpu.BLOCKS):
+        setting = setting_of(torch.device("cuda"), tile, block)
+        assert tile % setting.queries == 0 and setting.warps % 4 == 0
+        assert block % setting.keys == 0
+        assert setting.described == (name in ("H200", "B200"))
+        # keys and values of every stage under way; what pointers load, one stage less
+        stages = setting.stages if setting.described else setting.stages - 1
+        held = 4 * max(gpu.HEAD_DIMS) * setting.keys * stages
+        assert held + 2 * max(gpu.HEAD_DIMS) * setting.queries <= SHARED[name]
+    roomy.cache_clear()
 
 
 def test_entries_are_cut_where_that_fills_the_device():
-    setting = SETTINGS[128, 128]
-    assert _parts(PROCESSORS, 32768, 128, setting, PROCESSORS) == 1
+    setting = setting_of(torch.device("meta"))
+    assert _parts(132, 32768, 128, setting, 132) == 1
     # 3.4 rounds of programs take 4; of halves, 7
-    assert _parts(444, 32768, 128, setting, PROCESSORS) == 2
-    assert _parts(444, 512, 128, setting, PROCESSORS) == 1  # joining would cost more
-    assert _parts(1, 100, 128, setting, PROCESSORS) == 1
+    assert _parts(444, 32768, 128, setting, 132) == 2
+    assert _parts(444, 512, 128, setting, 132) == 1  # joining would cost more
+    assert _parts(1, 100, 128, setting, 132) == 1
 
 
 def test_order_of_sorts_every_head_and_keeps_ties(rng):

@@ -158,7 +158,7 @@ def test_every_way_to_build_the_kernel_gives_the_same(keys, parts, described):
     k, v = (torch.randn(2, 3, 2100, 128, **like)[:, :, :2003] for _ in range(2))
     logw = torch.rand(2, 3, 2101, generator=rng, device="cuda")[:, :, :2003] * 4
     logw[:, :, 40:50] = logw[:, :, 128:300] = -math.inf
-    setting = Setting(128, keys, 8, 2, 1, described, parts)
+    setting = Setting(128, keys, 8, 2, described, parts)
     for w in (logw, logw[:, :1], None):
         _close(flash_attention(q, k, v, w, setting), attention_reference(q, k, v, w))
 
@@ -191,7 +191,7 @@ IN_CACHE = pytest.mark.parametrize("more", [-5, 37])
 @pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (64, 32)])
 def test_listed_blocks_equal_their_reference(tile, block, head_dim, more):
     q, k, v, past = _listed(tile, block, head_dim, more)
-    setting = setting_of(head_dim, tile, block)
+    setting = setting_of(torch.device("cuda"), tile, block)
     _close(flash_listed(q, k, v, past, setting), listed_reference(q, k, v, past))
 
 

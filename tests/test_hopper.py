@@ -142,7 +142,7 @@ def served(monkeypatch):
 
 def test_it_serves_tiles_of_128_where_no_setting_is_given(served):
     q, past = _meta(128)
-    setting = flash.setting_of(128)
+    setting = flash.setting_of(q.device)
     flash.flash_attention(q, q, q, None, setting)
     flash.flash_listed(q, q, q, past, setting)
     flash.flash_listed(q, q, q, _meta(64)[1])

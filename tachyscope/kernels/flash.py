@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tachyscope.kernels.device import processors, roomy
+
 LOG2E = tl.constexpr(math.log2(math.e))
 # a running maximum's start: finite, so that the difference to minus infinity is no NaN
 LOWEST = tl.constexpr(-1e30)
@@ -29,30 +31,20 @@ class Setting(NamedTuple):
     keys: int  # entries met at once
     warps: int
     stages: int  # of the pipeline that loads them
-    resident: int  # programs that run on one multiprocessor at a time
     described: bool = True  # loaded by the copy engine (TMA), else by pointers
     parts: int | None = None  # programs that share a tile's entries; None: as fills the device
-    registers: int | None = None  # of a thread at most, so that so many programs can be resident
 
 
-# by head_dim, and by entries met at once: as many as stand together, 128 at most
-SETTINGS = {
-    (128, 128): Setting(128, 128, 8, 3, 1),
-    (128, 64): Setting(128, 64, 8, 4, 1),
-    (128, 32): Setting(128, 32, 8, 4, 1),
-    (64, 128): Setting(128, 128, 8, 3, 1),
-    (64, 64): Setting(128, 64, 8, 4, 1),
-    (64, 32): Setting(128, 32, 8, 4, 1),
-}
-# multiprocessors of a device without data, an H200's; what one computes and all write in a second
-PROCESSORS, FLOPS, BYTES = 132, 4e12, 3e12
+# what one multiprocessor of an H200 computes, and all of them write, in a second
+FLOPS, BYTES = 4e12, 3e12
 
 
-def setting_of(head_dim: int, tile: int = 128, block: int = 128) -> Setting:
-    found = SETTINGS[head_dim, block]
-    if tile >= found.queries:
-        return found
-    return found._replace(queries=tile, warps=tile // 16)
+def setting_of(device: torch.device, tile: int = 128, block: int = 128) -> Setting:
+    """How tiles of queries meet blocks of entries there: as many at once as stand together."""
+    queries = min(tile, 128)
+    if roomy(device):
+        return Setting(queries, block, queries // 16, 3 if block == 128 else 4)
+    return Setting(queries, min(block, 64), queries // 16, 3, described=False)
 
 
 def flash_attention(
@@ -61,7 +53,7 @@ def flash_attention(
     """softmax(q·k / √D + logw) v, as `attention` defines it; zero where all slots are empty."""
     if setting is None and (faster := hopper(q.device)) is not None:
         return faster.flash_attention(q, k, v, logw)
-    return _run(q, k, v, logw, None, setting or setting_of(q.shape[3]))
+    return _run(q, k, v, logw, None, setting or setting_of(q.device))
 
 
 class Listed(NamedTuple):
@@ -89,7 +81,7 @@ def flash_listed(
     faster = hopper(q.device) if setting is None and past.tile % 128 == 0 else None
     if faster is not None:
         return faster.flash_listed(q, k, v, past)
-    setting = setting or setting_of(q.shape[3], past.tile, past.block)
+    setting = setting or setting_of(q.device, past.tile, past.block)
     return _run(q, k, v, None, past, setting)
 
 
@@ -116,7 +108,7 @@ def _run(
     tiles = triton.cdiv(queries, setting.queries)
     read = 0 if past is None else past.ids.shape[3] * past.block
     parts = setting.parts or _parts(
-        tiles * rows * heads, k.shape[2] + read, width, setting, _processors(q.device)
+        tiles * rows * heads, k.shape[2] + read, width, setting, processors(q.device)
     )
     answers, sums = out, out
     if parts > 1:
@@ -141,7 +133,7 @@ def _run(
         heads, heads // k.shape[1], queries, n, 1 / math.sqrt(width),
         WEIGHTED=weighted, LISTED=listed, TILE=there.tile, BLOCK=there.block, PARTS=parts,
         D=width, M=setting.queries, N=setting.keys, DESCRIBED=setting.described,
-        num_warps=setting.warps, num_stages=setting.stages, maxnreg=setting.registers,
+        num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
     if parts > 1:
         _join[triton.cdiv(queries, 16), rows * heads](
@@ -152,23 +144,14 @@ def _run(
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PROCESSORS
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-@functools.cache
-def _parts(programs: int, entries: int, width: int, setting: Setting, processors: int) -> int:
+def _parts(programs: int, entries: int, width: int, setting: Setting, count: int) -> int:
     """Into how many parts to cut the entries, so that no multiprocessor waits for the last ones."""
-    slots = processors * setting.resident
 
     def seconds(parts: int) -> float:
         pairs = setting.queries * entries / parts
-        passes = triton.cdiv(programs * parts, slots)
+        passes = triton.cdiv(programs * parts, count)
         joining = 0 if parts == 1 else parts * programs * setting.queries * width * 8 / BYTES
-        return passes * setting.resident * pairs * 4 * width / FLOPS + joining
+        return passes * pairs * 4 * width / FLOPS + joining
 
     return min(range(1, 1 + min(4, triton.cdiv(entries, 8 * setting.keys))), key=seconds)
 

@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tachyscope.kernels.flash import Listed, _aligned, _processors
+from tachyscope.kernels.device import processors
+from tachyscope.kernels.flash import Listed, _aligned
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     raise ImportError(f"Triton 3.6 or later is needed, got {triton.__version__}")
@@ -80,7 +81,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None, past: Listed | No
     tile, n = TILE.value, 128 if past is None else past.block
     tiles = triton.cdiv(queries, tile)
     units = triton.cdiv(k.shape[2], n) + (0 if past is None else past.ids.shape[3])
-    cut = _shares(tiles * rows * heads, units, _processors(q.device))
+    cut = _shares(tiles * rows * heads, units, processors(q.device))
     slots = cut.left + cut.programs if cut.left else 0
     answers, sums = out, out
     if slots:
