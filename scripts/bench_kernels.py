@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tachyscope.attention.ann import Ann
+from tachyscope.files import write_atomically
 from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention_by_channels, attention_reference, bias
 from tachyscope.kernels.flash import Listed, flash_attention, flash_listed, setting_of
@@ -114,6 +114,11 @@ def draw(entries: int, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]
     return queries, keys, values, logw
 
 
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 def dense(rows: Rows, entries: int) -> None:
     queries, k, v, logw = draw(entries, 0)
     q = queries[0]
@@ -126,10 +131,6 @@ def dense(rows: Rows, entries: int) -> None:
             return (out[:, :, some].double() - want[plain].double()).abs().max().item()
 
         measure(rows, what, entries, pairs, lambda i: call(queries[i % 3]), wrong, q, **more)
-
-    def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v)
 
     run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
 
@@ -192,7 +193,7 @@ def listed(rows: Rows, entries: int, block: int) -> None:
     pairs = q.shape[:3].numel() * (most * block + tokens)
     now_k, now_v = (x[:, :, entries:] for x in (k, v))
 
-    weights = torch.cat([own["ann_logw"][:, :, :entries], logw[:, :, entries:]], 2)
+    weights = policy.weights(layer, first)
 
     def wrong(out: Tensor) -> float:
         worst = 0.0
@@ -261,17 +262,13 @@ def sustained(rows: Rows, entries: int) -> None:
     queries, k, v, _ = draw(entries, 2)
     pairs = queries[0].shape[:3].numel() * entries
 
-    def cudnn(q: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    for what, call in (("cuDNN", cudnn), ("ours", lambda q: flash_attention(q, k, v))):
-        call(queries[0])
+    for what, attend in (("cuDNN", cudnn), ("ours", flash_attention)):
+        attend(queries[0], k, v)
         torch.cuda.synchronize()
         begun, count = time.perf_counter(), 0
         while (seconds := time.perf_counter() - begun) < SECONDS:
             for _ in range(20):
-                call(queries[count % 3])
+                attend(queries[count % 3], k, v)
                 count += 1
             torch.cuda.synchronize()
         row = {
@@ -333,9 +330,7 @@ def main() -> None:
             "seconds": seconds,
             "rows": rows,
         }
-        draft = args.out.with_name(args.out.name + ".draft")
-        draft.write_text(json.dumps(found, indent=1))
-        os.replace(draft, args.out)
+        write_atomically(args.out, json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

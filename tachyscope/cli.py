@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from tachyscope import __version__
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, is_out_of_memory
 
 # torch, rich, av and matplotlib are loaded by the verbs: help must not wait for them
 if TYPE_CHECKING:
@@ -498,8 +498,7 @@ def wan(
     found = bench_wan_asked(
         model, weights, table=table, rows=rows, size=size, lengths=lengths, rounds=rounds,
         rollout=rollout, decode=decode, traced=traced, compile=compile, device=device, dtype=dtype,
-        seed=seed,
-        json=json, command=said,
+        seed=seed, json=json, command=said,
     )  # fmt: skip
     print(*wan_lines(found), sep="\n")
     emit(found, json)
@@ -630,9 +629,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TachyscopeError, CycloptsError) as error:
         return _fault(str(error))
     except RuntimeError as error:
-        # torch has an error of its own for CUDA's memory, and only words for the CPU's
-        cuda = type(error).__name__ == "OutOfMemoryError"
-        if not cuda and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         return _fault(
             "the memory is not enough: give the plan's cache a budget, for example --cache "

@@ -1,5 +1,15 @@
-"""The one error that a user's fault raises."""
+"""The one error that a user's fault raises, and what others' errors say."""
 
 
 class TachyscopeError(Exception):
     """What was given, what is allowed, what to do; one line."""
+
+
+def first_line(fault: BaseException) -> str:
+    """What another's error says first, or is called."""
+    return (str(fault).strip() or type(fault).__name__).splitlines()[0]
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """torch has an error of its own for CUDA's memory, and only words for the CPU's."""
+    return type(fault).__name__ == "OutOfMemoryError" or "allocate memory" in str(fault)

@@ -31,7 +31,7 @@ from tachyscope.meter import Meter
 from tachyscope.models import DTYPES, MODELS, load
 from tachyscope.plan import Plan, spell
 from tachyscope.results import Document, document
-from tachyscope.rollout import parse_plan
+from tachyscope.rollout import chunks_for, parse_plan
 from tachyscope.session import Session
 from tachyscope.types import Layer, Mlp, Moment, Shape, Size
 
@@ -291,9 +291,7 @@ def _shapes(
     shape = model.shape(size)
     # one that is read by cross-attention fills no entries
     lengths = () if shape.text else model.encode(prompt).lengths
-    latents = shape.chunk
-    while model.frames(latents) < frames:
-        latents += shape.chunk
+    latents = chunks_for(model, shape.chunk, 0, frames) * shape.chunk
     return Shapes(
         shape, parse_plan(model, plan), model.rope(shape), frames=latents, lengths=lengths,
         device="meta", dtype=model.dtype,

@@ -85,7 +85,7 @@ class Maker:
         if len(self._alike) < 2:
             latents = self._make(moves)
         else:
-            told = self._told = self._tell(moves) if self.model.actions else None
+            told = self._told = self.model.told(moves, session.shape.chunk)
             self._recorded = self.record(
                 session, lambda: self._make(moves if told is None else told)
             )
@@ -102,11 +102,6 @@ class Maker:
         """Let go of what was recorded, and of the memory that it works with."""
         self._alike, self._recorded, self._told = [], None, None
 
-    def _tell(self, moves: Sequence[int]) -> Tensor:
-        """Actions on the device, put there without waiting for it."""
-        device = self.session.device
-        return torch.cat([torch.full((1,), move, device=device) for move in moves])
-
     def _make(self, moves: Sequence[int] | Tensor) -> Tensor:
         latents = self.model.sample(self.session, moves)
         self.session.commit()
@@ -115,8 +110,9 @@ class Maker:
 
     def _repeat(self, moves: Sequence[int]) -> Tensor:
         assert self._recorded is not None
-        if self._told is not None:
-            self._told.copy_(self._tell(moves))
+        told = self.model.told(moves, self.session.shape.chunk)
+        if told is not None and self._told is not None:
+            self._told.copy_(told)
         self._recorded.repeat()
         session, (first, last) = self.session, self._alike
         counts = {name: 2 * value - first[name] for name, value in last.items()}

@@ -54,7 +54,7 @@ def open_session(
             )
         coming = None
         if frames is not None:
-            coming = known + _chunks(model, shape.chunk, known, frames) * shape.chunk
+            coming = known + chunks_for(model, shape.chunk, known, frames) * shape.chunk
         session = make(
             shape,
             parse_plan(model, plan),
@@ -188,7 +188,7 @@ def change_frames(
     def begins(chunks: int) -> int:
         return model.frames(start + chunks * chunk) - model.frames(start)
 
-    last = begins(_chunks(model, chunk, start, frames) - 1)
+    last = begins(chunks_for(model, chunk, start, frames) - 1)
     found: dict[int, str] = {}
     for frame, prompt in sorted(then):
         if not 0 < frame <= last:
@@ -197,7 +197,7 @@ def change_frames(
                 f"a prompt changes where a chunk begins, {allowed}, got frame {frame}: choose "
                 f"another, or raise frames"
             )
-        at = begins(_chunks(model, chunk, start, frame))
+        at = begins(chunks_for(model, chunk, start, frame))
         if at in found:
             raise TachyscopeError(
                 f"two prompts begin with the chunk at frame {at}, {found[at]!r} and {prompt!r}: "
@@ -294,7 +294,7 @@ def parse_change(text: str) -> tuple[int, str]:
     return int(match[1]), match[2].strip()
 
 
-def _chunks(model: Adapter, chunk: int, start: int, frames: int) -> int:
+def chunks_for(model: Adapter, chunk: int, start: int, frames: int) -> int:
     """Chunks that give `frames` more frames, after `start` latent frames."""
     wanted, latents = model.frames(start) + frames, start
     while model.frames(latents) < wanted:

@@ -592,6 +592,17 @@ def test_a_frame_needs_one_action_that_exists(toy, actions):
         toy.sample(session, actions)
 
 
+def test_an_action_may_be_a_number_of_the_device(toy):
+    prompt = toy.encode("x")
+    found = []
+    for action in ([3], torch.tensor([3])):
+        session = session_for(toy, prompt)
+        toy.start(session, prompt)
+        found.append((toy.sample(session, action), session.layers[0].k.clone()))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_model_without_actions_refuses_them():
     adapter = made(replace(toy_tokens().config, actions=""))
     assert adapter.model.mm_projector.action_embedding is None

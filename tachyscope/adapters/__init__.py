@@ -54,8 +54,13 @@ class Adapter(abc.ABC):
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         """The next chunk's clean latents; its last pass leaves clean keys and values in now.
 
-        One action a latent frame; as a tensor on the device they are read when the work is done.
+        One action a latent frame, or what `told` made of them.
         """
+
+    def told(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
+        """Actions of so many latent frames as numbers of the device, which are read when the work
+        is done; None where the model takes no actions, or not so."""
+        return None
 
     @abc.abstractmethod
     def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:

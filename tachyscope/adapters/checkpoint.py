@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory
 from tachyscope.files import replacing, unwritable
 
 SAFE = (".safetensors", ".sft")
@@ -265,7 +265,7 @@ def _write(path: Path, put: Callable[[Path], object]) -> None:
 
 
 def _damaged(path: Path, kind: str, fault: Exception) -> TachyscopeError:
-    if "allocate memory" in str(fault):
+    if is_out_of_memory(fault):
         return TachyscopeError(f"{path} is more than the memory that is left can hold: free some")
     return TachyscopeError(
         f"{path} must be {kind}, it is damaged or cut short ({_line(fault)}): get it again"
@@ -273,8 +273,7 @@ def _damaged(path: Path, kind: str, fault: Exception) -> TachyscopeError:
 
 
 def _line(fault: Exception) -> str:
-    first = (str(fault).strip() or type(fault).__name__).splitlines()[0]
-    return first.split(". ")[0].rstrip(":. ")
+    return first_line(fault).split(". ")[0].rstrip(":. ")
 
 
 def _kind(tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, first_line
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SPECIAL = ("<im_start>", "<im_end>", "<vi_start>", "<vi_end>")  # the last ids of a vocabulary
@@ -91,8 +91,7 @@ def read_tokenizer(transformers: Any, folder: Path, **options: Any) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), **options)
     except (OSError, ValueError, ImportError) as fault:
-        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         raise TachyscopeError(
-            f"the tokenizer in {folder} must load, got {reason}: get its files again, "
+            f"the tokenizer in {folder} must load, got {first_line(fault)}: get its files again, "
             f"or pip install 'tachyscope[hf]'"
         ) from None

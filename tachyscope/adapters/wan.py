@@ -34,7 +34,7 @@ from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_text import UMT5, PromptFile
 from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.adapters.words import Words
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Rope, Shape
 
@@ -204,7 +204,7 @@ class WanAdapter(Adapter):
 
     @torch.no_grad()
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
-        c, told = self.config, self._told(actions, self.config.chunk)
+        c, told = self.config, self.told(actions, self.config.chunk)
         if c.rolling:
             clean = self._roll(session)
         else:
@@ -246,7 +246,7 @@ class WanAdapter(Adapter):
 
     @torch.no_grad()
     def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
-        told = self._told(actions, latents.shape[2])
+        told = self.told(actions, latents.shape[2])
         latents = latents.to(self.device)
         self._remember(session, self._context(session, latents), told)
         if self.decoder is not None and session.features.pop("shown", None) is None:
@@ -300,8 +300,8 @@ class WanAdapter(Adapter):
             )
         return self.decoder
 
-    def _told(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
-        """Actions as the model takes them, put on the device without waiting for it."""
+    def told(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
+        # put on the device without waiting for it
         if not self.actions:
             if any(actions):
                 raise TachyscopeError(
@@ -502,8 +502,7 @@ def _placed(model: WanCausal, device: torch.device | str, where: str) -> WanCaus
     try:
         return model.to_empty(device=device)
     except RuntimeError as fault:
-        # torch has an error of its own for CUDA's memory, and only words for the CPU's
-        if not isinstance(fault, torch.OutOfMemoryError) and "allocate memory" not in str(fault):
+        if not is_out_of_memory(fault):
             raise
         raise TachyscopeError(
             f"{where}: its weights take {size / 1e9:.1f} GB, more than the memory of {device} has "

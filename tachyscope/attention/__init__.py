@@ -41,6 +41,10 @@ class AttentionPolicy(abc.ABC):
         """The past is about to change: put its keys and values back in the cache's order."""
         return
 
+    def ordered(self, x: Tensor, layer: Layer, at: Moment) -> Tensor:
+        """x [B, Hkv, N, D], one row a slot of the cache, as keys and values stand now."""
+        return x
+
     def weights(self, layer: Layer, at: Moment) -> Tensor:
         """Log-weights [B, Hkv or 1, end] of past and now, in the order of keys and values."""
         return layer.logw[:, :, : at.end]

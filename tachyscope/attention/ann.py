@@ -175,7 +175,8 @@ class Ann(AttentionPolicy):
         number = (gpu.blocks.block_buckets if served else buckets)(keys, BUCKET_BITS)
         order = order_of(number, 2**BUCKET_BITS)
         own["ann_order"][:, :, : keys.shape[2]] = order
-        _carry(layer, between, served)
+        for x in (layer.k, layer.v):
+            _carry(x[:, :, between], layer, served)
         logw = own["ann_logw"][:, :, : blocks.all * blocks.size]
         logw[:, :, :past] = layer.logw[:, :, :past]
         held = layer.logw[:, :, between].expand(-1, logw.shape[1], -1)
@@ -190,14 +191,13 @@ class Ann(AttentionPolicy):
     def unorder(self, layer: Layer, at: Moment, past: int) -> None:
         if not self._dense_layer(at):
             between = self._between(at.shape, at.prompt, past)
-            _carry(layer, between, _is_served(layer), back=True)
+            for x in (layer.k, layer.v):
+                _carry(x[:, :, between], layer, _is_served(layer), back=True)
 
     def ordered(self, x: Tensor, layer: Layer, at: Moment) -> Tensor:
-        """x [B, Hkv, N, D], in the cache's order, as keys and values stand now."""
-        if self._dense_layer(at):
-            return x
-        x, between = x.clone(), self._between(at.shape, at.prompt, at.past)
-        _carry(replace(layer, k=x, v=x[:, :, :0]), between, False)
+        if not self._dense_layer(at):
+            x = x.clone()
+            _carry(x[:, :, self._between(at.shape, at.prompt, at.past)], layer, False)
         return x
 
     def _encode(self, layer: Layer, logw: Tensor, blocks: Blocks) -> None:
@@ -238,6 +238,7 @@ class Ann(AttentionPolicy):
             self._choose(q, layer, at, blocks, meter)
         if _is_served(layer):
             return self._read_blocks(q, layer, at, blocks, meter)
+        layer = replace(layer, logw=self.weights(layer, at))
         if self.top_p is not None and not q.is_cuda:
             return self._read_ragged(q, layer, at, blocks, meter)
         rows = [self._read_row(q, layer, at, b, blocks, meter) for b in range(q.shape[0])]
@@ -280,7 +281,7 @@ class Ann(AttentionPolicy):
         most, tile = self._blocks_read(blocks, at), self._tile(at.shape)
         one = slice(row, row + 1)
         chosen = layer.own["ann_map"][one, :, :, :most]
-        k, v, logw = layer.k[one], layer.v[one], self.weights(layer, at)[one]
+        k, v, logw = layer.k[one], layer.v[one], layer.logw[one]
         listed = _listed(chosen, blocks.size, at.past)  # [1, H, tiles, entries]
         group = max(1, AT_ONCE // (k.shape[3] * listed.shape[1] * listed.shape[3]))
         whole = q.shape[2] // tile  # the last tile may be a part
@@ -356,7 +357,7 @@ class Ann(AttentionPolicy):
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """Each head and tile reads as many blocks as it chose: a shape from data, for the CPU."""
-        out, logw = torch.empty_like(q), self.weights(layer, at)
+        out = torch.empty_like(q)
         tile = self._tile(at.shape)
         group = q.shape[1] // layer.k.shape[1]
         for b in range(q.shape[0]):
@@ -369,7 +370,7 @@ class Ann(AttentionPolicy):
                     part = q[b : b + 1, h : h + 1, i * tile : (i + 1) * tile]
                     out[b, h, i * tile : (i + 1) * tile] = listed_attention(
                         part, layer.k[b : b + 1, kv], layer.v[b : b + 1, kv],
-                        logw[b : b + 1, kv], listed, slice(at.past, at.end),
+                        layer.logw[b : b + 1, kv], listed, slice(at.past, at.end),
                     )[0, 0]  # fmt: skip
                     count(meter, "pairs", part, listed.shape[2] + at.end - at.past)
         return out
@@ -385,15 +386,14 @@ def _is_served(layer: Layer) -> bool:
     return "ann_count" in layer.own and layer.k.dtype == gpu.DTYPE
 
 
-def _carry(layer: Layer, between: slice, served: bool, back: bool = False) -> None:
-    """Bring keys and values of the slots between in the index's order, or back from it."""
-    for x in (layer.k[:, :, between], layer.v[:, :, between]):
-        order = layer.own["ann_order"][:, :, : x.shape[2]]
-        if served:
-            gpu.blocks.carry(x, order, back)
-            continue
-        index = order.long().unsqueeze(-1).expand_as(x)
-        x.copy_(torch.empty_like(x).scatter_(2, index, x) if back else x.gather(2, index))
+def _carry(x: Tensor, layer: Layer, served: bool, back: bool = False) -> None:
+    """Bring x [B, Hkv, n, D], of the slots between, in the index's order, or back from it."""
+    order = layer.own["ann_order"][:, :, : x.shape[2]]
+    if served:
+        gpu.blocks.carry(x, order, back)
+        return
+    index = order.long().unsqueeze(-1).expand_as(x)
+    x.copy_(torch.empty_like(x).scatter_(2, index, x) if back else x.gather(2, index))
 
 
 def _codes(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,9 +46,7 @@ def read_mass(policy: AttentionPolicy, q: Tensor, layer: Layer, at: Moment) -> T
         hot = torch.zeros(layer.k.shape[2], width, dtype=layer.v.dtype, device=layer.v.device)
         count = min(width, at.end - lo)
         hot[lo : lo + count, :count] = torch.eye(count, dtype=hot.dtype, device=hot.device)
-        values = hot.expand(*layer.k.shape[:2], -1, -1)
-        if isinstance(policy, Ann):
-            values = policy.ordered(values, layer, at)
+        values = policy.ordered(hot.expand(*layer.k.shape[:2], -1, -1), layer, at)
         parts.append(policy.attend(q, replace(layer, v=values), at, Meter(q.device))[..., :count])
     return torch.cat(parts, -1)
 

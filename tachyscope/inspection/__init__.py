@@ -21,7 +21,7 @@ from tachyscope.inspection.samples import Samples, table
 from tachyscope.inspection.timed import PARTS, Timed, overall, times
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, size_of
-from tachyscope.rollout import open_session, parse_plan, rollout
+from tachyscope.rollout import chunks_for, open_session, parse_plan, rollout
 from tachyscope.session import Session
 from tachyscope.types import Chunk
 
@@ -77,10 +77,7 @@ def inspect_model(
         given = None if first is None else model.latents(first)
     known = 0 if given is None else given.shape[model.frame_dim]
     shape = model.shape(size)
-    coming = known
-    while model.frames(coming) < model.frames(known) + frames:
-        coming += shape.chunk
-    if coming < 2:
+    if known + chunks_for(model, shape.chunk, known, frames) * shape.chunk < 2:
         raise TachyscopeError("adjacent frames need two latent frames, got 1: raise frames")
 
     def play(name: str, make: Callable[..., Session]) -> tuple[Any, list[Chunk]]:

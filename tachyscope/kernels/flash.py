@@ -118,10 +118,10 @@ def _run(
         return out
     assert past is None or (setting.queries <= past.tile and setting.keys <= past.block)
     n, weighted, listed = k.shape[2], logw is not None, past is not None
-    w = _aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
+    w = aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
     there = Listed(k, v, w, w, w, setting.queries, setting.keys)
     if past is not None:
-        there = past._replace(logw=_aligned(past.logw))
+        there = past._replace(logw=aligned(past.logw))
     _flash[tiles, rows * heads, parts](
         q, _given(k, setting), _given(v, setting), _given(w, setting, weighted),
         _given(there.k, setting, listed), _given(there.v, setting, listed),
@@ -163,11 +163,17 @@ def _given(x: Tensor, setting: Setting, read: bool = True) -> Any:
     if x.dim() == 4:
         box = [1, 1, setting.keys, x.shape[3]]
         return TensorDescriptor(x, list(x.shape), list(x.stride()), box)
+    row = one_row(x)
+    return TensorDescriptor(row, list(row.shape), [1], [setting.keys])
+
+
+def one_row(x: Tensor) -> Tensor:
+    """Weights [B, G, n], and what may lie between, as one row."""
     span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return TensorDescriptor(x.as_strided((span,), (1,)), [span], [1], [setting.keys])
+    return x.as_strided((span,), (1,))
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x [B, G, n], copied where a row does not start at a multiple of 16 bytes."""
     steps = [step for n, step in zip(x.shape[:2], x.stride(), strict=False) if n > 1]
     if x.stride(2) == 1 and not any(step % 4 for step in (x.storage_offset(), *steps)):

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tachyscope.kernels.device import processors
-from tachyscope.kernels.flash import Listed, _aligned
+from tachyscope.kernels.flash import Listed, aligned, one_row
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     raise ImportError(f"Triton 3.6 or later is needed, got {triton.__version__}")
@@ -91,8 +91,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None, past: Listed | No
         return out
     assert past is None or past.tile % tile == 0
     weighted, listed = logw is not None, past is not None
-    w = _aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
-    there = past._replace(logw=_aligned(past.logw)) if past else Listed(k, v, w, w, w, tile, n)
+    w = aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
+    there = past._replace(logw=aligned(past.logw)) if past else Listed(k, v, w, w, w, tile, n)
     _launch(
         cut.whole + (cut.programs if cut.left else 0),
         (there.ids, there.counts, out, answers, sums, *(() if weighted else (w,))),
@@ -144,9 +144,8 @@ def _entries(x: Tensor, n: int) -> Any:
 
 def _weights(x: Tensor, n: int) -> Any:
     """Weights [B, H or 1, n], in one row."""
-    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    layout = _layout((n,), gl.float32)
-    return TensorDescriptor(x.as_strided((span,), (1,)), [span], [1], [n], layout)
+    row = one_row(x)
+    return TensorDescriptor(row, list(row.shape), [1], [n], _layout((n,), gl.float32))
 
 
 @functools.cache
