@@ -1,5 +1,6 @@
 """UMT5 and Wan's VAE from their published containers equal transformers' and diffusers' own."""
 
+import copy
 import importlib
 import json
 import shutil
@@ -155,15 +156,31 @@ def test_the_vae_decodes_and_encodes_as_diffusers(folder, vae):
     mean, std = (
         torch.tensor(vae.config[f"latents_{k}"])[:, None, None, None] for k in ("mean", "std")
     )
-    expected = vae.decode(latents * std + mean).sample[0].permute(1, 2, 3, 0)
+    expected = vae.decode(latents * std + mean).sample
+    decoded = ours._decode(latents, {})
+    assert decoded.abs().max() > 1  # what diffusers clips, frames are clipped to as well
+    torch.testing.assert_close(decoded.clamp(-1, 1), expected, rtol=0, atol=1e-5)
     frames = ours(latents, {})
     assert frames.shape == (9, 32, 48, 3) and frames.dtype == np.uint8 and frames.std() > 1
-    assert np.array_equal(frames, (expected * 127.5 + 127.5).round().byte().numpy())
+    levels = (decoded[0].permute(1, 2, 3, 0).clamp(-1, 1) * 127.5 + 127.5).round().byte()
+    assert np.array_equal(frames, levels.numpy())
     pixels = torch.from_numpy(frames).permute(3, 0, 1, 2)[None] / 127.5 - 1
     encoded = (vae.encode(pixels).latent_dist.mean - mean) / std
     assert ours.encode(frames).shape == latents.shape
     torch.testing.assert_close(ours.encode(frames), encoded, rtol=0, atol=1e-5)
     refused(lambda: ours.encode(frames[:8]), "1 + 4n of them", "got 8: give 5")
+
+
+@torch.no_grad()
+def test_nothing_decodes_to_nothing_as_with_diffusers(vae):
+    """A norm of zeros is zeros; so are convolutions without biases."""
+    bare = copy.deepcopy(vae)
+    for name, tensor in bare.state_dict().items():
+        if name.endswith("bias"):
+            tensor.zero_()
+    nothing = torch.zeros(1, 16, 2, 2, 2)
+    assert bare.decode(nothing).sample.eq(0).all()
+    assert WanVae(bare).model.decode(nothing).sample.eq(0).all()
 
 
 @torch.no_grad()
@@ -204,8 +221,8 @@ def test_a_vae_that_folds_pixels_into_channels():
         patch_size=2, scale_factor_spatial=16, latents_mean=[0.1] * 4, latents_std=[2.0] * 4,
     ).eval()  # fmt: skip
     latents = torch.randn(1, 4, 3, 2, 3)
-    ours = WanVae(model)
     whole = model.decode(latents * 2 + 0.1).sample
+    ours = WanVae(model)
     features = {}
     streamed = torch.cat([ours._decode(part, features) for part in latents.split(1, 2)], 2)
     torch.testing.assert_close(streamed.clamp(-1, 1), whole, rtol=0, atol=1e-5)
