@@ -140,6 +140,7 @@ def generate(
     video: Video = VIDEO,
     first: Path | None = None,
     then: tuple[str, ...] = (),
+    compile: bool = False,
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -158,6 +159,8 @@ def generate(
     then
         Another prompt from a new frame on, '24: a blue room', where the next chunk begins; may be
         given several times.
+    compile
+        Compile the layers of a Wan-type model first, which pays in long videos.
     json
         A file for the results, or - for the last line of stdout.
     """
@@ -181,6 +184,8 @@ def generate(
         asked["first"] = read_frames(first)
     target = check_folder(out) / "video.mp4"
     adapter = video.load(model)
+    if compile:
+        adapter.compile()
     visit = video.visit(model, adapter)
     if visit is not None:
         asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1)}

@@ -21,6 +21,7 @@ import tachyscope.compare
 import tachyscope.listing  # noqa: F401
 from tachyscope import __version__
 from tachyscope.adapters.wan import WanAdapter, save_wan, toy_chunks
+from tachyscope.adapters.wan_causal import WanCausal
 from tachyscope.cli import VIDEO, app, main
 from tachyscope.models import MODELS
 from tachyscope.plan import NAMED, NAMES, POLICIES, parameters
@@ -279,6 +280,25 @@ def test_generate_follows_an_image_or_a_video(kind, model, side, tmp_path, capsy
         # a trained model goes on from what it was shown
         near, far = (np.abs(frame - picture).mean() for frame in (shown[0], other))
         assert near < 0.5 * far
+
+
+def test_layers_are_compiled_where_a_model_has_some(tmp_path, monkeypatch, capsys):
+    # as the option does it, by a backend that needs no C++ compiler
+    compile_layers = WanCausal.compile_layers
+    monkeypatch.setattr(
+        WanCausal, "compile_layers", lambda model: compile_layers(model, "aot_eager")
+    )
+    frames = []
+    for more in ([], ["--compile"]):
+        out = tmp_path / str(len(more))
+        made = ["generate", "toy-chunks", *more, "--frames", "3", "--out", str(out), "--json", "-"]
+        assert main(made) == 0
+        assert last_line(capsys)["rows"][0]["frames"] == 3
+        frames.append(np.stack(list(read_video(out / "video.mp4"))).astype(int))
+    assert frames[0].shape[0] == 3 and np.abs(frames[0] - frames[1]).max() <= 2
+    assert main(["generate", "toy-tokens", "--compile", "--out", str(tmp_path / "out")]) == 2
+    said = "tachyscope: toy-tokens has no layers to compile: leave compile out\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_first_frame_that_cannot_be_followed_is_one_line(tmp_path, monkeypatch, capsys):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tachyscope.errors import TachyscopeError
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
 
@@ -61,6 +62,10 @@ class Adapter(abc.ABC):
         """Actions of so many latent frames as numbers of the device, which are read when the work
         is done; None where the model takes no actions, or not so."""
         return None
+
+    def compile(self) -> Self:
+        """The model with its layers compiled; the first chunk of a size then takes a while."""
+        raise TachyscopeError(f"{self.name} has no layers to compile: leave compile out")
 
     @abc.abstractmethod
     def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:

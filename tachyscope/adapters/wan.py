@@ -143,7 +143,6 @@ class WanAdapter(Adapter):
         self.schedule = schedule(self.config)
 
     def compile(self) -> Self:
-        """The model with its layers compiled; the first chunk of a size then takes a while."""
         self.model.compile_layers()
         return self
 

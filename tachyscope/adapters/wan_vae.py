@@ -164,22 +164,20 @@ def _hasten(decoder: Any) -> int:
     Channels lie last, as convolutions on a GPU want them. What is then left of its time is half
     norms, padding and changes of type that are copies of whole pictures.
     """
-    causal, norm = type(decoder.conv_in), type(decoder.norm_out)
     for weight in decoder.parameters():
         if weight.dim() >= 4:
             last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
             weight.data = weight.data.contiguous(memory_format=last)
-    convolutions = 0
-    for module in decoder.modules():
-        if isinstance(module, causal):
-            module.forward = partial(_convolve, module)
-            convolutions += 1
-        elif isinstance(module, norm):
-            module.forward = partial(_norm, module)
-        elif isinstance(module, nn.Upsample):
-            # nearest ones: the same in any type
+    causal = type(decoder.conv_in)
+    faster = {causal: _convolve, type(decoder.norm_out): _norm}
+    modules: list[Any] = list(decoder.modules())
+    for module in modules:
+        if type(module) in faster:
+            module.forward = partial(faster[type(module)], module)
+        elif issubclass(type(module), nn.Upsample):
+            # the nearest place's number needs no wider type
             module.forward = partial(nn.Upsample.forward, module)
-    return convolutions
+    return sum(type(module) is causal for module in modules)
 
 
 def _convolve(module: Any, x: Tensor, seen: Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tachyscope.attention import TextPolicy, count
 from tachyscope.attention.pads import collapse
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.hashing import buckets, int8_scores, planes, quantise
 from tachyscope.meter import Meter
@@ -51,25 +52,34 @@ class AnnText(TextPolicy):
         assert text.logw is not None
         logw = text.logw.expand(-1, q.shape[1], -1)
         hits = self._hits(q, text.k, logw)  # [B, H, L]
-        missed = (hits == 0) & (hits.sum(-1, keepdim=True) > 0)
-        logw = logw.masked_fill(missed, -math.inf)
+        logw = logw.masked_fill(hits == 0, -math.inf)
         size = min(self.keep, hits.shape[2])
         if not q.is_cuda:
             # the host may look: nothing that every head drops is scored
             size = min(size, int((logw > -math.inf).sum(-1).max()))
-        best = hits.topk(size, -1).indices
-        wide = best.unsqueeze(-1).expand(-1, -1, -1, text.k.shape[3])
         count(meter, "text_pairs", q, size)
+        if size == hits.shape[2]:
+            return attention(q, text.k, text.v, logw)
+        best = hits.topk(size, -1, sorted=False).indices
+        wide = best.unsqueeze(-1).expand(-1, -1, -1, text.k.shape[3])
         return attention(q, text.k.gather(2, wide), text.v.gather(2, wide), logw.gather(2, best))
 
     def _hits(self, q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
         """How many queries fall into each token's bucket; 0 for an empty slot."""
-        if self.hash == "lsh":
-            hit = buckets(q, self.bits).unsqueeze(-1) == buckets(k, self.bits).unsqueeze(-2)
-            hits = hit.sum(2)
-        else:
-            scores = int8_scores(q, *quantise(k)) + logw.clamp(min=-1e30).unsqueeze(2)
-            hits = torch.zeros_like(logw, dtype=torch.int64)
-            near = scores.argmax(-1)
-            hits.scatter_add_(2, near, torch.ones_like(near))
+        if self.hash == "int8":
+            return hits_by_code(q, k, logw)
+        hit = buckets(q, self.bits).unsqueeze(-1) == buckets(k, self.bits).unsqueeze(-2)
+        hits = hit.sum(2)
+        # where none is hit all are read
+        hits += hits.sum(-1, keepdim=True) == 0
         return hits.masked_fill(logw == -math.inf, 0)
+
+
+def hits_by_code(q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
+    """How many of q [B, H, S, D] are nearest to each of k [B, H, L, D], by int8 codes and logw."""
+    if gpu.suits(q.device, q.dtype, q.shape[3]):
+        return gpu.nearest.count_nearest(q, k, logw)
+    scores = int8_scores(q, *quantise(k)) + logw.clamp(min=-1e30).unsqueeze(2)
+    near = scores.argmax(-1)
+    hits = torch.zeros_like(logw, dtype=torch.int64).scatter_add_(2, near, torch.ones_like(near))
+    return hits.masked_fill(logw == -math.inf, 0)

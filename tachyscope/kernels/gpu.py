@@ -9,9 +9,10 @@ try:
     from tachyscope.kernels import flash as flash
     from tachyscope.kernels import folding as folding
     from tachyscope.kernels import match as match
+    from tachyscope.kernels import nearest as nearest
     from tachyscope.kernels import turning as turning
 except ImportError:  # without Triton stock torch serves all
-    blocks = flash = folding = match = turning = None  # type: ignore[assignment]
+    blocks = flash = folding = match = nearest = turning = None  # type: ignore[assignment]
 
 # a device without data ("meta") stands for one that has them, so that its memory can be told
 DEVICES, DTYPE, HEAD_DIMS = ("cuda", "meta"), torch.bfloat16, (64, 128)

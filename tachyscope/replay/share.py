@@ -44,4 +44,4 @@ def refresh_and_fill(
     if age:
         turn = torch.arange(tokens, device=urgency.device) % (age + 1) == at.chunk % (age + 1)
         urgency = urgency.masked_fill(turn, math.inf)
-    return Choice(rows=urgency.topk(compute, -1).indices)
+    return Choice(rows=urgency.topk(compute, -1, sorted=False).indices)
