@@ -183,6 +183,19 @@ def test_nothing_decodes_to_nothing_as_with_diffusers(vae):
     assert WanVae(bare).model.decode(nothing).sample.eq(0).all()
 
 
+@torch.inference_mode()
+def test_compiled_norms_give_the_same_frames(folder):
+    vae, compiled = WanVae.read(folder), WanVae.read(folder).compile_norms("aot_eager")
+    latents = torch.randn(1, 16, 4, 4, 6, generator=torch.Generator().manual_seed(7))
+    features, others = {}, {}
+    torch.compiler.reset()
+    for part in latents.split(2, 2):
+        # three widths, one also in attention, whatever the number of frames and places
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=4):
+            got = compiled._decode(part, others)
+        torch.testing.assert_close(got, vae._decode(part, features), rtol=0, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_streamed_video_is_the_whole_one(folder):
     vae, features = WanVae.read(folder), {}

@@ -144,6 +144,8 @@ class WanAdapter(Adapter):
 
     def compile(self) -> Self:
         self.model.compile_layers()
+        if isinstance(self.decoder, WanVae):
+            self.decoder.compile_norms()
         return self
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,8 @@ STRIDE = 4  # frames of every latent one but the first, which is one frame
 # what diffusers notes of a time convolution that has seen the first frame alone
 REPEAT = "Rep"
 
+Normed = Callable[[Tensor, Tensor], Tensor]
+
 
 class WanVae:
     """diffusers' Wan VAE, decoded latent frame by latent frame.
@@ -42,6 +45,15 @@ class WanVae:
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
         self.convolutions = _hasten(model.decoder)
+
+    def compile_norms(self, backend: str = "inductor") -> Self:
+        """The VAE with its decoder's norms compiled, which are short vectors, and many of them."""
+        # any number of vectors; their width is a parameter's, and fixed
+        normed = torch.compile(_normed, dynamic=True, backend=backend)
+        for module in self.model.decoder.modules():
+            if type(module) is type(self.model.decoder.norm_out):
+                module.forward = partial(_norm, module, normed)
+        return self
 
     @staticmethod
     def found(folder: Path) -> bool:
@@ -168,12 +180,13 @@ def _hasten(decoder: Any) -> int:
         if weight.dim() >= 4:
             last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
             weight.data = weight.data.contiguous(memory_format=last)
-    causal = type(decoder.conv_in)
-    faster = {causal: _convolve, type(decoder.norm_out): _norm}
+    causal, norm = type(decoder.conv_in), type(decoder.norm_out)
     modules: list[Any] = list(decoder.modules())
     for module in modules:
-        if type(module) in faster:
-            module.forward = partial(faster[type(module)], module)
+        if type(module) is causal:
+            module.forward = partial(_convolve, module)
+        elif type(module) is norm:
+            module.forward = partial(_norm, module, _normed)
         elif issubclass(type(module), nn.Upsample):
             # the nearest place's number needs no wider type
             module.forward = partial(nn.Upsample.forward, module)
@@ -190,11 +203,15 @@ def _convolve(module: Any, x: Tensor, seen: Tensor | None = None) -> Tensor:
     return F.conv3d(x, module.weight, module.bias, module.stride, (0, high, wide))
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
+def _norm(module: Any, normed: Normed, x: Tensor) -> Tensor:
     """Over the channels of x [B, C, ...]."""
-    x = x.movedim(1, -1)
+    x = x.movedim(1, -1).contiguous()
+    return normed(x.view(-1, x.shape[-1]), module.gamma).view(x.shape).movedim(-1, 1)
+
+
+def _normed(rows: Tensor, gamma: Tensor) -> Tensor:
     # diffusers holds a vector's length at 1e-12 or more; this much on its square is no more
-    return F.rms_norm(x, x.shape[-1:], module.gamma.flatten(), 1e-24).movedim(-1, 1)
+    return F.rms_norm(rows, rows.shape[-1:], gamma.flatten(), 1e-24)
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:
