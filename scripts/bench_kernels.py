@@ -11,12 +11,12 @@ fails is noted and the others go on.
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +25,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tachyscope.attention.ann import Ann
-from tachyscope.files import write_atomically
-from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention_by_channels, attention_reference, bias
 from tachyscope.kernels.flash import Listed, flash_attention, flash_listed, setting_of
 from tachyscope.kernels.replay import replay_rows
 from tachyscope.meter import Meter
+from tachyscope.results import check_json, document, emit
 from tachyscope.types import Layer, Moment, Shape
 
 DEVICE, TIMES = torch.device("cuda"), 10
@@ -309,8 +308,9 @@ def replayed(rows: Rows) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--out", help="write the rows as JSON")
     args = parser.parse_args()
+    check_json(args.out)
     began = time.perf_counter()
     rows: Rows = []
     with torch.inference_mode():
@@ -322,15 +322,8 @@ def main() -> None:
         replayed(rows)
     seconds = time.perf_counter() - began
     print(f"{seconds:.0f} s")
-    if args.out:
-        found = {
-            "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else str(DEVICE),
-            "torch": torch.__version__,
-            "triton": gpu.flash.triton.__version__,
-            "seconds": seconds,
-            "rows": rows,
-        }
-        write_atomically(args.out, json.dumps(found, indent=1))
+    command = shlex.join(["python", *sys.argv])
+    emit(document(f"bench-kernels-{DEVICE.type}", rows, command, seconds=seconds), args.out)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ bfloat16 and 4 TB/s, in microseconds a layer; 35 ms a chunk are 1,167:
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,15 +33,14 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from tachyscope.cache.merge import Merge
-from tachyscope.files import write_atomically
 from tachyscope.kernels import folding
 from tachyscope.kernels.match import Setting, match, measure
 from tachyscope.kernels.merge import best_older
 from tachyscope.meter import Meter
+from tachyscope.results import check_json, document, emit, to_json
 from tachyscope.types import Layer, Moment, Shape, Size
 
 MATCHES = [
@@ -278,18 +278,14 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=1560, help="of a latent frame")
     parser.add_argument("--newest", type=int, default=1, help="latent frames that are never folded")
     args = parser.parse_args()
+    check_json(args.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "interpreter"
-    found: dict[str, Any] = {
-        "device": name, "torch": torch.__version__, "triton": triton.__version__,
-        "places": args.places, "newest": args.newest,
-    }  # fmt: skip
+    row: dict[str, Any] = {"places": args.places, "newest": args.newest}
     with torch.inference_mode():
-        run(found, Bench(args.places, args.newest, device))
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.out:
-        write_atomically(args.out, text + "\n")
+        run(row, Bench(args.places, args.newest, device))
+    found = document(f"bench-merge-{device}", [row], shlex.join(["python", *sys.argv]))
+    print(to_json(found, indent=1))
+    emit(found, args.out)
 
 
 def run(found: dict[str, Any], b: Bench) -> None:

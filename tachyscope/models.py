@@ -25,7 +25,7 @@ class Entry:
     """What `load` makes of a name."""
 
     about: str
-    kind: str  # of its adapter: "chunks" or "tokens"
+    kind: str  # of its adapter
     make: Callable[..., Adapter]
     weights: bool = False  # whether a checkpoint must be given
     lora: bool = False  # whether a LoRA can be merged into it
@@ -72,7 +72,9 @@ MODELS = {
         "tiny random VILA-U-type model, token by token", "tokens", toy_tokens, random=True
     ),
     **{
-        name: Entry(preset.about, "chunks", partial(load_preset, name), weights=True, lora=True)
+        name: Entry(
+            preset.about, preset.config.kind, partial(load_preset, name), weights=True, lora=True
+        )
         for name, preset in PRESETS.items()
     },
     "wan_causal": Entry(

@@ -60,6 +60,10 @@ NAMED: dict[str, dict[str, str]] = {
         "text=none replay=none",
     },
 }
+# a budget counts what is under way, five chunks there: this one holds as much past
+NAMED["rolling"] = {
+    name: plan.replace("budget=21f", "budget=33f") for name, plan in NAMED["chunks"].items()
+}
 NAMES = ("dense", "stock", "lossless", "balanced", "fast", "fastcar", "fast-ar")
 
 
@@ -76,8 +80,8 @@ class Plan:
     def parse(cls, text: str, kind: str = "chunks", stock: str = "") -> Plan:
         """A base name, then overrides: `fast cache=merge:budget=12f replay=none`.
 
-        The base is `dense` where none is named; `kind` ("chunks", "tokens") and the model's own
-        `stock` say what a name stands for.
+        The base is `dense` where none is named; `kind` (one of NAMED) and the model's own `stock`
+        say what a name stands for.
         """
         words = text.split()
         base = words.pop(0) if words and "=" not in words[0] else "dense"

@@ -147,7 +147,10 @@ def rollout(
     while left:
         if changes and changes[0][0] == frames - left:
             maker.forget()
-            _refill(model, session, changes.pop(0)[1], held)
+            pictures = model.showing(session)
+            _refill(model, session, changes.pop(0)[1], held, shown=True)
+            # what is told changes, what was shown does not
+            session.features |= pictures
             done = model.frames(session.frame) - (frames - left)
         latents = make(session) if coming is None else coming
         made = min(left, model.frames(session.frame) - done - (frames - left))
@@ -157,7 +160,7 @@ def rollout(
         # waits for the chunk, so that decoding it need not
         stats = session.meter.take()
         left -= made
-        # what is shown next hangs on features that a change drops
+        # a change is made between what is shown before and after it
         changing = bool(changes) and changes[0][0] == frames - left
         coming = make(session) if ahead and left and not changing else None
         with torch.cuda.stream(beside):
@@ -207,7 +210,9 @@ def change_frames(
     return list(found.items())
 
 
-def _refill(model: Adapter, session: Session, encoded: Any, parts: Sequence[Part]) -> None:
+def _refill(
+    model: Adapter, session: Session, encoded: Any, parts: Sequence[Part], shown: bool = False
+) -> None:
     session.slots_for(encoded.lengths)  # raises while the session is still as it was
     if session.frames is not None:
         known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
@@ -219,14 +224,14 @@ def _refill(model: Adapter, session: Session, encoded: Any, parts: Sequence[Part
     session.reset()
     session.generator, session.dice = generator, dice
     model.start(session, encoded)
-    _remember(model, session, parts)
+    _remember(model, session, parts, shown)
     session.meter.take()
 
 
-def _remember(model: Adapter, session: Session, parts: Sequence[Part]) -> None:
+def _remember(model: Adapter, session: Session, parts: Sequence[Part], shown: bool = False) -> None:
     """Clean passes over given latents."""
     for latents, told in parts:
-        model.clean(session, latents, told)
+        model.clean(session, latents, told, shown)
         session.commit()
     if parts:
         session.latents = torch.cat([latents for latents, _ in parts], model.frame_dim)

@@ -71,6 +71,9 @@ def test_an_index_brings_its_shards_together(tmp_path, tensors):
     path = tmp_path / "a.safetensors.index.json"
     write_json(path, {"metadata": {}, "weight_map": places})
     assert same(read_tensors(path), tensors)
+    save_file({"weight": tensors["weight"] + 1, "bias": tensors["bias"]}, tmp_path / places["bias"])
+    words = "weight is in part-0.safetensors and part-1.safetensors"
+    refused(lambda: read_tensors(path), str(path), "hold each tensor once", words)
     write_json(path, {"weight_map": {"weight": "../a.safetensors"}})
     refused(lambda: read_tensors(path), "must list files beside it, got '../a.safetensors'")
     write_json(path, {"weights": {}})

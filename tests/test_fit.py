@@ -35,6 +35,16 @@ def models(request):
     return model, on_meta(model)
 
 
+@pytest.mark.parametrize("plan", ["balanced", "fast"])
+def test_the_named_plans_serve_five_chunks_under_way(plan):
+    shapes = sized("rolling-forcing")
+    found = need(shapes, plan, frames=48)
+    # 15 latent frames are under way, 18 are held behind them: as in other models
+    shape = shapes.shape()
+    assert shape.chunk + shape.ahead == 15
+    assert found.cache["k"] == 33 * shape.places * shape.width * shape.layers * 2
+
+
 def test_the_cache_is_predicted_to_the_byte(models):
     model, shapes = models
     # as far as a cache that merges by threshold reserves: how it grows from there is data

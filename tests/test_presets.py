@@ -743,7 +743,13 @@ def test_a_lora_that_does_not_fit_is_refused(made, shrunk, tmp_path):
     refused(load({"diff.weight": torch.ones(1)}), "must hold a LoRA's lora_A and lora_B", "diff")
     refused(load({}), "got nothing")
     refused(load(dict(list(good.items())[:1])), "must hold both factors of blocks.0.self_attn.q")
+    refused(load(lora("kohya", LAYERS, rank=0)[0]), "got [0, 256] and [")
     refused(load(good | {"x.y.dora_scale": torch.ones(1)}), "got x.y.dora_scale")
+    twice = good | {name.removeprefix("base_model.model.model."): x + 1 for name, x in good.items()}
+    refused(load(twice), "got two of blocks.0.self_attn.q, in ", "base_model.model.model.blocks.0")
+    scaled, _ = lora("kohya", LAYERS, alpha=6)
+    name = "lora_unet_blocks_1_ffn_0.alpha"
+    refused(load(scaled | {name: torch.ones(2)}), f"one number in {name}, got [2]")
     for name in good:
         good[name][0, 0] = torch.nan
     refused(load(good), str(path), "NaN or infinity in blocks.0.self_attn.q.weight, blocks.1.ffn")

@@ -180,6 +180,36 @@ def test_given_frames_are_remembered_again_too():
     assert np.array_equal(np.concatenate([c.frames for c in chunks]), want)
 
 
+class Afterglow:
+    """Stands in for a VAE: a picture shows something of every latent frame before it."""
+
+    def frames(self, latents):
+        return latents
+
+    def skip(self, latents, features):
+        self(latents, features)
+
+    def __call__(self, latents, features):
+        shown = []
+        for latent in latents[0, :3].unbind(1):
+            features["glow"] = latent + 0.9 * features.get("glow", torch.zeros_like(latent))
+            shown.append(features["glow"].permute(1, 2, 0))
+        return (torch.stack(shown).clamp(-4, 4) * 30 + 120).round().to(torch.uint8).numpy()
+
+
+def test_a_change_of_prompt_leaves_no_seam_in_what_is_shown():
+    model = ts.load("toy-chunks")
+    model.decoder = Afterglow()
+    session = ts.open_session(model, "cache=window:budget=6f,sink=0", frames=24)
+    chunks, made = [], []
+    for chunk in ts.rollout(model, frames=24, then=[(15, "a blue room")], session=session):
+        made.append(session.latents[:, :, -model.shape().chunk :])
+        chunks.append(chunk.frames)
+    whole = model.decoder(torch.cat(made, 2), {})
+    assert len(whole) == 24 and whole.std() > 5
+    assert np.array_equal(np.concatenate(chunks), whole)
+
+
 def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
     """A chunk is shown before what it was made by is forgotten."""
     asked = CHANGED | {"plan": PLANS[model.name], "then": [(12, "green"), (5, "a blue room")]}

@@ -19,7 +19,7 @@ class Adapter(abc.ABC):
     """A model, frozen: all that changes during a video lives in the session."""
 
     name: str
-    kind: str  # "chunks" or "tokens": which named plans are meant
+    kind: str  # "chunks", "tokens" or "rolling": which named plans are meant
     device: torch.device
     dtype: torch.dtype
     fps: int
@@ -68,8 +68,17 @@ class Adapter(abc.ABC):
         raise TachyscopeError(f"{self.name} has no layers to compile: leave compile out")
 
     @abc.abstractmethod
-    def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
-        """One clean pass over given latents: what `sample` ends with, without the making."""
+    def clean(
+        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
+    ) -> None:
+        """One clean pass over given latents: what `sample` ends with, without the making.
+
+        Decoding goes on behind them, unless they were `shown` already.
+        """
+
+    def showing(self, session: Session) -> dict[str, Tensor]:
+        """Of the session's features, those that the next pictures hang on."""
+        return {}
 
     @abc.abstractmethod
     def latents(self, frames: np.ndarray) -> Tensor:

@@ -199,12 +199,19 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
     if not isinstance(listed, dict):
         raise TachyscopeError(f"{path} must have a 'weight_map', it has none: get it again")
     found: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
     for name in sorted({str(value) for value in listed.values()}):
         if Path(name).name != name:
             raise TachyscopeError(
                 f"{path} must list files beside it, got {name!r}: put them there and name them so"
             )
-        found |= read_tensors(path.with_name(name))
+        for key, tensor in read_tensors(path.with_name(name)).items():
+            if key in found:
+                raise TachyscopeError(
+                    f"{path} must list files that hold each tensor once, {key} is in "
+                    f"{places[key]} and {name}: get them again"
+                )
+            found[key], places[key] = tensor, name
     return found
 
 

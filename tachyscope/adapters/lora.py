@@ -56,9 +56,10 @@ def merge_lora(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> N
 
 def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
     """A LoRA's updates by layer of the model; raises where one fits none of its layers."""
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors = read_tensors(path)
+    found: dict[str, dict[str, str]] = {}
     unknown, strangers = [], []
-    for key, tensor in read_tensors(path).items():
+    for key in tensors:
         match = NAME.fullmatch(key.replace(SHARDED, ""))
         if match is None:
             unknown.append(key)
@@ -67,7 +68,12 @@ def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
         if layer is None:
             strangers.append(match[1])
             continue
-        found.setdefault(layer, {})[FACTORS.get(match[2], "alpha")] = tensor
+        other = found.setdefault(layer, {}).setdefault(FACTORS.get(match[2], "alpha"), key)
+        if other != key:
+            raise TachyscopeError(
+                f"{path} must hold one update of each layer, got two of {layer}, "
+                f"in {other} and {key}: remove one of them"
+            )
     if unknown or not (found or strangers):
         raise TachyscopeError(
             f"{path} must hold a LoRA's lora_A and lora_B, or lora_down, lora_up and alpha, "
@@ -79,15 +85,24 @@ def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
             f"{some(dict.fromkeys(strangers))}: give a LoRA of this model"
         )
     updates = {}
-    for layer, parts in found.items():
+    for layer, keys in found.items():
+        parts = {part: tensors[key] for part, key in keys.items()}
         down, up = parts.get("down"), parts.get("up")
-        if down is None or up is None or down.dim() != 2 or up.shape[1:] != down.shape[:1]:
+        if (
+            down is None or up is None
+            or down.dim() != 2 or not down.numel() or up.shape[1:] != down.shape[:1]
+        ):  # fmt: skip
             raise TachyscopeError(
                 f"{path} must hold both factors of {layer}, [rank, in] and [out, rank], got "
                 f"{' and '.join(str(list(x.shape)) for x in (down, up) if x is not None)}: "
                 f"get it again"
             )
         alpha = parts.get("alpha")
+        if alpha is not None and alpha.numel() != 1:
+            raise TachyscopeError(
+                f"{path} must hold one number in {keys['alpha']}, got {list(alpha.shape)}: "
+                f"get it again"
+            )
         updates[layer] = Update(down, up, None if alpha is None else float(alpha))
     return updates
 

@@ -124,7 +124,9 @@ class VilaAdapter(Adapter):
         return torch.stack(codes, 1).reshape(-1, 1, *c.grid, c.depth)
 
     @torch.no_grad()
-    def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
+    def clean(
+        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
+    ) -> None:
         pos = session.shape.positions(session.frame, 1, self.device)
         self._feed(session, latents.flatten(1, 3), pos, actions)
 

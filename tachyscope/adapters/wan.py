@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
@@ -121,7 +122,6 @@ class Alone:
 class WanAdapter(Adapter):
     """A Wan-type causal model as a rollout drives it."""
 
-    kind = "chunks"
     frame_dim = 2
 
     def __init__(
@@ -137,7 +137,8 @@ class WanAdapter(Adapter):
         self.dtype = model.patch_embedding.weight.dtype
         if self.device.type == "cuda":
             model.fuse()
-        self.fps, self.actions = self.config.fps, self.config.actions
+        self.kind, self.fps = self.config.kind, self.config.fps
+        self.actions = self.config.actions
         self.stock = self.config.stock
         self.looks, self.restarts = self.config.reencode, self.config.restart > 0
         self.schedule = schedule(self.config)
@@ -246,12 +247,18 @@ class WanAdapter(Adapter):
         return clean[0]
 
     @torch.no_grad()
-    def clean(self, session: Session, latents: Tensor, actions: Sequence[int]) -> None:
+    def clean(
+        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
+    ) -> None:
         told = self.told(actions, latents.shape[2])
         latents = latents.to(self.device)
         self._remember(session, self._context(session, latents), told)
-        if self.decoder is not None and session.features.pop("shown", None) is None:
+        again = session.features.pop("shown", None) is not None
+        if self.decoder is not None and not again and not shown:
             self.decoder.skip(latents, session.features)
+
+    def showing(self, session: Session) -> dict[str, Tensor]:
+        return {name: x for name, x in session.features.items() if name not in ("window", "shown")}
 
     @torch.no_grad()
     def latents(self, frames: np.ndarray) -> Tensor:
@@ -297,7 +304,7 @@ class WanAdapter(Adapter):
         if self.decoder is None:
             raise TachyscopeError(
                 f"{self.name} was loaded without a decoder, got latents to show: put "
-                f"{wan_vae.PUBLISHED} beside its weights"
+                f"{wan_vae.PUBLISHED} beside its weights, and pip install tachyscope[hf]"
             )
         return self.decoder
 
@@ -424,7 +431,8 @@ def load_wan(
     beside = path if path.is_dir() else path.parent
     if text is None and UMT5.found(beside):
         text = UMT5.read(beside, config)
-    if decoder is None and WanVae.found(beside):
+    # latents can be made and timed without what shows them
+    if decoder is None and WanVae.found(beside) and find_spec("diffusers"):
         decoder = WanVae.read(beside, device=device, dtype=dtype)
     name = preset or (path.resolve().name if path.is_dir() else path.stem)
     return WanAdapter(name, model.eval(), text, decoder)

@@ -125,6 +125,11 @@ class WanConfig:
         return self.dim // self.heads
 
     @property
+    def kind(self) -> str:
+        """Which named plans are meant."""
+        return "rolling" if self.rolling else "chunks"
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """Every step that some chunk takes: a pass is known by its place among them."""
         return tuple(sorted({*self.steps, *self.first_steps}, reverse=True))

@@ -44,6 +44,7 @@ from tachyscope.plan import Plan
 from tachyscope.results import Document, document, emit
 from tachyscope.rollout import open_session, parse_plan, parse_size
 from tachyscope.session import Session
+from tachyscope.types import Shape
 
 FULL = "the GPU's memory ran out: ask for shorter lengths, or a smaller budget"
 MERGE = "cache=merge:budget=21f"
@@ -253,8 +254,7 @@ def default_lengths(
     """Latent frames at which a plan's chunks are timed, whole chunks."""
     shape = shapes.shape(size)
     if not plan.cache.grows:
-        held = -(-plan.cache.capacity(shape, 0, None) // shape.chunk_tokens)
-        return [shape.chunk * (held + more) for more in BEYOND]
+        return [shape.chunk * (_held(plan, shape) + more) for more in BEYOND]
     most = LENGTHS[-1]
     if room is not None:
         one, two = (
@@ -283,6 +283,8 @@ def _measure(
 ) -> None:
     """Fill in a row, point by point, so that what was measured before a fault is kept."""
     _build(model, plan, clock)
+    if not plan.cache.grows:
+        row["begin_ms"] = _begin(model, plan, clock)
     clear(model.device)
     begun = time.perf_counter()
     chunk = model.config.chunk
@@ -324,9 +326,25 @@ def _build(model: WanAdapter, plan: Plan, clock: Clock) -> None:
     session = clock.open(model, plan, model.frames(4 * chunk))
     make_chunk(Maker(model, session))
     if not plan.cache.grows:
-        full = -(-plan.cache.capacity(session.shape, 0, None) // session.shape.places)
-        session.fill(full + chunk)
+        session.fill(chunk * (_held(plan, session.shape) + 1))
     make_chunk(Maker(model, session))
+
+
+def _begin(model: WanAdapter, plan: Plan, clock: Clock) -> list[float]:
+    """A video's first chunks, until its cache is full and a chunk is recorded.
+
+    They are asked for launch by launch, which no length tells.
+    """
+    chunk = model.config.chunk
+    session = clock.open(model, plan, model.frames(4 * chunk))
+    make = repeating(model, session)
+    count = _held(plan, session.shape) + WARM
+    return [make_chunk(make)["chunk_ms"] for _ in range(count)]
+
+
+def _held(plan: Plan, shape: Shape) -> int:
+    """Chunks that fill a bounded plan's cache."""
+    return -(-plan.cache.capacity(shape, 0, None) // shape.chunk_tokens)
 
 
 def _warm(make: Maker) -> None:
@@ -396,7 +414,8 @@ def _rates(row: Document, model: WanAdapter) -> None:
         starts = chunk_starts(model, frames)
         if row["grows"] and starts[-1] > points[-1][0]:
             continue  # how it goes on was not measured
-        ms = [between(points, start) for start in starts]
+        begin = row.get("begin_ms", [])[: len(starts)]
+        ms = begin + [between(points, start) for start in starts[len(begin) :]]
         made = model.frames(starts[-1] + model.config.chunk)
         row["rates"][str(frames)] = {
             "fps": 1e3 * made / sum(ms),
