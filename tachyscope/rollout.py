@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.adapters import Adapter
+from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError
 from tachyscope.making import repeating
 from tachyscope.plan import Plan
@@ -129,6 +130,7 @@ def rollout(
         # raises where a longer prompt leaves no room
         session.slots_for(encoded.lengths)
     held = _newest(model, session, first_actions) if changes else deque[Part]()
+    stock = parse_plan(model, "stock") if model.together else None
     index = session.chunk
     beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
 
@@ -147,10 +149,8 @@ def rollout(
     while left:
         if changes and changes[0][0] == frames - left:
             maker.forget()
-            pictures = model.showing(session)
-            _refill(model, session, changes.pop(0)[1], held, shown=True)
-            # what is told changes, what was shown does not
-            session.features |= pictures
+            change = _retell if model.together and session.plan == stock else _change
+            change(model, session, changes.pop(0)[1], held)
             done = model.frames(session.frame) - (frames - left)
         latents = make(session) if coming is None else coming
         made = min(left, model.frames(session.frame) - done - (frames - left))
@@ -208,6 +208,32 @@ def change_frames(
             )
         found[at] = prompt
     return list(found.items())
+
+
+def _change(model: Adapter, session: Session, encoded: Any, held: Sequence[Part]) -> None:
+    """Go on under another prompt, with the newest latents remembered again under it."""
+    pictures = model.showing(session)
+    _refill(model, session, encoded, held, shown=True)
+    # what is told changes, what was shown does not
+    session.features |= pictures
+
+
+def _retell(model: Adapter, session: Session, encoded: Any, held: Sequence[Part]) -> None:
+    """`_change` where a full window is remembered in one pass, behind its sink as it was."""
+    cache, shape = session.plan.cache, session.shape
+    assert isinstance(cache, Window)
+    most = cache.budget.entries(shape) // shape.places
+    keep = cache.sink if session.frame > most else 0
+    frames = min(session.frame, most) - keep
+    latents = torch.cat([latents for latents, _ in held], model.frame_dim)
+    before = latents.shape[model.frame_dim] - frames
+    if before < 0:  # of a session that is gone on with, no more than its last chunk is known
+        return _change(model, session, encoded, held)
+    model.start(session, encoded)
+    session.rewind(frames, keep)
+    newest = latents.narrow(model.frame_dim, before, frames)
+    _remember(model, session, [(newest, [])], shown=True)
+    session.meter.take()
 
 
 def _refill(

@@ -384,6 +384,14 @@ class Session:
         for layer in self.layers:
             layer.logw.zero_()
 
+    def rewind(self, frames: int, keep: int) -> None:
+        """Drop the newest latent frames, and all before them but the first `keep`."""
+        self.frame -= frames
+        self.past, self.now = self.prompt + keep * self.shape.places, 0
+        self.seen -= frames * self.shape.places
+        for layer in self.layers:
+            layer.logw[:, :, self.past :] = 0.0
+
     @torch.inference_mode()
     def fill(self, frames: int) -> None:
         """Remember latent frames of random keys and values, up to `frames` in all, for a clock.

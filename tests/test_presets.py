@@ -96,14 +96,15 @@ def view(p: Protocol, sizes: list[int]) -> list[Entry]:
 class Told:
     """Stands in for a session: all chunks in one pass, each seeing the entries listed for it.
 
-    `sizes` are the chunks' latent frames, which are the last of their own entries.
+    `sizes` are the chunks' latent frames, which are the last of their own entries; each chunk is
+    told its own text.
     """
 
-    def __init__(self, adapter, context, views, sizes):
+    def __init__(self, adapter, contexts, views, sizes):
         self.shape = adapter.shape()
         self.own = [size * self.shape.places for size in sizes]
         self.rope = adapter.rope(self.shape)
-        self.keys, self.values = adapter.model.keys_values(context)
+        self.texts = [adapter.model.keys_values(context) for context in contexts]
         self.views = []
         for entries in views:
             mixes = torch.zeros(len(entries), sum(sizes), dtype=torch.float64)
@@ -124,7 +125,9 @@ class Told:
         return torch.cat(out, 2)
 
     def cross(self, layer, q):
-        return F.scaled_dot_product_attention(q, self.keys[layer], self.values[layer])
+        parts = zip(q.split(self.own, 2), self.texts, strict=True)
+        out = [F.scaled_dot_product_attention(q, k[layer], v[layer]) for q, (k, v) in parts]
+        return torch.cat(out, 2)
 
     def mlp(self, layer, x, fn):
         return fn(x)
@@ -140,19 +143,54 @@ def play(adapter, p: Protocol, chunks: int, prompt: str, draw, given=()):
             done = [encoded_again(adapter, made)]
         sizes = [x.shape[2] for x in done] + [p.chunk]
         views = [view(p, sizes[: i + 1]) for i in range(len(sizes))]
-        told = Told(adapter, text, views, sizes)
-        x, clean = draw(), None
-        for t in p.first_times if p.first_times and chunk == 0 else p.times:
-            sigma = sigma_of(t, p.shift)
-            if clean is not None:
-                x = (1 - sigma) * clean + sigma * draw()
-            latents = torch.cat([*done, x], 2)
-            times = torch.zeros(1, latents.shape[2])
-            times[:, -p.chunk :] = t
-            clean = x - sigma * adapter.model(told, latents, times)[:, :, -p.chunk :]
-        done.append(clean)
-        made.append(clean)
+        told = Told(adapter, [text] * len(sizes), views, sizes)
+        steps = p.first_times if p.first_times and chunk == 0 else p.times
+        done.append(denoised(adapter, p, told, done, steps, draw))
+        made.append(done[-1])
     return made
+
+
+def denoised(adapter, p, told, done, steps, draw):
+    """One chunk more, behind those that are done."""
+    x, clean = draw(), None
+    for t in steps:
+        sigma = sigma_of(t, p.shift)
+        if clean is not None:
+            x = (1 - sigma) * clean + sigma * draw()
+        latents = torch.cat([*done, x], 2)
+        times = torch.zeros(1, latents.shape[2])
+        times[:, -p.chunk :] = t
+        clean = x - sigma * adapter.model(told, latents, times)[:, :, -p.chunk :]
+    return clean
+
+
+@torch.no_grad()
+def play_retold(adapter, p: Protocol, before, chunks: int, prompts, draw):
+    """LongLive after a change of prompt.
+
+    Where the video is longer than its window, the sink is what was remembered of the first frames
+    under the first prompt; what stands behind it is one block, which sees the sink and itself.
+    """
+    first, second = (adapter.encode(prompt).context.double() for prompt in prompts)
+    latents = torch.cat(before, 2)
+    made = latents.shape[2]
+    if made > p.window:
+        done = [latents[:, :, : p.sink], latents[:, :, made - p.window + p.sink :]]
+        place = [*range(p.sink), *range(made - p.window + p.sink, made)]
+        views, texts = [range(p.sink), range(p.window)], [first, second]
+    else:
+        done, place, views, texts = [latents], list(range(made)), [range(made)], [second]
+    for _ in range(chunks):
+        held = len(place)
+        place += range(place[-1] + 1, place[-1] + 1 + p.chunk)
+        newest = range(max(p.sink, held - (p.window - p.chunk - p.sink)), held + p.chunk)
+        views.append([*range(p.sink), *newest])
+        texts.append(second)
+        seen = [[({i: 1.0}, place[i]) for i in frames] for frames in views]
+        sizes = [x.shape[2] for x in done] + [p.chunk]
+        told = Told(adapter, texts, seen, sizes)
+        done.append(denoised(adapter, p, told, done, p.times, draw))
+    return done[-chunks:]
 
 
 def drawn(seed, chunk):
@@ -198,7 +236,8 @@ def roll(adapter, chunks, prompt, seed, given=()):
         anchor = [({i: 1.0}, before - len(newest) - 3 + i) for i in range(min(3, before))]
         own = range(before, before + width)
         views.append([*anchor, *(({i: 1.0}, i) for i in (*newest, *own))])
-        told = Told(adapter, text, views, [3] * len(finished) + [width])
+        sizes = [3] * len(finished) + [width]
+        told = Told(adapter, [text] * len(sizes), views, sizes)
         x = torch.cat([noisy[i] for i in blocks], 2)
         times = torch.zeros(1, before + width)
         for i in blocks:
@@ -343,12 +382,16 @@ def test_a_change_of_prompt_remembers_the_window_again(shrunk, tmp_path):
     assert_same(after, expected[-3:])
     unchanged = play(stated, protocol, 7, "a", unchanged_noise)
     assert (after[0] - unchanged[-1]).abs().max() > 0.01
-    # said beforehand, it happens by itself, where the next chunk begins
-    session = open_session(model, "stock", prompt="a", seed=7, frames=model.frames(27))
-    then = [(model.frames(18) - 5, "b")]
-    chunks = rollout(model, frames=model.frames(27), then=then, session=session)
-    # what a change remembers is told as the session's last latents until a chunk is made
-    assert_same([session.latents for _ in chunks], expected)
+    # said beforehand, it happens where the next chunk begins, and as by its authors: in one pass
+    for frames in (6, 12, 15, 18):
+        session = open_session(model, "stock", prompt="a", seed=7, frames=model.frames(27))
+        then = [(model.frames(frames) - 2, "b")]
+        chunks = rollout(model, frames=model.frames(27), then=then, session=session)
+        found = [session.latents[:, :, -3:] for _ in chunks]
+        noise, more = drawn(7, 3), 9 - frames // 3
+        expected = play(stated, protocol, frames // 3, "a", noise)
+        again = play_retold(stated, protocol, expected, more, "ab", noise)
+        assert_same(found, expected + again)
 
 
 @pytest.mark.parametrize("name", ["krea", "causvid", "self-forcing", "rolling-forcing"])

@@ -713,7 +713,7 @@ def test_a_config_comes_back_from_json():
         ({"num_layers": 0}, "layers (num_layers) must be over 0, got 0"),
         ({"patch_size": [2, 2, 2]}, "patch must take latent frames one by one, got (2, 2, 2)"),
         ({"patch_size": [1, 2]}, "patch (patch_size) must be 3 whole numbers, got (1, 2)"),
-        ({"tachyscope": {"speed": 1}}, "text_encoder, warp, got ['speed']"),
+        ({"tachyscope": {"speed": 1}}, "text_encoder, together, warp, got ['speed']"),
         ({"tachyscope": 3}, "'tachyscope' takes actions"),
         ({"tachyscope": {"steps": [500, 1000]}}, "steps must fall, from 1000 at most to 0"),
         ({"tachyscope": {"steps": []}}, "steps must fall"),
@@ -724,6 +724,10 @@ def test_a_config_comes_back_from_json():
         ({"tachyscope": {"rolling": True, "actions": ".w"}}, "rolling leaves no room for first_st"),
         ({"tachyscope": {"restart": 3}}, "restart must be 0 or over its chunk of 3, got 3"),
         ({"tachyscope": {"reencode": True}}, "reencode needs alone or a restart, got neither"),
+        (
+            {"tachyscope": {"together": True, "stock": "cache=keep_all"}},
+            "together needs a stock plan with cache=window first, and no actions",
+        ),
     ],
 )
 def test_a_fault_in_a_config_is_named(change, words):

@@ -30,6 +30,8 @@ class Adapter(abc.ABC):
     looks: bool = False
     # the past is dropped at some chunks, by their number
     restarts: bool = False
+    # by the stock plan, a change of prompt remembers a full window in one pass, and not its sink
+    together: bool = False
 
     @abc.abstractmethod
     def shape(self, size: tuple[int, int] | None = None) -> Shape:

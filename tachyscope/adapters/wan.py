@@ -141,6 +141,7 @@ class WanAdapter(Adapter):
         self.actions = self.config.actions
         self.stock = self.config.stock
         self.looks, self.restarts = self.config.reencode, self.config.restart > 0
+        self.together = self.config.together
         self.schedule = schedule(self.config)
 
     def compile(self) -> Self:

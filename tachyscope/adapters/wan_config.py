@@ -67,6 +67,7 @@ class WanConfig:
     alone: bool = False  # a finished chunk's clean pass sees nothing of the chunks before it
     restart: int = 0  # latent frames until all but the last chunk is forgotten; 0 for never
     reencode: bool = False  # what is so cut off from the past begins with a frame encoded again
+    together: bool = False  # a change of prompt remembers a full window in one pass, not its sink
     size: tuple[int, int] = (60, 104)  # latent rows and columns unless a size is asked for
     stride: tuple[int, int, int] = (4, 8, 8)  # pixel frames, rows, columns of a latent one
     fps: int = 16
@@ -115,6 +116,11 @@ class WanConfig:
             not self.reencode or self.alone or self.restart > 0,
             "reencode needs alone or a restart",
             "neither",
+        )
+        _demand(
+            not self.together or (self.stock.startswith("cache=window:") and not self.actions),
+            "together needs a stock plan with cache=window first, and no actions",
+            f"stock={self.stock!r}, actions={self.actions!r}",
         )
         _demand(
             len(set(self.actions)) == len(self.actions), "actions must differ", repr(self.actions)

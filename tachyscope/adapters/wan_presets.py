@@ -64,7 +64,7 @@ PRESETS = {
     ),
     "longlive": Preset(
         "LongLive 1: Wan 1.3B, 4 steps; its LoRA is a file of its own",
-        WanConfig(stock=_stock("window:budget=12f,sink=3")),
+        WanConfig(together=True, stock=_stock("window:budget=12f,sink=3")),
         "generator",
     ),
     "infinite-forcing": Preset(
