@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tachyscope.adapters import Adapter
 from tachyscope.cache.window import Window
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.making import repeating
 from tachyscope.plan import Plan
 from tachyscope.session import Session
@@ -56,16 +56,26 @@ def open_session(
         coming = None
         if frames is not None:
             coming = known + chunks_for(model, shape.chunk, known, frames) * shape.chunk
-        session = make(
-            shape,
-            parse_plan(model, plan),
-            model.rope(shape),
-            frames=coming,
-            lengths=encoded.lengths,
-            seed=seed,
-            device=model.device,
-            dtype=model.dtype,
-        )
+        parsed = parse_plan(model, plan)
+        try:
+            session = make(
+                shape,
+                parsed,
+                model.rope(shape),
+                frames=coming,
+                lengths=encoded.lengths,
+                seed=seed,
+                device=model.device,
+                dtype=model.dtype,
+            )
+        except RuntimeError as fault:
+            if not is_out_of_memory(fault):
+                raise
+            raise TachyscopeError(
+                f"the memory of {model.device} does not hold the cache of {parsed}: give it a "
+                f"budget, for example cache=merge:budget=21f, or take a smaller size; "
+                f"tachyscope bench fit tells what fits"
+            ) from fault
         model.start(session, encoded)
         if given is not None:
             _remember(model, session, _parts(model, given, shape.chunk, first_actions))

@@ -180,6 +180,21 @@ def test_given_frames_are_remembered_again_too():
     assert np.array_equal(np.concatenate([c.frames for c in chunks]), want)
 
 
+def test_a_cache_that_the_memory_does_not_hold_is_one_line(model, monkeypatch):
+    def full(session, slots):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+    monkeypatch.setattr(ts.Session, "_empty_layer", full)
+    with pytest.raises(TachyscopeError) as fault:
+        ts.open_session(model, "dense", frames=9)
+    said = str(fault.value)
+    assert said.startswith("the memory of cpu does not hold the cache of cache=keep_all")
+    assert "budget=21f" in said and "\n" not in said
+    monkeypatch.setattr(ts.Session, "_empty_layer", lambda session, slots: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ts.open_session(model, "dense", frames=9)
+
+
 class Afterglow:
     """Stands in for a VAE: a picture shows something of every latent frame before it."""
 

@@ -299,7 +299,13 @@ class WanAdapter(Adapter):
                 f"{self.name} encodes a frame again after showing it, and its decoder only shows: "
                 f"load it with its VAE"
             ) from fault
-        return torch.cat([again.to(latents), latents[:, :, 1:]], 2)
+        begun = torch.cat([again.to(latents), latents[:, :, 1:]], 2)
+        if c.restart:
+            # what follows is decoded as a video that begins there
+            for name in self.showing(session):
+                del session.features[name]
+            decoder.skip(begun, session.features)
+        return begun
 
     def _decoder(self) -> Decoder:
         if self.decoder is None:
@@ -514,9 +520,10 @@ def _placed(model: WanCausal, device: torch.device | str, where: str) -> WanCaus
     except RuntimeError as fault:
         if not is_out_of_memory(fault):
             raise
+        wide = model.patch_embedding.weight.dtype.itemsize > 2
         raise TachyscopeError(
             f"{where}: its weights take {size / 1e9:.1f} GB, more than the memory of {device} has "
-            f"left: free some, or load it in bfloat16"
+            f"left: free some, or {'load it in bfloat16' if wide else 'take a smaller model'}"
         ) from None
 
 

@@ -385,6 +385,8 @@ def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session
 def _fault(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return FULL
+    if isinstance(error, TachyscopeError):
+        return str(error)
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"
 
