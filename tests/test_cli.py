@@ -529,7 +529,9 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch, capsys):
     # petabytes
     assert main([*words, "--size", "640x960", "--frames", "10000000"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("tachyscope: the memory of cpu does not hold the cache of cache=keep_all")
+    assert said.startswith(
+        "tachyscope: the memory of cpu does not hold the cache of cache=keep_all"
+    )
     assert said.endswith("tachyscope bench fit tells what fits\n") and said.count("\n") == 1
     monkeypatch.setattr(WanAdapter, "decode", failing(torch.OutOfMemoryError("CUDA is full")))
     assert main(words) == 2
