@@ -268,6 +268,14 @@ def test_a_faulty_vae_is_named(folder, tmp_path, monkeypatch):
     refused(lambda: WanVae.read(folder), "needs diffusers", "pip install tachyscope[hf]")
 
 
+def test_a_vae_that_cannot_be_read_stops_no_one_who_shows_nothing(folder, monkeypatch):
+    assert load_wan(folder).decoder is not None
+    monkeypatch.setitem(importlib.sys.modules, "diffusers", None)
+    model = load_wan(folder)
+    assert model.decoder is None
+    refused(lambda: model.frames(3), "without a decoder", "pip install tachyscope[hf]")
+
+
 def test_parts_that_are_no_numbers_are_refused(folder, tmp_path):
     for name, key in (
         (wan_vae.PUBLISHED, "decoder.conv1.weight"),
