@@ -1,11 +1,61 @@
 """Fast autoregressive video generation without retraining."""
 
-from tachyscope.errors import TachyscopeError as TachyscopeError
-from tachyscope.models import load as load
-from tachyscope.plan import Plan as Plan
-from tachyscope.rollout import open_session as open_session
-from tachyscope.rollout import refill as refill
-from tachyscope.rollout import rollout as rollout
-from tachyscope.session import Session as Session
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tachyscope.errors import TachyscopeError
+    from tachyscope.models import load
+    from tachyscope.plan import Plan
+    from tachyscope.rollout import open_session, refill, rollout
+    from tachyscope.session import Session
 
 __version__ = "0.1.0"
+__all__ = [
+    "Plan",
+    "Session",
+    "TachyscopeError",
+    "__version__",
+    "load",
+    "open_session",
+    "refill",
+    "rollout",
+]
+
+# Imported when first used: rooms without torch must not pay for it.
+_HOMES = {
+    "Plan": "plan",
+    "Session": "session",
+    "TachyscopeError": "errors",
+    "load": "models",
+    "open_session": "rollout",
+    "refill": "rollout",
+    "rollout": "rollout",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # importing the module `rollout` binds its name here, where the function is meant
+        if name == "rollout" and isinstance(value, ModuleType):
+            value = value.rollout
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
