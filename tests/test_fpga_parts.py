@@ -9,8 +9,11 @@ import pytest
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.fpga import fixed
+from tachyscope.fpga.gemv import GemvArray
+from tachyscope.fpga.replay_cache import ReplayCache
 from tachyscope.fpga.requant import Requant
 from tachyscope.fpga.simulate import simulate, stalls
+from tachyscope.fpga.tas_gate import TasGate
 
 STALLS = [0.0, 0.4]
 
@@ -99,3 +102,116 @@ def test_requantiser_hardware_equals_its_integers(stall):
     assert trace.payloads["o"] == part.compute(acc, multiplier, shift).tolist()
     if not stall:
         assert trace.span("acc", "o") == part.cycles(len(acc))
+
+
+def int8s(rng, *shape):
+    """Random int8 with many numbers at the ends of the range."""
+    ends = rng.choice([-128, -127, -1, 0, 1, 127], shape)
+    return np.where(rng.random(shape) < 0.3, ends, rng.integers(-128, 128, shape))
+
+
+@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize(
+    ("lanes", "macs", "products"), [(1, 1, 1), (2, 3, 1), (4, 4, 1), (2, 4, 2), (4, 2, 2)]
+)
+def test_array_hardware_equals_its_integers(lanes, macs, products, stall):
+    rng = np.random.default_rng(lanes * 10 + macs)
+    array = GemvArray(lanes, macs, products)
+    w, x = int8s(rng, 6 * lanes, 4 * macs), int8s(rng, 4 * macs)
+    w[0], x[:] = -128, np.where(np.arange(4 * macs) < macs, -128, x)  # the largest product
+    trace = simulate(
+        array.create(),
+        {"i": array.pack(w, x)},
+        {"o": 6},
+        {"i": stalls(1, stall), "o": stalls(2, stall)},
+        settle=20,
+    )
+    assert np.concatenate(trace.payloads["o"]).tolist() == array.compute(w, x).tolist()
+    if not stall:
+        assert trace.span("i", "o") == array.cycles(4 * macs, 6 * lanes)
+
+
+@pytest.mark.parametrize("query", ["before_rope", "after_rope"])
+def test_gate_is_strict_at_its_threshold_and_scores_the_chosen_query(query):
+    rng = np.random.default_rng(5)
+    gate = TasGate(heads=2, head_dim=8, macs=4, query=query)
+    q, rotated, k = (int8s(rng, 12, 16) for _ in range(3))
+    chosen = q if query == "before_rope" else rotated
+    scores = [int(score) for score in (chosen * k).sum(1)]
+    thresholds = [score + step for score, step in zip(scores, itertools.cycle((-1, 0, 1)))]
+    beats = [beat for token in zip(q, rotated, k, strict=True) for beat in gate.pack(*token)]
+    trace = simulate(gate.create(), {"i": beats, "threshold": thresholds}, {"o": 12})
+    assert trace.payloads["o"] == [1, 0, 0] * 4
+    assert trace.payloads["o"] == [
+        gate.compute(*token) for token in zip(q, rotated, k, thresholds, strict=True)
+    ]
+    assert trace.span("i", "o") == gate.cycles(12)
+
+
+def test_the_folded_threshold_decides_as_the_score_in_floats():
+    """The authors' score: mean over heads of q . k / sqrt(head_dim), with q before RoPE."""
+    rng = np.random.default_rng(3)
+    gate = TasGate(heads=4, head_dim=16, macs=4)
+    for tau in (-4.0, -0.3, 0.0, 0.5):
+        q, q_scale = fixed.quantise(rng.normal(size=64))
+        k, k_scale = fixed.quantise(rng.normal(size=64))
+        score = ((q * q_scale).reshape(4, 16) * (k * k_scale).reshape(4, 16)).sum(1).mean() / 4
+        assert gate.compute(q, q, k, gate.threshold(tau, float(q_scale[0]), float(k_scale[0]))) == (
+            score > tau
+        )
+
+
+def test_a_cache_entry_is_replayed_only_once_it_is_whole():
+    rng = np.random.default_rng(7)
+    cache = ReplayCache(entries=4, tiles=3, lanes=2)
+    ys = int8s(rng, 3, 2).tolist()
+    writes = [{"entry": 2, "tile": tile, "y": y} for tile, y in enumerate(ys)]
+    unit = cache.create()
+    # beats of different ports are kept apart by stalls: write, seal, ask and read, write again, ask
+    at = lambda *cycles: (t not in cycles for t in itertools.count())  # noqa: E731
+    trace = simulate(
+        unit,
+        {"write": [*writes, writes[0]], "seal": [2], "ask": [2, 2, 1, 2], "read": [1, 2]},
+        {"hit": 4, "o": 3},
+        {"write": at(0, 1, 2, 20), "seal": at(5), "ask": at(4, 8, 10, 22), "read": at(9, 12)},
+        settle=10,
+    )
+    expected = cache.compute(
+        [
+            *(("write", 2, t, y) for t, y in enumerate(ys)),
+            ("ask", 2),
+            ("seal", 2),
+            ("ask", 2),
+            ("read", 1),
+            ("ask", 1),
+            ("read", 2),
+            ("write", 2, 0, ys[0]),
+            ("ask", 2),
+        ]
+    )
+    assert expected == [False, True, None, False, ys, False]
+    assert [bool(hit) for hit in trace.payloads["hit"]] == [False, True, False, False]
+    assert [beat["y"] for beat in trace.payloads["o"]] == ys
+    assert trace.cycles["o"][-1] - trace.cycles["read"][-1] + 1 == cache.cycles()
+
+
+def test_clearing_the_cache_forgets_every_entry():
+    cache = ReplayCache(entries=4, tiles=1, lanes=1)
+    at = lambda *cycles: (t not in cycles for t in itertools.count())  # noqa: E731
+    trace = simulate(
+        cache.create(),
+        {
+            "write": [{"entry": e, "tile": 0, "y": [e]} for e in range(4)],
+            "seal": [0, 1, 2, 3],
+            "clear": [1],
+            "ask": [3, 0, 1, 2, 3],
+        },
+        {"hit": 5},
+        {
+            "seal": at(5, 6, 7, 8),
+            "ask": at(10, 12, 13, 14, 15, 16, 17, 18, 19, 20),
+            "clear": at(11),
+        },
+    )
+    assert trace.payloads["hit"] == [1, 0, 0, 0, 0]
+    assert trace.cycles["ask"][1] == 16  # it waited while four entries were cleared
