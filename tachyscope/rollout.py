@@ -254,11 +254,11 @@ def _refill(
         known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
         session.frames = known + max(0, session.frames - session.frame)
     session.lengths = tuple(encoded.lengths)
-    # a video goes on: the noise of its first chunks must not come again
-    generator, dice = session.generator, session.dice
+    # a video goes on: the noise and the steps of its first chunk must not come again
+    generator, dice, made = session.generator, session.dice, session.made
     session.layers.clear()  # else the old and the new would be in memory together
     session.reset()
-    session.generator, session.dice = generator, dice
+    session.generator, session.dice, session.made = generator, dice, made
     model.start(session, encoded)
     _remember(model, session, parts, shown)
     session.meter.take()

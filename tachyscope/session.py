@@ -26,7 +26,7 @@ from tachyscope.replay import Choice
 from tachyscope.types import Layer, Mlp, Moment, Rope, Shape, Text
 
 # the host's numbers that a state carries
-COUNTS = ("chunk", "frame", "past", "seen", "text_tokens", "frames", "seed")
+COUNTS = ("chunk", "frame", "past", "seen", "made", "text_tokens", "frames", "seed")
 # Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
 DRIFT_ROWS = 16.0
 
@@ -82,6 +82,7 @@ class Session:
         self.past = 0  # entries of finished chunks
         self.now = 0  # entries of the present one
         self.seen = 0  # entries an unbounded cache would hold
+        self.made = False  # whether a chunk was generated: given ones are only remembered
         self.layers = [self._empty_layer(slots) for _ in range(shape.layers)]
         self.texts: list[Text] = []
         self.text_tokens = 0
@@ -412,6 +413,7 @@ class Session:
                 q, k, v = (draw(h, len(pos)) for h in (shape.heads, *[shape.kv_heads] * 2))
                 self.enter(i, q, k, v)
             self.commit()
+        self.made = True  # what is timed next is no video's first chunk
         self.meter.take()
 
     def _rotate(self, raw: Tensor, pos: Tensor) -> Tensor:

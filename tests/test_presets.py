@@ -334,8 +334,11 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["self-forcing", "causal-forcing-framewise", "longlive", "infinite-forcing", "reward-forcing"],
-)
+    [
+        "self-forcing", "causal-forcing-framewise", "causal-forcing-2step", "causal-forcing-1step",
+        "longlive", "infinite-forcing", "reward-forcing",
+    ],
+)  # fmt: skip
 def test_given_latents_are_run_clean_and_gone_on_from(name, shrunk, tmp_path):
     protocol, model = PROTOCOLS[name], published(name, tmp_path)
     # a chunk more than the window holds
@@ -345,6 +348,43 @@ def test_given_latents_are_run_clean_and_gone_on_from(name, shrunk, tmp_path):
     found = latents_of(model, session, 2)
     noise = drawn(7, protocol.chunk)
     assert_same(found, play(model, protocol, len(found), "b", noise, given))
+
+
+@pytest.mark.parametrize("name", ["causal-forcing-2step", "causal-forcing-1step"])
+def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, monkeypatch):
+    """Behind a given image too; never again in the same video, and not behind a filled cache."""
+    protocol, model = PROTOCOLS[name], published(name, tmp_path)
+    image = np.random.default_rng(3).integers(0, 256, (1, 32, 32, 3), dtype=np.uint8)
+    whole = model.decoder.encode
+    monkeypatch.setattr(model.decoder, "encode", lambda frames: whole(frames[:, ::8, ::8]))
+    given, noise = [model.latents(image)], drawn(7, 1)
+    session = open_session(model, "stock", prompt="a", seed=7, first=image)
+    found = [session.latents for _ in rollout(model, frames=12, session=session)]
+    expected = play(model, protocol, 3, "a", noise, given)
+    assert_same(found, expected)
+    for change in ("restored", "refilled", "changed"):
+        other = open_session(model, "stock", prompt="a", seed=7, first=image)
+        other.restore(session.state())
+        later, prompt = dataclasses.replace(protocol, first_times=()), "a"
+        then = [(4, "b")] if change == "changed" else ()
+        rng = torch.Generator()
+        rng.set_state(session.generator.get_state())
+        draw = lambda rng=rng: torch.randn(given[0].shape, generator=rng).double()  # noqa: E731
+        before = [*given, *expected]
+        if change == "refilled":
+            prompt = "b"
+            refill(model, other, torch.cat(before, 2), prompt)
+        on = [other.latents[:, :, -1:] for _ in rollout(model, frames=8, session=other, then=then)]
+        told = play(model, later, 1 if then else 2, prompt, draw, before)
+        if then:
+            # of a session that is gone on with, the last chunks are remembered again
+            told += play(model, later, 1, "b", draw, [expected[-1], *told])
+        assert_same(on, told)
+    filled = open_session(model, "stock", prompt="a", seed=7)
+    filled.fill(2)
+    (stats,) = [chunk.stats for chunk in rollout(model, frames=4, session=filled)]
+    (first,) = [chunk.stats for chunk in rollout(model, "stock", frames=1)]
+    assert stats["macs"] < first["macs"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

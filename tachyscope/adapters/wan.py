@@ -212,12 +212,14 @@ class WanAdapter(Adapter):
             clean = self._roll(session)
         else:
             x = clean = self._noise(session)
-            for i, step in enumerate((session.frame == 0 and c.first_steps) or c.steps):
+            # the first generated chunk is special, whether or not frames were given before it
+            for i, step in enumerate((not session.made and c.first_steps) or c.steps):
                 level = c.levels.index(step)
                 if i:
                     x = noised(clean, self._noise(session), self.schedule[level][1])
                 (clean,) = self._denoised(session, [x], [level], told)
         self._remember(session, self._context(session, clean), told)
+        session.made = True
         return clean
 
     def _roll(self, session: Session) -> Tensor:

@@ -59,7 +59,7 @@ class WanConfig:
     chunk: int = 3  # latent frames made together
     actions: str = ""  # one letter an action; the first is "stay"
     steps: tuple[int, ...] = (1000, 750, 500, 250)
-    first_steps: tuple[int, ...] = ()  # the first chunk's, where they are others
+    first_steps: tuple[int, ...] = ()  # the first generated chunk's, where they are others
     warp: bool = True  # steps count along the schedule before its shift; else they are timesteps
     shift: float = 5.0
     prediction: str = "flow"  # noise - x0; or "x0"
