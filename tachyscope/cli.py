@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from tachyscope import __version__
-from tachyscope.errors import TachyscopeError, is_out_of_memory
+from tachyscope.errors import TachyscopeError, TachyscopeWarning, is_out_of_memory
 
 # torch, rich, av and matplotlib are loaded by the verbs: help must not wait for them
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ class Video:
     "The checkpoint, where the model's name stands for one; 'random' to time a published model."
     lora: str | None = None
     "A LoRA to merge into a Wan-type checkpoint."
+    lora_alpha: float | None = None
+    "The LoRA's alpha, where its file does not tell it: updates are scaled by alpha / rank."
     device: str = "cpu"
     "cpu, cuda or cuda:N."
     dtype: str = "float32"
@@ -103,8 +107,9 @@ class Video:
         from tachyscope.models import load, with_prompt
 
         adapter = load(
-            model, self.weights, device=self.device, dtype=dtype or self.dtype, lora=self.lora
-        )
+            model, self.weights, device=self.device, dtype=dtype or self.dtype, lora=self.lora,
+            lora_alpha=self.lora_alpha,
+        )  # fmt: skip
         return adapter if self.prompt_file is None else with_prompt(adapter, self.prompt_file)
 
     def visit(self, model: str, adapter: Adapter) -> Visit | None:
@@ -630,7 +635,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         verb, given, unparsed = app.parse_args(words)
         more = {"said": shlex.join(["tachyscope", *words])} if "said" in unparsed else {}
-        verb(*given.args, **given.kwargs, **more)
+        with _printing_warnings():
+            verb(*given.args, **given.kwargs, **more)
     except (TachyscopeError, CycloptsError) as error:
         return _fault(str(error))
     except RuntimeError as error:
@@ -644,6 +650,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("tachyscope: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def _printing_warnings() -> Iterator[None]:
+    """Our own warnings as a line each on stderr, every one once."""
+    with warnings.catch_warnings():
+        # Python's own "once" begins anew with every other change of filters
+        warnings.simplefilter("always", TachyscopeWarning)
+        others, printed = warnings.showwarning, set[str]()
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if not issubclass(category, TachyscopeWarning):
+                others(message, category, *rest, **more)
+            elif str(message) not in printed:
+                printed.add(str(message))
+                print(f"tachyscope: note: {message}", file=sys.stderr)
+
+        warnings.showwarning = show
+        yield
 
 
 def _fault(message: str) -> int:

@@ -1,8 +1,19 @@
-"""The one error that a user's fault raises, and what others' errors say."""
+"""The one error that a user's fault raises, the one warning, and what others' errors say."""
+
+import warnings
 
 
 class TachyscopeError(Exception):
     """What was given, what is allowed, what to do; one line."""
+
+
+class TachyscopeWarning(UserWarning):
+    """What a user should know although all went on; one line."""
+
+
+def warn(message: str) -> None:
+    """Warn of something in one line; the command line prints it as a note."""
+    warnings.warn(message, TachyscopeWarning, stacklevel=3)
 
 
 def first_line(fault: BaseException) -> str:

@@ -95,11 +95,13 @@ def load(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "float32",
     lora: str | Path | None = None,
+    lora_alpha: float | None = None,
 ) -> Adapter:
     """A model by name; `weights` is the checkpoint, where the name stands for an architecture.
 
     Published models take weights="random" too: their full size, made up on the device, for a
-    clock. `lora` is a file whose updates are merged into a Wan-type checkpoint.
+    clock. `lora` is a file whose updates are merged into a Wan-type checkpoint, by `lora_alpha`
+    over their rank, or by the alpha that the file tells; by 1 without either.
     """
     if name not in MODELS:
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
@@ -111,11 +113,15 @@ def load(
     entry = MODELS[name]
     if lora is not None and not entry.lora:
         raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave lora out")
+    if lora is None and lora_alpha is not None:
+        raise TachyscopeError(
+            f"lora_alpha is a LoRA's, got {lora_alpha} and no LoRA: give lora too"
+        )
     if entry.weights:
         if weights is None:
             made_up = ", or weights=random to time it" if name in PRESETS else ""
             raise TachyscopeError(f"model {name!r} needs a checkpoint: give weights=PATH{made_up}")
-        more = {} if lora is None else {"lora": Path(lora)}
+        more = {} if lora is None else {"lora": Path(lora), "lora_alpha": lora_alpha}
         return entry.make(Path(weights), device=place, dtype=dtype, **more)
     if weights is not None:
         raise TachyscopeError(f"model {name!r} brings its own weights: leave weights out")

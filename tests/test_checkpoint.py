@@ -18,6 +18,7 @@ from tachyscope.adapters.checkpoint import (
     read_json,
     read_tensors,
     strip_prefixes,
+    wan_names,
     write_json,
     write_tensors,
 )
@@ -169,6 +170,11 @@ def test_prefixes_of_trainers_and_wrappers_are_stripped(tensors):
         "model.c": "c",
         "d.model.e": "d.model.e",
         "model.net.f": "net.f",
+        "_orig_mod.model.g": "g",
+        "model._orig_mod.blocks.0._checkpoint_wrapped_module.h": "blocks.0.h",
+        "_checkpoint_wrapped_module._orig_mod._fsdp_wrapped_module.model.i": "i",
+        "_fsdp_wrapped_module._checkpoint_wrapped_module._orig_mod.j": "j",
+        "my_orig_mod.k": "my_orig_mod.k",
     }
     assert list(strip_prefixes(dict.fromkeys(names, t))) == list(names.values())
 
@@ -176,6 +182,13 @@ def test_prefixes_of_trainers_and_wrappers_are_stripped(tensors):
 def test_a_name_given_twice_is_refused(tensors):
     t = tensors["weight"]
     refused(lambda: strip_prefixes({"model.a": t, "a": t}), "'a' twice")
+    refused(lambda: strip_prefixes({"_orig_mod.a": t, "a": t}), "'a' twice")
+    both = {"blocks.0.attn1.to_q.weight": t, "blocks.0.self_attn.q.weight": t}
+    refused(
+        lambda: wan_names(both, "x.pt"),
+        "x.pt must name each tensor once, got 'blocks.0.attn1.to_q.weight' and "
+        "'blocks.0.self_attn.q.weight', which are Wan's and diffusers' names of one: remove one",
+    )
 
 
 def linear():

@@ -19,6 +19,7 @@ from tachyscope.adapters.wan_causal import WanCausal
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.cli import main
+from tachyscope.errors import TachyscopeWarning
 from tachyscope.models import MODELS
 from tachyscope.rollout import open_session, refill, rollout
 from tachyscope.session import Session
@@ -700,20 +701,68 @@ def store(kind, made, path):
     else:
         entry = kind.removesuffix(".pt")
         path = path.with_suffix(".pt")
-        wrapped = {f"model._fsdp_wrapped_module.{name}": x for name, x in tensors.items()}
+        entry, _, wrapper = entry.partition(" ")
+        wrapper = wrapper or "_fsdp_wrapped_module"
+        wrapped = {f"model.{wrapper}.{name}": x for name, x in tensors.items()}
         torch.save({entry: wrapped, "step": 3}, path)
     return path
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["folder", "shards", "model.safetensors", "generator.pt", "generator_ema.pt", "model.pt"],
-)
+    [
+        "folder", "shards", "model.safetensors", "generator.pt", "generator_ema.pt", "model.pt",
+        "generator _orig_mod.pt", "generator _checkpoint_wrapped_module._orig_mod.pt",
+    ],
+)  # fmt: skip
 def test_every_container_brings_the_weights_back(kind, made, shrunk, tmp_path):
     model = ts.load("self-forcing", store(kind, made, tmp_path / "x"))
     tensors = made.model.state_dict()
     assert all(x.equal(tensors[name]) for name, x in model.model.state_dict().items())
     assert (model.name, model.config) == ("self-forcing", small("self-forcing"))
+
+
+def wan_freqs(theta=10000, places=1024):
+    """RoPE's table as Wan's code holds it: axes of 44, 42 and 42 channels, side by side."""
+    ladders = [theta ** -(torch.arange(0, n, 2).double() / n) for n in (44, 42, 42)]
+    angles = torch.outer(torch.arange(places).double(), torch.cat(ladders))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, capsys):
+    tensors, path = made.model.state_dict(), tmp_path / "x.pt"
+
+    def load(name, table):
+        torch.save({"generator_ema": tensors | {name: table}}, path)
+        return ts.load("self-forcing", path)
+
+    for name, table in [
+        ("model.freqs", wan_freqs()),
+        ("model._orig_mod.freqs", wan_freqs().to(torch.complex64)),
+        ("rope.freqs_cos", torch.ones(8, 128)),
+    ]:
+        with pytest.warns(TachyscopeWarning, match="is not read, RoPE's angles are computed"):
+            model = load(name, table)
+        assert all(x.equal(tensors[key]) for key, x in model.model.state_dict().items())
+    words = ["generate", "self-forcing", "--weights", str(path), "--frames", "1"]
+    assert main([*words, "--out", str(tmp_path)]) == 2  # it has no text encoder
+    note, fault = capsys.readouterr().err.splitlines()
+    assert (
+        note == f"tachyscope: note: {path}: rope.freqs_cos is not read, RoPE's angles are computed"
+    )
+    for table in (wan_freqs(5000), wan_freqs()[:, :32]):
+        words = "freqs must be the angles of a RoPE of 3 axes and theta 10000 over 128 channels, it"
+        refused(lambda table=table: load("freqs", table), str(path), words)
+    refused(lambda: load("blocks.0.freqs", wan_freqs()), "it also has blocks.0.freqs")
+
+
+def test_a_tensor_under_both_names_is_refused(made, shrunk, tmp_path):
+    tensors = made.model.state_dict()
+    tensors |= {"blocks.1.attn2.to_k.bias": tensors["blocks.1.cross_attn.k.bias"] + 1}
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    names = ("'blocks.1.cross_attn.k.bias'", "'blocks.1.attn2.to_k.bias'")
+    words = ("must name each tensor once", "are Wan's and diffusers' names of one", *names)
+    refused(lambda: ts.load("self-forcing", tmp_path / "x.safetensors"), *words)
 
 
 def test_of_several_copies_the_authors_own_is_taken(made, shrunk, tmp_path):
@@ -823,6 +872,37 @@ def test_a_lora_is_merged_before_rounding(form, alpha, dtype, made, shrunk, tmp_
     weight = made.model.get_parameter("blocks.1.ffn.0.weight") + added["blocks.1.ffn.0"]
     expected = rows @ weight.T + made.model.get_parameter("blocks.1.ffn.0.bias")
     torch.testing.assert_close(layer(rows), expected, rtol=0, atol=1e-4)
+
+
+def test_a_loras_alpha_can_be_given(made, shrunk, tmp_path, capsys):
+    save_wan(made, tmp_path / "base.pt")
+    file, rank = tmp_path / "lora.safetensors", 3
+    tensors, added = lora("peft", LAYERS, rank=rank)
+    write_tensors(file, tensors)
+    base = made.model.state_dict()
+
+    def change(alpha):
+        model = ts.load("longlive", tmp_path / "base.pt", lora=file, lora_alpha=alpha)
+        held = model.model.state_dict()
+        return {name: held[f"{name}.weight"] - base[f"{name}.weight"] for name in LAYERS}
+
+    for alpha, scale in ((None, 1), (rank, 1), (2 * rank, 2), (1.5, 0.5)):
+        for name, found in change(alpha).items():
+            torch.testing.assert_close(found, scale * added[name], rtol=1e-4, atol=1e-5)
+    for alpha in (0, -1.0, float("nan"), float("inf")):
+        refused(lambda alpha=alpha: change(alpha), f"a number over 0, got {alpha}: give another")
+    refused(
+        lambda: ts.load("longlive", tmp_path / "base.pt", lora_alpha=6), "got 6 and no LoRA: give"
+    )
+    words = ["generate", "longlive", "--weights", str(tmp_path / "base.pt"), "--lora", str(file)]
+    assert main([*words, "--lora-alpha", "-2", "--out", str(tmp_path)]) == 2
+    assert "a LoRA's alpha is a number over 0, got -2.0" in capsys.readouterr().err
+    # a file that tells its own keeps it
+    tensors, added = lora("kohya", LAYERS, rank=rank, alpha=6)
+    write_tensors(file, tensors)
+    with pytest.warns(TachyscopeWarning, match=r"tells its own alpha of .*, which is kept there"):
+        found = change(3)
+    torch.testing.assert_close(found, added, rtol=1e-4, atol=1e-5)
 
 
 def test_a_lora_that_does_not_fit_is_refused(made, shrunk, tmp_path):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from faults import refused
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tachyscope.adapters import wan_text, wan_vae
 from tachyscope.adapters.checkpoint import read_tensors, write_tensors
@@ -17,6 +19,7 @@ from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_text import UMT5, PromptFile, embed_prompt
 from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.cli import main
+from tachyscope.errors import TachyscopeWarning
 from tachyscope.rollout import open_session, rollout
 
 CONFIG = WanConfig(
@@ -143,6 +146,29 @@ def test_a_prompt_is_embedded_as_by_transformers(folder, umt5):
     torch.testing.assert_close(context, expected, rtol=0, atol=1e-5)
     assert not context[0, 6:].any()
     assert encoder("a " * 50)[1] == 24
+
+
+def test_a_prompt_that_ftfy_may_change_is_warned_of(folder, monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "ftfy" else find(n))
+    for plain in ("a red room & room\n", "", "~!@#$%^*()_+ \t"):
+        wan_text.clean(plain)  # any warning is an error in tests
+    for odd in ("caf\u00e9", "\u201cred\u201d", "a\x0broom", "a\x1b[1mb"):
+        with pytest.warns(TachyscopeWarning, match="letters that it may change: pip install ftfy"):
+            wan_text.clean(odd)
+    words = ["--prompt", "a caf\u00e9", "--then", "9: \u201cred\u201d", "--frames", "21"]
+    words = ["generate", "wan_causal", "--weights", str(folder), *words, "--out", str(tmp_path)]
+    assert main(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:51] for line in lines] == ["tachyscope: note: ftfy is not installed, which Wan'"]
+
+
+@given(st.text(st.characters(max_codepoint=127, exclude_categories=["Cc"]), max_size=20))
+@example("a\tb\nc\x0cd\re")
+def test_ftfy_leaves_ascii_as_it_is(prompt):
+    ftfy = pytest.importorskip("ftfy")
+    prompt = prompt.replace("&", "and")  # entities are resolved with and without it
+    assert " ".join(ftfy.fix_text(prompt).split()) == " ".join(prompt.split())
 
 
 def test_umt5_comes_back_from_transformers_form(folder, tmp_path):

@@ -25,7 +25,8 @@ INDEX = ".index.json"
 # trainers save several copies of a model in one file: the averaged one comes first
 WRAPPERS = ("generator_ema", "generator", "model", "state_dict", "generator_lora")
 PREFIXES = ("model.diffusion_model.", "model.", "net.")
-SHARDED = "_fsdp_wrapped_module."
+# what FSDP, torch.compile and activation checkpointing put into a module's name
+WRAPPED = re.compile(r"(?<![^.])(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 # torch's words for a pickle that calls something, and for the first step of one whose form it does
 # not read: Python's own since 3.8
 REFUSED = ("GLOBAL", "operand 149")
@@ -78,7 +79,7 @@ def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors under the names they had before trainers and wrappers added to them."""
     bare: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        short = name.replace(SHARDED, "")
+        short = unwrapped(name)
         for prefix in PREFIXES:
             if short.startswith(prefix):
                 short = short.removeprefix(prefix)
@@ -90,6 +91,26 @@ def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         bare[short] = tensor
     return bare
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's or layer's name without what wrappers put into it, wherever and in any order."""
+    return WRAPPED.sub("", name)
+
+
+def wan_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """A Wan model's tensors under their original names; raises where one is given by both."""
+    found: dict[str, Tensor] = {}
+    sources: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        ours = wan_name(name)
+        if ours in found:
+            raise TachyscopeError(
+                f"{where} must name each tensor once, got {sources[ours]!r} and {name!r}, which "
+                f"are Wan's and diffusers' names of one: remove one of them"
+            )
+        found[ours], sources[ours] = tensor, name
+    return found
 
 
 def wan_name(name: str) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from tachyscope.adapters.checkpoint import SHARDED, check_finite, read_tensors, some, wan_name
-from tachyscope.errors import TachyscopeError
+from tachyscope.adapters.checkpoint import check_finite, read_tensors, some, unwrapped, wan_name
+from tachyscope.errors import TachyscopeError, warn
 
 FACTORS = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up"}
 NAME = re.compile(r"(.+)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|alpha)")
@@ -32,13 +33,26 @@ class Update:
 
 
 @torch.no_grad()
-def merge_lora(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+def merge_lora(
+    model: nn.Module, tensors: Mapping[str, Tensor], path: Path, alpha: float | None = None
+) -> None:
     """Add a LoRA to the model's layers: weights anew from `tensors`, in float32, then cast.
 
-    `tensors` are the checkpoint's own: what the model holds of them is already rounded.
+    `tensors` are the checkpoint's own: what the model holds of them is already rounded. `alpha`
+    is that of layers whose alpha the file does not tell.
     """
     layers = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
-    for name, update in read_lora(path, layers).items():
+    updates = read_lora(path, layers)
+    if alpha is not None:
+        if not math.isfinite(alpha) or alpha <= 0:
+            raise TachyscopeError(f"a LoRA's alpha is a number over 0, got {alpha}: give another")
+        if told := [name for name, update in updates.items() if update.alpha is not None]:
+            warn(f"{path} tells its own alpha of {some(told)}, which is kept there, not {alpha:g}")
+        updates = {
+            name: replace(update, alpha=alpha if update.alpha is None else update.alpha)
+            for name, update in updates.items()
+        }
+    for name, update in updates.items():
         weight = layers[name].weight
         if (update.up.shape[0], update.down.shape[1]) != weight.shape:
             raise TachyscopeError(
@@ -60,7 +74,7 @@ def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
     found: dict[str, dict[str, str]] = {}
     unknown, strangers = [], []
     for key in tensors:
-        match = NAME.fullmatch(key.replace(SHARDED, ""))
+        match = NAME.fullmatch(unwrapped(key))
         if match is None:
             unknown.append(key)
             continue

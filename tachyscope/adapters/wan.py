@@ -24,7 +24,7 @@ from tachyscope.adapters.checkpoint import (
     read_json,
     read_tensors,
     strip_prefixes,
-    wan_name,
+    wan_names,
     write_json,
     write_tensors,
 )
@@ -35,12 +35,14 @@ from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_text import UMT5, PromptFile
 from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.adapters.words import Words
-from tachyscope.errors import TachyscopeError, is_out_of_memory
+from tachyscope.errors import TachyscopeError, is_out_of_memory, warn
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Rope, Shape
 
 T = TypeVar("T")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+# RoPE's angles, which some trainers save with the weights: Wan's name, and diffusers'
+ROPE_TABLES = ("freqs", "rope.freqs", "rope.freqs_cos", "rope.freqs_sin")
 
 
 class TextEncoder(Protocol):
@@ -393,6 +395,7 @@ def load_wan(
     text: TextEncoder | None = None,
     decoder: Decoder | None = None,
     lora: Path | str | None = None,
+    lora_alpha: float | None = None,
     preset: str = "",
     entry: str = "",
 ) -> WanAdapter:
@@ -400,7 +403,8 @@ def load_wan(
 
     A folder may be diffusers', of the transformer or of the pipeline around it. Parts given as
     `text` and `decoder` go before those that the folder holds, and these before Wan's own as they
-    are published, which may also lie beside a file. `lora` is merged into the weights.
+    are published, which may also lie beside a file. `lora` is merged into the weights, by
+    `lora_alpha` where the file does not tell its alpha.
     `preset` is the name of the model that `config` describes, `entry` the copy its authors run
     where a file holds several.
     """
@@ -420,7 +424,8 @@ def load_wan(
             raise TachyscopeError(
                 f"no model at {path}: give a folder with config.json, or a checkpoint file"
             )
-    tensors = {wan_name(k): x for k, x in strip_prefixes(read_tensors(file, entry)).items()}
+    tensors = wan_names(strip_prefixes(read_tensors(file, entry)), str(file))
+    stored = {name: tensors.pop(name) for name in ROPE_TABLES if name in tensors}
     if config is None or preset:
         inferred = WanConfig.infer(tensors, str(file))
         config = config or inferred
@@ -436,7 +441,7 @@ def load_wan(
     fit(model, tensors, str(file))
     check_finite(model, str(file))
     if lora is not None:
-        merge_lora(model, tensors, Path(lora))
+        merge_lora(model, tensors, Path(lora), lora_alpha)
     beside = path if path.is_dir() else path.parent
     if text is None and UMT5.found(beside):
         text = UMT5.read(beside, config)
@@ -444,7 +449,10 @@ def load_wan(
     if decoder is None and WanVae.found(beside) and find_spec("diffusers"):
         decoder = WanVae.read(beside, device=device, dtype=dtype)
     name = preset or (path.resolve().name if path.is_dir() else path.stem)
-    return WanAdapter(name, model.eval(), text, decoder)
+    adapter = WanAdapter(name, model.eval(), text, decoder)
+    for key, table in stored.items():
+        _pass_over(key, table, adapter, str(file))
+    return adapter
 
 
 def save_wan(adapter: WanAdapter, path: Path | str) -> None:
@@ -527,6 +535,21 @@ def _placed(model: WanCausal, device: torch.device | str, where: str) -> WanCaus
             f"{where}: its weights take {size / 1e9:.1f} GB, more than the memory of {device} has "
             f"left: free some, or {'load it in bfloat16' if wide else 'take a smaller model'}"
         ) from None
+
+
+def _pass_over(name: str, table: Tensor, model: WanAdapter, where: str) -> None:
+    """Note that RoPE's angles in a file are not read; refuse them where the model has others."""
+    if table.is_complex():
+        # Wan's own: the place along an axis, then channels by twos, each axis its share of them
+        places = torch.arange(len(table), dtype=torch.float64)[:, None].expand(-1, 3)
+        cos, sin = model.rope(model.shape()).angles(places, torch.float64)
+        angles = torch.complex(cos[:, ::2], sin[:, 1::2])
+        if table.shape != angles.shape or not torch.allclose(table.to(angles), angles, atol=1e-3):
+            raise TachyscopeError(
+                f"{where}: {name} must be the angles of a RoPE of 3 axes and theta 10000 over "
+                f"{model.config.head_dim} channels, it has others: give a model of Wan's RoPE"
+            )
+    warn(f"{where}: {name} is not read, RoPE's angles are computed")
 
 
 def _part(

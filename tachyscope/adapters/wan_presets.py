@@ -97,13 +97,15 @@ def load_preset(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     lora: Path | str | None = None,
+    lora_alpha: float | None = None,
 ) -> WanAdapter:
     """A published model from its checkpoint; `random` makes its weights up, for a clock."""
     preset = PRESETS[name]
     if str(weights) != "random":
         return load_wan(
-            weights, device, dtype, preset.config, lora=lora, preset=name, entry=preset.entry
-        )
+            weights, device, dtype, preset.config, lora=lora, lora_alpha=lora_alpha, preset=name,
+            entry=preset.entry,
+        )  # fmt: skip
     if lora is not None:
         raise TachyscopeError("random weights take no LoRA: leave lora out, or give a checkpoint")
     # a preview cannot encode what it shows

@@ -22,7 +22,7 @@ from tachyscope.adapters.checkpoint import (
 )
 from tachyscope.adapters.tokenizers import read_tokenizer
 from tachyscope.adapters.wan_config import WanConfig
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, warn
 
 PUBLISHED = "models_t5_umt5-xxl-enc-bf16.pth"
 # a part's original name -> transformers'; a block's are behind its number
@@ -174,6 +174,12 @@ def clean(prompt: str) -> str:
     """The prompt as UMT5 was fed in training: mended, entities resolved, single spaces."""
     if importlib.util.find_spec("ftfy"):
         prompt = importlib.import_module("ftfy").fix_text(prompt)
+    elif not all(" " <= letter <= "~" or letter in "\t\n\f\r" for letter in prompt):
+        # plain ASCII stays as it is with ftfy too
+        warn(
+            "ftfy is not installed, which Wan's authors clean prompts with, and this one has "
+            "letters that it may change: pip install ftfy"
+        )
     return " ".join(html.unescape(html.unescape(prompt)).split())
 
 
