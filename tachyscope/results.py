@@ -13,6 +13,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
 from tachyscope.machine import machine, versions
 from tachyscope.types import Chunk
+from tachyscope.weights import weights_hashes
 
 Document = dict[str, Any]
 
@@ -24,7 +25,11 @@ def document(
     aa: tuple[float, float] | None = None,
     **more: Any,
 ) -> Document:
-    """A results document: what was measured, when, on what and by which command."""
+    """A results document: what was measured, when, on what and by which command.
+
+    Of every shipped model that a row (or `model` in `more`) names, `weights` holds the hash.
+    """
+    names = {str(row.get("model")) for row in (*rows, more)}
     head: Document = {
         "schema": 1,
         "suite": suite,
@@ -33,6 +38,8 @@ def document(
         "versions": versions(),
         "command": command,
     }
+    if hashes := weights_hashes(names):
+        head["weights"] = hashes
     if aa is not None:
         head["aa"] = {"low": aa[0], "high": aa[1]}
     return head | more | {"rows": list(rows)}

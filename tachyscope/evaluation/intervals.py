@@ -45,11 +45,17 @@ def mean(values: Iterable[float]) -> float:
 
 
 def combined(found: Sequence[Values]) -> Document:
-    """Means and intervals of the worlds' values, and the values themselves."""
+    """Means and intervals of the worlds' values, the worst world, and the values themselves.
+
+    The worst is the lowest: of measures where more is better, which dB and identity are.
+    """
     keys = list(dict.fromkeys(key for values in found for key in values))
     out: Document = {}
     by_world: dict[str, list[float]] = {}
     for key in keys:
         by_world[key] = [values.get(key, math.nan) for values in found]
         out[key], out[f"{key}_low"], out[f"{key}_high"] = interval(by_world[key])
+        if key.endswith("_db") or key.startswith(("identity", "psnr_truth")):
+            known = [value for value in by_world[key] if math.isfinite(value)]
+            out[f"{key}_worst"] = min(known, default=math.nan)
     return out | {"by_world": by_world}

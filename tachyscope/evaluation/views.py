@@ -51,7 +51,10 @@ def evaluate_views(
             found.append(values)
         if watch is not None:
             watch(len(found))
-    return document("atrium-views", [], command, seed=seed, worlds=worlds, views=combined(found))
+    return document(
+        "atrium-views", [], command, model=model.name, seed=seed, worlds=worlds,
+        views=combined(found),
+    )  # fmt: skip
 
 
 def lines(found: Document) -> list[str]:

@@ -397,6 +397,13 @@ def evaluate_world(
 
 
 TABLES = {
+    "readme": [
+        "cache=window:budget=21f",
+        "balanced",
+        "fast",
+        "lossless attention=ann:k=640",
+        "lossless attention=ann:k=1280",
+    ],
     "budgets": [
         f"cache={cache}:budget={frames}f{more}"
         for frames in (9, 13, 17, 21, 25, 33)
@@ -444,8 +451,8 @@ TABLES = {
 def table(name: str) -> list[str]:
     """Plans of a trade-off table, beside dense.
 
-    budgets: window and merge at equal budgets. matching: on what merge compares, whom it keeps,
-    by head or for all. long: what lasts over hundreds of frames. methods: all the others.
+    readme: the plans of README's table. budgets: window and merge at equal budgets. matching: on
+    what merge compares, whom it keeps, by head or for all. long: what lasts over hundreds of frames. methods: all the others.
     """
     if name not in TABLES:
         raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
@@ -454,12 +461,14 @@ def table(name: str) -> list[str]:
 
 COLUMNS_SHOWN = {
     "revisit_db": ("revisit", 1.0, "5.1f"),
+    "revisit_db_worst": ("worst", 1.0, "5.1f"),
     "new_place_db": ("anew", 1.0, "5.1f"),
     "psnr_truth_24": ("to 24", 1.0, "5.1f"),
     "psnr_truth_48": ("to 48", 1.0, "5.1f"),
     "psnr_truth_96": ("to 96", 1.0, "5.1f"),
     "revisit_own_db": ("own", 1.0, "5.1f"),
     "identity": ("same", 100.0, "4.0f"),
+    "identity_last": ("at end", 100.0, "4.0f"),
     "density": ("dens.", 100.0, "4.0f"),
     "cache_mb": ("MB", 1.0, "5.1f"),
     "work_dense": ("work", 100.0, "4.0f"),
@@ -471,7 +480,7 @@ def lines(found: Document) -> list[str]:
     """An evaluation as a reader wants it: the model's measures, then plans beside dense."""
     out = []
     for key, value in found.get("world", {}).items():
-        if key == "by_world" or key.endswith(("_low", "_high")):
+        if key == "by_world" or key.endswith(("_low", "_high", "_worst")):
             continue
         low, high = found["world"].get(f"{key}_low"), found["world"].get(f"{key}_high")
         told = f"  ({low:.3f} to {high:.3f})" if math.isfinite(low) else ""  # one world has none
@@ -489,6 +498,7 @@ def lines(found: Document) -> list[str]:
     count, made = rows[0]["worlds"], rows[0]["frames"]
     out.append(
         f"{count} unseen worlds, {made} frames after one full turn; dB to the truth (anew: from "
-        f"new places; own: to the model's first showing); same, dens., work, recall in %"
+        f"new places; own: to the model's first showing; worst: the worst world's revisit); same, "
+        f"at end (the last {ENDS} frames'), dens., work, recall in %"
     )
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from tachyscope.errors import TachyscopeError
@@ -27,3 +28,13 @@ def shipped(name: str) -> Path:
 def digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_hashes(names: Collection[str]) -> dict[str, str]:
+    """One hash for all files of each shipped model among `names`, by name."""
+    record = json.loads(RECORD.read_text())
+    return {
+        name: hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        for name, files in record.items()
+        if name in names
+    }
