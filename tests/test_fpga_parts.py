@@ -171,7 +171,12 @@ def test_a_cache_entry_is_replayed_only_once_it_is_whole():
     at = lambda *cycles: (t not in cycles for t in itertools.count())  # noqa: E731
     trace = simulate(
         unit,
-        {"write": [*writes, writes[0]], "seal": [2], "ask": [2, 2, 1, 2], "read": [1, 2]},
+        {
+            "write": [*writes, writes[0]],
+            "seal": [2],
+            "ask": [2, 2, 1, 2],
+            "read": [{"entry": 1, "tag": 0}, {"entry": 2, "tag": 0}],
+        },
         {"hit": 4, "o": 3},
         {"write": at(0, 1, 2, 20), "seal": at(5), "ask": at(4, 8, 10, 22), "read": at(9, 12)},
         settle=10,

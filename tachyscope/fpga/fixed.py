@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import numpy as np
-from amaranth.hdl import Const, Mux, Shape, Value, signed
+from amaranth.hdl import Const, Mux, Shape, Value, signed, unsigned
+from amaranth.utils import bits_for
 from numpy.typing import ArrayLike, NDArray
 
 from tachyscope.errors import TachyscopeError
@@ -95,6 +96,11 @@ def multiplier_and_shift(scale: ArrayLike) -> tuple[Ints, Ints]:
 
 def ceil_log2(value: int) -> int:
     return max(0, math.ceil(math.log2(value))) if value < 2**48 else value.bit_length()
+
+
+def index(count: int) -> Shape:
+    """Amaranth: the shape of a number from 0 to count - 1; at least one bit, unlike range(1)."""
+    return unsigned(max(1, bits_for(count - 1)))
 
 
 def saturated(value: Any, bits: int = 8) -> Value:

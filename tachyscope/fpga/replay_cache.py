@@ -10,7 +10,7 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
-from tachyscope.fpga.fixed import check_range, ints
+from tachyscope.fpga.fixed import check_range, index, ints
 from tachyscope.fpga.pipe import Outbox, delayed
 
 
@@ -20,17 +20,20 @@ class ReplayCache:
 
     An entry is a place of the frame (of one row and layer, where there are several). Writing any
     of its tiles makes it invalid, and `seal` makes it valid: half an output is never replayed.
-    `clear` empties the cache for the next video.
+    `clear` empties the cache for the next video. A read's tag (0 to tags - 1) comes back with its
+    tiles.
     """
 
     entries: int = 256
     tiles: int = 4
     lanes: int = 16
+    tags: int = 1
 
     def __post_init__(self) -> None:
         check_range("ReplayCache entries", self.entries, 1, 2**20)
         check_range("ReplayCache tiles", self.tiles, 1, 2**14)
         check_range("ReplayCache lanes", self.lanes, 1, 256)
+        check_range("ReplayCache tags", self.tags, 1, 2**16)
 
     @property
     def bytes(self) -> int:
@@ -69,8 +72,8 @@ class ReplayCache:
     def write_layout(self) -> data.StructLayout:
         return data.StructLayout(
             {
-                "entry": range(self.entries),
-                "tile": range(self.tiles),
+                "entry": index(self.entries),
+                "tile": index(self.tiles),
                 "y": data.ArrayLayout(signed(8), self.lanes),
             }
         )
@@ -86,7 +89,7 @@ class ReplayCacheUnit(wiring.Component):
     -------
     ask : In(stream of entry), hit : Out(stream of 1 bit)
         Whether the entry is valid; answered one cycle later.
-    read : In(stream of entry), o : Out(stream of {tile, y})
+    read : In(stream of {entry, tag}), o : Out(stream of {tag, tile, y})
         The entry's tiles in order, the first 3 cycles after `read` was taken. Asking for an entry
         that is not valid gives nothing.
     write : In(stream of {entry, tile, y})
@@ -97,16 +100,21 @@ class ReplayCacheUnit(wiring.Component):
 
     def __init__(self, params: ReplayCache) -> None:
         self.params = params
-        entry = range(params.entries)
+        entry = index(params.entries)
         out = data.StructLayout(
-            {"tile": range(params.tiles), "y": data.ArrayLayout(signed(8), params.lanes)}
+            {
+                "tag": index(params.tags),
+                "tile": index(params.tiles),
+                "y": data.ArrayLayout(signed(8), params.lanes),
+            }
         )
+        read = data.StructLayout({"entry": entry, "tag": index(params.tags)})
         self.out = out
         super().__init__(
             {
                 "ask": In(stream.Signature(entry)),
                 "hit": Out(stream.Signature(1)),
-                "read": In(stream.Signature(entry)),
+                "read": In(stream.Signature(read)),
                 "o": Out(stream.Signature(out)),
                 "write": In(stream.Signature(params.write_layout())),
                 "seal": In(stream.Signature(entry)),
@@ -126,7 +134,7 @@ class ReplayCacheUnit(wiring.Component):
         known = valid.read_port(transparent_for=(mark,))
         get = tiles.read_port(transparent_for=(put,))
 
-        clearing, sweep = Signal(), Signal(range(cache.entries))
+        clearing, sweep = Signal(), Signal(index(cache.entries))
         with m.If(clearing):
             m.d.sync += sweep.eq(sweep + 1)
             with m.If(sweep == cache.entries - 1):
@@ -134,7 +142,8 @@ class ReplayCacheUnit(wiring.Component):
         with m.Elif(self.clear.valid):
             m.d.sync += clearing.eq(1)
 
-        entry, tile = Signal(range(cache.entries)), Signal(range(cache.tiles))
+        entry, tile = Signal(index(cache.entries)), Signal(index(cache.tiles))
+        tag = Signal(index(cache.tags))
         reading, checked = Signal(), Signal()
         m.submodules.outbox = outbox = Outbox(self.out, depth=4)
         m.d.comb += [
@@ -167,7 +176,7 @@ class ReplayCacheUnit(wiring.Component):
         m.d.comb += [
             self.read.ready.eq(~clearing & ~reading),
             known.en.eq(self.read.valid & self.read.ready),
-            known.addr.eq(self.read.payload),
+            known.addr.eq(self.read.p.entry),
             fetch.eq(reading & (known.data | checked) & outbox.room),
             get.en.eq(fetch),
             get.addr.eq(entry * cache.tiles + tile),
@@ -175,10 +184,12 @@ class ReplayCacheUnit(wiring.Component):
             outbox.push.eq(delayed(m, fetch, 1)),
             outbox.payload.y.as_value().eq(get.data),
             outbox.payload.tile.eq(delayed(m, tile, 1)),
+            outbox.payload.tag.eq(delayed(m, tag, 1)),
         ]
         wiring.connect(m, wiring.flipped(self.o), outbox.o)
         with m.If(self.read.valid & self.read.ready):
-            m.d.sync += [reading.eq(1), checked.eq(0), entry.eq(self.read.payload), tile.eq(0)]
+            m.d.sync += [reading.eq(1), checked.eq(0), tile.eq(0)]
+            m.d.sync += [entry.eq(self.read.p.entry), tag.eq(self.read.p.tag)]
         with m.If(reading):
             m.d.sync += checked.eq(checked | known.data)
             with m.If(~(known.data | checked)):
