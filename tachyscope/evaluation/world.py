@@ -452,7 +452,8 @@ def table(name: str) -> list[str]:
     """Plans of a trade-off table, beside dense.
 
     readme: the plans of README's table. budgets: window and merge at equal budgets. matching: on
-    what merge compares, whom it keeps, by head or for all. long: what lasts over hundreds of frames. methods: all the others.
+    what merge compares, whom it keeps, by head or for all. long: what lasts over hundreds of
+    frames. methods: all the others.
     """
     if name not in TABLES:
         raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
