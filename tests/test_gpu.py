@@ -1,6 +1,8 @@
 """The same plans on a CUDA device: no wait inside a chunk, and what the CPU gives."""
 
 import math
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -492,3 +494,36 @@ def test_repeated_launches_make_the_chunks_that_would_have_been_asked_for(plan, 
         assert row == plain
     one, two = ours.state(), theirs.state()
     assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+REPEATED = """
+import sys
+import numpy as np
+import tachyscope as ts
+from tachyscope.worlds.visit import Visit
+
+model = ts.load("atrium-world", device="cuda")
+visit = Visit(3, [4] * 36)
+given = np.ascontiguousarray(visit.frames(0, 25))
+for plan in sys.argv[1:]:
+    videos = [
+        np.concatenate([
+            chunk.frames
+            for chunk in ts.rollout(
+                model, plan, prompt=visit.prompt, frames=8, first=given,
+                first_actions=". q*24", actions="q*8", seed=1,
+            )
+        ])
+        for _ in range(3)
+    ]
+    assert all(np.array_equal(videos[0], video) for video in videos[1:]), plan
+"""
+
+
+@pytest.mark.parametrize("plan", ["fast", "balanced", "dense", "lossless", "stock fastcar fast-ar"])
+def test_the_first_rollout_of_a_process_equals_later_ones(plan):
+    """Same seed, same video: nothing is set up, moved or chosen by what ran before."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPEATED, *plan.split()], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-500:]

@@ -92,11 +92,13 @@ class Pictures:
         self.model = model.eval().requires_grad_(False)
 
     @classmethod
-    def read(cls, folder: Path, config: Any) -> Self:
+    def read(cls, folder: Path, config: Any, device: torch.device | str = "cpu") -> Self:
         """The autoencoder in a model's folder; `config` has in_channels."""
         model = Autoencoder(config.in_channels)
         fit(model, read_tensors(folder / cls.file), str(folder / cls.file))
-        return cls(model)
+        # at once: moved only by the first decode, the first video's given frames would be encoded
+        # on the CPU and those of later videos on the GPU
+        return cls(model.to(device))
 
     def write(self, folder: Path) -> None:
         write_tensors(folder / self.file, self.model.state_dict())
@@ -115,6 +117,6 @@ class Pictures:
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]."""
-        pixels = self.model.to(latents.device).decode(latents[0].transpose(0, 1).float())
+        pixels = self.model.decode(latents[0].transpose(0, 1).float())
         pixels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).cpu().numpy()

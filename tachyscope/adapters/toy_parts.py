@@ -66,10 +66,10 @@ class Preview:
         return cls(0.125 * weight / weight.norm(dim=1, keepdim=True), config.stride)
 
     @classmethod
-    def read(cls, folder: Path, config: WanConfig) -> Self:
+    def read(cls, folder: Path, config: WanConfig, device: torch.device | str = "cpu") -> Self:
         holder = nn.ModuleDict({"preview": nn.Linear(config.in_channels, 3, bias=False)})
         fit(holder, read_tensors(folder / cls.file), str(folder / cls.file))
-        return cls(holder.state_dict()["preview.weight"], config.stride)
+        return cls(holder.state_dict()["preview.weight"].to(device), config.stride)
 
     def write(self, folder: Path) -> None:
         write_tensors(folder / self.file, {"preview.weight": self.weight})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {
     "umt5": UMT5.read,
     "prompt_file": PromptFile.read,
 }
-DECODERS: dict[str, Callable[[Path, WanConfig], Decoder]] = {
+DECODERS: dict[str, Callable[..., Decoder]] = {
     "preview": Preview.read,
     "autoencoder": Pictures.read,
     "wan_vae": WanVae.read,
@@ -417,7 +417,7 @@ def load_wan(
         index = folder / f"{WEIGHTS}.index.json"
         file = index if index.is_file() else folder / WEIGHTS
         text = text or _part(TEXT_ENCODERS, config.text_encoder, path, config)
-        decoder = decoder or _part(DECODERS, config.decoder, path, config)
+        decoder = decoder or _part(DECODERS, config.decoder, path, config, device=device)
     else:
         file = path
         if not file.is_file():
@@ -553,7 +553,7 @@ def _pass_over(name: str, table: Tensor, model: WanAdapter, where: str) -> None:
 
 
 def _part(
-    kinds: Mapping[str, Callable[[Path, WanConfig], T]], kind: str, folder: Path, config: WanConfig
+    kinds: Mapping[str, Callable[..., T]], kind: str, folder: Path, config: WanConfig, **more: Any
 ) -> T | None:
     if not kind:
         return None
@@ -562,4 +562,4 @@ def _part(
             f"{folder / 'config.json'} names a part {kind!r}; there are {', '.join(kinds)}: "
             f"give one of these"
         )
-    return kinds[kind](folder, config)
+    return kinds[kind](folder, config, **more)
