@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from tachyscope import __version__
-from tachyscope.errors import TachyscopeError, TachyscopeWarning, is_out_of_memory
+from tachyscope.errors import TachyscopeError, TachyscopeWarning, is_out_of_memory, shown
 
 # torch, rich, av and matplotlib are loaded by the verbs: help must not wait for them
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class Video:
     """What to make, on what; and changes to the plan."""
 
     cache: str | None = None
-    "What to remember, instead of the plan's: merge:budget=21f"
+    "What to remember, a change of the plan: merge:budget=21f"
     attention: str | None = None
-    "What to read of the video, instead of the plan's: ann:read=0.2"
+    "What to read of the video, a change of the plan: ann:read=0.2"
     text: str | None = None
-    "What to read of the prompt, instead of the plan's: pads"
+    "What to read of the prompt, a change of the plan: pads"
     replay: str | None = None
-    "What to compute again, instead of the plan's: attentive:share=0.5"
+    "What to compute again, a change of the plan: attentive:share=0.5"
     prompt: str = ""
     "What the video shows."
     prompt_file: Path | None = None
@@ -81,15 +81,23 @@ class Video:
     dtype: str = "float32"
     "float32, float64 or bfloat16."
 
-    def planned(self, plan: str) -> str:
+    def planned(self, plan: str, model: str) -> str:
         """The plan's text with the parts that were set apart, checked before a model is loaded."""
-        from tachyscope.plan import NAMED, POLICIES, Plan
+        from tachyscope.plan import POLICIES, check_text
 
-        parts = {part: getattr(self, part) for part in POLICIES}
-        changes = [f"{part}={spec}" for part, spec in parts.items() if spec is not None]
+        changes = []
+        for part in POLICIES:
+            spec = getattr(self, part)
+            if spec is None:
+                continue
+            if spec.split() != [spec]:
+                raise TachyscopeError(
+                    f"--{part} is one policy without spaces, got {shown(spec)}: give another part "
+                    f"by its own option, or all of them in --plan"
+                )
+            changes.append(f"{part}={spec}")
         text = " ".join([plan, *changes])
-        # which model it is for matters to what a name stands for, not to whether it is known
-        Plan.parse(text, stock=NAMED["chunks"]["dense"])
+        check_text(text, _kind(model))
         return text
 
     def asked(self) -> dict[str, Any]:
@@ -180,7 +188,7 @@ def generate(
     from tachyscope.rollout import change_frames, open_session, parse_change, rollout
     from tachyscope.video import VideoWriter, read_frames
 
-    text, asked = video.planned(plan), video.asked()
+    text, asked = video.planned(plan, model), video.asked()
     wanted = [parse_change(word) for word in then]
     check_json(json)
     if first is not None:
@@ -255,7 +263,7 @@ def compare(
     from tachyscope.progress import frames_bar
     from tachyscope.results import check_json, emit
 
-    text, asked = video.planned(plan), video.asked()
+    text, asked = video.planned(plan, model), video.asked()
     check_json(json)
     check_folder(out)
     adapter = video.load(model)
@@ -321,7 +329,7 @@ def inspect(
     from tachyscope.results import check_json, emit
     from tachyscope.rollout import parse_actions
 
-    text, asked = video.planned(plan), video.asked()
+    text, asked = video.planned(plan, model), video.asked()
     if given < 1:
         raise TachyscopeError(f"given must be 1 or more, got {given}")
     if given > 1 and video.world is None:
@@ -393,6 +401,13 @@ def evaluate(
     if json != "-":
         print(*lines(found), sep="\n")
     emit(found, json)
+
+
+def _kind(model: str) -> str:
+    """Which named plans a model means, as far as its name tells."""
+    from tachyscope.models import MODELS
+
+    return MODELS[model].kind if model in MODELS else "chunks"
 
 
 def _about(model: Entry, weights: str | None) -> str:
@@ -554,11 +569,11 @@ def fit(
     """
     from tachyscope.fit import fit as predict
     from tachyscope.fit import lines, sized
-    from tachyscope.plan import NAMED, Plan
+    from tachyscope.plan import check_text
     from tachyscope.results import check_json, emit
     from tachyscope.rollout import parse_size
 
-    Plan.parse(plan, stock=NAMED["chunks"]["dense"])  # its faults show before a model is made
+    check_text(plan, _kind(model))  # its faults show before a model is made
     pixels = parse_size(size)
     check_json(json)
     found = predict(

@@ -16,6 +16,13 @@ def warn(message: str) -> None:
     warnings.warn(message, TachyscopeWarning, stacklevel=3)
 
 
+def shown(text: str, most: int = 60) -> str:
+    """What was given, quoted for an error; its middle left out where it is long."""
+    if len(text) > most:
+        text = f"{text[: most - 20]}…{text[-19:]}"
+    return repr(text)
+
+
 def first_line(fault: BaseException) -> str:
     """What another's error says first, or is called."""
     return (str(fault).strip() or type(fault).__name__).splitlines()[0]

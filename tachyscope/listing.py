@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ from rich.text import Text
 
 from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.models import MODELS, load
-from tachyscope.plan import POLICIES, parameters
+from tachyscope.plan import POLICIES
 from tachyscope.results import size_of
 from tachyscope.rollout import rollout
+from tachyscope.settings import settings
 
 if TYPE_CHECKING:
     from tachyscope.report import Run
@@ -30,14 +31,18 @@ def list_policies() -> list[dict[str, Any]]:
     found = []
     for part, known in POLICIES.items():
         for name, make in known.items():
-            defaults = {field.name: field.default for field in fields(make)}
-            settings = [
-                {"name": key, "type": _type(kind), "default": _json_value(defaults[key])}
-                for key, kind in parameters(make).items()
+            parameters = [
+                {
+                    "name": key,
+                    "type": _type(found.type),
+                    "default": _json_value(found.default),
+                    "about": found.about,
+                }
+                for key, found in settings(make).items()
             ]
             about = inspect.cleandoc(make.__doc__).split("\n\n")[0].replace("\n", " ")
             policy = {"part": part, "name": name, "about": about, "paper": make.paper}
-            found.append(policy | {"parameters": settings})
+            found.append(policy | {"parameters": parameters})
     return found
 
 
@@ -114,19 +119,27 @@ def _try_rollouts() -> str:
 
 def show_methods(found: Mapping[str, Any]) -> None:
     """Policies, then named plans."""
-    rows = []
+    width = min(Console().width, 100)
     for policy in found["policies"]:
-        settings = [
-            f"{p['name']}: {p['type']}"
-            + ("" if p["default"] is None else f" = {_cell(p['default'])}")
-            for p in policy["parameters"]
-        ]
-        about = "\n".join(filter(None, (policy["about"], policy["paper"])))
-        rows.append([f"{policy['part']}={policy['name']}", about, "\n".join(settings)])
-    _print_table(("policy", "what it does, and where it is from", "parameters"), rows)
+        about = " ".join(filter(None, (policy["about"], policy["paper"])))
+        print(f"{policy['part']}={policy['name']}", *_wrapped(about, 2, width), sep="\n")
+        for p in policy["parameters"]:
+            default = "" if p["default"] is None else f", default {_cell(p['default'])}"
+            said = f"{p['name']} ({p['type']}{default}): {p['about']}"
+            print(*_wrapped(said, 4, width), sep="\n")
+        print()
     for kind, plans in found["plans"].items():
         _print_table((f"plan for {kind}", "stands for"), [list(pair) for pair in plans.items()])
     print("stock: what the model's authors run; see tachyscope models --json -")
+
+
+def _wrapped(text: str, indent: int, width: int) -> list[str]:
+    """Text as lines, all but the first of them set further in."""
+    ahead, behind = " " * indent, " " * (indent + 2)
+    return textwrap.wrap(
+        text, width, initial_indent=ahead, subsequent_indent=behind, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def show_models(found: Mapping[str, Any]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tachyscope.attention import AttentionPolicy, TextPolicy
 from tachyscope.attention.ann import Ann
@@ -18,11 +19,12 @@ from tachyscope.cache import CachePolicy
 from tachyscope.cache.keep_all import KeepAll
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, shown
 from tachyscope.replay import ReplayPolicy
 from tachyscope.replay.attentive import Attentive
 from tachyscope.replay.every_k import EveryK
 from tachyscope.replay.random import Random
+from tachyscope.settings import settings as settings_of
 from tachyscope.types import Shape, Size
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -32,6 +34,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
+# parts that a plan may do without
+OPTIONAL = ("text", "replay")
 # what a bounded plan for chunks remembers
 MERGED = "cache=merge:budget=21f,newest=3,others=dropped"
 # "stock" is the model's own; docs/eval.md and eval_tokens.md tell why the others are as they are
@@ -78,25 +82,14 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, kind: str = "chunks", stock: str = "") -> Plan:
-        """A base name, then overrides: `fast cache=merge:budget=12f replay=none`.
+        """A base name, then changes: `fast cache=merge:budget=12f replay=none`.
 
-        The base is `dense` where none is named; `kind` (one of NAMED) and the model's own `stock`
-        say what a name stands for.
+        A change within the base's policy keeps its other settings; another policy starts from its
+        own defaults. The base is `dense` where none is named; `kind` (one of NAMED) and the model's
+        own `stock` say what a name stands for.
         """
-        words = text.split()
-        base = words.pop(0) if words and "=" not in words[0] else "dense"
-        specs = _named(base, kind, stock)
-        for word in words:
-            part, equals, spec = word.partition("=")
-            if not equals:
-                raise TachyscopeError(
-                    f"a plan is one base name, then part=policy words, got {word!r} behind: "
-                    f"parts are {', '.join(POLICIES)}"
-                )
-            if part not in POLICIES:
-                raise TachyscopeError(f"a plan has no {part!r}; it has: {', '.join(POLICIES)}")
-            specs[part] = spec
-        return cls(**{part: _policy(part, spec) for part, spec in specs.items()})
+        words, _ = _read(text, kind, stock)
+        return cls(**{part: _policy(part, word) for part, word in words.items()})
 
     def check(self, shape: Shape) -> None:
         """Raise where the plan cannot serve a model of this shape."""
@@ -134,47 +127,126 @@ def _spell_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _named(name: str, kind: str, stock: str) -> dict[str, str]:
+class Word(NamedTuple):
+    """One part of a plan's text: a policy's name, and its settings as they are written."""
+
+    policy: str
+    settings: dict[str, str]
+
+    def __str__(self) -> str:
+        settings = _settings(self.settings)
+        return f"{self.policy}:{settings}" if settings else self.policy
+
+
+def _settings(settings: Mapping[str, str], between: str = ",") -> str:
+    return between.join(f"{key}={value}" for key, value in settings.items())
+
+
+def check_text(text: str, kind: str = "chunks") -> None:
+    """Raise for what can be known of a plan before its model: only that knows its stock plan."""
+    if text.split()[:1] == ["stock"]:
+        words, _ = _read(text, kind, NAMED[kind]["dense"])
+        for part, word in words.items():
+            _values(part, word)
+    else:
+        Plan.parse(text, kind)
+
+
+def replaced(text: str, kind: str = "chunks", stock: str = "") -> list[str]:
+    """What of its base a plan's changes undo besides what they name, a sentence a part."""
+    return _read(text, kind, stock)[1]
+
+
+def _read(text: str, kind: str, stock: str) -> tuple[dict[str, Word], list[str]]:
+    """The words of a plan's text by part, and what of the base no longer applies."""
+    given = text.split()
+    base = given.pop(0) if given and "=" not in given[0] else "dense"
+    words, changed, gone = _named(base, kind, stock), dict[str, Word](), []
+    for word in given:
+        part, equals, spec = word.partition("=")
+        if not equals:
+            raise TachyscopeError(
+                f"a plan is one base name, then part=policy words, got {shown(word)} behind: "
+                f"parts are {', '.join(POLICIES)}"
+            )
+        if part not in POLICIES:
+            raise TachyscopeError(f"a plan has no {shown(part)}; it has: {', '.join(POLICIES)}")
+        if part in changed:
+            first = shown(f"{part}={changed[part]}")
+            raise TachyscopeError(
+                f"{part} is given twice, {first} and {shown(word)}: leave one out"
+            )
+        changed[part] = _word(part, spec)
+        words[part], lost = _changed(part, words[part], changed[part])
+        gone += [lost] if lost else []
+    return words, gone
+
+
+def _changed(part: str, base: Word, new: Word) -> tuple[Word, str]:
+    """A part after a change, and what of the base that undoes."""
+    if new.policy != base.policy:
+        lost = _settings(base.settings, ", ")
+        what = f"{part}={new.policy} replaces {part}={base.policy} and its {lost}"
+        return new, what if lost else ""
+    given = [key for key, value in new.settings.items() if value != "none"]
+    known = settings_of(POLICIES[part][new.policy]) if given else {}
+    out = {name for key in given for name in known[key].instead_of} - new.settings.keys()
+    kept = {key: value for key, value in base.settings.items() if key not in out}
+    lost = _settings({key: base.settings[key] for key in base.settings if key in out}, ", ")
+    what = f"{part}={new} replaces {lost} of {part}={base.policy}"
+    return Word(new.policy, kept | new.settings), what if lost else ""
+
+
+def _named(name: str, kind: str, stock: str) -> dict[str, Word]:
     if name not in NAMES:
-        raise TachyscopeError(f"no plan {name!r}; there are: {', '.join(NAMES)}")
-    text = stock if name == "stock" else NAMED[kind][name]
-    if not text:
-        raise TachyscopeError("this model names no stock plan: use another base, dense for one")
-    return {word.partition("=")[0]: word.partition("=")[2] for word in text.split()}
+        raise TachyscopeError(f"no plan {shown(name)}; there are: {', '.join(NAMES)}")
+    if name == "stock":
+        if not stock:
+            raise TachyscopeError("this model names no stock plan: use another base, dense for one")
+        return _read(stock, kind, "")[0]
+    pairs = (word.partition("=") for word in NAMED[kind][name].split())
+    return {part: _word(part, spec) for part, _, spec in pairs}
 
 
-def _policy(part: str, spec: str) -> Any:
+def _word(part: str, spec: str) -> Word:
     name, _, settings = spec.partition(":")
-    if name == "none" and part in ("text", "replay"):
-        if settings:
-            raise TachyscopeError(f"{part}=none takes no settings, got {settings!r}")
-        return None
     known = POLICIES[part]
-    if name not in known:
-        also = ", none" if part in ("text", "replay") else ""
-        raise TachyscopeError(f"no {part} policy {name!r}; there are: {', '.join(known)}{also}")
-    return _build(f"{part} policy {name!r}", known[name], settings)
-
-
-def _build(what: str, make: Any, settings: str) -> Any:
-    kinds = parameters(make)
-    values: dict[str, Any] = {}
+    if name == "none" and part in OPTIONAL:
+        if settings:
+            raise TachyscopeError(f"{part}=none takes no settings, got {shown(settings)}")
+    elif name not in known:
+        also = ", none" if part in OPTIONAL else ""
+        raise TachyscopeError(
+            f"no {part} policy {shown(name)}; there are: {', '.join(known)}{also}"
+        )
+    found: dict[str, str] = {}
     for pair in filter(None, settings.split(",")):
         key, _, text = pair.partition("=")
-        if key not in kinds:
+        what, allowed = f"{part} policy {name!r}", settings_of(known[name])
+        if key not in allowed:
             raise TachyscopeError(
-                f"{what} has no {key!r}; it takes: {', '.join(kinds) or 'nothing'}"
+                f"{what} has no {shown(key)}; it takes: {', '.join(allowed) or 'nothing'}"
             )
-        if key in values:
+        if key in found:
             raise TachyscopeError(f"{what} is given {key!r} twice: leave one out")
-        values[key] = _value(f"{what}: {key}", kinds[key], text)
-    return make(**values)
+        found[key] = text
+    return Word(name, found)
 
 
-def parameters(make: Any) -> dict[str, Any]:
-    """A policy's settings by name, each with its type."""
-    hints = typing.get_type_hints(make)
-    return {f.name: hints[f.name] for f in dataclasses.fields(make)}
+def _policy(part: str, word: Word) -> Any:
+    if word.policy == "none":
+        return None
+    return POLICIES[part][word.policy](**_values(part, word))
+
+
+def _values(part: str, word: Word) -> dict[str, Any]:
+    if not word.settings:
+        return {}
+    known = settings_of(POLICIES[part][word.policy])
+    what = f"{part} policy {word.policy!r}"
+    return {
+        key: _value(f"{what}: {key}", known[key].type, text) for key, text in word.settings.items()
+    }
 
 
 def _value(what: str, kind: Any, text: str) -> Any:
@@ -185,11 +257,11 @@ def _value(what: str, kind: Any, text: str) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         words = typing.get_args(kind)
         if text not in words:
-            raise TachyscopeError(f"{what} must be one of {', '.join(words)}, got {text!r}")
+            raise TachyscopeError(f"{what} must be one of {', '.join(words)}, got {shown(text)}")
         return text
     if kind is bool:
         if text not in ("true", "false"):
-            raise TachyscopeError(f"{what} must be true or false, got {text!r}")
+            raise TachyscopeError(f"{what} must be true or false, got {shown(text)}")
         return text == "true"
     if kind is Size:
         return Size.parse(text)
@@ -197,8 +269,8 @@ def _value(what: str, kind: Any, text: str) -> Any:
         number = kind(text)
     except ValueError:
         raise TachyscopeError(
-            f"{what} must be {'a whole number' if kind is int else 'a number'}, got {text!r}"
+            f"{what} must be {'a whole number' if kind is int else 'a number'}, got {shown(text)}"
         ) from None
     if number != number:
-        raise TachyscopeError(f"{what} must be a number, got {text!r}")
+        raise TachyscopeError(f"{what} must be a number, got {shown(text)}")
     return number

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tachyscope.adapters import Adapter
 from tachyscope.cache.window import Window
-from tachyscope.errors import TachyscopeError, is_out_of_memory
+from tachyscope.errors import TachyscopeError, is_out_of_memory, shown, warn
 from tachyscope.making import repeating
-from tachyscope.plan import Plan
+from tachyscope.plan import Plan, replaced
 from tachyscope.session import Session
 from tachyscope.types import Chunk
 
@@ -89,8 +89,12 @@ def runs_beside(device: torch.device) -> bool:
 
 
 def parse_plan(model: Adapter, plan: Plan | str) -> Plan:
-    """A plan as the model means it."""
-    return plan if isinstance(plan, Plan) else Plan.parse(plan, model.kind, model.stock)
+    """A plan as the model means it; what its changes undo of its base is warned of."""
+    if isinstance(plan, Plan):
+        return plan
+    for line in replaced(plan, model.kind, model.stock):
+        warn(f"plan {shown(plan)}: {line}")
+    return Plan.parse(plan, model.kind, model.stock)
 
 
 # a decorator, not a with-block: in a generator a with-block would leave the caller in

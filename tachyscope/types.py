@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,8 @@ class Size:
         digits = text.removesuffix("f")
         if not digits.isdecimal():
             raise TachyscopeError(
-                f"a size is entries (1344) or latent frames (21f), got {text!r}: give one of these"
+                f"a size is entries (1344) or latent frames (21f), got {shown(text)}: "
+                f"give one of these"
             )
         return cls(int(digits), text.endswith("f"))
 

@@ -24,7 +24,8 @@ from tachyscope.adapters.wan import WanAdapter, save_wan, toy_chunks
 from tachyscope.adapters.wan_causal import WanCausal
 from tachyscope.cli import VIDEO, app, main
 from tachyscope.models import MODELS
-from tachyscope.plan import NAMED, NAMES, POLICIES, parameters
+from tachyscope.plan import NAMED, NAMES, POLICIES
+from tachyscope.settings import settings
 from tachyscope.video import VideoWriter, read_video
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +96,10 @@ def test_help_and_version_are_no_faults(capsys):
         (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, none"),
         (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
-        (["--cache", "merge:budget=2f"], "cache policy 'merge': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
+        (["--cache", "merge:budget=2f,newest=1"], "cache policy 'merge': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
+        (["--plan", "fast cache=window", "--cache", "merge"], "cache is given twice, 'cache=window' and 'cache=merge': leave one out"),
+        (["--cache", "merge:budget=21f replay=every_k"], "--cache is one policy without spaces, got 'merge:budget=21f replay=every_k': give another part by its own option, or all of them in --plan"),
+        (["--plan", "x" * 10**5], f"no plan '{'x' * 40}…{'x' * 19}'; there are: {', '.join(NAMES)}"),
         (["--text", "none"], "this model reads its prompt by cross-attention, so text=none is not possible: use text=dense, pads, ann"),
         (["--frames", "0"], "frames must be 1 or more, got 0"),
         (["--frames", "-5"], "frames must be 1 or more, got -5"),
@@ -337,6 +341,18 @@ def test_a_first_frame_that_cannot_be_followed_is_one_line(tmp_path, monkeypatch
     assert capsys.readouterr().err == f"tachyscope: {line}\n"
 
 
+def test_what_a_change_of_a_plan_undoes_is_told(tmp_path, capsys):
+    asked = ["generate", "toy-chunks", "--frames", "3", "--out", str(tmp_path), "--plan", "fast"]
+    assert main([*asked, "--cache", "window:budget=12f"]) == 0
+    assert capsys.readouterr().err == (
+        "tachyscope: note: plan 'fast cache=window:budget=12f': cache=window replaces cache=merge and "
+        "its budget=21f, newest=3, others=dropped\n"
+    )
+    assert main([*asked, "--cache", "merge:budget=24f"]) == 0
+    out, said = capsys.readouterr()
+    assert said == "" and "budget=24f,sink=1,newest=3" in out and "others=dropped" in out
+
+
 def test_generate_says_which_methods_saved_nothing(tmp_path, capsys):
     words = ["generate", "toy-chunks", "--plan", "fast", "--frames", "6", "--out", str(tmp_path)]
     assert main(words) == 0
@@ -432,15 +448,15 @@ def test_methods_lists_every_policy_with_paper_and_parameters(capsys):
         policy = listed[key]
         assert policy["about"].endswith(".") and "\n" not in policy["about"]
         assert policy["paper"] == make.paper
-        assert [p["name"] for p in policy["parameters"]] == list(parameters(make))
-    budget = {"name": "budget", "type": "size", "default": "21f"}
-    positions = {"name": "positions", "type": "absolute|reindexed", "default": "absolute"}
-    sink = {"name": "sink", "type": "int", "default": 1}
-    fold = {"name": "fold", "type": "float", "default": None}
-    view = {"name": "view", "type": "size", "default": None}
-    distance = {"name": "max_distance", "type": "int", "default": None}
-    window = [budget, sink, positions, fold, view, distance]
-    assert listed["cache", "window"]["parameters"] == window
+        assert [p["name"] for p in policy["parameters"]] == list(settings(make))
+        assert [p["about"] for p in policy["parameters"]] == [
+            s.about for s in settings(make).values()
+        ]
+    window = listed["cache", "window"]["parameters"]
+    assert [(p["name"], p["type"], p["default"]) for p in window] == [
+        ("budget", "size", "21f"), ("sink", "int", 1), ("positions", "absolute|reindexed", "absolute"),
+        ("fold", "float", None), ("view", "size", None), ("max_distance", "int", None),
+    ]  # fmt: skip
     assert found["plans"] == NAMED
 
 
@@ -449,6 +465,12 @@ def test_methods_tells_people_the_same(capsys):
     out = capsys.readouterr().out
     for part, known in POLICIES.items():
         assert all(f"{part}={name}" in out for name in known)
+    told = " ".join(out.split())
+    for table in POLICIES.values():
+        for policy in table.values():
+            assert all(
+                f"{key} (" in told and s.about in told for key, s in settings(policy).items()
+            )
     assert all(name in out for name in NAMES)
 
 

@@ -395,7 +395,7 @@ def test_spans_are_recorded_with_the_launches_around_them():
 # full-size models: compiled layers, decoding beside, the benchmark itself
 
 
-@pytest.mark.parametrize("plan", ["dense", "fast cache=merge:budget=6f attention=ann:read=0.7"])
+@pytest.mark.parametrize("plan", ["dense", "fast cache=merge:budget=9f attention=ann:read=0.7"])
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # float32 is meant here
 def test_compiled_layers_give_what_they_gave(plan):
     def latents(model):

@@ -1,10 +1,14 @@
+import random
 import re
+import typing
+from dataclasses import replace
 
 import pytest
 from streams import CHUNKS, TOKENS
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.plan import NAMED, NAMES, POLICIES, Plan
+from tachyscope.plan import NAMED, NAMES, POLICIES, Plan, check_text, replaced
+from tachyscope.settings import settings
 from tachyscope.types import Size
 
 STOCK = "cache=window:budget=21f,sink=0 attention=dense text=dense replay=none"
@@ -24,6 +28,105 @@ def test_a_plan_spelled_out_parses_back(name, kind):
     plan = Plan.parse(name, kind, STOCK)
     assert Plan.parse(str(plan), kind) == plan
     assert str(plan).count("=") >= 4
+
+
+def draw(rng, setting):
+    """A setting's text: of its type, `none` where it may be."""
+    kind = setting.type
+    if typing.get_origin(kind) is typing.Literal:
+        return rng.choice(typing.get_args(kind))
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    if options and rng.random() < 0.4:
+        return "none"
+    kind = options[0] if options else kind
+    values = {
+        bool: ("true", "false"), Size: ("21f", "9f", "1344"), int: ("0", "1", "3"),
+        float: ("0.25", "0.5", "1"),
+    }  # fmt: skip
+    return rng.choice(values[kind])
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_any_plan_spelled_out_parses_back(kind):
+    # str leaves out what is none, which must not bring back a base's value
+    rng, seen, none = random.Random(7), 0, 0
+    for _ in range(3000):
+        words = [rng.choice(["", *(name for name in NAMES if name != "stock")])]
+        for part, known in POLICIES.items():
+            if rng.random() < 0.3:
+                continue
+            name = rng.choice([*known, *(["none"] if part in ("text", "replay") else [])])
+            given = settings(known[name]) if name in known else {}
+            some = [key for key in given if rng.random() < 0.4]
+            texts = [f"{key}={draw(rng, given[key])}" for key in some]
+            words.append(f"{part}={name}" + (":" + ",".join(texts) if texts else ""))
+        text = " ".join(words)
+        try:
+            plan = Plan.parse(text, kind)
+        except TachyscopeError:
+            continue  # a setting's own rule
+        assert Plan.parse(str(plan), kind) == plan, text
+        seen += 1
+        none += "=none" in text.replace("text=none", "").replace("replay=none", "")
+    assert seen > 800 and none > 100
+
+
+def test_a_change_within_a_policy_keeps_its_other_settings():
+    plan, base = Plan.parse("fast cache=merge:budget=24f"), Plan.parse("fast")
+    assert plan == replace(base, cache=replace(base.cache, budget=Size(24, True)))
+    assert (base.cache.newest, base.cache.others) == (3, "dropped")
+    assert Plan.parse("fast cache=merge:newest=1").cache.newest == 1
+    assert Plan.parse("fast cache=merge") == base
+    # without a base's name nothing is there to keep
+    assert Plan.parse("cache=merge:budget=24f").cache.others == "folded"
+    # the authors' own plan is a base like any other
+    stock = "cache=window:budget=9f,sink=3,positions=reindexed"
+    longer = Plan.parse("stock cache=window:budget=12f", stock=stock).cache
+    assert (longer.budget, longer.sink, longer.positions) == (Size(12, True), 3, "reindexed")
+    assert replaced("fast cache=merge:budget=24f") == replaced("fast") == []
+
+
+def test_another_policy_starts_from_its_defaults_and_what_it_undoes_is_told():
+    text = "fast cache=window replay=every_k"
+    assert Plan.parse(text).cache == Plan.parse("cache=window").cache
+    assert replaced(text) == [
+        "cache=window replaces cache=merge and its budget=21f, newest=3, others=dropped"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, cached, told",
+    [
+        ("fast attention=ann:k=400", "k=400", "attention=ann:k=400 replaces read=0.3 of attention=ann"),
+        ("fast-ar attention=ann:top_p=0.9", "hash=lsh", "attention=ann:top_p=0.9 replaces read=0.28 of attention=ann"),
+        ("fast cache=merge:threshold=0.9", "threshold=0.9,sink=0,newest=0", "cache=merge:threshold=0.9 replaces budget=21f, newest=3, others=dropped of cache=merge"),
+        ("fast-ar cache=merge:budget=9f", "budget=9f,sink=1,newest=1", "cache=merge:budget=9f replaces threshold=0.9 of cache=merge"),
+        ("fastcar replay=attentive:threshold=-2", "threshold=-2.0", "replay=attentive:threshold=-2 replaces share=0.8 of replay=attentive"),
+    ],
+)  # fmt: skip
+def test_one_of_several_ways_replaces_the_other(text, cached, told):
+    assert cached in str(Plan.parse(text))
+    assert replaced(text) == [told]
+
+
+def test_dense_has_no_settings_that_a_plan_without_a_base_would_keep():
+    assert not any(":" in NAMED[kind]["dense"] for kind in NAMED)
+
+
+def test_a_plan_is_checked_before_its_model_as_far_as_it_can_be():
+    check_text("stock cache=window:fold=0.9")  # another setting of the stock plan may allow it
+    with pytest.raises(TachyscopeError, match="sink must be a whole number"):
+        check_text("stock cache=window:sink=one")
+    check_text("fast attention=ann:hash=lsh", "chunks")
+    with pytest.raises(TachyscopeError, match="takes one of read, k, top_p"):
+        check_text("fast attention=ann:hash=lsh", "tokens")
+
+
+def test_every_parameter_says_what_it_does():
+    for table in POLICIES.values():
+        for name, policy in table.items():
+            for key, found in settings(policy).items():
+                assert found.about.endswith(".") and len(found.about) < 200, (name, key)
 
 
 def test_overrides_replace_one_part_of_the_base():
@@ -57,6 +160,8 @@ def test_every_policy_names_its_paper_or_none():
         ("replay=attentive:share=1,authors=1", "replay policy 'attentive': authors must be true or false, got '1'"),
         ("cache=window:budget=big", "a size is entries (1344) or latent frames (21f), got 'big': give one of these"),
         ("replay=none:x=1", "replay=none takes no settings, got 'x=1'"),
+        ("cache=window cache=window:sink=2", "cache is given twice, 'cache=window' and 'cache=window:sink=2': leave one out"),
+        ("q" * 1000, f"no plan '{'q' * 40}…{'q' * 19}'; there are: dense, stock, lossless, balanced, fast, fastcar, fast-ar"),
         ("fast dense", "a plan is one base name, then part=policy words, got 'dense' behind: parts are cache, attention, text, replay"),
     ],
 )  # fmt: skip
@@ -74,6 +179,4 @@ def test_text_policies_belong_to_models_with_cross_attention():
     with pytest.raises(TachyscopeError, match="has no cross-attention, got text=pads"):
         Plan.parse("dense text=pads", "tokens").check(TOKENS)
     with pytest.raises(TachyscopeError, match="text=none is not possible"):
-        from dataclasses import replace
-
         Plan.parse("dense text=none").check(replace(CHUNKS, text=64))

@@ -25,6 +25,7 @@ from tachyscope.kernels.hashing import (
 )
 from tachyscope.kernels.listed import listed_attention
 from tachyscope.meter import Meter
+from tachyscope.settings import setting
 from tachyscope.types import Layer, Moment, Shape
 
 # sign bits that order the past, so that a block's entries are alike
@@ -69,17 +70,44 @@ class Ann(AttentionPolicy):
     dense_passes, dense_layers: that share of the first passes and layers reads everything.
     """
 
-    read: float | None = None
-    k: int | None = None
-    top_p: float | None = None
-    hash: Literal["int8", "lsh"] = "int8"
-    bits: int = 32
-    block: int | None = None
-    tile: int | None = None
-    sink: int = 1
-    newest: int = 1
-    dense_passes: float = 0.0
-    dense_layers: float = 0.0
+    read: float | None = setting(
+        None,
+        "Share of the past's blocks that a tile of queries reads, over 0 and at most 1.",
+        instead_of=("k", "top_p"),
+    )
+    k: int | None = setting(
+        None, "Past entries that a tile of queries reads.", instead_of=("read", "top_p")
+    )
+    top_p: float | None = setting(
+        None,
+        "Share of the estimated attention mass that the blocks a tile reads add up to, over 0 and "
+        "at most 1.",
+        instead_of=("read", "k"),
+    )
+    hash: Literal["int8", "lsh"] = setting(
+        "int8",
+        "Code of a block that queries are scored against: its mean key in 8 bits (int8), or the "
+        "signs of random projections of its keys (lsh).",
+    )
+    bits: int = setting(32, "Random projections of hash=lsh; int8 does not use it.")
+    block: int | None = setting(
+        None,
+        "Past entries that are read or left out together; unless given the largest power of two "
+        "within a twelfth of a latent frame, at most 128.",
+    )
+    tile: int | None = setting(
+        None,
+        "Queries that read the same blocks; unless given the largest power of two within an eighth "
+        "of a latent frame, at most 128; always 1 in token models.",
+    )
+    sink: int = setting(1, "First latent frames that every tile reads.")
+    newest: int = setting(1, "Latest latent frames that every tile reads.")
+    dense_passes: float = setting(
+        0.0, "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
+    )
+    dense_layers: float = setting(
+        0.0, "Share of the layers, the first ones, that read everything, from 0 to 1."
+    )
 
     paper: ClassVar[str] = "FAST-AR's AnnSA, arXiv 2602.01801"
     indexes: ClassVar[bool] = True

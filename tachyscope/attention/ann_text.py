@@ -17,6 +17,7 @@ from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.hashing import buckets, int8_scores, planes, quantise
 from tachyscope.meter import Meter
+from tachyscope.settings import setting
 from tachyscope.types import Text
 
 
@@ -31,9 +32,13 @@ class AnnText(TextPolicy):
     first, which changes nothing.
     """
 
-    keep: int = 170
-    hash: Literal["int8", "lsh"] = "int8"
-    bits: int = 6
+    keep: int = setting(170, "Most prompt tokens that a head reads.")
+    hash: Literal["int8", "lsh"] = setting(
+        "int8",
+        "How queries pick tokens: each its nearest by keys in 8 bits (int8), or all with the same "
+        "signs of random projections (lsh).",
+    )
+    bits: int = setting(6, "Random projections of hash=lsh; int8 does not use it.")
 
     paper: ClassVar[str] = "FAST-AR's AnnCA, arXiv 2602.01801"
 

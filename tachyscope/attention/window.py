@@ -13,6 +13,7 @@ from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
+from tachyscope.settings import setting
 from tachyscope.types import Layer, Moment, Shape
 
 
@@ -25,8 +26,10 @@ class Window(AttentionPolicy):
     `tokens` of the past. It is the sparse attention that FastCar is combined with.
     """
 
-    tokens: int = 16
-    sink: int = 4
+    tokens: int = setting(
+        16, "Newest entries that a query reads: in token models its own counts, else past ones."
+    )
+    sink: int = setting(4, "First entries that every query reads, a prompt's padding left out.")
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453, as in FastCar, arXiv 2505.14709"
 

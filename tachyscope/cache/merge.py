@@ -14,6 +14,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.kernels import gpu
 from tachyscope.kernels.merge import alike_features, best_older, fold, roots
 from tachyscope.meter import Meter
+from tachyscope.settings import setting
 from tachyscope.types import Layer, Moment, Shape, Size
 
 
@@ -38,15 +39,47 @@ class Merge(CachePolicy):
     that distance.
     """
 
-    budget: Size | None = None
-    threshold: float | None = None
-    sink: int | None = None
-    newest: int | None = None
-    match: Literal["rotated", "unrotated", "key_value"] = "rotated"
-    keep: Literal["partner", "newest"] = "newest"
-    others: Literal["folded", "dropped"] = "folded"
-    heads: Literal["shared", "each"] = "each"
-    max_distance: int | None = None
+    budget: Size | None = setting(
+        None,
+        "Most entries that a layer holds, the present chunk included: latent frames (21f) or "
+        "entries (1344); 21f unless a threshold is given.",
+        instead_of=("threshold",),
+    )
+    threshold: float | None = setting(
+        None,
+        "Merge a new entry with the past entry that its query attends to most where the cosine of "
+        "their keys is at least this, from -1 to 1; the cache then has no bound.",
+        instead_of=("budget", "newest", "others"),
+    )
+    sink: int | None = setting(
+        None, "First latent frames that are never merged; 1 with a budget, 0 with a threshold."
+    )
+    newest: int | None = setting(
+        None, "Latest latent frames that are never merged; 1 with a budget, 0 with a threshold."
+    )
+    match: Literal["rotated", "unrotated", "key_value"] = setting(
+        "rotated",
+        "What two entries are compared by: keys after RoPE (rotated), keys before RoPE "
+        "(unrotated), or keys before RoPE and values (key_value).",
+    )
+    keep: Literal["partner", "newest"] = setting(
+        "newest",
+        "Whose key and position stand for merged entries: the newest one's, or those of the older "
+        "entry that the others were matched with (partner).",
+    )
+    others: Literal["folded", "dropped"] = setting(
+        "folded",
+        "What becomes of the other entries of a merge: folded leaves their mean value and the log "
+        "of their number on the score, dropped leaves nothing.",
+    )
+    heads: Literal["shared", "each"] = setting(
+        "each", "Whether each head merges on its own, or all by one comparison (shared)."
+    )
+    max_distance: int | None = setting(
+        None,
+        "Latent frames before the next chunk: an entry further back gets the position at that "
+        "distance; needs match=unrotated or key_value.",
+    )
 
     paper: ClassVar[str] = "FAST-AR's TempCache, arXiv 2602.01801"
 

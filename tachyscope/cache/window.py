@@ -11,6 +11,7 @@ from torch import Tensor
 from tachyscope.cache import CachePolicy, Rotate, held, keep_near, move
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
+from tachyscope.settings import setting
 from tachyscope.types import Layer, Moment, Shape, Size
 
 
@@ -31,12 +32,32 @@ class Window(CachePolicy):
     stands at that distance.
     """
 
-    budget: Size = Size(21, True)
-    sink: int = 1
-    positions: Literal["absolute", "reindexed"] = "absolute"
-    fold: float | None = None
-    view: Size | None = None
-    max_distance: int | None = None
+    budget: Size = setting(
+        Size(21, True),
+        "Most entries that a layer holds, the present chunk included: latent frames (21f) or "
+        "entries (1344).",
+    )
+    sink: int = setting(1, "First latent frames that are always kept.")
+    positions: Literal["absolute", "reindexed"] = setting(
+        "absolute",
+        "RoPE positions of the sink: its own (absolute), or right before the oldest frame of the "
+        "window (reindexed).",
+    )
+    fold: float | None = setting(
+        None,
+        "Fold frames that leave the window into the sink, sink * fold + frame * (1 - fold), from 0 "
+        "to 1; needs a sink and positions=reindexed.",
+    )
+    view: Size | None = setting(
+        None,
+        "Of what is kept, how much a pass reads, its own chunk included: latent frames (12f) or "
+        "entries; needs positions=reindexed.",
+    )
+    max_distance: int | None = setting(
+        None,
+        "Latent frames before the next chunk: an entry further back gets the position at that "
+        "distance.",
+    )
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     grows: ClassVar[bool] = False

@@ -12,6 +12,7 @@ from torch import Tensor
 from tachyscope.errors import TachyscopeError
 from tachyscope.replay import Choice, ReplayPolicy
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
+from tachyscope.settings import setting
 from tachyscope.types import Moment, Shape
 
 
@@ -28,12 +29,31 @@ class Attentive(ReplayPolicy):
     drift: what is replayed is moved by the mean change of what is computed; not in the paper.
     """
 
-    share: float | None = None
-    threshold: float | None = None
-    age: int = 0
-    cfg: Literal["tied", "free"] = "tied"
-    authors: bool = False
-    drift: bool = False
+    share: float | None = setting(
+        None,
+        "Share of a pass's tokens, those of highest Temporal Attention Score, whose MLPs are "
+        "replayed, from 0 to 1.",
+        instead_of=("threshold",),
+    )
+    threshold: float | None = setting(
+        None,
+        "Replay the MLPs of tokens whose Temporal Attention Score is at least this.",
+        instead_of=("share",),
+    )
+    age: int = setting(
+        0, "Times in a row that an MLP output may be replayed before it is computed; 0: no limit."
+    )
+    cfg: Literal["tied", "free"] = setting(
+        "tied",
+        "Whether both rows of a classifier-free guidance pair decide by their mean score (tied), "
+        "or each by its own (free).",
+    )
+    authors: bool = setting(
+        False,
+        "Score as FastCar's published code does: query before RoPE against key after RoPE, and "
+        "above the threshold instead of at least at it.",
+    )
+    drift: bool = setting(False, "Move replayed outputs by the mean change of the computed ones.")
 
     paper: ClassVar[str] = "FastCar, arXiv 2505.14709"
 

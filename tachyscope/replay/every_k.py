@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.settings import setting
 from tachyscope.types import Moment, Shape
 
 
@@ -18,8 +19,8 @@ from tachyscope.types import Moment, Shape
 class EveryK(ReplayPolicy):
     """Compute all tokens of every `k`-th chunk and none of the others; a control."""
 
-    k: int = 2
-    drift: bool = False
+    k: int = setting(2, "Compute the MLPs of every k-th chunk, and replay them in the others.")
+    drift: bool = setting(False, "Move replayed outputs by the mean change of the computed ones.")
 
     paper: ClassVar[str] = ""
     score: ClassVar[str] = ""

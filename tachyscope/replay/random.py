@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tachyscope.replay import Choice, ReplayPolicy
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
+from tachyscope.settings import setting
 from tachyscope.types import Moment, Shape
 
 
@@ -18,9 +19,13 @@ from tachyscope.types import Moment, Shape
 class Random(ReplayPolicy):
     """Replay a random `share` of the tokens; a control. A guidance pair shares its draw."""
 
-    share: float = 0.5
-    age: int = 0
-    drift: bool = False
+    share: float = setting(
+        0.5, "Share of a pass's tokens, drawn at random, whose MLPs are replayed, from 0 to 1."
+    )
+    age: int = setting(
+        0, "Times in a row that an MLP output may be replayed before it is computed; 0: no limit."
+    )
+    drift: bool = setting(False, "Move replayed outputs by the mean change of the computed ones.")
 
     paper: ClassVar[str] = ""
     score: ClassVar[str] = ""
