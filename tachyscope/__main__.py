@@ -1,7 +1,17 @@
-"""`python -m tachyscope`."""
+"""The command `tachyscope`, and `python -m tachyscope`."""
 
 import sys
 
-from tachyscope.cli import main
+from tachyscope.process import guard_start
 
-sys.exit(main())
+
+def main() -> int:
+    guard_start()
+    # imported here: it takes a while, in which Ctrl-C must be quiet too
+    from tachyscope.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from tachyscope import __version__
-from tachyscope.errors import TachyscopeError, TachyscopeWarning, is_out_of_memory, shown
+from tachyscope.errors import TachyscopeError, TachyscopeWarning, shown
+from tachyscope.process import run_command
 
 # torch, rich, av and matplotlib are loaded by the verbs: help must not wait for them
 if TYPE_CHECKING:
@@ -27,12 +28,16 @@ Json = Annotated[str | None, Parameter(allow_leading_hyphen=True)]
 # the words that were typed, which main hands on
 Said = Annotated[str, Parameter(parse=False)]
 
+# an option of every verb
+TRACEBACK = "--traceback"
+
 # in which dtype a second dense run shows how far two of them agree
 OTHER = {"float32": "float64", "float64": "float32", "bfloat16": "float32"}
 
 app = App(
     "tachyscope",
-    help="Fast autoregressive video generation without retraining, and what the speed cost.",
+    help="Fast autoregressive video generation without retraining, and what the speed cost. "
+    f"With {TRACEBACK}, any verb also shows where in the code a fault came up.",
     version=__version__,
     help_format="plaintext",  # else the stars of 'w*20 a*24' are taken for emphasis
     exit_on_error=False,
@@ -645,26 +650,20 @@ def doctor(*, json: Json = None, said: Said = "") -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; 0, or 2 after a fault, or 130 after Ctrl-C."""
+    """Run a command line; its exit code, as `run_command` tells it."""
     words = list(sys.argv[1:] if argv is None else argv)
+    asked = [word for word in words if word != TRACEBACK]
+    return run_command(lambda: _run(asked), show_traceback=len(asked) < len(words))
+
+
+def _run(words: Sequence[str]) -> None:
     try:
         verb, given, unparsed = app.parse_args(words)
-        more = {"said": shlex.join(["tachyscope", *words])} if "said" in unparsed else {}
-        with _printing_warnings():
-            verb(*given.args, **given.kwargs, **more)
-    except (TachyscopeError, CycloptsError) as error:
-        return _fault(str(error))
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return _fault(
-            "the memory is not enough: give the plan's cache a budget, for example --cache "
-            "merge:budget=21f, or take a smaller --size; tachyscope bench fit tells what fits"
-        )
-    except KeyboardInterrupt:
-        print("tachyscope: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    except CycloptsError as error:
+        raise TachyscopeError(str(error)) from error
+    more = {"said": shlex.join(["tachyscope", *words])} if "said" in unparsed else {}
+    with _printing_warnings():
+        verb(*given.args, **given.kwargs, **more)
 
 
 @contextmanager
@@ -684,8 +683,3 @@ def _printing_warnings() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
-
-
-def _fault(message: str) -> int:
-    print(f"tachyscope: {' '.join(message.split())}", file=sys.stderr)
-    return 2

@@ -1,10 +1,32 @@
 """The one error that a user's fault raises, the one warning, and what others' errors say."""
 
+import re
 import warnings
+
+LONGEST_WORD, LONGEST = 200, 1000
 
 
 class TachyscopeError(Exception):
-    """What was given, what is allowed, what to do; one line."""
+    """What was given, what is allowed, what to do; one line.
+
+    An option in backticks is a parameter in Python, `frames`, and a command line writes --frames.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
+
+def shortened(message: str) -> str:
+    """A message without the middle of what is too long in it: what was given may be megabytes."""
+    words = re.sub(r"\S+", lambda word: _cut(word[0], LONGEST_WORD), message)
+    return _cut(words, LONGEST)
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    # the end is where an error says what to do
+    return f"{text[: most * 2 // 3]}…{text[-(most // 3) :]}"
 
 
 class TachyscopeWarning(UserWarning):
@@ -30,4 +52,6 @@ def first_line(fault: BaseException) -> str:
 
 def is_out_of_memory(fault: BaseException) -> bool:
     """torch has an error of its own for CUDA's memory, and only words for the CPU's."""
-    return type(fault).__name__ == "OutOfMemoryError" or "allocate memory" in str(fault)
+    if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(fault, RuntimeError) and "allocate memory" in str(fault)

@@ -199,7 +199,11 @@ def _print_table(
     for row in rows:
         # as Text: a bracket in a plan is no markup
         table.add_row(*map(Text, row))
-    Console().print(table)
+    console = Console()
+    # printed by ourselves: where a pipe is closed rich would end the process
+    with console.capture() as drawn:
+        console.print(table)
+    print(drawn.get(), end="")
 
 
 def _cell(value: Any) -> str:

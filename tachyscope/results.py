@@ -6,11 +6,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from tachyscope.errors import TachyscopeError
-from tachyscope.files import check_folder, write_atomically
+from tachyscope.files import check_file, user_path, write_atomically
 from tachyscope.machine import machine, versions
 from tachyscope.types import Chunk
 from tachyscope.weights import weights_hashes
@@ -66,11 +64,8 @@ def _finite(value: Any) -> Any:
 
 def check_json(where: str | None) -> None:
     """Raise where a document could not be written, before it is measured."""
-    if where not in (None, "-"):
-        path = Path(where)
-        if path.is_dir():
-            raise TachyscopeError(f"{path} is a folder: give the name of a file")
-        check_folder(path.parent)
+    if where is not None and where != "-":
+        check_file(user_path(where))
 
 
 def emit(found: Document, where: str | None) -> None:
@@ -78,4 +73,4 @@ def emit(found: Document, where: str | None) -> None:
     if where == "-":
         print(to_json(found))
     elif where is not None:
-        write_atomically(where, to_json(found, indent=2) + "\n")
+        write_atomically(user_path(where), to_json(found, indent=2) + "\n")

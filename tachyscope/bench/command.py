@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import torch
-
 from tachyscope.bench.cpu import bench_asked, lines, split_plans
-from tachyscope.bench.wan import FULL, TABLES, bench_wan_asked, wan_lines
+from tachyscope.bench.wan import TABLES, bench_wan_asked, wan_lines
 from tachyscope.errors import TachyscopeError
 from tachyscope.models import load
+from tachyscope.process import run_command
 from tachyscope.results import Document, check_json, emit
 
 
@@ -31,17 +30,16 @@ class Parser(argparse.ArgumentParser):
     ) -> int:
         """Measure what the words ask for, tell it, and write it where --json says; an exit code."""
         self.add_argument("--json", help="a file, or - for the last line of stdout")
-        try:
+        self.add_argument("--traceback", action="store_true", help="also tell where a fault arose")
+
+        def command() -> None:
             args = self.parse_args(words)
             check_json(args.json)
             found = measure(args, f"{self.prog} {shlex.join(words)}")
             print("\n".join(told(found)))
             emit(found, args.json)
-        except (TachyscopeError, torch.OutOfMemoryError) as error:
-            said = error if isinstance(error, TachyscopeError) else FULL
-            print(f"tachyscope: {said}", file=sys.stderr)
-            return 2
-        return 0
+
+        return run_command(command, show_traceback="--traceback" in words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,12 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("python -m tachyscope.bench", description=about)
     verbs = {"cpu": _cpu, "wan": _wan}
     parser.add_argument("suite", choices=list(verbs), help="`cpu --help` tells its options")
-    try:
-        suite = parser.parse_args(words[:1]).suite
-    except TachyscopeError as error:
-        print(f"tachyscope: {error}", file=sys.stderr)
-        return 2
-    return verbs[suite](words[1:])
+    return run_command(lambda: parser.parse_args(words[:1])) or verbs[words[0]](words[1:])
 
 
 def _cpu(words: Sequence[str]) -> int:

@@ -36,6 +36,7 @@ from tachyscope.bench.parts import parts, watched
 from tachyscope.bench.ratios import noise
 from tachyscope.bench.traced import Traced, enlarge, record
 from tachyscope.errors import TachyscopeError
+from tachyscope.files import is_stream, user_path
 from tachyscope.fit import ROOM, SIZES, need, on_meta
 from tachyscope.making import Maker, repeating
 from tachyscope.meter import summary
@@ -231,7 +232,7 @@ def bench_wan_asked(
 
     def told(found: Document) -> None:
         print(_short(found["rows"][-1]), file=sys.stderr, flush=True)
-        if json != "-":
+        if json is not None and json != "-" and not is_stream(user_path(json)):
             emit(found, json)  # the machine may go before the last row is done
 
     asked: Any = {"size": pixels, "seed": seed, "command": command, "told": told}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from tachyscope.files import check_folder, replacing, write_atomically
+from tachyscope.files import check_folder, write_atomically
 from tachyscope.inspection.observed import ALIKE, PERCENTS
 from tachyscope.inspection.timed import PARTS
 from tachyscope.results import Document, to_json
@@ -30,9 +31,9 @@ def write(found: Document, folder: str | os.PathLike[str]) -> list[Path]:
             for ending in ("png", "svg"):
                 path = target / f"{name}.{ending}"
                 nothing = {"Date": None} if ending == "svg" else None
-                with replacing(path) as part:
-                    figure.savefig(part, format=ending, dpi=160, metadata=nothing)
-                files.append(path)
+                drawn = io.BytesIO()
+                figure.savefig(drawn, format=ending, dpi=160, metadata=nothing)
+                files.append(write_atomically(path, drawn.getvalue()))
     return files
 
 
