@@ -165,20 +165,23 @@ def _part(target: Path) -> Iterator[Path]:
     It stays locked meanwhile, so that another process can tell it from what a dead one left.
     """
     folder, name = target.parent, _part_name(target)
+    part, file = folder / f"{name}.{uuid.uuid4().hex[:8]}.part", None
+    # a signal may come at any time: what is to be removed is known before it is there
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder, name)
-        part, file = _create(folder, name)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise _no_folder(folder, error) from error
-    except ValueError:
-        raise TachyscopeError(f"a path has no NUL bytes, got {os.fspath(folder)!r}") from None
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder, name)
+            file = _create(part)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise _no_folder(folder, error) from error
+        except ValueError:
+            raise TachyscopeError(f"a path has no NUL bytes, got {os.fspath(folder)!r}") from None
+        except OSError as error:
+            raise unwritable(folder, error) from error
         yield part
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError, ValueError):
+            part.unlink()
         if file is not None:
             os.close(file)
 
@@ -191,24 +194,18 @@ def _part_name(target: Path) -> str:
     return f".{name}"
 
 
-def _create(folder: Path, name: str) -> tuple[Path, int | None]:
-    """A new file in the folder, and the descriptor that holds its lock."""
+def _create(part: Path) -> int | None:
+    """The descriptor that holds the lock of a new file."""
     while True:
-        part = folder / f"{name}.{uuid.uuid4().hex[:8]}.part"
         # not tempfile: its files are private to their owner, and stay so after the rename
         file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         if fcntl is None:  # where an open file cannot be renamed either
             os.close(file)
-            return part, None
-        try:
-            _lock(file, wait=True)
-            # between its creation and its lock another process may have swept it
-            if os.fstat(file).st_nlink:
-                return part, file
-        except BaseException:
-            part.unlink(missing_ok=True)
-            os.close(file)
-            raise
+            return None
+        _lock(file, wait=True)
+        # between its creation and its lock another process may have swept it
+        if os.fstat(file).st_nlink:
+            return file
         os.close(file)
 
 
