@@ -1,4 +1,4 @@
-"""The requantiser: int32 accumulators to int8, by a multiplier and a shift a channel."""
+"""The requantiser: int32 accumulators to int8 or wider, by a multiplier and a shift a channel."""
 
 from __future__ import annotations
 
@@ -29,24 +29,27 @@ HALF = 16  # the accumulator is multiplied in two halves, one hardware multiplie
 
 @dataclass(frozen=True)
 class Requant:
-    """`lanes` channels at once: acc * multiplier / 2**shift, rounded half up, saturated to int8.
+    """`lanes` channels at once: acc * multiplier / 2**shift, rounded half up, saturated to `bits`.
 
     The accumulator is never narrowed first: 32 bits times 15 bits and the rounding bit stay
     within 48, for every K up to 131,071 (``fixed.MAX_DEPTH``; Llama-7B's longest is 11,008).
     """
 
     lanes: int = 16
+    bits: int = 8
 
     LATENCY: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         check_range("Requant lanes", self.lanes, 1, 256)
+        check_range("Requant bits", self.bits, 2, ACC_BITS)
 
     def compute(self, acc: ArrayLike, multiplier: ArrayLike, shift: ArrayLike) -> Ints:
         return requantise(
             ints(acc, "acc", ACC_LOW, ACC_HIGH),
             ints(multiplier, "multiplier", 0, MAX_MULTIPLIER),
             ints(shift, "shift", 0, MAX_SHIFT),
+            self.bits,
         )
 
     def cycles(self, tiles: int) -> int:
@@ -73,7 +76,7 @@ class RequantUnit(wiring.Component):
     acc : In(stream of `lanes` signed(32))
     scale : In(stream of {multiplier: `lanes` unsigned(15), shift: `lanes` unsigned(6)})
         One beat for each beat of `acc`; the two are taken together.
-    o : Out(stream of `lanes` signed(8))
+    o : Out(stream of `lanes` signed(bits))
     """
 
     def __init__(self, params: Requant) -> None:
@@ -82,13 +85,13 @@ class RequantUnit(wiring.Component):
             {
                 "acc": In(stream.Signature(data.ArrayLayout(signed(ACC_BITS), params.lanes))),
                 "scale": In(stream.Signature(params.scale_layout())),
-                "o": Out(stream.Signature(data.ArrayLayout(signed(8), params.lanes))),
+                "o": Out(stream.Signature(data.ArrayLayout(signed(params.bits), params.lanes))),
             }
         )
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
-        out = data.ArrayLayout(signed(8), self.params.lanes)
+        out = data.ArrayLayout(signed(self.params.bits), self.params.lanes)
         m.submodules.outbox = outbox = Outbox(out, depth=self.params.LATENCY + 2)
         taken = self.acc.valid & self.scale.valid & outbox.room
         m.d.comb += [
@@ -106,7 +109,7 @@ class RequantUnit(wiring.Component):
             low, high = Signal(signed(2 * HALF + 1)), Signal(signed(2 * HALF))
             half, product = Signal(48), Signal(signed(48))
             rounded, coarse, fine = (Signal(signed(48)) for _ in range(3))
-            result = Signal(signed(8))
+            result = Signal(signed(self.params.bits))
             m.d.sync += [
                 # 1: registers in front of the multipliers
                 acc.eq(self.acc.payload[lane]),
@@ -127,7 +130,7 @@ class RequantUnit(wiring.Component):
                 coarse.eq(rounded >> (shift[3] & 0x38)),
                 fine.eq(coarse >> delayed(m, shift[3][:3], 1)),
                 # 7: saturated
-                result.eq(saturated(fine)),
+                result.eq(saturated(fine, self.params.bits)),
             ]
             m.d.comb += outbox.payload[lane].eq(result)
         return m
