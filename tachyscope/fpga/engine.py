@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from amaranth.hdl import Array, Cat, Const, Module, Signal, signed
-from amaranth.lib import data, enum, stream, wiring
+from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from numpy.typing import ArrayLike
 
 from tachyscope.errors import TachyscopeError
+from tachyscope.fpga import cycle_model
 from tachyscope.fpga.core import Core
 from tachyscope.fpga.drs import RowScheduler
 from tachyscope.fpga.fixed import ACC_BITS, Ints, check_range, index
@@ -20,7 +22,7 @@ from tachyscope.fpga.replay_cache import ReplayCache
 from tachyscope.fpga.tas_gate import TasGate
 
 
-class Phase(enum.Enum, shape=2):
+class Phase(enum.IntEnum):
     """What the engine does in a cycle; each has a counter."""
 
     SCORE = 0  # verdicts and activations of the rows are coming in
@@ -91,6 +93,11 @@ class Engine:
             replays.append(flags)
             outputs.append(ys)
         return replays, outputs
+
+    def cycles(self, replays: Sequence[Sequence[bool]]) -> int:
+        """From the first score to the last result of the steps, when nothing stalls."""
+        run = cycle_model.run(self, replays)
+        return run.cycles["o"][-1] - run.cycles["score"][0] + 1
 
     def command_layout(self) -> data.StructLayout:
         return data.StructLayout({"position": index(self.positions), "threshold": signed(ACC_BITS)})
