@@ -12,22 +12,24 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-# the tools and oracles of the tests
-$(VENV)/.tested: $(VENV)/.installed
+# every extra, and the tools of the tests
+$(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-venv: $(VENV)/.installed
+venv: $(VENV)/.dev
 
 demo: $(VENV)/.installed
 	$(BIN)/tachyscope compare atrium-world --world 3 --plan fast --frames 72 \
 		--actions "q*24 w*4 s*4 e*24 q*16" --out out/demo
 
-test: $(VENV)/.tested
+# lint, format, types, quick tests
+test: $(VENV)/.dev
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check
 
-test-all: $(VENV)/.tested
-	PATH="$(abspath $(BIN)):$$PATH" scripts/check --all
+# and everything else that needs no GPU
+test-all: test
+	PATH="$(abspath $(BIN)):$$PATH" scripts/check --slow
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
