@@ -209,8 +209,10 @@ class Session:
             self._grow(layer, more, at.at(i))
 
     def _grow(self, layer: Layer, more: int, at: Moment) -> None:
-        slots = layer.k.shape[2]
-        self.plan.attention.unorder(layer, at, self.past)
+        slots, attention = layer.k.shape[2], self.plan.attention
+        kept = self.past if self.plan.cache.appends else 0
+        if not kept:
+            attention.unorder(layer, at, self.past)
         fresh = self._empty_layer(slots + more)
         for name, new in fresh.entries().items():
             new[:, :, :slots] = layer.entries()[name]
@@ -219,9 +221,8 @@ class Session:
             if name.startswith("slot_"):
                 new[:, :, :slots] = layer.own[name]
                 layer.own[name] = new
-        # an index is made from the past, so it is made again
-        layer.own |= self.plan.attention.tensors(self.shape, slots + more, self.device)
-        self.plan.attention.index(layer, at, self.past, self.meter)
+        attention.grow(layer, self.shape, slots + more, kept)
+        attention.index(layer, at, self.past, self.meter, kept)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
@@ -341,14 +342,15 @@ class Session:
         assert self._moment is not None
         n = self.now if n is None else n
         prefill = self._prefilling
-        past = 0
+        past, kept = 0, self.past if self.plan.cache.appends else 0
         for i, layer in enumerate(self.layers):
             at = self._moment.at(i)
-            self.plan.attention.unorder(layer, at, self.past)
+            if not kept:
+                self.plan.attention.unorder(layer, at, self.past)
             past = max(past, self.plan.cache.commit(layer, at, n, self._rotate, self.meter))
         for i, layer in enumerate(self.layers):
             layer.logw[:, :, past:] = 0.0  # here, so that no pass needs to
-            self.plan.attention.index(layer, self._moment.at(i), past, self.meter)
+            self.plan.attention.index(layer, self._moment.at(i), past, self.meter, kept)
         self.past = past
         if not prefill:
             self._clock += n // self.shape.places

@@ -134,6 +134,7 @@ class Layer:
     pos   [B, Hkv or 1, C, 3]   (t, y, x)
     raw   [B, Hkv, C, D]        unrotated keys, where the cache policy must rotate anew; else None
     own   what policies declared, by name
+    scratch  what an attention policy keeps from one pass over a chunk to the next; no state
     """
 
     k: Tensor
@@ -142,6 +143,7 @@ class Layer:
     pos: Tensor
     raw: Tensor | None = None
     own: dict[str, Tensor] = field(default_factory=dict)
+    scratch: tuple[Tensor, ...] = ()
 
     def entries(self) -> dict[str, Tensor]:
         """The tensors that hold one thing a slot, slots in dimension 2."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 from streams import CHUNKS, TOKENS, assert_same, play, session
 
+from tachyscope.attention import ann
 from tachyscope.attention.ann import Ann
 from tachyscope.attention.ann_text import AnnText
 from tachyscope.attention.dense import DenseText
@@ -345,3 +346,31 @@ def test_weights_are_told_in_the_order_of_keys(cache, rng):
         )
         want = attention_reference(q, back.k[:, :, seen], back.v[:, :, seen], back.logw[:, :, seen])
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
+def test_a_cache_that_appends_keeps_its_blocks(shape):
+    """Behind what is indexed only new entries are ordered, and blocks describe what they hold."""
+    at = session(shape, "attention=ann:read=0.5,block=2")
+    play(at, 5)
+    policy, before = at.plan.attention, [layer.k[:, :, : at.past].clone() for layer in at.layers]
+    known = policy._between(shape, at.prompt, at.past).stop
+    play(at, 3)
+    for old, layer in zip(before, at.layers, strict=True):
+        assert torch.equal(layer.k[:, :, :known], old[:, :, :known])
+        assert not torch.equal(layer.k[:, :, known : old.shape[2]], old[:, :, known:])
+        blocks = policy._cut(shape, at.prompt, at.past)
+        noted = [layer.own[name].clone() for name in ("ann_code", "ann_scale", "ann_weight")]
+        for name in ("ann_code", "ann_scale", "ann_weight"):
+            layer.own[name].zero_()
+        policy._encode(layer, layer.own["ann_logw"][:, :, : blocks.all * blocks.size], blocks, 0)
+        for name, want in zip(("ann_code", "ann_scale", "ann_weight"), noted, strict=True):
+            assert torch.equal(layer.own[name][:, :, : blocks.all], want[:, :, : blocks.all])
+
+
+@pytest.mark.parametrize("plan", ["", "cache=merge:budget=8f "])
+def test_what_is_gathered_once_a_chunk_is_what_every_pass_would_gather(plan, monkeypatch):
+    plan += "attention=ann:read=0.6,block=2,tile=3"
+    once = play(session(CHUNKS, plan), 8)
+    monkeypatch.setattr(ann, "AT_ONCE", 1)  # a tile at a time, none kept
+    assert_same(once, play(session(CHUNKS, plan), 8), 1e-12)

@@ -31,15 +31,20 @@ class AttentionPolicy(abc.ABC):
         """Fixed tensors to keep beside a layer of that many slots."""
 
     @abc.abstractmethod
-    def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
+    def index(self, layer: Layer, at: Moment, past: int, meter: Meter, kept: int = 0) -> None:
         """The past has changed and now holds `past` entries: bring the tensors up to date.
 
-        Keys and values of the past may be put in another order, until `unorder` is called.
+        Keys and values of the past may be put in another order, until `unorder` is called. The
+        first `kept` entries are as the last index left them, and stay so.
         """
 
     def unorder(self, layer: Layer, at: Moment, past: int) -> None:
         """The past is about to change: put its keys and values back in the cache's order."""
         return
+
+    def grow(self, layer: Layer, shape: Shape, slots: int, kept: int) -> None:
+        """Make the tensors for more slots, and carry over the index of the first `kept` entries."""
+        layer.own |= self.tensors(shape, slots, layer.k.device)
 
     def ordered(self, x: Tensor, layer: Layer, at: Moment) -> Tensor:
         """x [B, Hkv, N, D], one row a slot of the cache, as keys and values stand now."""

@@ -14,6 +14,7 @@ from tachyscope.attention import AttentionPolicy, count
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels import gpu
+from tachyscope.kernels.attention import attention
 from tachyscope.kernels.hashing import (
     buckets,
     int8_scores,
@@ -23,7 +24,7 @@ from tachyscope.kernels.hashing import (
     quantise,
     signs,
 )
-from tachyscope.kernels.listed import listed_attention
+from tachyscope.kernels.listed import gather_entries, listed_attention
 from tachyscope.meter import Meter
 from tachyscope.settings import setting
 from tachyscope.types import Layer, Moment, Shape
@@ -193,50 +194,73 @@ class Ann(AttentionPolicy):
     def _tile(self, shape: Shape) -> int:
         return 1 if shape.causal else self.tile or _power(shape.places // TILE_SHARE)
 
-    def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
-        """Order what lies between sink and newest by bucket; note each block's code and weight."""
+    def index(self, layer: Layer, at: Moment, past: int, meter: Meter, kept: int = 0) -> None:
+        """Order what lies between sink and newest by bucket; note each block's code and weight.
+
+        Behind entries that stay as they were indexed, only what is new there is ordered: a cache
+        that appends pays for a chunk, not for its whole past.
+        """
+        layer.scratch = ()
         if self._dense_layer(at):
             return
         blocks = self._cut(at.shape, at.prompt, past)
         between = self._between(at.shape, at.prompt, past)
+        sink, known = between.start, 0
+        if kept:
+            known = self._between(at.shape, at.prompt, kept).stop
+            between = slice(max(sink, known), between.stop)
         keys, own, served = layer.k[:, :, between], layer.own, _is_served(layer)
         number = (gpu.blocks.block_buckets if served else buckets)(keys, BUCKET_BITS)
         order = order_of(number, 2**BUCKET_BITS)
-        own["ann_order"][:, :, : keys.shape[2]] = order
         for x in (layer.k, layer.v):
-            _carry(x[:, :, between], layer, served)
+            _carry(x[:, :, between], order, served)
+        own["ann_order"][:, :, between.start - sink : between.stop - sink] = (
+            order + between.start - sink
+        )
         logw = own["ann_logw"][:, :, : blocks.all * blocks.size]
-        logw[:, :, :past] = layer.logw[:, :, :past]
+        changed = slice(known, past)
+        logw[:, :, changed] = layer.logw[:, :, changed]
         held = layer.logw[:, :, between].expand(-1, logw.shape[1], -1)
         logw[:, :, between] = held.gather(2, order)
         logw[:, :, past:] = -math.inf
+        first = changed.start // blocks.size  # the first block that has changed
         if served and self.hash == "int8":
             gpu.blocks.encode_blocks(layer.k, logw, blocks.size, _codes(layer))
         else:
-            self._encode(layer, logw, blocks)
+            self._encode(layer, logw, blocks, first)
         meter.add("macs", keys.numel() * BUCKET_BITS)
 
     def unorder(self, layer: Layer, at: Moment, past: int) -> None:
         if not self._dense_layer(at):
             between = self._between(at.shape, at.prompt, past)
+            order = layer.own["ann_order"][:, :, : between.stop - between.start]
             for x in (layer.k, layer.v):
-                _carry(x[:, :, between], layer, _is_served(layer), back=True)
+                _carry(x[:, :, between], order, _is_served(layer), back=True)
+
+    def grow(self, layer: Layer, shape: Shape, slots: int, kept: int) -> None:
+        old = {name: x for name, x in layer.own.items() if name.startswith("ann_")}
+        super().grow(layer, shape, slots, kept)
+        if kept:
+            for name in ("ann_order", "ann_logw", "ann_code", "ann_scale", "ann_weight"):
+                layer.own[name][:, :, : old[name].shape[2]] = old[name]
 
     def ordered(self, x: Tensor, layer: Layer, at: Moment) -> Tensor:
         if not self._dense_layer(at):
-            x = x.clone()
-            _carry(x[:, :, self._between(at.shape, at.prompt, at.past)], layer, False)
+            x, between = x.clone(), self._between(at.shape, at.prompt, at.past)
+            order = layer.own["ann_order"][:, :, : between.stop - between.start]
+            _carry(x[:, :, between], order, False)
         return x
 
-    def _encode(self, layer: Layer, logw: Tensor, blocks: Blocks) -> None:
-        """Codes of the blocks of layer.k, of weights logw [B, Hkv, blocks * size]."""
-        keys = layer.k[:, :, : logw.shape[2]].float()
+    def _encode(self, layer: Layer, logw: Tensor, blocks: Blocks, first: int) -> None:
+        """Codes of the blocks of layer.k from `first` on, of weights logw [B, Hkv, slots]."""
+        keys = layer.k[:, :, first * blocks.size : logw.shape[2]].float()
+        logw = logw[:, :, first * blocks.size :]
         keys = F.pad(keys, (0, 0, 0, logw.shape[2] - keys.shape[2]))
-        keys = keys.unflatten(2, (blocks.all, blocks.size))  # [B, Hkv, blocks, block, D]
-        logw = logw.unflatten(2, (blocks.all, blocks.size))
+        keys = keys.unflatten(2, (-1, blocks.size))  # [B, Hkv, blocks, block, D]
+        logw = logw.unflatten(2, (-1, blocks.size))
         live = (logw > -math.inf).float().unsqueeze(-1)
         members = live.sum(3).clamp(min=1)
-        used = slice(0, blocks.all)
+        used = slice(first, blocks.all)
         layer.own["ann_weight"][:, :, used] = logw.logsumexp(-1).clamp(min=-1e30)
         if self.hash == "int8":
             code, scale = quantise((keys * live).sum(3) / members)
@@ -266,11 +290,10 @@ class Ann(AttentionPolicy):
             self._choose(q, layer, at, blocks, meter)
         if _is_served(layer):
             return self._read_blocks(q, layer, at, blocks, meter)
-        layer = replace(layer, logw=self.weights(layer, at))
         if self.top_p is not None and not q.is_cuda:
+            layer = replace(layer, logw=self.weights(layer, at))
             return self._read_ragged(q, layer, at, blocks, meter)
-        rows = [self._read_row(q, layer, at, b, blocks, meter) for b in range(q.shape[0])]
-        return torch.cat(rows)
+        return self._read_tiles(q, layer, at, blocks, meter)
 
     def weights(self, layer: Layer, at: Moment) -> Tensor:
         if self._dense_layer(at):
@@ -302,34 +325,59 @@ class Ann(AttentionPolicy):
         now = slice(at.past, at.end)
         return gpu.flash.flash_listed(q, layer.k[:, :, now], layer.v[:, :, now], past)
 
-    def _read_row(
-        self, q: Tensor, layer: Layer, at: Moment, row: int, blocks: Blocks, meter: Meter
+    def _read_tiles(
+        self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
     ) -> Tensor:
-        """One row's tiles, as many at once as AT_ONCE allows: [1, H, S, D]."""
-        most, tile = self._blocks_read(blocks, at), self._tile(at.shape)
-        one = slice(row, row + 1)
-        chosen = layer.own["ann_map"][one, :, :, :most]
-        k, v, logw = layer.k[one], layer.v[one], layer.logw[one]
-        listed = _listed(chosen, blocks.size, at.past)  # [1, H, tiles, entries]
-        group = max(1, AT_ONCE // (k.shape[3] * listed.shape[1] * listed.shape[3]))
-        whole = q.shape[2] // tile  # the last tile may be a part
+        """Attention by stock torch over gathered entries, as many tiles at once as AT_ONCE allows.
+
+        Where one gather serves all tiles, it is kept for the chunk's other passes.
+        """
+        tile, most = self._tile(at.shape), self._blocks_read(blocks, at)
+        read, present = most * blocks.size, at.end - at.past
+        per_tile = q.shape[:2].numel() * (read + present) * q.shape[3]
+        group, whole = max(1, AT_ONCE // per_tile), q.shape[2] // tile
         cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
-        if q.shape[2] % tile:
+        if q.shape[2] % tile:  # the last tile is a part
             cuts.append((whole, whole + 1))
-        out = []
+        keeps = len(cuts) == 1 and not at.shape.causal
+        now, out = slice(at.past, at.end), []
         for start, stop in cuts:
-            part = q[one, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
-            ids = listed[0, :, start:stop].transpose(0, 1)  # tiles take the batch's place
-            part = part[0].transpose(0, 1)
-            keys, values, weights = (x.expand(stop - start, -1, *x.shape[2:]) for x in (k, v, logw))
-            now = slice(at.past, at.end)
-            read = listed_attention(part, keys, values, weights, ids, now)
-            count(meter, "pairs", part, ids.shape[2] + at.end - at.past)
-            out.append(read.transpose(0, 1).flatten(1, 2)[None])
+            size = (q.shape[0], stop - start, q.shape[1], read + present)
+            if not layer.scratch or layer.scratch[0].shape[:4] != size:
+                layer.scratch = self._gather(layer, at, blocks, slice(start, stop), most)
+            k, v, logw = layer.scratch
+            if not keeps:
+                layer.scratch = ()
+            for entries, x in ((k, layer.k), (v, layer.v)):
+                mine = x[:, None, :, now].repeat_interleave(q.shape[1] // x.shape[1], 2)
+                entries[..., read:, :] = mine
+            part = q[:, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
+            part = part.transpose(1, 2)  # [B, tiles, H, tile, D]
+            full = at.plain and not at.past % blocks.size and self.top_p is None
+            part, k, v, logw = (x.flatten(0, 1) for x in (part, k, v, logw))
+            answer = attention(part, k, v, None if full else logw)
+            count(meter, "pairs", part, read + present)
+            out.append(answer.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3))
             if self.top_p is not None:
-                skipped = (chosen[:, :, start:stop] < 0).sum() * blocks.size * part.shape[2]
+                chosen = layer.own["ann_map"][:, :, start:stop, :most]
+                skipped = (chosen < 0).sum() * blocks.size * part.shape[2]
                 meter.add("simulated_pairs_skipped", skipped)
-        return torch.cat(out, 2)
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def _gather(
+        self, layer: Layer, at: Moment, blocks: Blocks, tiles: slice, most: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values [B, tiles, H, N, D] and log-weights of what tiles read, with room for now.
+
+        Room for as many entries as the widest pass has; the present ones stand for themselves.
+        """
+        ids = layer.own["ann_map"][:, :, tiles, :most]
+        listed = _listed(ids, blocks.size, at.past).transpose(1, 2)  # [B, tiles, H, entries]
+        present = at.end - at.past
+        logw = gather_entries(layer.own["ann_logw"][..., None], listed)[..., 0]
+        logw = F.pad(logw.masked_fill(listed < 0, -math.inf), (0, present))
+        k, v = (F.pad(gather_entries(x, listed), (0, 0, 0, present)) for x in (layer.k, layer.v))
+        return k, v, logw
 
     def _blocks_read(self, blocks: Blocks, at: Moment) -> int:
         if self.top_p is not None:
@@ -345,6 +393,7 @@ class Ann(AttentionPolicy):
 
     def _choose(self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter) -> None:
         """Write each tile's blocks to the map: always read, then the likeliest; -1 for none."""
+        layer.scratch = ()
         mass = self._mass(q, layer, at, blocks.all)  # [B, H, tiles, blocks]
         meter.add("macs", q.shape[:3].numel() * blocks.all * layer.own["ann_code"].shape[3])
         most = self._blocks_read(blocks, at)
@@ -414,9 +463,8 @@ def _is_served(layer: Layer) -> bool:
     return "ann_count" in layer.own and layer.k.dtype == gpu.DTYPE
 
 
-def _carry(x: Tensor, layer: Layer, served: bool, back: bool = False) -> None:
-    """Bring x [B, Hkv, n, D], of the slots between, in the index's order, or back from it."""
-    order = layer.own["ann_order"][:, :, : x.shape[2]]
+def _carry(x: Tensor, order: Tensor, served: bool, back: bool = False) -> None:
+    """Bring x [B, Hkv, n, D] in an order [B, Hkv, n] of its own slots, or back from it."""
     if served:
         gpu.blocks.carry(x, order, back)
         return

@@ -46,7 +46,7 @@ class Window(AttentionPolicy):
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         return {}
 
-    def index(self, layer: Layer, at: Moment, past: int, meter: Meter) -> None:
+    def index(self, layer: Layer, at: Moment, past: int, meter: Meter, kept: int = 0) -> None:
         pass
 
     def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:

@@ -22,6 +22,7 @@ class CachePolicy(abc.ABC):
     """Decides which past a layer keeps; its only effect is on the layer handed in."""
 
     paper: ClassVar[str]
+    appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry as it is
 
     @property
     def weighted(self) -> bool:

@@ -19,6 +19,7 @@ class KeepAll(CachePolicy):
     """Keep every entry: the dense baseline, and the oracle of every other policy."""
 
     paper: ClassVar[str] = ""
+    appends: ClassVar[bool] = True
     grows: ClassVar[bool] = True
     raw: ClassVar[bool] = False
 

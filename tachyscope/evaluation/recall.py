@@ -47,7 +47,8 @@ def read_mass(policy: AttentionPolicy, q: Tensor, layer: Layer, at: Moment) -> T
         count = min(width, at.end - lo)
         hot[lo : lo + count, :count] = torch.eye(count, dtype=hot.dtype, device=hot.device)
         values = policy.ordered(hot.expand(*layer.k.shape[:2], -1, -1), layer, at)
-        parts.append(policy.attend(q, replace(layer, v=values), at, Meter(q.device))[..., :count])
+        stand_in = replace(layer, v=values, scratch=())
+        parts.append(policy.attend(q, stand_in, at, Meter(q.device))[..., :count])
     return torch.cat(parts, -1)
 
 

@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.kernels.attention import attention
+
+
+def gather_entries(x: Tensor, listed: Tensor) -> Tensor:
+    """Entries `listed` [B, T, H, M] (below 0: the first) of x [B, Hkv, N, D]: [B, T, H, M, D].
+
+    Whole rows by one list of numbers: an index a number would be slow.
+    """
+    rows, groups, entries, width = x.shape
+    device, heads = listed.device, listed.shape[2]
+    group = torch.arange(groups, device=device).repeat_interleave(heads // groups)
+    first = (torch.arange(rows, device=device)[:, None] * groups + group) * entries  # [B, H]
+    at = listed.clamp(min=0) + first[:, None, :, None]
+    return x.reshape(-1, width).index_select(0, at.flatten()).view(*listed.shape, width)
 
 
 def listed_attention(
@@ -24,23 +36,10 @@ def listed_attention(
 
     k, v [B, Hkv, N, D], logw [B, Hkv or 1, N]. With `causal` the last S of now are the queries'.
     """
-    heads, device = q.shape[1], q.device
-    mine = torch.arange(now.start, now.stop, device=device).expand(*listed.shape[:2], -1)
-    at = torch.cat([listed.clamp(min=0), mine], 2)
-
-    def take(x: Tensor) -> Tensor:
-        """Entries `at` of x [B, G, N, ...]: whole rows, for an index a number is slow."""
-        rows, groups, entries = x.shape[:3]
-        first = torch.arange(groups, device=device).repeat_interleave(heads // groups) * entries
-        if x.stride(0):
-            first = first + torch.arange(rows, device=device)[:, None] * (groups * entries)
-        else:
-            x = x[:1]  # one row stands for all
-        found = x.reshape(-1, *x.shape[3:]).index_select(0, (at + first.unsqueeze(-1)).flatten())
-        return found.view(*at.shape, *x.shape[3:])
-
-    unread = F.pad(listed < 0, (0, mine.shape[2]))
-    return attention(q, take(k), take(v), take(logw).masked_fill(unread, -math.inf), causal)
+    mine = torch.arange(now.start, now.stop, device=q.device).expand(*listed.shape[:2], -1)
+    at = torch.cat([listed, mine], 2)
+    k, v, weights = (gather_entries(x, at[:, None])[:, 0] for x in (k, v, logw[..., None]))
+    return attention(q, k, v, weights[..., 0].masked_fill(at < 0, -math.inf), causal)
 
 
 def listed_attention_reference(
