@@ -30,7 +30,7 @@ def run(ports, kv, replay, around):
 
     def on_cycle(cycle, seen):
         if seen["valid"] and seen["ready"]:
-            free[0] = cycle + around.service
+            free[0] = around.busy_until(cycle)
         now[0] = cycle + 1
 
     trace = simulate(
@@ -93,7 +93,7 @@ def test_drs_keeps_the_memory_busy_where_the_layers_order_leaves_it_idle():
     replay = [[True] * 16] * 4
     cycles = 4 * 4 * 16 * (60 + 2 + 20)
     busy = {
-        drs: blocks
+        drs: cycles
         / PortScheduler(16, 60, 20, 160, slots=64, drs=drs).cycles([2] * 4, replay, around)
         for drs in (True, False)
     }
@@ -106,3 +106,10 @@ def test_without_replay_the_schedule_is_the_same_with_drs_on_and_off():
         PortScheduler(4, 5, 2, 9, drs=drs).compute([2, 2], replay, around) for drs in (True, False)
     ]
     assert flows[0].fetches == flows[1].fetches
+
+
+def test_a_block_that_meets_refreshes_takes_as_many_cycles_more():
+    around = Environment(service=25, refresh_every=10, refresh_for=4)
+    awake = [cycle for cycle in range(200) if cycle % 10 >= 4]
+    for cycle in awake[:30]:
+        assert around.busy_until(cycle) == awake[awake.index(cycle) + 24] + 1

@@ -46,7 +46,7 @@ class Environment:
     """From the output projection to the end of a layer whose MLP is replayed."""
     refresh_every: int = 0
     refresh_for: int = 0
-    """The memory takes no block in the first `refresh_for` of every `refresh_every` cycles."""
+    """The memory does nothing in the first `refresh_for` of every `refresh_every` cycles."""
 
     def __post_init__(self) -> None:
         for name in ("service", "latency", "verdict", "replay"):
@@ -62,6 +62,17 @@ class Environment:
         if self.refresh_every and cycle % self.refresh_every < self.refresh_for:
             return cycle - cycle % self.refresh_every + self.refresh_for
         return cycle
+
+    def busy_until(self, cycle: int) -> int:
+        """When a block that was taken in this cycle has passed; refreshes come in between."""
+        left, every = self.service, self.refresh_every
+        if not every:
+            return cycle + left
+        first = every - cycle % every
+        if left <= first:
+            return cycle + left
+        periods, rest = divmod(left - first, every - self.refresh_for)
+        return cycle + first + periods * every + (self.refresh_for + rest if rest else 0)
 
 
 @dataclass
@@ -115,10 +126,18 @@ class PortScheduler:
         check_range("PortScheduler slots", self.slots, 1, 2**16)
 
     def compute(
-        self, kv: Sequence[int], replay: Sequence[Sequence[bool]], around: Environment
+        self,
+        kv: Sequence[int],
+        replay: Sequence[Sequence[bool]],
+        around: Environment,
+        mlp_use: Sequence[Sequence[int]] | None = None,
     ) -> Flow:
-        """Tokens with `kv` blocks of keys and values, and a flag a layer: its MLP replays."""
-        return _Flow(self, kv, replay, around).run()
+        """Tokens with `kv` blocks of keys and values, and a flag a layer: its MLP replays.
+
+        `mlp_use` sets for each layer how long a block of its MLP takes the arrays, where that
+        differs: with more rows, as many as compute.
+        """
+        return _Flow(self, kv, replay, around, mlp_use).run()
 
     def cycles(
         self, kv: Sequence[int], replay: Sequence[Sequence[bool]], around: Environment
@@ -139,12 +158,14 @@ class _Flow:
         kv: Sequence[int],
         replay: Sequence[Sequence[bool]],
         around: Environment,
+        mlp_use: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if len(kv) != len(replay) or any(len(flags) != params.layers for flags in replay):
             raise TachyscopeError(
                 f"replay must have {params.layers} flags for each of {len(kv)} tokens"
             )
         self.params, self.kv, self.replay, self.around = params, kv, replay, around
+        self.mlp_use = mlp_use
         self.flow = Flow()
         self.free = 0  # the first cycle in which the memory takes a block
         self.now = 1  # the first cycle in which the scheduler can show one
@@ -152,9 +173,10 @@ class _Flow:
         self.vector = 0  # when the next segment's vector is there
         self.waiting: deque[int] = deque()  # when the last `slots` blocks were used up
 
-    def segment(self, number: int, blocks: int) -> None:
+    def segment(self, number: int, blocks: int, use: int | None = None) -> None:
         around, flow = self.around, self.flow
-        service, latency, use = around.service, around.latency, around.use[number]
+        latency = around.latency
+        use = around.use[number] if use is None else use
         slots, waiting = self.params.slots, self.waiting
         for _ in range(blocks):
             cycle = self.now if self.now > self.free else self.free
@@ -162,8 +184,8 @@ class _Flow:
                 cycle = max(cycle, waiting.popleft() + 1)
             cycle = around.takes(cycle)
             flow.fetches.append((cycle, number))
-            self.now, self.free = cycle + 1, cycle + service
-            self.used = max(cycle + service + latency, self.used, self.vector) + use
+            self.now, self.free = cycle + 1, around.busy_until(cycle)
+            self.used = max(self.free + latency, self.used, self.vector) + use
             waiting.append(self.used)
             flow.released.append(self.used)
 
@@ -192,7 +214,8 @@ class _Flow:
                         self.now = max(decided + 1, done + 1) + 1
                 else:
                     self.after(MLP)
-                    self.segment(MLP, params.mlp)
+                    use = None if self.mlp_use is None else self.mlp_use[token][layer]
+                    self.segment(MLP, params.mlp, use)
                     done = self.used + around.depends[QKV]
                 flow.layers.append(done)
                 self.vector = done
