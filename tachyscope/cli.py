@@ -111,7 +111,7 @@ class Video:
             raise TachyscopeError(f"frames must be 1 or more, got {self.frames}")
         if not 0 <= self.seed < 2**63:
             raise TachyscopeError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
-        from tachyscope.rollout import parse_size
+        from tachyscope.arguments import parse_size
 
         size = parse_size(self.size)
         return {"frames": self.frames, "prompt": self.prompt, "seed": self.seed, "size": size}
@@ -127,8 +127,8 @@ class Video:
 
     def visit(self, model: str, adapter: Adapter) -> Visit | None:
         """The walk through a room whose truth is known, where one is asked for."""
+        from tachyscope.arguments import parse_actions
         from tachyscope.models import MODELS
-        from tachyscope.rollout import parse_actions
         from tachyscope.worlds.visit import Visit
 
         if self.world is None:
@@ -182,6 +182,7 @@ def generate(
     json
         A file for the results, or - for the last line of stdout.
     """
+    from tachyscope.arguments import parse_change
     from tachyscope.bench import label
     from tachyscope.files import check_folder
     from tachyscope.listing import show_runs
@@ -190,7 +191,7 @@ def generate(
     from tachyscope.progress import frames_bar
     from tachyscope.report import Run
     from tachyscope.results import check_json, document, emit, size_of
-    from tachyscope.rollout import change_frames, open_session, parse_change, rollout
+    from tachyscope.rollout import change_frames, open_session, rollout
     from tachyscope.video import VideoWriter, read_frames
 
     text, asked = video.planned(plan, model), video.asked()
@@ -328,11 +329,11 @@ def inspect(
     """
     from dataclasses import replace
 
+    from tachyscope.arguments import parse_actions
     from tachyscope.files import check_folder
     from tachyscope.inspection import inspect_model, lines, write
     from tachyscope.progress import frames_bar
     from tachyscope.results import check_json, emit
-    from tachyscope.rollout import parse_actions
 
     text, asked = video.planned(plan, model), video.asked()
     if given < 1:
@@ -572,11 +573,11 @@ def fit(
     json
         A file for the results, or - for the last line of stdout.
     """
+    from tachyscope.arguments import parse_size
     from tachyscope.fit import fit as predict
     from tachyscope.fit import lines, sized
     from tachyscope.plan import check_text
     from tachyscope.results import check_json, emit
-    from tachyscope.rollout import parse_size
 
     check_text(plan, _kind(model))  # its faults show before a model is made
     pixels = parse_size(size)

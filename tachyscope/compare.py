@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tachyscope.adapters import Adapter
+from tachyscope.arguments import check_model, parse_first, parse_plan
 from tachyscope.bench import label, noise, verdict, warm
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
@@ -25,6 +26,9 @@ from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
 from tachyscope.types import Chunk
 from tachyscope.video import VideoWriter, beside
+
+if TYPE_CHECKING:
+    from tachyscope.arguments import Actions, Pictures, PixelSize
 
 STRETCHES = 5  # parts of a rollout that are timed one by one, like a benchmark's rounds
 SHORT_SIDE = 256  # pixels: a smaller video is enlarged to about that beside another
@@ -70,10 +74,10 @@ def compare(
     *,
     frames: int,
     prompt: str = "",
-    actions: str = "",
+    actions: Actions = "",
     seed: int = 0,
-    size: tuple[int, int] | None = None,
-    first: np.ndarray | None = None,
+    size: PixelSize | None = None,
+    first: Pictures | None = None,
     truth: Truth | None = None,
     out: str | os.PathLike[str] | None = None,
     twin: Adapter | None = None,
@@ -84,22 +88,26 @@ def compare(
 ) -> Comparison:
     """Play dense and a plan, and say what the plan saved and how far from dense it went.
 
+    Plan, frames, prompt, actions, seed, size and first are as `rollout` takes them.
     twin: the same model in another dtype. Its dense run finds the horizon, the frame from which
     closeness to the dense run says nothing; `psnr_dense` is the mean over the frames before it.
-    first: given frames that every run goes on from. truth: the true frames from one number to
-    another, counted from the first new one; `psnr_truth` is then measured too.
+    truth: the true frames from one number to another, counted from the first new one;
+    `psnr_truth` is then measured too.
     aa: play dense twice, so that a ratio of speeds can be told from noise; else none is given.
     out: a folder for dense.mp4, plan.mp4, compare.mp4, compare.json and report.html.
     about: a sentence for the report's head. watch: is told every chunk, with its run's name.
 
     Runs take turns at every chunk, so all their caches are in memory together.
     """
-    if twin is not None and twin.dtype == model.dtype:
+    check_model(model)
+    parse_plan(model, plan)
+    if twin is not None and check_model(twin).dtype == model.dtype:
         raise TachyscopeError(
             f"a floor needs the model in two dtypes, got {_dtype(model)} twice: load another twin"
         )
     asked: dict[str, Any] = {
-        "frames": frames, "prompt": prompt, "seed": seed, "size": size, "first": first,
+        "frames": frames, "prompt": prompt, "seed": seed, "size": size,
+        "first": None if first is None else parse_first(first),
     }  # fmt: skip
 
     def take(name: str, of: Adapter, by: Plan | str) -> _Take:

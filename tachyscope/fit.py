@@ -24,6 +24,7 @@ from tachyscope.adapters.wan_causal import WanCausal, wider
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.adapters.wan_vae import WanVae
+from tachyscope.arguments import parse_plan
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError
@@ -31,7 +32,7 @@ from tachyscope.meter import Meter
 from tachyscope.models import DTYPES, MODELS, load
 from tachyscope.plan import Plan, spell
 from tachyscope.results import Document, document
-from tachyscope.rollout import chunks_for, parse_plan
+from tachyscope.rollout import chunks_for
 from tachyscope.session import Session
 from tachyscope.types import Layer, Mlp, Moment, Shape, Size
 

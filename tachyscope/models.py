@@ -103,12 +103,12 @@ def load(
     clock. `lora` is a file whose updates are merged into a Wan-type checkpoint, by `lora_alpha`
     over their rank, or by the alpha that the file tells; by 1 without either.
     """
-    if name not in MODELS:
+    if not isinstance(name, str) or name not in MODELS:
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise TachyscopeError(f"no dtype {dtype!r}; there are: {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
+    named = str(dtype).removeprefix("torch.")
+    if named not in DTYPES:
+        raise TachyscopeError(f"no dtype {named!r}; there are: {', '.join(DTYPES)}")
+    dtype = DTYPES[named]
     place = _device(device)
     entry = MODELS[name]
     if lora is not None and not entry.lora:
@@ -140,7 +140,7 @@ def with_prompt(model: Adapter, file: Path) -> Adapter:
 def _device(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         place = None
     if place is None or place.type not in ("cpu", "cuda"):
         raise TachyscopeError(f"no device {device!r}; give cpu, cuda or cuda:N")

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tachyscope.adapters import Adapter
+from tachyscope.arguments import (
+    check_changes,
+    check_first_size,
+    check_frames,
+    check_model,
+    check_prompt,
+    check_seed,
+    parse_actions,
+    parse_first,
+    parse_plan,
+    parse_size,
+)
 from tachyscope.cache.window import Window
-from tachyscope.errors import TachyscopeError, is_out_of_memory, shown, warn
+from tachyscope.errors import TachyscopeError, is_out_of_memory
+from tachyscope.fingerprint import digest
 from tachyscope.making import repeating
-from tachyscope.plan import Plan, replaced
-from tachyscope.session import Session
+from tachyscope.plan import Plan
+from tachyscope.session import Session, Source
 from tachyscope.types import Chunk
+
+if TYPE_CHECKING:
+    from tachyscope.arguments import Actions, Pictures, PixelSize
 
 S = TypeVar("S", bound=Session)
 # latents that are remembered in one pass, and the action of each of their frames
 Part = tuple[Tensor, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the model reads it, and the hash by which a session knows it."""
+
+    encoded: Any
+    key: str
+
+    @classmethod
+    def read(cls, model: Adapter, text: str) -> Self:
+        return cls(model.encode(text), model.prompt_key(text))
 
 
 def open_session(
@@ -31,39 +60,42 @@ def open_session(
     prompt: str = "",
     frames: int | None = None,
     seed: int = 0,
-    size: tuple[int, int] | None = None,
-    first: np.ndarray | None = None,
-    first_actions: str = "",
+    size: PixelSize | None = None,
+    first: Pictures | None = None,
+    first_actions: Actions = "",
     make: Callable[..., S] = Session,  # type: ignore[assignment]
 ) -> S:
     """A session that has read the prompt and stands before its first new chunk.
 
-    `first` are given frames, uint8 [F, H, W, 3], that the video goes on from, and
-    `first_actions` the actions that led to each of them. `make` is called for the session: a
-    class that also looks on.
+    `frames` is how many new frames will come, where that is known. `size` is (height, width) or
+    "HEIGHTxWIDTH". `first` are given frames that the video goes on from: a path, PIL images, or
+    uint8 or floats from 0 to 1 as [F, H, W, 3]; `first_actions` are the actions that led to each of
+    them, as `rollout` takes actions. `make` is called for the session: a class that also looks on.
     """
+    check_model(model)
+    parsed = parse_plan(model, plan)
+    check_prompt(prompt)
+    seed, pixels = check_seed(seed), parse_size(size)
+    frames = None if frames is None else check_frames(frames)
+    pictures = None if first is None else parse_first(first)
+    shape = model.shape(pixels)
+    if pictures is not None:
+        check_first_size(model, pictures, pixels)
     with torch.inference_mode():
-        encoded = model.encode(prompt)
-        given = None if first is None else model.latents(first)
+        read = Prompt.read(model, prompt)
+        given = None if pictures is None else model.latents(pictures)
         known = 0 if given is None else given.shape[model.frame_dim]
-        shape = model.shape(size)
-        if first is not None and model.shape((first.shape[1], first.shape[2])) != shape:
-            given_size = f"{first.shape[1]}x{first.shape[2]}"
-            raise TachyscopeError(
-                f"first frames have the video's size, got {given_size} of them for another: "
-                f"resize them, or set size to {given_size}"
-            )
+        moves = parse_actions(first_actions, model.actions, model.frames(known))
         coming = None
         if frames is not None:
             coming = known + chunks_for(model, shape.chunk, known, frames) * shape.chunk
-        parsed = parse_plan(model, plan)
         try:
             session = make(
                 shape,
                 parsed,
                 model.rope(shape),
                 frames=coming,
-                lengths=encoded.lengths,
+                lengths=read.encoded.lengths,
                 seed=seed,
                 device=model.device,
                 dtype=model.dtype,
@@ -76,9 +108,10 @@ def open_session(
                 f"budget, for example cache=merge:budget=21f, or take a smaller size; "
                 f"tachyscope bench fit tells what fits"
             ) from fault
-        model.start(session, encoded)
+        session.source = Source(model.fingerprint, read.key, _key(pictures))
+        model.start(session, read.encoded)
         if given is not None:
-            _remember(model, session, _parts(model, given, shape.chunk, first_actions))
+            _remember(model, session, _parts(model, given, shape.chunk, moves))
         session.meter.take()
     return session
 
@@ -88,62 +121,94 @@ def runs_beside(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def parse_plan(model: Adapter, plan: Plan | str) -> Plan:
-    """A plan as the model means it; what its changes undo of its base is warned of."""
-    if isinstance(plan, Plan):
-        return plan
-    for line in replaced(plan, model.kind, model.stock):
-        warn(f"plan {shown(plan)}: {line}")
-    return Plan.parse(plan, model.kind, model.stock)
+# the rollout that each session is being played by, as long as that goes on
+_PLAYED: WeakKeyDictionary[Session, ref[Generator[Chunk]]] = WeakKeyDictionary()
 
 
-# a decorator, not a with-block: in a generator a with-block would leave the caller in
-# inference mode at every yield
-@torch.inference_mode()
 def rollout(
     model: Adapter,
-    plan: Plan | str = "dense",
+    plan: Plan | str | None = None,
     *,
     frames: int,
-    prompt: str = "",
-    actions: str = "",
-    seed: int = 0,
-    size: tuple[int, int] | None = None,
-    first: np.ndarray | None = None,
-    first_actions: str = "",
+    prompt: str | None = None,
+    actions: Actions = "",
+    seed: int | None = None,
+    size: PixelSize | None = None,
+    first: Pictures | None = None,
+    first_actions: Actions = "",
     then: Sequence[tuple[int, str]] = (),
     session: Session | None = None,
     ahead: bool | None = None,
 ) -> Generator[Chunk]:
     """Yield chunks until `frames` new frames are made; the last is cut to fit.
 
+    All is checked and the session opened when this is called; chunks are made as they are asked
+    for. Without a session, plan is "dense", prompt "" and seed 0 unless given; `size`, `first` and
+    `first_actions` are as `open_session` takes them. `actions` are text ("w*20 a*24"), or one
+    letter or index a frame in a list, an array or a tensor.
+
     `then` are changes of prompt, each with the new frame from which on it is meant: there, or where
     the next chunk begins, the newest latents that the cache has room for are remembered again
     under the new prompt. Of what a session made before, that is its last chunk.
 
-    Same model, plan, prompt, actions, seed, size and first frames: same frames. A `session` is
-    gone on with, for `frames` more; all but the actions are then its own. On a GPU, `ahead` begins
-    the next chunk before it decodes the last, on a second stream: until the end a session is then
-    a chunk further than what was yielded, so unless asked for it is done only without one.
+    Same model, plan, prompt, actions, seed, size and first frames: same frames; another device or
+    number of threads may change a level of 255 here and there. A `session` is gone on with, for
+    `frames` more, by one rollout at a time; another plan, prompt, seed, size or first than its own
+    is refused. On a GPU, `ahead` begins the next chunk before it decodes the last, on a second
+    stream: until the end a session is then a chunk further than what was yielded, so unless asked
+    for it is done only without one.
     """
-    if frames < 1:
-        raise TachyscopeError(f"frames must be 1 or more, got {frames}")
+    check_model(model)
+    frames, moves = check_frames(frames), parse_actions(actions, model.actions, frames)
+    wanted = check_changes(then)
     ahead = session is None if ahead is None else ahead
     ahead = ahead and not model.looks and runs_beside(model.device)
     if session is None:
         session = open_session(
-            model, plan, prompt=prompt, frames=frames, seed=seed, size=size, first=first,
+            model, "dense" if plan is None else plan, frames=frames, size=size, first=first,
+            prompt="" if prompt is None else prompt, seed=0 if seed is None else seed,
             first_actions=first_actions,
         )  # fmt: skip
-    shape = session.shape
+    else:
+        _check_session(model, session, plan, prompt, seed, size, first)
+    with torch.inference_mode():
+        changes = [
+            (at, Prompt.read(model, text))
+            for at, text in change_frames(model, session, wanted, frames)
+        ]
+        for _, read in changes:
+            # raises where a longer prompt leaves no room
+            session.slots_for(read.encoded.lengths)
+        held = _newest(model, session, first_actions) if changes else deque[Part]()
+    chunks = _stepping(_chunks(model, session, frames, moves, changes, held, ahead))
+    _PLAYED[session] = ref(chunks)
+    return chunks
+
+
+def _stepping(chunks: Generator[Chunk]) -> Generator[Chunk]:
+    """Chunks, each made in inference mode, which the caller is not in at a yield."""
+    try:
+        while True:
+            with torch.inference_mode():
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+    finally:
+        chunks.close()
+
+
+def _chunks(
+    model: Adapter,
+    session: Session,
+    frames: int,
+    moves: Sequence[int],
+    changes: list[tuple[int, Prompt]],
+    held: deque[Part],
+    ahead: bool,
+) -> Generator[Chunk]:
+    shape, left = session.shape, frames
     done = model.frames(session.frame)
-    moves = parse_actions(actions, model.actions, frames)
-    left = frames
-    changes = [(at, model.encode(to)) for at, to in change_frames(model, session, then, frames)]
-    for _, encoded in changes:
-        # raises where a longer prompt leaves no room
-        session.slots_for(encoded.lengths)
-    held = _newest(model, session, first_actions) if changes else deque[Part]()
     stock = parse_plan(model, "stock") if model.together else None
     index = session.chunk
     beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
@@ -183,17 +248,69 @@ def rollout(
         index += 1
 
 
+def _check_session(
+    model: Adapter,
+    session: Session,
+    plan: Plan | str | None,
+    prompt: str | None,
+    seed: int | None,
+    size: PixelSize | None,
+    first: Pictures | None,
+) -> None:
+    """Raise where a session cannot be gone on with, or is asked for what it is not."""
+    if not isinstance(session, Session):
+        raise TachyscopeError(
+            f"session must be a Session, got a {type(session).__name__}: use open_session"
+        )
+    playing = _PLAYED.get(session)
+    chunks = None if playing is None else playing()
+    if chunks is not None and chunks.gi_frame is not None:  # type: ignore[attr-defined]
+        raise TachyscopeError(
+            "this session is being played by another rollout: go through that to its end, or "
+            "close() it, or open a second session"
+        )
+    source = session.source
+    other = [
+        name
+        for name, differs in {
+            "model": source.weights not in ("", model.fingerprint)
+            or (session.device, session.dtype) != (model.device, model.dtype),
+            "plan": plan is not None and parse_plan(model, plan) != session.plan,
+            "prompt": prompt is not None
+            and model.prompt_key(check_prompt(prompt)) != source.prompt,
+            "seed": seed is not None and check_seed(seed) != session.seed,
+            "size": size is not None and model.shape(parse_size(size)) != session.shape,
+            "first": first is not None and _key(parse_first(first)) != source.first,
+        }.items()
+        if differs
+    ]
+    if other:
+        raise TachyscopeError(
+            f"a session is gone on with as it is, and this one has another {' and '.join(other)}: "
+            f"leave that out, or open a session with it"
+        )
+
+
+def _key(pictures: np.ndarray | None) -> str:
+    """The hash by which a session knows its first frames."""
+    return "" if pictures is None else digest(str(pictures.shape), pictures.tobytes())
+
+
 @torch.inference_mode()
 def refill(
-    model: Adapter, session: Session, latents: Tensor, prompt: str, actions: str = ""
+    model: Adapter, session: Session, latents: Tensor, prompt: str, actions: Actions = ""
 ) -> None:
     """Forget, then remember given latents chunk by chunk: a first frame, a prompt switch.
 
-    latents are as `sample` returns them; the last chunk of them need not be whole. Noise goes on
-    where it was, and where the video's end is known, as much is to come as before.
+    latents are as `sample` returns them; the last chunk of them need not be whole. `actions` are
+    those that led to each of their frames, as `rollout` takes actions. Noise goes on where it was,
+    and where the video's end is known, as much is to come as before.
     """
-    parts = _parts(model, latents, session.shape.chunk, actions)
-    _refill(model, session, model.encode(prompt), parts)
+    check_model(model)
+    model.check_latents(session.shape, latents)
+    moves = parse_actions(actions, model.actions, model.frames(latents.shape[model.frame_dim]))
+    parts = _parts(model, latents, session.shape.chunk, moves)
+    _refill(model, session, Prompt.read(model, check_prompt(prompt)), parts)
 
 
 def change_frames(
@@ -224,15 +341,15 @@ def change_frames(
     return list(found.items())
 
 
-def _change(model: Adapter, session: Session, encoded: Any, held: Sequence[Part]) -> None:
+def _change(model: Adapter, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
     """Go on under another prompt, with the newest latents remembered again under it."""
     pictures = model.showing(session)
-    _refill(model, session, encoded, held, shown=True)
+    _refill(model, session, prompt, held, shown=True)
     # what is told changes, what was shown does not
     session.features |= pictures
 
 
-def _retell(model: Adapter, session: Session, encoded: Any, held: Sequence[Part]) -> None:
+def _retell(model: Adapter, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
     """`_change` where a full window is remembered in one pass, behind its sink as it was."""
     cache, shape = session.plan.cache, session.shape
     assert isinstance(cache, Window)
@@ -242,8 +359,9 @@ def _retell(model: Adapter, session: Session, encoded: Any, held: Sequence[Part]
     latents = torch.cat([latents for latents, _ in held], model.frame_dim)
     before = latents.shape[model.frame_dim] - frames
     if before < 0:  # of a session that is gone on with, no more than its last chunk is known
-        return _change(model, session, encoded, held)
-    model.start(session, encoded)
+        return _change(model, session, prompt, held)
+    session.source = replace(session.source, prompt=prompt.key)
+    model.start(session, prompt.encoded)
     session.rewind(frames, keep)
     newest = latents.narrow(model.frame_dim, before, frames)
     _remember(model, session, [(newest, [])], shown=True)
@@ -251,19 +369,20 @@ def _retell(model: Adapter, session: Session, encoded: Any, held: Sequence[Part]
 
 
 def _refill(
-    model: Adapter, session: Session, encoded: Any, parts: Sequence[Part], shown: bool = False
+    model: Adapter, session: Session, prompt: Prompt, parts: Sequence[Part], shown: bool = False
 ) -> None:
-    session.slots_for(encoded.lengths)  # raises while the session is still as it was
+    session.slots_for(prompt.encoded.lengths)  # raises while the session is still as it was
     if session.frames is not None:
         known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
         session.frames = known + max(0, session.frames - session.frame)
-    session.lengths = tuple(encoded.lengths)
+    session.lengths = tuple(prompt.encoded.lengths)
+    session.source = replace(session.source, prompt=prompt.key)
     # a video goes on: the noise and the steps of its first chunk must not come again
     generator, dice, made = session.generator, session.dice, session.made
     session.layers.clear()  # else the old and the new would be in memory together
     session.reset()
     session.generator, session.dice, session.made = generator, dice, made
-    model.start(session, encoded)
+    model.start(session, prompt.encoded)
     _remember(model, session, parts, shown)
     session.meter.take()
 
@@ -277,10 +396,9 @@ def _remember(model: Adapter, session: Session, parts: Sequence[Part], shown: bo
         session.latents = torch.cat([latents for latents, _ in parts], model.frame_dim)
 
 
-def _parts(model: Adapter, latents: Tensor, chunk: int, actions: str) -> list[Part]:
+def _parts(model: Adapter, latents: Tensor, chunk: int, moves: Sequence[int]) -> list[Part]:
     """Latents of a video's beginning by chunks, with actions that are given by frames."""
     count = latents.shape[model.frame_dim]
-    moves = parse_actions(actions, model.actions, model.frames(count))
     told = [moves[model.frames(i)] for i in range(count)] if model.actions else []
     return [
         (part, told[i * chunk :][: part.shape[model.frame_dim]])
@@ -288,55 +406,16 @@ def _parts(model: Adapter, latents: Tensor, chunk: int, actions: str) -> list[Pa
     ]
 
 
-def _newest(model: Adapter, session: Session, actions: str) -> deque[Part]:
+def _newest(model: Adapter, session: Session, actions: Actions) -> deque[Part]:
     """The last latents, to be gone on with: as many as the cache has room for."""
     shape, slots = session.shape, session.layers[0].k.shape[2]
     most = None if session.plan.cache.grows else (slots - session.prompt) // shape.places
     found: deque[Part] = deque(maxlen=most and most // shape.chunk)
     if session.latents is not None:
-        found.extend(_parts(model, session.latents, shape.chunk, actions))
+        frames = model.frames(session.latents.shape[model.frame_dim])
+        moves = parse_actions(actions, model.actions, frames)
+        found.extend(_parts(model, session.latents, shape.chunk, moves))
     return found
-
-
-def parse_actions(text: str, letters: str, frames: int) -> list[int]:
-    """`w*20 a*24`: one action a frame, repeated by `*`; frames beyond the last one stay."""
-    moves: list[int] = []
-    for word in text.split():
-        match = re.fullmatch(r"(\S)(?:\*(\d{1,6}))?", word)
-        if not letters:
-            raise TachyscopeError(f"this model takes no actions, got {word!r}: leave them out")
-        if match is None or match[1] not in letters:
-            raise TachyscopeError(
-                f"actions: this model takes letters of {letters!r}, each with *count, got "
-                f"{word!r}: try {letters[:2][-1]}*20"
-            )
-        moves += [letters.index(match[1])] * int(match[2] or 1)
-    if len(moves) > frames:
-        raise TachyscopeError(
-            f"actions are given for {len(moves)} frames, but only {frames} are made: "
-            f"raise frames or shorten the actions"
-        )
-    return moves + [0] * (frames - len(moves))
-
-
-def parse_size(text: str | None) -> tuple[int, int] | None:
-    """`480x832`, or None for the model's own."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
-    if match is None:
-        raise TachyscopeError(f"size is HEIGHTxWIDTH, got {text!r}: try 480x832")
-    return int(match[1]), int(match[2])
-
-
-def parse_change(text: str) -> tuple[int, str]:
-    """`24: a blue room`: a frame, and the prompt from there on."""
-    match = re.fullmatch(r"\s*(\d{1,9})\s*:(.*)", text, re.DOTALL)
-    if match is None:
-        raise TachyscopeError(
-            f"a change of prompt is FRAME: PROMPT, got {text!r}: try '24: a blue room'"
-        )
-    return int(match[1]), match[2].strip()
 
 
 def chunks_for(model: Adapter, chunk: int, start: int, frames: int) -> int:

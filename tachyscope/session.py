@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,15 @@ from tachyscope.types import Layer, Mlp, Moment, Rope, Shape, Text
 COUNTS = ("chunk", "frame", "past", "seen", "made", "text_tokens", "frames", "seed")
 # Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
 DRIFT_ROWS = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a session was opened with, as hashes; empty in one that was made by hand."""
+
+    weights: str = ""
+    prompt: str = ""
+    first: str = ""  # of given frames, empty without any
 
 
 class Session:
@@ -60,6 +69,7 @@ class Session:
         # with its number: "cuda" and "cuda:0" are one device and not equal
         self.device, self.dtype = torch.empty(0, device=device).device, dtype
         self.meter = Meter(self.device)
+        self.source = Source()
         self.reset()
 
     def slots_for(self, lengths: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ import tachyscope.bench.wan as wan
 from tachyscope.adapters.wan import WanAdapter, random_wan
 from tachyscope.adapters.wan_causal import WanCausal
 from tachyscope.adapters.wan_presets import PRESETS
+from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
 from tachyscope.bench import flat, main
 from tachyscope.bench.chunks import make_chunk, repeat_chunk
@@ -31,7 +32,7 @@ from tachyscope.bench.wan import (
 from tachyscope.fit import need, on_meta
 from tachyscope.making import Maker
 from tachyscope.models import load
-from tachyscope.rollout import open_session, parse_plan, rollout
+from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
 
 PARTS = ["read", "choose", "enter", "cross", "mlp", "commit", "index", "rest"]

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from tachyscope.arguments import parse_actions
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation import clips, clock, ranked
 from tachyscope.evaluation import tokens as ev
 from tachyscope.models import load
 from tachyscope.quality import psnr
-from tachyscope.rollout import open_session, parse_actions
+from tachyscope.rollout import open_session
 
 
 @pytest.fixture(scope="module")

@@ -288,7 +288,7 @@ def test_given_frames_count_in_the_table_of_frames_alone(models):
         ({"frames": 0}, "frames must be 1 or more, got 0"),
         ({"frames": 2, "rounds": 0}, "rounds must be 1 or more, got 0"),
         ({"frames": 2, "queries": 0}, "queries must be 1 or more, got 0"),
-        ({"frames": 2, "places": 1}, "places must be 2 or more, got 1: one has no other beside it"),
+        ({"frames": 2, "places": 1}, "places must be 2 or more, got 1"),
         ({"frames": 1}, "adjacent frames need two latent frames, got 1: raise frames"),
     ],
     ids=str,

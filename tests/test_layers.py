@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tachyscope"
 ROWS = [  # a module may import from the rows above its own, and from its own folder
     {"errors", "machine"},
-    {"types", "files", "weights"},
+    {"types", "files", "weights", "fingerprint"},
     {"meter"},
     {"kernels"},
     {"cache", "attention", "replay"},
@@ -16,9 +16,10 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"session"},
     {"worlds"},
     {"adapters"},
-    {"making", "models"},
+    {"making", "models", "video"},
+    {"arguments"},
     {"rollout"},
-    {"video", "quality", "report", "results", "notes", "progress"},
+    {"quality", "report", "results", "notes", "progress"},
     {"fit", "listing"},
     {"bench"},
     {"evaluation", "inspection", "compare"},

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import tachyscope as ts
+from tachyscope.arguments import parse_actions, parse_change
 from tachyscope.errors import TachyscopeError
 from tachyscope.plan import NAMES
-from tachyscope.rollout import change_frames, parse_actions, parse_change
+from tachyscope.rollout import change_frames
 
 MODELS = ["toy-chunks", "toy-tokens"]
 PLANS = {
@@ -275,10 +276,10 @@ def test_first_frames_have_the_videos_size():
     model = ts.load("atrium-world")
     frames = np.zeros((1, 64, 96, 3), np.uint8)
     words = (
-        "first frames have the video's size, got 64x96 of them for another: resize them, or "
-        "set size to 64x96"
+        "first frames are 64x96 (height x width), this model makes 128x128: resize them, in PIL by "
+        "image.resize((128, 128)), or set size to 64x96"
     )
-    with pytest.raises(TachyscopeError, match=words):
+    with pytest.raises(TachyscopeError, match=re.escape(words)):
         ts.open_session(model, first=frames)
     assert ts.open_session(model, first=frames, size=(64, 96)).frame == 1
 

@@ -3,9 +3,9 @@ import pytest
 
 import tachyscope as ts
 from tachyscope import weights
+from tachyscope.arguments import parse_actions
 from tachyscope.errors import TachyscopeError
 from tachyscope.quality import psnr
-from tachyscope.rollout import parse_actions
 from tachyscope.worlds.visit import Visit
 
 TURN = "q*24"

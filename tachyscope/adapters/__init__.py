@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tachyscope.errors import TachyscopeError
+from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
 
@@ -19,10 +21,12 @@ class Adapter(abc.ABC):
     """A model, frozen: all that changes during a video lives in the session."""
 
     name: str
+    model: nn.Module
     kind: str  # "chunks", "tokens" or "rolling": which named plans are meant
     device: torch.device
     dtype: torch.dtype
     fps: int
+    size: tuple[int, int]  # (height, width) in pixels of the frames it makes unless asked otherwise
     actions: str  # one letter an action, "" where the model takes none; the first is "stay"
     stock: str  # the plan its authors run
     frame_dim: int  # which dimension of latents counts frames
@@ -33,9 +37,43 @@ class Adapter(abc.ABC):
     # by the stock plan, a change of prompt remembers a full window in one pass, and not its sink
     together: bool = False
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the weights; worked out when first asked for."""
+        return of_tensors(self.model.state_dict())
+
+    def prompt_key(self, prompt: str) -> str:
+        """A hash by which a state knows its prompt."""
+        return digest(prompt)
+
     @abc.abstractmethod
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         """The shape at a size in pixels (height, width), or at the model's own."""
+
+    @abc.abstractmethod
+    def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
+        """The shape of the tensor that holds so many latent frames."""
+
+    def check_latents(self, shape: Shape, latents: Any) -> None:
+        """Raise where given latents are not such as `sample` returns."""
+        if not isinstance(latents, Tensor) or latents.dim() <= self.frame_dim:
+            raise TachyscopeError(
+                f"latents must be a tensor as a session's latents are, got a "
+                f"{type(latents).__name__}: take session.latents"
+            )
+        size = self.latent_size(shape, latents.shape[self.frame_dim])
+        numbers = "whole numbers" if shape.causal else "floats"
+        if (
+            0 in latents.shape
+            or tuple(latents.shape) != size
+            or latents.is_floating_point() == shape.causal
+        ):
+            raise TachyscopeError(
+                f"latents must be {numbers} {list(size)}, got {latents.dtype} "
+                f"{list(latents.shape)}: take session.latents"
+            )
+        if latents.is_floating_point() and not latents.isfinite().all():
+            raise TachyscopeError("latents must be finite, these have NaN or infinity: mend them")
 
     @abc.abstractmethod
     def rope(self, shape: Shape) -> Rope:

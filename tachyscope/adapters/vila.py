@@ -47,6 +47,7 @@ class Prompt:
 class VilaAdapter(Adapter):
     """VILA-U behind the session: one pass a place, all of a frame's codes as its latents."""
 
+    model: Vila
     kind = "tokens"
     frame_dim = 1
     stock = "cache=keep_all attention=dense text=none replay=none"
@@ -60,7 +61,7 @@ class VilaAdapter(Adapter):
         self.name = name
         weight = model.trunk.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.fps = config.fps
+        self.fps, self.size = config.fps, config.size
         self.actions = config.actions
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
@@ -83,6 +84,18 @@ class VilaAdapter(Adapter):
             paired=c.sampler.guided,
             macs=c.layers * projections,
         )
+
+    def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
+        return self._videos(shape), frames, *self.config.grid, self.config.depth
+
+    def check_latents(self, shape: Shape, latents: Any) -> None:
+        super().check_latents(shape, latents)
+        low, high = int(latents.min()), int(latents.max())
+        if low < 0 or high >= self.config.codes:
+            raise TachyscopeError(
+                f"latents must be codes from 0 to {self.config.codes - 1}, got {low} to {high}: "
+                f"take session.latents"
+            )
 
     def rope(self, shape: Shape) -> Rope:
         weights = (float(shape.places), float(shape.grid[1]), 1.0)
@@ -112,7 +125,7 @@ class VilaAdapter(Adapter):
         """Codes [V, 1, rows, columns, D]."""
         c, shape = self.config, session.shape
         session.meter.add("macs", shape.rows * shape.places * self.model.head.macs)
-        sizes = self._videos(session), shape.places, c.depth, c.codes
+        sizes = self._videos(shape), shape.places, c.depth, c.codes
         noise = draw_noise(session.generator, sizes, self.device)
         pos = shape.positions(session.frame, 1, self.device)
         codes = []
@@ -165,8 +178,8 @@ class VilaAdapter(Adapter):
         vectors = self.model.vae.encode(levels.movedim(-1, 1) / 127.5 - 1)
         return self.model.vae.quantizer.quantise(vectors)[None]
 
-    def _videos(self, session: Session) -> int:
-        return session.shape.rows // (2 if session.shape.paired else 1)
+    def _videos(self, shape: Shape) -> int:
+        return shape.rows // (2 if shape.paired else 1)
 
     def _feed(
         self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor

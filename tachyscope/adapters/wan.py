@@ -124,6 +124,7 @@ class Alone:
 class WanAdapter(Adapter):
     """A Wan-type causal model as a rollout drives it."""
 
+    model: WanCausal
     frame_dim = 2
 
     def __init__(
@@ -140,6 +141,8 @@ class WanAdapter(Adapter):
         if self.device.type == "cuda":
             model.fuse()
         self.kind, self.fps = self.config.kind, self.config.fps
+        (high, wide), (_, down, across) = self.config.size, self.config.stride
+        self.size = high * down, wide * across
         self.actions = self.config.actions
         self.stock = self.config.stock
         self.looks, self.restarts = self.config.reencode, self.config.restart > 0
@@ -155,7 +158,7 @@ class WanAdapter(Adapter):
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
         grain = (c.stride[1] * c.patch[1], c.stride[2] * c.patch[2])
-        size = size or (c.size[0] * c.stride[1], c.size[1] * c.stride[2])
+        size = size or self.size
         if min(size) <= 0 or size[0] % grain[0] or size[1] % grain[1]:
             raise TachyscopeError(
                 f"{self.name} makes frames of a height that {grain[0]} divides and a width that "
@@ -176,6 +179,11 @@ class WanAdapter(Adapter):
             # six linears a layer, the patch embedding and the head
             macs=c.layers * 6 * c.dim**2 + 2 * patch * c.dim,
         )
+
+    def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
+        _, high, wide = self.config.patch
+        rows, columns = shape.grid
+        return shape.rows, self.config.in_channels, frames, rows * high, columns * wide
 
     def rope(self, shape: Shape) -> Rope:
         side = 2 * (shape.head_dim // 6)
@@ -340,13 +348,10 @@ class WanAdapter(Adapter):
         return self._draw(session.shape, session.generator)
 
     def _draw(self, shape: Shape, generator: torch.Generator) -> Tensor:
-        _, high, wide = self.config.patch
-        size = (shape.rows, self.config.in_channels, shape.chunk)
+        size = self.latent_size(shape, shape.chunk)
         # drawn in float32 whatever the model's dtype, so that dtypes can be compared
-        return torch.randn(
-            *size, shape.grid[0] * high, shape.grid[1] * wide, generator=generator,
-            device=self.device,
-        ).to(wider(self.dtype))  # fmt: skip
+        drawn = torch.randn(size, generator=generator, dtype=torch.float32, device=self.device)
+        return drawn.to(wider(self.dtype))
 
     def _denoised(
         self, session: Session, parts: list[Tensor], levels: list[int], told: Tensor | None

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from tachyscope.adapters import Adapter
+from tachyscope.arguments import parse_plan
 from tachyscope.bench.ratios import noise, speed_word, verdict
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.notes import notes
 from tachyscope.plan import NAMES, Plan
 from tachyscope.results import Document, document, size_of
-from tachyscope.rollout import open_session, parse_plan, rollout
+from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
 
 # of the clock alone: one run's is not the rollout's that a benchmark's row stands for

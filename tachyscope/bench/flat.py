@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tachyscope.adapters.wan import WanAdapter
+from tachyscope.arguments import parse_plan
 from tachyscope.bench.chunks import (
     PROMPT,
     clear,
@@ -22,7 +23,7 @@ from tachyscope.bench.chunks import (
 from tachyscope.errors import TachyscopeError
 from tachyscope.making import repeating
 from tachyscope.results import Document, document
-from tachyscope.rollout import open_session, parse_plan, rollout
+from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
 
 SETTLED = 300  # pixel frames, after which a bounded plan must cost the same for ever

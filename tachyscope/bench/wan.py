@@ -21,6 +21,7 @@ from tachyscope.adapters.toy_parts import BytesText, Preview
 from tachyscope.adapters.wan import WanAdapter, random_wan
 from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.adapters.wan_vae import WanVae
+from tachyscope.arguments import parse_plan, parse_size
 from tachyscope.attention.dense import Dense
 from tachyscope.bench.chunks import (
     PROMPT,
@@ -43,7 +44,7 @@ from tachyscope.meter import summary
 from tachyscope.models import DTYPES, MODELS, load
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, emit
-from tachyscope.rollout import open_session, parse_plan, parse_size
+from tachyscope.rollout import open_session
 from tachyscope.session import Session
 from tachyscope.types import Shape
 

@@ -12,13 +12,13 @@ import torch
 from torch import Generator, Tensor
 
 from tachyscope.adapters.wan import WanAdapter
+from tachyscope.arguments import parse_plan
 from tachyscope.evaluation.intervals import Values
 from tachyscope.evaluation.recall import Probed
 from tachyscope.evaluation.scenes import Scene
 from tachyscope.meter import summary
 from tachyscope.plan import Plan
 from tachyscope.quality import Frames
-from tachyscope.rollout import parse_plan
 from tachyscope.session import Session
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tachyscope.adapters.vila import VilaAdapter
+from tachyscope.arguments import parse_plan
 from tachyscope.evaluation.clips import GIVEN, Clip, batch_prompts
-from tachyscope.rollout import parse_plan
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Shape
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.adapters.vila import VilaAdapter
+from tachyscope.arguments import parse_plan
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
 from tachyscope.evaluation.clock import REPLAY, WINDOW, clock
@@ -25,7 +26,6 @@ from tachyscope.meter import summary
 from tachyscope.models import load
 from tachyscope.quality import psnr
 from tachyscope.results import Document, document
-from tachyscope.rollout import parse_plan
 from tachyscope.session import Session
 from tachyscope.worlds import atrium
 

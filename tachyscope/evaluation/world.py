@@ -14,6 +14,7 @@ import torch
 
 from tachyscope.adapters import Adapter
 from tachyscope.adapters.wan import WanAdapter
+from tachyscope.arguments import parse_plan
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.play import Forced, Take, play, teacher_forced
@@ -30,7 +31,6 @@ from tachyscope.models import load
 from tachyscope.plan import NAMES
 from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
 from tachyscope.results import Document, document
-from tachyscope.rollout import parse_plan
 from tachyscope.worlds import atrium
 from tachyscope.worlds.atrium import TURN
 

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tachyscope.adapters import Adapter
+from tachyscope.arguments import (
+    check_first_size,
+    check_frames,
+    check_model,
+    parse_first,
+    parse_plan,
+    parse_size,
+    whole,
+)
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection.figures import NAMES, write
 from tachyscope.inspection.observed import ALIKE, PERCENTS, Observed, alike, mass
@@ -21,9 +30,12 @@ from tachyscope.inspection.samples import Samples, table
 from tachyscope.inspection.timed import PARTS, Timed, overall, times
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, size_of
-from tachyscope.rollout import chunks_for, open_session, parse_plan, rollout
+from tachyscope.rollout import chunks_for, open_session, rollout
 from tachyscope.session import Session
 from tachyscope.types import Chunk
+
+if TYPE_CHECKING:
+    from tachyscope.arguments import Actions, Pictures, PixelSize
 
 __all__ = [
     "ALIKE",
@@ -49,11 +61,11 @@ def inspect_model(
     *,
     frames: int,
     prompt: str = "",
-    actions: str = "",
+    actions: Actions = "",
     seed: int = 0,
-    size: tuple[int, int] | None = None,
-    first: np.ndarray | None = None,
-    first_actions: str = "",
+    size: PixelSize | None = None,
+    first: Pictures | None = None,
+    first_actions: Actions = "",
     places: int = 64,
     queries: int = 16,
     rounds: int = 3,
@@ -62,27 +74,29 @@ def inspect_model(
 ) -> Document:
     """Observe one rollout, time `rounds` more, and say what was found as a results document.
 
-    places: how many places of a latent frame are held against the frame before, the same ones
-    all along. queries: of how many places the attention is weighed, drawn anew for every layer
+    Plan, frames, prompt, actions, seed, size and first are as `rollout` takes them. places: how
+    many places of a latent frame are held against the frame before, the same ones all along.
+    queries: of how many places the attention is weighed, drawn anew for every layer
     and pass. Given frames are observed too, but count in the table `frames` alone. watch: is
     told every chunk, with its run's name.
     """
-    for name, value in (("frames", frames), ("queries", queries), ("rounds", rounds)):
-        if value < 1:
-            raise TachyscopeError(f"{name} must be 1 or more, got {value}")
-    if places < 2:
-        raise TachyscopeError(f"places must be 2 or more, got {places}: one has no other beside it")
-    parsed = parse_plan(model, plan)
+    check_model(model)
+    frames, queries = check_frames(frames), whole("queries", queries, 1)
+    rounds, places = whole("rounds", rounds, 1), whole("places", places, 2)
+    parsed, pixels = parse_plan(model, plan), parse_size(size)
+    pictures = None if first is None else parse_first(first)
+    if pictures is not None:
+        check_first_size(model, pictures, pixels)
     with torch.inference_mode():
-        given = None if first is None else model.latents(first)
+        given = None if pictures is None else model.latents(pictures)
     known = 0 if given is None else given.shape[model.frame_dim]
-    shape = model.shape(size)
+    shape = model.shape(pixels)
     if known + chunks_for(model, shape.chunk, known, frames) * shape.chunk < 2:
         raise TachyscopeError("adjacent frames need two latent frames, got 1: raise frames")
 
     def play(name: str, make: Callable[..., Session]) -> tuple[Any, list[Chunk]]:
         session = open_session(
-            model, parsed, prompt=prompt, frames=frames, seed=seed, size=size, first=first,
+            model, parsed, prompt=prompt, frames=frames, seed=seed, size=pixels, first=pictures,
             first_actions=first_actions, make=make,
         )  # fmt: skip
         made = []

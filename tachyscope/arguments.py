@@ -1,0 +1,306 @@
+"""What callers hand in, checked and brought to one form before any work begins."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from tachyscope.adapters import Adapter
+from tachyscope.errors import TachyscopeError, shown, warn
+from tachyscope.plan import Plan, replaced
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    # letters with counts, or one letter or index a frame
+    Actions = str | Sequence[str] | Sequence[int] | np.ndarray | Tensor
+    # HEIGHTxWIDTH, or the two numbers
+    PixelSize = str | tuple[int, int] | Sequence[int]
+    # a file, or pictures: uint8 or floats from 0 to 1, [F, H, W, 3] or [H, W, 3]
+    Pictures = str | os.PathLike[str] | Image | Sequence[Image] | np.ndarray | Tensor
+
+MAX_SEED = 2**63 - 1
+
+
+def check_model(model: Any) -> Adapter:
+    if isinstance(model, Adapter):
+        return model
+    load = f"tachyscope.load({model!r})" if isinstance(model, str) else "tachyscope.load(NAME)"
+    raise TachyscopeError(f"model must be a loaded model, got {_told(model)}: use {load}")
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number in a range; Python's, NumPy's or a tensor of one."""
+    allowed = f"{least} or more" if most is None else f"from {least} to {most}"
+    try:
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TachyscopeError(f"{name} must be a whole number, {allowed}, got {_told(value)}")
+    if number < least or (most is not None and number > most):
+        raise TachyscopeError(f"{name} must be {allowed}, got {_told(number)}")
+    return number
+
+
+def check_frames(frames: Any) -> int:
+    return whole("frames", frames, 1)
+
+
+def check_seed(seed: Any) -> int:
+    return whole("seed", seed, 0, MAX_SEED)
+
+
+def check_prompt(prompt: Any, name: str = "prompt") -> str:
+    if not isinstance(prompt, str):
+        raise TachyscopeError(
+            f"{name} must be text, got {_told(prompt)}: give one string, '' for no prompt"
+        )
+    return prompt
+
+
+def check_changes(then: Any) -> list[tuple[int, str]]:
+    """Changes of prompt, (frame, prompt) each."""
+    found = []
+    for change in _items(then, "then", "(frame, prompt) pairs", "[(24, 'a blue room')]"):
+        if not isinstance(change, tuple | list) or len(change) != 2:
+            raise TachyscopeError(
+                f"then must be (frame, prompt) pairs, got {_told(change)}: "
+                f"try [(24, 'a blue room')]"
+            )
+        frame = whole("a frame of then", change[0], 1)
+        found.append((frame, check_prompt(change[1], "a prompt of then")))
+    return found
+
+
+def parse_change(text: str) -> tuple[int, str]:
+    """`24: a blue room`: a frame, and the prompt from there on."""
+    match = re.fullmatch(r"\s*(\d{1,9})\s*:(.*)", text, re.DOTALL)
+    if match is None:
+        raise TachyscopeError(
+            f"a change of prompt is FRAME: PROMPT, got {text!r}: try '24: a blue room'"
+        )
+    return int(match[1]), match[2].strip()
+
+
+def parse_plan(model: Adapter, plan: Plan | str) -> Plan:
+    """A plan as the model means it; what its changes undo of its base is warned of."""
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str):
+        raise TachyscopeError(
+            f"plan must be text or a Plan, got {_told(plan)}: try 'fast', or "
+            f"'fast cache=merge:budget=12f'"
+        )
+    for line in replaced(plan, model.kind, model.stock):
+        warn(f"plan {shown(plan)}: {line}")
+    return Plan.parse(plan, model.kind, model.stock)
+
+
+def parse_size(size: PixelSize | None) -> tuple[int, int] | None:
+    """(height, width) of `480x832` or of two numbers; None for the model's own."""
+    if size is None:
+        return None
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", size)
+        if match is None:
+            raise TachyscopeError(f"size is HEIGHTxWIDTH, got {size!r}: try 480x832")
+        return int(match[1]), int(match[2])
+    if not isinstance(size, tuple | list) or len(size) != 2:
+        raise TachyscopeError(
+            f"size is (height, width) or 'HEIGHTxWIDTH', got {_told(size)}: try (480, 832)"
+        )
+    return whole("the height of size", size[0], 1), whole("the width of size", size[1], 1)
+
+
+def parse_actions(actions: Actions, letters: str, frames: int) -> list[int]:
+    """One action a frame, as indices into the model's letters; frames beyond the last one stay.
+
+    Text has letters, repeated by `*` (`w*20 a*24`); a list, array or tensor one letter or index a
+    frame.
+    """
+    if isinstance(actions, str):
+        moves = _moves_of_text(actions, letters)
+    else:
+        given = _items(actions, "actions", "text, or a list of letters or indices", "'w*20 a*24'")
+        if given and not letters:
+            raise TachyscopeError(
+                f"this model takes no actions, got {_told(given[0])}: leave them out"
+            )
+        moves = [_move(action, letters) for action in given]
+    if len(moves) > frames:
+        raise TachyscopeError(
+            f"actions are given for {len(moves)} frames, but only {frames} are made: "
+            f"raise frames or shorten the actions"
+        )
+    return moves + [0] * (frames - len(moves))
+
+
+def _moves_of_text(text: str, letters: str) -> list[int]:
+    moves: list[int] = []
+    for word in text.split():
+        match = re.fullmatch(r"(\S)(?:\*(\d{1,6}))?", word)
+        if not letters:
+            raise TachyscopeError(f"this model takes no actions, got {word!r}: leave them out")
+        if match is None or match[1] not in letters:
+            raise TachyscopeError(
+                f"actions: this model takes letters of {letters!r}, each with *count, got "
+                f"{word!r}: try {letters[:2][-1]}*20"
+            )
+        moves += [letters.index(match[1])] * int(match[2] or 1)
+    return moves
+
+
+def _move(action: Any, letters: str) -> int:
+    if isinstance(action, str) and len(action) == 1 and action in letters:
+        return letters.index(action)
+    try:
+        index = -1 if isinstance(action, str | bool | np.bool_) else operator.index(action)
+    except TypeError:
+        index = -1
+    if not 0 <= index < len(letters):
+        raise TachyscopeError(
+            f"actions: this model takes one letter of {letters!r} a frame, or its index from 0 to "
+            f"{len(letters) - 1}, got {_told(action)}: give one of these"
+        )
+    return index
+
+
+def parse_first(first: Pictures) -> np.ndarray:
+    """Given pictures as uint8 [F, H, W, 3].
+
+    A path of an image or a video, one PIL image or a list of them, an array or a tensor: uint8, or
+    floats from 0 to 1; [F, H, W, 3], or [H, W, 3] for one.
+    """
+    if isinstance(first, str | os.PathLike):
+        # PyAV is not loaded where no file is read
+        from tachyscope.video import read_frames
+
+        return read_frames(first)
+    if _is_pil(first):
+        return _from_pil([first])
+    if isinstance(first, list | tuple):
+        return _from_pil(first)
+    if isinstance(first, Tensor):
+        # NumPy has no bfloat16
+        first = (first.float() if first.is_floating_point() else first).detach().cpu().numpy()
+    if not isinstance(first, np.ndarray):
+        raise TachyscopeError(
+            f"first must be a path, PIL images, an array or a tensor, got {_told(first)}: give "
+            f"uint8 [F, H, W, 3]"
+        )
+    frames = first[None] if first.ndim == 3 else first
+    if problem := _layout_problem(first.shape, frames.shape):
+        raise TachyscopeError(f"first must be [F, H, W, 3], got {list(first.shape)}: {problem}")
+    if frames.dtype == np.uint8:
+        return np.ascontiguousarray(frames)
+    if not np.issubdtype(frames.dtype, np.floating):
+        raise TachyscopeError(
+            f"first must be uint8, or floats from 0 to 1, got {frames.dtype}: convert it to uint8"
+        )
+    if not np.isfinite(frames).all():
+        raise TachyscopeError("first must be finite, it has NaN or infinity: mend the pictures")
+    low, high = float(frames.min()), float(frames.max())
+    if low < 0 or high > 1:
+        hint = "(x + 1) / 2" if low >= -1 and high <= 1 else "x / 255"
+        raise TachyscopeError(
+            f"first as floats must be from 0 to 1, got {low:.4g} to {high:.4g}: scale it, here "
+            f"probably by {hint}"
+        )
+    return np.ascontiguousarray((frames * 255).round().astype(np.uint8))
+
+
+def check_first_size(model: Adapter, frames: np.ndarray, size: tuple[int, int] | None) -> None:
+    """Raise where given pictures are not of the video's size."""
+    height, width = frames.shape[1:3]
+    wanted = size or model.size
+    if (height, width) == wanted:
+        return
+    makes = "this model makes" if size is None else "size is"
+    resize = f"resize them, in PIL by image.resize(({wanted[1]}, {wanted[0]}))"
+    try:
+        model.shape((height, width))
+    except TachyscopeError:
+        other = ""
+    else:
+        other = f", or set size to {height}x{width}"
+    raise TachyscopeError(
+        f"first frames are {height}x{width} (height x width), {makes} {wanted[0]}x{wanted[1]}: "
+        f"{resize}{other}"
+    )
+
+
+def _is_pil(x: Any) -> bool:
+    return hasattr(x, "mode") and hasattr(x, "convert") and hasattr(x, "getbands")
+
+
+def _from_pil(images: Sequence[Any]) -> np.ndarray:
+    if not images:
+        raise TachyscopeError("first must hold one picture or more, got none: leave first out")
+    for image in images:
+        if not _is_pil(image):
+            raise TachyscopeError(
+                f"first as a list holds PIL images, got {_told(image)}: stack arrays to one, "
+                f"[F, H, W, 3]"
+            )
+        if image.mode != "RGB":
+            raise TachyscopeError(
+                f"first must be RGB, got a PIL image of mode {image.mode}: use image.convert('RGB')"
+            )
+    sizes = {f"{image.height}x{image.width}" for image in images}
+    if len(sizes) > 1:
+        raise TachyscopeError(
+            f"first frames share one size, got {' and '.join(sorted(sizes))}: resize them"
+        )
+    return np.stack([np.asarray(image, np.uint8) for image in images])
+
+
+def _layout_problem(given: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """What is wrong with the shape of pictures, `given` as they came and `shape` with frames."""
+    if len(given) == 2:
+        return "a gray picture: repeat it, np.stack([x] * 3, -1)"
+    if len(shape) != 4:
+        return "give [F, H, W, 3], or [H, W, 3] for one picture"
+    if 0 in shape:
+        return "it is empty: give one picture or more, or leave first out"
+    if shape[-1] == 3:
+        return ""
+    if shape[1] == 3:
+        return "channels must come last: use np.moveaxis(x, -3, -1)"
+    if shape[-1] == 4:
+        return "drop the transparency: x[..., :3]"
+    if shape[-1] == 1:
+        return "gray pictures: repeat them, np.repeat(x, 3, -1)"
+    return "give three channels, red, green and blue, in the last place"
+
+
+def _items(given: Any, name: str, allowed: str, example: str) -> list[Any]:
+    """The items of a list, a tuple, or an array or tensor of one dimension."""
+    if isinstance(given, np.ndarray | Tensor):
+        if given.ndim != 1:
+            shape = list(given.shape)
+            raise TachyscopeError(f"{name} has one dimension, got {shape}: flatten it")
+        found: list[Any] = given.tolist()
+        return found
+    if not isinstance(given, list | tuple):
+        raise TachyscopeError(f"{name} must be {allowed}, got {_told(given)}: try {example}")
+    return list(given)
+
+
+def _told(value: Any) -> str:
+    """What was given, short enough for one line."""
+    if isinstance(value, np.ndarray | Tensor):
+        return f"{type(value).__name__} of {value.dtype} {list(value.shape)}"
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"  # Python does not spell out the longest
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    return f"a {type(value).__name__}"
