@@ -15,6 +15,7 @@ from tachyscope.adapters.wan import WanAdapter, load_wan, toy_chunks
 from tachyscope.adapters.wan_presets import PRESETS, load_preset
 from tachyscope.adapters.wan_text import PromptFile
 from tachyscope.errors import TachyscopeError
+from tachyscope.numerics import own_numerics
 from tachyscope.weights import shipped
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -88,6 +89,7 @@ MODELS = {
 }
 
 
+@own_numerics()
 def load(
     name: str,
     weights: str | Path | None = None,

@@ -29,6 +29,7 @@ from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest
 from tachyscope.making import repeating
+from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.plan import Plan
 from tachyscope.session import Session, Source
 from tachyscope.types import Chunk
@@ -50,7 +51,8 @@ class Prompt:
 
     @classmethod
     def read(cls, model: Adapter, text: str) -> Self:
-        return cls(model.encode(text), model.prompt_key(text))
+        with own_numerics():
+            return cls(model.encode(text), model.prompt_key(text))
 
 
 def open_session(
@@ -81,9 +83,10 @@ def open_session(
     shape = model.shape(pixels)
     if pictures is not None:
         check_first_size(model, pictures, pixels)
-    with torch.inference_mode():
+    with torch.inference_mode(), no_autocast():
         read = Prompt.read(model, prompt)
-        given = None if pictures is None else model.latents(pictures)
+        with own_numerics():
+            given = None if pictures is None else model.latents(pictures)
         known = 0 if given is None else given.shape[model.frame_dim]
         moves = parse_actions(first_actions, model.actions, model.frames(known))
         coming = None
@@ -171,7 +174,7 @@ def rollout(
         )  # fmt: skip
     else:
         _check_session(model, session, plan, prompt, seed, size, first)
-    with torch.inference_mode():
+    with torch.inference_mode(), no_autocast():
         changes = [
             (at, Prompt.read(model, text))
             for at, text in change_frames(model, session, wanted, frames)
@@ -186,10 +189,13 @@ def rollout(
 
 
 def _stepping(chunks: Generator[Chunk]) -> Generator[Chunk]:
-    """Chunks, each made in inference mode, which the caller is not in at a yield."""
+    """Chunks, each made in inference mode and without autocast; at a yield the caller has theirs.
+
+    A with-block around a yield would leave the caller in its modes.
+    """
     try:
         while True:
-            with torch.inference_mode():
+            with torch.inference_mode(), no_autocast():
                 chunk = next(chunks, None)
             if chunk is None:
                 return
@@ -297,6 +303,7 @@ def _key(pictures: np.ndarray | None) -> str:
 
 
 @torch.inference_mode()
+@no_autocast()
 def refill(
     model: Adapter, session: Session, latents: Tensor, prompt: str, actions: Actions = ""
 ) -> None:

@@ -67,7 +67,7 @@ class Session:
         self.shape, self.plan, self.rope = shape, plan, rope
         self.frames, self.lengths, self.seed = frames, tuple(lengths), seed
         # with its number: "cuda" and "cuda:0" are one device and not equal
-        self.device, self.dtype = torch.empty(0, device=device).device, dtype
+        self.device, self.dtype = torch.empty(0, dtype=dtype, device=device).device, dtype
         self.meter = Meter(self.device)
         self.source = Source()
         self.reset()
@@ -87,7 +87,7 @@ class Session:
         slots = self.slots_for(self.lengths)
         self._room = None if cache.grows else slots - shape.chunk_tokens
         self.chunk = 0  # chunks committed
-        self._clock = torch.zeros((), device=self.device)
+        self._clock = torch.zeros((), dtype=torch.float32, device=self.device)
         self.frame = 0
         self.past = 0  # entries of finished chunks
         self.now = 0  # entries of the present one
@@ -116,8 +116,10 @@ class Session:
         kv = (shape.rows, shape.kv_heads, slots, shape.head_dim)
         groups = plan.cache.groups(shape)
         k, v = (torch.zeros(kv, dtype=self.dtype, device=self.device) for _ in range(2))
-        logw = torch.zeros(shape.rows, groups, slots, device=self.device)
-        pos = torch.zeros(shape.rows, groups, slots, 3, device=self.device)
+        # never torch's default, which is the caller's
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        logw = torch.zeros(shape.rows, groups, slots, **fine)
+        pos = torch.zeros(shape.rows, groups, slots, 3, **fine)
         raw = torch.zeros_like(k) if plan.cache.raw else None
         own = plan.cache.tensors(shape, slots, self.device)
         own |= plan.attention.tensors(shape, slots, self.device)
@@ -155,7 +157,7 @@ class Session:
 
     def prompt_positions(self) -> Tensor:
         """Where the prompt's entries stand, [L, 3]: before frame 0, ending right before it."""
-        pos = torch.full((self.prompt, 3), 0.0, device=self.device)
+        pos = torch.zeros(self.prompt, 3, dtype=torch.float32, device=self.device)
         pos[:, 0] = -1.0
         pos[:, 2] = torch.arange(self.prompt, device=self.device) + (
             self.shape.places - self.prompt

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tachyscope"
 ROWS = [  # a module may import from the rows above its own, and from its own folder
     {"errors", "machine"},
-    {"types", "files", "weights", "fingerprint"},
+    {"types", "files", "weights", "fingerprint", "numerics"},
     {"meter"},
     {"kernels"},
     {"cache", "attention", "replay"},

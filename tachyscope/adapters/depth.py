@@ -97,7 +97,8 @@ class Sampler:
 
 def draw_noise(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Exponential noise for `Sampler.pick`: all the randomness of a video comes from here."""
-    noise = torch.empty(shape, device=generator.device).exponential_(generator=generator)
+    noise = torch.empty(shape, dtype=torch.float32, device=generator.device)
+    noise.exponential_(generator=generator)
     return noise.clamp_min_(torch.finfo(noise.dtype).tiny).to(device, non_blocking=True)
 
 

@@ -26,7 +26,8 @@ class BytesText:
     @classmethod
     def seeded(cls, config: WanConfig, seed: int) -> Self:
         generator = torch.Generator().manual_seed(seed)
-        return cls(torch.randn(257, config.text_dim, generator=generator), config.text_len)
+        table = torch.randn(257, config.text_dim, generator=generator, dtype=torch.float32)
+        return cls(table, config.text_len)
 
     @classmethod
     def read(cls, folder: Path, config: WanConfig) -> Self:
@@ -61,7 +62,7 @@ class Preview:
     @classmethod
     def seeded(cls, config: WanConfig, seed: int) -> Self:
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(3, config.in_channels, generator=generator)
+        weight = torch.randn(3, config.in_channels, generator=generator, dtype=torch.float32)
         # latents of spread two then use most of the range and seldom leave it
         return cls(0.125 * weight / weight.norm(dim=1, keepdim=True), config.stride)
 
@@ -84,7 +85,7 @@ class Preview:
         )
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
-        features["begun"] = torch.ones(1)
+        features["begun"] = torch.ones(1, dtype=torch.float32)
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         # as in Wan, a video's first latent frame is a single frame

@@ -360,10 +360,8 @@ class WanAdapter(Adapter):
         x, frames = torch.cat(parts, 2), parts[0].shape[2]
         sigmas = [self.schedule[level][1] for level in levels]
         self._begin(session, x, levels[0], *sigmas)
-        times = [
-            torch.full((len(x), frames), self.schedule[level][0], device=self.device)
-            for level in levels
-        ]
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        times = [torch.full((len(x), frames), self.schedule[level][0], **fine) for level in levels]
         said = self.model(session, x, torch.cat(times, 1), told).split(frames, 2)
         return [clean_from(self.config, *given) for given in zip(parts, said, sigmas, strict=True)]
 
@@ -380,7 +378,7 @@ class WanAdapter(Adapter):
             scored += (shape.layers - 1) * len(pos) * session.seen
         session.meter.add("pairs_dense", -shape.rows * shape.heads * scored)
         calls = Alone(session) if c.alone else session
-        t = torch.zeros(len(x), x.shape[2], device=self.device)
+        t = torch.zeros(len(x), x.shape[2], dtype=torch.float32, device=self.device)
         self.model.remember(calls, session.enter, x, t, told)
 
     def _begin(self, session: Session, x: Tensor, step: int, *sigmas: float) -> Tensor:
@@ -496,7 +494,9 @@ def random_wan(
     generator = torch.Generator(device).manual_seed(seed)
     for key, parameter in model.named_parameters():
         # always drawn in float32, so that every dtype rounds the same weights
-        drawn = torch.randn(parameter.shape, generator=generator, device=device)
+        drawn = torch.randn(
+            parameter.shape, generator=generator, dtype=torch.float32, device=device
+        )
         if key.endswith("modulation"):
             drawn *= 0.1
             if key.startswith("blocks"):

@@ -171,15 +171,16 @@ class Ann(AttentionPolicy):
             planes(self.bits, shape.head_dim, device)  # made now, not in the first chunk
         planes(BUCKET_BITS, shape.head_dim, device)
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
         tile = (shape.rows, shape.heads, tiles)
         found = {
             # whose key and value each slot between sink and newest holds, counted from the sink
             "ann_order": torch.zeros(*block[:2], slots, **whole),
             # the weights of what the slots hold; a part block ends in empty ones
-            "ann_logw": torch.zeros(*block[:2], -(-most * size // 4) * 4, device=device),
+            "ann_logw": torch.zeros(*block[:2], -(-most * size // 4) * 4, **fine),
             "ann_code": torch.zeros(*block, width, dtype=code, device=device),
-            "ann_scale": torch.zeros(*block, 1, device=device),
-            "ann_weight": torch.zeros(block, device=device),
+            "ann_scale": torch.zeros(*block, 1, **fine),
+            "ann_weight": torch.zeros(block, **fine),
             "ann_map": torch.zeros(*tile, most, **whole),
         }
         if self._by_kernel(shape, device):

@@ -40,7 +40,7 @@ def collapse(k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
     """The longest row's tokens and one for the padding; a shorter row's further slots are empty."""
     total = k.shape[2]
     size = min(max(lengths) + 1, total)
-    logw = torch.zeros(len(lengths), 1, size, device=k.device)
+    logw = torch.zeros(len(lengths), 1, size, dtype=torch.float32, device=k.device)
     for row, n in enumerate(lengths):
         if n < total:
             logw[row, 0, n] = math.log(total - n)

@@ -162,11 +162,11 @@ class Merge(CachePolicy):
         if self.budget is None:
             # the finished chunk's rotated queries: their top-1 names an entry's partner
             size = (shape.rows, shape.heads, shape.chunk_tokens, shape.head_dim)
-            return {"queries": torch.zeros(size, device=device)}
+            return {"queries": torch.zeros(size, dtype=torch.float32, device=device)}
         slot = (shape.rows, self.groups(shape), slots)
         return {
             "slot_partner": torch.zeros(slot, dtype=torch.int64, device=device),
-            "slot_alike": torch.full(slot, -math.inf, device=device),
+            "slot_alike": torch.full(slot, -math.inf, dtype=torch.float32, device=device),
         }
 
     def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:

@@ -14,7 +14,8 @@ def planes(bits: int, dim: int, device: torch.device) -> Tensor:
     """Normals of random hyperplanes [dim, bits]: the same everywhere, so buckets are shared."""
     with torch.inference_mode(False):
         # fewer bits are the first of more, so that coarse and fine buckets nest
-        draw = torch.randn(max(bits, 64), dim, generator=torch.Generator().manual_seed(0))
+        seeded = torch.Generator().manual_seed(0)
+        draw = torch.randn(max(bits, 64), dim, generator=seeded, dtype=torch.float32)
         return draw[:bits].T.contiguous().to(device)
 
 

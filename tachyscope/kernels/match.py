@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,10 +42,11 @@ def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor
     rows, heads, n, width = k.shape
     found, tiles = n - first, triton.cdiv(n - first, s.rows)
     parts = triton.cdiv(n, s.span)
-    scale = torch.empty(rows * heads, n, device=k.device)
-    best = torch.empty(parts, rows * heads, found, device=k.device)
+    fine: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
+    scale = torch.empty(rows * heads, n, **fine)
+    best = torch.empty(parts, rows * heads, found, **fine)
     index = torch.empty_like(best, dtype=torch.int32)
-    cosine = torch.empty(rows, heads, found, device=k.device)
+    cosine = torch.empty(rows, heads, found, **fine)
     partner = torch.empty_like(cosine, dtype=torch.int64)
     if k.is_meta:
         return cosine, partner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -82,8 +82,9 @@ class Attentive(ReplayPolicy):
         if self.share is None or not shape.causal:
             return {}
         # not a number: no token has scored there yet
-        recent = torch.full((shape.rows, shape.places), math.nan, device=device)
-        due = torch.full((shape.rows, 1), self.share, device=device)
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        recent = torch.full((shape.rows, shape.places), math.nan, **fine)
+        due = torch.full((shape.rows, 1), self.share, **fine)
         return {"recent_scores": recent, "share_due": due}
 
     def choose(

@@ -45,7 +45,7 @@ class Random(ReplayPolicy):
         dice: torch.Generator,
     ) -> Choice | None:
         draws = 1 if at.shape.paired else age.shape[0]
-        luck = torch.rand(draws, at.tokens, generator=dice, device=age.device)
+        luck = torch.rand(draws, at.tokens, generator=dice, dtype=torch.float32, device=age.device)
         luck = luck.expand(age.shape)
         if at.shape.causal:
             replay = luck < self.share

@@ -1,0 +1,157 @@
+"""A video does not hang on torch's settings, which are the caller's, and leaves them alone."""
+
+import contextlib
+import functools
+import threading
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import tachyscope as ts
+from tachyscope.numerics import own_numerics
+from tachyscope.plan import NAMES
+
+MERGED = "cache=merge:budget=8f attention=ann:read=0.5,hash=lsh replay=attentive:share=0.5"
+PLANS = (
+    *NAMES,
+    MERGED,
+    "cache=window:budget=9f attention=window:tokens=64 replay=random:share=0.5",
+)
+# the shipped models are of the same parts, so that two of their plans show the rest
+SHIPPED = [("atrium-world", "fast", 4), ("atrium-world", "dense", 1)]
+TOYS = [(name, plan, 12 if name == "toy-chunks" else 4) for name in ("toy-chunks", "toy-tokens")
+        for plan in PLANS]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _settings(dtype, autocast, seed):
+    before = torch.get_default_dtype(), torch.get_rng_state()
+    try:
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            yield
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_rng_state(before[1])
+
+
+def _seen():
+    """What a caller can see of the settings."""
+    return (
+        torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(), torch.get_rng_state().tolist(),
+    )  # fmt: skip
+
+
+def _first(name):
+    rows = np.arange(128 * 128 * 3, dtype=np.uint8).reshape(1, 128, 128, 3)
+    return rows if name.startswith("atrium") else None
+
+
+def _play(name, plan, frames):
+    model = ts.load(name)
+    chunks = ts.rollout(model, plan, frames=frames, actions="w", first=_first(name))
+    seen, made = _seen(), []
+    for chunk in chunks:
+        assert _seen() == seen
+        made.append(chunk.frames)
+    return np.concatenate(made)
+
+
+_plain = functools.cache(_play)
+OTHER = [(torch.float64, False, 1), (torch.bfloat16, True, 2)]
+
+
+@pytest.mark.parametrize(
+    "name, plan, frames",
+    [*SHIPPED, pytest.param("atrium-tokens", "fast", 1, marks=pytest.mark.slow), *TOYS],
+)
+@pytest.mark.parametrize("dtype, autocast, seed", OTHER, ids=["float64", "bfloat16-autocast"])
+def test_a_video_is_the_same_under_the_callers_settings(name, plan, frames, dtype, autocast, seed):
+    want = _plain(name, plan, frames)
+    with _settings(dtype, autocast, seed):
+        before = _seen()
+        video = _play(name, plan, frames)
+        assert _seen() == before
+    assert np.array_equal(video, want)
+
+
+def test_these_settings_would_change_what_is_computed_under_them():
+    """Else the test above shows nothing."""
+    x = torch.linspace(0, 1, 12, dtype=torch.float32).view(3, 4)
+    plain = x @ x.T, torch.zeros(1).dtype, torch.rand(3, generator=torch.Generator().manual_seed(0))
+    for dtype, autocast, seed in OTHER:
+        with _settings(dtype, autocast, seed):
+            assert torch.zeros(1).dtype != plain[1]
+            assert (x @ x.T).dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+class Undecided(TorchFunctionMode):
+    """Notes where tensors of floats are made without saying which."""
+
+    names = {"zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace", "arange",
+             "tensor", "as_tensor"}  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = getattr(func, "__name__", "") in self.names and (kwargs or {}).get("dtype") is None
+        if made and out.is_floating_point() and not isinstance(args[0], torch.Tensor):
+            frames = [f for f in traceback.extract_stack() if "/tachyscope/" in f.filename]
+            self.found |= {f"{f.filename}:{f.lineno} {f.line}" for f in frames[-1:]}
+        return out
+
+
+@pytest.mark.parametrize("name, plan, frames", TOYS)
+def test_what_makes_chunks_gives_every_dtype(name, plan, frames):
+    model = ts.load(name)
+    with Undecided() as mode:
+        list(ts.rollout(model, plan, frames=frames, actions="w"))
+    assert not mode.found
+
+
+def test_a_float_without_a_dtype_is_noted():
+    with Undecided() as mode:
+        exec(compile("import torch; torch.zeros(2)", "/tachyscope/x.py", "exec"))
+        exec(compile("torch.zeros(2, dtype=torch.float32)", "/tachyscope/y.py", "exec"))
+    (found,) = mode.found
+    assert found.startswith("/tachyscope/x.py:1")
+
+
+def test_inside_tensors_without_a_dtype_are_float32_and_outside_the_callers():
+    state = torch.get_rng_state()
+    with _settings(torch.float64, False, 3), own_numerics():
+        made = {
+            "zeros": torch.zeros(2), "linear": torch.nn.Linear(2, 2).weight, "list": torch.tensor([0.1]),
+            "full": torch.full((2,), 0.5), "arange": torch.arange(0, 1, 0.1),
+            "number": torch.as_tensor(0.5), "rand": torch.rand(2), "eye": torch.eye(2),
+        }  # fmt: skip
+        assert {x.dtype for x in made.values()} == {torch.float32}
+        whole = torch.tensor([1]), torch.full((2,), 1), torch.arange(3)
+        assert {x.dtype for x in whole} == {torch.int64}
+        kept = (
+            torch.zeros(2, dtype=torch.bfloat16),
+            torch.as_tensor(np.zeros(2)),
+            torch.zeros(0).double(),
+        )
+        assert [x.dtype for x in kept] == [torch.bfloat16, torch.float64, torch.float64]
+        seen = []
+        other = threading.Thread(target=lambda: seen.append(torch.zeros(1).dtype))
+        other.start()
+        other.join()
+        assert seen == [torch.float64], "another thread has its own"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_loading_leaves_the_global_generator_alone():
+    for name in ("atrium-world", "atrium-tokens", "toy-chunks", "toy-tokens"):
+        before = torch.get_rng_state()
+        ts.load(name)
+        assert torch.equal(torch.get_rng_state(), before), name
