@@ -10,6 +10,7 @@ import pytest
 from tachyscope.errors import TachyscopeError
 from tachyscope.fpga import fixed
 from tachyscope.fpga.gemv import GemvArray
+from tachyscope.fpga.neuron_replay import SaturatedSum
 from tachyscope.fpga.replay_cache import ReplayCache
 from tachyscope.fpga.requant import Requant
 from tachyscope.fpga.simulate import simulate, stalls
@@ -220,3 +221,35 @@ def test_clearing_the_cache_forgets_every_entry():
     )
     assert trace.payloads["hit"] == [1, 0, 0, 0, 0]
     assert trace.cycles["ask"][1] == 16  # it waited while four entries were cleared
+
+
+@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("subtract", [False, True])
+def test_neuron_replay_adds_a_change_and_clips(subtract, stall):
+    part = SaturatedSum(lanes=3, subtract=subtract)
+    values = np.array(list(itertools.product((-128, -127, -1, 0, 1, 126, 127), repeat=2)))
+    a, b = (np.resize(values[:, side], (20, 3)) for side in (0, 1))
+    trace = simulate(
+        part.create(),
+        {"a": a.tolist(), "b": b.tolist()},
+        {"o": 20},
+        {name: stalls(seed, stall) for seed, name in enumerate("abo")},
+    )
+    assert trace.payloads["o"] == part.compute(a, b).tolist()
+    if not stall:
+        assert trace.span("a", "o") == part.cycles(20)
+
+
+def test_neuron_replay_is_one_product_of_differences_and_a_sum():
+    """Where every neuron is computed and nothing clips, it gives the MLP's output projection again."""
+    rng = np.random.default_rng(2)
+    array, scale = GemvArray(4, 4), (np.full(8, 16384), np.full(8, 18))
+    w, old = rng.integers(-30, 30, (8, 16)), rng.integers(-40, 40, 16)
+    new = old + rng.integers(-20, 20, 16)
+    change = SaturatedSum(16, subtract=True).compute(new, old)
+    cached = Requant(8).compute(array.compute(w, old), *scale)
+    moved = Requant(8).compute(array.compute(w, change), *scale)
+    exact = Requant(8).compute(array.compute(w, new), *scale)
+    assert (
+        abs(SaturatedSum(8).compute(cached, moved) - exact).max() <= 1
+    )  # two roundings instead of one

@@ -183,11 +183,11 @@ def assumptions(board: Board, model: DecoderModel) -> list[Assumption]:
             name, getattr(board, name), getattr(low, name), getattr(high, name), unit, why
         )
 
-    memory = [hbm.efficiency(case.timing) for case in (board, low, high)]
+    usual, least, most = (round(hbm.efficiency(case.timing), 3) for case in (board, low, high))
     return [
         of("clock_mhz", "MHz", "no open tool routes UltraScale+: a usual clock for such designs"),
         Assumption(
-            "memory_efficiency", *(round(share, 3) for share in memory), "of peak",
+            "memory_efficiency", usual, least, most, "of peak",
             "the command-level model with the timings of the memory's class",
         ),
         of("latency_ns", "ns", "from a read's command to its data, controller and switch included"),
@@ -331,8 +331,8 @@ def token_cost(
         refresh_every=round(board.timing.refresh_every * scale),
         refresh_for=round(board.timing.refresh_for * scale),
     )
-    computing = ~flags
-    skipped = ~computing.any(axis=2)  # weights are left out where no row needs them
+    computing = np.logical_not(flags)
+    skipped = np.logical_not(computing.any(axis=2))  # weights are left out where no row needs them
     mlp_use = [[max(1, use(rows)) for rows in token] for token in computing]
     trunk = PortScheduler(
         layers=model.layers,

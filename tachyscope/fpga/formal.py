@@ -277,7 +277,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.il").write_text(rtlil.convert(wanted.make(), name="top"))
     (folder / f"{name}.sby").write_text(
-        f"[options]\nmode bmc\ndepth {wanted.depth}\n[engines]\nsmtbmc z3\n"
+        f"[options]\nmode bmc\ndepth {wanted.depth}\n[engines]\nsmtbmc --syn --nounroll z3\n"
         f"[script]\nread_rtlil {name}.il\nprep -top top -flatten\nmemory_map\nopt -full\n"
         f"[files]\n{name}.il\n"
     )
