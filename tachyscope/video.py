@@ -160,17 +160,29 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
     return np.stack(frames)
 
 
-def beside(videos: Sequence[Frames], labels: Sequence[str], gap: int = 8, scale: int = 1) -> Frames:
-    """Chunks of equal length, side by side, `gap` pixels apart and from the edge, labels above.
+def beside(
+    videos: Sequence[Frames],
+    labels: Sequence[str],
+    gap: int = 8,
+    scale: int = 1,
+    captions: Sequence[str] = (),
+) -> Frames:
+    """Chunks of equal length, side by side, `gap` pixels apart and from the edge.
 
     Each chunk is uint8 [F, H, W, 3], and its pixels become squares of side `scale`; sizes may
-    differ. A label too long for its video is cut.
+    differ. A label stands above each video and, where given, a caption below; a text too long for
+    its video is cut.
     """
     _check_scale(scale)
     if not videos or len(videos) != len(labels):
         raise TachyscopeError(
             f"every video has one label, got {len(videos)} videos and {len(labels)} labels: "
             "give as many"
+        )
+    if captions and len(captions) != len(videos):
+        raise TachyscopeError(
+            f"every video has one caption or none has, got {len(captions)} for {len(videos)} "
+            f"videos: give as many"
         )
     for frames in videos:
         _check(frames)
@@ -184,13 +196,17 @@ def beside(videos: Sequence[Frames], labels: Sequence[str], gap: int = 8, scale:
     # one size of letters for all labels, growing slowly with the picture
     letters = max(11, min(24, min(widths) // 22))
     strip = 2 * letters + letters % 2
-    size = (strip + max(heights) + gap, gap + sum(width + gap for width in widths))
+    bottom = strip if captions else gap
+    size = (strip + max(heights) + bottom, gap + sum(width + gap for width in widths))
     out = np.empty((lengths[0], *size, 3), np.uint8)
     out[:] = list(bytes.fromhex(BACKGROUND[1:]))
     left = gap
-    for frames, label, height, width in zip(videos, labels, heights, widths, strict=True):
+    texts = zip(labels, captions or [""] * len(labels), strict=True)
+    for frames, (label, caption), height, width in zip(videos, texts, heights, widths, strict=True):
         out[:, :strip, left : left + width] = _label(label, width, strip, letters)
         out[:, strip : strip + height, left : left + width] = enlarge(frames, scale)
+        if caption:
+            out[:, -strip:, left : left + width] = _label(caption, width, strip, letters)
         left += width + gap
     return out
 

@@ -243,3 +243,13 @@ def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
 def test_a_checked_folder_is_there_and_empty(tmp_path):
     folder = check_folder(tmp_path / "new" / "out")
     assert folder.is_dir() and not list(folder.iterdir())
+
+
+def test_beside_writes_captions_below():
+    video = ramp(2)
+    plain, told = beside([video], ["a"]), beside([video], ["a"], captions=["12.0 s"])
+    height = plain.shape[1] - 8  # without the gap
+    assert np.array_equal(told[:, :height], plain[:, :height])
+    assert told[:, height:].max() > 180 and plain[:, height:].max() < 100
+    with pytest.raises(TachyscopeError, match="one caption or none has, got 1 for 2 videos"):
+        beside([video, video], ["a", "b"], captions=["x"])
