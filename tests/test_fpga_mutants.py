@@ -36,6 +36,7 @@ def requant():
 
 def requant_stalled():
     parts.test_requantiser_hardware_equals_its_integers(0.4)
+    parts.test_a_full_buffer_takes_no_more()
 
 
 def gate():
@@ -62,7 +63,8 @@ def whole():
     for shape in (engine.SHAPES[0], engine.SHAPES[3]):
         engine.compare(shape, 0.0, 1)
         engine.compare(shape, 0.4, 2)
-        engine.compare(shape, 0.7, 5)
+    for port in ("o", "x"):
+        engine.test_a_port_that_waits_long_loses_and_doubles_nothing(port)
 
 
 def memory():
@@ -266,7 +268,7 @@ def test_a_fault_is_seen(mutant, monkeypatch):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_every_fault_is_seen(mutant, monkeypatch):
     apply(mutant, monkeypatch)
-    for module in (parts, drs, engine, ports):
+    for module in (parts, drs, ports):
         monkeypatch.setattr(module, "simulate", limited(module.simulate))
     assert killed(mutant)
 

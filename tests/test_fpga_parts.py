@@ -105,6 +105,17 @@ def test_requantiser_hardware_equals_its_integers(stall):
         assert trace.span("acc", "o") == part.cycles(len(acc))
 
 
+def test_a_full_buffer_takes_no_more():
+    """The output waits until everything that can be under way is: nothing is lost or doubled."""
+    part = Requant(lanes=1)
+    acc = [[value] for value in range(40)]
+    scale = [{"multiplier": [1], "shift": [0]}] * 40
+    held = (cycle < 60 for cycle in itertools.count())
+    trace = simulate(part.create(), {"acc": acc, "scale": scale}, {"o": 40}, {"o": held}, settle=20)
+    assert trace.payloads["o"] == acc
+    assert len([cycle for cycle in trace.cycles["acc"] if cycle < 60]) == part.LATENCY + 2
+
+
 def int8s(rng, *shape):
     """Random int8 with many numbers at the ends of the range."""
     ends = rng.choice([-128, -127, -1, 0, 1, 127], shape)
