@@ -77,6 +77,10 @@ class Video:
     "HEIGHTxWIDTH in pixels, in models that make more than one size."
     weights: str | None = None
     "The checkpoint, where the model's name stands for one; 'random' to time a published model."
+    decoder: str | None = None
+    "A tiny decoder's file, taew2_1 or lighttaew2_1, to show a Wan-type checkpoint's latents."
+    decoder_check: bool = False
+    "Decode every chunk by Wan's VAE too, and tell the PSNR between the two; it costs its time."
     lora: str | None = None
     "A LoRA to merge into a Wan-type checkpoint."
     lora_alpha: float | None = None
@@ -120,7 +124,8 @@ class Video:
         from tachyscope.models import load, with_prompt
 
         adapter = load(
-            model, self.weights, device=self.device, dtype=dtype or self.dtype, lora=self.lora,
+            model, self.weights, device=self.device, dtype=dtype or self.dtype,
+            decoder=self.decoder, decoder_check=self.decoder_check, lora=self.lora,
             lora_alpha=self.lora_alpha,
         )  # fmt: skip
         return adapter if self.prompt_file is None else with_prompt(adapter, self.prompt_file)
@@ -227,6 +232,7 @@ def generate(
     changed = "".join(f"; from frame {at} on {prompt!r}" for at, prompt in changes)
     print(f"{target}: {file.frames} frames of {size}{follow}{changed}")
     row = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
+    row["decoder"] = adapter.decoder_name
     emit(document("generate", [row | dict(run.summary) | {"notes": run.notes}], said), json)
 
 
@@ -479,6 +485,7 @@ def wan(
     rounds: int = 5,
     rollout: int | None = None,
     decode: bool = False,
+    decoder: str | None = None,
     traced: bool = False,
     compile: bool | None = None,
     device: str = "cuda",
@@ -509,6 +516,8 @@ def wan(
         Make so many pixel frames by each row (the headline's) instead, one chunk after the other.
     decode
         Of a rollout, also make it as a user meets it: decoded, beside the next chunk.
+    decoder
+        Decode by a tiny decoder's file, or by random-tiny, one of random weights.
     traced
         Fill caches from a trained model instead of at random.
     compile
@@ -528,8 +537,8 @@ def wan(
     check_json(json)
     found = bench_wan_asked(
         model, weights, table=table, rows=rows, size=size, lengths=lengths, rounds=rounds,
-        rollout=rollout, decode=decode, traced=traced, compile=compile, device=device, dtype=dtype,
-        seed=seed, json=json, command=said,
+        rollout=rollout, decode=decode, decoder=decoder, traced=traced, compile=compile,
+        device=device, dtype=dtype, seed=seed, json=json, command=said,
     )  # fmt: skip
     print(*wan_lines(found), sep="\n")
     emit(found, json)

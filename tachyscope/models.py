@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class Entry:
     kind: str  # of its adapter
     make: Callable[..., Adapter]
     weights: bool = False  # whether a checkpoint must be given
-    lora: bool = False  # whether a LoRA can be merged into it
+    wan: bool = False  # a Wan-type checkpoint, which takes a LoRA and a tiny decoder
     random: bool = False  # whether its weights are, so that its pictures say nothing of quality
     world: str = ""  # the world with a known truth that it was trained on
     pace: float = 1.0  # steps of a walk in that world that a frame takes
@@ -74,7 +75,7 @@ MODELS = {
     ),
     **{
         name: Entry(
-            preset.about, preset.config.kind, partial(load_preset, name), weights=True, lora=True
+            preset.about, preset.config.kind, partial(load_preset, name), weights=True, wan=True
         )
         for name, preset in PRESETS.items()
     },
@@ -83,7 +84,7 @@ MODELS = {
         "chunks",
         load_wan,
         weights=True,
-        lora=True,
+        wan=True,
     ),
     "vila_u": Entry("any VILA-U checkpoint folder", "tokens", load_vila, weights=True),
 }
@@ -96,14 +97,19 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "float32",
+    decoder: str | Path | None = None,
+    decoder_check: bool = False,
     lora: str | Path | None = None,
     lora_alpha: float | None = None,
 ) -> Adapter:
     """A model by name; `weights` is the checkpoint, where the name stands for an architecture.
 
     Published models take weights="random" too: their full size, made up on the device, for a
-    clock. `lora` is a file whose updates are merged into a Wan-type checkpoint, by `lora_alpha`
-    over their rank, or by the alpha that the file tells; by 1 without either.
+    clock. `decoder` is the file of a tiny decoder, taew2_1 or lighttaew2_1, which shows a Wan-type
+    checkpoint's latents instead of Wan's VAE, or "random-tiny" for a clock; with `decoder_check`
+    both decode every chunk, and `tachyscope.notes.notes` tells their PSNR. `lora` is a file whose
+    updates are merged into a Wan-type checkpoint, by `lora_alpha` over their rank, or by the alpha
+    that the file tells; by 1 without either.
     """
     if not isinstance(name, str) or name not in MODELS:
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
@@ -113,17 +119,27 @@ def load(
     dtype = DTYPES[named]
     place = _device(device)
     entry = MODELS[name]
-    if lora is not None and not entry.lora:
-        raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave lora out")
+    if not entry.wan:
+        if lora is not None:
+            raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave lora out")
+        if decoder is not None:
+            raise TachyscopeError(
+                f"model {name!r} takes no tiny decoder, got {decoder}: leave decoder out"
+            )
     if lora is None and lora_alpha is not None:
         raise TachyscopeError(
             f"lora_alpha is a LoRA's, got {lora_alpha} and no LoRA: give lora too"
         )
+    if decoder is None and decoder_check:
+        raise TachyscopeError("decoder_check is of a tiny decoder, got none: give decoder too")
     if entry.weights:
         if weights is None:
             made_up = ", or weights=random to time it" if name in PRESETS else ""
             raise TachyscopeError(f"model {name!r} needs a checkpoint: give weights=PATH{made_up}")
-        more = {} if lora is None else {"lora": Path(lora), "lora_alpha": lora_alpha}
+        more: dict[str, Any] = {}
+        if entry.wan:
+            more = {"lora": lora, "lora_alpha": lora_alpha}
+            more |= {"decoder": decoder, "decoder_check": decoder_check}
         return entry.make(Path(weights), device=place, dtype=dtype, **more)
     if weights is not None:
         raise TachyscopeError(f"model {name!r} brings its own weights: leave weights out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tachyscope.adapters.tiny_decoder import decoder_note
 from tachyscope.meter import summary
 from tachyscope.plan import spell
 from tachyscope.session import Session
@@ -13,7 +14,8 @@ SAVED = 0.01  # a method that saves less has not paid for its name
 
 
 def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """What a reader must know of a finished rollout: every method that saved under 1 %."""
+    """What a reader must know of a finished rollout: every method that saved under 1 %, and how
+    far a tiny decoder lay from the VAE where that was checked."""
     plan, sums = session.plan, summary(rows)
     found = []
     name, kept = _name(plan.cache), session.past / max(session.seen, 1)
@@ -34,6 +36,8 @@ def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
         found.append(_simulated("replay", name, sums["simulated_rows_replayed"], "MLP rows"))
     elif name != "none" and share < SAVED:
         found.append(_under("replay", name, f"it replayed {share:.1%} of the MLP rows"))
+    if note := decoder_note(session.features):
+        found.append(note)
     return found
 
 

@@ -301,5 +301,46 @@ def test_the_command_runs_it_and_leaves_a_file(tmp_path, capsys):
     assert main([*words.split(), "--rollout", "12", "--decode", "--json", "-"]) == 0
     out, err = capsys.readouterr()
     (row,) = json.loads(out.splitlines()[-1])["rows"]
-    assert row["frames"] == 12 and row["shown_fps"] > 0 and "decoded: " in out
+    assert row["frames"] == 12 and row["shown_fps"] > 0 and "decoded by preview: " in out
     assert "frames/s" in err
+    assert row["decoder"] == "preview" and row["decode_ms"] > 0
+
+
+def test_a_rollout_is_shown_by_a_tiny_decoder(monkeypatch, tmp_path, capsys):
+    config = dataclasses.replace(
+        PRESETS["self-forcing"].config, dim=96, ffn_dim=64, layers=2, heads=4, in_channels=4,
+        text_dim=16, text_len=64, freq_dim=32, size=(2, 2),
+    )  # fmt: skip
+    tiny = dataclasses.replace(PRESETS["self-forcing"], config=config)
+    monkeypatch.setitem(PRESETS, "self-forcing", tiny)
+    words = [
+        "wan",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--size",
+        "16x16",
+        "--rows",
+        "dense",
+        "--no-compile",
+        "--json",
+        "-",
+    ]
+    asked = ["--rollout", "12", "--decode", "--decoder"]
+    assert main([*words, *asked, "random-tiny"]) == 0
+    out, _ = capsys.readouterr()
+    (row,) = json.loads(out.splitlines()[-1])["rows"]
+    assert row["decoder"] == "taew2_1 (random weights)" and row["size"] == "16x16"
+    assert row["decode_ms"] > 0 and row["shown_fps"] > 0
+    assert "decoded by taew2_1 (random weights): " in out and "; decoding alone " in out
+    for more, fault in (
+        (
+            ["--rollout", "12", "--decoder", "random-tiny"],
+            "random-tiny would decode nothing: give --d",
+        ),
+        (["--decode"], "a rollout is decoded, got --decode alone: give --rollout too"),
+        ([*asked, str(tmp_path / "none.pth")], "no checkpoint file"),
+    ):
+        assert main([*words, *more]) == 2
+        assert fault in capsys.readouterr().err

@@ -207,9 +207,12 @@ def sigma_of(t, shift):
 
 
 def encoded_again(adapter, made):
-    """The last chunk, its first latent frame being what the VAE makes of its last picture alone."""
+    """The last chunk, its first latent frame being what the VAE makes of its last picture alone.
+
+    Of the picture as it was decoded: not as it was shown, in 8 bits.
+    """
     latents = torch.cat(made, 2)
-    pictures = adapter.decoder(latents, {})
+    pictures = adapter.decoder.levels(latents, {})
     # four pictures a latent frame: behind the one that is meant are those of two latent frames
     first = adapter.decoder.encode(pictures[-9:-8])
     return torch.cat([first, latents[:, :, -2:]], 2)
@@ -268,13 +271,16 @@ class Pixels:
         return max(0, 4 * latents - 3)
 
     def encode(self, frames):
-        pixels = torch.from_numpy(frames).double() / 255 - 0.5
+        pixels = torch.as_tensor(frames).double() / 255 - 0.5
         return torch.einsum("ck,fhwk->cfhw", self.latent, pixels)[None]
 
     def skip(self, latents, features):
         self(latents, features)
 
     def __call__(self, latents, features):
+        return self.levels(latents, features).round().to(torch.uint8).numpy()
+
+    def levels(self, latents, features):
         shown = []
         for latent in latents[0].unbind(1):
             last = features.get("last")
@@ -282,12 +288,12 @@ class Pixels:
                 mixed = latent if last is None else (part * latent + (4 - part) * last) / 4
                 shown.append(torch.einsum("kc,chw->hwk", self.colour, mixed) + 0.5)
             features["last"] = latent if last is None else (2 * latent + last) / 3
-        return (255 * torch.stack(shown).clamp(0, 1)).round().to(torch.uint8).numpy()
+        return 255 * torch.stack(shown).clamp(0, 1)
 
 
 def test_every_preset_has_its_protocol_here():
     assert {*PROTOCOLS, "rolling-forcing"} == PRESETS.keys()
-    assert all(MODELS[name].weights and MODELS[name].lora for name in PRESETS)
+    assert all(MODELS[name].weights and MODELS[name].wan for name in PRESETS)
 
 
 def published(name, folder):

@@ -210,6 +210,12 @@ def test_the_vae_decodes_and_encodes_as_diffusers(folder, vae):
     assert ours.encode(frames).shape == latents.shape
     torch.testing.assert_close(ours.encode(frames), encoded, rtol=0, atol=1e-5)
     refused(lambda: ours.encode(frames[:8]), "1 + 4n of them", "got 8: give 5")
+    # a picture that was not rounded is encoded as it is
+    sharp = ours.levels(latents, {})[:1]
+    pixels = sharp.permute(3, 0, 1, 2)[None] / 127.5 - 1
+    encoded = (vae.encode(pixels).latent_dist.mean - mean) / std
+    torch.testing.assert_close(ours.encode(sharp), encoded, rtol=0, atol=1e-5)
+    assert (ours.encode(sharp) - ours.encode(frames[:1])).abs().max() > 1e-4
 
 
 @torch.no_grad()

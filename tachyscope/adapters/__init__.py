@@ -116,6 +116,11 @@ class Adapter(abc.ABC):
         Decoding goes on behind them, unless they were `shown` already.
         """
 
+    @property
+    def decoder_name(self) -> str:
+        """What shows latents, where there are several decoders to choose from."""
+        return ""
+
     def showing(self, session: Session) -> dict[str, Tensor]:
         """Of the session's features, those that the next pictures hang on."""
         return {}

@@ -85,7 +85,7 @@ class Autoencoder(nn.Module):
 class Pictures:
     """From latents to frames, one a latent frame, by the autoencoder's decoder."""
 
-    kind = "autoencoder"
+    kind = name = "autoencoder"
     file = "decoder.safetensors"
 
     def __init__(self, model: Autoencoder) -> None:
@@ -106,17 +106,20 @@ class Pictures:
     def frames(self, latents: int) -> int:
         return latents
 
-    def encode(self, frames: np.ndarray) -> Tensor:
-        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3]."""
+    def encode(self, frames: np.ndarray | Tensor) -> Tensor:
+        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3], or of their levels."""
         place = next(self.model.parameters()).device
-        pixels = torch.from_numpy(frames).to(place).permute(0, 3, 1, 2).float() / 255
+        pixels = torch.as_tensor(frames).to(place).permute(0, 3, 1, 2).float() / 255
         return self.model.encode(pixels).transpose(0, 1)[None]
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         """Nothing: every latent frame is shown by itself."""
 
+    def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """The frames before they are rounded: 0 to 255 as floats."""
+        pixels = self.model.decode(latents[0].transpose(0, 1).float())
+        return (255 * pixels.clamp(0, 1)).permute(0, 2, 3, 1)
+
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]."""
-        pixels = self.model.decode(latents[0].transpose(0, 1).float())
-        pixels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
-        return pixels.permute(0, 2, 3, 1).cpu().numpy()
+        return self.levels(latents, features).round().to(torch.uint8).cpu().numpy()

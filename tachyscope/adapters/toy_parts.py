@@ -53,7 +53,7 @@ class BytesText:
 class Preview:
     """A look at latents without a decoder: each place's colour is a linear map of its channels."""
 
-    kind = "preview"
+    kind = name = "preview"
     file = "decoder.safetensors"
 
     def __init__(self, weight: Tensor, stride: tuple[int, int, int]) -> None:
@@ -78,7 +78,7 @@ class Preview:
     def frames(self, latents: int) -> int:
         return max(0, 1 + self.stride[0] * (latents - 1))
 
-    def encode(self, frames: np.ndarray) -> Tensor:
+    def encode(self, frames: np.ndarray | Tensor) -> Tensor:
         raise TachyscopeError(
             "a preview shows latents and cannot make them of pixels: start without first frames, "
             "or load a model with an autoencoder"
@@ -86,6 +86,10 @@ class Preview:
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         features["begun"] = torch.ones(1, dtype=torch.float32)
+
+    def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """The frames as floats: a preview is rounded as it is made."""
+        return torch.from_numpy(self(latents, features)).float()
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         # as in Wan, a video's first latent frame is a single frame

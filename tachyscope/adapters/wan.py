@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ from tachyscope.adapters.checkpoint import (
     write_tensors,
 )
 from tachyscope.adapters.lora import merge_lora
+from tachyscope.adapters.tiny_decoder import ERROR, TinyDecoder
 from tachyscope.adapters.toy_parts import BytesText, Preview
 from tachyscope.adapters.wan_causal import WanCausal, clean_from, noised, schedule, wider
 from tachyscope.adapters.wan_config import WanConfig
@@ -60,15 +62,22 @@ class Decoder(Protocol):
     """From latents to pictures, as a part that can be exchanged."""
 
     kind: str
+    name: str  # for people
 
     def frames(self, latents: int) -> int:
         """Frames that so many latent ones from the video's start become."""
 
-    def encode(self, frames: np.ndarray) -> Tensor:
-        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3]; raises where there is no way."""
+    def encode(self, frames: np.ndarray | Tensor) -> Tensor:
+        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3], or of such `levels`.
+
+        Raises where there is no way.
+        """
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         """Take in latents that are not shown, where what follows depends on them."""
+
+    def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """The frames before they are rounded: 0 to 255 as floats."""
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]; `features` lasts for a video."""
@@ -87,6 +96,7 @@ DECODERS: dict[str, Callable[..., Decoder]] = {
     "preview": Preview.read,
     "autoencoder": Pictures.read,
     "wan_vae": WanVae.read,
+    "tiny_decoder": TinyDecoder.read,
 }
 
 
@@ -153,7 +163,13 @@ class WanAdapter(Adapter):
         self.model.compile_layers()
         if isinstance(self.decoder, WanVae):
             self.decoder.compile_norms()
+        elif isinstance(self.decoder, TinyDecoder):
+            self.decoder.compile()
         return self
+
+    @property
+    def decoder_name(self) -> str:
+        return self.decoder.name if self.decoder else ""
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
@@ -300,8 +316,9 @@ class WanAdapter(Adapter):
         if not (c.reencode and cut and session.frame):
             return latents
         decoder = self._decoder()
-        pictures = decoder(latents, session.features)
-        session.features["shown"] = torch.from_numpy(pictures)
+        # as in the authors' code, what is encoded again was not rounded to 8 bits
+        pictures = decoder.levels(latents, session.features)
+        session.features["shown"] = pictures.round().to(torch.uint8).cpu()
         later = decoder.frames(session.frame + frames) - decoder.frames(session.frame + 1)
         last = len(pictures) - later
         try:
@@ -315,7 +332,8 @@ class WanAdapter(Adapter):
         if c.restart:
             # what follows is decoded as a video that begins there
             for name in self.showing(session):
-                del session.features[name]
+                if name != ERROR:
+                    del session.features[name]
             decoder.skip(begun, session.features)
         return begun
 
@@ -396,7 +414,8 @@ def load_wan(
     dtype: torch.dtype = torch.float32,
     config: WanConfig | None = None,
     text: TextEncoder | None = None,
-    decoder: Decoder | None = None,
+    decoder: Path | str | None = None,
+    decoder_check: bool = False,
     lora: Path | str | None = None,
     lora_alpha: float | None = None,
     preset: str = "",
@@ -404,14 +423,15 @@ def load_wan(
 ) -> WanAdapter:
     """A model from a folder with config.json, or from one file, its shape given or inferred.
 
-    A folder may be diffusers', of the transformer or of the pipeline around it. Parts given as
-    `text` and `decoder` go before those that the folder holds, and these before Wan's own as they
-    are published, which may also lie beside a file. `lora` is merged into the weights, by
-    `lora_alpha` where the file does not tell its alpha.
+    A folder may be diffusers', of the transformer or of the pipeline around it. `text`, and the
+    tiny decoder in the file `decoder`, go before the parts that the folder holds, and these before
+    Wan's own as they are published, which may also lie beside a file. `decoder_check` has a tiny
+    decoder's frames compared with the VAE's. `lora` is merged into the weights, by `lora_alpha`
+    where the file does not tell its alpha.
     `preset` is the name of the model that `config` describes, `entry` the copy its authors run
     where a file holds several.
     """
-    path = Path(path)
+    path, shown = Path(path), None
     if path.is_dir():
         folder = path / "transformer" if (path / "transformer").is_dir() else path
         if config is None:
@@ -420,7 +440,8 @@ def load_wan(
         index = folder / f"{WEIGHTS}.index.json"
         file = index if index.is_file() else folder / WEIGHTS
         text = text or _part(TEXT_ENCODERS, config.text_encoder, path, config)
-        decoder = decoder or _part(DECODERS, config.decoder, path, config, device=device)
+        if decoder is None:
+            shown = _part(DECODERS, config.decoder, path, config, device=device)
     else:
         file = path
         if not file.is_file():
@@ -448,11 +469,21 @@ def load_wan(
     beside = path if path.is_dir() else path.parent
     if text is None and UMT5.found(beside):
         text = UMT5.read(beside, config)
+    vae = None
     # latents can be made and timed without what shows them
-    if decoder is None and WanVae.found(beside) and find_spec("diffusers"):
-        decoder = WanVae.read(beside, device=device, dtype=dtype)
+    if WanVae.found(beside) and find_spec("diffusers"):
+        vae = functools.partial(WanVae.read, beside, device=device, dtype=dtype)
+    if decoder is not None:
+        shown = TinyDecoder.read(decoder, config, device, dtype, vae, decoder_check)
+    elif shown is None and vae is not None:
+        shown = vae()
     name = preset or (path.resolve().name if path.is_dir() else path.stem)
-    adapter = WanAdapter(name, model.eval(), text, decoder)
+    adapter = WanAdapter(name, model.eval(), text, shown)
+    if adapter.looks and isinstance(shown, TinyDecoder):
+        warn(
+            f"{name} encodes its own pictures again, which a tiny decoder draws less exactly: "
+            f"what it makes is then another video, not only shown otherwise"
+        )
     for key, table in stored.items():
         _pass_over(key, table, adapter, str(file))
     return adapter

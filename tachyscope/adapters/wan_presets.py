@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tachyscope.adapters.tiny_decoder import TinyDecoder
 from tachyscope.adapters.wan import WanAdapter, load_wan, random_wan
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.errors import TachyscopeError
@@ -98,16 +99,21 @@ def load_preset(
     dtype: torch.dtype = torch.float32,
     lora: Path | str | None = None,
     lora_alpha: float | None = None,
+    decoder: Path | str | None = None,
+    decoder_check: bool = False,
 ) -> WanAdapter:
     """A published model from its checkpoint; `random` makes its weights up, for a clock."""
     preset = PRESETS[name]
     if str(weights) != "random":
         return load_wan(
-            weights, device, dtype, preset.config, lora=lora, lora_alpha=lora_alpha, preset=name,
-            entry=preset.entry,
+            weights, device, dtype, preset.config, decoder=decoder, decoder_check=decoder_check,
+            lora=lora, lora_alpha=lora_alpha, preset=name, entry=preset.entry,
         )  # fmt: skip
     if lora is not None:
         raise TachyscopeError("random weights take no LoRA: leave lora out, or give a checkpoint")
     # a preview cannot encode what it shows
     config = replace(preset.config, reencode=False)
-    return random_wan(config, device=device, dtype=dtype, name=name)
+    made = random_wan(config, device=device, dtype=dtype, name=name)
+    if decoder is not None:
+        made.decoder = TinyDecoder.read(decoder, config, device, dtype, check=decoder_check)
+    return made

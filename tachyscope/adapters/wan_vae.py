@@ -41,6 +41,7 @@ class WanVae:
     """
 
     kind = "wan_vae"
+    name = "Wan's VAE"
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -110,7 +111,9 @@ class WanVae:
                 "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
                 "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
             }  # fmt: skip
-        return cls(_cast(diffusers.AutoencoderKLWan.from_config(settings), dtype))
+        made = cls(_cast(diffusers.AutoencoderKLWan.from_config(settings), dtype))
+        made.name = f"{cls.name} (random weights)"
+        return made
 
     def write(self, folder: Path) -> None:
         settings = {name: value for name, value in self.model.config.items() if name[0] != "_"}
@@ -120,27 +123,30 @@ class WanVae:
     def frames(self, latents: int) -> int:
         return max(0, 1 + STRIDE * (latents - 1))
 
-    def encode(self, frames: np.ndarray) -> Tensor:
-        """Latents [1, C, F, h, w] of frames uint8 [1 + 4n, H, W, 3]."""
+    def encode(self, frames: np.ndarray | Tensor) -> Tensor:
+        """Latents [1, C, F, h, w] of frames uint8 [1 + 4n, H, W, 3], or of their levels."""
         if len(frames) % STRIDE != 1:
             raise TachyscopeError(
                 f"first frames are 1 + 4n of them for Wan's VAE, got {len(frames)}: give "
                 f"{max(1, len(frames) - (len(frames) - 1) % STRIDE)}"
             )
         place = self.model.post_quant_conv.weight
-        pixels = torch.from_numpy(frames).permute(3, 0, 1, 2)[None].to(place.device)
-        found = self.model.encode((pixels.float() / 127.5 - 1).to(place.dtype)).latent_dist.mode()
-        found = found.to(torch.promote_types(place.dtype, torch.float32))
+        pixels = torch.as_tensor(frames).permute(3, 0, 1, 2)[None].to(place.device)
+        wide = torch.promote_types(place.dtype, torch.float32)
+        found = self.model.encode((pixels.to(wide) / 127.5 - 1).to(place.dtype)).latent_dist.mode()
+        found = found.to(wide)
         mean, std = self._spread(found)
         return (found - mean) / std
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         self._decode(latents, features)
 
-    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
+    def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
         pixels = self._decode(latents, features)[0]
-        pixels = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
-        return pixels.permute(1, 2, 3, 0).cpu().numpy()
+        return (pixels.float().clamp(-1, 1) * 127.5 + 127.5).permute(1, 2, 3, 0)
+
+    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
+        return self.levels(latents, features).round().to(torch.uint8).cpu().numpy()
 
     def _decode(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
         """Pixels [1, 3, F, H, W], about -1 to 1; the features are brought up to date."""

@@ -81,6 +81,7 @@ def _wan(words: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rollout", type=int, help="make so many frames by each row instead")
     parser.add_argument("--decode", action="store_true", help="of a rollout, also what is shown")
+    parser.add_argument("--decoder", help="decode by a tiny decoder's file, or by random-tiny")
     parser.add_argument("--traced", action="store_true", help="caches from a trained model")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--device", default="cuda")
@@ -91,8 +92,8 @@ def _wan(words: Sequence[str]) -> int:
         return bench_wan_asked(
             args.model, args.weights, table=args.table, rows=args.rows, size=args.size,
             lengths=args.lengths, rounds=args.rounds, rollout=args.rollout, decode=args.decode,
-            traced=args.traced, compile=args.compile, device=args.device, dtype=args.dtype,
-            seed=args.seed, json=args.json, command=command,
+            decoder=args.decoder, traced=args.traced, compile=args.compile, device=args.device,
+            dtype=args.dtype, seed=args.seed, json=args.json, command=command,
         )  # fmt: skip
 
     return parser.run(words, measure, wan_lines)

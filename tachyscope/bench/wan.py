@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tachyscope.adapters.tiny_decoder import TinyDecoder
 from tachyscope.adapters.toy_parts import BytesText, Preview
 from tachyscope.adapters.wan import WanAdapter, random_wan
 from tachyscope.adapters.wan_presets import PRESETS
@@ -207,6 +208,7 @@ def bench_wan_asked(
     rounds: int,
     rollout: int | None,
     decode: bool,
+    decoder: str | None,
     traced: bool,
     compile: bool | None,
     device: str,
@@ -224,8 +226,14 @@ def bench_wan_asked(
         raise TachyscopeError(
             f"lengths are latent frames set apart by commas, got {lengths!r}: try 21,120"
         )
+    if decode and rollout is None:
+        raise TachyscopeError("a rollout is decoded, got --decode alone: give --rollout too")
+    if decoder is not None and not decode:
+        raise TachyscopeError(f"{decoder} would decode nothing: give --decode, or leave it out")
     model = load_sized(name, weights, device, dtype)
-    if decode and weights is None and name in (SIZES | PRESETS):
+    if decoder is not None:
+        model.decoder = TinyDecoder.read(decoder, model.config, model.device, model.dtype)
+    elif decode and weights is None and name in (SIZES | PRESETS):
         # of random weights too, but as large as the published one
         model.decoder = WanVae.sized(model.config.in_channels, model.dtype)
     if model.device.type == "cuda" if compile is None else compile:
