@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,8 @@ class Video:
     "cpu, cuda or cuda:N."
     dtype: str = "float32"
     "float32, float64 or bfloat16."
+    quiet: Annotated[bool, Parameter(negative=())] = False
+    "No progress and no tables: files, --json and faults alone."
 
     def planned(self, plan: str, model: str) -> str:
         """The plan's text with the parts that were set apart, checked before a model is loaded."""
@@ -194,6 +197,7 @@ def generate(
     from tachyscope.meter import summary
     from tachyscope.notes import notes
     from tachyscope.progress import frames_bar
+    from tachyscope.rates import Clock, rates, tell_rates
     from tachyscope.report import Run
     from tachyscope.results import check_json, document, emit, size_of
     from tachyscope.rollout import change_frames, open_session, rollout
@@ -207,30 +211,41 @@ def generate(
             raise TachyscopeError("a world brings its own first frame: leave first or world out")
         asked["first"] = read_frames(first)
     target = check_folder(out) / "video.mp4"
+    begun = time.perf_counter()
     adapter = video.load(model)
+    load_s = time.perf_counter() - begun
     if compile:
         adapter.compile()
     visit = video.visit(model, adapter)
     if visit is not None:
         asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1)}
-    session = open_session(adapter, text, **asked)
-    changes = change_frames(adapter, session, wanted, video.frames)
-    chunks = rollout(
-        adapter, frames=video.frames, actions=video.actions, then=changes, session=session,
-        ahead=True,
-    )  # fmt: skip
     rows, size, name = [], "", label(text)
-    with frames_bar(video.frames) as watch, VideoWriter(target, adapter.fps) as file:
-        for chunk in chunks:
-            file.write(chunk.frames)
-            rows.append(chunk.stats)
-            size = size_of(chunk)
-            watch(name, chunk)
-    run = Run(name, str(session.plan), rows, summary(rows), notes(session, rows))
-    show_runs([run])
-    follow = "" if first is None else f", after the {len(asked['first'])} of {first}"
-    changed = "".join(f"; from frame {at} on {prompt!r}" for at, prompt in changes)
-    print(f"{target}: {file.frames} frames of {size}{follow}{changed}")
+    with Clock() as clock:
+        session = open_session(adapter, text, **asked)
+        changes = change_frames(adapter, session, wanted, video.frames)
+        chunks = rollout(
+            adapter, frames=video.frames, actions=video.actions, then=changes, session=session,
+            ahead=True,
+        )  # fmt: skip
+        with (
+            frames_bar(video.frames, video.quiet) as watch,
+            VideoWriter(target, adapter.fps) as file,
+        ):
+            for chunk in chunks:
+                clock.lap(chunk)
+                file.write(chunk.frames)
+                rows.append(chunk.stats)
+                size = size_of(chunk)
+                watch(name, chunk)
+    found = rates(rows)
+    sums = summary(rows) | found | {"load_s": load_s}
+    run = Run(name, str(session.plan), rows, sums, notes(session, rows))
+    if not video.quiet:
+        print(tell_rates(name, found, load_s))
+        show_runs([run])
+        follow = "" if first is None else f", after the {len(asked['first'])} of {first}"
+        changed = "".join(f"; from frame {at} on {prompt!r}" for at, prompt in changes)
+        print(f"{target}: {file.frames} frames of {size}{follow}{changed}")
     row = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
     row["decoder"] = adapter.decoder_name
     emit(document("generate", [row | dict(run.summary) | {"notes": run.notes}], said), json)
@@ -266,7 +281,6 @@ def compare(
     json
         A file for the results, or - for the last line of stdout.
     """
-    from tachyscope.bench import speed_word
     from tachyscope.compare import compare as play_both
     from tachyscope.compare import tell_floor
     from tachyscope.files import check_folder
@@ -278,28 +292,23 @@ def compare(
     text, asked = video.planned(plan, model), video.asked()
     check_json(json)
     check_folder(out)
+    begun = time.perf_counter()
     adapter = video.load(model)
     twin = video.load(model, OTHER[video.dtype]) if floor else None
+    load_s = time.perf_counter() - begun
     visit = video.visit(model, adapter)
     if visit is not None:
         asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1), "truth": visit.new_frames}
-    with frames_bar(video.frames) as watch:
+    with frames_bar(video.frames, video.quiet) as watch:
         found = play_both(
             adapter, text, **asked, actions=video.actions, out=out, twin=twin, aa=aa, command=said,
-            about=_about(MODELS[model], video.weights), watch=watch,
+            about=_about(MODELS[model], video.weights), load_s=load_s, watch=watch,
         )  # fmt: skip
-    show_runs(found.runs)
-    if found.aa is None:
-        print("Speeds of single runs are no benchmark: try tachyscope bench cpu.")
-    else:
-        row = found.document["rows"][1]
-        print(
-            f"Speed to dense {row['ratio_dense']:.2f}x, {speed_word(row)}: "
-            f"dense against itself gave {found.aa[0]:.2f}x to {found.aa[1]:.2f}x."
-        )
-    print(tell_floor(found))
-    print(found.lead)
-    print(*(out / name for name in ("compare.mp4", "report.html")), sep="\n")
+    if not video.quiet:
+        print(found.lead)
+        show_runs(found.runs)
+        print(tell_floor(found))
+        print(*(out / name for name in ("compare.mp4", "report.html")), sep="\n")
     emit(found.document, json)
 
 
@@ -358,9 +367,11 @@ def inspect(
         asked |= {"first_actions": " ".join(letters[:given]), "actions": " ".join(letters[given:])}
     else:
         asked["actions"] = video.actions
-    with frames_bar(video.frames) as watch:
+    with frames_bar(video.frames, video.quiet) as watch:
         found = inspect_model(adapter, text, **asked, rounds=rounds, command=said, watch=watch)
-    print(*lines(found), "", *write(found, out), sep="\n")
+    paths = write(found, out)
+    if not video.quiet:
+        print(*lines(found), "", *paths, sep="\n")
     emit(found, json)
 
 

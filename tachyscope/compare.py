@@ -20,6 +20,7 @@ from tachyscope.meter import summary
 from tachyscope.notes import notes
 from tachyscope.plan import Plan
 from tachyscope.quality import FLOOR_DB, Quality, horizon
+from tachyscope.rates import Clock, rates, warm_up
 from tachyscope.report import Floor, Run, decibels, percent, write_report
 from tachyscope.results import Document, document, size_of, to_json
 from tachyscope.rollout import open_session, rollout
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tachyscope.arguments import Actions, Pictures, PixelSize
 
 STRETCHES = 5  # parts of a rollout that are timed one by one, like a benchmark's rounds
+MUCH = 0.9  # of dense's counted work: a plan that does more cannot be much faster
 SHORT_SIDE = 256  # pixels: a smaller video is enlarged to about that beside another
 
 Watch = Callable[[str, Chunk], None]
@@ -45,7 +47,7 @@ class Comparison:
     runs: tuple[Run, Run]  # dense, then the plan
     floor: Floor | None  # None: not measured
     aa: tuple[float, float] | None  # the dense run's speed against itself
-    lead: str  # the verdict in a sentence or two
+    lead: str  # the verdict in a few sentences: speed and its cost, then counted work
 
 
 @dataclass(slots=True)
@@ -59,9 +61,12 @@ class _Take:
     looks: list[dict[str, float]] = field(default_factory=list)  # of the frames, for the plots
     quality: Quality = field(default_factory=Quality)
     true: Quality = field(default_factory=lambda: Quality(against="truth"))
+    clock: Clock = field(default_factory=Clock)
 
     def step(self, watch: Watch | None) -> Chunk:
-        chunk = next(self.chunks)
+        with self.clock:
+            chunk = next(self.chunks)
+        self.clock.lap(chunk)
         self.rows.append(chunk.stats)
         if watch is not None:
             watch(self.name, chunk)
@@ -84,6 +89,7 @@ def compare(
     aa: bool = True,
     command: str = "",
     about: str = "",
+    load_s: float = 0.0,
     watch: Watch | None = None,
 ) -> Comparison:
     """Play dense and a plan, and say what the plan saved and how far from dense it went.
@@ -95,7 +101,8 @@ def compare(
     `psnr_truth` is then measured too.
     aa: play dense twice, so that a ratio of speeds can be told from noise; else none is given.
     out: a folder for dense.mp4, plan.mp4, compare.mp4, compare.json and report.html.
-    about: a sentence for the report's head. watch: is told every chunk, with its run's name.
+    about: a sentence for the report's head. load_s: what loading took, told beside.
+    watch: is told every chunk, with its run's name.
 
     Runs take turns at every chunk, so all their caches are in memory together.
     """
@@ -111,18 +118,21 @@ def compare(
     }  # fmt: skip
 
     def take(name: str, of: Adapter, by: Plan | str) -> _Take:
-        session = open_session(of, by, **asked)
-        return _Take(name, session, rollout(of, frames=frames, actions=actions, session=session))
+        with Clock() as clock:
+            session = open_session(of, by, **asked)
+            chunks = rollout(of, frames=frames, actions=actions, session=session)
+        return _Take(name, session, chunks, clock=clock)
 
     takes = {"dense": take("dense", model, "dense"), "plan": take(label(plan), model, plan)}
     if twin is not None:
         takes["floor"] = take(f"dense {_dtype(twin)}", twin, "dense")
+    warmed: dict[str, float] = {}
     if aa:
         takes["again"] = take("dense again", model, "dense")
         for role in ("dense", "plan"):
-            warm(model, takes[role].session.plan, actions=actions, **asked)
+            warmed[role] = warm(model, takes[role].session.plan, actions=actions, **asked)
     video_size = _play(takes, frames, model.fps, truth, out, watch)
-    found = _conclude(takes, model, video_size, command, about)
+    found = _conclude(takes, model, video_size, warmed, load_s, command, about)
     if out is not None:
         _write(Path(out), found, model, video_size)
     return found
@@ -176,39 +186,61 @@ def _play(
 
 
 def _conclude(
-    takes: Mapping[str, _Take], model: Adapter, size: str, command: str, about: str
+    takes: Mapping[str, _Take],
+    model: Adapter,
+    size: str,
+    warmed: Mapping[str, float],
+    load_s: float,
+    command: str,
+    about: str,
 ) -> Comparison:
     dense, plan = takes["dense"], takes["plan"]
     floor, more = None, {}
     if "floor" in takes:
-        near = takes["floor"].quality.psnrs
-        floor = Floor(FLOOR_DB, horizon(near))
-        inside = near[: floor.horizon]
+        floors = takes["floor"].quality.psnrs
+        floor = Floor(FLOOR_DB, horizon(floors))
+        inside = floors[: floor.horizon]
         more["floor"] = {
             "run": takes["floor"].name,
             "db": floor.db,
             "horizon": floor.horizon,
             "psnr": float(np.mean(inside)) if inside else None,
         }
+    # the same chunks of every run, or a growing cache would be met at another length
+    start = max(warm_up(dense.rows), warm_up(plan.rows))
     aa, speed = None, {}
     if "again" in takes:
-        times = {role: _stretches(takes[role].rows) for role in ("dense", "again", "plan")}
+        times = {role: _stretches(takes[role].rows, start) for role in ("dense", "again", "plan")}
         aa = noise(times["dense"], times["again"])
         pairs = zip(times["dense"], times["plan"], strict=True)
         speed = verdict([theirs / ours for theirs, ours in pairs], aa)
         speed["ratio_dense"] = sum(times["dense"]) / sum(times["plan"])
-    runs = (_run(dense, {}), _run(plan, speed | _closeness(plan.quality, floor)))
+        speed["ratio_dense_all"] = _wall(dense.rows) / _wall(plan.rows)
+    loaded = {"load_s": load_s} if load_s else {}
+    near = _closeness(plan.quality, floor)
+    runs = (
+        _run(dense, loaded | rates(dense.rows, start), warmed.get("dense", 0.0)),
+        _run(plan, loaded | rates(plan.rows, start) | speed | near, warmed.get("plan", 0.0)),
+    )
     rows = []
     for run in runs:
         named: Document = {"name": run.name, "plan": run.plan, "model": model.name, "size": size}
         rows.append(named | dict(run.summary) | {"notes": list(run.notes)})
-    result = document("compare", rows, command, aa, **more)
-    return Comparison(result, runs, floor, aa, f"{_lead(*runs)} {about}".strip())
+    lead = " ".join(filter(None, (_speed(*runs, aa, plan.session), _work(*runs), about)))
+    result = document("compare", rows, command, aa, **more, lead=lead)
+    return Comparison(result, runs, floor, aa, lead)
 
 
-def _stretches(rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """Time of each part of a rollout, at most five of them."""
-    ms = np.array([row["chunk_ms"] for row in rows])
+def _wall(rows: Sequence[Mapping[str, float]]) -> float:
+    return sum(row["wall_ms"] for row in rows)
+
+
+def _stretches(rows: Sequence[Mapping[str, float]], start: int) -> list[float]:
+    """Time of each part of a rollout from chunk `start` on, at most five of them.
+
+    A video that ends before is taken from its first chunk.
+    """
+    ms = np.array([row["wall_ms"] for row in rows[start if start < len(rows) else 0 :]])
     return [float(part.sum()) for part in np.array_split(ms, min(STRETCHES, len(ms)))]
 
 
@@ -220,31 +252,82 @@ def _closeness(quality: Quality, floor: Floor | None) -> dict[str, float]:
     return {"psnr_dense": float(np.mean(inside)), "psnr_frames": len(inside)}
 
 
-def _run(take: _Take, more: Mapping[str, float]) -> Run:
+def _run(take: _Take, more: Mapping[str, float], warmed: float) -> Run:
     looks = take.quality.summary()
     # over all frames, where only those before the horizon count
     looks.pop("psnr_dense", None)
     if take.true.frames:
         looks["psnr_truth"] = take.true.summary()["psnr_truth"]
+    found = summary(take.rows) | looks | dict(more)
+    found["warm_s"] += warmed
     return Run(
         take.name,
         str(take.session.plan),
         [row | look for row, look in zip(take.rows, take.looks, strict=True)],
-        summary(take.rows) | looks | dict(more),
+        found,
         notes(take.session, take.rows),
     )
 
 
-def _lead(dense: Run, plan: Run) -> str:
-    work = plan.summary["macs"] / dense.summary["macs"]
-    text = (
-        f"{plan.name} scored {percent(plan.summary['density'])} of the dense model's query-key "
-        f"pairs and did {percent(work)} of its counted work"
+def _speed(dense: Run, plan: Run, aa: tuple[float, float] | None, session: Session) -> str:
+    """How much faster the plan was and at what cost; or that it was not, why, and its cost."""
+    costs = _costs(dense, plan)
+    if aa is None:
+        said = "Speeds were not compared: noise is unknown without a second dense run"
+        return f"{said}; {' and '.join(costs)}." if costs else f"{said}."
+    found = plan.summary
+    ratios = f"{found['ratio_dense_all']:.2f}x over the whole video"
+    noise = f"dense against itself {aa[0]:.2f}x to {aa[1]:.2f}x"
+    if found["real"] and found["ratio_dense"] > 1:
+        said = f"{plan.name} is {found['ratio_dense']:.2f}x as fast as dense once warm"
+        at = f", at a {' and a '.join(costs)}" if costs else ""
+        return f"{said} ({ratios}, {noise}){at}."
+    what = "slower than" if found["real"] else "not measurably faster than"
+    said = (
+        f"{plan.name} is {what} dense here, {found['ratio_dense']:.2f}x once warm and {ratios} "
+        f"({noise}), because {'; '.join(_reasons(dense, plan, session))}."
     )
-    if "psnr_dense" in plan.summary:
-        near, count = plan.summary["psnr_dense"], plan.summary["psnr_frames"]
-        text += f"; over {count:.0f} frames it lies {decibels(near)} from the dense run"
-    return text + "."
+    return f"{said} Its {' and '.join(costs)}." if costs else said
+
+
+def _reasons(dense: Run, plan: Run, session: Session) -> list[str]:
+    """Why a plan is not faster than dense: all that applies."""
+    found, policies, reasons = plan.summary, session.plan, []
+    if not policies.cache.grows and session.past == session.seen:
+        reasons.append("the video is too short: the cache was never full, and left nothing out")
+    if found["steady_chunks"] < 3:
+        reasons.append(
+            f"only {found['steady_chunks']:.0f} chunks came after the warm-up of "
+            f"{found['warm_chunks']:.0f}, in which kernels are compiled and the cache fills"
+        )
+    if policies.attention.indexes and session.device.type == "cpu":
+        reasons.append("on a CPU choosing what to read takes about as long as reading it all")
+    work = found["macs"] / dense.summary["macs"]
+    if not reasons or work > MUCH:
+        reasons.append(f"it did {percent(work)} of dense's counted work")
+    return reasons
+
+
+def _costs(dense: Run, plan: Run) -> list[str]:
+    """How near a plan is to the dense run and to the truth, where that was measured."""
+    found, costs = plan.summary, []
+    if "psnr_dense" in found:
+        costs.append(
+            f"PSNR to dense of {decibels(found['psnr_dense'])} over {found['psnr_frames']:.0f} "
+            f"frames (higher is closer)"
+        )
+    if "psnr_truth" in found:
+        theirs = decibels(dense.summary["psnr_truth"])
+        costs.append(f"PSNR to the truth of {decibels(found['psnr_truth'])} (dense: {theirs})")
+    return costs
+
+
+def _work(dense: Run, plan: Run) -> str:
+    work = plan.summary["macs"] / dense.summary["macs"]
+    return (
+        f"{plan.name} scored {percent(plan.summary['density'])} of the dense model's query-key "
+        f"pairs and did {percent(work)} of its counted work."
+    )
 
 
 def tell_floor(found: Comparison) -> str:
@@ -254,7 +337,7 @@ def tell_floor(found: Comparison) -> str:
         return "Floor not measured: how far closeness to dense can be trusted is unknown."
     if floor["horizon"] is None:
         return (
-            f"Floor: {floor['run']} lies {decibels(floor['psnr'])} from dense and is nowhere "
+            f"Floor: {floor['run']} has a PSNR to dense of {decibels(floor['psnr'])}, and nowhere "
             f"below {floor['db']:g} dB."
         )
     return (

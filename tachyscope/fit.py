@@ -450,7 +450,7 @@ def lines(found: Document) -> list[str]:
     ]
     high, wide = row["grid"]
     out = [
-        f"{row['model']} {row['dtype']}, {high}x{wide} places, {row['frames']} frames",
+        f"{row['model']} {row['dtype']}, {row['frames']} frames, {high}x{wide} tokens a latent one",
         row["plan"],
         *(_line(name, size) for name, size in stays.items() if size),
         _line("stays", sum(stays.values())),

@@ -175,7 +175,7 @@ def show_runs(runs: Sequence[Run]) -> None:
             if simulated and not value:
                 cells.append(f"{measure.write(simulated)} simulated")
             elif measure.key == "ratio_dense" and value and not run.summary["real"]:
-                cells.append(f"{measure.write(value)} no verdict")
+                cells.append(f"{measure.write(value)} within noise")
             else:
                 cells.append("" if value is None else measure.write(value))
         if any(cells):

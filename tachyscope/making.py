@@ -61,9 +61,12 @@ class Maker:
         self._chunk = session.chunk  # as this left it
         self._recorded: Recorded | None = None
         self._told: Tensor | None = None  # actions, where recorded launches read them
+        self.replayed = False  # whether the last chunk was made by recorded launches
 
     def __call__(self, moves: Sequence[int]) -> Tensor:
+        self.replayed = self._recorded is not None
         latents = self._next(moves)
+        self.replayed &= self._recorded is not None
         self._chunk = self.session.chunk
         return latents
 

@@ -54,11 +54,11 @@ class Meter:
 
 
 # a chunk's own values, where adding up over a rollout makes no sense
-LEVELS = ("cache_mb", "entries", "entries_before")
+LEVELS = ("cache_mb", "cache_allocated_mb", "entries", "entries_before")
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A rollout's sums, with the shares and rates that follow from them."""
+    """A rollout's sums, with the shares that follow from them; `rates` tells its speed."""
     total: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
@@ -70,7 +70,4 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     total["share_eligible"] = replayed / max(total.get("rows_eligible", 0.0), 1.0)
     if total.get("text_pairs_dense"):
         total["text_density"] = total["text_pairs"] / total["text_pairs_dense"]
-    if total.get("chunk_ms"):
-        total["fps_avg"] = 1e3 * total.get("frames", 0.0) / total["chunk_ms"]
-        total["fps_now"] = 1e3 * rows[-1].get("frames", 0.0) / rows[-1]["chunk_ms"]
     return total

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+from tachyscope.rates import frame_rate
 from tachyscope.types import Chunk
+
+SAY_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
 @contextmanager
-def frames_bar(frames: int) -> Iterator[Callable[[str, Chunk], None]]:
+def frames_bar(frames: int, quiet: bool = False) -> Iterator[Callable[[str, Chunk], None]]:
     """A bar a run on stderr, where a person looks on; the value takes a run's name and a chunk."""
     console = Console(stderr=True)
     columns = ("{task.completed:.0f}/{task.total:.0f} frames", "{task.fields[told]}")
     bars = Progress(
         TextColumn("{task.description}"), BarColumn(), *map(TextColumn, columns),
-        console=console, disable=not console.is_terminal,
+        TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[left]}"),
+        console=console, disable=quiet or not console.is_terminal,
     )  # fmt: skip
     tasks: dict[str, TaskID] = {}
     sums: dict[str, defaultdict[str, float]] = {}
 
     def watch(name: str, chunk: Chunk) -> None:
         if name not in tasks:
-            tasks[name] = bars.add_task(name, total=frames, told="")
+            tasks[name] = bars.add_task(name, total=frames, told="", left="")
             sums[name] = defaultdict(float)
         total = sums[name]
-        for key in ("frames", "chunk_ms", "pairs", "pairs_dense"):
+        for key in ("frames", "pairs", "pairs_dense"):
             total[key] += chunk.stats[key]
+        # inspection times nothing from chunk to chunk
+        ms = chunk.stats.get("wall_ms", chunk.stats["chunk_ms"])
         told = (
-            f"{1e3 * total['frames'] / total['chunk_ms']:.1f} frames/s, "
+            f"{frame_rate(chunk.stats['frames_made'], ms):.1f} frames/s, "
             f"cache {chunk.stats['cache_mb']:.1f} MB, "
-            f"density {total['pairs'] / total['pairs_dense']:.0%}"
+            f"{total['pairs'] / total['pairs_dense']:.0%} of dense's pairs"
         )
-        bars.update(tasks[name], completed=total["frames"], told=told)
+        left = "left" if total["frames"] < frames else "taken"
+        bars.update(tasks[name], completed=total["frames"], told=told, left=left)
 
     with bars:
         yield watch
@@ -53,16 +69,27 @@ def rounds_bar(rounds: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def parts_bar() -> Iterator[Callable[[str, int], None]]:
-    """A line a part on stderr, where a person looks on; the value takes its name and how many."""
+    """A line a part on stderr; the value takes its name and how many are done.
+
+    Where no person looks on, a new line now and then: the work takes minutes.
+    """
     console = Console(stderr=True)
     count = TextColumn("{task.completed:.0f} {task.description}")
-    bars = Progress(count, console=console, disable=not console.is_terminal)
+    bars = Progress(count, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
     tasks: dict[str, TaskID] = {}
+    begun = said = time.monotonic()
+    if not console.is_terminal:
+        print("measuring, which takes minutes; lines will say how far it is", file=sys.stderr)
 
     def watch(name: str, done: int) -> None:
+        nonlocal said
         if name not in tasks:
             tasks[name] = bars.add_task(name, total=None)
         bars.update(tasks[name], completed=done)
+        now = time.monotonic()
+        if not console.is_terminal and now - said >= SAY_EVERY:
+            said = now
+            print(f"{done} {name} after {now - begun:.0f} s", file=sys.stderr, flush=True)
 
     with bars:
         yield watch

@@ -26,7 +26,7 @@ from tachyscope.files import write_atomically
 class Run:
     """One rollout: its name, its plan spelled out, the meter's rows and their summary.
 
-    Of a row the plots read `frames`, `chunk_ms`, `cache_mb` and `psnr_dense`, where present.
+    Of a row the plots read `frames`, `wall_ms`, `cache_mb` and `psnr_dense`, where present.
     """
 
     name: str
@@ -79,13 +79,20 @@ def decibels(value: float) -> str:
 
 MEASURES = (
     Measure("frames", "Frames", number, "pixel frames made"),
-    Measure("fps_avg", "Frames/s", number, "over the whole rollout"),
-    Measure("fps_now", "Frames/s at the end", number, "of the last chunk alone"),
-    Measure("ratio_dense", "Speed to dense", times, "time of the dense run over this one’s"),
+    Measure("fps_steady", "Frames/s once warm", number, "by the clock, chunks after the warm-up"),
+    Measure("fps_end", "Frames/s at the end", number, "by the clock, the last chunks"),
+    Measure("fps_avg", "Frames/s on average", number, "by the clock, warm-up included"),
+    Measure("steady_ms", "A chunk, ms", number, "by the clock, median once warm"),
+    Measure("model_ms", "A chunk in the model, ms", number, "of that; decoding is the rest"),
+    Measure("first_frame_s", "First frame after, s", number, "decoded, the model being loaded"),
+    Measure("warm_s", "Warm-up, s", number, "kernels are compiled, the cache fills"),
+    Measure("load_s", "Loading, s", number, "the model and its weights"),
+    Measure("ratio_dense", "Speed to dense once warm", times, "dense’s time over this one’s"),
+    Measure("ratio_dense_all", "Speed to dense, whole video", times, "warm-up included"),
     Measure("ratio_stock", "Speed to stock", times, "against the authors’ own setting"),
-    Measure("density", "Density", percent, "query-key pairs scored, of the dense model’s"),
+    Measure("density", "Pairs scored, % of dense", percent, "query-key pairs of attention"),
     Measure("recall", "Recall", percent, "dense attention mass that was kept"),
-    Measure("cache_mb", "Cache, MB", number, "held at the end"),
+    Measure("cache_mb", "Cache, MB", number, "in use at the end, all layers"),
     Measure("peak_gb", "Peak memory, GB", number, "of the device"),
     Measure("rows_computed", "MLP rows computed", number, "rows the MLPs really saw"),
     Measure("rows_replayed", "MLP rows replayed", number, "rows taken from the frame before"),
@@ -169,10 +176,13 @@ def _horizon(floor: Floor | None) -> str:
     if floor is None:
         return "Not measured: how far closeness to the dense run can be trusted is unknown."
     if floor.horizon is None:
-        return f"Not reached: two dense runs stay above {floor.db:g} dB in all frames compared."
+        return (
+            f"All frames count: two dense runs of different precision stay above {floor.db:g} dB "
+            "PSNR to each other."
+        )
     return (
-        f"Frame {floor.horizon}: there two dense runs part (PSNR below {floor.db:g} dB), and "
-        "beyond it closeness to the dense run says nothing about quality."
+        f"Frame {floor.horizon}: from there on two dense runs of different precision are below "
+        f"{floor.db:g} dB PSNR to each other, and PSNR to dense says nothing about quality."
     )
 
 
@@ -274,7 +284,7 @@ def _plots(runs: Sequence[Run], floor: Floor | None) -> list[_Plot]:
 
 
 def _time(runs: Sequence[Run]) -> _Plot | None:
-    curves, unit = _curves(runs, "chunk_ms"), "ms"
+    curves, unit = _curves(runs, "wall_ms"), "ms"
     if not curves:
         return None
     # a first chunk that warms up would flatten all the others
@@ -282,7 +292,7 @@ def _time(runs: Sequence[Run]) -> _Plot | None:
     if top >= 2000:
         unit, top = "s", top / 1e3
         curves = [curve.map(lambda value: value / 1e3) for curve in curves]
-    caption = "Each chunk, from its first pass to its last frame."
+    caption = "Each chunk, from its first pass to its last decoded frame."
     high = [value for curve in curves for value in curve.y if value > top]
     if high:
         chunks = "one chunk lies" if len(high) == 1 else f"{len(high)} chunks lie"
@@ -295,7 +305,7 @@ def _cache(runs: Sequence[Run]) -> _Plot | None:
     if not curves:
         return None
     top = 1.12 * max(max(curve.y) for curve in curves)
-    return _plot("Cache", "MB", curves, "Held after each chunk, all layers.", top)
+    return _plot("Cache", "MB", curves, "In use after each chunk, all layers.", top)
 
 
 def _closeness(runs: Sequence[Run], floor: Floor | None) -> _Plot | None:

@@ -226,6 +226,7 @@ def _chunks(
         session.meter.add("entries_before", session.past)
         with session.meter.span("chunk"):
             latents = maker(told)
+        session.meter.add("cuda_graph", maker.replayed)
         if changes:
             held.append((latents, told))
         return latents
@@ -238,9 +239,12 @@ def _chunks(
             change(model, session, changes.pop(0)[1], held)
             done = model.frames(session.frame) - (frames - left)
         latents = make(session) if coming is None else coming
-        made = min(left, model.frames(session.frame) - done - (frames - left))
+        whole = model.frames(session.frame) - done - (frames - left)
+        made = min(left, whole)
         session.meter.add("frames", made)
-        session.meter.add("cache_mb", session.cache_bytes() / 1e6)
+        session.meter.add("frames_made", whole)
+        session.meter.add("cache_mb", session.used_bytes() / 1e6)
+        session.meter.add("cache_allocated_mb", session.cache_bytes() / 1e6)
         session.meter.add("entries", session.past)
         # waits for the chunk, so that decoding it need not
         stats = session.meter.take()

@@ -507,6 +507,19 @@ class Session:
         )
         return sum(x.numel() * x.element_size() for x in held)
 
+    def used_bytes(self) -> int:
+        """Of these, what entries of the past take, and the slots of the chunk that comes next."""
+        slots = self.layers[0].k.shape[2]
+        share = min(1.0, (self.past + self.shape.chunk_tokens) / slots)
+        found = 0.0
+        for layer in self.layers:
+            held = layer.entries() | layer.own
+            by_slot = layer.entries().keys() | {x for x in layer.own if x.startswith("slot_")}
+            for name, x in held.items():
+                size = x.numel() * x.element_size()
+                found += share * size if name in by_slot else size
+        return round(found)
+
 
 def _parts(ring: Tensor, at: Moment, dim: int) -> list[Tensor]:
     """What of a ring this pass reads and writes: in token models, its tokens' own places.

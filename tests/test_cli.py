@@ -33,7 +33,7 @@ README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").re
 VERBS = ["generate", "compare", "inspect", "bench cpu", "bench wan", "bench fit", "eval", "methods", "models",
          "doctor"]  # fmt: skip
 SUMS = {"frames", "macs", "pairs", "pairs_dense", "density", "rows_computed", "rows_replayed",
-        "cache_mb", "entries", "fps_avg", "fps_now", "chunk_ms"}  # fmt: skip
+        "cache_mb", "entries", "fps_avg", "first_frame_s", "warm_s", "load_s", "chunk_ms"}  # fmt: skip
 
 
 def last_line(capsys):
@@ -225,6 +225,28 @@ def test_generate_writes_a_video_and_ends_with_its_sums(model, tmp_path, capsys)
     assert files(tmp_path) == ["video.mp4"]
 
 
+@pytest.mark.parametrize("verb", ["generate", "compare"])
+def test_quiet_leaves_the_document_alone(verb, tmp_path, capsys):
+    words = [verb, "toy-chunks", "--frames", "3", "--out", str(tmp_path), "--quiet"]
+    assert main(words) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main([*words, "--json", "-"]) == 0
+    out, said = capsys.readouterr()
+    assert out.count("\n") == 1 and said == "" and json.loads(out)["suite"] == verb
+
+
+def test_generate_says_its_rates_apart_from_the_warm_up(tmp_path, capsys):
+    words = ["generate", "toy-chunks", "--frames", "10", "--out", str(tmp_path)]
+    assert main(words) == 0
+    number = r"\d+\.\d"
+    assert re.match(
+        rf"dense: {number} frames/s once warm \({number} ms a chunk, {number} in the model\), "
+        rf"{number} on average; loading {number} s, first frame after {number} s, warm-up {number} s "
+        r"\(2 chunks\)\.\n",
+        capsys.readouterr().out,
+    )
+
+
 def test_generate_takes_a_plan_with_changes(tmp_path, capsys):
     words = "generate toy-chunks --plan fast --attention dense --replay random:share=0.25"
     words += " --frames 30 --size 32x48 --json -"
@@ -365,7 +387,7 @@ def test_compare_ends_with_one_line_of_both_meters_sums(tmp_path, capsys):
     assert main(words.split()) == 0
     found = last_line(capsys)
     assert list(found) == [
-        "schema", "suite", "date", "machine", "versions", "command", "aa", "floor", "rows",
+        "schema", "suite", "date", "machine", "versions", "command", "aa", "floor", "lead", "rows",
     ]  # fmt: skip
     assert (found["schema"], found["suite"]) == (1, "compare")
     assert found["command"] == f"tachyscope {words}"
@@ -386,7 +408,7 @@ def test_compare_without_floor_and_noise_claims_neither(tmp_path, capsys):
     assert main([*words.split(), "--out", str(tmp_path), "--json", str(target)]) == 0
     out = capsys.readouterr().out
     assert "Speed to dense" not in out
-    assert "Speeds of single runs are no benchmark: try tachyscope bench cpu.\n" in out
+    assert out.startswith("Speeds were not compared: noise is unknown without a second dense run")
     assert "Floor not measured" in out
     assert "Its weights are random, so its pictures say nothing of quality.\n" in out
     found = json.loads(target.read_text())

@@ -1,11 +1,13 @@
 """A plan beside dense: same video where nothing is saved, honest sums, whole files or none."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 
+import tachyscope.compare as compare_module
 from tachyscope.adapters.wan import toy_chunks
 from tachyscope.compare import compare, tell_floor
 from tachyscope.errors import TachyscopeError
@@ -58,9 +60,14 @@ def test_dense_beside_dense_is_the_same_video(name, frames):
     row = found.document["rows"][1]
     assert (row["psnr_dense"], row["psnr_frames"]) == (100.0, frames)
     assert (row["density"], row["sharpness"]) == (1.0, 1.0)
-    assert found.lead == (
-        f"dense scored 100 % of the dense model's query-key pairs and did 100 % of its counted "
-        f"work; over {frames} frames it lies 100.0 dB from the dense run."
+    assert (
+        found.lead
+        == found.document["lead"]
+        == (
+            f"Speeds were not compared: noise is unknown without a second dense run; PSNR to dense of "
+            f"100.0 dB over {frames} frames (higher is closer). dense scored 100 % of the dense "
+            f"model's query-key pairs and did 100 % of its counted work."
+        )
     )
 
 
@@ -69,8 +76,8 @@ def test_a_float64_twin_agrees_with_float32_all_the_way(model, twin):
     floor = found.document["floor"]
     assert (floor["run"], floor["db"], floor["horizon"]) == ("dense float64", 30.0, None)
     assert floor["psnr"] > 50
-    assert tell_floor(found).startswith("Floor: dense float64 lies ")
-    assert tell_floor(found).endswith(" dB from dense and is nowhere below 30 dB.")
+    assert tell_floor(found).startswith("Floor: dense float64 has a PSNR to dense of ")
+    assert tell_floor(found).endswith(" dB, and nowhere below 30 dB.")
 
 
 def test_beyond_the_horizon_closeness_is_not_given(model):
@@ -104,10 +111,60 @@ def test_a_ratio_is_given_only_beside_its_noise(model):
     with_aa, without = (compare(model, "fast", **ASKED, aa=aa).document for aa in (True, False))
     assert 0 < with_aa["aa"]["low"] <= 1 <= with_aa["aa"]["high"]
     plan = with_aa["rows"][1]
-    assert plan["ratio_dense"] == pytest.approx(with_aa["rows"][0]["chunk_ms"] / plan["chunk_ms"])
+    assert plan["ratio_dense_all"] == pytest.approx(with_aa["rows"][0]["wall_ms"] / plan["wall_ms"])
     assert plan["ratio_dense_low"] <= plan["ratio_dense"] <= plan["ratio_dense_high"]
     assert "aa" not in without
     assert not any(key.startswith("ratio") for row in without["rows"] for key in row)
+
+
+def clocked(monkeypatch, dense, plan):
+    """Chunks that take so many ms each by the dense runs and by the plan, whatever they really do."""
+
+    def step(self, watch):
+        chunk = next(self.chunks)
+        wall = plan if self.name == "fast" else dense
+        chunk.stats["wall_ms"] = wall[len(self.rows)]
+        self.rows.append(chunk.stats)
+        return chunk
+
+    monkeypatch.setattr(compare_module._Take, "step", step)
+
+
+LONG = {"frames": 42, "prompt": "a red room"}  # 14 chunks, of which 6 fill the cache of fast
+
+
+def test_a_faster_plan_leads_with_by_how_much_and_at_what_cost(model, monkeypatch):
+    clocked(monkeypatch, [100.0] * 14, [500.0] * 6 + [50.0] * 8)
+    found = compare(model, "fast", **LONG)
+    row = found.document["rows"][1]
+    assert (row["warm_chunks"], row["steady_chunks"], row["real"]) == (6, 8, True)
+    assert found.document["rows"][0]["warm_chunks"] == 6
+    assert row["fps_steady"] == pytest.approx(60) and row["ratio_dense_all"] == pytest.approx(
+        14 / 34
+    )
+    assert found.lead.startswith(
+        "fast is 2.00x as fast as dense once warm (0.41x over the whole video, dense against itself "
+        "1.00x to 1.00x), at a PSNR to dense of "
+    )
+
+
+def test_a_plan_that_is_not_faster_leads_with_that_and_why(model, monkeypatch):
+    clocked(monkeypatch, [100.0] * 14, [200.0] * 14)
+    assert compare(model, "fast", **LONG).lead.startswith(
+        "fast is slower than dense here, 0.50x once warm and 0.50x over the whole video (dense "
+        "against itself 1.00x to 1.00x), because on a CPU choosing what to read takes about as long "
+        "as reading it all. Its PSNR to dense of "
+    )
+    assert compare(model, "fast", **ASKED).lead.startswith(
+        "fast is not measurably faster than dense here, 0.50x once warm and 0.50x over the whole "
+        "video (dense against itself 1.00x to 1.00x), because the video is too short: the cache was "
+        "never full, and left nothing out; only 2 chunks came after the warm-up of 2, in which "
+        "kernels are compiled and the cache fills; on a CPU"
+    )
+    clocked(monkeypatch, [100.0] * 14, [100.0] * 14)
+    found = compare(model, "lossless", **LONG).lead
+    assert found.startswith("lossless is not measurably faster than dense here, 1.00x once warm")
+    assert re.search(r"because it did 9\d\.\d % of dense's counted work\. Its PSNR to dense", found)
 
 
 def test_every_chunk_of_every_run_is_told(model, twin):

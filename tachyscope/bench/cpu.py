@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-
 from tachyscope.adapters import Adapter
 from tachyscope.arguments import parse_plan
-from tachyscope.bench.ratios import noise, speed_word, verdict
+from tachyscope.bench.chunks import count_peak, peak_gb
+from tachyscope.bench.ratios import columns, noise, speed_word, verdict
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.notes import notes
 from tachyscope.plan import NAMES, Plan
+from tachyscope.rates import WARM_CHUNKS, Clock, frame_rate, rates, warm_up
 from tachyscope.results import Document, document, size_of
 from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
-
-# of the clock alone: one run's is not the rollout's that a benchmark's row stands for
-CLOCKS = ("chunk_ms", "fps_avg", "fps_now")
-WARM_CHUNKS = 2  # the first has no past, so a policy may do its first work in the second
 
 
 def bench(
@@ -39,9 +37,10 @@ def bench(
 ) -> Document:
     """Time plans against dense, and dense against itself, by turns; a results document.
 
-    `ratio_dense` is the median over rounds of dense / plan. `aa` is the widest ratio, taken both
-    ways, that the same clock gave two equal runs; `real` holds where every round's ratio lies
-    outside it on one side. `watch` is told how many rounds are done.
+    Chunks after the longest warm-up of any plan are compared. `ratio_dense` is the median over
+    rounds of their time by dense / by the plan, `ratio_dense_all` that of whole rollouts. `aa` is
+    the widest ratio, taken both ways, that the same clock gave two equal runs; `real` holds where
+    every round's ratio lies outside it on one side. `watch` is told how many rounds are done.
     """
     if rounds < 1:
         raise TachyscopeError(f"rounds must be 1 or more, got {rounds}")
@@ -52,7 +51,7 @@ def bench(
         open_session(model, plan, **asked)
     for _, plan in turns:
         warm(model, plan, **asked)
-    takes: list[list[Document]] = [[] for _ in turns]
+    takes: list[list[_Take]] = [[] for _ in turns]
     shuffle = random.Random(seed)
     for done in range(rounds):
         # neighbours share the machine's mood, so the two dense runs may not always be neighbours
@@ -60,12 +59,15 @@ def bench(
             takes[i].append(_timed(model, turns[i][1], asked))
         if watch is not None:
             watch(done + 1)
-    times = [[take["chunk_ms"] for take in of_plan] for of_plan in takes]
+    start = max(warm_up(of_plan[0].rows) for of_plan in takes)
+    times = [[take.ms(start) for take in of_plan] for of_plan in takes]
     aa = noise(times[0], times[1])
-    rows = [_row(turns[0], takes[0], model)]
+    rows = [_row(turns[0], takes[0], model, start)]
     for turn, of_plan, ms in zip(turns[2:], takes[2:], times[2:], strict=True):
         ratios = [a / b for a, b in zip(times[0], ms, strict=True)]
-        rows.append(_row(turn, of_plan, model) | verdict(ratios, aa))
+        whole = [a.ms() / b.ms() for a, b in zip(takes[0], of_plan, strict=True)]
+        row = _row(turn, of_plan, model, start) | verdict(ratios, aa)
+        rows.append(row | {"ratio_dense_all": statistics.median(whole)})
     return document(f"bench-{model.device.type}", rows, command, aa)
 
 
@@ -111,7 +113,9 @@ def bench_lengths(
         for turn, of_plan, ms in zip(turns, takes, times, strict=True):
             if turn[0] == "again":
                 continue
-            row = _row(turn, of_plan, model) | {"length": length, "aa": aa}
+            row = _named(turn, model) | of_plan[-1] | {"length": length, "aa": aa}
+            row["chunk_ms"] = statistics.median(ms)
+            row["fps_steady"] = frame_rate(row["frames_made"], row["chunk_ms"])
             row["work_dense"] = row["macs"] / takes[0][-1]["macs"]
             ratios = [a / b for a, b in zip(times[0], ms, strict=True)]
             rows.append(row | verdict(ratios, aa))
@@ -137,18 +141,19 @@ def _chunk(model: Adapter, session: Session) -> Document:
 
 def length_lines(found: Document) -> list[str]:
     """A document of `bench_lengths` as a reader wants it."""
-    rows, width = found["rows"], max(len(row["name"]) for row in found["rows"])
+    rows = found["rows"]
+    head = ["plan", "latent frames", "frames/s", "GMAC", "% of dense", "cache MB", "speed to dense"]
+    cells = []
+    for row in rows:
+        line = [row["name"], str(row["length"]), f"{row['fps_steady']:.2f}"]
+        line += [f"{row['macs'] / 1e9:.2f}", f"{row['work_dense']:.1%}", f"{row['cache_mb']:.1f}"]
+        line += [] if row["name"] == "dense" else [f"{row['ratio_dense']:.2f}x {speed_word(row)}"]
+        cells.append(line)
     out = [
         f"{rows[0]['model']} {rows[0]['size']}, one chunk after so many latent frames, "
         f"torch {found['versions']['torch']}, {found['machine']['gpu'] or found['machine']['cpu']}",
-        f"{'plan':{width}}  latents  frames/s    GMAC  of dense      MB   ratio",
+        *columns(head, cells),
     ]
-    for row in rows:
-        word = "" if row["name"] == "dense" else f"  {row['ratio_dense']:5.2f}x {speed_word(row)}"
-        out.append(
-            f"{row['name']:{width}}  {row['length']:7d}  {row['fps_avg']:8.2f}  "
-            f"{row['macs'] / 1e9:6.2f}  {row['work_dense']:8.1%}  {row['cache_mb']:6.1f}{word}"
-        )
     spread = "; ".join(
         f"{row['length']}: {row['aa'][0]:.2f}x to {row['aa'][1]:.2f}x"
         for row in rows
@@ -157,32 +162,57 @@ def length_lines(found: Document) -> list[str]:
     return [*out, f"dense against itself, at {spread}; a ratio inside is noise"]
 
 
-def _timed(model: Adapter, plan: Plan, asked: Mapping[str, Any]) -> Document:
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(model.device)
-    session = open_session(model, plan, **asked)
-    stats, size = [], ""
-    for chunk in rollout(model, session=session, frames=asked["frames"]):
-        stats.append(chunk.stats)
-        size = size_of(chunk)
-    row: Document = {"size": size, **summary(stats), "notes": notes(session, stats)}
-    if model.device.type == "cuda":
-        row["peak_gb"] = torch.cuda.max_memory_allocated(model.device) / 1e9
-    return row
+@dataclass(frozen=True)
+class _Take:
+    """One rollout of a round."""
+
+    size: str
+    rows: list[dict[str, float]]
+    notes: list[str]
+    more: Document
+
+    def ms(self, start: int = 0) -> float:
+        """Time from chunk `start` on; of a video that ends before, from its first."""
+        return sum(row["wall_ms"] for row in self.rows[start if start < len(self.rows) else 0 :])
 
 
-def _row(turn: tuple[str, Plan], takes: Sequence[Document], model: Adapter) -> Document:
+def _timed(model: Adapter, plan: Plan, asked: Mapping[str, Any]) -> _Take:
+    count_peak(model.device)
+    rows, size = [], ""
+    with Clock() as clock:
+        session = open_session(model, plan, **asked)
+        for chunk in rollout(model, session=session, frames=asked["frames"]):
+            clock.lap(chunk)
+            rows.append(chunk.stats)
+            size = size_of(chunk)
+    more = {"peak_gb": peak_gb(model.device)} if model.device.type == "cuda" else {}
+    return _Take(size, rows, notes(session, rows), more)
+
+
+def _row(turn: tuple[str, Plan], takes: Sequence[_Take], model: Adapter, start: int) -> Document:
     """A plan's counts, which every round repeats, with the median round's time."""
-    row = {key: value for key, value in takes[-1].items() if key not in CLOCKS}
-    ms = statistics.median(take["chunk_ms"] for take in takes)
-    named: Document = {"name": turn[0], "plan": str(turn[1]), "model": model.name}
-    return named | row | {"chunk_ms": ms, "fps_avg": 1e3 * row["frames"] / ms}
+    last = takes[-1]
+    clocks = [summary(take.rows) | rates(take.rows, start) for take in takes]
+    counts = {key: value for key, value in summary(last.rows).items() if not key.endswith("_ms")}
+    timed = {
+        key: statistics.median(clock[key] for clock in clocks)
+        for key in clocks[0]
+        if key not in counts
+    }
+    found = {"size": last.size} | counts | timed | last.more | {"notes": last.notes}
+    return _named(turn, model) | found
 
 
-def warm(model: Adapter, plan: Plan | str, **asked: Any) -> None:
-    """Make two chunks for nothing: what a process does once is then done."""
+def _named(turn: tuple[str, Plan], model: Adapter) -> Document:
+    return {"name": turn[0], "plan": str(turn[1]), "model": model.name}
+
+
+def warm(model: Adapter, plan: Plan | str, **asked: Any) -> float:
+    """Make two chunks for nothing: what a process does once is then done. Seconds that it took."""
+    begun = time.perf_counter()
     for _ in islice(rollout(model, plan, **asked), WARM_CHUNKS):
         pass
+    return time.perf_counter() - begun
 
 
 def label(plan: Plan | str) -> str:
@@ -196,22 +226,29 @@ def lines(found: Document) -> list[str]:
         return length_lines(found)
     rows, aa = found["rows"], found["aa"]
     cpu, gpu = found["machine"]["cpu"], found["machine"]["gpu"]
-    width = max(len(row["name"]) for row in rows)
+    head = [
+        "plan",
+        "frames/s once warm",
+        "average",
+        "pairs scored, % of dense",
+        "MLP rows computed",
+    ]
+    head += ["GMAC", "% of dense", "speed to dense once warm", "whole video"]
+    cells = []
+    for row in rows:
+        line = [row["name"], f"{row['fps_steady']:.1f}" if "fps_steady" in row else "–"]
+        line += [f"{row['fps_avg']:.1f}", f"{row['density']:.1%}", f"{row['rows_computed']:.0f}"]
+        line += [f"{row['macs'] / 1e9:.2f}", f"{row['macs'] / rows[0]['macs']:.1%}"]
+        if "ratio_dense" in row:
+            line += [f"{row['ratio_dense']:.2f}x {speed_word(row)}"]
+            line += [f"{row['ratio_dense_all']:.2f}x"]
+        cells.append(line)
     out = [
         f"{rows[0]['model']} {rows[0]['size']}, {rows[0]['frames']:.0f} frames, "
         f"torch {found['versions']['torch']}, {gpu or cpu}",
         f"dense against itself: {aa['low']:.2f}x to {aa['high']:.2f}x; a ratio inside is noise",
-        f"{'plan':{width}}  frames/s  density  rows computed    GMAC  of dense   ratio",
+        *columns(head, cells),
     ]
-    for row in rows:
-        work = row["macs"] / rows[0]["macs"]
-        line = (
-            f"{row['name']:{width}}  {row['fps_avg']:8.1f}  {row['density']:7.1%}  "
-            f"{row['rows_computed']:13.0f}  {row['macs'] / 1e9:6.2f}  {work:8.1%}"
-        )
-        if "ratio_dense" in row:
-            line += f"  {row['ratio_dense']:5.2f}x {speed_word(row)}"
-        out.append(line)
     return out + [f"{row['name']}: {note}" for row in rows for note in row["notes"]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from tachyscope.bench.chunks import (
 )
 from tachyscope.errors import TachyscopeError
 from tachyscope.making import repeating
+from tachyscope.rates import Clock, rates
 from tachyscope.results import Document, document
 from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
@@ -117,17 +117,19 @@ def show(
     # first: what a compiled decoder does once is no part of the rollout
     alone = decode_ms(model, size)
     clear(model.device)
-    ends, count = [time.perf_counter()], 0
-    for chunk in rollout(model, plan, frames=frames, prompt=PROMPT, size=size, seed=seed):
-        ends.append(time.perf_counter())
-        count += len(chunk.frames)
-    gaps = [1e3 * (b - a) for a, b in itertools.pairwise(ends)]
+    rows = []
+    with Clock() as clock:
+        for chunk in rollout(model, plan, frames=frames, prompt=PROMPT, size=size, seed=seed):
+            clock.lap(chunk)
+            rows.append(chunk.stats)
+    found = rates(rows)
     return {
         "decoder": model.decoder_name,
         "decode_ms": alone,
-        "shown_fps": count / (ends[-1] - ends[0]),
-        "shown_first_ms": gaps[0],
-        "shown_ms": statistics.median(gaps),
+        "shown_fps": found["fps_avg"],
+        "shown_fps_steady": found.get("fps_steady"),
+        "shown_first_ms": 1e3 * found["first_frame_s"],
+        "shown_ms": found.get("steady_ms"),
         "shown_peak_gb": peak_gb(model.device),
     }
 
@@ -192,10 +194,16 @@ def flat_lines(found: Document) -> list[str]:
         if "peak_gb" in row:
             out[-1] += f", peak {row['peak_gb']:.2f} GB"
         if "shown_fps" in row:
+            steady = "too short for a steady rate"
+            if row["shown_ms"] is not None:
+                steady = (
+                    f"{row['shown_fps_steady']:.1f} frames/s once warm, {row['shown_ms']:.1f} ms a "
+                    f"chunk"
+                )
             out.append(
-                f"  decoded by {row['decoder']}: {row['shown_fps']:.1f} frames/s by the wall "
-                f"clock, {row['shown_ms']:.1f} ms a chunk, the first after "
-                f"{row['shown_first_ms']:.0f} ms; decoding alone {row['decode_ms']:.1f} ms a chunk"
+                f"  decoded by {row['decoder']}: {steady}; {row['shown_fps']:.1f} on average by "
+                f"the wall clock, the first chunk after {row['shown_first_ms']:.0f} ms; decoding "
+                f"alone {row['decode_ms']:.1f} ms a chunk"
             )
         if "flat" in row:
             out.append(
