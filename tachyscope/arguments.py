@@ -89,6 +89,18 @@ def parse_change(text: str) -> tuple[int, str]:
     return int(match[1]), match[2].strip()
 
 
+def parse_prompt_files(words: Sequence[str]) -> tuple[str | None, list[tuple[int, str]]]:
+    """`a.safetensors` and `24: b.safetensors`: the file a video begins with, and later ones."""
+    later = [parse_change(word) for word in words if re.match(r"\s*\d{1,9}\s*:", word)]
+    first = [word for word in words if not re.match(r"\s*\d{1,9}\s*:", word)]
+    if len(first) > 1 or (later and not first):
+        raise TachyscopeError(
+            f"a video begins with one prompt file, got {' and '.join(first) or 'none'}: give FILE "
+            f"once, and 'FRAME: FILE' where another prompt begins"
+        )
+    return (first[0] if first else None), later
+
+
 def parse_plan(model: Adapter, plan: Plan | str) -> Plan:
     """A plan as the model means it; what its changes undo of its base is warned of."""
     if isinstance(plan, Plan):

@@ -64,8 +64,8 @@ class Video:
     "What to compute again, a change of the plan: attentive:share=0.5"
     prompt: str = ""
     "What the video shows."
-    prompt_file: Path | None = None
-    "The prompt embedded before, in Wan-type models: a file that holds `context`."
+    prompt_file: tuple[str, ...] = ()
+    "The prompt embedded before, in Wan-type models; and 'FRAME: FILE', another from a frame on."
     actions: str = ""
     "One action a frame, in models that take them: 'w*20 a*24'."
     world: int | None = None
@@ -112,18 +112,27 @@ class Video:
         check_text(text, _kind(model))
         return text
 
-    def asked(self) -> dict[str, Any]:
-        """What a rollout is asked for, checked before a model is loaded."""
+    def asked(self, changes: bool = False) -> dict[str, Any]:
+        """What a rollout is asked for, checked before a model is loaded.
+
+        changes: whether the verb takes changes of prompt.
+        """
         if self.frames < 1:
             raise TachyscopeError(f"frames must be 1 or more, got {self.frames}")
         if not 0 <= self.seed < 2**63:
             raise TachyscopeError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
-        from tachyscope.arguments import parse_size
+        from tachyscope.arguments import parse_prompt_files, parse_size
 
         size = parse_size(self.size)
+        if parse_prompt_files(self.prompt_file)[1] and not changes:
+            raise TachyscopeError(
+                f"a prompt changes in generate alone, got {' and '.join(self.prompt_file)}: give "
+                f"one --prompt-file without a frame"
+            )
         return {"frames": self.frames, "prompt": self.prompt, "seed": self.seed, "size": size}
 
     def load(self, model: str, dtype: str | None = None) -> Adapter:
+        from tachyscope.arguments import parse_prompt_files
         from tachyscope.models import load, with_prompt
 
         adapter = load(
@@ -131,7 +140,8 @@ class Video:
             decoder=self.decoder, decoder_check=self.decoder_check, lora=self.lora,
             lora_alpha=self.lora_alpha,
         )  # fmt: skip
-        return adapter if self.prompt_file is None else with_prompt(adapter, self.prompt_file)
+        first, later = parse_prompt_files(self.prompt_file)
+        return with_prompt(adapter, first, [name for _, name in later]) if first else adapter
 
     def visit(self, model: str, adapter: Adapter) -> Visit | None:
         """The walk through a room whose truth is known, where one is asked for."""
@@ -190,7 +200,7 @@ def generate(
     json
         A file for the results, or - for the last line of stdout.
     """
-    from tachyscope.arguments import parse_change
+    from tachyscope.arguments import parse_change, parse_prompt_files
     from tachyscope.bench import label
     from tachyscope.files import check_folder
     from tachyscope.listing import show_runs
@@ -203,8 +213,9 @@ def generate(
     from tachyscope.rollout import change_frames, open_session, rollout
     from tachyscope.video import VideoWriter, read_frames
 
-    text, asked = video.planned(plan, model), video.asked()
+    text, asked = video.planned(plan, model), video.asked(changes=True)
     wanted = [parse_change(word) for word in then]
+    wanted += parse_prompt_files(video.prompt_file)[1]
     check_json(json)
     if first is not None:
         if video.world is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,13 +146,17 @@ def load(
     return entry.make(device=place, dtype=dtype)
 
 
-def with_prompt(model: Adapter, file: Path) -> Adapter:
-    """The model, reading a prompt that was embedded before instead of encoding one."""
+def with_prompt(model: Adapter, file: Path | str, later: Sequence[str] = ()) -> Adapter:
+    """The model, reading prompts that were embedded before instead of encoding them.
+
+    A rollout begins with that in `file`; in its `then` a prompt is the name of a `later` file.
+    """
     if not isinstance(model, WanAdapter):
         raise TachyscopeError(
             f"{model.name} takes no embedded prompt, got {file}: give the prompt in words"
         )
-    return WanAdapter(model.name, model.model, PromptFile.read(file, model.config), model.decoder)
+    text = PromptFile.read(Path(file), model.config, later)
+    return WanAdapter(model.name, model.model, text, model.decoder)
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -390,20 +390,53 @@ def test_a_prompt_file_stands_for_its_prompt(folder, tmp_path, monkeypatch):
         {"x": torch.ones(4, 32)},
         {"context": torch.ones(4, 16)},
         {"context": torch.ones(25, 32)},
+        {"context": torch.ones(2, 4, 32)},
+        {"context": torch.ones(32)},
+        {"context": torch.ones(4, 32).bool()},
+        {"context": torch.ones(4, 32).long()},
+        {"context": torch.ones(4, 32, dtype=torch.complex64)},
+        {"context": torch.ones(4, 32).to_sparse()},
     ):
-        write_tensors(tmp_path / "bad.pt", bad)
+        torch.save(bad, tmp_path / "bad.pt")
         refused(lambda: PromptFile.read(tmp_path / "bad.pt", CONFIG), "must hold 'context' [L, 32]")
 
 
 def test_the_command_line_takes_a_prompt_file(folder, tmp_path, capsys):
     file = tmp_path / "prompt.safetensors"
     embed_prompt(folder, "a red room", file, length=24)
-    asked = ["generate", "wan_causal", "--weights", str(folder), "--frames", "9"]
+    asked = ["generate", "wan_causal", "--weights", str(folder)]
     for name, words in (("a", ["--prompt", "a red room"]), ("b", ["--prompt-file", str(file)])):
-        assert main([*asked, *words, "--out", str(tmp_path / name)]) == 0
+        assert main([*asked, *words, "--frames", "9", "--out", str(tmp_path / name)]) == 0
     videos = [(tmp_path / name / "video.mp4").read_bytes() for name in "ab"]
     assert videos[0] == videos[1]
     capsys.readouterr()
+    # another from a frame on, as --then has it in words
+    night = tmp_path / "night.safetensors"
+    embed_prompt(folder, "a room & room", night, length=24)
+    files = ["--prompt-file", f"9: {night}", "--prompt-file", str(file)]
+    told = ["--prompt", "a red room", "--then", "9: a room & room"]
+    for name, words in (("e", files), ("f", told)):
+        assert main([*asked, *words, "--frames", "21", "--out", str(tmp_path / name)]) == 0
+    videos = [(tmp_path / name / "video.mp4").read_bytes() for name in "ef"]
+    assert videos[0] == videos[1]
+    assert f"from frame 9 on '{night}'" in " ".join(capsys.readouterr().out.split())
+    for verb, words, fault in (
+        (
+            "generate",
+            files[:2],
+            "begins with one prompt file, got none: give FILE once, and 'FRAME",
+        ),
+        ("generate", [*files, *files[2:4]], "begins with one prompt file, got"),
+        ("compare", files, "a prompt changes in generate alone, got"),
+        ("generate", [*files[2:], "--prompt-file", "9: none.pt"], "no checkpoint file none.pt"),
+        (
+            "generate",
+            [*files[2:], *told[2:4]],
+            "the prompt was embedded before, got also 'a room &",
+        ),
+    ):
+        assert main([verb, *asked[1:], *words, "--out", str(tmp_path / "g")]) == 2
+        assert fault in capsys.readouterr().err
     words = ["--prompt", "a", "--prompt-file", str(file), "--out", str(tmp_path / "c")]
     assert main([*asked, *words]) == 2
     assert "the prompt was embedded before" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import functools
 import html
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -116,34 +116,30 @@ class UMT5:
 
 
 class PromptFile:
-    """A prompt that was embedded before: `context` [L, text_dim] in a file of tensors."""
+    """Prompts that were embedded before: `context` [L, text_dim] in a file of tensors each.
+
+    The first is what a video begins with, and stands for the empty prompt; `later` ones are told
+    apart by their files' names.
+    """
 
     kind = "prompt_file"
     file = "prompt.safetensors"
 
-    def __init__(self, context: Tensor, length: int) -> None:
+    def __init__(
+        self, context: Tensor, length: int, later: Mapping[str, tuple[Tensor, int]] | None = None
+    ) -> None:
         self.context, self.length = context, length  # [1, text_len, text_dim]
+        self.later = dict(later or {})
 
     @classmethod
-    def read(cls, path: Path, config: WanConfig) -> Self:
-        """The prompt in a file, or in a model's folder."""
-        file = path / cls.file if path.is_dir() else path
-        tensors = read_tensors(file)
-        context = tensors.get("context", torch.empty(0))
-        context = context[None] if context.dim() == 2 else context
-        _, tokens, width = context.shape if context.dim() == 3 else (0, 0, 0)
-        if len(context) != 1 or not 0 < tokens <= config.text_len or width != config.text_dim:
-            kinds = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            raise TachyscopeError(
-                f"{file} must hold 'context' [L, {config.text_dim}] of at most {config.text_len} "
-                f"tokens, got {kinds}: embed the prompt for this model"
-            )
-        _demand_finite(context, str(file))
-        said = context[0].ne(0).any(1).nonzero()
-        length = int(said.max()) + 1 if len(said) else 0
-        return cls(padded(context, config.text_len), length)
+    def read(cls, path: Path, config: WanConfig, later: Sequence[str] = ()) -> Self:
+        """The prompt in a file, or in a model's folder; and those of later files."""
+        first = read_prompt(path / cls.file if path.is_dir() else path, config)
+        return cls(*first, {name: read_prompt(Path(name), config) for name in later})
 
     def __call__(self, prompt: str) -> tuple[Tensor, int]:
+        if prompt in self.later:
+            return self.later[prompt]
         if prompt:
             raise TachyscopeError(
                 f"the prompt was embedded before, got also {prompt!r}: leave one of them out"
@@ -152,6 +148,26 @@ class PromptFile:
 
     def write(self, folder: Path) -> None:
         write_prompt(folder / self.file, self.context, self.length)
+
+
+def read_prompt(file: Path, config: WanConfig) -> tuple[Tensor, int]:
+    """A file's embedded prompt [1, text_len, text_dim], and its length."""
+    tensors = read_tensors(file)
+    context = tensors.get("context", torch.empty(0))
+    plain = context.layout == torch.strided and context.is_floating_point()
+    shape = context.shape if context.dim() == 3 else (1, *context.shape)
+    tokens, width = shape[1:] if plain and len(shape) == 3 and shape[0] == 1 else (0, 0)
+    if not 0 < tokens <= config.text_len or width != config.text_dim:
+        kinds = {name: [str(x.dtype)[6:], *x.shape] for name, x in tensors.items()}
+        raise TachyscopeError(
+            f"{file} must hold 'context' [L, {config.text_dim}] of at most {config.text_len} "
+            f"tokens, as plain floats, got {kinds}: embed the prompt for this model"
+        )
+    context = context.view(1, tokens, width)
+    _demand_finite(context, str(file))
+    said = context[0].ne(0).any(1).nonzero()
+    length = int(said.max()) + 1 if len(said) else 0
+    return padded(context, config.text_len), length
 
 
 def embed_prompt(folder: Path | str, prompt: str, out: Path | str, length: int = 512) -> None:
