@@ -1,0 +1,367 @@
+"""The whole decoder in Verilator, with memories around it: takes a token, gives its state.
+
+The harness is our own C++: weights, scales and the KV cache are arrays in it behind the memory
+ports, answered after a fixed number of cycles; registers and tokens come on its standard input.
+"""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from amaranth.back import verilog
+from numpy.typing import ArrayLike, NDArray
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.fpga.decoder_model import DecoderModel, Layer, Token
+from tachyscope.fpga.fixed import Ints
+from tachyscope.fpga.synth import find
+from tachyscope.fpga.top import Top
+from tachyscope.fpga.vector import WIDE
+
+HARNESS = r"""
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <deque>
+#include <utility>
+#include <vector>
+#include "Vtop.h"
+#include "verilated.h"
+
+double sc_time_stamp() { return 0; }
+#define JOIN(stream, part) top->stream##___05F##part
+#define PORT(stream, part) JOIN(stream, part)
+
+
+static Vtop *top;
+static uint64_t cycles = 0, latency, stall;
+static uint64_t state = 88172645463325252ull;
+
+static bool waits() {
+    if (!stall) return false;
+    state ^= state << 13; state ^= state >> 7; state ^= state << 17;
+    return uint32_t(state >> 32) < stall;
+}
+template <typename T> void put(T &port, const uint32_t *words) {
+    uint64_t value = words[0];
+    if (sizeof(T) > 4) value |= uint64_t(words[1]) << 32;
+    port = T(value);
+}
+template <std::size_t N> void put(VlWide<N> &port, const uint32_t *words) {
+    std::memcpy(&port[0], words, 4 * N);
+}
+template <typename T> void get(const T &port, uint32_t *words) {
+    words[0] = uint32_t(port);
+    if (sizeof(T) > 4) words[1] = uint32_t(uint64_t(port) >> 32);
+}
+template <std::size_t N> void get(const VlWide<N> &port, uint32_t *words) {
+    std::memcpy(words, &port[0], 4 * N);
+}
+
+// a memory: beats of `words` 32-bit words
+struct Beats {
+    uint32_t words = 0;
+    uint64_t count = 0;
+    std::vector<uint32_t> data;
+    void load(FILE *file) {
+        uint32_t head[2];
+        if (std::fread(head, 4, 2, file) != 2) std::exit(3);
+        words = head[0]; count = head[1];
+        data.resize(uint64_t(words) * count);
+        if (std::fread(data.data(), 4, data.size(), file) != data.size()) std::exit(3);
+    }
+    uint32_t *at(uint64_t address) {
+        if (address >= count) { std::fprintf(stderr, "address %llu of %llu\n",
+            (unsigned long long)address, (unsigned long long)count); std::exit(4); }
+        return &data[address * words];
+    }
+};
+
+// a port of it: answers in order, `latency` cycles after the request or later
+struct Port {
+    std::deque<std::pair<uint64_t, uint64_t>> waiting;
+    bool ready = false;
+};
+
+static Beats weights, scales, kv;
+static Port weight_port, scale_port, k_port, v_port;
+
+#define BEFORE(name, of, port, memory) \
+    port.ready = !waits(); PORT(name##_request##of, ready) = port.ready; \
+    if (!port.waiting.empty() && port.waiting.front().first <= cycles && !waits()) { \
+        put(PORT(name##_response##of, payload), memory.at(port.waiting.front().second)); \
+        PORT(name##_response##of, valid) = 1; port.waiting.pop_front(); \
+    } else PORT(name##_response##of, valid) = 0;
+#define AFTER(name, of, port) \
+    if (port.ready && PORT(name##_request##of, valid)) \
+        port.waiting.emplace_back(cycles + latency, PORT(name##_request##of, payload));
+
+// half a cycle: everything that is shown has settled
+static void settle() {
+    top->clk = 0;
+    BEFORE(weight, , weight_port, weights)
+    BEFORE(scale, , scale_port, scales)
+    BEFORE(k, ___05F0, k_port, kv)
+    BEFORE(v, ___05F0, v_port, kv)
+    top->eval();
+}
+static void edge() {
+    AFTER(weight, , weight_port)
+    AFTER(scale, , scale_port)
+    AFTER(k, ___05F0, k_port)
+    AFTER(v, ___05F0, v_port)
+    if (PORT(kv_write___05F0, valid)) {
+        uint32_t beat[ENTRY_WORDS + 1];
+        get(PORT(kv_write___05F0, payload), beat);
+        std::memcpy(kv.at(beat[0]), beat + 1, 4 * ENTRY_WORDS);
+    }
+    top->clk = 1; top->eval(); cycles++;
+}
+
+static uint32_t access(uint32_t address, bool write, uint32_t value) {
+    uint32_t request[3] = {address, uint32_t(write) | (value << 1), value >> 31};
+    put(PORT(csr_request, payload), request);
+    PORT(csr_request, valid) = 1; PORT(csr_response, ready) = 1;
+    bool sent = false;
+    while (true) {
+        settle();
+        const bool take = PORT(csr_response, valid);
+        const uint32_t found = PORT(csr_response, payload);
+        const bool given = !sent && PORT(csr_request, ready);
+        edge();
+        if (given) { sent = true; PORT(csr_request, valid) = 0; }
+        if (take) return found;
+    }
+}
+
+static void read_in(void *to, std::size_t bytes) {
+    if (std::fread(to, 1, bytes, stdin) != bytes) std::exit(0);
+}
+
+int main(int argc, char **argv) {
+    Verilated::commandArgs(argc, argv);
+    FILE *file = std::fopen(argv[1], "rb");
+    if (!file) return 3;
+    weights.load(file); scales.load(file); kv.load(file);
+    std::fclose(file);
+    latency = std::strtoull(argv[2], nullptr, 10);
+    stall = uint64_t(std::atof(argv[3]) * 4294967296.0);
+    top = new Vtop;
+    PORT(kv_write___05F0, ready) = 1;
+    top->rst = 1; top->clk = 0; top->eval(); top->clk = 1; top->eval(); top->rst = 0;
+    std::vector<uint32_t> x(BEATS * LANE_WORDS), o(BEATS * LANE_WORDS);
+    while (true) {
+        char what;
+        read_in(&what, 1);
+        if (what == 'W' || what == 'R') {
+            uint32_t given[2] = {0, 0};
+            read_in(given, what == 'W' ? 8 : 4);
+            const uint32_t found = access(given[0], what == 'W', given[1]);
+            if (what == 'R') { std::fwrite(&found, 4, 1, stdout); std::fflush(stdout); }
+        } else if (what == 'T') {
+            read_in(x.data(), 4 * x.size());
+            const uint64_t began = cycles;
+            const std::clock_t clock = std::clock();
+            access(CTRL, true, 1);
+            uint64_t given = 0, taken = 0;
+            bool shown = false;
+            while (taken < BEATS) {
+                if (!shown && given < BEATS && !waits()) shown = true;
+                if (shown) put(PORT(x, payload), &x[given * LANE_WORDS]);
+                PORT(x, valid) = shown;
+                const bool ready = !waits();
+                PORT(o, ready) = ready;
+                settle();
+                const bool gave = shown && PORT(x, ready);
+                if (ready && PORT(o, valid)) get(PORT(o, payload), &o[taken++ * LANE_WORDS]);
+                edge();
+                if (gave) { given++; shown = false; }
+                if (cycles - began > 100000000ull) return 5;
+            }
+            PORT(x, valid) = 0; PORT(o, ready) = 0;
+            const uint64_t ticks = uint64_t(std::clock() - clock);
+            const uint64_t times[2] = {cycles - began, ticks * 1000000ull / CLOCKS_PER_SEC};
+            std::fwrite(o.data(), 4, o.size(), stdout);
+            std::fwrite(times, 8, 2, stdout);
+            std::fflush(stdout);
+        }
+    }
+}
+"""
+
+
+def pack(values: ArrayLike, bits: int, words: int) -> NDArray[np.uint32]:
+    """Numbers [beats, n] of `bits` bits each as beats [beats, words], the first in the lowest."""
+    given = np.asarray(values, np.int64)
+    places = (given[..., None] >> np.arange(bits)) & 1
+    flat = places.reshape(len(given), -1).astype(np.uint8)
+    full = np.zeros((len(given), 32 * words), np.uint8)
+    full[:, : flat.shape[1]] = flat
+    return np.packbits(full, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def unpack(beats: NDArray[np.uint32], bits: int, count: int) -> Ints:
+    """The opposite of `pack`, of signed numbers: [beats, count]."""
+    flat = np.unpackbits(beats.astype("<u4").view(np.uint8), axis=-1, bitorder="little")
+    places = flat[:, : bits * count].reshape(-1, count, bits).astype(np.int64)
+    found = (places << np.arange(bits)).sum(-1)
+    return found - ((found >> (bits - 1)) << bits)
+
+
+def words_of(bits: int) -> int:
+    """Of a port in the harness: at most 32 bits, at most 64, or more."""
+    return -(-bits // 32)
+
+
+class DecoderSim:
+    """`Top` with one row and one core as a program; `step` is DecoderModel's.
+
+    latency: cycles in which a memory answers. stall: how often in a cycle a port waits.
+    """
+
+    def __init__(
+        self, top: Top, layers: Sequence[Layer], folder: Path, latency: int = 20, stall: float = 0.0
+    ) -> None:
+        if (top.rows, top.cores) != (1, 1):
+            raise TachyscopeError(
+                f"the Verilator harness runs one row on one core, got {top.rows} and {top.cores}"
+            )
+        self.top, self.layers, self.folder = top, layers, folder
+        self.latency, self.stall = latency, stall
+        self.cycles: list[int] = []
+        self.seconds = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def _lane_words(self) -> int:
+        return words_of(WIDE * self.top.core.lanes)
+
+    @property
+    def _entry_bits(self) -> int:
+        return self.top.core.attention.entry_layout().size
+
+    @property
+    def program(self) -> Path:
+        return self.folder / "build" / "top"
+
+    def build(self) -> None:
+        """Verilog, C++ and the program; minutes for a large one."""
+        verilator = find("verilator", "apt install verilator (5 or newer)")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unit = self.top.create()
+        text = verilog.convert(unit, name="top", strip_internal_attrs=True)
+        (self.folder / "top.v").write_text(text)
+        core = self.top.core
+        harness = HARNESS
+        for name, value in {
+            "ENTRY_WORDS": words_of(self._entry_bits),
+            "LANE_WORDS": self._lane_words,
+            "BEATS": core.shape.width // core.lanes,
+            "CTRL": self.top.csr.address("CTRL"),
+        }.items():
+            harness = harness.replace(name, f"{value}u")
+        (self.folder / "main.cpp").write_text(harness)
+        command = [
+            *(verilator, "--cc", "--exe", "--build", "-j", "2", "-O3", "--x-assign", "fast"),
+            *("--x-initial", "fast", "--noassert", "-Wno-fatal", "-Wno-lint"),
+            *("--top-module", "top", "-CFLAGS", "-O1", "--output-split", "20000"),
+            *("--Mdir", "build", "-o", "top", "top.v", "main.cpp"),
+        ]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        if done.returncode or not self.program.exists():
+            lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+            wrong = next((line for line in lines if "rror" in line), lines[-1])
+            raise TachyscopeError(f"verilator stopped (exit code {done.returncode}): {wrong}")
+
+    def start(self, model: DecoderModel) -> None:
+        """Begin with a model's KV cache; its replay cache is empty here."""
+        core, shape = self.top.core, self.top.core.shape
+        words = words_of(self._entry_bits)
+        array = core.array
+        weights = self.top.weight_beats(self.layers).reshape(-1, array.lanes * array.macs)
+        scales = self.top.scale_beats(self.layers)
+        lanes = core.lanes
+        # multipliers of 15 bits, then shifts of 6
+        multiplier = pack(scales[:, 0], 15, words_of(21 * lanes)).astype(object)
+        packed = [
+            sum(int(w) << (32 * i) for i, w in enumerate(row))
+            | sum(int(s) << (15 * lanes + 6 * i) for i, s in enumerate(shift))
+            for row, shift in zip(multiplier, scales[:, 1], strict=True)
+        ]
+        count = words_of(21 * lanes)
+        scale_words = np.array(
+            [[(value >> (32 * i)) & 0xFFFFFFFF for i in range(count)] for value in packed],
+            np.uint32,
+        )
+        kv = model.kv.reshape(-1, shape.head_dim)
+        exponents = np.broadcast_to(model.kv_exponents[:, :, None], model.kv.shape[:-1]).reshape(-1)
+        entries = pack(kv, 8, words)
+        entries[:, 8 * shape.head_dim // 32] |= exponents.astype(np.uint32) << (
+            8 * shape.head_dim % 32
+        )
+        with (self.folder / "memory.bin").open("wb") as file:
+            for beats in (pack(weights, 8, weights.shape[1] // 4), scale_words, entries):
+                file.write(struct.pack("<2I", beats.shape[1], len(beats)))
+                file.write(beats.astype("<u4").tobytes())
+        self._process = subprocess.Popen(
+            [self.program, self.folder / "memory.bin", str(self.latency), str(self.stall)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.write("SINK", model.sink)
+        self.write("WINDOW", model.window)
+        for layer, threshold in enumerate(model.thresholds):
+            self.write("THRESHOLD_LOW", threshold & 0xFFFFFFFF, layer)
+            self.write("THRESHOLD_HIGH", (threshold >> 32) & 0xFFFF, layer)
+
+    def _send(self, what: bytes) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(what)
+        self._process.stdin.flush()
+
+    def _receive(self, size: int) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        found = self._process.stdout.read(size)
+        if len(found) != size:
+            raise TachyscopeError(f"the simulation stopped with exit code {self._process.wait()}")
+        return found
+
+    def write(self, name: str, value: int, number: int = 0) -> None:
+        self._send(b"W" + struct.pack("<2I", self.top.csr.address(name, number), value))
+
+    def read(self, name: str, number: int = 0) -> int:
+        self._send(b"R" + struct.pack("<I", self.top.csr.address(name, number)))
+        return int(struct.unpack("<I", self._receive(4))[0])
+
+    def step(self, x: Ints, token: Token) -> tuple[Ints, list[bool]]:
+        """As DecoderModel's."""
+        core = self.top.core
+        for name, value in (
+            ("INDEX", token.index),
+            ("PLACE", token.place),
+            ("REPLAY", token.replay),
+        ):
+            self.write(name, int(value))
+        beats = pack(np.reshape(x, (-1, core.lanes)), WIDE, self._lane_words)
+        self._send(b"T" + beats.astype("<u4").tobytes())
+        found = np.frombuffer(self._receive(4 * beats.size), "<u4").reshape(beats.shape)
+        cycles, microseconds = struct.unpack("<2Q", self._receive(16))
+        self.cycles.append(cycles)
+        self.seconds += microseconds / 1e6
+        replayed = [bool(self.read("REPLAYED", n)) for n in range(core.shape.layers)]
+        return unpack(found, WIDE, core.lanes).reshape(-1), replayed
+
+    def counts(self) -> dict[str, int]:
+        """The performance counters."""
+        return {name: self.read(f"COUNT_{name}") for name, _ in self.top.counters.events}
+
+    def close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
