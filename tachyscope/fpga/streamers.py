@@ -109,7 +109,7 @@ class KvStreamer:
 
     def cycles(self, entries: int, sink: int, window: int, latency: int) -> int:
         """From the job to the last beat, with a memory that answers after `latency` cycles."""
-        return 2 + self.streamer.cycles(len(self.compute(entries, sink, window)), latency)
+        return 1 + self.streamer.cycles(len(self.compute(entries, sink, window)), latency)
 
     def create(self, shape: Any) -> KvStreamerUnit:
         return KvStreamerUnit(self, shape)
