@@ -176,7 +176,7 @@ def generate(
     video: Video = VIDEO,
     first: Path | None = None,
     then: tuple[str, ...] = (),
-    compile: bool = False,
+    compile: bool | None = None,
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -196,7 +196,8 @@ def generate(
         Another prompt from a new frame on, '24: a blue room', where the next chunk begins; may be
         given several times.
     compile
-        Compile the layers of a Wan-type model first, which pays in long videos.
+        Compile the layers of a Wan-type model first; left out, where a GPU and many chunks make it
+        pay.
     json
         A file for the results, or - for the last line of stdout.
     """
@@ -210,7 +211,7 @@ def generate(
     from tachyscope.rates import Clock, rates, tell_rates
     from tachyscope.report import Run
     from tachyscope.results import check_json, document, emit, size_of
-    from tachyscope.rollout import change_frames, open_session, rollout
+    from tachyscope.rollout import change_frames, open_session, rollout, runs_beside
     from tachyscope.video import VideoWriter, read_frames
 
     text, asked = video.planned(plan, model), video.asked(changes=True)
@@ -225,13 +226,12 @@ def generate(
     begun = time.perf_counter()
     adapter = video.load(model)
     load_s = time.perf_counter() - begun
-    if compile:
-        adapter.compile()
     visit = video.visit(model, adapter)
     if visit is not None:
         asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1)}
     rows, size, name = [], "", label(text)
     with Clock() as clock:
+        compiled = _compile(adapter, compile, asked)
         session = open_session(adapter, text, **asked)
         changes = change_frames(adapter, session, wanted, video.frames)
         chunks = rollout(
@@ -240,7 +240,7 @@ def generate(
         )  # fmt: skip
         with (
             frames_bar(video.frames, video.quiet) as watch,
-            VideoWriter(target, adapter.fps) as file,
+            VideoWriter(target, adapter.fps, background=runs_beside(adapter.device)) as file,
         ):
             for chunk in chunks:
                 clock.lap(chunk)
@@ -257,8 +257,8 @@ def generate(
         follow = "" if first is None else f", after the {len(asked['first'])} of {first}"
         changed = "".join(f"; from frame {at} on {prompt!r}" for at, prompt in changes)
         print(f"{target}: {file.frames} frames of {size}{follow}{changed}")
-    row = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
-    row["decoder"] = adapter.decoder_name
+    row: dict[str, Any] = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
+    row |= {"decoder": adapter.decoder_name, "compiled": compiled}
     emit(document("generate", [row | dict(run.summary) | {"notes": run.notes}], said), json)
 
 
@@ -272,6 +272,7 @@ def compare(
     video: Video = VIDEO,
     floor: bool = True,
     aa: bool = True,
+    compile: bool | None = None,
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -289,6 +290,9 @@ def compare(
         Play dense in a second dtype too: from where the two part, closeness says nothing.
     aa
         Play dense twice: a ratio of speeds is given only beside the noise that this shows.
+    compile
+        Compile the layers of a Wan-type model first; left out, where a GPU and many chunks make it
+        pay.
     json
         A file for the results, or - for the last line of stdout.
     """
@@ -307,6 +311,7 @@ def compare(
     adapter = video.load(model)
     twin = video.load(model, OTHER[video.dtype]) if floor else None
     load_s = time.perf_counter() - begun
+    _compile(adapter, compile, asked)
     visit = video.visit(model, adapter)
     if visit is not None:
         asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1), "truth": visit.new_frames}
@@ -435,6 +440,18 @@ def evaluate(
     if json != "-":
         print(*lines(found), sep="\n")
     emit(found, json)
+
+
+def _compile(model: Adapter, wanted: bool | None, asked: dict[str, Any]) -> bool:
+    """Compile the model's layers where that is asked for, or pays; whether it was done."""
+    from tachyscope.rollout import chunks_for
+
+    if wanted is None:
+        chunks = chunks_for(model, model.shape(asked["size"]).chunk, 0, asked["frames"])
+        wanted = model.compiling_pays(chunks)
+    if wanted:
+        model.compile()
+    return wanted
 
 
 def _kind(model: str) -> str:

@@ -18,6 +18,7 @@ from rich.text import Text
 from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.models import MODELS, load
 from tachyscope.plan import POLICIES
+from tachyscope.programs import programs_folder
 from tachyscope.results import size_of
 from tachyscope.rollout import rollout
 from tachyscope.settings import settings
@@ -95,6 +96,9 @@ def examine() -> list[dict[str, Any]]:
             note(package, False, True, metadata.version(package))
         except metadata.PackageNotFoundError:
             note(package, False, False, "not installed")
+    folder = programs_folder()
+    kept = f"kept in {folder}" if folder else "no folder of the user's cache can be written"
+    note("compiled programs", False, folder is not None, kept)
     for check, attempt in (("libx264", _try_codec), ("rollout", _try_rollouts)):
         try:
             note(check, True, True, attempt())

@@ -22,6 +22,7 @@ from tachyscope.kernels.replay import (
 from tachyscope.kernels.rotary import turn_into
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
+from tachyscope.programs import keep_programs
 from tachyscope.replay import Choice
 from tachyscope.types import Layer, Mlp, Moment, Rope, Shape, Text
 
@@ -68,6 +69,8 @@ class Session:
         self.frames, self.lengths, self.seed = frames, tuple(lengths), seed
         # with its number: "cuda" and "cuda:0" are one device and not equal
         self.device, self.dtype = torch.empty(0, dtype=dtype, device=device).device, dtype
+        if self.device.type == "cuda":
+            keep_programs()  # every kernel is built after this
         self.meter = Meter(self.device)
         self.source = Source()
         self.reset()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from functools import lru_cache
@@ -24,6 +26,7 @@ from tachyscope.files import replacing, unwritable
 Frames = npt.NDArray[np.uint8]
 
 BACKGROUND, INK = "#14161a", "#e4e2dd"
+QUEUE = 4  # chunks that may wait to be encoded
 BT709 = 1  # of a file's matrix, its primaries and its transfer alike
 
 
@@ -32,10 +35,19 @@ class VideoWriter:
 
     `scale` enlarges every pixel to a square of that side. Odd sizes are made even by repeating
     the last row or column. The file appears under its name when the block ends well, else never.
+
+    `background` encodes in a thread of its own, up to QUEUE chunks behind: while a GPU makes the
+    next chunk, its caller does not wait. On a CPU it would take the cores that make it.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], fps: float, *, scale: int = 1, crf: int = 18
+        self,
+        path: str | os.PathLike[str],
+        fps: float,
+        *,
+        scale: int = 1,
+        crf: int = 18,
+        background: bool = False,
     ) -> None:
         if not fps > 0:
             raise TachyscopeError(f"fps must be above 0, got {fps}: give frames a second")
@@ -46,8 +58,10 @@ class VideoWriter:
         self._scale = scale
         self._crf = crf
         self._size: tuple[int, ...] = ()
+        self._encoded = 0
         self._container: OutputContainer
         self._stream: VideoStream
+        self._worker = _Worker(self._write) if background else None
         self._block = self._writing()
 
     def write(self, frames: Frames) -> None:
@@ -60,11 +74,18 @@ class VideoWriter:
                 f"frames of one video share a size, got {_by(frames.shape[1:3])} after "
                 f"{_by(self._size)}: write another file"
             )
+        self.frames += len(frames)
+        if self._worker is None:
+            self._write(frames)
+        else:
+            self._worker.put(frames.copy())  # the caller may use its memory again
+
+    def _write(self, frames: Frames) -> None:
         for frame in enlarge(frames, self._scale):
             height, width = frame.shape[:2]
             even = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(even), format="rgb24")
-            picture.pts = self.frames
+            picture.pts = self._encoded
             picture.time_base = 1 / self._fps
             self._encode(
                 picture.reformat(
@@ -73,7 +94,7 @@ class VideoWriter:
                     dst_color_range=ColorRange.MPEG,
                 )
             )
-            self.frames += 1
+            self._encoded += 1
 
     def __enter__(self) -> Self:
         self._block.__enter__()
@@ -99,8 +120,12 @@ class VideoWriter:
                 yield
                 if not self.frames:
                     raise TachyscopeError(f"{self.path} was given no frames: write at least one")
+                if self._worker is not None:
+                    self._worker.finish()
                 self._encode(None)
             except BaseException:
+                if self._worker is not None:
+                    self._worker.stop()
                 # what is wrong is already known, and the file goes anyway
                 with suppress(av.FFmpegError):
                     self._container.close()
@@ -131,6 +156,50 @@ class VideoWriter:
             yield
         except OSError as error:
             raise unwritable(self.path, error) from error
+
+
+class _Worker:
+    """A thread that does the same to each thing it is given, in order."""
+
+    def __init__(self, work: Callable[[Frames], None]) -> None:
+        self._work = work
+        self._queue: queue.Queue[Frames | None] = queue.Queue(QUEUE)
+        self._fault: Exception | None = None
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, frames: Frames) -> None:
+        """Wait where it is QUEUE things behind; raise what went wrong with an earlier one."""
+        if self._fault is not None:
+            raise self._fault
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._queue.put(frames)
+
+    def finish(self) -> None:
+        """Wait for all that was put; raise what went wrong with any."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._fault is not None:
+            raise self._fault
+
+    def stop(self) -> None:
+        """Wait for what is under way, and leave the rest."""
+        self._stopped, self._fault = True, None
+        with suppress(Exception):
+            self.finish()
+
+    def _run(self) -> None:
+        while (frames := self._queue.get()) is not None:
+            if self._stopped or self._fault is not None:
+                continue  # whoever puts must not wait for ever
+            try:
+                self._work(frames)
+            except Exception as error:
+                self._fault = error
 
 
 def read_video(path: str | os.PathLike[str]) -> Iterator[Frames]:

@@ -327,6 +327,19 @@ def test_layers_are_compiled_where_a_model_has_some(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("more, done", [([], True), (["--no-compile"], False)])
+def test_layers_are_compiled_where_it_pays(more, done, tmp_path, monkeypatch, capsys):
+    asked, compiled = [], []
+    monkeypatch.setattr(
+        WanAdapter, "compiling_pays", lambda self, chunks: asked.append(chunks) or True
+    )
+    monkeypatch.setattr(WanAdapter, "compile", lambda self: compiled.append(self.name))
+    words = ["generate", "toy-chunks", "--frames", "10", "--out", str(tmp_path), "--json", "-"]
+    assert main([*words, *more]) == 0
+    assert last_line(capsys)["rows"][0]["compiled"] is done
+    assert (asked, compiled) == (([4], ["toy-chunks"]) if done else ([], []))
+
+
 def test_a_first_frame_that_cannot_be_followed_is_one_line(tmp_path, monkeypatch, capsys):
     video = tmp_path / "given.mp4"
     with VideoWriter(video, 8) as file:
@@ -512,7 +525,9 @@ def test_doctor_makes_a_video_of_every_model_it_has(capsys):
     assert main(["doctor", "--json", "-"]) == 0
     found = last_line(capsys)
     checks = {row["check"]: row for row in found["rows"]}
-    assert list(checks) == ["cuda", "triton", "diffusers", "transformers", "libx264", "rollout"]
+    assert list(checks) == [
+        "cuda", "triton", "diffusers", "transformers", "compiled programs", "libx264", "rollout",
+    ]  # fmt: skip
     assert checks["rollout"]["ok"] and checks["libx264"]["ok"]
     assert checks["rollout"]["found"] == (
         "atrium-world, atrium-tokens, toy-chunks, toy-tokens made 2 frames each"

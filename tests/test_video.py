@@ -1,6 +1,7 @@
 """Video files, pictures side by side, and files that are whole or absent."""
 
 import json
+import threading
 
 import av
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, replacing, write_atomically
-from tachyscope.video import VideoWriter, beside, read_frames, read_video
+from tachyscope.video import QUEUE, VideoWriter, beside, read_frames, read_video
 
 
 def ramp(frames=6, height=32, width=48):
@@ -253,3 +254,68 @@ def test_beside_writes_captions_below():
     assert told[:, height:].max() > 180 and plain[:, height:].max() < 100
     with pytest.raises(TachyscopeError, match="one caption or none has, got 1 for 2 videos"):
         beside([video, video], ["a", "b"], captions=["x"])
+
+
+def encoded(path, background):
+    frames = np.random.default_rng(0).integers(0, 256, (9, 32, 48, 3), dtype=np.uint8)
+    with VideoWriter(path, 12, background=background) as video:
+        for i in range(0, 9, 3):
+            chunk = frames[i : i + 3].copy()
+            video.write(chunk)
+            chunk[:] = 0  # the memory may be used again
+    assert video.frames == 9
+    return path.read_bytes()
+
+
+def test_a_file_encoded_in_the_background_is_the_same(tmp_path):
+    assert encoded(tmp_path / "a.mp4", True) == encoded(tmp_path / "b.mp4", False)
+
+
+def test_a_slow_encoder_holds_nobody_up_until_it_is_far_behind(tmp_path, monkeypatch):
+    go, begun = threading.Event(), threading.Event()
+    write = VideoWriter._write
+
+    def slow(self, frames):
+        begun.set()
+        assert go.wait(60)
+        write(self, frames)
+
+    monkeypatch.setattr(VideoWriter, "_write", slow)
+    with VideoWriter(tmp_path / "a.mp4", 12, background=True) as video:
+        video.write(np.zeros((1, 16, 16, 3), np.uint8))
+        assert begun.wait(60)
+        for _ in range(QUEUE):
+            video.write(np.zeros((1, 16, 16, 3), np.uint8))  # none waits
+        go.set()
+    assert len(list(read_video(tmp_path / "a.mp4"))) == 1 + QUEUE
+
+
+def test_a_fault_in_the_background_is_raised_and_leaves_no_file(tmp_path, monkeypatch):
+    def full(self, frames):
+        raise TachyscopeError("the disk is full")
+
+    monkeypatch.setattr(VideoWriter, "_write", full)
+    frames = np.zeros((1, 16, 16, 3), np.uint8)
+    with (
+        pytest.raises(TachyscopeError, match="^the disk is full$"),
+        VideoWriter(tmp_path / "a.mp4", 12, background=True) as video,
+    ):
+        for _ in range(3 * QUEUE):
+            video.write(frames)
+    with (
+        pytest.raises(TachyscopeError, match="^the disk is full$"),
+        VideoWriter(tmp_path / "b.mp4", 12, background=True) as video,
+    ):
+        video.write(frames)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_block_that_fails_ends_the_background_too(tmp_path):
+    before = threading.active_count()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        VideoWriter(tmp_path / "a.mp4", 12, background=True) as video,
+    ):
+        video.write(np.zeros((1, 16, 16, 3), np.uint8))
+        raise KeyboardInterrupt
+    assert threading.active_count() == before and not list(tmp_path.iterdir())

@@ -103,6 +103,10 @@ class Adapter(abc.ABC):
         is done; None where the model takes no actions, or not so."""
         return None
 
+    def compiling_pays(self, chunks: int) -> bool:
+        """Whether a video of so many chunks is done sooner where layers are compiled first."""
+        return False
+
     def compile(self) -> Self:
         """The model with its layers compiled; the first chunk of a size then takes a while."""
         raise TachyscopeError(f"{self.name} has no layers to compile: leave compile out")
