@@ -70,6 +70,8 @@ class Video:
     "One action a frame, in models that take them: 'w*20 a*24'."
     world: int | None = None
     "Start in this unseen room of the model's world, with its prompt, first frame and truth."
+    given: int = 1
+    "True frames of the world that the video goes on from; actions, one less, lead through them."
     frames: int = 48
     "Pixel frames to make."
     seed: int = 0
@@ -119,6 +121,12 @@ class Video:
         """
         if self.frames < 1:
             raise TachyscopeError(f"frames must be 1 or more, got {self.frames}")
+        if self.given < 1:
+            raise TachyscopeError(f"given must be 1 or more, got {self.given}")
+        if self.given > 1 and self.world is None:
+            raise TachyscopeError(
+                f"given frames are a world's, got {self.given} of none: add --world"
+            )
         if not 0 <= self.seed < 2**63:
             raise TachyscopeError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
         from tachyscope.arguments import parse_prompt_files, parse_size
@@ -143,14 +151,17 @@ class Video:
         first, later = parse_prompt_files(self.prompt_file)
         return with_prompt(adapter, first, [name for _, name in later]) if first else adapter
 
-    def visit(self, model: str, adapter: Adapter) -> Visit | None:
-        """The walk through a room whose truth is known, where one is asked for."""
+    def visit(self, model: str, adapter: Adapter) -> tuple[Visit | None, dict[str, Any]]:
+        """The walk through a room whose truth is known, where one is asked for; and the actions.
+
+        With the walk come its prompt, and the true frames that are given with their actions.
+        """
         from tachyscope.arguments import parse_actions
         from tachyscope.models import MODELS
         from tachyscope.worlds.visit import Visit
 
         if self.world is None:
-            return None
+            return None, {"actions": self.actions}
         if not MODELS[model].world:
             known = ", ".join(name for name, entry in MODELS.items() if entry.world)
             raise TachyscopeError(
@@ -159,8 +170,15 @@ class Video:
             )
         if self.prompt:
             raise TachyscopeError("a world brings its own prompt: leave prompt or world out")
-        moves = parse_actions(self.actions, adapter.actions, self.frames)
-        return Visit(self.world, moves, pace=MODELS[model].pace)
+        moves = parse_actions(self.actions, adapter.actions, self.frames + self.given - 1)
+        visit = Visit(self.world, moves, pace=MODELS[model].pace)
+        letters = [adapter.actions[move] for move in (0, *moves)]
+        return visit, {
+            "prompt": visit.prompt,
+            "first": visit.frames(0, self.given),
+            "first_actions": " ".join(letters[: self.given]),
+            "actions": " ".join(letters[self.given :]),
+        }
 
 
 VIDEO = Video()
@@ -226,17 +244,15 @@ def generate(
     begun = time.perf_counter()
     adapter = video.load(model)
     load_s = time.perf_counter() - begun
-    visit = video.visit(model, adapter)
-    if visit is not None:
-        asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1)}
+    asked |= video.visit(model, adapter)[1]
+    actions = asked.pop("actions")
     rows, size, name = [], "", label(text)
     with Clock() as clock:
         compiled = _compile(adapter, compile, asked)
         session = open_session(adapter, text, **asked)
         changes = change_frames(adapter, session, wanted, video.frames)
         chunks = rollout(
-            adapter, frames=video.frames, actions=video.actions, then=changes, session=session,
-            ahead=True,
+            adapter, frames=video.frames, actions=actions, then=changes, session=session, ahead=True
         )  # fmt: skip
         with (
             frames_bar(video.frames, video.quiet) as watch,
@@ -312,12 +328,12 @@ def compare(
     twin = video.load(model, OTHER[video.dtype]) if floor else None
     load_s = time.perf_counter() - begun
     _compile(adapter, compile, asked)
-    visit = video.visit(model, adapter)
+    visit, walk = video.visit(model, adapter)
     if visit is not None:
-        asked |= {"prompt": visit.prompt, "first": visit.frames(0, 1), "truth": visit.new_frames}
+        walk["truth"] = visit.new_frames(video.given)
     with frames_bar(video.frames, video.quiet) as watch:
         found = play_both(
-            adapter, text, **asked, actions=video.actions, out=out, twin=twin, aa=aa, command=said,
+            adapter, text, **(asked | walk), out=out, twin=twin, aa=aa, command=said,
             about=_about(MODELS[model], video.weights), load_s=load_s, watch=watch,
         )  # fmt: skip
     if not video.quiet:
@@ -336,7 +352,6 @@ def inspect(
     out: Path,
     plan: str = "dense",
     video: Video = VIDEO,
-    given: int = 1,
     rounds: int = 3,
     json: Json = None,
     said: Said = "",
@@ -351,38 +366,21 @@ def inspect(
         Folder for inspect.json and the plots: time, similarity and mass, as PNG and SVG.
     plan
         What the video is made by: a name that `tachyscope methods` lists, or one with changes.
-    given
-        True frames that a world gives; the first actions, one less, lead through them.
     rounds
         How many rollouts are timed, beside the one that is observed.
     json
         A file for the results, or - for the last line of stdout.
     """
-    from dataclasses import replace
-
-    from tachyscope.arguments import parse_actions
     from tachyscope.files import check_folder
     from tachyscope.inspection import inspect_model, lines, write
     from tachyscope.progress import frames_bar
     from tachyscope.results import check_json, emit
 
     text, asked = video.planned(plan, model), video.asked()
-    if given < 1:
-        raise TachyscopeError(f"given must be 1 or more, got {given}")
-    if given > 1 and video.world is None:
-        raise TachyscopeError(f"given frames are a world's, got {given} of none: add --world")
     check_json(json)
     check_folder(out)
     adapter = video.load(model)
-    walk = replace(video, frames=video.frames + given - 1)
-    visit = walk.visit(model, adapter)
-    if visit is not None:
-        moves = parse_actions(video.actions, adapter.actions, walk.frames)
-        letters = [adapter.actions[move] for move in (0, *moves)]
-        asked |= {"prompt": visit.prompt, "first": visit.frames(0, given)}
-        asked |= {"first_actions": " ".join(letters[:given]), "actions": " ".join(letters[given:])}
-    else:
-        asked["actions"] = video.actions
+    asked |= video.visit(model, adapter)[1]
     with frames_bar(video.frames, video.quiet) as watch:
         found = inspect_model(adapter, text, **asked, rounds=rounds, command=said, watch=watch)
     paths = write(found, out)

@@ -83,6 +83,7 @@ def compare(
     seed: int = 0,
     size: PixelSize | None = None,
     first: Pictures | None = None,
+    first_actions: Actions = "",
     truth: Truth | None = None,
     out: str | os.PathLike[str] | None = None,
     twin: Adapter | None = None,
@@ -94,7 +95,8 @@ def compare(
 ) -> Comparison:
     """Play dense and a plan, and say what the plan saved and how far from dense it went.
 
-    Plan, frames, prompt, actions, seed, size and first are as `rollout` takes them.
+    Plan, frames, prompt, actions, seed, size, first and first_actions are as `rollout` takes
+    them.
     twin: the same model in another dtype. Its dense run finds the horizon, the frame from which
     closeness to the dense run says nothing; `psnr_dense` is the mean over the frames before it.
     truth: the true frames from one number to another, counted from the first new one;
@@ -114,12 +116,16 @@ def compare(
         )
     asked: dict[str, Any] = {
         "frames": frames, "prompt": prompt, "seed": seed, "size": size,
-        "first": None if first is None else parse_first(first),
     }  # fmt: skip
+    given: dict[str, Any] = {}
+    if first is not None:
+        given = {"first": parse_first(first), "first_actions": first_actions}
 
-    def take(name: str, of: Adapter, by: Plan | str) -> _Take:
+    def take(name: str, of: Adapter, by: Plan | str, like: Session | None = None) -> _Take:
         with Clock() as clock:
-            session = open_session(of, by, **asked)
+            session = open_session(of, by, **asked, **({} if like else given))
+            if like is not None:
+                session.restore(like.state())
             chunks = rollout(of, frames=frames, actions=actions, session=session)
         return _Take(name, session, chunks, clock=clock)
 
@@ -128,9 +134,11 @@ def compare(
         takes["floor"] = take(f"dense {_dtype(twin)}", twin, "dense")
     warmed: dict[str, float] = {}
     if aa:
-        takes["again"] = take("dense again", model, "dense")
+        # prefilled once: given frames may be many
+        takes["again"] = take("dense again", model, "dense", takes["dense"].session)
+        newest = {"first": given["first"][-1:]} if given else {}
         for role in ("dense", "plan"):
-            warmed[role] = warm(model, takes[role].session.plan, actions=actions, **asked)
+            warmed[role] = warm(model, takes[role].session.plan, actions=actions, **asked, **newest)
     video_size = _play(takes, frames, model.fps, truth, out, watch)
     found = _conclude(takes, model, video_size, warmed, load_s, command, about)
     if out is not None:
@@ -171,18 +179,26 @@ def _play(
             if "floor" in made:
                 takes["floor"].quality.add(made["floor"].frames, first)
             shown, labels = [first, ours], [dense.name, plan.name]
+            captions = [_caption(take) for take in (dense, plan)]
             if truth is not None:
                 done = dense.true.frames
                 true = truth(done, done + len(first))
                 dense.true.add(first, true)
                 plan.true.add(ours, true)
-                shown, labels = [true, *shown], ["truth", *labels]
+                shown, labels, captions = [true, *shown], ["truth", *labels], ["", *captions]
             if files:
                 scale = max(1, SHORT_SIDE // min(first.shape[1:3]))
-                pair = beside(shown, labels, scale=scale)
+                pair = beside(shown, labels, scale=scale, captions=captions)
                 for file, pictures in zip(files, (first, ours, pair), strict=True):
                     file.write(pictures)
     return size
+
+
+def _caption(take: _Take) -> str:
+    """Seconds since a run's first new chunk, its rate over the last one, and its cache in use."""
+    row = take.rows[-1]
+    rate = 1e3 * row["frames_made"] / row["chunk_ms"]
+    return f"{_wall(take.rows[1:]) / 1e3:.1f} s   {rate:.1f} frames/s   {row['cache_mb']:.0f} MB"
 
 
 def _conclude(

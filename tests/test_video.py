@@ -135,7 +135,7 @@ def test_what_is_not_frames_is_an_error(tmp_path):
 def test_an_unwritable_folder_is_one_line_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "out"
-    words = f"{folder} cannot be written (not a directory): choose another folder"
+    words = f"{folder.parent} is a file, not a folder: give the name of a folder"
     with pytest.raises(TachyscopeError) as error, VideoWriter(folder / "a.mp4", 8):
         pytest.fail("the block must not start")
     assert str(error.value) == words

@@ -68,7 +68,8 @@ class Ann(AttentionPolicy):
     The choice is made in a chunk's first sparse pass and kept for its others; a token model
     chooses for every token.
 
-    dense_passes, dense_layers: that share of the first passes and layers reads everything.
+    dense_passes, dense_layers: that share of the first passes and layers reads everything. So do
+    given frames.
     """
 
     read: float | None = setting(
@@ -276,7 +277,8 @@ class Ann(AttentionPolicy):
 
     def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
         first = math.ceil(self.dense_passes * at.steps) if at.steps > 1 else 0
-        if at.past == 0 or self._dense_layer(at) or at.step < first:
+        # given frames read everything: what they leave in the cache is what the video rests on
+        if at.past == 0 or self._dense_layer(at) or at.step < first or at.given:
             count(meter, "pairs", q, at.end)
             if at.plain:
                 return read_all(q, layer, at)
@@ -422,14 +424,19 @@ class Ann(AttentionPolicy):
         if _is_served(layer) and self.hash == "int8":
             return gpu.blocks.block_mass(q, *_codes(layer), blocks, self._tile(at.shape))
         code, scale, weight = (x[:, :, :blocks] for x in _codes(layer))
+        tile, single = self._tile(at.shape), self._cut(at.shape, at.prompt, at.past).size == 1
         grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
-        if self.hash == "int8":
-            scores = int8_scores(grouped, code, scale)
-        else:
+        if self.hash == "lsh":
             scores = lsh_scores(grouped, code, scale.squeeze(-1))
-        share = (scores + weight.unsqueeze(2)).softmax(-1)
+        elif single:  # an entry is its own best code
+            scores = grouped.float() / math.sqrt(q.shape[3]) @ layer.k[:, :, :blocks].float().mT
+        else:
+            scores = int8_scores(grouped, code, scale)
+        if not (single and at.plain):
+            scores += weight.unsqueeze(2)
+        share = scores.softmax(-1)
         share = share.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, H, S, blocks]
-        return torch.stack([part.sum(2) for part in share.split(self._tile(at.shape), 2)], 2)
+        return torch.stack([part.sum(2) for part in share.split(tile, 2)], 2)
 
     def _read_ragged(
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter

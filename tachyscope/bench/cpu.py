@@ -17,11 +17,13 @@ from tachyscope.bench.ratios import columns, noise, speed_word, verdict
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.notes import notes
-from tachyscope.plan import NAMES, Plan
+from tachyscope.plan import Plan
 from tachyscope.rates import WARM_CHUNKS, Clock, frame_rate, rates, warm_up
 from tachyscope.results import Document, document, size_of
 from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
+
+LABEL = 40  # letters of a plan's text that still serve as its name
 
 
 def bench(
@@ -216,8 +218,8 @@ def warm(model: Adapter, plan: Plan | str, **asked: Any) -> float:
 
 
 def label(plan: Plan | str) -> str:
-    """A short name for a plan: its own, or `plan`."""
-    return plan if isinstance(plan, str) and plan in NAMES else "plan"
+    """A short name for a plan: its own, its text where that is short, or `plan`."""
+    return plan if isinstance(plan, str) and len(plan) <= LABEL else "plan"
 
 
 def lines(found: Document) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -37,13 +37,15 @@ class Visit:
     def __len__(self) -> int:
         return self.pose.shape[1]
 
-    def new_frames(self, start: int, stop: int) -> np.ndarray:
-        """True frames behind the given first one, counted from 0."""
-        return self.frames(start + 1, stop + 1)
+    def new_frames(self, given: int = 1) -> Callable[[int, int], np.ndarray]:
+        """The true frames from one number to another, counted from behind the `given` ones."""
+        return lambda start, stop: self.frames(given + start, given + stop)
 
     def frames(self, start: int, stop: int) -> np.ndarray:
         """True frames uint8 [F, H, W, 3]."""
         frame = torch.arange(start, stop)
         rooms = self.rooms.rows(torch.zeros_like(frame))
         pixels = atrium.render(rooms, self.pose[0, start:stop], self.pace * frame)  # [F, 3, H, W]
-        return (255 * pixels.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        levels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1)
+        # laid out as frames are: an encoder rounds otherwise for another layout of the same numbers
+        return levels.contiguous().numpy()
