@@ -1,5 +1,6 @@
 """The same plans on a CUDA device: no wait inside a chunk, and what the CPU gives."""
 
+import copy
 import math
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, 
 from test_flash import listed_reference
 
 import tachyscope as ts
+from tachyscope.adapters.tiny_decoder import TinyDecoder
 from tachyscope.adapters.wan import random_wan
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.attention.ann import Ann
@@ -527,3 +529,29 @@ def test_the_first_rollout_of_a_process_equals_later_ones(plan):
         [sys.executable, "-c", REPEATED, *plan.split()], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-500:]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@torch.inference_mode()
+def test_a_tiny_decoder_gives_the_cpus_frames_and_never_waits(fused):
+    config = WanConfig()
+    cpu = TinyDecoder.read("random-tiny", config)
+    layers = copy.deepcopy(cpu.layers).place("cuda", torch.float32)
+    ours = TinyDecoder(layers, "taew2_1")
+    if fused:
+        ours.compile()
+    latents = torch.randn(1, 16, 9, 4, 6, generator=torch.Generator().manual_seed(0))
+    held, theirs = {}, {}
+    for i, part in enumerate(latents.split(3, 2)):
+        want, part = cpu(part, held), part.cuda()
+        if i < 1:
+            got = ours(part, theirs)
+        else:
+            # warm: nothing is asked of the host until the frames are copied
+            with no_waits():
+                shown = ours._stream(ours.decode, part, theirs, rounded=True)
+            assert shown.is_contiguous() and shown.dtype == torch.uint8
+            got = shown.cpu().numpy()
+        # convolutions may use TF32
+        assert got.shape == want.shape and abs(got.astype(int) - want).max() <= 3
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in theirs.values())

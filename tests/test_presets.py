@@ -976,6 +976,17 @@ def test_weights_of_another_size_are_refused(made, tmp_path):
     )
 
 
+def test_a_presets_protocol_serves_another_size(made, tmp_path):
+    """As docs/models.md tells it: by the configuration, or by a folder that holds it."""
+    config = dataclasses.replace(PRESETS["longlive"].config, **SMALL)
+    save_wan(made, tmp_path / "x.pt")
+    model = load_wan(tmp_path / "x.pt", config=config)
+    assert (model.stock, model.together) == (PRESETS["longlive"].config.stock, True)
+    save_wan(made, tmp_path / "folder")
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config.to_json()))
+    assert ts.load("wan_causal", tmp_path / "folder").config == config
+
+
 def test_a_fold_needs_a_sink_that_what_leaves_covers():
     model = random_wan(small("reward-forcing"))
     words = "cache=window:budget={},sink={},positions={},fold=0.9"

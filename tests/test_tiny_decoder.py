@@ -25,6 +25,7 @@ from tachyscope.adapters.wan import load_wan, random_wan, save_wan
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeWarning
+from tachyscope.fit import need, on_meta
 from tachyscope.rollout import open_session, refill, rollout
 
 SMALL = (8, 6, 4, 5)  # widths; each its own, so that none can stand for another
@@ -123,6 +124,7 @@ def test_a_decoder_equals_its_layout(name, small):
     levels = decoder.levels(latents.float(), {}).double()
     torch.testing.assert_close(levels, expected, rtol=0, atol=1e-2)
     frames = exact(latents, {})
+    assert frames.flags.c_contiguous  # as it comes from the convolutions, whose channels lie last
     assert frames.dtype == np.uint8 and np.array_equal(frames, expected.round().byte().numpy())
     assert exact.frames(5) == 17 and exact.frames(0) == 0
     # the two conventions are far apart
@@ -414,6 +416,15 @@ def test_a_tiny_decoder_is_saved_with_its_model(folder, small, tmp_path):
         assert again.config.decoder == "tiny_decoder" and again.decoder_name == name
         for a, b in zip(*(rollout(m, frames=9) for m in (model, again)), strict=True):
             assert np.array_equal(a.frames, b.frames)
+
+
+def test_its_memory_is_predicted(folder, small):
+    model = ts.load("wan_causal", folder, decoder=small[0] / "taew2_1.pth")
+    model.decoder.compile()  # nothing is compiled for shapes alone
+    found = need(on_meta(model), "dense", frames=21)
+    kept = 4 * 24 * 3 * (SMALL[0] + 4 * SMALL[1] + 16 * SMALL[2])
+    assert found.decoder == kept + 4 * sum(x.numel() for x in model.decoder.layers.parameters())
+    assert found.decoding > 12 * 32 * 48 * 3  # the frames alone
 
 
 def test_random_weights_of_the_published_shape_leave_the_global_generator_alone():

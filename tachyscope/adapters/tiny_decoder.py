@@ -134,7 +134,8 @@ class TinyLayers(nn.Module):
                 x = layer(x, before)
             else:
                 x = layer(x)
-        x = F.pixel_shuffle(x, self.patch)
+        if self.patch > 1:
+            x = F.pixel_shuffle(x, self.patch)
         levels = 255 * x.to(torch.promote_types(x.dtype, torch.float32)).clamp(0, 1)
         return levels.permute(0, 2, 3, 1), kept
 
