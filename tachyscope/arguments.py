@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from tachyscope.adapters import Adapter
+from tachyscope.bounds import ASKED, check
 from tachyscope.errors import TachyscopeError, shown, warn
 from tachyscope.plan import Plan, replaced
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     # a file, or pictures: uint8 or floats from 0 to 1, [F, H, W, 3] or [H, W, 3]
     Pictures = str | os.PathLike[str] | Image | Sequence[Image] | np.ndarray | Tensor
 
-MAX_SEED = 2**63 - 1
-
 
 def check_model(model: Any) -> Adapter:
     if isinstance(model, Adapter):
@@ -35,26 +34,25 @@ def check_model(model: Any) -> Adapter:
     raise TachyscopeError(f"model must be a loaded model, got {_told(model)}: use {load}")
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """A whole number in a range; Python's, NumPy's or a tensor of one."""
-    allowed = f"{least} or more" if most is None else f"from {least} to {most}"
+def check_whole(name: str, value: Any, what: str = "") -> int:
+    """A whole number within the bound of that name; Python's, NumPy's or a tensor of one."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
-        raise TachyscopeError(f"{name} must be a whole number, {allowed}, got {_told(value)}")
-    if number < least or (most is not None and number > most):
-        raise TachyscopeError(f"{name} must be {allowed}, got {_told(number)}")
-    return number
+        raise TachyscopeError(
+            f"{what or f'`{name}`'} must be a whole number {ASKED[name]}, got {_told(value)}"
+        )
+    return check(name, number, what)
 
 
 def check_frames(frames: Any) -> int:
-    return whole("frames", frames, 1)
+    return check_whole("frames", frames)
 
 
 def check_seed(seed: Any) -> int:
-    return whole("seed", seed, 0, MAX_SEED)
+    return check_whole("seed", seed)
 
 
 def check_prompt(prompt: Any, name: str = "prompt") -> str:
@@ -74,7 +72,7 @@ def check_changes(then: Any) -> list[tuple[int, str]]:
                 f"then must be (frame, prompt) pairs, got {_told(change)}: "
                 f"try [(24, 'a blue room')]"
             )
-        frame = whole("a frame of then", change[0], 1)
+        frame = check_whole("frames", change[0], "a frame of `then`")
         found.append((frame, check_prompt(change[1], "a prompt of then")))
     return found
 
@@ -84,7 +82,7 @@ def parse_change(text: str) -> tuple[int, str]:
     match = re.fullmatch(r"\s*(\d{1,9})\s*:(.*)", text, re.DOTALL)
     if match is None:
         raise TachyscopeError(
-            f"a change of prompt is FRAME: PROMPT, got {text!r}: try '24: a blue room'"
+            f"a change of prompt is FRAME: PROMPT, got {shown(text)}: try '24: a blue room'"
         )
     return int(match[1]), match[2].strip()
 
@@ -122,13 +120,17 @@ def parse_size(size: PixelSize | None) -> tuple[int, int] | None:
     if isinstance(size, str):
         match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", size)
         if match is None:
-            raise TachyscopeError(f"size is HEIGHTxWIDTH, got {size!r}: try 480x832")
+            raise TachyscopeError(f"`size` is HEIGHTxWIDTH, got {shown(size)}: try 480x832")
         return int(match[1]), int(match[2])
     if not isinstance(size, tuple | list) or len(size) != 2:
         raise TachyscopeError(
             f"size is (height, width) or 'HEIGHTxWIDTH', got {_told(size)}: try (480, 832)"
         )
-    return whole("the height of size", size[0], 1), whole("the width of size", size[1], 1)
+    height, width = size
+    return (
+        check_whole("height", height, "the height of `size`"),
+        check_whole("width", width, "the width of `size`"),
+    )
 
 
 def parse_actions(actions: Actions, letters: str, frames: int) -> list[int]:
@@ -138,35 +140,40 @@ def parse_actions(actions: Actions, letters: str, frames: int) -> list[int]:
     frame.
     """
     if isinstance(actions, str):
-        moves = _moves_of_text(actions, letters)
+        moves = _moves_of_text(actions, letters, frames)
     else:
         given = _items(actions, "actions", "text, or a list of letters or indices", "'w*20 a*24'")
         if given and not letters:
             raise TachyscopeError(
                 f"this model takes no actions, got {_told(given[0])}: leave them out"
             )
+        _check_count(len(given), frames)
         moves = [_move(action, letters) for action in given]
-    if len(moves) > frames:
-        raise TachyscopeError(
-            f"actions are given for {len(moves)} frames, but only {frames} are made: "
-            f"raise frames or shorten the actions"
-        )
     return moves + [0] * (frames - len(moves))
 
 
-def _moves_of_text(text: str, letters: str) -> list[int]:
-    moves: list[int] = []
+def _check_count(actions: int, frames: int) -> None:
+    if actions > frames:
+        raise TachyscopeError(
+            f"`actions` are given for {actions} frames, but only {frames} are made: raise "
+            f"`frames` or shorten the actions"
+        )
+
+
+def _moves_of_text(text: str, letters: str, frames: int) -> list[int]:
+    runs: list[tuple[int, int]] = []
     for word in text.split():
         match = re.fullmatch(r"(\S)(?:\*(\d{1,6}))?", word)
         if not letters:
-            raise TachyscopeError(f"this model takes no actions, got {word!r}: leave them out")
+            raise TachyscopeError(f"this model takes no actions, got {shown(word)}: leave them out")
         if match is None or match[1] not in letters:
             raise TachyscopeError(
-                f"actions: this model takes letters of {letters!r}, each with *count, got "
-                f"{word!r}: try {letters[:2][-1]}*20"
+                f"`actions`: this model takes letters of {letters!r}, each with *count, got "
+                f"{shown(word)}: try {letters[:2][-1]}*20"
             )
-        moves += [letters.index(match[1])] * int(match[2] or 1)
-    return moves
+        runs.append((letters.index(match[1]), int(match[2] or 1)))
+    _check_count(sum(count for _, count in runs), frames)
+    return [action for action, count in runs for _ in range(count)]
 
 
 def _move(action: Any, letters: str) -> int:
@@ -178,8 +185,8 @@ def _move(action: Any, letters: str) -> int:
         index = -1
     if not 0 <= index < len(letters):
         raise TachyscopeError(
-            f"actions: this model takes one letter of {letters!r} a frame, or its index from 0 to "
-            f"{len(letters) - 1}, got {_told(action)}: give one of these"
+            f"`actions`: this model takes one letter of {letters!r} a frame, or its index from 0 "
+            f"to {len(letters) - 1}, got {_told(action)}: give one of these"
         )
     return index
 

@@ -9,13 +9,23 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
 from tachyscope import __version__
-from tachyscope.errors import TachyscopeError, TachyscopeWarning, shown
+from tachyscope.bounds import check, check_prompt
+from tachyscope.errors import TachyscopeError, TachyscopeWarning, as_typed, shown
+from tachyscope.options import (
+    OptionalNumber,
+    OptionalPath,
+    OptionalPathText,
+    OptionalWhole,
+    PathOption,
+    Whole,
+    option_names,
+    worded,
+)
 from tachyscope.process import run_command
 
 # torch, rich, av and matplotlib are loaded by the verbs: help must not wait for them
@@ -68,25 +78,25 @@ class Video:
     "The prompt embedded before, in Wan-type models; and 'FRAME: FILE', another from a frame on."
     actions: str = ""
     "One action a frame, in models that take them: 'w*20 a*24'."
-    world: int | None = None
+    world: OptionalWhole = None
     "Start in this unseen room of the model's world, with its prompt, first frame and truth."
-    given: int = 1
+    given: Whole = 1
     "True frames of the world that the video goes on from; actions, one less, lead through them."
-    frames: int = 48
+    frames: Whole = 48
     "Pixel frames to make."
-    seed: int = 0
+    seed: Whole = 0
     "Same seed, same video."
     size: str | None = None
     "HEIGHTxWIDTH in pixels, in models that make more than one size."
-    weights: str | None = None
+    weights: OptionalPathText = None
     "The checkpoint, where the model's name stands for one; 'random' to time a published model."
-    decoder: str | None = None
+    decoder: OptionalPathText = None
     "A tiny decoder's file, taew2_1 or lighttaew2_1, to show a Wan-type checkpoint's latents."
     decoder_check: bool = False
     "Decode every chunk by Wan's VAE too, and tell the PSNR between the two; it costs its time."
-    lora: str | None = None
+    lora: OptionalPathText = None
     "A LoRA to merge into a Wan-type checkpoint."
-    lora_alpha: float | None = None
+    lora_alpha: OptionalNumber = None
     "The LoRA's alpha, where its file does not tell it: updates are scaled by alpha / rank."
     device: str = "cpu"
     "cpu, cuda or cuda:N."
@@ -119,16 +129,16 @@ class Video:
 
         changes: whether the verb takes changes of prompt.
         """
-        if self.frames < 1:
-            raise TachyscopeError(f"frames must be 1 or more, got {self.frames}")
-        if self.given < 1:
-            raise TachyscopeError(f"given must be 1 or more, got {self.given}")
+        check("frames", self.frames)
+        check("given", self.given)
         if self.given > 1 and self.world is None:
             raise TachyscopeError(
-                f"given frames are a world's, got {self.given} of none: add --world"
+                f"--given frames are a world's, got {self.given} of none: add --world"
             )
-        if not 0 <= self.seed < 2**63:
-            raise TachyscopeError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
+        check("seed", self.seed)
+        if self.world is not None:
+            check("world", self.world)
+        check_prompt(self.prompt)
         from tachyscope.arguments import parse_prompt_files, parse_size
 
         size = parse_size(self.size)
@@ -165,11 +175,11 @@ class Video:
         if not MODELS[model].world:
             known = ", ".join(name for name, entry in MODELS.items() if entry.world)
             raise TachyscopeError(
-                f"model {model!r} has no world whose truth is known, got world {self.world}: "
+                f"model {model!r} has no world whose truth is known, got --world {self.world}: "
                 f"use {known}"
             )
         if self.prompt:
-            raise TachyscopeError("a world brings its own prompt: leave prompt or world out")
+            raise TachyscopeError("a world brings its own prompt: leave --prompt or --world out")
         moves = parse_actions(self.actions, adapter.actions, self.frames + self.given - 1)
         visit = Visit(self.world, moves, pace=MODELS[model].pace)
         letters = [adapter.actions[move] for move in (0, *moves)]
@@ -189,10 +199,10 @@ def generate(
     model: str,
     /,
     *,
-    out: Path,
+    out: PathOption,
     plan: str = "dense",
     video: Video = VIDEO,
-    first: Path | None = None,
+    first: OptionalPath = None,
     then: tuple[str, ...] = (),
     compile: bool | None = None,
     json: Json = None,
@@ -238,7 +248,9 @@ def generate(
     check_json(json)
     if first is not None:
         if video.world is not None:
-            raise TachyscopeError("a world brings its own first frame: leave first or world out")
+            raise TachyscopeError(
+                "a world brings its own first frame: leave --first or --world out"
+            )
         asked["first"] = read_frames(first)
     target = check_folder(out) / "video.mp4"
     begun = time.perf_counter()
@@ -283,7 +295,7 @@ def compare(
     model: str,
     /,
     *,
-    out: Path,
+    out: PathOption,
     plan: str = "fast",
     video: Video = VIDEO,
     floor: bool = True,
@@ -349,10 +361,10 @@ def inspect(
     model: str,
     /,
     *,
-    out: Path,
+    out: PathOption,
     plan: str = "dense",
     video: Video = VIDEO,
-    rounds: int = 3,
+    rounds: Whole = 3,
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -377,6 +389,7 @@ def inspect(
     from tachyscope.results import check_json, emit
 
     text, asked = video.planned(plan, model), video.asked()
+    check("rounds", rounds)
     check_json(json)
     check_folder(out)
     adapter = video.load(model)
@@ -395,8 +408,8 @@ def evaluate(
     /,
     *,
     plan: tuple[str, ...] = (),
-    worlds: int | None = None,
-    seed: int = 0,
+    worlds: OptionalWhole = None,
+    seed: Whole = 0,
     quick: bool = False,
     only: Literal["both", "world", "tokens", "views"] = "both",
     device: str = "cpu",
@@ -426,9 +439,18 @@ def evaluate(
         A file for the results, or - for the last line of stdout.
     """
     from tachyscope.evaluation.atrium import evaluate_atrium, lines
+    from tachyscope.models import find_device
+    from tachyscope.plan import check_text
     from tachyscope.progress import parts_bar
     from tachyscope.results import check_json, emit
 
+    # faults show before it is said that this takes minutes
+    if worlds is not None:
+        check("worlds", worlds)
+    check("seed", seed)
+    for text in plan:
+        check_text(text)
+    find_device(device)
     check_json(json)
     with parts_bar() as watch:
         found = evaluate_atrium(
@@ -470,8 +492,8 @@ def cpu(
     *,
     model: str = "toy-chunks",
     plans: str = "fast;balanced",
-    frames: int = 48,
-    rounds: int = 5,
+    frames: Whole = 48,
+    rounds: Whole = 5,
     at: str | None = None,
     json: Json = None,
     said: Said = "",
@@ -514,20 +536,20 @@ def cpu(
 def wan(
     *,
     model: str = "self-forcing",
-    weights: str | None = None,
+    weights: OptionalPathText = None,
     table: str = "main",
     rows: str | None = None,
     size: str = "480x832",
     lengths: str | None = None,
-    rounds: int = 5,
-    rollout: int | None = None,
+    rounds: Whole = 5,
+    rollout: OptionalWhole = None,
     decode: bool = False,
     decoder: str | None = None,
     traced: bool = False,
     compile: bool | None = None,
     device: str = "cuda",
     dtype: str = "bfloat16",
-    seed: int = 0,
+    seed: Whole = 0,
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -587,12 +609,12 @@ def fit(
     /,
     *,
     plan: str = "fast",
-    frames: int = 48,
+    frames: Whole = 48,
     size: str | None = None,
     prompt: str = "",
-    weights: str | None = None,
+    weights: OptionalPathText = None,
     dtype: str = "bfloat16",
-    gpu_gb: float | None = None,
+    gpu_gb: OptionalNumber = None,
     json: Json = None,
     said: Said = "",
 ) -> None:
@@ -707,10 +729,13 @@ def _run(words: Sequence[str]) -> None:
     try:
         verb, given, unparsed = app.parse_args(words)
     except CycloptsError as error:
-        raise TachyscopeError(str(error)) from error
+        raise TachyscopeError(worded(error)) from error
     more = {"said": shlex.join(["tachyscope", *words])} if "said" in unparsed else {}
-    with _printing_warnings():
-        verb(*given.args, **given.kwargs, **more)
+    try:
+        with _printing_warnings():
+            verb(*given.args, **given.kwargs, **more)
+    except TachyscopeError as error:
+        raise TachyscopeError(as_typed(str(error), option_names(verb))) from error
 
 
 @contextmanager

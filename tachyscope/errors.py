@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Collection
 
 LONGEST_WORD, LONGEST = 200, 1000
 
@@ -45,6 +46,15 @@ def shown(text: str, most: int = 60) -> str:
     return repr(text)
 
 
+def as_typed(message: str, options: Collection[str]) -> str:
+    """An error's words with options as they are typed: `frames` becomes --frames."""
+
+    def typed(match: re.Match[str]) -> str:
+        return f"--{match[1].replace('_', '-')}" if match[1] in options else match[1]
+
+    return re.sub(r"`([a-z_]+)`", typed, message)
+
+
 def first_line(fault: BaseException) -> str:
     """What another's error says first, or is called."""
     return (str(fault).strip() or type(fault).__name__).splitlines()[0]
@@ -54,4 +64,4 @@ def is_out_of_memory(fault: BaseException) -> bool:
     """torch has an error of its own for CUDA's memory, and only words for the CPU's."""
     if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(fault, RuntimeError) and "allocate memory" in str(fault)
+    return isinstance(fault, RuntimeError | OSError) and "allocate memory" in str(fault)

@@ -38,17 +38,17 @@ KINDS = {
 STREAMS = (stat.S_IFIFO, stat.S_IFCHR)
 
 
-def user_path(text: str) -> Path:
+def user_path(text: str, what: str = "a path") -> Path:
     """A path as a person typed it: `~` is their home, and what cannot be one is refused."""
     if not text:
-        raise TachyscopeError("a path has letters, got '': give one, or . for this folder")
+        raise TachyscopeError(f"{what} must name a file or folder, got '': . is this folder")
     if "\0" in text:
-        raise TachyscopeError(f"a path has no NUL bytes, got {text!r}: leave them out")
+        raise TachyscopeError(f"{what} has no NUL bytes, got {text!r}: leave them out")
     path = os.path.expanduser(text)
     if text.startswith("~") and path == text:
         user = text.split("/")[0]
         raise TachyscopeError(
-            f"{user} is the home of a user that is not known here: give the whole path, or "
+            f"{what}: {user} is the home of a user that is not known here: give the whole path, or "
             f"./{user} for a folder of that name"
         )
     return Path(path)

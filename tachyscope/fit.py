@@ -25,6 +25,7 @@ from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.arguments import parse_plan
+from tachyscope.bounds import check
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError
@@ -233,7 +234,7 @@ def sized(name: str, weights: str | Path | None = None, dtype: str = "bfloat16")
     published = SIZES | {name: preset.config for name, preset in PRESETS.items()}
     if name in published:
         if weights is not None:
-            raise TachyscopeError(f"the size of {name} is known: leave weights out")
+            raise TachyscopeError(f"the size of {name} is known: leave `weights` out")
         return _wan(name, published[name], DTYPES[dtype])
     if name not in MODELS:
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join((*MODELS, *SIZES))}")
@@ -367,10 +368,9 @@ def fit(
     command: str = "",
 ) -> Document:
     """Whether a plan's peak fits a GPU; if not, the largest budget that would. A document."""
-    if frames < 1:
-        raise TachyscopeError(f"frames must be 1 or more, got {frames}")
-    if gpu_gb is not None and gpu_gb <= 0:
-        raise TachyscopeError(f"gpu-gb must be over 0, got {gpu_gb:g}")
+    check("frames", frames)
+    if gpu_gb is not None:
+        check("gpu_gb", gpu_gb)
     parsed = parse_plan(model, plan)
     session = _shapes(model, parsed, frames, size, prompt)
     shape = session.shape

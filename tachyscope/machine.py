@@ -13,10 +13,11 @@ import torch
 
 def machine() -> dict[str, str | int | float | None]:
     """CPU, cores and memory this process may use, and the first GPU, or None."""
+    memory = memory_of(torch.device("cpu"))
     found: dict[str, str | int | float | None] = {
         "cpu": _cpu(),
         "cores": cores(),
-        "memory_gb": _memory_gb(),
+        "memory_gb": None if memory is None else round(memory / 1e9, 1),
         "gpu": None,
     }
     if torch.cuda.is_available():
@@ -57,7 +58,12 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_gb() -> float | None:
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that this process may use of a device's memory in all; None where no one tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return None
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not every system counts its pages
@@ -65,4 +71,4 @@ def _memory_gb() -> float | None:
     limit = Path("/sys/fs/cgroup/memory.max")
     with suppress(OSError, ValueError):  # no such file, or the word "max"
         total = min(total, int(limit.read_text()))
-    return round(total / 1e9, 1)
+    return total

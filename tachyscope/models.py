@@ -117,32 +117,34 @@ def load(
     if named not in DTYPES:
         raise TachyscopeError(f"no dtype {named!r}; there are: {', '.join(DTYPES)}")
     dtype = DTYPES[named]
-    place = _device(device)
+    place = find_device(device)
     entry = MODELS[name]
     if not entry.wan:
         if lora is not None:
-            raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave lora out")
+            raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave `lora` out")
         if decoder is not None:
             raise TachyscopeError(
-                f"model {name!r} takes no tiny decoder, got {decoder}: leave decoder out"
+                f"model {name!r} takes no tiny decoder, got {decoder}: leave `decoder` out"
             )
     if lora is None and lora_alpha is not None:
         raise TachyscopeError(
-            f"lora_alpha is a LoRA's, got {lora_alpha} and no LoRA: give lora too"
+            f"`lora_alpha` is a LoRA's, got {lora_alpha} and no LoRA: give `lora` too"
         )
     if decoder is None and decoder_check:
         raise TachyscopeError("decoder_check is of a tiny decoder, got none: give decoder too")
     if entry.weights:
         if weights is None:
-            made_up = ", or weights=random to time it" if name in PRESETS else ""
-            raise TachyscopeError(f"model {name!r} needs a checkpoint: give weights=PATH{made_up}")
+            made_up = ", or 'random' to time it" if name in PRESETS else ""
+            raise TachyscopeError(
+                f"model {name!r} needs a checkpoint: give its path as `weights`{made_up}"
+            )
         more: dict[str, Any] = {}
         if entry.wan:
             more = {"lora": lora, "lora_alpha": lora_alpha}
             more |= {"decoder": decoder, "decoder_check": decoder_check}
         return entry.make(Path(weights), device=place, dtype=dtype, **more)
     if weights is not None:
-        raise TachyscopeError(f"model {name!r} brings its own weights: leave weights out")
+        raise TachyscopeError(f"model {name!r} brings its own weights: leave `weights` out")
     return entry.make(device=place, dtype=dtype)
 
 
@@ -159,7 +161,8 @@ def with_prompt(model: Adapter, file: Path | str, later: Sequence[str] = ()) -> 
     return WanAdapter(model.name, model.model, text, model.decoder)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def find_device(device: str | torch.device) -> torch.device:
+    """The device of that name; raises where there is none."""
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError):
@@ -167,5 +170,5 @@ def _device(device: str | torch.device) -> torch.device:
     if place is None or place.type not in ("cpu", "cuda"):
         raise TachyscopeError(f"no device {device!r}; give cpu, cuda or cuda:N")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise TachyscopeError("device cuda: no CUDA device is usable here: use device cpu")
+        raise TachyscopeError("`device` cuda: no CUDA device is usable here: use cpu")
     return place

@@ -65,7 +65,7 @@ def _finite(value: Any) -> Any:
 def check_json(where: str | None) -> None:
     """Raise where a document could not be written, before it is measured."""
     if where is not None and where != "-":
-        check_file(user_path(where))
+        check_file(user_path(where, "`json`"))
 
 
 def emit(found: Document, where: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -431,10 +432,14 @@ def _newest(model: Adapter, session: Session, actions: Actions) -> deque[Part]:
 
 def chunks_for(model: Adapter, chunk: int, start: int, frames: int) -> int:
     """Chunks that give `frames` more frames, after `start` latent frames."""
-    wanted, latents = model.frames(start) + frames, start
-    while model.frames(latents) < wanted:
-        latents += chunk
-    return (latents - start) // chunk
+    wanted, enough = model.frames(start) + frames, 1
+
+    def shown_by(chunks: int) -> int:
+        return model.frames(start + chunks * chunk)
+
+    while shown_by(enough) < wanted:
+        enough *= 2
+    return bisect_left(range(enough), wanted, key=shown_by)
 
 
 def _moves_of(

@@ -20,6 +20,7 @@ from tachyscope.kernels.replay import (
     temporal_score,
 )
 from tachyscope.kernels.rotary import turn_into
+from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 from tachyscope.programs import keep_programs
@@ -88,6 +89,7 @@ class Session:
         self.prompt = max(self.lengths, default=0)
         self.pads = tuple(self.prompt - n for n in self.lengths)
         slots = self.slots_for(self.lengths)
+        self._check_memory(slots)
         self._room = None if cache.grows else slots - shape.chunk_tokens
         self.chunk = 0  # chunks committed
         self._clock = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -113,6 +115,21 @@ class Session:
         origin = torch.tensor(self.lengths or (0,), dtype=torch.float64, device=self.device)
         self._origin = origin.view(-1, 1, 1, 1)
         self._turning = self.rope.turning(self.device)
+
+    def _check_memory(self, slots: int) -> None:
+        """Raise where keys and values of so many slots are more than the device's whole memory.
+
+        The system itself may grant what it does not have, and end the process when it is used.
+        """
+        shape, limit = self.shape, memory_of(self.device)
+        numbers = 2 * shape.layers * shape.rows * shape.kv_heads * slots * shape.head_dim
+        if limit is not None and numbers * self.dtype.itemsize > limit:
+            raise TachyscopeError(
+                f"the memory of {self.device} does not hold the cache of {self.plan}: "
+                f"{numbers * self.dtype.itemsize / 1e9:.3g} GB of {limit / 1e9:.3g}: give it a "
+                f"budget, for example cache=merge:budget=21f, or take fewer `frames` or a smaller "
+                f"`size`; tachyscope bench fit tells what fits"
+            )
 
     def _empty_layer(self, slots: int) -> Layer:
         shape, plan = self.shape, self.plan
@@ -417,6 +434,8 @@ class Session:
         What a chunk costs hangs on how many entries there are, not on what they hold.
         """
         shape = self.shape
+        if self.plan.cache.grows:
+            self._check_memory(self.prompt + frames * shape.places)
         rng = torch.Generator(self.device).manual_seed(self.seed + self.frame)
 
         def draw(heads: int, tokens: int) -> Tensor:

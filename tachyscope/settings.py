@@ -6,6 +6,10 @@ import dataclasses
 import typing
 from typing import Any, NamedTuple
 
+from tachyscope.bounds import LATENTS, SETTINGS, Bound, within
+from tachyscope.errors import TachyscopeError
+from tachyscope.types import Size
+
 
 class Setting(NamedTuple):
     """One parameter of a policy."""
@@ -33,3 +37,18 @@ def settings(policy: Any) -> dict[str, Setting]:
         )
         for field in dataclasses.fields(policy)
     }
+
+
+def check_settings(policy: Any, part: str, name: str) -> None:
+    """Raise where a number that a policy is set to is out of its bounds."""
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        bound = SETTINGS.get(f"{part} {name}.{field.name}") or SETTINGS.get(field.name)
+        if value is None or bound is None:
+            continue
+        number = value
+        if isinstance(value, Size):
+            number = value.count
+            bound = Bound(1, LATENTS.high) if value.frames else bound
+        if not within(bound, number):
+            raise TachyscopeError(f"{part} policy {name!r}: {field.name} {bound.rule(value)}")

@@ -211,7 +211,7 @@ class Size:
     @classmethod
     def parse(cls, text: str) -> Size:
         digits = text.removesuffix("f")
-        if not digits.isdecimal():
+        if not (digits.isascii() and digits.isdecimal() and len(digits) <= 30):
             raise TachyscopeError(
                 f"a size is entries (1344) or latent frames (21f), got {shown(text)}: "
                 f"give one of these"

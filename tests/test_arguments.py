@@ -31,25 +31,28 @@ def _video(model, **asked):
 
 
 WRONG = [
-    ({"frames": 3.5}, "frames must be a whole number, 1 or more, got 3.5"),
-    ({"frames": "3"}, "frames must be a whole number, 1 or more, got '3'"),
-    ({"frames": True}, "frames must be a whole number, 1 or more, got True"),
-    ({"frames": None}, "frames must be a whole number, 1 or more, got None"),
-    ({"frames": 0}, "frames must be 1 or more, got 0"),
-    ({"frames": -(10**5000)}, "frames must be 1 or more, got a number of 16610 bits"),
+    ({"frames": 3.5}, "`frames` must be a whole number from 1 to 1,000,000, got 3.5"),
+    ({"frames": "3"}, "`frames` must be a whole number from 1 to 1,000,000, got '3'"),
+    ({"frames": True}, "`frames` must be a whole number from 1 to 1,000,000, got True"),
+    ({"frames": None}, "`frames` must be a whole number from 1 to 1,000,000, got None"),
+    ({"frames": 0}, "`frames` must be from 1 to 1,000,000, got 0"),
+    (
+        {"frames": -(10**5000)},
+        "`frames` must be from 1 to 1,000,000, got a number of more than 30 digits",
+    ),
     ({"prompt": ["a"]}, "prompt must be text, got a list: give one string, '' for no prompt"),
     ({"prompt": 7}, "prompt must be text, got 7"),
     ({"prompt": b"a"}, "prompt must be text, got a bytes"),
     ({"plan": {}}, "plan must be text or a Plan, got a dict: try 'fast'"),
     ({"plan": "nope"}, "no plan 'nope'"),
-    ({"seed": -1}, "seed must be from 0 to 9223372036854775807, got -1"),
-    ({"seed": 2**64}, "seed must be from 0 to 9223372036854775807, got 18446744073709551616"),
-    ({"seed": 0.5}, "seed must be a whole number"),
-    ({"size": "64 by 96"}, "size is HEIGHTxWIDTH, got '64 by 96': try 480x832"),
+    ({"seed": -1}, "`seed` must be from 0 to 2**63 - 1, got -1"),
+    ({"seed": 2**64}, "`seed` must be from 0 to 2**63 - 1, got 18446744073709551616"),
+    ({"seed": 0.5}, "`seed` must be a whole number"),
+    ({"size": "64 by 96"}, "`size` is HEIGHTxWIDTH, got '64 by 96': try 480x832"),
     ({"size": (64,)}, "size is (height, width) or 'HEIGHTxWIDTH', got a tuple: try (480, 832)"),
     ({"size": 64}, "size is (height, width) or 'HEIGHTxWIDTH', got 64"),
-    ({"size": (64, 96.0)}, "the width of size must be a whole number, 1 or more, got 96.0"),
-    ({"size": (-64, 96)}, "the height of size must be 1 or more, got -64"),
+    ({"size": (64, 96.0)}, "the width of `size` must be a whole number from 1 to 16,384, got 96.0"),
+    ({"size": (-64, 96)}, "the height of `size` must be from 1 to 16,384, got -64"),
     ({"actions": 3}, "actions must be text, or a list of letters or indices, got 3: try 'w*20"),
     ({"actions": {"w": 1}}, "got a dict"),
     ({"actions": None}, "actions must be text, or a list of letters or indices, got None"),
@@ -59,15 +62,18 @@ WRONG = [
     ({"actions": [0.5]}, "got 0.5"),
     ({"actions": [True]}, "got True"),
     ({"actions": np.zeros((2, 2), int)}, "actions has one dimension, got [2, 2]: flatten it"),
-    ({"actions": [1] * 4}, "actions are given for 4 frames, but only 3 are made"),
-    ({"first_actions": ["w"]}, "actions are given for 1 frames, but only 0 are made"),
+    ({"actions": [1] * 4}, "`actions` are given for 4 frames, but only 3 are made"),
+    ({"first_actions": ["w"]}, "`actions` are given for 1 frames, but only 0 are made"),
     ({"first": 3}, "first must be a path, PIL images, an array or a tensor, got 3"),
     ({"first": "nowhere.png"}, "nowhere.png"),
 ]
 ROLLOUT_ONLY = [
     ({"then": "24: blue"}, "then must be (frame, prompt) pairs, got '24: blue': try [(24, 'a"),
     ({"then": [24]}, "then must be (frame, prompt) pairs, got 24"),
-    ({"then": [("24", "blue")]}, "a frame of then must be a whole number, 1 or more, got '24'"),
+    (
+        {"then": [("24", "blue")]},
+        "a frame of `then` must be a whole number from 1 to 1,000,000, got '24'",
+    ),
     ({"then": [(24, None)]}, "a prompt of then must be text, got None"),
     ({"session": "s"}, "session must be a Session, got a str: use open_session"),
 ]
@@ -91,7 +97,7 @@ def test_the_same_checks_stand_at_the_other_doors(chunks, call):
             continue
         refused(lambda asked=asked: call(chunks, **{"frames": 3} | asked), words)
     for name in ("plan", "prompt", "seed"):
-        refused(lambda name=name: call(chunks, **{"frames": 3, name: None}), f"{name} must be")
+        refused(lambda name=name: call(chunks, **{"frames": 3, name: None}), f"{name}", "must be")
     loaded = "model must be a loaded model, got 'toy-chunks': use tachyscope.load('toy-chunks')"
     refused(lambda: call("toy-chunks", frames=3), loaded)
 

@@ -304,14 +304,14 @@ def test_faulty_settings_are_refused():
         ({}, "takes one of read, k, top_p"),
         ({"read": 0.5, "k": 3}, "takes one of read, k, top_p"),
         ({"read": 1.5}, "read must be over 0 and at most 1, got 1.5"),
-        ({"read": 0.5, "dense_passes": 2.0}, "dense_passes is a share, got 2.0"),
-        ({"read": 0.5, "block": 0}, "block, tile and bits must be 1 or more"),
+        ({"read": 0.5, "dense_passes": 2.0}, "dense_passes must be from 0 to 1, got 2.0"),
+        ({"read": 0.5, "block": 0}, "block must be from 1 to 4,096, got 0"),
     ]:
         with pytest.raises(TachyscopeError, match=words):
             Ann(**kwargs)
-    with pytest.raises(TachyscopeError, match="tokens must be 1 or more"):
+    with pytest.raises(TachyscopeError, match="tokens must be from 1 to"):
         Window(tokens=0)
-    with pytest.raises(TachyscopeError, match="keep must be 1 or more"):
+    with pytest.raises(TachyscopeError, match="keep must be from 1 to"):
         AnnText(keep=0)
 
 

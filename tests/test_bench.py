@@ -116,7 +116,7 @@ def test_a_benchmark_says_time_and_counted_work_in_one_line_a_plan(found):
 
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_a_benchmark_of_no_rounds_is_refused(chunks, rounds):
-    with pytest.raises(TachyscopeError, match=f"^rounds must be 1 or more, got {rounds}$"):
+    with pytest.raises(TachyscopeError, match=f"^`rounds` must be from 1 to 1,000, got {rounds}$"):
         bench(chunks, ["fast"], rounds=rounds)
 
 
@@ -250,15 +250,15 @@ def test_plans_are_set_apart_by_semicolons():
         (["wan", "--rows", "magic"], "no row 'magic'; there are: dense, stock, "),
         (["wan", "--rows", ";"], "rows are set apart by ';', got ';': try 'dense;headline'"),
         (["wan", "--table", "magic"], "no table 'magic'; there are: main, all"),
-        (["wan", "--size", "big"], "size is HEIGHTxWIDTH, got 'big': try 480x832"),
-        (["wan", "--lengths", "9,x"], "lengths are latent frames set apart by commas, got '9,x'"),
+        (["wan", "--size", "big"], "--size is HEIGHTxWIDTH, got 'big': try 480x832"),
+        (["wan", "--lengths", "9,x"], "--lengths is latent frames set apart by commas, got '9,x'"),
         (["wan", "--model", "x", "--device", "cpu"], "no model 'x'; there are: "),
         (["wan", "--model", "wan_1.3b", "--weights", "x"], "wan_1.3b is a size, for random"),
         (["wan", "--model", "toy-tokens", "--device", "cpu"], "toy-tokens is no Wan-type model"),
-        ([*TOY, "--rounds", "1"], "rounds must be 2 or more and lengths 1 or more, got 1 and []"),
-        ([*TOY, "--rollout", "0"], "frames must be 1 or more, got 0"),
+        ([*TOY, "--rounds", "1"], "--rounds must be 2 or more here, got 1: give as many"),
+        ([*TOY, "--rollout", "0"], "--rollout must be from 1 to 1,000,000, got 0"),
         (["cpu", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
-        (["cpu", "--frames", "0"], "frames must be 1 or more, got 0"),
+        (["cpu", "--frames", "0"], "--frames must be from 1 to 1,000,000, got 0"),
         (["cpu", "--model", "x"], "no model 'x'; there are: "),
         (["cpu", "--plans", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
     ],
@@ -319,5 +319,5 @@ def test_a_filled_session_counts_what_a_made_one_counts(chunks):
 def test_lengths_are_numbers(chunks):
     with pytest.raises(TachyscopeError, match="at is latent frames set apart by commas, got '3,x'"):
         bench_asked(chunks, ["fast"], at="3,x", frames=12)
-    with pytest.raises(TachyscopeError, match=r"rounds and lengths must be 1 or more, got 5 and"):
+    with pytest.raises(TachyscopeError, match=r"`at` must be from 1 to 10,000, got"):
         bench_lengths(chunks, ["fast"], lengths=[0])

@@ -269,11 +269,11 @@ def test_a_budget_below_what_is_protected_is_refused(cache, message):
 def test_faulty_settings_are_refused():
     with pytest.raises(TachyscopeError, match="takes a budget or a threshold"):
         Merge(budget=Size(9), threshold=0.9)
-    with pytest.raises(TachyscopeError, match="threshold is a cosine"):
+    with pytest.raises(TachyscopeError, match="threshold must be from -1 to 1"):
         Merge(threshold=1.5)
     with pytest.raises(TachyscopeError, match="newest must be 0"):
         Merge(threshold=0.9, newest=1)
-    with pytest.raises(TachyscopeError, match="sink must be 0 or more"):
+    with pytest.raises(TachyscopeError, match="sink must be from 0 to 1,000,000, got"):
         Window(sink=-1)
 
 

@@ -265,8 +265,8 @@ def test_a_write_that_is_stopped_leaves_nothing(tmp_path, tensors, monkeypatch):
 def test_a_write_where_no_folder_can_be_is_refused(tmp_path, tensors):
     (tmp_path / "file").write_bytes(b"")
     for name in ("a.safetensors", "a.pt"):
-        refused(lambda name=name: write_tensors(tmp_path / "file" / name, tensors), "be written")
-    refused(lambda: write_json(tmp_path / "file" / "a.json", {}), "cannot be written")
+        refused(lambda name=name: write_tensors(tmp_path / "file" / name, tensors), "not a folder")
+    refused(lambda: write_json(tmp_path / "file" / "a.json", {}), "file is a file, not a folder")
 
 
 def test_tensors_that_share_memory_are_refused(tmp_path, tensors):

@@ -221,9 +221,9 @@ def test_a_fault_in_the_middle_leaves_no_file(model, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"frames": 0}, "^frames must be 1 or more, got 0$"),
-        ({"actions": "jump"}, "^actions: this model takes letters of '.wsadqe'"),
-        ({"actions": "w*13"}, "^actions are given for 13 frames, but only 12 are made"),
+        ({"frames": 0}, "^`frames` must be from 1 to 1,000,000, got 0$"),
+        ({"actions": "jump"}, "^`actions`: this model takes letters of '.wsadqe'"),
+        ({"actions": "w*13"}, "^`actions` are given for 13 frames, but only 12 are made"),
         ({"size": (63, 96)}, "got 63x96: round it$"),
     ],
 )

@@ -169,5 +169,5 @@ def test_an_evaluation_has_the_keys_it_promises(monkeypatch):
 def test_faults_are_one_line():
     with pytest.raises(TachyscopeError, match="toy-chunks is no token model of Atrium"):
         ev.evaluate_tokens("toy-chunks")
-    with pytest.raises(TachyscopeError, match="worlds must be 1 or more, got 0"):
+    with pytest.raises(TachyscopeError, match="`worlds` must be from 1 to 10,000, got 0"):
         ev.evaluate_tokens("toy-tokens", worlds=0)

@@ -141,9 +141,9 @@ def test_paths_that_cannot_be_are_told_in_right_words(tmp_path):
         assert max(map(len, message.split())) <= 201
     for call in (check_folder, check_file, user_path):
         refused(lambda call=call: call("a\0b"), "a path has no NUL bytes, got 'a\\x00b'")
-    refused(lambda: user_path(""), "a path has letters, got '': give one, or . for this folder")
+    refused(lambda: user_path(""), "a path must name a file or folder, got '': . is this folder")
     refused(lambda: user_path("~nouser/x"), "~nouser is the home of a user that is not known here")
-    refused(lambda: check_json(""), "a path has letters, got ''")
+    refused(lambda: check_json(""), "`json` must name a file or folder, got ''")
     assert user_path("~") == user_path(os.path.expanduser("~"))
 
 

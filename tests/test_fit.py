@@ -201,12 +201,12 @@ def test_the_command_line_tells_it(tmp_path, capsys):
     "words, message",
     [
         (["wan_9b"], "no model 'wan_9b'; there are: "),
-        (["wan_1.3b", "--weights", "x"], "the size of wan_1.3b is known: leave weights out"),
+        (["wan_1.3b", "--weights", "x"], "the size of wan_1.3b is known: leave --weights out"),
         (["toy-chunks", "--dtype", "float8"], "no dtype 'float8'; there are: float32"),
-        (["toy-chunks", "--frames", "0"], "frames must be 1 or more, got 0"),
-        (["toy-chunks", "--gpu-gb", "0"], "gpu-gb must be over 0, got 0"),
+        (["toy-chunks", "--frames", "0"], "--frames must be from 1 to 1,000,000, got 0"),
+        (["toy-chunks", "--gpu-gb", "0"], "--gpu-gb must be over 0 and at most 1,000,000, got 0"),
         (["toy-chunks", "--plan", "magic"], "no plan 'magic'; there are: dense"),
-        (["toy-chunks", "--size", "big"], "size is HEIGHTxWIDTH, got 'big': try 480x832"),
+        (["toy-chunks", "--size", "big"], "--size is HEIGHTxWIDTH, got 'big': try 480x832"),
         (["toy-chunks", "--plan", "cache=merge:budget=2f"], "cache policy 'merge': budget=2f holds 48"),
     ],
 )  # fmt: skip

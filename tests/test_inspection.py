@@ -285,10 +285,10 @@ def test_given_frames_count_in_the_table_of_frames_alone(models):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"frames": 0}, "frames must be 1 or more, got 0"),
-        ({"frames": 2, "rounds": 0}, "rounds must be 1 or more, got 0"),
-        ({"frames": 2, "queries": 0}, "queries must be 1 or more, got 0"),
-        ({"frames": 2, "places": 1}, "places must be 2 or more, got 1"),
+        ({"frames": 0}, "`frames` must be from 1 to 1,000,000, got 0"),
+        ({"frames": 2, "rounds": 0}, "`rounds` must be from 1 to 1,000, got 0"),
+        ({"frames": 2, "queries": 0}, "`queries` must be from 1 to 4,096, got 0"),
+        ({"frames": 2, "places": 1}, "`places` must be from 2 to 65,536, got 1"),
         ({"frames": 1}, "adjacent frames need two latent frames, got 1: raise frames"),
     ],
     ids=str,
@@ -326,8 +326,8 @@ def test_the_verb_writes_the_plots_and_a_document(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--given", "0"], "given must be 1 or more, got 0"),
-        (["--given", "2"], "given frames are a world's, got 2 of none: add --world"),
+        (["--given", "0"], "--given must be from 1 to 2,000, got 0"),
+        (["--given", "2"], "--given frames are a world's, got 2 of none: add --world"),
     ],
     ids=" ".join,
 )

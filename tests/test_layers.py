@@ -8,8 +8,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tachyscope"
 ROWS = [  # a module may import from the rows above its own, and from its own folder
     {"errors", "machine"},
+    {"bounds", "process", "fpga"},
     {"types", "files", "weights", "fingerprint", "numerics"},
-    {"meter"},
+    {"settings", "options"},
+    {"meter", "rates"},
     {"kernels"},
     {"cache", "attention", "replay"},
     {"plan"},

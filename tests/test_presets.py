@@ -963,7 +963,7 @@ def test_faults_of_a_checkpoint_are_one_line(made, shrunk, tmp_path):
     refused(load(whole | {"head.head.bias": torch.ones(3)}), "head.head.bias is float32 [3] and")
     path.write_bytes(path.read_bytes()[:5000])
     refused(lambda: ts.load("self-forcing", path), "damaged or cut short", "get it again")
-    refused(lambda: ts.load("self-forcing"), "give weights=PATH, or weights=random to time it")
+    refused(lambda: ts.load("self-forcing"), "give its path as `weights`, or 'random' to time it")
     refused(lambda: ts.load("self-forcing", tmp_path / "none.pt"), "no model at")
 
 

@@ -301,18 +301,18 @@ def test_actions_are_letters_with_counts():
         (
             "z",
             ".w",
-            "actions: this model takes letters of '.w', each with *count, got 'z': try w*20",
+            "`actions`: this model takes letters of '.w', each with *count, got 'z': try w*20",
         ),
         (
             "w*x",
             ".w",
-            "actions: this model takes letters of '.w', each with *count, got 'w*x': try w*20",
+            "`actions`: this model takes letters of '.w', each with *count, got 'w*x': try w*20",
         ),
         ("w", "", "this model takes no actions, got 'w': leave them out"),
         (
             "w*9",
             ".w",
-            "actions are given for 9 frames, but only 5 are made: raise frames or shorten the actions",
+            "`actions` are given for 9 frames, but only 5 are made: raise `frames` or shorten the actions",
         ),
     ],
 )
@@ -322,7 +322,7 @@ def test_a_fault_in_actions_is_named(text, letters, message):
 
 
 def test_frames_must_be_positive(model):
-    with pytest.raises(TachyscopeError, match="^frames must be 1 or more, got 0$"):
+    with pytest.raises(TachyscopeError, match="^`frames` must be from 1 to 1,000,000, got 0$"):
         next(ts.rollout(model, frames=0))
 
 
@@ -335,7 +335,10 @@ def test_frames_must_be_positive(model):
         ),
         (lambda: ts.load("toy-chunks", device="tpu9"), "no device 'tpu9'"),
         (lambda: ts.load("toy-chunks", dtype="int3"), "no dtype 'int3'; there are: float32"),
-        (lambda: ts.load("wan_causal"), "model 'wan_causal' needs a checkpoint: give weights=PATH"),
+        (
+            lambda: ts.load("wan_causal"),
+            "model 'wan_causal' needs a checkpoint: give its path as `weights`",
+        ),
         (lambda: ts.load("toy-tokens", "x.pt"), "model 'toy-tokens' brings its own weights"),
     ],
 )

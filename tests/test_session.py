@@ -279,8 +279,11 @@ def test_a_key_is_always_turned_from_its_unrotated_copy():
 @pytest.mark.parametrize(
     "plan, words",
     [
-        ("cache=window:max_distance=0", "max_distance must be 1 or more, got 0"),
-        ("cache=merge:match=unrotated,max_distance=0", "max_distance is 1 or more"),
+        ("cache=window:max_distance=0", "max_distance must be from 1 to 1,000,000, got 0"),
+        (
+            "cache=merge:match=unrotated,max_distance=0",
+            "max_distance must be from 1 to 1,000,000, got 0",
+        ),
         ("cache=merge:max_distance=9", "cannot be compared rotated, .*set match=unrotated"),
     ],
 )

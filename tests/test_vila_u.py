@@ -787,10 +787,10 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
         (tensors_of("llm", lambda t: t.update({GATE: torch.zeros(3)})), rf"{GATE} is .*\[3\]"),
         (tensors_of("vision_tower", lambda t: t.update(odd=torch.zeros(1))), "it also has odd"),
         (config_of("", model_type="llava"), "model_type must be 'vila_u_llama' or 'vila_u', got"),
-        (config_of("", model_dtype="float8"), "model_dtype must name a torch dtype, got 'float8'"),
+        (config_of("", model_dtype="float8"), "model_dtype must be one of torch.float32, torch.float64, torch.float16, torch.bfloat16, got 'float8'"),
         (config_of("", tachyscope={"colour": 1}), "tachyscope.colour must be absent: the keys are"),
         (config_of("llm", hidden_size=None), "llm/config.json: hidden_size must be of type int"),
-        (config_of("llm", num_hidden_layers=0), "num_hidden_layers must be above 0, got 0"),
+        (config_of("llm", num_hidden_layers=0), "num_hidden_layers must be from 1 to 256, got 0"),
         (config_of("llm", hidden_size=48), "input_embed_dim_2 must be 48, got 64"),
         (config_of("llm", attention_bias=True), "attention_bias must be False, got True"),
         (

@@ -109,7 +109,7 @@ class Adapter(abc.ABC):
 
     def compile(self) -> Self:
         """The model with its layers compiled; the first chunk of a size then takes a while."""
-        raise TachyscopeError(f"{self.name} has no layers to compile: leave compile out")
+        raise TachyscopeError(f"{self.name} has no layers to compile: leave `compile` out")
 
     @abc.abstractmethod
     def clean(

@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory
+from tachyscope.bounds import JSON_BYTES
+from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory, shown
 from tachyscope.files import replacing, unwritable
 
 SAFE = (".safetensors", ".sft")
@@ -131,10 +132,21 @@ def fit(
     ignore: tuple[str, ...] = (),
     assign: bool = False,
 ) -> None:
-    """Copy the tensors into the module, after checking that names, shapes and kinds agree.
+    """Copy the tensors into the module, after checking that they are `matched`.
+
+    With `assign` they are taken as they are, not copied.
+    """
+    given = matched(module, tensors, where, ignore)
+    module.load_state_dict(given, strict=True, assign=assign)
+
+
+def matched(
+    module: nn.Module, tensors: Mapping[str, Tensor], where: str, ignore: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """The tensors that are the module's; raises where names, shapes or kinds do not agree.
 
     Tensors that the module lacks are passed over where their name begins with one of `ignore`.
-    `where` names the source in errors. With `assign` they are taken as they are, not copied.
+    `where` names the source in errors. The module may be on the meta device, and take no memory.
     """
     wanted = module.state_dict()
     given = {
@@ -153,7 +165,7 @@ def fit(
             f"{some(unexpected)}: give a checkpoint of this model, or its own configuration"
         )
     wrong = [
-        f"{name} is {_kind(given[name])} and must be {_kind(tensor)}"
+        f"{name} is {kind_of(given[name])} and must be {kind_of(tensor)}"
         for name, tensor in wanted.items()
         if given[name].shape != tensor.shape
         or given[name].is_floating_point() != tensor.is_floating_point()
@@ -163,7 +175,7 @@ def fit(
             f"{where} does not fit the model: {some(wrong)}: "
             f"give the configuration it was made with"
         )
-    module.load_state_dict(given, strict=True, assign=assign)
+    return given
 
 
 def check_finite(module: nn.Module, where: str) -> None:
@@ -196,8 +208,17 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     if not path.is_file():
         raise TachyscopeError(f"no file {path}: give a folder that has {path.name}")
+    if path.stat().st_size > JSON_BYTES:
+        raise TachyscopeError(
+            f"{path} must be JSON of at most {JSON_BYTES >> 20} MiB, got "
+            f"{path.stat().st_size >> 20} MiB: get it again"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise TachyscopeError(
+            f"{path} must be JSON that Python can read, it is nested too deep: get it again"
+        ) from None
     except ValueError as fault:
         raise TachyscopeError(
             f"{path} must be JSON, got {_line(fault)}: mend it or get it again"
@@ -222,9 +243,10 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for name in sorted({str(value) for value in listed.values()}):
-        if Path(name).name != name:
+        if Path(name).name != name or not name.endswith(SAFE + PICKLED):
             raise TachyscopeError(
-                f"{path} must list files beside it, got {name!r}: put them there and name them so"
+                f"{path} must list {', '.join(SAFE + PICKLED)} files beside it, got "
+                f"{shown(name)}: put them there and name them so"
             )
         for key, tensor in read_tensors(path.with_name(name)).items():
             if key in found:
@@ -271,12 +293,21 @@ def _read_pickled(path: Path, entry: str) -> dict[str, Tensor]:
             f"{path} must hold a dict of tensors, or one in {', '.join(WRAPPERS)}, "
             f"got {type(value).__name__}: save the model's state_dict()"
         )
-    if odd := [str(name) for name, tensor in value.items() if not isinstance(tensor, Tensor)]:
+    if odd := [str(name) for name, tensor in value.items() if not _is_plain(tensor)]:
         raise TachyscopeError(
             f"{path} must hold a dict of tensors, or one in {', '.join(WRAPPERS)}, "
             f"got other values in {some(odd)}: save the model's state_dict()"
         )
     return {str(name): tensor for name, tensor in value.items()}
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a tensor of numbers in memory: not sparse, nested, quantised or meta."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not (value.is_quantized or value.is_nested or value.is_meta)
+    )
 
 
 def _write(path: Path, put: Callable[[Path], object]) -> None:
@@ -304,7 +335,8 @@ def _line(fault: Exception) -> str:
     return first_line(fault).split(". ")[0].rstrip(":. ")
 
 
-def _kind(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
+    """A tensor's dtype and shape, as an error tells them."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

@@ -89,8 +89,11 @@ class ChatTokenizer:
 def read_tokenizer(transformers: Any, folder: Path, **options: Any) -> Any:
     """A folder's tokenizer, by transformers."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), **options)
-    except (OSError, ValueError, ImportError) as fault:
+        # nothing is fetched, and no code that a folder brings is run
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, **options
+        )
+    except Exception as fault:  # whatever damaged files lead to
         raise TachyscopeError(
             f"the tokenizer in {folder} must load, got {first_line(fault)}: get its files again, "
             f"or pip install 'tachyscope[hf]'"

@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 
 from tachyscope.adapters import Adapter
-from tachyscope.adapters.checkpoint import fit, read_json, read_tensors, write_json, write_tensors
+from tachyscope.adapters.checkpoint import (
+    fit,
+    matched,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from tachyscope.adapters.depth import DepthConfig, draw_noise
 from tachyscope.adapters.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
 from tachyscope.adapters.vila_config import VilaConfig
 from tachyscope.adapters.vila_u import Vila
 from tachyscope.adapters.vqgan import PixelConfig
 from tachyscope.adapters.word_tokenizer import WordTokenizer
+from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
@@ -109,8 +117,9 @@ class VilaAdapter(Adapter):
 
     def encode(self, prompt: str) -> Prompt:
         texts = (prompt, "") if self.config.sampler.guided else (prompt,)
-        rows = [self.tokenizer.ids(text) for text in texts]
+        rows = [self.tokenizer.ids(check_prompt(text)) for text in texts]
         longest = max(map(len, rows))
+        check("prompt tokens", longest, "tokens of a prompt", "shorten it")
         padded = [[0] * (longest - len(row)) + row for row in rows]
         return Prompt(torch.tensor(padded, device=self.device), tuple(map(len, rows)))
 
@@ -222,13 +231,17 @@ def load_vila(
     config = VilaConfig.parse(files)
     with torch.device("meta"):
         model = Vila(config)
+    found = {part: _read(folder / part) for part in PARTS}
+    if files["llm"].get("tie_word_embeddings"):
+        llm = found["llm"][0]
+        llm.setdefault("lm_head.weight", llm.get("model.embed_tokens.weight", Tensor()))
+    if config.shared_codebook:
+        _repeat_codebook(found["vision_tower"][0], config.depth)
+    # configurations may say anything: memory is taken once the files have borne them out
+    for part, (tensors, where) in found.items():
+        matched(getattr(model, part), tensors, where, _unused(config))
     model.to(dtype or _dtype(files[""])).to_empty(device=device)
-    for part in PARTS:
-        tensors, where = _read(folder / part)
-        if part == "llm" and files[part].get("tie_word_embeddings"):
-            tensors.setdefault("lm_head.weight", tensors.get("model.embed_tokens.weight", Tensor()))
-        if part == "vision_tower" and config.shared_codebook:
-            _repeat_codebook(tensors, config.depth)
+    for part, (tensors, where) in found.items():
         fit(getattr(model, part), tensors, where, _unused(config))
     if config.tokenizer == "bytes":
         tokenizer: Tokenizer = BytesTokenizer(config.vocab)
@@ -324,9 +337,11 @@ def _unused(config: VilaConfig) -> tuple[str, ...]:
 
 def _dtype(root: Mapping[str, Any]) -> torch.dtype:
     name = str(root.get("model_dtype", "torch.bfloat16"))
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise TachyscopeError(
-            f"config.json: model_dtype must name a torch dtype, got {name!r}: mend it"
-        )
-    return found
+    kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    for dtype in kinds:
+        if name in (str(dtype), str(dtype).removeprefix("torch.")):
+            return dtype
+    raise TachyscopeError(
+        f"config.json: model_dtype must be one of {', '.join(map(str, kinds))}, got {name!r}: "
+        f"mend it"
+    )

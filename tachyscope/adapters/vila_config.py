@@ -11,6 +11,7 @@ from typing import Any
 
 from tachyscope.adapters.depth import DepthConfig, Sampler
 from tachyscope.adapters.vqgan import PixelConfig
+from tachyscope.bounds import VILA, told, within
 from tachyscope.errors import TachyscopeError
 
 OURS = "tachyscope"
@@ -239,20 +240,26 @@ class _Table:
             value = float(value)
         if type(value) is not kind:
             self.fail(key, f"of type {kind.__name__}")
+        if kind in (int, float) and not within(VILA[key], value):
+            self.fail(key, str(VILA[key]))
+        if kind is str and key in VILA and not within(VILA[key], len(str(value))):
+            self.fail(key, f"at most {VILA[key].high} letters")
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value: int = self.get(key, int, default)
-        return value if value > 0 else self.fail(key, "above 0")
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value: float = self.get(key, float, default)
-        return value if value > 0 else self.fail(key, "above 0")
+        return value
 
     def wholes(self, key: str, count: int | None = None) -> tuple[int, ...]:
         values = self.get(key, list)
-        if any(type(v) is not int for v in values) or count not in (None, len(values)):
-            self.fail(key, f"{'some' if count is None else count} whole numbers")
+        right = within(VILA["list"], len(values)) and all(within(VILA[key], v) for v in values)
+        if not right or count not in (None, len(values)):
+            most = f"at most {VILA['list'].high}" if count is None else count
+            self.fail(key, f"{most} numbers, each {VILA[key]}")
         return tuple(values)
 
     def table(self, key: str) -> _Table:
@@ -276,6 +283,6 @@ class _Table:
     def fail(self, key: str, rule: str) -> Any:
         file = f"{self.folder}/config.json" if self.folder else "config.json"
         raise TachyscopeError(
-            f"{file}: {self.path}{key} must be {rule}, got {self.values.get(key)!r}: "
+            f"{file}: {self.path}{key} must be {rule}, got {told(self.values.get(key))}: "
             f"give a VILA-U checkpoint's own file"
         )

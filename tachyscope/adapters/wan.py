@@ -22,6 +22,7 @@ from tachyscope.adapters.checkpoint import (
     SAFE,
     check_finite,
     fit,
+    matched,
     read_json,
     read_tensors,
     strip_prefixes,
@@ -37,7 +38,9 @@ from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.adapters.wan_text import UMT5, PromptFile
 from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.adapters.words import Words
+from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError, is_out_of_memory, warn
+from tachyscope.machine import memory_of
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Rope, Shape
 
@@ -187,8 +190,10 @@ class WanAdapter(Adapter):
                 f"{self.name} makes frames of a height that {grain[0]} divides and a width that "
                 f"{grain[1]} divides, got {size[0]}x{size[1]}: round it"
             )
+        for name, side in zip(("height", "width"), size, strict=True):
+            check(name, side, f"the {name} of a video", "take a smaller `size`")
         patch = c.in_channels * c.patch[1] * c.patch[2]
-        return Shape(
+        shape = Shape(
             layers=c.layers,
             heads=c.heads,
             kv_heads=c.heads,
@@ -202,6 +207,9 @@ class WanAdapter(Adapter):
             # six linears a layer, the patch embedding and the head
             macs=c.layers * 6 * c.dim**2 + 2 * patch * c.dim,
         )
+        what, advice = f"tokens of a pass at {size[0]}x{size[1]}", "take a smaller `size`"
+        check("tokens of a pass", shape.chunk_tokens, what, advice)
+        return shape
 
     def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
         _, high, wide = self.config.patch
@@ -229,7 +237,7 @@ class WanAdapter(Adapter):
                 f"put {wan_text.PUBLISHED} and google/umt5-xxl beside its weights, or give a "
                 f"prompt file"
             )
-        context, length = self.text(prompt)
+        context, length = self.text(check_prompt(prompt))
         return Prompt(context.to(self.device), length)
 
     @torch.no_grad()
@@ -468,6 +476,8 @@ def load_wan(
     # no time goes into random weights that the file replaces
     with torch.device("meta"):
         model = WanCausal(config).cast(dtype)
+    # a configuration may say anything: memory is taken once the file has borne it out
+    matched(model, tensors, str(file))
     model = _placed(model, device, str(file))
     fit(model, tensors, str(file))
     check_finite(model, str(file))
@@ -568,9 +578,13 @@ def toy_chunks(
 def _placed(model: WanCausal, device: torch.device | str, where: str) -> WanCausal:
     """A model of shapes alone, with memory for its weights."""
     size = sum(x.numel() * x.element_size() for x in model.parameters())
+    limit = memory_of(torch.device(device))
     try:
+        # the system may grant what it does not have
+        if limit is not None and size > limit:
+            raise MemoryError
         return model.to_empty(device=device)
-    except RuntimeError as fault:
+    except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
         wide = model.patch_embedding.weight.dtype.itemsize > 2

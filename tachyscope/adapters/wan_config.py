@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from tachyscope.bounds import WAN, told, within
 from tachyscope.errors import TachyscopeError
 
 # our field -> the name in Wan's config.json
@@ -78,11 +79,14 @@ class WanConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), field.default)
-        for name in ("dim", "ffn_dim", "layers", "heads", "in_channels", "text_dim", "text_len",
-                     "freq_dim", "eps", "chunk", "shift", "fps"):  # fmt: skip
-            _demand(getattr(self, name) > 0, f"{_called(name)} must be over 0", getattr(self, name))
-        for name in ("patch", "size", "stride"):
-            _demand(min(getattr(self, name)) > 0, f"{name} must be over 0", getattr(self, name))
+        for name, bound in WAN.items():
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if isinstance(value, str):
+                rule, right = f"at most {bound.high:,} letters", within(bound, len(value))
+            else:
+                rule, right = str(bound), all(within(bound, number) for number in numbers)
+            _demand(right, f"{_called(name)} must be {rule}", told(value))
         _demand(
             self.dim % (2 * self.heads) == 0 and self.head_dim >= 6,
             "dim / heads must be even and at least 6",
@@ -257,7 +261,7 @@ def _check_type(name: str, value: Any, like: Any) -> None:
     else:
         right = type(value) is type(like)
         kind = {int: "a whole number", bool: "true or false", str: "a text"}[type(like)]
-    _demand(right, f"{_called(name)} must be {kind}", repr(value))
+    _demand(right, f"{_called(name)} must be {kind}", told(value))
 
 
 def _called(name: str) -> str:

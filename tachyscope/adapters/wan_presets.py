@@ -110,7 +110,7 @@ def load_preset(
             lora=lora, lora_alpha=lora_alpha, preset=name, entry=preset.entry,
         )  # fmt: skip
     if lora is not None:
-        raise TachyscopeError("random weights take no LoRA: leave lora out, or give a checkpoint")
+        raise TachyscopeError("random weights take no LoRA: leave `lora` out, or give a checkpoint")
     # a preview cannot encode what it shows
     config = replace(preset.config, reencode=False)
     made = random_wan(config, device=device, dtype=dtype, name=name)

@@ -22,7 +22,8 @@ from tachyscope.adapters.checkpoint import (
 )
 from tachyscope.adapters.tokenizers import read_tokenizer
 from tachyscope.adapters.wan_config import WanConfig
-from tachyscope.errors import TachyscopeError, warn
+from tachyscope.bounds import check_parts
+from tachyscope.errors import TachyscopeError, first_line, warn
 
 PUBLISHED = "models_t5_umt5-xxl-enc-bf16.pth"
 # a part's original name -> transformers'; a block's are behind its number
@@ -103,8 +104,15 @@ class UMT5:
             tensors = read_tensors(file)
         if "shared.weight" in tensors:
             tensors[TIED] = tensors["shared.weight"]
-        with torch.device("meta"):
-            model = transformers.UMT5EncoderModel(transformers.UMT5Config(**settings))
+        check_parts(settings, str(file))
+        try:
+            with torch.device("meta"):
+                model = transformers.UMT5EncoderModel(transformers.UMT5Config(**settings))
+        except Exception as fault:  # whatever odd values lead to
+            raise TachyscopeError(
+                f"{self.encoder} must have UMT5's own config.json, got {first_line(fault)}: get it "
+                f"again"
+            ) from fault
         fit(model, tensors, str(file), assign=True)
         return model.eval().requires_grad_(False).to(self.device)
 

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from tachyscope.adapters.checkpoint import (
     check_finite,
     fit,
+    matched,
     read_json,
     read_tensors,
     write_json,
     write_tensors,
 )
 from tachyscope.adapters.wan_text import needed
-from tachyscope.errors import TachyscopeError
+from tachyscope.bounds import check_parts
+from tachyscope.errors import TachyscopeError, first_line
 
 PUBLISHED = "Wan2.1_VAE.pth"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -95,6 +97,16 @@ class WanVae:
             }
             names = importlib.import_module("diffusers.loaders.single_file_utils")
             tensors = names.convert_wan_vae_to_diffusers(tensors)
+        check_parts(settings, str(file.parent / "config.json"))
+        try:
+            with torch.device("meta"):
+                empty = diffusers.AutoencoderKLWan.from_config(settings)
+        except Exception as fault:  # whatever odd values lead to
+            raise TachyscopeError(
+                f"{path} must have a Wan VAE's own config.json, got {first_line(fault)}: get it "
+                f"again"
+            ) from fault
+        matched(empty, tensors, str(file))
         model = diffusers.AutoencoderKLWan.from_config(settings)
         fit(model, tensors, str(file))
         check_finite(model, str(file))

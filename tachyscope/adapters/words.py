@@ -69,9 +69,11 @@ class Words:
     @classmethod
     def read(cls, folder: Path, config: Any) -> Self:
         """The encoder in a model's folder; `config` has text_len and text_dim."""
-        model = WordEncoder(len(atrium.WORDS), config.text_len, config.text_dim)
-        fit(model, read_tensors(folder / cls.file), str(folder / cls.file))
-        return cls(model)
+        # without memory until the file has borne the configuration out
+        with torch.device("meta"):
+            model = WordEncoder(len(atrium.WORDS), config.text_len, config.text_dim)
+        fit(model, read_tensors(folder / cls.file), str(folder / cls.file), assign=True)
+        return cls(model.float())
 
     def write(self, folder: Path) -> None:
         write_tensors(folder / self.file, self.model.state_dict())

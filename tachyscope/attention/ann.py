@@ -26,7 +26,7 @@ from tachyscope.kernels.hashing import (
 )
 from tachyscope.kernels.listed import gather_entries, listed_attention
 from tachyscope.meter import Meter
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Layer, Moment, Shape
 
 # sign bits that order the past, so that a block's entries are alike
@@ -115,22 +115,11 @@ class Ann(AttentionPolicy):
     indexes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        name = "attention policy 'ann'"
         if sum(dial is not None for dial in (self.read, self.k, self.top_p)) != 1:
-            raise TachyscopeError(f"{name} takes one of read, k, top_p: try ann:read=0.2")
-        for dial, value in (("read", self.read), ("top_p", self.top_p)):
-            if value is not None and not 0 < value <= 1:
-                raise TachyscopeError(f"{name}: {dial} must be over 0 and at most 1, got {value}")
-        for dial in ("dense_passes", "dense_layers"):
-            if not 0 <= getattr(self, dial) <= 1:
-                raise TachyscopeError(f"{name}: {dial} is a share, got {getattr(self, dial)}")
-        sizes = [size for size in (self.block, self.tile, self.bits) if size is not None]
-        if min(sizes) < 1 or min(self.sink, self.newest) < 0:
             raise TachyscopeError(
-                f"{name}: block, tile and bits must be 1 or more, sink and newest 0 or more, got "
-                f"block={self.block}, tile={self.tile}, bits={self.bits}, sink={self.sink}, "
-                f"newest={self.newest}"
+                "attention policy 'ann' takes one of read, k, top_p: try ann:read=0.2"
             )
+        check_settings(self, "attention", "ann")
 
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
         protected = prompt + (self.sink + self.newest) * shape.places

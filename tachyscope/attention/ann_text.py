@@ -12,12 +12,11 @@ from torch import Tensor
 
 from tachyscope.attention import TextPolicy, count
 from tachyscope.attention.pads import collapse
-from tachyscope.errors import TachyscopeError
 from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.hashing import buckets, int8_scores, planes, quantise
 from tachyscope.meter import Meter
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Text
 
 
@@ -43,11 +42,7 @@ class AnnText(TextPolicy):
     paper: ClassVar[str] = "FAST-AR's AnnCA, arXiv 2602.01801"
 
     def __post_init__(self) -> None:
-        if self.keep < 1 or not 1 <= self.bits <= 32:
-            raise TachyscopeError(
-                f"text policy 'ann': keep must be 1 or more and bits from 1 to 32, "
-                f"got keep={self.keep}, bits={self.bits}"
-            )
+        check_settings(self, "text", "ann")
 
     def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
         planes(self.bits, k.shape[-1], k.device)  # made now, not in the first chunk

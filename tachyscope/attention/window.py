@@ -10,10 +10,9 @@ from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy, count
 from tachyscope.attention.dense import read_all
-from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Layer, Moment, Shape
 
 
@@ -34,11 +33,7 @@ class Window(AttentionPolicy):
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453, as in FastCar, arXiv 2505.14709"
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.sink < 0:
-            raise TachyscopeError(
-                f"attention policy 'window': tokens must be 1 or more and sink 0 or more, "
-                f"got tokens={self.tokens}, sink={self.sink}"
-            )
+        check_settings(self, "attention", "window")
 
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
         pass

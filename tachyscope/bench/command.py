@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from tachyscope.bench.cpu import bench_asked, lines, split_plans
 from tachyscope.bench.wan import TABLES, bench_wan_asked, wan_lines
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, as_typed
 from tachyscope.models import load
 from tachyscope.process import run_command
 from tachyscope.results import Document, check_json, emit
@@ -34,8 +34,11 @@ class Parser(argparse.ArgumentParser):
 
         def command() -> None:
             args = self.parse_args(words)
-            check_json(args.json)
-            found = measure(args, f"{self.prog} {shlex.join(words)}")
+            try:
+                check_json(args.json)
+                found = measure(args, f"{self.prog} {shlex.join(words)}")
+            except TachyscopeError as error:
+                raise TachyscopeError(as_typed(str(error), vars(args))) from error
             print("\n".join(told(found)))
             emit(found, args.json)
 

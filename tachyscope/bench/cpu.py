@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ from tachyscope.adapters import Adapter
 from tachyscope.arguments import parse_plan
 from tachyscope.bench.chunks import count_peak, peak_gb
 from tachyscope.bench.ratios import columns, noise, speed_word, verdict
-from tachyscope.errors import TachyscopeError
+from tachyscope.bounds import check
+from tachyscope.errors import TachyscopeError, shown
 from tachyscope.meter import summary
 from tachyscope.notes import notes
 from tachyscope.plan import Plan
@@ -44,8 +46,7 @@ def bench(
     the widest ratio, taken both ways, that the same clock gave two equal runs; `real` holds where
     every round's ratio lies outside it on one side. `watch` is told how many rounds are done.
     """
-    if rounds < 1:
-        raise TachyscopeError(f"rounds must be 1 or more, got {rounds}")
+    check("rounds", rounds)
     asked: dict[str, Any] = {"frames": frames, "prompt": prompt, "seed": seed}
     turns = _turns(model, plans)
     for _, plan in turns:
@@ -89,10 +90,10 @@ def bench_lengths(
     Caches are filled with random entries: what a chunk costs hangs on their number alone. Plans
     take turns as in `bench`, dense among them twice, and the noise is that of all lengths.
     """
-    if rounds < 1 or not lengths or min(lengths) < 1:
-        raise TachyscopeError(
-            f"rounds and lengths must be 1 or more, got {rounds} and {list(lengths)}"
-        )
+    check("rounds", rounds)
+    check("plans", len(lengths), "how many lengths there are")
+    for length in lengths:
+        check("at", length)
     turns = _turns(model, plans)
     rows: list[Document] = []
     widest = (1.0, 1.0)
@@ -260,10 +261,17 @@ def bench_asked(
     """`bench` over whole rollouts, or `bench_lengths` at the lengths of a text: `25,100,600`."""
     if at is None:
         return bench(model, plans, frames=frames, **asked)
-    words = [word.strip() for word in at.split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise TachyscopeError(f"at is latent frames set apart by commas, got {at!r}: try 25,100")
-    return bench_lengths(model, plans, lengths=[int(word) for word in words], **asked)
+    return bench_lengths(model, plans, lengths=split_lengths(at, "at"), **asked)
+
+
+def split_lengths(text: str, option: str) -> list[int]:
+    """`25,100,600`: numbers of latent frames in one word of a command line."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,30}", word) for word in words):
+        raise TachyscopeError(
+            f"`{option}` is latent frames set apart by commas, got {shown(text)}: try 25,100"
+        )
+    return [check("at", int(word), f"`{option}`") for word in words]
 
 
 def split_plans(text: str) -> list[str]:
@@ -271,6 +279,7 @@ def split_plans(text: str) -> list[str]:
     found = [plan.strip() for plan in text.split(";") if plan.strip()]
     if not found:
         raise TachyscopeError(
-            f"plans are texts set apart by ';', got {text!r}: try 'fast;balanced'"
+            f"`plans` are texts set apart by ';', got {shown(text)}: try 'fast;balanced'"
         )
+    check("plans", len(found), "how many plans there are")
     return found

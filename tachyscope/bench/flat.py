@@ -20,7 +20,7 @@ from tachyscope.bench.chunks import (
     peak_gb,
     shown_size,
 )
-from tachyscope.errors import TachyscopeError
+from tachyscope.bounds import check
 from tachyscope.making import repeating
 from tachyscope.rates import Clock, rates
 from tachyscope.results import Document, document
@@ -49,8 +49,7 @@ def bench_rollout(
     decode: make them once more, as a user does, and shown. `told` is handed the document after
     every row.
     """
-    if frames < 1:
-        raise TachyscopeError(f"frames must be 1 or more, got {frames}")
+    check("rollout", frames)
     rows: list[Document] = []
     for name, text in plans.items():
         asked: Any = {"frames": frames, "size": size, "seed": seed}

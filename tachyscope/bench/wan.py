@@ -33,10 +33,12 @@ from tachyscope.bench.chunks import (
     shown_size,
     taken_back,
 )
+from tachyscope.bench.cpu import split_lengths
 from tachyscope.bench.flat import bench_rollout, flat_lines
 from tachyscope.bench.parts import parts, watched
 from tachyscope.bench.ratios import noise
 from tachyscope.bench.traced import Traced, enlarge, record
+from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import is_stream, user_path
 from tachyscope.fit import ROOM, SIZES, need, on_meta
@@ -108,7 +110,7 @@ def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanAd
     """A Wan-type model by its name or its published size, by default with random weights."""
     if name in SIZES:
         if weights is not None:
-            raise TachyscopeError(f"{name} is a size, for random weights: leave weights out")
+            raise TachyscopeError(f"{name} is a size, for random weights: leave `weights` out")
         if dtype not in DTYPES:
             raise TachyscopeError(f"no dtype {dtype!r}; there are: {', '.join(DTYPES)}")
         return random_wan(SIZES[name], device=device, dtype=DTYPES[dtype], name=name)
@@ -158,10 +160,10 @@ def bench_wan(
     plan's budget. `traced` fills caches from a trained model instead of at random. `told` is handed
     the document after every row.
     """
-    if rounds < 2 or min(lengths, default=1) < 1:
-        raise TachyscopeError(
-            f"rounds must be 2 or more and lengths 1 or more, got {rounds} and {list(lengths)}"
-        )
+    if check("rounds", rounds) < 2:
+        raise TachyscopeError(f"`rounds` must be 2 or more here, got {rounds}: give as many")
+    for length in lengths:
+        check("lengths", length)
     parsed = {name: parse_plan(model, text) for name, text in plans.items()}
     shapes = on_meta(model)
     started = time.perf_counter()
@@ -221,11 +223,7 @@ def bench_wan_asked(
     if rows is None and rollout is not None:
         rows = "headline"
     plans, pixels = choose_rows(table, rows), parse_size(size)
-    words = [word.strip() for word in lengths.split(",")] if lengths else []
-    if not all(word.isdecimal() for word in words):
-        raise TachyscopeError(
-            f"lengths are latent frames set apart by commas, got {lengths!r}: try 21,120"
-        )
+    latents = split_lengths(lengths, "lengths") if lengths is not None else []
     if decode and rollout is None:
         raise TachyscopeError("a rollout is decoded, got --decode alone: give --rollout too")
     if decoder is not None and not decode:
@@ -247,7 +245,6 @@ def bench_wan_asked(
     asked: Any = {"size": pixels, "seed": seed, "command": command, "told": told}
     if rollout is not None:
         return bench_rollout(model, plans, frames=rollout, decode=decode, **asked)
-    latents = [int(word) for word in words]
     return bench_wan(model, plans, lengths=latents, rounds=rounds, traced=traced, **asked)
 
 

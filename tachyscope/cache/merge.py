@@ -14,7 +14,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.kernels import gpu
 from tachyscope.kernels.merge import alike_features, best_older, fold, roots
 from tachyscope.meter import Meter
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Layer, Moment, Shape, Size
 
 
@@ -89,24 +89,16 @@ class Merge(CachePolicy):
                 f"cache policy 'merge' takes a budget or a threshold, got budget={self.budget} and "
                 f"threshold={self.threshold}: leave one out"
             )
-        if self.threshold is not None and not -1 <= self.threshold <= 1:
-            raise TachyscopeError(
-                f"cache policy 'merge': threshold is a cosine from -1 to 1, got {self.threshold}"
-            )
         by_budget = self.threshold is None
         ours: dict[str, object] = {"budget": Size(21, True), "sink": 1, "newest": 1}
         theirs: dict[str, object] = {"sink": 0, "newest": 0}
         for name, value in (ours if by_budget else theirs).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if self._sink < 0 or self._newest < 0:
+        check_settings(self, "cache", "merge")
+        if self.max_distance is not None and self.match == "rotated":
             raise TachyscopeError(
-                f"cache policy 'merge': sink and newest must be 0 or more latent frames, "
-                f"got sink={self.sink}, newest={self.newest}"
-            )
-        if self.max_distance is not None and (self.max_distance < 1 or self.match == "rotated"):
-            raise TachyscopeError(
-                f"cache policy 'merge': max_distance is 1 or more, and turns keys, so that they "
+                f"cache policy 'merge': max_distance turns keys, so that they "
                 f"cannot be compared rotated, got max_distance={self.max_distance},"
                 f"match={self.match}: set match=unrotated"
             )

@@ -11,7 +11,7 @@ from torch import Tensor
 from tachyscope.cache import CachePolicy, Rotate, held, keep_near, move
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Layer, Moment, Shape, Size
 
 
@@ -63,12 +63,11 @@ class Window(CachePolicy):
     grows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.sink < 0:
-            raise TachyscopeError(f"cache policy 'window': sink must be 0 or more, got {self.sink}")
+        check_settings(self, "cache", "window")
         moves = self.positions == "reindexed"
-        if self.fold is not None and not (0 <= self.fold <= 1 and self.sink and moves):
+        if self.fold is not None and not (self.sink and moves):
             raise TachyscopeError(
-                f"cache policy 'window': fold is from 0 to 1, and needs a sink and "
+                f"cache policy 'window': fold needs a sink and "
                 f"positions=reindexed, got fold={self.fold},sink={self.sink},"
                 f"positions={self.positions}: set these"
             )
@@ -76,10 +75,6 @@ class Window(CachePolicy):
             raise TachyscopeError(
                 f"cache policy 'window': view={self.view} lets the sink stand right before what is "
                 f"seen, got positions={self.positions}: set positions=reindexed"
-            )
-        if self.max_distance is not None and self.max_distance < 1:
-            raise TachyscopeError(
-                f"cache policy 'window': max_distance must be 1 or more, got {self.max_distance}"
             )
 
     @property

@@ -49,8 +49,9 @@ def evaluate_atrium(
         return None if watch is None else lambda done: watch(part, done)
 
     if only == "views":
+        worlds = VIEWS if worlds is None else worlds
         return views.evaluate_views(
-            worlds=worlds or VIEWS, device=device, seed=seed, command=command, watch=told("worlds")
+            worlds=worlds, device=device, seed=seed, command=command, watch=told("worlds")
         )
     if only == "tokens":
         return tokens.evaluate_tokens(**common, timed=timed, watch=told("measures of tokens"))

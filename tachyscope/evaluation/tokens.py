@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tachyscope.adapters.vila import VilaAdapter
 from tachyscope.arguments import parse_plan
+from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
 from tachyscope.evaluation.clock import REPLAY, WINDOW, clock
@@ -304,8 +305,7 @@ def evaluate_tokens(
     there are cores. quick: the panning clip alone, and less of it. timed: take the time of a
     token too, on the CPU whatever the device of the rest. watch: is told how many are done.
     """
-    if worlds < 1:
-        raise TachyscopeError(f"worlds must be 1 or more, got {worlds}")
+    check("worlds", worlds)
     _prepare(name, weights, device)
     model = _ready["model"]
     if not isinstance(model, VilaAdapter) or model.actions != atrium.ACTIONS:

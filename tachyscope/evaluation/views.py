@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tachyscope.adapters.wan import WanAdapter
-from tachyscope.errors import TachyscopeError
+from tachyscope.bounds import check
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.play import play
 from tachyscope.evaluation.scenes import make_scene, make_world
@@ -31,8 +31,7 @@ def evaluate_views(
     `right` is the mean over worlds of the share of named walls that come out as named, `right_left`
     and so on that of walls on one side. It needs many worlds: each has one to three such walls.
     """
-    if worlds < 1:
-        raise TachyscopeError(f"worlds must be 1 or more, got {worlds}")
+    check("worlds", worlds)
     model = load(name, device=device)
     assert isinstance(model, WanAdapter)
     step = AT_ONCE[model.device.type]

@@ -15,6 +15,7 @@ import torch
 from tachyscope.adapters import Adapter
 from tachyscope.adapters.wan import WanAdapter
 from tachyscope.arguments import parse_plan
+from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.play import Forced, Take, play, teacher_forced
@@ -276,8 +277,7 @@ def evaluate_model(
     """
     asked = ask(model, plans, seed, frames, quick, recall, world, own)
     assert isinstance(model, WanAdapter) and (twin is None or isinstance(twin, WanAdapter))
-    if worlds < 1:
-        raise TachyscopeError(f"worlds must be 1 or more, got {worlds}")
+    check("worlds", worlds)
     for number in (0, worlds - 1):
         make_world(seed, number)  # raises where there are not so many
     results: list[Document] = []

@@ -18,10 +18,10 @@ from tachyscope.arguments import (
     check_first_size,
     check_frames,
     check_model,
+    check_whole,
     parse_first,
     parse_plan,
     parse_size,
-    whole,
 )
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection.figures import NAMES, write
@@ -81,8 +81,8 @@ def inspect_model(
     told every chunk, with its run's name.
     """
     check_model(model)
-    frames, queries = check_frames(frames), whole("queries", queries, 1)
-    rounds, places = whole("rounds", rounds, 1), whole("places", places, 2)
+    frames, queries = check_frames(frames), check_whole("queries", queries)
+    rounds, places = check_whole("rounds", rounds), check_whole("places", places)
     parsed, pixels = parse_plan(model, plan), parse_size(size)
     pictures = None if first is None else parse_first(first)
     if pictures is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tachyscope.errors import TachyscopeError
 from tachyscope.replay import Choice, ReplayPolicy
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Moment, Shape
 
 
@@ -63,12 +63,9 @@ class Attentive(ReplayPolicy):
                 "replay policy 'attentive' takes a share or a threshold, one of them: "
                 "try attentive:share=0.5"
             )
+        check_settings(self, "replay", "attentive")
         if self.share is not None:
             tokens_to_compute("attentive", self.share, self.age, 1)
-        if self.age < 0:
-            raise TachyscopeError(
-                f"replay policy 'attentive': age must be 0 or more, got {self.age}"
-            )
 
     @property
     def score(self) -> str:

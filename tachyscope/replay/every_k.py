@@ -8,9 +8,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
 from tachyscope.replay import Choice, ReplayPolicy
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Moment, Shape
 
 
@@ -26,8 +25,7 @@ class EveryK(ReplayPolicy):
     score: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise TachyscopeError(f"replay policy 'every_k': k must be 1 or more, got {self.k}")
+        check_settings(self, "replay", "every_k")
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         return {}

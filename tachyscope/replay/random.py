@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tachyscope.replay import Choice, ReplayPolicy
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
-from tachyscope.settings import setting
+from tachyscope.settings import check_settings, setting
 from tachyscope.types import Moment, Shape
 
 
@@ -31,6 +31,7 @@ class Random(ReplayPolicy):
     score: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        check_settings(self, "replay", "random")
         tokens_to_compute("random", self.share, self.age, 1)
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:

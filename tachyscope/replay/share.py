@@ -14,11 +14,6 @@ from tachyscope.types import Moment
 
 def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
     """How many of `tokens` a share leaves to compute; raises where the age limit needs more."""
-    if not 0 <= share <= 1:
-        raise TachyscopeError(
-            f"replay policy {policy!r}: share must be from 0 to 1, got {share}: "
-            f"it is the part that is replayed"
-        )
     if age and share > age / (age + 1):
         raise TachyscopeError(
             f"replay policy {policy!r}: share={share} cannot keep age={age}, which needs every "
