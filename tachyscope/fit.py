@@ -450,7 +450,8 @@ def lines(found: Document) -> list[str]:
     ]
     high, wide = row["grid"]
     out = [
-        f"{row['model']} {row['dtype']}, {row['frames']} frames, {high}x{wide} tokens a latent one",
+        f"{row['model']} {row['dtype']}, {row['frames']} frames",
+        f"{high}x{wide} tokens a latent frame",
         row["plan"],
         *(_line(name, size) for name, size in stays.items() if size),
         _line("stays", sum(stays.values())),

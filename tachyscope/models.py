@@ -56,7 +56,7 @@ MODELS = {
         world="atrium",
     ),
     "atrium-tokens": Entry(
-        "our own trained token model of the same rooms, 128x128, 256 places a frame",
+        "our own trained token model of the same rooms, 128x128, 256 tokens a frame",
         "tokens",
         atrium_tokens,
         world="atrium",

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from tachyscope.kernels.flash import (
 from tachyscope.kernels.rotary import turn_into
 from tachyscope.making import Graph, Maker
 from tachyscope.meter import Meter
+from tachyscope.programs import VARIABLES
+from tachyscope.rates import warm_up
 from tachyscope.types import Rope
 
 pytestmark = [
@@ -392,6 +395,16 @@ def test_spans_are_recorded_with_the_launches_around_them():
         x @ x
     graph.replay()
     assert 0 < meter.take()["work_ms"] < 100
+
+
+def test_the_warm_up_ends_where_a_graph_is_replayed():
+    model = ts.load("toy-chunks", device="cuda")
+    rows = [chunk.stats for chunk in ts.rollout(model, "cache=window:budget=6f", frames=36)]
+    replayed = [row["cuda_graph"] for row in rows]
+    assert replayed == sorted(replayed) and replayed[-1] == 1
+    assert warm_up(rows) == replayed.index(1)
+    kept = [os.environ[name] for name in VARIABLES]
+    assert all(kept), "compiled programs have a folder that stays"
 
 
 # full-size models: compiled layers, decoding beside, the benchmark itself

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tachyscope"
 ROWS = [  # a module may import from the rows above its own, and from its own folder
-    {"errors", "machine"},
+    {"errors", "machine", "programs"},
     {"bounds", "process", "fpga"},
     {"types", "files", "weights", "fingerprint", "numerics"},
     {"settings", "options"},

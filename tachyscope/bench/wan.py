@@ -510,7 +510,7 @@ def _speeds(row: Document) -> str:
     return (
         f"{rates}  first chunk {row['first_chunk_ms']:.0f} ms  host {row['host_ms']:.0f} ms  "
         f"peak {row['peak_gb']:.2f} GB (predicted {row['fit_gb']:.2f})  "
-        f"density {row['density']:.1%}  {row['macs'] / 1e12:.1f} TMAC"
+        f"pairs scored, of dense's: {row['density']:.1%}  {row['macs'] / 1e12:.1f} TMAC"
     )
 
 

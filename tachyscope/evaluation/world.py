@@ -468,12 +468,12 @@ COLUMNS_SHOWN = {
     "psnr_truth_48": ("to 48", 1.0, "5.1f"),
     "psnr_truth_96": ("to 96", 1.0, "5.1f"),
     "revisit_own_db": ("own", 1.0, "5.1f"),
-    "identity": ("same", 100.0, "4.0f"),
-    "identity_last": ("at end", 100.0, "4.0f"),
-    "density": ("dens.", 100.0, "4.0f"),
-    "cache_mb": ("MB", 1.0, "5.1f"),
-    "work_dense": ("work", 100.0, "4.0f"),
-    "recall": ("recall", 100.0, "5.1f"),
+    "identity": ("same %", 100.0, "4.0f"),
+    "identity_last": ("at end %", 100.0, "4.0f"),
+    "density": ("pairs %", 100.0, "4.0f"),
+    "cache_mb": ("cache MB", 1.0, "5.1f"),
+    "work_dense": ("work %", 100.0, "4.0f"),
+    "recall": ("recall %", 100.0, "5.1f"),
 }
 
 
@@ -499,7 +499,8 @@ def lines(found: Document) -> list[str]:
     count, made = rows[0]["worlds"], rows[0]["frames"]
     out.append(
         f"{count} unseen worlds, {made} frames after one full turn; dB to the truth (anew: from "
-        f"new places; own: to the model's first showing; worst: the worst world's revisit); same, "
-        f"at end (the last {ENDS} frames'), dens., work, recall in %"
+        f"new places; own: to the model's first showing; worst: the worst world's revisit); same: "
+        f"surfaces in view that are right, at end: in the last {ENDS} frames; pairs scored and "
+        f"work counted, of dense's; recall: dense attention mass that was read"
     )
     return out
