@@ -18,7 +18,6 @@ from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError, TachyscopeWarning, as_typed, shown
 from tachyscope.options import (
     OptionalNumber,
-    OptionalPath,
     OptionalPathText,
     OptionalWhole,
     PathOption,
@@ -32,6 +31,7 @@ from tachyscope.process import run_command
 if TYPE_CHECKING:
     from tachyscope.adapters import Adapter
     from tachyscope.models import Entry
+    from tachyscope.video import Frames
     from tachyscope.worlds.visit import Visit
 
 # a lone "-" would be taken for an option
@@ -202,7 +202,8 @@ def generate(
     out: PathOption,
     plan: str = "dense",
     video: Video = VIDEO,
-    first: OptionalPath = None,
+    first: OptionalPathText = None,
+    resize: bool = False,
     then: tuple[str, ...] = (),
     compile: bool | None = None,
     json: Json = None,
@@ -220,6 +221,8 @@ def generate(
         A name that `tachyscope methods` lists, or one with changes: 'fast replay=none'.
     first
         An image or a video file that the new frames follow, in models that encode.
+    resize
+        Cut the frames of --first in their middle and scale them to the video's size.
     then
         Another prompt from a new frame on, '24: a blue room', where the next chunk begins; may be
         given several times.
@@ -252,10 +255,15 @@ def generate(
                 "a world brings its own first frame: leave --first or --world out"
             )
         asked["first"] = read_frames(first)
+    elif resize:
+        raise TachyscopeError("--resize is for the frames of --first, got none: leave it out")
     target = check_folder(out) / "video.mp4"
+    replaced = " (replaced)" if target.exists() else ""
     begun = time.perf_counter()
     adapter = video.load(model)
     load_s = time.perf_counter() - begun
+    if first is not None:
+        asked["first"] = _fitted(asked["first"], asked["size"] or adapter.size, resize)
     asked |= video.visit(model, adapter)[1]
     actions = asked.pop("actions")
     rows, size, name = [], "", label(text)
@@ -284,10 +292,26 @@ def generate(
         show_runs([run])
         follow = "" if first is None else f", after the {len(asked['first'])} of {first}"
         changed = "".join(f"; from frame {at} on {prompt!r}" for at, prompt in changes)
-        print(f"{target}: {file.frames} frames of {size}{follow}{changed}")
+        print(f"{target}{replaced}: {file.frames} frames of {size}{follow}{changed}")
     row: dict[str, Any] = {"name": name, "plan": run.plan, "model": adapter.name, "size": size}
     row |= {"decoder": adapter.decoder_name, "compiled": compiled}
     emit(document("generate", [row | dict(run.summary) | {"notes": run.notes}], said), json)
+
+
+def _fitted(frames: Frames, size: tuple[int, int], resize: bool) -> Frames:
+    """Given frames of the video's size, resized where that was asked for."""
+    from tachyscope.video import resize_frames
+
+    given: tuple[int, ...] = frames.shape[1:3]
+    if given == size:
+        return frames
+    if not resize:
+        told = ["{}x{}".format(*pixels) for pixels in (given, size)]
+        raise TachyscopeError(
+            f"--first has frames of {told[0]} (height x width), the video is {told[1]}: add "
+            f"--resize, which cuts them in their middle and scales them"
+        )
+    return resize_frames(frames, *size)
 
 
 @app.command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -29,7 +30,8 @@ def _read_path(kind: Any, tokens: Sequence[Token]) -> Path:
 
 
 def _read_path_text(kind: Any, tokens: Sequence[Token]) -> str:
-    return str(_read_path(kind, tokens))
+    _read_path(kind, tokens)
+    return os.path.expanduser(tokens[0].value)  # Path would take a slash out of http://
 
 
 def _name(token: Token) -> str:
@@ -41,7 +43,6 @@ Whole = Annotated[int, Parameter(converter=_read_whole)]
 PathOption = Annotated[Path, Parameter(converter=_read_path)]
 OptionalWhole = Annotated[int | None, Parameter(converter=_read_whole)]
 OptionalNumber = Annotated[float | None, Parameter(converter=_read_number)]
-OptionalPath = Annotated[Path | None, Parameter(converter=_read_path)]
 OptionalPathText = Annotated[str | None, Parameter(converter=_read_path_text)]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,10 +22,15 @@ from av.container import OutputContainer
 from av.video.reformatter import ColorRange
 from av.video.stream import VideoStream
 
+from tachyscope.bounds import ASKED, check
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import replacing, unwritable
 
 Frames = npt.NDArray[np.uint8]
+
+# how an address begins, or a protocol of ffmpeg's; a drive's letter is alone
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+PIXELS = 2**28  # of all given frames: 0.8 GB
 
 BACKGROUND, INK = "#14161a", "#e4e2dd"
 QUEUE = 4  # chunks that may wait to be encoded
@@ -49,8 +56,7 @@ class VideoWriter:
         crf: int = 18,
         background: bool = False,
     ) -> None:
-        if not fps > 0:
-            raise TachyscopeError(f"fps must be above 0, got {fps}: give frames a second")
+        check("fps", fps, "fps")
         _check_scale(scale)
         self.path = Path(path)
         self.frames = 0
@@ -203,15 +209,25 @@ class _Worker:
 
 
 def read_video(path: str | os.PathLike[str]) -> Iterator[Frames]:
-    """The frames of a video file, one uint8 [H, W, 3] at a time."""
+    """The frames of a local video file or image, one uint8 [H, W, 3] at a time."""
+    name = os.fspath(path)
+    if URL.match(name) and not os.path.exists(name):
+        raise TachyscopeError(f"a video is read from a local file, got {name}: download it first")
     try:
-        with av.open(os.fspath(path)) as container:
+        if os.path.exists(name) and not os.path.isdir(name) and not os.path.isfile(name):
+            raise OSError(errno.EINVAL, "not a regular file")
+        # as an open file, and with no protocol allowed: a playlist may name others, and addresses
+        with (
+            open(name, "rb") as file,
+            av.open(file, "r", options={"protocol_whitelist": "none"}) as container,
+        ):
             if not container.streams.video:
                 raise TachyscopeError(f"{path} holds no video: give a video file, or an image")
+            container.streams.video[0].codec_context.options = {"max_pixels": str(PIXELS)}
             for frame in container.decode(video=0):
                 yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
-    except av.FFmpegError as error:
-        reason = (error.strerror or str(error)).lower()
+    except (OSError, ValueError) as error:  # FFmpegError is one of these
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise TachyscopeError(
             f"{path} cannot be read as a video ({reason}): give a video file, or an image"
         ) from error
@@ -219,7 +235,16 @@ def read_video(path: str | os.PathLike[str]) -> Iterator[Frames]:
 
 def read_frames(path: str | os.PathLike[str]) -> Frames:
     """All frames of a video file, or the one of an image: uint8 [F, H, W, 3]."""
-    frames = list(read_video(path))
+    frames: list[Frames] = []
+    pixels, most = 0, ASKED["given"].high
+    for frame in read_video(path):
+        frames.append(frame)
+        pixels += frame.shape[0] * frame.shape[1]
+        if len(frames) > most or pixels > PIXELS:
+            raise TachyscopeError(
+                f"{path} has more than {most:,} frames, or than {PIXELS:,} pixels in all: cut it, "
+                f"or make it smaller"
+            )
     sizes = {frame.shape[:2]: _by(frame.shape[:2]) for frame in frames}
     if len(sizes) != 1:
         found = f"frames of {' and '.join(sizes.values())}" if sizes else "no frames"
@@ -227,6 +252,18 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
             f"{path} has {found}, not some of one size: give a video file, or an image"
         )
     return np.stack(frames)
+
+
+def resize_frames(frames: Frames, height: int, width: int) -> Frames:
+    """Frames [F, H, W, 3] cut in their middle to the shape of height x width, then scaled to it."""
+    # matplotlib brings it, and a plain video need not load it
+    from PIL import Image, ImageOps
+
+    def fitted(frame: Frames) -> Frames:
+        picture = ImageOps.fit(Image.fromarray(frame), (width, height), Image.Resampling.LANCZOS)
+        return np.asarray(picture, np.uint8)
+
+    return np.stack([fitted(frame) for frame in frames])
 
 
 def beside(
@@ -316,8 +353,7 @@ def _check(frames: Frames) -> None:
 
 
 def _check_scale(scale: int) -> None:
-    if scale < 1:
-        raise TachyscopeError(f"scale is a whole number from 1 on, got {scale}: give 1 or more")
+    check("scale", scale, "scale")
 
 
 def _by(size: tuple[int, ...]) -> str:

@@ -354,11 +354,12 @@ def test_a_first_frame_that_cannot_be_followed_is_one_line(tmp_path, monkeypatch
     with VideoWriter(video, 8) as file:
         file.write(np.zeros((2, 64, 96, 3), np.uint8))
     (tmp_path / "text.png").write_text("no picture")
-    size = "first frames have the video's size, got 64x96 of them for another: resize them, or set"
+    size = "--first has frames of 64x96 (height x width), the video is {}: add --resize, which cuts"
     for model, more, words in [
         ("toy-chunks", [], "a preview shows latents and cannot make them of pixels: start without"),
-        ("toy-tokens", [], "toy-tokens takes frames of 32x32 pixels only, got 64x96: resize them"),
-        ("atrium-world", [], f"{size} size to 64x96"),
+        ("toy-tokens", [], size.format("32x32")),
+        ("atrium-world", [], size.format("128x128")),
+        ("atrium-world", ["--size", "256x128"], size.format("256x128")),
         ("atrium-world", ["--world", "1"], "a world brings its own first frame: leave --first or"),
     ]:
         out = tmp_path / "out"
@@ -395,6 +396,32 @@ def test_what_a_change_of_a_plan_undoes_is_told(tmp_path, capsys):
     assert main([*asked, "--cache", "merge:budget=24f"]) == 0
     out, said = capsys.readouterr()
     assert said == "" and "budget=24f,sink=1,newest=3" in out and "others=dropped" in out
+
+
+def test_first_frames_are_resized_where_asked_for_and_an_old_video_is_told(tmp_path, capsys):
+    video = tmp_path / "given.mp4"
+    with VideoWriter(video, 8) as file:
+        file.write(np.full((1, 48, 80, 3), 200, np.uint8))
+    words = ["generate", "toy-tokens", "--frames", "1", "--out", str(tmp_path)]
+    assert main([*words, "--first", str(video), "--resize"]) == 0
+    told = f"{tmp_path / 'video.mp4'}: 1 frames of 32x32, after the 1 of {video}\n"
+    assert capsys.readouterr().out.endswith(told)
+    assert main(words) == 0
+    told = f"{tmp_path / 'video.mp4'} (replaced): 1 frames of 32x32\n"
+    assert capsys.readouterr().out.endswith(told)
+    assert main([*words, "--resize"]) == 2
+    line = "--resize is for the frames of --first, got none: leave it out"
+    assert capsys.readouterr().err == f"tachyscope: {line}\n"
+
+
+@pytest.mark.parametrize(
+    "first", ["http://127.0.0.1:9/a.png", "rtsp://x", "concat:a|b", "pipe:0", "file:x.png"]
+)
+def test_first_frames_come_from_local_files_alone(first, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("av.open", lambda *a, **k: pytest.fail("ffmpeg was asked"))
+    assert main(["generate", "toy-chunks", "--first", first, "--out", str(tmp_path / "out")]) == 2
+    line = f"a video is read from a local file, got {first}: download it first"
+    assert capsys.readouterr().err == f"tachyscope: {line}\n"
 
 
 def test_generate_says_which_methods_saved_nothing(tmp_path, capsys):

@@ -1,15 +1,19 @@
 """Video files, pictures side by side, and files that are whole or absent."""
 
+import http.server
 import json
+import os
 import threading
 
 import av
 import numpy as np
 import pytest
+from faults import refused
 
+from tachyscope.bounds import ASKED, Bound
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, replacing, write_atomically
-from tachyscope.video import QUEUE, VideoWriter, beside, read_frames, read_video
+from tachyscope.video import QUEUE, VideoWriter, beside, read_frames, read_video, resize_frames
 
 
 def ramp(frames=6, height=32, width=48):
@@ -126,9 +130,9 @@ def test_what_is_not_frames_is_an_error(tmp_path):
             TachyscopeError, match=r"uint8 \[F, H, W, 3\], got float64 \[1, 4, 4, 3\]"
         ):
             video.write(np.zeros((1, 4, 4, 3)))
-    with pytest.raises(TachyscopeError, match="fps must be above 0, got 0"):
+    with pytest.raises(TachyscopeError, match="fps must be from 0.001 to 1,000, got 0"):
         VideoWriter(tmp_path / "b.mp4", 0)
-    with pytest.raises(TachyscopeError, match="scale is a whole number from 1 on, got 0"):
+    with pytest.raises(TachyscopeError, match="scale must be from 1 to 64, got 0"):
         VideoWriter(tmp_path / "b.mp4", 8, scale=0)
 
 
@@ -319,3 +323,72 @@ def test_a_block_that_fails_ends_the_background_too(tmp_path):
         video.write(np.zeros((1, 16, 16, 3), np.uint8))
         raise KeyboardInterrupt
     assert threading.active_count() == before and not list(tmp_path.iterdir())
+
+
+def test_a_playlist_opens_no_address(tmp_path):
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            there = f"http://127.0.0.1:{server.server_address[1]}/a.ts"
+            (tmp_path / "a.m3u8").write_text(
+                f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{there}\n#EXT-X-ENDLIST\n"
+            )
+            (tmp_path / "a.ffconcat").write_text(f"ffconcat version 1.0\nfile {there}\n")
+            (tmp_path / "b.ffconcat").write_text("ffconcat version 1.0\nfile /etc/passwd\n")
+            for name in ("a.m3u8", "a.ffconcat", "b.ffconcat"):
+                refused(lambda name=name: read_frames(tmp_path / name), "cannot be read as a video")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked == []
+
+
+def test_only_regular_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    refused(lambda: read_frames(tmp_path / "fifo"), "fifo cannot be read as a video (not a regular")
+    refused(lambda: read_frames("/dev/zero"), "/dev/zero cannot be read as a video (not a regular")
+    refused(lambda: read_frames("a\0b"), "cannot be read as a video (embedded null byte)")
+    refused(lambda: read_frames("x" * 5000), "cannot be read as a video (file name too long)")
+
+
+def test_given_frames_are_bounded(tmp_path, monkeypatch):
+    with VideoWriter(tmp_path / "a.mp4", 8) as video:
+        video.write(np.zeros((5, 16, 16, 3), np.uint8))
+    assert len(read_frames(tmp_path / "a.mp4")) == 5
+    monkeypatch.setattr("tachyscope.video.PIXELS", 4 * 16 * 16)
+    refused(
+        lambda: read_frames(tmp_path / "a.mp4"), "has more than 2,000 frames, or than 1,024 pix"
+    )
+    # one picture of more: its header is enough
+    monkeypatch.setattr("tachyscope.video.PIXELS", 16 * 16 - 1)
+    refused(lambda: read_frames(tmp_path / "a.mp4"), "cannot be read as a video")
+    monkeypatch.undo()
+    monkeypatch.setitem(ASKED, "given", Bound(1, 4))
+    refused(lambda: read_frames(tmp_path / "a.mp4"), "has more than 4 frames")
+
+
+@pytest.mark.parametrize("size", [(32, 48), (16, 48), (64, 24), (7, 5)])
+def test_resized_frames_are_cut_in_their_middle(size):
+    y, x = np.mgrid[:32, :48]
+    frame = np.stack([5 * x, 7 * y, 0 * x + 9], -1).astype(np.uint8)
+    found = resize_frames(np.stack([frame, frame]), *size)
+    assert found.shape == (2, *size, 3) and found.dtype == np.uint8
+    if size == (32, 48):
+        assert (found == frame).all()
+    # the middle stays the middle, and what is left is cut evenly
+    centre = found[0].astype(int).mean((0, 1))
+    assert np.abs(centre - frame.astype(int).mean((0, 1))).max() < 6
+    scale = min(32 / size[0], 48 / size[1])
+    width = found[0, :, -1, 0].astype(int).mean() - found[0, :, 0, 0].astype(int).mean()
+    assert abs(width - 5 * scale * (size[1] - 1)) < 0.1 * 5 * scale * size[1] + 2
