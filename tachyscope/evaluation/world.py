@@ -403,6 +403,7 @@ TABLES = {
         "fast",
         "lossless attention=ann:k=640",
         "lossless attention=ann:k=1280",
+        "lossless attention=ann:k=640,tile=64,block=1",
     ],
     "budgets": [
         f"cache={cache}:budget={frames}f{more}"
