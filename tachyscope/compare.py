@@ -20,7 +20,7 @@ from tachyscope.meter import summary
 from tachyscope.notes import notes
 from tachyscope.plan import Plan
 from tachyscope.quality import FLOOR_DB, Quality, horizon
-from tachyscope.rates import Clock, rates, warm_up
+from tachyscope.rates import Clock, frame_rate, rates, warm_up
 from tachyscope.report import Floor, Run, decibels, percent, write_report
 from tachyscope.results import Document, document, size_of, to_json
 from tachyscope.rollout import open_session, rollout
@@ -197,7 +197,7 @@ def _play(
 def _caption(take: _Take) -> str:
     """Seconds since a run's first new chunk, its rate over the last one, and its cache in use."""
     row = take.rows[-1]
-    rate = 1e3 * row["frames_made"] / row["chunk_ms"]
+    rate = frame_rate(row["frames_made"], row["wall_ms"])
     return f"{_wall(take.rows[1:]) / 1e3:.1f} s   {rate:.1f} frames/s   {row['cache_mb']:.0f} MB"
 
 
@@ -290,7 +290,7 @@ def _speed(dense: Run, plan: Run, aa: tuple[float, float] | None, session: Sessi
     costs = _costs(dense, plan)
     if aa is None:
         said = "Speeds were not compared: noise is unknown without a second dense run"
-        return f"{said}; {' and '.join(costs)}." if costs else f"{said}."
+        return f"{said}; {plan.name} has a {' and a '.join(costs)}." if costs else f"{said}."
     found = plan.summary
     ratios = f"{found['ratio_dense_all']:.2f}x over the whole video"
     noise = f"dense against itself {aa[0]:.2f}x to {aa[1]:.2f}x"
@@ -303,7 +303,7 @@ def _speed(dense: Run, plan: Run, aa: tuple[float, float] | None, session: Sessi
         f"{plan.name} is {what} dense here, {found['ratio_dense']:.2f}x once warm and {ratios} "
         f"({noise}), because {'; '.join(_reasons(dense, plan, session))}."
     )
-    return f"{said} Its {' and '.join(costs)}." if costs else said
+    return f"{said} It has a {' and a '.join(costs)}." if costs else said
 
 
 def _reasons(dense: Run, plan: Run, session: Session) -> list[str]:
@@ -317,7 +317,7 @@ def _reasons(dense: Run, plan: Run, session: Session) -> list[str]:
             f"{found['warm_chunks']:.0f}, in which kernels are compiled and the cache fills"
         )
     if policies.attention.indexes and session.device.type == "cpu":
-        reasons.append("on a CPU choosing what to read takes about as long as reading it all")
+        reasons.append("on a CPU choosing what to read costs the time that reading less saves")
     work = found["macs"] / dense.summary["macs"]
     if not reasons or work > MUCH:
         reasons.append(f"it did {percent(work)} of dense's counted work")
