@@ -756,7 +756,7 @@ def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, caps
     assert (
         note == f"tachyscope: note: {path}: rope.freqs_cos is not read, RoPE's angles are computed"
     )
-    for table in (wan_freqs(5000), wan_freqs()[:, :32]):
+    for table in (wan_freqs(5000), wan_freqs()[:, :32], torch.tensor(1j)):
         words = "freqs must be the angles of a RoPE of 3 axes and theta 10000 over 128 channels, it"
         refused(lambda table=table: load("freqs", table), str(path), words)
     refused(lambda: load("blocks.0.freqs", wan_freqs()), "it also has blocks.0.freqs")
@@ -895,7 +895,7 @@ def test_a_loras_alpha_can_be_given(made, shrunk, tmp_path, capsys):
     for alpha, scale in ((None, 1), (rank, 1), (2 * rank, 2), (1.5, 0.5)):
         for name, found in change(alpha).items():
             torch.testing.assert_close(found, scale * added[name], rtol=1e-4, atol=1e-5)
-    for alpha in (0, -1.0, float("nan"), float("inf")):
+    for alpha in (0, -1.0, float("nan"), float("inf"), "6"):
         refused(lambda alpha=alpha: change(alpha), f"a number over 0, got {alpha}: give another")
     refused(
         lambda: ts.load("longlive", tmp_path / "base.pt", lora_alpha=6), "got 6 and no LoRA: give"

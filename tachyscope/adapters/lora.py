@@ -44,7 +44,7 @@ def merge_lora(
     layers = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
     updates = read_lora(path, layers)
     if alpha is not None:
-        if not math.isfinite(alpha) or alpha <= 0:
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
             raise TachyscopeError(f"a LoRA's alpha is a number over 0, got {alpha}: give another")
         if told := [name for name, update in updates.items() if update.alpha is not None]:
             warn(f"{path} tells its own alpha of {some(told)}, which is kept there, not {alpha:g}")

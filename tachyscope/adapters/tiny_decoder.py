@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tachyscope.adapters.checkpoint import check_finite, fit, read_tensors, write_tensors
+from tachyscope.adapters.checkpoint import check_finite, fit, read_tensors, some, write_tensors
 from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.errors import TachyscopeError, warn
 
@@ -21,6 +21,7 @@ RANDOM = "random-tiny"  # instead of a file: the published shape, random weights
 TIME, SPACE = 4, 8  # frames, and rows and columns of them, that a latent place becomes
 TRIM = TIME - 1  # frames that a video's first latent frame leaves out
 WIDTHS = (256, 128, 64, 64)
+MOST = 4096  # channels of a layer
 # Wan 2.1's latents by channel: the model's are the VAE's, less the mean, over the deviation
 MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
         0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)  # fmt: skip
@@ -273,7 +274,7 @@ class TinyDecoder:
         theirs = torch.from_numpy(self.reference(latents, features))
         squares = (shown.cpu().double() - theirs).square().sum()
         total = features.get(ERROR, torch.zeros(2, dtype=torch.float64)).cpu()
-        features[ERROR] = total + torch.stack([squares, torch.tensor(float(shown.numel()))])
+        features[ERROR] = total + torch.stack([squares, squares.new_tensor(shown.numel())])
 
 
 def decoder_note(features: Mapping[str, Tensor]) -> str | None:
@@ -281,8 +282,12 @@ def decoder_note(features: Mapping[str, Tensor]) -> str | None:
     if ERROR not in features:
         return None
     squares, count = features[ERROR].tolist()
-    near = f"{10 * math.log10(255**2 * count / squares):.1f} dB" if squares else "no level"
-    return f"the tiny decoder's frames lie {near} from those of Wan's VAE, over the whole video"
+    if not squares:
+        return "the tiny decoder's frames equal those of Wan's VAE"
+    psnr = 10 * math.log10(255**2 * count / squares)
+    return (
+        f"PSNR of the tiny decoder's frames to those of Wan's VAE: {psnr:.1f} dB, over all frames"
+    )
 
 
 def infer_layers(tensors: Mapping[str, Tensor], where: str, raw: bool) -> TinyLayers:
@@ -291,10 +296,13 @@ def infer_layers(tensors: Mapping[str, Tensor], where: str, raw: bool) -> TinyLa
         first, channels = tensors["decoder.1.weight"].shape[:2]
         widths = tuple(tensors[f"decoder.{i}.weight"].shape[0] for i in (8, 14, 20))
         patch = math.isqrt(tensors["decoder.22.weight"].shape[0] // 3)
+        if not all(0 < n <= MOST for n in (first, channels, *widths, patch)):
+            raise ValueError
     except (KeyError, IndexError, ValueError):
         raise TachyscopeError(
-            f"{where} must hold a tiny decoder of TAEHV's first layout, decoder.1 to decoder.22, "
-            f"got {', '.join(sorted(tensors)[:3]) or 'nothing'}: give taew2_1 or lighttaew2_1"
+            f"{where} must hold a tiny decoder of TAEHV's first layout, decoder.1 to decoder.22 of "
+            f"at most {MOST} channels, got {some(sorted(tensors)) or 'nothing'}: give taew2_1 or "
+            f"lighttaew2_1"
         ) from None
     return TinyLayers(channels, cast(Any, (first, *widths)), patch, raw)
 
@@ -307,7 +315,7 @@ def random_layers(config: WanConfig, device: torch.device | str) -> TinyLayers:
     layers.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in layers.named_parameters():
-        drawn = torch.randn(weight.shape, generator=generator, device=device)
+        drawn = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
         last = name.startswith("decoder.22.")
         if name.endswith("bias"):
             drawn = 0.1 * drawn + 0.5 * last  # about a middle grey

@@ -598,7 +598,8 @@ def _pass_over(name: str, table: Tensor, model: WanAdapter, where: str) -> None:
     """Note that RoPE's angles in a file are not read; refuse them where the model has others."""
     if table.is_complex():
         # Wan's own: the place along an axis, then channels by twos, each axis its share of them
-        places = torch.arange(len(table), dtype=torch.float64)[:, None].expand(-1, 3)
+        rows = table.shape[0] if table.dim() else 0
+        places = torch.arange(rows, dtype=torch.float64)[:, None].expand(-1, 3)
         cos, sin = model.rope(model.shape()).angles(places, torch.float64)
         angles = torch.complex(cos[:, ::2], sin[:, 1::2])
         if table.shape != angles.shape or not torch.allclose(table.to(angles), angles, atol=1e-3):
