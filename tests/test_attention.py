@@ -141,11 +141,12 @@ def test_the_choice_is_made_once_a_chunk():
         maps.append(at.layers[0].own["ann_map"].clone())
     assert torch.equal(maps[0], maps[1]) and torch.equal(maps[0], maps[2])
     at.commit()
-    # a chunk that is only remembered has its clean pass alone: it must choose for itself
+    # a given chunk has its clean pass alone, and reads everything: the video rests on it
     at.begin(CHUNKS.positions(at.frame, 2), 2, 3, (0.0, 0.0))
+    at.meter.take()
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
     at.attend(0, q, q[:, :2], q[:, :2])
-    assert not torch.equal(maps[0], at.layers[0].own["ann_map"])
+    assert at.meter.take()["pairs"] == 4 * 12 * (at.past + 12)
 
 
 def test_guard_rails_keep_first_passes_and_layers_dense():
@@ -374,3 +375,24 @@ def test_what_is_gathered_once_a_chunk_is_what_every_pass_would_gather(plan, mon
     once = play(session(CHUNKS, plan), 8)
     monkeypatch.setattr(ann, "AT_ONCE", 1)  # a tile at a time, none kept
     assert_same(once, play(session(CHUNKS, plan), 8), 1e-12)
+
+
+@pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("cache", ["keep_all", "merge:budget=8f"])
+def test_single_entries_are_chosen_by_their_own_mass(shape, cache):
+    """Blocks of one entry: a tile reads the entries of largest attention mass, exactly."""
+    at = session(shape, f"cache={cache} attention=ann:k=40,block=1,tile=99", dtype=torch.float32)
+    play(at, 8)
+    rng = torch.Generator().manual_seed(1)
+    tokens = 1 if shape.causal else shape.chunk_tokens
+    at.begin(shape.positions(at.frame, shape.chunk)[:tokens], 0, 3, (1.0,) * shape.chunk)
+    q = torch.randn(shape.rows, shape.heads, tokens, shape.head_dim, generator=rng)
+    policy = at.plan.attention
+    for i, layer in enumerate(at.layers):
+        moment = at._moment.at(i)
+        keys = layer.k[:, :, : at.past].repeat_interleave(shape.heads // shape.kv_heads, 1)
+        weights = policy.weights(layer, moment)[:, :, : at.past]
+        weights = weights.repeat_interleave(shape.heads // weights.shape[1], 1).clamp(min=-1e30)
+        share = (q @ keys.mT / math.sqrt(shape.head_dim) + weights.unsqueeze(2)).softmax(-1)
+        mass = policy._mass(q, layer, moment, at.past)
+        torch.testing.assert_close(mass[:, :, 0], share.sum(2))

@@ -69,7 +69,7 @@ class Ann(AttentionPolicy):
     chooses for every token.
 
     dense_passes, dense_layers: that share of the first passes and layers reads everything. So do
-    given frames.
+    given frames of a chunk model.
     """
 
     read: float | None = setting(
@@ -267,7 +267,8 @@ class Ann(AttentionPolicy):
     def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
         first = math.ceil(self.dense_passes * at.steps) if at.steps > 1 else 0
         # given frames read everything: what they leave in the cache is what the video rests on
-        if at.past == 0 or self._dense_layer(at) or at.step < first or at.given:
+        given = at.given and not at.shape.causal
+        if at.past == 0 or self._dense_layer(at) or at.step < first or given:
             count(meter, "pairs", q, at.end)
             if at.plain:
                 return read_all(q, layer, at)
@@ -413,19 +414,36 @@ class Ann(AttentionPolicy):
         if _is_served(layer) and self.hash == "int8":
             return gpu.blocks.block_mass(q, *_codes(layer), blocks, self._tile(at.shape))
         code, scale, weight = (x[:, :, :blocks] for x in _codes(layer))
-        tile, single = self._tile(at.shape), self._cut(at.shape, at.prompt, at.past).size == 1
         grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
-        if self.hash == "lsh":
-            scores = lsh_scores(grouped, code, scale.squeeze(-1))
-        elif single:  # an entry is its own best code
-            scores = grouped.float() / math.sqrt(q.shape[3]) @ layer.k[:, :, :blocks].float().mT
-        else:
+        if self.hash == "int8" and self._cut(at.shape, at.prompt, at.past).size == 1:
+            return self._mass_of_entries(grouped, layer, at, q.shape[2])
+        if self.hash == "int8":
             scores = int8_scores(grouped, code, scale)
-        if not (single and at.plain):
-            scores += weight.unsqueeze(2)
-        share = scores.softmax(-1)
-        share = share.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, H, S, blocks]
-        return torch.stack([part.sum(2) for part in share.split(tile, 2)], 2)
+        else:
+            scores = lsh_scores(grouped, code, scale.squeeze(-1))
+        share = (scores + weight.unsqueeze(2)).softmax(-1)
+        return self._sum_tiles(share, at, q.shape[2])
+
+    def _mass_of_entries(self, q: Tensor, layer: Layer, at: Moment, tokens: int) -> Tensor:
+        """`_mass` of q [B, Hkv, group * S, D] where a block is one entry: its own best code.
+
+        Head by head in one buffer: it stays in a CPU's cache, and no fresh memory is touched.
+        """
+        q, keys = q.float() / math.sqrt(q.shape[3]), layer.k[:, :, : at.past].float()
+        scores = q.new_empty(q.shape[0], q.shape[2], at.past)
+        found = []
+        for head in range(q.shape[1]):
+            torch.bmm(q[:, head], keys[:, head].mT, out=scores)
+            if not at.plain:
+                scores += layer.own["ann_weight"][:, head, None, : at.past]
+            torch.softmax(scores, -1, out=scores)
+            found.append(self._sum_tiles(scores.unsqueeze(1), at, tokens))
+        return torch.cat(found, 1)
+
+    def _sum_tiles(self, share: Tensor, at: Moment, tokens: int) -> Tensor:
+        """Each tile's sum [B, H, tiles, blocks] of its queries' shares [B, Hkv, group * S, n]."""
+        share = share.unflatten(2, (-1, tokens)).flatten(1, 2)  # [B, H, S, blocks]
+        return torch.stack([part.sum(2) for part in share.split(self._tile(at.shape), 2)], 2)
 
     def _read_ragged(
         self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
