@@ -271,6 +271,7 @@ def test_a_fault_is_one_line(words, message, capsys):
     assert message.replace("'", "") in said.replace("'", "")
 
 
+@pytest.mark.slow
 def test_a_benchmark_runs_without_the_command_lines_packages():
     code = (
         "import sys\n"

@@ -557,6 +557,7 @@ def test_models_lists_every_model(tmp_path, capsys):
     assert rows["wan_causal"]["size"] is None and rows["vila_u"]["kind"] == "tokens"
 
 
+@pytest.mark.slow
 def test_doctor_makes_a_video_of_every_model_it_has(capsys):
     assert main(["doctor", "--json", "-"]) == 0
     found = last_line(capsys)
@@ -575,6 +576,7 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
         raise OSError("no such codec")
 
     monkeypatch.setattr("tachyscope.listing._try_codec", broken)
+    monkeypatch.setattr("tachyscope.listing._try_rollouts", lambda: "made some")
     assert main(["doctor"]) == 2
     said = capsys.readouterr()
     assert "OSError: no such codec" in said.out
@@ -641,6 +643,7 @@ def test_an_interrupt_ends_with_130(tmp_path, monkeypatch, capsys):
     assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_removes_what_was_begun(tmp_path):
     words = ["generate", "toy-chunks", "--cache", "window", "--frames", "100000"]
     run = subprocess.Popen(
@@ -658,6 +661,7 @@ def test_ctrl_c_in_a_process_removes_what_was_begun(tmp_path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_the_readmes_python_runs(capsys):
     code = README.split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})

@@ -295,6 +295,7 @@ def test_an_evaluation_has_the_rows_and_keys_it_promises(short, tmp_path, capsys
     assert "cache=window:budget=3f" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_judging_elsewhere_is_judging_here(short, model):
     asked = world.ask(model, ["dense"], 0, 24, True, False, True, False)
     alone = list(world.one_by_one(model, asked, 2, None))
@@ -335,6 +336,7 @@ def test_named_walls_of_true_frames_are_right():
     assert all(right == 1 for _, right in found)
 
 
+@pytest.mark.slow
 def test_first_views_are_told_by_side(capsys, tmp_path):
     target = tmp_path / "views.json"
     assert main(["atrium", "--only", "views", "--worlds", "4", "--json", str(target)]) == 0

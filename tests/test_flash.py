@@ -50,7 +50,7 @@ def _inputs(rng, b, h, kv, s, n, d, groups=1):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     "b, h, kv, s, n",
-    [(1, 1, 1, 16, 16), (2, 4, 2, 20, 35), (1, 2, 2, 5, 3)],
+    [(1, 1, 1, 16, 16), (1, 4, 2, 20, 35), (2, 2, 2, 5, 3)],
 )
 def test_flash_attention_equals_its_reference(rng, b, h, kv, s, n, weighted, setting):
     for groups in {1, kv}:
@@ -143,9 +143,9 @@ def test_flash_listed_equals_its_reference(rng, b, h, kv, s, now, tile, block, s
 @EACH
 @pytest.mark.parametrize("slots", [7 * 16 - 2, 7 * 16 + 21])
 def test_listed_blocks_may_lie_in_a_cache(rng, slots, setting):
-    q, k, v, _ = _inputs(rng, 2, 4, 2, 40, 21, 16)
-    past = _listed(rng, 2, 4, 2, 7, 16, 3, 6, 16, 16, slots)
-    ids = torch.rand(2, 4, 3, 7, generator=rng).argsort(-1).int()  # the last block among them
+    q, k, v, _ = _inputs(rng, 2, 2, 2, 20, 21, 16)
+    past = _listed(rng, 2, 2, 2, 7, 16, 2, 6, 16, 16, slots)
+    ids = torch.rand(2, 2, 2, 7, generator=rng).argsort(-1).int()  # the last block among them
     past = past._replace(ids=ids, counts=torch.full_like(past.counts, 7))
     assert not (past.k.is_contiguous() or past.v.is_contiguous())
     want = listed_reference(q, k, v, past)
@@ -273,10 +273,15 @@ def _play(plan, chunks=4):
 @pytest.mark.parametrize(
     "cache, attention",
     [
-        ("keep_all", "ann:read=0.7,block=32,tile=64,sink=0"),
         ("merge:budget=7f", "ann:read=0.7,block=32,tile=64,sink=0,hash=lsh"),
-        ("merge:budget=7f", "ann:k=130,block=32,tile=64,newest=0,dense_passes=0.3"),
-        ("merge:budget=7f", "ann:top_p=0.6,block=32,tile=64,sink=0"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("keep_all", "ann:read=0.7,block=32,tile=64,sink=0"),
+                ("merge:budget=7f", "ann:k=130,block=32,tile=64,newest=0,dense_passes=0.3"),
+                ("merge:budget=7f", "ann:top_p=0.6,block=32,tile=64,sink=0"),
+            )
+        ),
     ],
 )
 def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
@@ -294,6 +299,7 @@ def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
     assert not any(name.startswith("simulated") for name in ours)
 
 
+@pytest.mark.slow
 def test_what_the_kernels_left_is_gone_on_with_by_stock_torch(monkeypatch):
     plan = "cache=merge:budget=7f attention=ann:read=0.7,block=32,tile=64,sink=0"
     with monkeypatch.context() as here:
