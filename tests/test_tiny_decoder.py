@@ -377,7 +377,7 @@ def test_both_decoders_of_a_video_are_compared(folder, small):
     session = open_session(both, prompt="a", first=first)
     list(rollout(both, frames=24, session=session, then=[(12, "b")]))
     error = np.square(films[0].astype(float) - films[2]).mean()
-    expected = f"those of Wan's VAE: {10 * np.log10(255**2 / error):.1f} dB, all frames"
+    expected = f"those of Wan's VAE: {10 * np.log10(255**2 / error):.1f} dB, over all frames"
     assert expected in decoder_note(session.features)
     assert "equal those of" in decoder_note({ERROR: torch.tensor([0.0, 9.0])})
 
