@@ -17,6 +17,7 @@ from tachyscope.adapters.wan_presets import PRESETS, load_preset
 from tachyscope.adapters.wan_text import PromptFile
 from tachyscope.errors import TachyscopeError
 from tachyscope.numerics import own_numerics
+from tachyscope.plan import Plan
 from tachyscope.weights import shipped
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -131,7 +132,7 @@ def load(
             f"`lora_alpha` is a LoRA's, got {lora_alpha} and no LoRA: give `lora` too"
         )
     if decoder is None and decoder_check:
-        raise TachyscopeError("decoder_check is of a tiny decoder, got none: give decoder too")
+        raise TachyscopeError("`decoder_check` is of a tiny decoder, got none: give `decoder` too")
     if entry.weights:
         if weights is None:
             made_up = ", or 'random' to time it" if name in PRESETS else ""
@@ -142,10 +143,22 @@ def load(
         if entry.wan:
             more = {"lora": lora, "lora_alpha": lora_alpha}
             more |= {"decoder": decoder, "decoder_check": decoder_check}
-        return entry.make(Path(weights), device=place, dtype=dtype, **more)
+        model = entry.make(Path(weights), device=place, dtype=dtype, **more)
+        _check_stock(model, weights)
+        return model
     if weights is not None:
         raise TachyscopeError(f"model {name!r} brings its own weights: leave `weights` out")
     return entry.make(device=place, dtype=dtype)
+
+
+def _check_stock(model: Adapter, weights: str | Path) -> None:
+    """Raise where the plan that a checkpoint names as its authors' cannot be read."""
+    try:
+        Plan.parse("stock", model.kind, model.stock)
+    except TachyscopeError as fault:
+        raise TachyscopeError(
+            f"{weights} names a stock plan that cannot be read: {fault}: mend its config.json"
+        ) from None
 
 
 def with_prompt(model: Adapter, file: Path | str, later: Sequence[str] = ()) -> Adapter:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 FAULT, UNEXPECTED, CLOSED_PIPE = 2, 1, 128 + 13
 NO_MEMORY = (
@@ -126,6 +132,49 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def spread(
+    function: Callable[[T], R],
+    tasks: Iterable[T],
+    jobs: int,
+    prepare: Callable[..., None],
+    *args: Any,
+) -> Iterator[R]:
+    """A function's results for some tasks, in order, by so many new processes, each prepared once.
+
+    When this one is stopped they end too, and say nothing.
+    """
+    fresh, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(jobs, fresh, prepare, args)
+    try:
+        with _inherited_interrupt():
+            results = pool.map(function, tasks)
+        yield from results
+    except BaseException as error:
+        for child in set(multiprocessing.active_children()) - before:
+            child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise TachyscopeError(
+                f"one of {jobs} worker processes was ended from outside, for want of memory "
+                f"perhaps: free some, or ask for less"
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _inherited_interrupt() -> Iterator[None]:
+    """Processes begun meanwhile ignore Ctrl-C, which reaches all of a terminal's: we end them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _tell(message: str) -> None:

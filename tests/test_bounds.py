@@ -21,6 +21,7 @@ from tachyscope.bench import bench_lengths
 from tachyscope.bounds import ASKED, SETTINGS, VILA, WAN, Bound, check, number, whole, within
 from tachyscope.evaluation.atrium import evaluate_atrium
 from tachyscope.fit import fit, sized
+from tachyscope.models import load
 from tachyscope.plan import POLICIES, Plan
 from tachyscope.rollout import chunks_for
 from tachyscope.session import Session
@@ -172,6 +173,20 @@ def test_a_wan_configs_texts_are_bounded():
     refused(lambda: WanConfig(stock="x" * 10**5), "stock must be at most 1,000 letters")
     letters = "".join(map(chr, range(0x4E00, 0x4E00 + 300)))
     refused(lambda: WanConfig(actions=letters), "actions must be at most 256 letters")
+
+
+def test_a_stock_plan_that_cannot_be_read_is_told_at_loading(wan):
+    file = wan / "config.json"
+    good = file.read_text()
+    try:
+        file.write_text(changed(file, ["tachyscope", "stock"], "nope"))
+        refused(
+            lambda: load("wan_causal", wan),
+            "names a stock plan that cannot be read: ",
+            "config.json",
+        )
+    finally:
+        file.write_text(good)
 
 
 VILA_KEYS = [

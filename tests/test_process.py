@@ -185,3 +185,50 @@ def test_long_input_is_cut_in_its_middle():
     assert len(message) < 260
     message = str(TachyscopeError(f"got {'x ' * 10**5}: give one"))
     assert message.endswith(": give one") and len(message) <= 1001
+
+
+def test_work_is_spread_over_processes_that_end_with_their_parent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import sys, time
+from tachyscope.process import run_command, spread
+def prepare(word):
+    pass
+def double(x):
+    if x == 9:
+        time.sleep(60)
+    return 2 * x
+def command():
+    for found in spread(double, [1, 2, 9], 2, prepare, "ready"):
+        print(found, flush=True)
+if __name__ == "__main__":
+    sys.exit(run_command(command))
+""")
+    run = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert [run.stdout.readline() for _ in range(2)] == ["2\n", "4\n"]
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert (run.returncode, out, err) == (130, "", "tachyscope: interrupted\n")
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, sys
+from tachyscope.process import run_command, spread
+def prepare():
+    pass
+def die(x):
+    os._exit(9)
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: list(spread(die, [1, 2], 2, prepare))))
+""")
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("tachyscope: one of 2 worker processes was ended from outside")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +23,7 @@ from tachyscope.evaluation.world import Watch
 from tachyscope.machine import cores
 from tachyscope.meter import summary
 from tachyscope.models import load
+from tachyscope.process import spread
 from tachyscope.quality import psnr
 from tachyscope.results import Document, document
 from tachyscope.session import Session
@@ -323,9 +322,7 @@ def evaluate_tokens(
     if jobs == 1:
         gather(map(_work, tasks))
     else:
-        fresh = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, fresh, _prepare, (name, weights, device, 1)) as pool:
-            gather(pool.map(_work, tasks))
+        gather(spread(_work, tasks, jobs, _prepare, name, weights, device, 1))
     more: Document = {"model": name, "clips": CLIPS, "given": GIVEN, "seed": seed}
     if not timed:
         return document("atrium-tokens", rows, command, tokens=headline(rows), **more)

@@ -30,6 +30,7 @@ from tachyscope.evaluation.sight import (
 from tachyscope.machine import cores
 from tachyscope.models import load
 from tachyscope.plan import NAMES
+from tachyscope.process import spread as over_processes
 from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
 from tachyscope.results import Document, document
 from tachyscope.worlds import atrium
@@ -375,8 +376,7 @@ def evaluate_world(
 
     def on_cores(model: Any, asked: Asked, worlds: int, twin: Any) -> Iterable[Document]:
         spec = (name, weights, device, floor, threads)
-        with ProcessPoolExecutor(jobs, fresh, _prepare, spec) as pool:
-            yield from pool.map(partial(_work, asked), range(worlds))
+        return over_processes(partial(_work, asked), range(worlds), jobs, _prepare, *spec)
 
     def on_gpu(model: Any, asked: Asked, worlds: int, twin: Any) -> Iterable[Document]:
         with ProcessPoolExecutor(jobs, fresh, torch.set_num_threads, (1,)) as pool:
