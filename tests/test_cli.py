@@ -26,7 +26,7 @@ from tachyscope.cli import VIDEO, app, main
 from tachyscope.models import MODELS
 from tachyscope.plan import NAMED, NAMES, POLICIES
 from tachyscope.settings import settings
-from tachyscope.video import VideoWriter, read_video
+from tachyscope.video import VideoWriter, read_frames, read_video
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
@@ -662,10 +662,12 @@ def test_ctrl_c_in_a_process_removes_what_was_begun(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readmes_python_runs(capsys):
+def test_the_readmes_python_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code = README.split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) == 32
+    assert len(capsys.readouterr().out.splitlines()) == 24
+    assert len(read_frames(tmp_path / "room.mp4")) == 24
 
 
 @pytest.mark.parametrize("part", POLICIES)
