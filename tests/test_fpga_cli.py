@@ -69,7 +69,7 @@ def test_simulate_compares_with_integers_and_cycle_model(capsys):
         (["estimate", "--board", "x"], "board must be one of u280, got 'x'"),
         (["estimate", "--replay", "1.5"], "replay must be from 0 to 1, got 1.5"),
         (["estimate", "--replay", "0.9"], "replay over a video must be from 0 to 0.875, since its first frame has nothing to replay; got 0.9"),
-        (["estimate", "--batch", "8"], "batch 8 needs 11.78 GB and the u280 has 8.59 GB: use batch 2 or less, or a window"),
+        (["estimate", "--batch", "8"], "batch 8 needs 11.68 GB and the u280 has 8.59 GB: use batch 2 or less, or a window"),
         (["estimate", "--method", "x"], "method must be one of tokens, neurons, got 'x'"),
         (["estimate", "--context", "0"], "context must be an integer from 1 to 1048576, got 0"),
     ],

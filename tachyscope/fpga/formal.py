@@ -279,8 +279,8 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     (folder / f"{name}.il").write_text(rtlil.convert(wanted.make(), name="top"))
     (folder / f"{name}.sby").write_text(
         f"[options]\nmode bmc\ndepth {wanted.depth}\n[engines]\nsmtbmc --syn --nounroll z3\n"
-        f"[script]\nread_rtlil {name}.il\nprep -top top -flatten\ncutpoint t:$mul\nmemory_map\nopt -full\n"
-        f"[files]\n{name}.il\n"
+        f"[script]\nread_rtlil {name}.il\nprep -top top -flatten\ncutpoint t:$mul\n"
+        f"memory_map\nopt -full\n[files]\n{name}.il\n"
     )
     began = time.monotonic()
     # a bare `yosys` on the path may be another, older one

@@ -43,7 +43,10 @@ class Timing:
     refresh_for: int = 234
     """tREFI (3.9 us), tRFC (260 ns)."""
     ahead: int = 4
-    """Rows that the controller opens before they are read."""
+    """Rows that the controller opens before they are read; reads alternate between two."""
+
+    def __post_init__(self) -> None:
+        check_range("Timing ahead", self.ahead, 2, 64)
 
     @property
     def peak(self) -> float:
