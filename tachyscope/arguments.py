@@ -6,15 +6,19 @@ import operator
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tachyscope.adapters import Adapter
+from tachyscope.adapters.checkpoint import read_tensors
 from tachyscope.bounds import ASKED, check
 from tachyscope.errors import TachyscopeError, shown, warn
 from tachyscope.plan import Plan, replaced
+from tachyscope.types import Shape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     PixelSize = str | tuple[int, int] | Sequence[int]
     # a file, or pictures: uint8 or floats from 0 to 1, [F, H, W, 3] or [H, W, 3]
     Pictures = str | os.PathLike[str] | Image | Sequence[Image] | np.ndarray | Tensor
+    # a file, or [draws, latent frames, C, h, w]
+    Noise = str | os.PathLike[str] | np.ndarray | Tensor
 
 
 def check_model(model: Any) -> Adapter:
@@ -253,6 +259,44 @@ def check_first_size(model: Adapter, frames: np.ndarray, size: tuple[int, int] |
         f"first frames are {height}x{width} (height x width), {makes} {wanted[0]}x{wanted[1]}: "
         f"{resize}{other}"
     )
+
+
+def parse_noise(noise: Noise, model: Adapter, shape: Shape) -> Tensor:
+    """Given noise as a tensor of floats [draws, latent frames, C, h, w].
+
+    A path is that of a file with a tensor `noise`.
+    """
+    if not model.draws:
+        raise TachyscopeError(
+            f"{model.name} is not made from noise that could be handed in: leave noise out"
+        )
+    if isinstance(noise, str | os.PathLike):
+        tensors = read_tensors(Path(noise))
+        if "noise" not in tensors:
+            raise TachyscopeError(
+                f"{noise} must hold a tensor 'noise', it has {', '.join(sorted(tensors)[:3])}: "
+                f"save it under that name"
+            )
+        found = tensors["noise"]
+    elif isinstance(noise, np.ndarray) and np.issubdtype(noise.dtype, np.floating):
+        found = torch.from_numpy(noise)
+    elif isinstance(noise, Tensor):
+        found = noise
+    else:
+        raise TachyscopeError(
+            f"noise must be a path, or an array or a tensor of floats, got {_told(noise)}"
+        )
+    one, channels, _, *grid = model.latent_size(shape, 1)
+    wanted = f"[1 to {model.draws}, latent frames, {channels}, {grid[0]}, {grid[1]}]"
+    fits = found.dim() == 5 and [*found.shape[2:]] == [channels, *grid] and one == 1
+    if not fits or not 1 <= len(found) <= model.draws or not found.is_floating_point():
+        raise TachyscopeError(
+            f"noise must be floats {wanted}, got {_told(found)}: the first dimension counts the "
+            f"draws of a chunk"
+        )
+    if not bool(found.isfinite().all()):
+        raise TachyscopeError("noise must be finite, this has NaN or infinity: draw it again")
+    return found
 
 
 def _is_pil(x: Any) -> bool:

@@ -90,7 +90,7 @@ class Video:
     frames: Whole = 48
     "Pixel frames to make."
     seed: Whole = 0
-    "Same seed, same video."
+    "Same seed, same video, but for a last bit where the device or its threads differ."
     size: str | None = None
     "HEIGHTxWIDTH in pixels, in models that make more than one size."
     weights: OptionalPathText = None
@@ -210,6 +210,7 @@ def generate(
     first: OptionalPathText = None,
     resize: bool = False,
     then: tuple[str, ...] = (),
+    noise: OptionalPathText = None,
     compile: bool | None = None,
     json: Json = None,
     said: Said = "",
@@ -231,6 +232,9 @@ def generate(
     then
         Another prompt from a new frame on, '24: a blue room', where the next chunk begins; may be
         given several times.
+    noise
+        A file with a tensor `noise` [draws, latent frames, C, h, w] to take instead of the seed's,
+        in models made from noise: docs/models.md.
     compile
         Compile the layers of a Wan-type model first; left out, where a GPU and many chunks make it
         pay.
@@ -274,7 +278,7 @@ def generate(
     rows, size, name = [], "", label(text)
     with Clock() as clock:
         compiled = _compile(adapter, compile, asked)
-        session = open_session(adapter, text, **asked)
+        session = open_session(adapter, text, **asked, noise=noise)
         changes = change_frames(adapter, session, wanted, video.frames)
         chunks = rollout(
             adapter, frames=video.frames, actions=actions, then=changes, session=session, ahead=True

@@ -23,12 +23,13 @@ from tachyscope.arguments import (
     check_seed,
     parse_actions,
     parse_first,
+    parse_noise,
     parse_plan,
     parse_size,
 )
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, is_out_of_memory
-from tachyscope.fingerprint import digest
+from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.making import repeating
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.plan import Plan
@@ -36,7 +37,7 @@ from tachyscope.session import Session, Source
 from tachyscope.types import Chunk
 
 if TYPE_CHECKING:
-    from tachyscope.arguments import Actions, Pictures, PixelSize
+    from tachyscope.arguments import Actions, Noise, Pictures, PixelSize
 
 S = TypeVar("S", bound=Session)
 # latents that are remembered in one pass, and the action of each of their frames
@@ -66,6 +67,7 @@ def open_session(
     size: PixelSize | None = None,
     first: Pictures | None = None,
     first_actions: Actions = "",
+    noise: Noise | None = None,
     make: Callable[..., S] = Session,  # type: ignore[assignment]
 ) -> S:
     """A session that has read the prompt and stands before its first new chunk.
@@ -73,7 +75,11 @@ def open_session(
     `frames` is how many new frames will come, where that is known. `size` is (height, width) or
     "HEIGHTxWIDTH". `first` are given frames that the video goes on from: a path, PIL images, or
     uint8 or floats from 0 to 1 as [F, H, W, 3]; `first_actions` are the actions that led to each of
-    them, as `rollout` takes actions. `make` is called for the session: a class that also looks on.
+    them, as `rollout` takes actions. `noise` is used instead of the seed's, where a model is made
+    from noise: a tensor [draws, latent frames, C, h, w], or a path of a file that holds it as
+    `noise`. Each latent frame that is generated takes the next; the first draw is what a chunk
+    begins as, the others are added before its later passes, and come from the seed where they are
+    not given. `make` is called for the session: a class that also looks on.
     """
     check_model(model)
     parsed = parse_plan(model, plan)
@@ -90,9 +96,11 @@ def open_session(
             given = None if pictures is None else model.latents(pictures)
         known = 0 if given is None else given.shape[model.frame_dim]
         moves = parse_actions(first_actions, model.actions, model.frames(known))
+        drawn = None if noise is None else parse_noise(noise, model, shape)
         coming = None
         if frames is not None:
             coming = known + chunks_for(model, shape.chunk, known, frames) * shape.chunk
+            _check_noise(drawn, coming - known)
         try:
             session = make(
                 shape,
@@ -112,7 +120,8 @@ def open_session(
                 f"budget, for example cache=merge:budget=21f, or take a smaller size; "
                 f"tachyscope bench fit tells what fits"
             ) from fault
-        session.source = Source(model.fingerprint, read.key, _key(pictures))
+        session.noise = drawn
+        session.source = Source(model.fingerprint, read.key, _key(pictures), _noise_key(drawn))
         model.start(session, read.encoded)
         if given is not None:
             _remember(model, session, _parts(model, given, shape.chunk, moves))
@@ -141,15 +150,16 @@ def rollout(
     first: Pictures | None = None,
     first_actions: Actions = "",
     then: Sequence[tuple[int, str]] = (),
+    noise: Noise | None = None,
     session: Session | None = None,
     ahead: bool | None = None,
 ) -> Generator[Chunk]:
     """Yield chunks until `frames` new frames are made; the last is cut to fit.
 
     All is checked and the session opened when this is called; chunks are made as they are asked
-    for. Without a session, plan is "dense", prompt "" and seed 0 unless given; `size`, `first` and
-    `first_actions` are as `open_session` takes them. `actions` are text ("w*20 a*24"), or one
-    letter or index a frame in a list, an array or a tensor.
+    for. Without a session, plan is "dense", prompt "" and seed 0 unless given; `size`, `first`,
+    `first_actions` and `noise` are as `open_session` takes them. `actions` are text
+    ("w*20 a*24"), or one letter or index a frame in a list, an array or a tensor.
 
     `then` are changes of prompt, each with the new frame from which on it is meant: there, or where
     the next chunk begins, the newest latents that the cache has room for are remembered again
@@ -157,10 +167,10 @@ def rollout(
 
     Same model, plan, prompt, actions, seed, size and first frames: same frames; another device or
     number of threads may change a level of 255 here and there. A `session` is gone on with, for
-    `frames` more, by one rollout at a time; another plan, prompt, seed, size or first than its own
-    is refused. On a GPU, `ahead` begins the next chunk before it decodes the last, on a second
-    stream: until the end a session is then a chunk further than what was yielded, so unless asked
-    for it is done only without one.
+    `frames` more, by one rollout at a time; another plan, prompt, seed, size, first or noise than
+    its own is refused. On a GPU, `ahead` begins the next chunk before it decodes the last, on a
+    second stream: until the end a session is then a chunk further than what was yielded, so unless
+    asked for it is done only without one.
     """
     check_model(model)
     frames, moves = check_frames(frames), parse_actions(actions, model.actions, frames)
@@ -171,10 +181,12 @@ def rollout(
         session = open_session(
             model, "dense" if plan is None else plan, frames=frames, size=size, first=first,
             prompt="" if prompt is None else prompt, seed=0 if seed is None else seed,
-            first_actions=first_actions,
+            first_actions=first_actions, noise=noise,
         )  # fmt: skip
     else:
-        _check_session(model, session, plan, prompt, seed, size, first)
+        _check_session(model, session, plan, prompt, seed, size, first, noise)
+        needed = chunks_for(model, session.shape.chunk, session.frame, frames)
+        _check_noise(session.noise, session.made + needed * session.shape.chunk)
     with torch.inference_mode(), no_autocast():
         changes = [
             (at, Prompt.read(model, text))
@@ -267,6 +279,7 @@ def _check_session(
     seed: int | None,
     size: PixelSize | None,
     first: Pictures | None,
+    noise: Noise | None,
 ) -> None:
     """Raise where a session cannot be gone on with, or is asked for what it is not."""
     if not isinstance(session, Session):
@@ -292,6 +305,8 @@ def _check_session(
             "seed": seed is not None and check_seed(seed) != session.seed,
             "size": size is not None and model.shape(parse_size(size)) != session.shape,
             "first": first is not None and _key(parse_first(first)) != source.first,
+            "noise": noise is not None
+            and _noise_key(parse_noise(noise, model, session.shape)) != source.noise,
         }.items()
         if differs
     ]
@@ -305,6 +320,18 @@ def _check_session(
 def _key(pictures: np.ndarray | None) -> str:
     """The hash by which a session knows its first frames."""
     return "" if pictures is None else digest(str(pictures.shape), pictures.tobytes())
+
+
+def _noise_key(noise: Tensor | None) -> str:
+    return "" if noise is None else of_tensors({"noise": noise})
+
+
+def _check_noise(noise: Tensor | None, frames: int) -> None:
+    if noise is not None and noise.shape[1] < frames:
+        raise TachyscopeError(
+            f"noise must be for the {frames} latent frames to be made, got {noise.shape[1]}: give "
+            f"more noise, or ask for fewer frames"
+        )
 
 
 @torch.inference_mode()

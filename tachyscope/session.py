@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,10 +24,20 @@ from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 from tachyscope.programs import keep_programs
 from tachyscope.replay import Choice
+from tachyscope.state import (
+    AGAIN,
+    COUNTS,
+    MAX_COUNT,
+    check_finite,
+    check_range,
+    check_tensor,
+    generators,
+    pack,
+    refuse,
+    unpack,
+)
 from tachyscope.types import Layer, Mlp, Moment, Rope, Shape, Text
 
-# the host's numbers that a state carries
-COUNTS = ("chunk", "frame", "past", "seen", "made", "text_tokens", "frames", "seed")
 # Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
 DRIFT_ROWS = 16.0
 
@@ -40,6 +49,7 @@ class Source:
     weights: str = ""
     prompt: str = ""
     first: str = ""  # of given frames, empty without any
+    noise: str = ""  # handed in, empty where it is drawn
 
 
 class Session:
@@ -74,6 +84,8 @@ class Session:
             keep_programs()  # every kernel is built after this
         self.meter = Meter(self.device)
         self.source = Source()
+        # handed in: [draws, latent frames, C, h, w], counted over those that are generated
+        self.noise: Tensor | None = None
         self.reset()
 
     def slots_for(self, lengths: Sequence[int]) -> int:
@@ -85,20 +97,24 @@ class Session:
 
     def reset(self) -> None:
         """Forget everything: a new state, not the old one mended."""
-        shape, cache = self.shape, self.plan.cache
-        self.prompt = max(self.lengths, default=0)
-        self.pads = tuple(self.prompt - n for n in self.lengths)
+        self._begin_anew()
         slots = self.slots_for(self.lengths)
         self._check_memory(slots)
-        self._room = None if cache.grows else slots - shape.chunk_tokens
+        self.layers = [self._empty_layer(slots) for _ in range(self.shape.layers)]
+
+    def _begin_anew(self) -> None:
+        """`reset` of all but the layers."""
+        slots = self.slots_for(self.lengths)
+        self._room = None if self.plan.cache.grows else slots - self.shape.chunk_tokens
+        self.prompt = max(self.lengths, default=0)
+        self.pads = tuple(self.prompt - n for n in self.lengths)
         self.chunk = 0  # chunks committed
         self._clock = torch.zeros((), dtype=torch.float32, device=self.device)
         self.frame = 0
         self.past = 0  # entries of finished chunks
         self.now = 0  # entries of the present one
         self.seen = 0  # entries an unbounded cache would hold
-        self.made = False  # whether a chunk was generated: given ones are only remembered
-        self.layers = [self._empty_layer(slots) for _ in range(shape.layers)]
+        self.made = 0  # latent frames generated: given ones are only remembered
         self.texts: list[Text] = []
         self.text_tokens = 0
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
@@ -183,6 +199,22 @@ class Session:
             self.shape.places - self.prompt
         )
         return pos
+
+    def given_noise(self, draw: int, ahead: int = 0) -> Tensor | None:
+        """The draw-th noise [1, C, F, h, w] of the next chunk, or of one so many chunks ahead.
+
+        None where it is to be drawn.
+        """
+        if self.noise is None or draw >= len(self.noise):
+            return None
+        start = self.made + ahead * self.shape.chunk
+        part = self.noise[draw, start : start + self.shape.chunk]
+        if len(part) < self.shape.chunk:
+            raise TachyscopeError(
+                f"noise was given for {self.noise.shape[1]} latent frames, and those up to "
+                f"{start + self.shape.chunk} are to be made: give more noise, or fewer frames"
+            )
+        return part.transpose(0, 1)[None]
 
     def give_text(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]
@@ -403,7 +435,8 @@ class Session:
 
         A full cache moves the same entries each time; replay may take turns.
         """
-        if self.watches:
+        # noise that is handed in changes from chunk to chunk
+        if self.watches or self.noise is not None:
             return False
         full = self._room is not None and self.past == self._room
         fixed = not (self.shape.causal or self.shape.ahead or self.plan.cache.moves)
@@ -411,6 +444,7 @@ class Session:
 
     def count_repeated(self) -> None:
         """A chunk like the last was made and committed by the launches that had made that."""
+        self.made += self.shape.chunk
         self._count(self.shape.chunk * self.shape.places)
 
     def forget(self) -> None:
@@ -449,7 +483,7 @@ class Session:
                 q, k, v = (draw(h, len(pos)) for h in (shape.heads, *[shape.kv_heads] * 2))
                 self.enter(i, q, k, v)
             self.commit()
-        self.made = True  # what is timed next is no video's first chunk
+        self.made = frames  # what is timed next is no video's first chunk
         self.meter.take()
 
     def _rotate(self, raw: Tensor, pos: Tensor) -> Tensor:
@@ -462,42 +496,83 @@ class Session:
                 f"a session's state can be taken between chunks, and {self.now} tokens of one are "
                 f"under way: finish the chunk first"
             )
-        copied = torch.contiguous_format  # a file holds no strides
-        found = {name: x.clone(memory_format=copied) for name, x in self._tensors().items()}
-        meta = json.dumps(self._meta() | self._counts(), sort_keys=True).encode()
-        found["meta"] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
-        found["generator"] = self.generator.get_state()
-        found["dice"] = self.dice.get_state()
-        return found
+        drawn = {"generator": self.generator.get_state(), "dice": self.dice.get_state()}
+        return pack(self._tensors() | drawn, self._shared() | self._counts())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was taken, in a session of the same shape and plan."""
-        meta = json.loads(bytes(state["meta"].tolist()))
-        for name, ours in json.loads(json.dumps(self._meta())).items():
-            if meta.get(name) != ours:
-                raise TachyscopeError(
-                    f"this state was taken with {name}={meta.get(name)!r}, the session has "
-                    f"{ours!r}: make the session with the same model, size, plan and prompt"
-                )
-        self.reset()
+        """Go on where `state` was taken, in a session of the same model, size, plan and prompt.
+
+        All of it is checked and copied before anything changes: a state that does not fit is
+        refused, and the session goes on as if it had not been asked.
+        """
+        tensors, meta = unpack(state, self._shared())
+        keys = tensors.get("layers.0.k")
+        slots = keys.shape[2] if keys is not None and keys.dim() == 4 else 0
+        self._check_counts(meta, slots)
+        layers = self._layers_of(tensors, slots)
+        self._check_texts(tensors, meta["texts"])
+        rest = {k: x for k, x in tensors.items() if k.startswith(("texts.", "features.", "kept."))}
+        for name, x in rest.items():
+            check_finite(name, x)
+        rest = {name: x.to(self.device, copy=True) for name, x in rest.items()}
+        generator, dice = generators(tensors, self.device)
+        # from here on nothing can fail
+        self._begin_anew()
         for name in COUNTS:
             setattr(self, name, meta[name])
         self._ready = set(meta["ready"])
-        slots = state["layers.0.k"].shape[2]
-        self.layers = [self._empty_layer(slots) for _ in self.layers]
-        for i, layer in enumerate(self.layers):
-            for name, x in (layer.entries() | layer.own).items():
-                x.copy_(state[f"layers.{i}.{name}"])
-        rest = {k: v.to(self.device, copy=True) for k, v in state.items() if "." in k}
+        self.layers = layers
         self.texts = [
             Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.logw"))
             for i in range(meta["texts"])
         ]
         self.latents = rest.get("kept.latents")
         prefix = "features."
-        self.features = {k[len(prefix) :]: v for k, v in rest.items() if k.startswith(prefix)}
-        self.generator.set_state(state["generator"].cpu())
-        self.dice.set_state(state["dice"].cpu())
+        self.features = {k[len(prefix) :]: x for k, x in rest.items() if k.startswith(prefix)}
+        self.generator, self.dice = generator, dice
+        self.source = replace(self.source, first=meta["first"])
+
+    def _check_counts(self, meta: Mapping[str, Any], slots: int) -> None:
+        """Raise where a state's numbers cannot be."""
+        shape, cache, frame = self.shape, self.plan.cache, meta["frame"]
+        least = cache.capacity(shape, self.prompt, meta["frames"])
+        check_range("slots", slots, least, max(slots, least) if cache.grows else least)
+        # every chunk ends latent frames; a change of prompt may count it again
+        least = -(-frame // (shape.chunk + shape.ahead))
+        check_range("chunk", meta["chunk"], least, 2 * frame + 2)
+        entries = self.prompt + shape.chunk_tokens + frame * shape.places
+        check_range("seen", meta["seen"], 0, entries)
+        room = slots if cache.grows else slots - shape.chunk_tokens
+        check_range("past", meta["past"], 0, min(room, meta["seen"]))
+        texts = shape.layers if shape.text else 0
+        check_range("texts", meta["texts"], len(self.texts), texts)
+        tokens = (self.text_tokens, self.text_tokens) if self.texts else (0, shape.text)
+        check_range("text_tokens", meta["text_tokens"], *tokens)
+        for step in meta["ready"]:
+            check_range("ready", step, 0, shape.passes - 1)
+
+    def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[Layer]:
+        """A state's layers, on the device."""
+        like = self._empty_layer(slots)
+        # of the others, whole numbers are those of slots
+        whole = {"ring_age": (0, MAX_COUNT), "ann_map": (-1, slots - 1), "ann_count": (0, slots)}
+        for i in range(self.shape.layers):
+            for name, x in (like.entries() | like.own).items():
+                check_tensor(tensors, f"layers.{i}.{name}", x, whole.get(name, (0, slots - 1)))
+        found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
+        for i, layer in enumerate(found):
+            for name, x in (layer.entries() | layer.own).items():
+                x.copy_(tensors[f"layers.{i}.{name}"])
+        return found
+
+    def _check_texts(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        """Raise unless a state's prompt has the parts of this session's, or keys and values."""
+        own = {k: x for k, x in self._tensors().items() if k.startswith("texts.")}
+        for name, x in own.items():
+            check_tensor(tensors, name, x, (0, 0))
+        for name in [f"texts.{i}.{part}" for i in range(count) for part in ("k", "v")]:
+            if name not in tensors:
+                refuse(f"lacks {name!r}", AGAIN)
 
     def _tensors(self) -> dict[str, Tensor]:
         found = {f"features.{name}": x for name, x in self.features.items()}
@@ -509,18 +584,22 @@ class Session:
             found |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
         return found if self.latents is None else found | {"kept.latents": self.latents}
 
-    def _meta(self) -> dict[str, Any]:
+    def _shared(self) -> dict[str, Any]:
         """What a session must share with the one whose state it takes over."""
         return {
             "shape": asdict(self.shape),
             "plan": str(self.plan),
             "lengths": self.lengths,
             "dtype": str(self.dtype),
+            "weights": self.source.weights,
+            "prompt": self.source.prompt,
+            "noise": self.source.noise,
         }
 
     def _counts(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
-        return found | {"ready": sorted(self._ready), "texts": len(self.texts)}
+        found |= {"ready": sorted(self._ready), "texts": len(self.texts)}
+        return found | {"first": self.source.first}
 
     def cache_bytes(self) -> int:
         """What the layers' tensors take."""

@@ -15,6 +15,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"kernels"},
     {"cache", "attention", "replay"},
     {"plan"},
+    {"state"},
     {"session"},
     {"worlds"},
     {"adapters"},

@@ -30,6 +30,8 @@ class Adapter(abc.ABC):
     actions: str  # one letter an action, "" where the model takes none; the first is "stay"
     stock: str  # the plan its authors run
     frame_dim: int  # which dimension of latents counts frames
+    # how often noise is drawn for a chunk; 0 where it cannot be handed in instead
+    draws: int = 0
     # what is remembered hangs on how it was shown, so that a chunk is decoded as it is made
     looks: bool = False
     # the past is dropped at some chunks, by their number

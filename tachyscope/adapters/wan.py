@@ -40,6 +40,7 @@ from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.adapters.words import Words
 from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError, is_out_of_memory, warn
+from tachyscope.fingerprint import digest
 from tachyscope.machine import memory_of
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Rope, Shape
@@ -163,6 +164,7 @@ class WanAdapter(Adapter):
         self.stock = self.config.stock
         self.looks, self.restarts = self.config.reencode, self.config.restart > 0
         self.together = self.config.together
+        self.draws = max(len(self.config.steps), len(self.config.first_steps or ()))
         self.schedule = schedule(self.config)
 
     def compiling_pays(self, chunks: int) -> bool:
@@ -240,6 +242,13 @@ class WanAdapter(Adapter):
         context, length = self.text(check_prompt(prompt))
         return Prompt(context.to(self.device), length)
 
+    def prompt_key(self, prompt: str) -> str:
+        if not isinstance(self.text, PromptFile):
+            return super().prompt_key(prompt)
+        # the file, not its name, is the prompt
+        context, length = self.text(prompt)
+        return digest(context[0, :length].float().numpy().tobytes())
+
     @torch.no_grad()
     def start(self, session: Session, prompt: Prompt) -> None:
         rows = session.shape.rows
@@ -252,15 +261,15 @@ class WanAdapter(Adapter):
         if c.rolling:
             clean = self._roll(session)
         else:
-            x = clean = self._noise(session)
+            x = clean = self._noise(session, 0)
             # the first generated chunk is special, whether or not frames were given before it
             for i, step in enumerate((not session.made and c.first_steps) or c.steps):
                 level = c.levels.index(step)
                 if i:
-                    x = noised(clean, self._noise(session), self.schedule[level][1])
+                    x = noised(clean, self._noise(session, i), self.schedule[level][1])
                 (clean,) = self._denoised(session, [x], [level], told)
         self._remember(session, self._context(session, clean), told)
-        session.made = True
+        session.made += c.chunk
         return clean
 
     def _roll(self, session: Session) -> Tensor:
@@ -278,12 +287,12 @@ class WanAdapter(Adapter):
         # what waits in a window lacks its last step, and what is behind it one step more
         for step in range(steps - 1 if window else 0, steps):
             if not window or known is None or session.frame + len(window) * c.chunk < known:
-                window.append(self._noise(session))
+                window.append(self._noise(session, 0, len(window)))
             levels = [step - i for i in range(len(window))]
             clean = self._denoised(session, window, levels, None)
             window = [
-                noised(x, self._noise(session), self.schedule[level + 1][1])
-                for x, level in zip(clean, levels, strict=True)
+                noised(x, self._noise(session, level + 1, i), self.schedule[level + 1][1])
+                for i, (x, level) in enumerate(zip(clean, levels, strict=True))
                 if level + 1 < steps
             ]
         if window:
@@ -377,8 +386,15 @@ class WanAdapter(Adapter):
             )
         return torch.cat([torch.full((1,), a, device=self.device) for a in actions])
 
-    def _noise(self, session: Session) -> Tensor:
-        return self._draw(session.shape, session.generator)
+    def _noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
+        """A chunk's noise, the draw-th that it takes: as handed in, else drawn.
+
+        The chunk is the one that is made, or so many ahead of it.
+        """
+        given = session.given_noise(draw, ahead)
+        if given is None:
+            return self._draw(session.shape, session.generator)
+        return given.to(self.device, wider(self.dtype))
 
     def _draw(self, shape: Shape, generator: torch.Generator) -> Tensor:
         size = self.latent_size(shape, shape.chunk)

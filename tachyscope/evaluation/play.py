@@ -58,7 +58,7 @@ class Together(WanAdapter):
         """Frames [B, H, W, 3] of one latent frame [B, C, 1, h, w]."""
         return self.decode(session, latents.transpose(0, 2))
 
-    def _noise(self, session: Session) -> Tensor:
+    def _noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
         one = replace(session.shape, rows=1)
         return torch.cat([self._draw(one, generator) for generator in self.generators])
 

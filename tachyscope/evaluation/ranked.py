@@ -54,8 +54,8 @@ class Ranked(Session):
         self.rank, self.within, self.watch = rank, within, tuple(watch)
         super().__init__(shape, *args, **kwargs)
 
-    def reset(self) -> None:
-        super().reset()
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
         size = (self.shape.layers, self.shape.rows, self.shape.places)
         self.watched = {name: torch.zeros(size, device=self.device) for name in self.watch}
         self._masses: dict[int, Tensor] = {}

@@ -65,12 +65,13 @@ class Probed(Session):
         self.wanted = frozenset(wanted)
         super().__init__(shape, *args, **kwargs)
 
-    def reset(self) -> None:
-        super().reset()
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
         groups = (self.shape.rows, self.plan.cache.groups(self.shape), 0)
         # by layer: keys and log-weights as they were committed, and the slot each went to
-        self.shadow: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
-        self.slots = [torch.zeros(groups, dtype=torch.int64, device=self.device)] * len(self.layers)
+        self.shadow: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.shape.layers)]
+        empty = torch.zeros(groups, dtype=torch.int64, device=self.device)
+        self.slots = [empty] * self.shape.layers
         self.recalls: dict[int, list[Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

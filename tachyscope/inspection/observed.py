@@ -45,8 +45,8 @@ class Observed(Session):
         self.wanted, self.queries = places, queries
         super().__init__(*args, **kwargs)
 
-    def reset(self) -> None:
-        super().reset()
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
         every = range(self.shape.places)
         # draws of its own: the session's would change the video by being asked
         drawn = random.Random(f"{self.seed} places")
