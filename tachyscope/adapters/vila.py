@@ -32,6 +32,7 @@ from tachyscope.adapters.vqgan import PixelConfig
 from tachyscope.adapters.word_tokenizer import WordTokenizer
 from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
+from tachyscope.numerics import own_numerics
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
 
@@ -299,8 +300,7 @@ def toy_tokens(
         tokenizer="bytes",
     )
     # drawn on the CPU, so that it is the same model on every device
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with own_numerics(seed):
         model = Vila(config).eval().to(device, dtype)
     return VilaAdapter(model, config, BytesTokenizer(config.vocab), name="toy-tokens")
 
