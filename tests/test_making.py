@@ -18,7 +18,7 @@ CONFIG = WanConfig(
     dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=6, size=(4, 8), stride=(1, 8, 8),
     steps=(1000, 500), stock="dense",
 )  # fmt: skip
-HOST = ("chunk", "_frame", "past", "now", "seen")
+HOST = ("chunk", "_frame", "past", "now", "seen", "made")
 
 
 class Again:
