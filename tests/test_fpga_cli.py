@@ -38,8 +38,16 @@ def test_every_option_is_in_the_manual_and_has_help(verb, capsys):
 
 
 def test_build_writes_verilog(tmp_path, capsys):
-    assert main(["fpga", "build", str(tmp_path), *SMALL]) == 0
+    assert main(["fpga", "build", str(tmp_path), "--part", "engine", *SMALL]) == 0
     assert "module engine(" in (tmp_path / "engine.v").read_text()
+
+
+@pytest.mark.slow
+def test_build_writes_the_decoder_with_its_registers(tmp_path, capsys):
+    assert main(["fpga", "build", str(tmp_path), "--lanes", "4", "--macs", "4"]) == 0
+    assert "module decoder(" in (tmp_path / "decoder.v").read_text()
+    assert "| 0x000c | CTRL | wo |" in (tmp_path / "registers.md").read_text()
+    assert "#define TACHYSCOPE_CTRL 0x000cu" in (tmp_path / "registers.h").read_text()
 
 
 def test_simulate_compares_with_integers_and_cycle_model(capsys):
@@ -55,12 +63,12 @@ def test_simulate_compares_with_integers_and_cycle_model(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["build", "out", "--lanes", "0"], "GemvArray lanes must be an integer from 1 to 256, got 0"),
-        (["build", "out", "--deal", "dice"], "RowScheduler deal must be one of static, rows, tiles, got 'dice'"),
-        (["build", "out", "--depth", "65"], "depth must be a multiple of macs = 16, got 65"),
-        (["build", "out", "--rows", "33"], "RowScheduler rows must be an integer from 1 to 32, got 33"),
-        (["build", "out", "--products-per-dsp", "2", "--lanes", "3", "--outputs", "3"], "GemvArray lanes must be a multiple of products_per_dsp = 2, got 3"),
-        (["build", "out", "--query", "x"], "TasGate query must be one of before_rope, after_rope, got 'x'"),
+        (["build", "out", "--part", "engine", "--lanes", "0"], "GemvArray lanes must be an integer from 1 to 256, got 0"),
+        (["build", "out", "--part", "engine", "--deal", "dice"], "RowScheduler deal must be one of static, rows, tiles, got 'dice'"),
+        (["build", "out", "--part", "engine", "--depth", "65"], "depth must be a multiple of macs = 16, got 65"),
+        (["build", "out", "--part", "engine", "--rows", "33"], "RowScheduler rows must be an integer from 1 to 32, got 33"),
+        (["build", "out", "--part", "engine", "--products-per-dsp", "2", "--lanes", "3", "--outputs", "3"], "GemvArray lanes must be a multiple of products_per_dsp = 2, got 3"),
+        (["build", "out", "--part", "engine", "--query", "x"], "TasGate query must be one of before_rope, after_rope, got 'x'"),
         (["simulate", "--tokens", "0"], "tokens must be 1 or more, got 0"),
         (["simulate", "--stall", "1"], "stall must be from 0 to below 1, got 1.0"),
         (["simulate", "--verilator", "--rows", "2"], "the order of beats is known beforehand for 1 row and 1 core alone, got 2 and 1"),

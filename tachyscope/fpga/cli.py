@@ -8,15 +8,20 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from amaranth.back import verilog
+from amaranth.lib import wiring
 from cyclopts import App, Parameter
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.fpga import estimate as estimates
 from tachyscope.fpga import synth as synthesis
 from tachyscope.fpga import verify
+from tachyscope.fpga.decoder_core import DecoderCore
+from tachyscope.fpga.decoder_model import DecoderShape, eps_of
 from tachyscope.fpga.engine import Engine
 from tachyscope.fpga.gemv import GemvArray
+from tachyscope.fpga.rope import Rope
 from tachyscope.fpga.tas_gate import TasGate
+from tachyscope.fpga.top import Top
 
 Json = Annotated[str | None, Parameter(allow_leading_hyphen=True)]
 Said = Annotated[str, Parameter(parse=False)]
@@ -61,21 +66,41 @@ class Shape:
 SHAPE = Shape()
 
 
+TRUNK = DecoderShape(
+    width=256, inner=2688, layers=2, heads=4, kv_heads=1, head_dim=64, places=256, context=8192
+)
+"""The sizes of the shipped atrium-tokens: 32 frames of 256 tokens."""
+THETA, EPS = 4294967296.0, 1e-5
+
+
 @app.command
-def build(out: Path, *, shape: Shape = SHAPE) -> None:
-    """Write the engine as Verilog, with the register map and the C header of the decoder.
+def build(
+    out: Path, *, part: Literal["decoder", "engine"] = "decoder", shape: Shape = SHAPE
+) -> None:
+    """Write Verilog; of the decoder also its register map and C header, from the same table.
 
     Parameters
     ----------
     out
         Folder for the files, made if missing.
+    part
+        decoder: a whole decoder of atrium-tokens' sizes, with the array, rows and cores given.
+        engine: gate, cache, scheduler and cores around one matrix.
     """
     from tachyscope.files import check_folder, write_atomically
 
     folder = check_folder(out)
-    engine = shape.engine()
-    text = verilog.convert(engine.create(), name="engine", strip_internal_attrs=True)
-    written = {"engine.v": text}
+    written = {}
+    if part == "engine":
+        unit: wiring.Component = shape.engine().create()
+    else:
+        rope, eps = Rope.of(TRUNK.head_dim, THETA), eps_of(EPS, TRUNK.width)
+        array = GemvArray(shape.lanes, shape.macs, shape.products_per_dsp)
+        top = Top(DecoderCore(TRUNK, array, rope, eps), shape.rows, shape.cores)
+        written["registers.md"] = top.csr.register_map()
+        written["registers.h"] = top.csr.c_header("TACHYSCOPE")
+        unit = top.create()
+    written[f"{part}.v"] = verilog.convert(unit, name=part, strip_internal_attrs=True)
     for name, content in written.items():
         write_atomically(folder / name, content)
         print(f"{folder / name}: {len(content.splitlines())} lines")

@@ -151,10 +151,11 @@ class GemvArrayUnit(wiring.Component):
 
 def _plain(m: Module, beat: data.View, array: GemvArray) -> list[list[Signal]]:
     """One multiplier a product, registers on both sides: 2 cycles."""
+    x = [Signal(signed(8), name=f"x{k}") for k in range(array.macs)]
+    m.d.sync += [part.eq(beat.x[k]) for k, part in enumerate(x)]
     lanes = []
-    halves = [_own(m, beat, upper) for upper in (False, True)]
     for lane in range(array.lanes):
-        x, row = halves[2 * lane >= array.lanes], []
+        row = []
         for k in range(array.macs):
             w = Signal(signed(8), name=f"w{lane}_{k}")
             product = Signal(signed(16), name=f"p{lane}_{k}")
@@ -164,29 +165,16 @@ def _plain(m: Module, beat: data.View, array: GemvArray) -> list[list[Signal]]:
     return lanes
 
 
-def _own(m: Module, beat: data.View, upper: bool) -> list[Signal]:
-    """Registers for the numbers that lanes share, one set for each half of them: shorter wires.
-
-    They begin with different values, which nobody sees: equal registers would be merged again.
-    """
-    x = [
-        Signal(signed(8), name=f"x{int(upper)}_{k}", init=-upper, reset_less=True)
-        for k in range(len(beat.x))
-    ]
-    m.d.sync += [part.eq(beat.x[k]) for k, part in enumerate(x)]
-    return x
-
-
 def _packed(m: Module, beat: data.View, array: GemvArray) -> list[list[Signal]]:
     """One multiplier for the weights of two lanes and the number they share: 3 cycles.
 
     (odd * 2**18 + even) * x holds even * x in its low 18 bits; what is above is odd * x, less one
     where even * x is negative.
     """
+    x = [Signal(signed(8), name=f"x{k}") for k in range(array.macs)]
+    m.d.sync += [part.eq(beat.x[k]) for k, part in enumerate(x)]
     lanes: list[list[Signal]] = []
-    halves = [_own(m, beat, upper) for upper in (False, True)]
     for lane in range(0, array.lanes, 2):
-        x = halves[2 * lane >= array.lanes]
         rows: list[list[Signal]] = [[], []]
         for k in range(array.macs):
             pair = Signal(signed(27), name=f"w{lane}_{k}")
