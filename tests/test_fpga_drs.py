@@ -48,7 +48,9 @@ def run(drs, replay, job_cycles):
 
 
 @pytest.mark.parametrize("deal", ["static", "rows", "tiles"])
-@pytest.mark.parametrize(("rows", "cores"), [(1, 1), (4, 4), (5, 3), (32, 8)])
+@pytest.mark.parametrize(
+    ("rows", "cores"), [(1, 1), (5, 3), pytest.param(32, 8, marks=pytest.mark.slow)]
+)
 def test_hardware_deals_as_its_schedule(deal, rows, cores):
     rng = np.random.default_rng(rows)
     for share, job_cycles in [(0.0, 3), (0.5, 4), (0.9, 3), (1.0, 3)]:

@@ -41,12 +41,12 @@ def compare(shape, probability, seed, late=None):
     assert (found.mismatches, found.cycle_mismatches) == (0, 0)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=lambda shape: "-".join(map(str, shape)))
 def test_hardware_equals_integers_and_cycle_model(shape):
     compare(shape, 0.0, 1)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=lambda shape: "-".join(map(str, shape)))
 def test_hardware_equals_both_under_stalls(shape):
     compare(shape, 0.4, 2)
 

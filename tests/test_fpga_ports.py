@@ -54,16 +54,22 @@ def run(ports, kv, replay, around):
     return trace, flow
 
 
+UNEVEN = Environment(3, 9, (1, 2, 3, 1, 2), (4, 3, 5, 6, 2), verdict=7, replay=3)
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("drs", [True, False])
-@pytest.mark.parametrize("tail", [0, 3])
 @pytest.mark.parametrize(
-    "around",
+    ("tail", "around"),
     [
-        Environment(),
-        Environment(
-            service=3, latency=9, use=(1, 2, 3, 1, 2), depends=(4, 3, 5, 6, 2), verdict=7, replay=3
+        (3, UNEVEN),
+        pytest.param(0, UNEVEN, marks=SLOW),
+        pytest.param(0, Environment(), marks=SLOW),
+        pytest.param(
+            3,
+            Environment(service=2, latency=30, verdict=25, refresh_every=50, refresh_for=7),
+            marks=SLOW,
         ),
-        Environment(service=2, latency=30, verdict=25, refresh_every=50, refresh_for=7),
     ],
 )
 def test_hardware_fetches_in_the_cycles_of_its_schedule(drs, tail, around):
