@@ -97,7 +97,7 @@ SETTINGS = {
     "age": Bound(0, 1_000_000),
     "text ann.bits": Bound(1, 32),  # a bucket is one number
     "cache merge.threshold": Bound(-1.0, 1.0),  # a cosine
-    "replay attentive.threshold": Bound(-1e6, 1e6),
+    "replay attentive.threshold": Bound(-1e12, 1e12),
 }
 
 # what a config.json says of a Wan-type model, by our names
@@ -134,7 +134,7 @@ VILA = {
     "head_dim": Bound(2, 8_192),
     "vocab_size": Bound(1, 10_000_000),
     "rms_norm_eps": EPS,
-    "rope_theta": Bound(1e-6, 1e8),
+    "rope_theta": Bound(1e-6, 1e12),
     "factor": Bound(1e-6, 1e6),
     "code_shape": Bound(1, 1_024),
     "embed_dim": WIDTH,

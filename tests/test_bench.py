@@ -202,9 +202,10 @@ def test_a_simulated_saving_is_told_as_such(tokens):
     ]
 
 
-def test_a_plan_is_labelled_by_its_name_or_not_at_all():
+def test_a_plan_is_labelled_by_its_name_or_short_text():
     assert [label(name) for name in NAMES] == list(NAMES)
-    assert label("fast replay=none") == "plan"
+    assert label("fast replay=none") == "fast replay=none"
+    assert label("fast cache=merge:budget=24f attention=ann:read=0.2") == "plan"
     assert label(Plan.parse("fast")) == "plan"
 
 
@@ -232,13 +233,15 @@ def test_a_file_for_json_must_be_writable_beforehand(tmp_path):
     with pytest.raises(TachyscopeError, match="is a folder: give the name of a file$"):
         check_json(str(tmp_path))
     (tmp_path / "file").touch()
-    with pytest.raises(TachyscopeError, match="cannot be written"):
+    with pytest.raises(
+        TachyscopeError, match="is a file, not a folder: give the name of a folder$"
+    ):
         check_json(str(tmp_path / "file" / "a.json"))
 
 
 def test_plans_are_set_apart_by_semicolons():
     assert split_plans("fast; dense text=pads;") == ["fast", "dense text=pads"]
-    with pytest.raises(TachyscopeError, match="^plans are texts set apart by ';', got ' ; ': "):
+    with pytest.raises(TachyscopeError, match="^`plans` are texts set apart by ';', got ' ; ': "):
         split_plans(" ; ")
 
 
@@ -318,7 +321,9 @@ def test_a_filled_session_counts_what_a_made_one_counts(chunks):
 
 
 def test_lengths_are_numbers(chunks):
-    with pytest.raises(TachyscopeError, match="at is latent frames set apart by commas, got '3,x'"):
+    with pytest.raises(
+        TachyscopeError, match="`at` is latent frames set apart by commas, got '3,x'"
+    ):
         bench_asked(chunks, ["fast"], at="3,x", frames=12)
     with pytest.raises(TachyscopeError, match=r"`at` must be from 1 to 10,000, got"):
         bench_lengths(chunks, ["fast"], lengths=[0])

@@ -228,7 +228,7 @@ def test_memory_that_runs_out_at_once_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(wan, "open_session", full)
     assert main(["wan", "--model", "toy-chunks", "--device", "cpu", "--dtype", "float32"]) == 2
-    assert capsys.readouterr().err.startswith("tachyscope: the GPU's memory ran out: ask for")
+    assert capsys.readouterr().err.startswith("tachyscope: the memory is not enough: give")
 
 
 def test_a_rollout_says_what_stayed_flat(model, monkeypatch):

@@ -624,7 +624,7 @@ NO_MEMORY = (
 def test_too_little_memory_is_one_line(tmp_path, monkeypatch, capsys):
     words = ["generate", "toy-chunks", "--out", str(tmp_path)]
     # petabytes
-    assert main([*words, "--size", "640x960", "--frames", "10000000"]) == 2
+    assert main([*words, "--size", "4096x4096", "--frames", "1000000"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
         "tachyscope: the memory of cpu does not hold the cache of cache=keep_all"

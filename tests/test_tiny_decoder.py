@@ -399,7 +399,9 @@ def test_the_command_line_tells_how_far_the_decoders_lie_apart(folder, small, tm
 
 def test_faults_of_the_decoders_options(folder, small, tmp_path):
     file = small[0] / "taew2_1.pth"
-    refused(lambda: ts.load("wan_causal", folder, decoder_check=True), "got none: give decoder too")
+    refused(
+        lambda: ts.load("wan_causal", folder, decoder_check=True), "got none: give `decoder` too"
+    )
     for name in ("toy-chunks", "toy-tokens", "atrium-world"):
         refused(lambda name=name: ts.load(name, decoder=file), "takes no tiny decoder, got")
     save_wan(load_wan(folder), tmp_path / "alone.pt")
