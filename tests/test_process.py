@@ -30,11 +30,19 @@ def start(code, *words, **streams):
     return subprocess.Popen([sys.executable, "-c", code, *words], **pipes)
 
 
+# tests that run in the background inherit ignored signals
+HEARS = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
+
 @pytest.mark.parametrize(
     "name, said", [("SIGTERM", "stopped by SIGTERM"), ("SIGHUP", "stopped by SIGHUP"), ("SIGINT", "interrupted")],
 )  # fmt: skip
 def test_a_signal_removes_what_was_begun(name, said, tmp_path):
-    run = start(WAITS, str(tmp_path / "a"))
+    run = start(HEARS + WAITS, str(tmp_path / "a"))
     try:
         assert run.stdout.readline() == "begun\n" and len(os.listdir(tmp_path)) == 1
         number = getattr(signal, name)
