@@ -365,3 +365,5 @@ class DecoderSim:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
