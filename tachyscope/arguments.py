@@ -254,7 +254,7 @@ def check_first_size(model: Adapter, frames: np.ndarray, size: tuple[int, int] |
     except TachyscopeError:
         other = ""
     else:
-        other = f", or set size to {height}x{width}"
+        other = f", or set `size` to {height}x{width}"
     raise TachyscopeError(
         f"first frames are {height}x{width} (height x width), {makes} {wanted[0]}x{wanted[1]}: "
         f"{resize}{other}"
@@ -268,7 +268,7 @@ def parse_noise(noise: Noise, model: Adapter, shape: Shape) -> Tensor:
     """
     if not model.draws:
         raise TachyscopeError(
-            f"{model.name} is not made from noise that could be handed in: leave noise out"
+            f"{model.name} is not made from noise that could be handed in: leave `noise` out"
         )
     if isinstance(noise, str | os.PathLike):
         tensors = read_tensors(Path(noise))
@@ -284,18 +284,18 @@ def parse_noise(noise: Noise, model: Adapter, shape: Shape) -> Tensor:
         found = noise
     else:
         raise TachyscopeError(
-            f"noise must be a path, or an array or a tensor of floats, got {_told(noise)}"
+            f"`noise` must be a path, or an array or a tensor of floats, got {_told(noise)}"
         )
     one, channels, _, *grid = model.latent_size(shape, 1)
     wanted = f"[1 to {model.draws}, latent frames, {channels}, {grid[0]}, {grid[1]}]"
     fits = found.dim() == 5 and [*found.shape[2:]] == [channels, *grid] and one == 1
     if not fits or not 1 <= len(found) <= model.draws or not found.is_floating_point():
         raise TachyscopeError(
-            f"noise must be floats {wanted}, got {_told(found)}: the first dimension counts the "
+            f"`noise` must be floats {wanted}, got {_told(found)}: the first dimension counts the "
             f"draws of a chunk"
         )
     if not bool(found.isfinite().all()):
-        raise TachyscopeError("noise must be finite, this has NaN or infinity: draw it again")
+        raise TachyscopeError("`noise` must be finite, this has NaN or infinity: draw it again")
     return found
 
 

@@ -175,6 +175,8 @@ def rollout(
     check_model(model)
     frames, moves = check_frames(frames), parse_actions(actions, model.actions, frames)
     wanted = check_changes(then)
+    if not isinstance(ahead, bool | None):
+        raise TachyscopeError(f"ahead must be True, False or None, got {ahead!r}")
     ahead = session is None if ahead is None else ahead
     ahead = ahead and not model.looks and runs_beside(model.device)
     if session is None:
@@ -329,8 +331,8 @@ def _noise_key(noise: Tensor | None) -> str:
 def _check_noise(noise: Tensor | None, frames: int) -> None:
     if noise is not None and noise.shape[1] < frames:
         raise TachyscopeError(
-            f"noise must be for the {frames} latent frames to be made, got {noise.shape[1]}: give "
-            f"more noise, or ask for fewer frames"
+            f"`noise` must be for the {frames} latent frames to be made, got {noise.shape[1]}: "
+            f"give more, or take fewer `frames`"
         )
 
 
@@ -368,7 +370,7 @@ def change_frames(
             allowed = f"from frame 1 to {last} of {frames}" if last else "of which there is one"
             raise TachyscopeError(
                 f"a prompt changes where a chunk begins, {allowed}, got frame {frame}: choose "
-                f"another, or raise frames"
+                f"another, or raise `frames`"
             )
         at = begins(chunks_for(model, chunk, start, frame))
         if at in found:

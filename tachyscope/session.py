@@ -211,8 +211,8 @@ class Session:
         part = self.noise[draw, start : start + self.shape.chunk]
         if len(part) < self.shape.chunk:
             raise TachyscopeError(
-                f"noise was given for {self.noise.shape[1]} latent frames, and those up to "
-                f"{start + self.shape.chunk} are to be made: give more noise, or fewer frames"
+                f"`noise` was given for {self.noise.shape[1]} latent frames, and those up to "
+                f"{start + self.shape.chunk} are to be made: give more, or take fewer `frames`"
             )
         return part.transpose(0, 1)[None]
 

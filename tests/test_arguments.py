@@ -75,6 +75,7 @@ ROLLOUT_ONLY = [
         "a frame of `then` must be a whole number from 1 to 1,000,000, got '24'",
     ),
     ({"then": [(24, None)]}, "a prompt of then must be text, got None"),
+    ({"ahead": "no"}, "ahead must be True, False or None, got 'no'"),
     ({"session": "s"}, "session must be a Session, got a str: use open_session"),
 ]
 

@@ -88,7 +88,7 @@ def test_noise_is_that_of_generated_frames_and_goes_on_with_the_session(monkeypa
 def test_a_fault_in_noise_is_told_when_rollout_is_called(tmp_path):
     model = _model("plain")
     good = torch.zeros(4, 9, 4, 4, 4)
-    shape = "noise must be floats [1 to 4, latent frames, 4, 4, 4], got Tensor of torch."
+    shape = "`noise` must be floats [1 to 4, latent frames, 4, 4, 4], got Tensor of torch."
     save_file({"other": good}, tmp_path / "other.safetensors")
     for noise, words in [
         (good[0], shape + "float32 [9, 4, 4, 4]: the first dimension counts the draws of a chunk"),
@@ -96,9 +96,9 @@ def test_a_fault_in_noise_is_told_when_rollout_is_called(tmp_path):
         (good[:0], shape + "float32 [0, 9, 4, 4, 4]"),
         (good[..., :3], shape),
         (good.long(), shape + "int64"),
-        (good / 0, "noise must be finite, this has NaN or infinity: draw it again"),
-        (good[:, :8], "noise must be for the 9 latent frames to be made, got 8: give more noise"),
-        ([0.0], "noise must be a path, or an array or a tensor of floats, got a list"),
+        (good / 0, "`noise` must be finite, this has NaN or infinity: draw it again"),
+        (good[:, :8], "`noise` must be for the 9 latent frames to be made, got 8: give more"),
+        ([0.0], "`noise` must be a path, or an array or a tensor of floats, got a list"),
         (np.zeros(3, int), "got ndarray of int64 [3]"),
         (tmp_path / "none.safetensors", "no checkpoint file"),
         (tmp_path / "other.safetensors", "must hold a tensor 'noise', it has other: save it"),
@@ -108,7 +108,7 @@ def test_a_fault_in_noise_is_told_when_rollout_is_called(tmp_path):
     tokens = ts.load("toy-tokens")
     refused(
         lambda: ts.rollout(tokens, frames=1, noise=good),
-        "toy-tokens is not made from noise that could be handed in: leave noise out",
+        "toy-tokens is not made from noise that could be handed in: leave `noise` out",
     )
 
 
@@ -120,7 +120,7 @@ def test_noise_that_ends_in_an_open_session_is_one_line():
         session.commit()
         refused(
             lambda: model.sample(session, ()),
-            "noise was given for 3 latent frames, and those up to 6",
+            "`noise` was given for 3 latent frames, and those up to 6",
         )
 
 
@@ -132,4 +132,4 @@ def test_the_command_line_takes_a_file_of_noise(tmp_path, capsys):
     assert main([*call, str(file)]) == 0
     save_file({"noise": noise[:, :1].contiguous()}, file)
     assert main([*call, str(file)]) == 2
-    assert "noise must be for the 3 latent frames to be made, got 1" in capsys.readouterr().err
+    assert "--noise must be for the 3 latent frames to be made, got 1" in capsys.readouterr().err

@@ -175,3 +175,29 @@ def test_loading_leaves_the_global_generator_alone_and_works_under_another_devic
         assert torch.equal(torch.get_rng_state(), before), name
         with torch.device("meta"):
             assert ts.load(name).fingerprint == plain.fingerprint
+
+
+def test_threads_share_a_model_and_leave_the_callers_random_numbers_alone():
+    model, plans = ts.load("toy-chunks"), ("dense", "fast", "fast-ar")
+
+    def play(plan):
+        return np.concatenate([c.frames for c in ts.rollout(model, plan, frames=9, seed=4)])
+
+    alone, together = {plan: play(plan) for plan in plans}, {}
+    state = torch.get_rng_state()
+    want = torch.rand(500)
+    torch.set_rng_state(state)
+    threads = [
+        threading.Thread(target=lambda plan=plan: together.update({plan: play(plan)}))
+        for plan in plans
+    ]
+    with _settings(torch.float64, False, 1):
+        torch.set_rng_state(state)
+        for thread in threads:
+            thread.start()
+        drawn = [torch.rand((), dtype=torch.float32) for _ in range(500)]
+        for thread in threads:
+            thread.join()
+    assert torch.equal(torch.stack(drawn), want)
+    assert together.keys() == alone.keys()
+    assert all(np.array_equal(together[plan], alone[plan]) for plan in plans)

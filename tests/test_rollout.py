@@ -277,7 +277,7 @@ def test_first_frames_have_the_videos_size():
     frames = np.zeros((1, 64, 96, 3), np.uint8)
     words = (
         "first frames are 64x96 (height x width), this model makes 128x128: resize them, in PIL by "
-        "image.resize((128, 128)), or set size to 64x96"
+        "image.resize((128, 128)), or set `size` to 64x96"
     )
     with pytest.raises(TachyscopeError, match=re.escape(words)):
         ts.open_session(model, first=frames)
