@@ -121,7 +121,8 @@ def open_session(
                 f"tachyscope bench fit tells what fits"
             ) from fault
         session.noise = drawn
-        session.source = Source(model.fingerprint, read.key, _key(pictures), _noise_key(drawn))
+        keys = read.key, _key(pictures), _noise_key(drawn)
+        session.source = Source(model.fingerprint, *keys, model.decoder_name)
         model.start(session, read.encoded)
         if given is not None:
             _remember(model, session, _parts(model, given, shape.chunk, moves))

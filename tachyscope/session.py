@@ -44,12 +44,13 @@ DRIFT_ROWS = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a session was opened with, as hashes; empty in one that was made by hand."""
+    """What a session was opened with; empty in one that was made by hand."""
 
-    weights: str = ""
+    weights: str = ""  # this and the next three are hashes
     prompt: str = ""
-    first: str = ""  # of given frames, empty without any
-    noise: str = ""  # handed in, empty where it is drawn
+    first: str = ""  # empty without given frames
+    noise: str = ""  # empty where it is drawn
+    decoder: str = ""
 
 
 class Session:
@@ -594,6 +595,7 @@ class Session:
             "weights": self.source.weights,
             "prompt": self.source.prompt,
             "noise": self.source.noise,
+            "decoder": self.source.decoder,
         }
 
     def _counts(self) -> dict[str, Any]:

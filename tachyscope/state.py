@@ -25,6 +25,7 @@ SHARED = {
     "prompt": "open the session with the prompt that it was last told",
     "lengths": "open the session with the prompt that it was last told",
     "noise": "open the session with the noise that it was opened with, or without any",
+    "decoder": "load the model with that decoder",
 }
 # hashes of these are compared, which tell a reader nothing
 HASHED = {"weights": "other weights", "prompt": "another prompt", "noise": "other noise"}

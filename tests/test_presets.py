@@ -262,6 +262,8 @@ def roll(adapter, chunks, prompt, seed, given=()):
 class Pixels:
     """Stands in for a VAE: a picture shows its latent frame and, less and less, those before."""
 
+    name = "pixels"
+
     def __init__(self):
         rng = torch.Generator().manual_seed(1)
         self.colour = torch.randn(3, SMALL["in_channels"], generator=rng).double() / 6

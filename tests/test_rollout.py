@@ -199,6 +199,8 @@ def test_a_cache_that_the_memory_does_not_hold_is_one_line(model, monkeypatch):
 class Afterglow:
     """Stands in for a VAE: a picture shows something of every latent frame before it."""
 
+    name = "afterglow"
+
     def frames(self, latents):
         return latents
 

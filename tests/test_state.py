@@ -124,7 +124,14 @@ def _broken_meta(state):
     values += [("seed", 2**64), ("seed", -(2**63) - 1), ("seed", "0"), ("first", 3)]
     values += [("ready", x) for x in ([99], [-1], "x", [True], {"0": 1})]
     values += [("plan", "cache=keep_all"), ("dtype", "torch.float64"), ("lengths", [3])]
-    values += [("weights", "0" * 32), ("prompt", ""), ("noise", "x"), ("shape", {}), ("shape", 3)]
+    values += [
+        ("weights", "0" * 32),
+        ("prompt", ""),
+        ("noise", "x"),
+        ("decoder", "x"),
+        ("shape", {}),
+        ("shape", 3),
+    ]
     values += [("tensors", {}), ("tensors", [])]
     for key, value in values:
         yield f"{key}={value!r}", _with_meta(state, lambda m, k=key, x=value: m.update({k: x}))
