@@ -21,7 +21,7 @@ from tachyscope.bench import bench_lengths
 from tachyscope.bounds import ASKED, SETTINGS, VILA, WAN, Bound, check, number, whole, within
 from tachyscope.evaluation.atrium import evaluate_atrium
 from tachyscope.fit import fit, sized
-from tachyscope.models import load
+from tachyscope.models import MODELS, load
 from tachyscope.plan import POLICIES, Plan
 from tachyscope.rollout import chunks_for
 from tachyscope.session import Session
@@ -219,6 +219,11 @@ def test_a_vila_configs_sizes_are_bounded(part, keys, vila, monkeypatch):
             file.write_text(good)
     finally:
         file.write_text(good)
+
+
+@pytest.mark.parametrize("name", [n for n, entry in MODELS.items() if not entry.weights])
+def test_every_model_that_is_shipped_is_within_the_bounds(name):
+    assert load(name).name
 
 
 def test_no_memory_is_taken_for_a_configuration_that_its_file_does_not_bear_out(wan, monkeypatch):

@@ -13,6 +13,7 @@ from tachyscope.worlds import atrium
 # Training draws its rooms from seeds far below. torch's CPU generator keeps 32 bits of a seed, so
 # the offset must leave room under 2**32.
 UNSEEN, WORLDS = 4_000_000_000, 100_000_000
+AT_ONCE = 16  # frames drawn together
 
 
 class Visit:
@@ -43,6 +44,11 @@ class Visit:
 
     def frames(self, start: int, stop: int) -> np.ndarray:
         """True frames uint8 [F, H, W, 3]."""
+        # some at a time: drawing a frame takes 16 MB
+        edges = [*range(start, max(stop, start + 1), AT_ONCE), stop]
+        return np.concatenate([self._draw(a, b) for a, b in zip(edges, edges[1:], strict=False)])
+
+    def _draw(self, start: int, stop: int) -> np.ndarray:
         frame = torch.arange(start, stop)
         rooms = self.rooms.rows(torch.zeros_like(frame))
         pixels = atrium.render(rooms, self.pose[0, start:stop], self.pace * frame)  # [F, 3, H, W]
