@@ -33,6 +33,7 @@ from tachyscope.types import Layer, Moment, Shape
 BUCKET_BITS = 8
 # elements of listed keys gathered at once: bounds memory, not the result
 AT_ONCE = 2**24
+LOG2E = math.log2(math.e)
 
 
 # What a block and a tile are of a latent frame unless asked for: on Atrium, whose frames have 64
@@ -427,17 +428,22 @@ class Ann(AttentionPolicy):
     def _mass_of_entries(self, q: Tensor, layer: Layer, at: Moment, tokens: int) -> Tensor:
         """`_mass` of q [B, Hkv, group * S, D] where a block is one entry: its own best code.
 
-        Head by head in one buffer: it stays in a CPU's cache, and no fresh memory is touched.
+        Two heads at once in one buffer that stays in a CPU's cache; keys down, queries across,
+        since tall matrices are multiplied twice as fast as wide ones; exp2, since it is twice as
+        fast as exp.
         """
-        q, keys = q.float() / math.sqrt(q.shape[3]), layer.k[:, :, : at.past].float()
-        scores = q.new_empty(q.shape[0], q.shape[2], at.past)
+        q, keys = q.float() * (LOG2E / math.sqrt(q.shape[3])), layer.k[:, :, : at.past].float()
+        rows, heads, queries, _ = q.shape
+        buffer = q.new_empty(rows, min(heads, 2), at.past, queries)
         found = []
-        for head in range(q.shape[1]):
-            torch.bmm(q[:, head], keys[:, head].mT, out=scores)
+        for pair in (slice(head, head + 2) for head in range(0, heads, 2)):
+            scores = buffer[:, : len(range(heads)[pair])]
+            torch.matmul(keys[:, pair], q[:, pair].mT, out=scores)
             if not at.plain:
-                scores += layer.own["ann_weight"][:, head, None, : at.past]
-            torch.softmax(scores, -1, out=scores)
-            found.append(self._sum_tiles(scores.unsqueeze(1), at, tokens))
+                scores += LOG2E * layer.own["ann_weight"][:, pair, : at.past, None]
+            scores.sub_(scores.amax(2, keepdim=True)).exp2_()
+            scores /= scores.sum(2, keepdim=True)
+            found.append(self._sum_tiles(scores.mT, at, tokens))
         return torch.cat(found, 1)
 
     def _sum_tiles(self, share: Tensor, at: Moment, tokens: int) -> Tensor:
