@@ -1,12 +1,13 @@
 """Train Atrium's tokenizer: pictures to residual-quantised codes and back.
 
-    python scripts/train_atrium_tokenizer.py --out out/tokenizer --minutes 2
+    python scripts/train_atrium_tokenizer.py --out out/tokenizer --minutes 5.5
 
 At first the convolutions learn without codes; then codebooks are laid into what the encoder makes
 and follow it as running means, entries that nothing uses being moved to where something is.
 
 Writes config.json, tokenizer.safetensors (float16, averaged), log.jsonl and sheet-tokenizer.png
-(truth, decoded) into --out; --resume DIR goes on from such a folder.
+(truth, decoded) into --out; --resume DIR goes on from such a folder. A run whose pictures are not
+good enough by `CHECKS` stops there.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from train_atrium_autoencoder import draw
-from training import Average, Clock, Log, read_weights, sheet, write_weights
+from training import Average, Clock, Log, check_device, read_weights, sheet, write_weights
 
 from tachyscope.adapters.vqgan import Codebooks, PixelConfig, RqVae
 from tachyscope.worlds import atrium
 
 NAME = "tokenizer"
+CHECKS = {0.3: 22.0, 0.6: 27.0}  # share of the time -> dB in training that must have been reached
 
 
 def pixel_config(config: dict[str, Any]) -> PixelConfig:
@@ -88,8 +90,11 @@ class Following:
 class Pictures:
     """Pictures in the device's memory, the oldest replaced by new ones."""
 
-    def __init__(self, count: int, batch: int, size: int, seed: int, device: str) -> None:
+    def __init__(
+        self, count: int, batch: int, size: int, seed: int, device: str, compiled: bool
+    ) -> None:
         self.batch, self.device, self.size = batch, device, size
+        self.render = torch.compile(atrium.render) if compiled else atrium.render
         self.generator = Generator().manual_seed(seed)
         shape = (max(count // batch, 1) * batch, 3, size, size)
         self.levels = torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -98,15 +103,16 @@ class Pictures:
     @torch.no_grad()
     def put(self) -> None:
         at = self.made % len(self.levels)
-        new = atrium.render(*draw(self.batch, self.generator, self.device), self.size)
+        new = self.render(*draw(self.batch, self.generator, self.device), self.size)
         self.levels[at : at + self.batch] = (new * 255).round().byte()
         self.made += self.batch
 
     def take(self, dtype: torch.dtype) -> Tensor:
-        """A batch [B, 3, S, S] in -1..1."""
+        """A batch [B, 3, S, S] in -1..1, channels last."""
         filled = min(self.made, len(self.levels))
         rows = torch.randint(filled, (self.batch,), device=self.device)
-        return self.levels[rows].to(dtype) / 127.5 - 1
+        pictures = self.levels[rows].to(dtype) / 127.5 - 1
+        return pictures.contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()
@@ -148,9 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--minutes", type=float, default=5.5)
     parser.add_argument("--decay", type=float, default=0.4, help="last share of the time")
-    parser.add_argument("--plain", type=float, default=0.15, help="first share, without codes")
+    parser.add_argument("--plain", type=float, default=0.3, help="first share, without codes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -158,17 +164,19 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--codes", type=int, default=512)
     parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--channels", type=int, default=16)
+    parser.add_argument("--channels", type=int, default=24)
     parser.add_argument("--multiples", type=int, nargs="+", default=[1, 2, 4, 4])
     parser.add_argument("--size", type=int, default=atrium.SIZE)
     parser.add_argument("--pool", type=int, default=16384, help="pictures kept")
     parser.add_argument("--every", type=int, default=3, help="steps between new pictures")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     device = args.device
+    check_device(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
-    clock = Clock(args.minutes, args.decay, warm=100, reserve=4)
+    clock = Clock(args.minutes, args.decay, warm=200, reserve=8)
     log = Log(args.out / "log.jsonl")
     torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -182,7 +190,8 @@ def main() -> None:
         config = json.loads((args.resume / "config.json").read_text())
         pixels = pixel_config(config)
     size = pixels.resolution
-    model = RqVae(pixels, *config["books"]).to(device)
+    model = RqVae(pixels, *config["books"]).to(device, memory_format=torch.channels_last)
+    apply = run if args.no_compile else torch.compile(run, dynamic=False)
     books = model.quantizer.requires_grad_(False)
     if args.resume:
         model.load_state_dict(read_weights(args.resume, NAME))
@@ -199,13 +208,16 @@ def main() -> None:
     def write() -> None:
         write_weights(average.weights(NAME), args.out, NAME, torch.float16)
 
-    pool = Pictures(args.pool, args.batch, size, args.seed * 1_000_003 + 1, device)
+    pool = Pictures(
+        args.pool, args.batch, size, args.seed * 1_000_003 + 1, device, not args.no_compile
+    )
     while pool.made < min(args.pool // 4, 32 * args.batch):
         pool.put()
     step, saved, told, coded = 0, clock.elapsed, 0.0, bool(args.resume)
+    checks = dict(CHECKS) if device == "cuda" else {}  # a CPU only tries the script out
     while clock.share < 1:
         truth = pool.take(dtype)
-        z = run(model.encoder, truth).movedim(1, -1).float()
+        z = apply(model.encoder, truth).movedim(1, -1).float()
         flat = z.detach().flatten(0, -2)
         if not coded and clock.share > args.plain:
             following.lay(flat[torch.randperm(len(flat), device=device)[:16384]])
@@ -222,7 +234,7 @@ def main() -> None:
         else:
             vectors = z
         made = run(model.post_quant_conv, vectors.movedim(-1, 1).to(dtype))
-        error = (run(model.decoder, made) - truth).float()
+        error = (apply(model.decoder, made) - truth).float()
         # the square is what the target counts; a little of the absolute keeps flat walls flat
         loss = error.square().mean() + 0.05 * error.abs().mean() + args.commit * lost
         for group in optimizer.param_groups:
@@ -240,6 +252,10 @@ def main() -> None:
             db = -10 * (error.square().mean() / 4).log10().item()
             used = [int((c > 0.05 * c.mean()).sum()) for c in following.counts]
             log(step=step, seconds=told, loss=loss.item(), db=db, lost=lost.item(), used=used)
+            for share in [share for share in checks if clock.share > share]:
+                least = checks.pop(share)
+                if not db >= least:
+                    raise SystemExit(f"{db:.1f} dB after {share:.0%} of the time, not {least}")
         if clock.elapsed - saved > 60:
             saved = clock.elapsed
             write()

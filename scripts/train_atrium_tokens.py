@@ -1,16 +1,18 @@
 """Train Atrium's token model on codes of walks, rendered and encoded beforehand.
 
-    python scripts/train_atrium_tokens.py --tokenizer out/tokenizer --out out/tokens --minutes 4
+    python scripts/train_atrium_tokens.py --tokenizer out/tokenizer --out out/tokens --minutes 8.5
 
-Clips turn away and come back, so that what was seen must be found again in memory. A clip is one
-row: its prompt, then the places of its frames, all of them taught at once. Some places of the
-context are spoilt, the first of a frame often: that one is made before the frame's action is
-known, so what follows must not trust it.
+Clips are of the world's kinds of camera (a resting one with something moving before it, turns that
+go on, turns that go back, walks) at paces and tempos of their own. A clip is one row: its prompt,
+then the places of its frames, all of them taught at once. Some places of the context are spoilt,
+the first of a frame often: that one is made before the frame's action is known, so what follows
+must not trust it.
 
---out gets a folder that loads as a model (float16, averaged), log.jsonl and sheet-tokens.png.
---state DIR also keeps what exact resumption needs. --resume DIR goes on from such a state, or from
-the weights in an --out folder. With --wait PID that process may still be training the tokenizer:
-programs are compiled and walks prepared meanwhile, and the minutes count from when it is done.
+--out gets a folder that loads as a model (float16, averaged), log.jsonl and sheet-KIND.png of each
+kind of camera (truth, tokenizer, continuation). --state DIR also keeps what exact resumption needs.
+--resume DIR goes on from such a state, or from the weights in an --out folder. With --wait PID that
+process may still be training the tokenizer: programs are compiled and walks prepared meanwhile, and
+the minutes count from when it is done.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import argparse
 import json
 import math
 import os
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from training import (
     Clock,
     Log,
     Optimizer,
+    check_device,
     load_state,
     read_weights,
     save_state,
@@ -46,14 +48,16 @@ from tachyscope.adapters.vila import VilaAdapter, load_vila, save_vila
 from tachyscope.adapters.vila_config import VilaConfig
 from tachyscope.adapters.vila_u import Layer, Vila
 from tachyscope.adapters.word_tokenizer import VOCAB, WordTokenizer
-from tachyscope.models import MODELS
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
 
 PROMPT = atrium.LENGTH + 1  # ids of every prompt
-PACE = MODELS["atrium-tokens"].pace
-FASTER, SLOWER = 3.0, 0.5  # paces that clips are drawn between, so that none is learnt by heart
-BACK = dict(zip("wsadqe", "swdaeq", strict=True))
+# what clips are drawn between, evenly by logarithm, so that no speed is learnt by heart
+PACES = atrium.degrees(0.35), atrium.degrees(5.0)
+TEMPOS = 1 / 30, 2 / 3  # of things that move on their own: periods of 480 to 24 frames
+SHARES = {"still": 0.15, "forward": 0.2, "reversing": 0.35, "walk": 0.3}
+LEARNT = 4.0  # loss that must be reached in 40 % of the time, else the run stops
+PACE, TEMPO = atrium.degrees(1.0), 1 / 3  # of the clips that scores are for
 
 
 def make_config(args: argparse.Namespace, tokenizer: dict[str, Any]) -> VilaConfig:
@@ -172,33 +176,34 @@ class Playing:
         return model.trunk(self, x)[:, -1]
 
 
-def make_walk(draw: random.Random, frames: int) -> str:
-    """Actions of one clip: turns and steps, most of them taken back."""
-    if draw.random() < 0.03:
-        return "." * frames
-    found = "."
-    while len(found) < frames:
-        turns = draw.random() < 0.8
-        move = draw.choice("qe" if turns else "wsad")
-        count = draw.randint(2, 7) if turns else draw.randint(1, 4)
-        found += move * count + "." * draw.choice((0, 0, 0, 1))
-        if draw.random() < 0.85:
-            found += BACK[move] * draw.choice((count, count, draw.randint(1, count)))
-        found += "." * draw.choice((0, 0, 1))
-    return found[:frames]
-
-
-def make_clips(walks: list[str], paces: Tensor, generator: Generator) -> atrium.Clips:
-    """Rooms of their own for walks of one length, at paces [B, 1]."""
-    count, frames = len(walks), len(walks[0])
+def make_clips(
+    cameras: list[str], frames: int, pace: Tensor, tempo: Tensor, generator: Generator
+) -> atrium.Clips:
+    """Rooms of their own for clips of kinds of camera, at paces and tempos [B]."""
+    count = len(cameras)
+    walks = [atrium.camera(kind, frames, generator) for kind in cameras]
     actions = torch.stack([atrium.letters(walk) for walk in walks])
+    starts = atrium.make_starts(count, generator)
+    still = torch.tensor([kind == "still" for kind in cameras])
     return atrium.Clips(
-        rooms=atrium.make_rooms(count, generator),
+        rooms=atrium.stir(atrium.make_rooms(count, generator), starts, still),
         scene=torch.arange(count)[:, None].expand(count, frames),
         actions=actions,
-        pose=atrium.walk(atrium.make_starts(count, generator), actions, paces[:, 0]),
-        time=paces * torch.arange(frames),
+        pose=atrium.walk(starts, actions, pace),
+        time=tempo[:, None] * torch.arange(frames),
     )
+
+
+def draw_clips(count: int, frames: int, generator: Generator) -> atrium.Clips:
+    """Clips to learn from: kinds by SHARES, each at a pace and tempo of its own."""
+    weights = torch.tensor(list(SHARES.values()))
+    drawn = torch.multinomial(weights, count, True, generator=generator).tolist()
+
+    def between(low: float, high: float) -> Tensor:
+        return low * (high / low) ** torch.rand(count, generator=generator)
+
+    cameras = [list(SHARES)[i] for i in drawn]
+    return make_clips(cameras, frames, between(*PACES), between(*TEMPOS), generator)
 
 
 def make_ids(clips: atrium.Clips) -> Tensor:
@@ -364,51 +369,54 @@ def play(
 
 @torch.no_grad()
 def judge(
-    adapter: VilaAdapter, worlds: int, out: Path, given: int = 8, seed: int = 2**31
+    adapter: VilaAdapter, worlds: int, out: Path, given: int, made: int, seed: int = 2**31
 ) -> dict[str, float]:
-    """Scores and a sheet on unseen rooms: `given` frames of a turn, then the turn back."""
+    """Scores and sheets on unseen rooms, so many of each kind of camera."""
     model, config = adapter.model, adapter.config
     device, size = str(adapter.device), config.size[0]
     generator = Generator().manual_seed(seed)
-    turn = given - 1
-    walks = ["." + a * turn + BACK[a] * turn + "." for a in ("qe"[i % 2] for i in range(worlds))]
-    clips, frames = make_clips(walks, torch.full((worlds, 1), PACE), generator), 2 * given
+    cameras = [kind for kind in atrium.CAMERAS for _ in range(worlds)]
+    rows, frames = len(cameras), given + made
+    paces, tempos = torch.full((rows,), PACE), torch.full((rows,), TEMPO)
+    clips = make_clips(cameras, frames, paces, tempos, generator)
     ids = make_ids(clips).to(device)
     clips = clips.to(device)
     truth = atrium.film(clips, size)
     books, vae = model.vae.quantizer, model.vae
     parts = (truth * 2 - 1).flatten(0, 1).split(64)
     codes = torch.cat([books.quantise(vae.encode(part)) for part in parts])
-    codes = codes.flatten(1, 2).unflatten(0, (worlds, frames))
+    codes = codes.flatten(1, 2).unflatten(0, (rows, frames))
 
     def show(codes: Tensor) -> Tensor:
         sums = books.sum(codes.flatten(0, 1).unflatten(1, config.grid))
         pictures = torch.cat([vae.decode(part) for part in sums.split(64)]) * 0.5 + 0.5
         return pictures.clamp(0, 1).unflatten(0, codes.shape[:2])
 
-    def mean(video: Tensor) -> float:
-        return atrium.psnr(video[:, given:], truth[:, given:]).mean().item()
-
     # every temperature at once, and the sampler's own with the first places told
     own = config.sampler.temperature
     kinds = {"dense": own, "greedy": 0.01, "warm": 1.0, "told": own}
-    temperature = torch.tensor(list(kinds.values()), device=device).repeat_interleave(worlds)
-    told = torch.tensor([k == "told" for k in kinds], device=device).repeat_interleave(worlds)
+    temperature = torch.tensor(list(kinds.values()), device=device).repeat_interleave(rows)
+    told = torch.tensor([k == "told" for k in kinds], device=device).repeat_interleave(rows)
     many = [x.repeat(len(kinds), *[1] * (x.dim() - 1)) for x in (codes, clips.actions, ids)]
-    made = play(adapter, *many, given, temperature, told)
-    videos = dict(zip(kinds, (show(part) for part in made.split(worlds)), strict=True))
-    scores = {
-        "psnr_tokenizer": mean(show(codes)),
-        "psnr_truth_repeat": mean(truth[:, given - 1 : given].expand_as(truth)),
-    }
+    found = play(adapter, *many, given, temperature, told)
+    last = truth[:, given - 1 : given].expand_as(truth)
+    videos = {"tokenizer": show(codes), "repeat": last}
+    videos |= dict(zip(kinds, (show(part) for part in found.split(rows)), strict=True))
+    same = (found[:rows] == codes)[:, given:].float().mean((1, 2))  # [rows, D]
+    scores = {}
     for name, video in videos.items():
-        scores[f"psnr_truth_{name}"] = mean(video)
-    by_frame = atrium.psnr(videos["dense"], truth).mean(0)[given:]
-    scores |= {f"frame_{given + i}": value for i, value in enumerate(by_frame.tolist())}
-    same = (made.unflatten(0, (len(kinds), worlds))[0] == codes)[:, given:]
-    scores |= {f"same_{d}": v for d, v in enumerate(same.float().mean((0, 1, 2)).tolist())}
-    lines = [v[i] for i in range(min(6, worlds)) for v in (truth, show(codes), videos["dense"])]
-    sheet(lines, out / "sheet-tokens.png")
+        each = atrium.psnr(video[:, given:], truth[:, given:]).unflatten(0, (-1, worlds))
+        for kind, by_frame in zip(atrium.CAMERAS, each.mean(1), strict=True):
+            scores[f"{kind}_{name}"] = by_frame.mean().item()
+            if name == "dense":
+                scores[f"{kind}_first"], scores[f"{kind}_last"] = by_frame[[0, -1]].tolist()
+    for at, kind in enumerate(atrium.CAMERAS):
+        here = slice(at * worlds, (at + 1) * worlds)
+        for d, share in enumerate(same[here].mean(0).tolist()):
+            scores[f"{kind}_same_{d}"] = share
+        shown = [videos["tokenizer"][here], videos["dense"][here]]
+        lines = [v[i] for i in range(min(3, worlds)) for v in (truth[here], *shown)]
+        sheet(lines, out / f"sheet-{kind}.png")
     return scores
 
 
@@ -459,13 +467,13 @@ def main() -> None:
     parser.add_argument("--wait", type=int, help="number of the process that trains the tokenizer")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--reserve", type=float, default=25.0, help="seconds left for the scores")
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--reserve", type=float, default=50.0, help="seconds left for the scores")
     parser.add_argument("--decay", type=float, default=0.35, help="last share of the time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--inner", type=int, default=2688)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--inner", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=1)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -473,18 +481,19 @@ def main() -> None:
     parser.add_argument("--depth-layers", type=int, default=2)
     parser.add_argument("--depth-heads", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.5)
-    parser.add_argument("--frames", type=int, default=16, help="of a clip")
-    parser.add_argument("--batch", type=int, default=32, help="clips a step")
+    parser.add_argument("--frames", type=int, default=24, help="of a clip")
+    parser.add_argument("--batch", type=int, default=20, help="clips a step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--forget", type=float, default=0.1, help="share of prompts left out")
-    parser.add_argument("--pool", type=int, default=24576, help="clips made at first")
+    parser.add_argument("--pool", type=int, default=8192, help="clips made at first")
     parser.add_argument("--fresh", type=int, default=64, help="clips made at a time later")
-    parser.add_argument("--every", type=int, default=20, help="steps between those")
-    parser.add_argument("--worlds", type=int, default=32)
+    parser.add_argument("--every", type=int, default=12, help="steps between those")
+    parser.add_argument("--worlds", type=int, default=12, help="of each kind of camera")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     device, began = args.device, time.monotonic()
+    check_device(device)
 
     log = Log(args.out / "log.jsonl")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -525,16 +534,14 @@ def main() -> None:
     first = step = load(args.resume, average, optimizer) if args.resume else 0
     # a resumed run sees other worlds than the one before
     seed = args.seed * 1_000_003 + step
-    generator, drawing = Generator().manual_seed(seed), random.Random(seed)
+    generator = Generator().manual_seed(seed)
 
     def fresh(count: int) -> tuple[atrium.Clips, Tensor]:
-        walks = [make_walk(drawing, args.frames) for _ in range(count)]
-        luck = torch.rand(count, 1, generator=generator)
-        clips = make_clips(walks, PACE * SLOWER * (FASTER / SLOWER) ** luck, generator)
+        clips = draw_clips(count, args.frames, generator)
         return clips, make_ids(clips)
 
     chunk = min(256, args.pool)
-    more = args.pool // args.fresh * args.fresh * 4
+    more = args.pool // args.fresh * args.fresh * 6
     pool = Pool.empty(more, args.frames, shape.places, config.depth, device)
     pool.put(*fresh(chunk), encode)
     learn(*pool.take(args.batch))
@@ -549,6 +556,8 @@ def main() -> None:
         raise SystemExit("the tokenizer's training ended early: see its log")
 
     clock = Clock(args.minutes, args.decay, 100 if args.resume else 200, args.reserve)
+    if not args.wait:
+        clock.start = began
     model.vae.load_state_dict(read_weights(args.tokenizer, NAME))
     pool.filled = 0
     pool.put(*fresh(chunk), encode)
@@ -598,6 +607,8 @@ def main() -> None:
             )
             if not math.isfinite(table.mean().item()):
                 raise SystemExit("the loss is not finite: resume with a lower --rate")
+            if device == "cuda" and clock.share > 0.4 and table.mean().item() > LEARNT:
+                raise SystemExit(f"the loss is still above {LEARNT} after {clock.share:.0%}")
             sums.zero_()
             norms.zero_()
             told, told_step = clock.elapsed, step
@@ -608,7 +619,7 @@ def main() -> None:
     write()
     log(step=step, seconds=clock.elapsed, trained=True)
     average.swap()
-    scores = judge(adapter, args.worlds, args.out, args.frames // 2)
+    scores = judge(adapter, args.worlds, args.out, args.frames // 3, args.frames // 3)
     log(step=step, seconds=clock.elapsed, **scores)
 
 

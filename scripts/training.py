@@ -14,7 +14,22 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tachyscope.worlds import atrium
+
 LARGEST = 14 * 2**20  # bytes of a weights file; more is split
+
+
+def check_device(device: str) -> None:
+    """Stop at once where training would fail or learn from wrong pictures."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is usable here: give --device cpu")
+    generator = torch.Generator().manual_seed(0)
+    clips = atrium.make_clips(4, 1, generator)
+    here, there = (atrium.film(c, 64)[:, 0].cpu() for c in (clips, clips.to(device)))
+    # a ray that meets an edge may fall to either side of it
+    wrong = ((here - there).abs().amax(1) > 1e-3).float().mean().item()
+    if wrong > 1e-3:
+        raise SystemExit(f"{wrong:.2%} of the pixels drawn on {device} are not those of the CPU")
 
 
 class Clock:

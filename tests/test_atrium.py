@@ -124,6 +124,68 @@ def test_letters_walk_and_turn_as_they_say():
         atrium.letters("wxz")
 
 
+def test_a_full_turn_at_half_the_pace_takes_twice_the_frames():
+    start = atrium.make_starts(2, seeded())
+    turn = atrium.letters("q" * 48).expand(2, -1)
+    slow = atrium.walk(start, turn, atrium.degrees(7.5))
+    assert torch.equal(slow[:, 47], start)
+    assert torch.equal(slow[:, 1::2], atrium.walk(start, turn[:, :24], atrium.degrees(15)))
+    each = atrium.walk(start, turn[:, :4], torch.tensor([1 / 30, 1.0]))
+    assert each[:, -1, 2].sub(start[:, 2]).tolist() == pytest.approx([4 / 30, 4.0], abs=1e-5)
+
+
+def test_clips_have_speeds_of_their_own_and_the_old_ones_by_default():
+    old, same = (atrium.make_clips(3, 8, seeded(5), **dials) for dials in ({}, {"pace": 1.0}))
+    slow = atrium.make_clips(3, 8, seeded(5), pace=torch.tensor([1.0, 0.5, 0.1]), tempo=0.25)
+    assert torch.equal(old.pose, same.pose)
+    assert torch.equal(old.pose[0], slow.pose[0])
+    assert torch.equal(old.rooms.colour, slow.rooms.colour)
+    assert not torch.equal(old.pose[1:], slow.pose[1:])
+    assert torch.equal(slow.time, 0.25 * old.time)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 16, 24])
+@pytest.mark.parametrize("kind", atrium.CAMERAS)
+def test_cameras_move_as_their_kind_says(kind, frames):
+    for seed in range(8):
+        actions = atrium.camera(kind, frames, seeded(seed))
+        assert len(actions) == frames
+        assert actions[0] == "."
+        changes = sum(a != b for a, b in zip(actions[1:], actions[2:], strict=False))
+        if kind == "still":
+            assert set(actions) == {"."}
+        elif kind == "forward":
+            assert set(actions[1:]) <= set("qe")
+            assert changes == 0
+        elif kind == "reversing":
+            assert set(actions[1:]) <= set("qe")
+            assert changes == (frames > 2)
+        elif frames > 1:
+            assert set(actions) & set("wsad")
+
+
+def test_an_unknown_camera_is_refused():
+    with pytest.raises(TachyscopeError, match="one of still, forward, reversing, walk"):
+        atrium.camera("crane", 8, seeded())
+
+
+def test_stirred_rooms_have_something_moving_ahead_and_the_others_stay():
+    rooms, pose = atrium.make_rooms(40, seeded()), atrium.make_starts(40, seeded(1))
+    which = torch.arange(40) % 2 == 0
+    found = atrium.stir(rooms, pose, which)
+    rows, ahead = torch.arange(40), atrium.facing(pose)
+    assert (found.thing[rows, ahead][which] > 0).all()
+    assert (found.slide + found.bob)[rows, ahead][which].allclose(torch.tensor(atrium.SWING))
+    for name in rooms.__dataclass_fields__:
+        assert torch.equal(getattr(rooms, name)[~which], getattr(found, name)[~which])
+    # it stays before its wall
+    assert ((found.place - 0.5).abs() + found.slide).max() <= 0.24 + 1e-6
+    before, after = (atrium.render(found, pose, torch.full((40,), t), 32) for t in (0.0, 4.0))
+    moved = (before != after).flatten(1).any(1)
+    # seen from a corner of the room, some of it may be beside the picture
+    assert moved[which].float().mean() > 0.7
+
+
 def test_a_cut_shows_another_room_from_its_own_start():
     clips = atrium.make_clips(16, 20, seeded(7), cuts=1.0)
     cut = (clips.scene != clips.scene[:, :1]).int().argmax(1)

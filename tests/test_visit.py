@@ -29,6 +29,16 @@ def test_a_part_of_a_visit_is_that_part_of_the_whole():
     assert np.array_equal(visit.frames(2, 4), visit.frames(0, 5)[2:4])
 
 
+def test_things_move_at_a_tempo_of_their_own():
+    """In room 5 something moves in view; after a whole period it is where it was."""
+    quick = Visit(5, [0] * 32, pace=1 / 30, tempo=0.5)
+    slow = Visit(5, [0] * 32, pace=1 / 30)
+    first = quick.frames(0, 1)
+    assert np.array_equal(first, slow.frames(0, 1))
+    assert psnr(quick.frames(32, 33), first)[0] > 60
+    assert psnr(quick.frames(8, 9), first)[0] < psnr(slow.frames(8, 9), first)[0] - 3
+
+
 def test_a_world_is_a_number():
     with pytest.raises(TachyscopeError, match="a world is a number from 0"):
         Visit(-1, [])

@@ -8,6 +8,9 @@ the 32 latent frames that most of a small model's training can afford, and what 
 remembered at its end lies further back than any short window. At 7.5 degrees the picture would
 move more smoothly, but only contexts beyond 48 frames could teach memory.
 
+Dials: `pace` is the part of a step that a frame takes, from 1/30 (half a degree) to 1 (15 degrees);
+`tempo` the part of a step by which things that move on their own go on in a frame.
+
 Random choices come from a CPU generator, so a seed is the same world on every device.
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,9 @@ EYE = 0.35
 SLOPE = 0.9  # tangent of half the field of view
 PERIOD = 16  # frames of a moving object's path
 SIZE = 128
+
+CAMERAS = ("still", "forward", "reversing", "walk")
+BACK = dict(zip(ACTIONS, ".swdaeq", strict=True))  # what takes an action back
 
 KINDS = ("plain", "stripes", "bands", "checks", "dots")
 THINGS = ("", "ball", "box")
@@ -90,7 +96,7 @@ class Clips:
     scene: Tensor  # [B, T]
     actions: Tensor  # [B, T]; the first of a scene is "stay"
     pose: Tensor  # [B, T, 3] x, y and heading in steps of a turn
-    time: Tensor  # [B, T] steps since the clip began
+    time: Tensor  # [B, T] steps by which things have moved on
 
     def to(self, device: torch.device | str) -> Clips:
         parts = (self.scene, self.actions, self.pose, self.time)
@@ -141,6 +147,28 @@ def make_rooms(count: int, generator: Generator, motion: float = 1.0) -> Rooms:
     )
 
 
+def stir(rooms: Rooms, pose: Tensor, which: Tensor) -> Rooms:
+    """The rooms, `which` [B] with something that moves before the wall that their pose looks at."""
+    ahead = F.one_hot(facing(pose), 4).bool() & which[:, None]
+    rests = ahead & ((rooms.thing == 0) | (rooms.slide + rooms.bob == 0))
+    slides = rooms.tint % 2 == 0
+    reach = 0.24 - SWING  # a sliding thing stays before its wall
+    changes = {
+        "thing": torch.where(ahead & (rooms.thing == 0), 1 + rooms.tint // 2 % 2, rooms.thing),
+        "slide": torch.where(rests, SWING * slides, rooms.slide),
+        "bob": torch.where(rests, SWING * ~slides, rooms.bob),
+        "place": torch.where(
+            rests & slides, rooms.place.clamp(0.5 - reach, 0.5 + reach), rooms.place
+        ),
+    }
+    return replace(rooms, **changes)
+
+
+def degrees(angle: float) -> float:
+    """The pace at which a frame turns by an angle in degrees."""
+    return angle * TURN / 360
+
+
 def letters(text: str) -> Tensor:
     """Action numbers of a string of letters."""
     wrong = sorted(set(text) - set(ACTIONS))
@@ -154,7 +182,7 @@ def letters(text: str) -> Tensor:
 def step(pose: Tensor, action: Tensor, pace: float | Tensor = 1.0) -> Tensor:
     """The pose [..., 3] after an action [...]; a wall stops the walker only across itself.
 
-    pace: the part of a step that a frame takes, [...] or one for all; time passes by as much.
+    pace: the part of a step that a frame takes, [...] or one for all.
     """
     x, y, heading = pose.unbind(-1)
     heading = (heading + pace * ((action == 5).to(pose) - (action == 6).to(pose))) % TURN
@@ -204,6 +232,33 @@ def wander(count: int, frames: int, generator: Generator, still: float = 0.0) ->
     return actions
 
 
+def camera(kind: str, frames: int, generator: Generator) -> str:
+    """Letters of a random clip of a kind among CAMERAS; the first is "stay".
+
+    forward: a turn that goes on. reversing: a turn away and back again, and past the start where
+    there is time. walk: steps, now and then a short turn.
+    """
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    turn = "qe"[number(0, 1)]
+    if kind == "still":
+        return "." * frames
+    if kind == "forward":
+        return "." + turn * (frames - 1)
+    if kind == "reversing":
+        away = number(max(frames // 5, 1), max(frames // 2, 1))
+        return ("." + turn * away + BACK[turn] * frames)[:frames]
+    if kind != "walk":
+        raise TachyscopeError(f"a camera is one of {', '.join(CAMERAS)}, got {kind!r}: use these")
+    found = "."
+    while len(found) < frames:
+        found += "wwwwsad"[number(0, 6)] * number(3, 10)
+        found += "qe"[number(0, 1)] * number(2, 5) * number(0, 1)
+    return found[:frames]
+
+
 def make_clips(
     count: int,
     frames: int,
@@ -211,11 +266,13 @@ def make_clips(
     still: float = 0.0,
     motion: float = 1.0,
     cuts: float = 0.0,
+    pace: float | Tensor = 1.0,
+    tempo: float | Tensor = 1.0,
 ) -> Clips:
     """Random walks through random rooms.
 
     A share `still` of them has a resting camera; a share `cuts` has one cut to another room, with
-    a prompt of its own.
+    a prompt of its own. pace, tempo: one for all, or each clip's own [B].
     """
     rooms = make_rooms(2 * count, generator, motion)
     actions = wander(count, frames, generator, still)
@@ -226,11 +283,11 @@ def make_clips(
     scene = torch.arange(count)[:, None] + count * late
     actions[:, 0] = 0
     actions = torch.where(torch.arange(frames) == cut, 0, actions)
-    before = walk(starts[:count], actions)
+    before = walk(starts[:count], actions, pace)
     # the second room's walk stands at its start until the cut
-    after = walk(starts[count:], torch.where(late, actions, 0))
+    after = walk(starts[count:], torch.where(late, actions, 0), pace)
     pose = torch.where(late[..., None], after, before)
-    time = torch.arange(frames).expand(count, frames)
+    time = torch.as_tensor(tempo).reshape(-1, 1) * torch.arange(frames).expand(count, frames)
     return Clips(rooms, scene, actions, pose, time)
 
 

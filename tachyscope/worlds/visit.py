@@ -19,11 +19,17 @@ AT_ONCE = 16  # frames drawn together
 class Visit:
     """Room `seed` of the unseen ones: frame 0 is its start, frame i follows action i.
 
-    motion: how far things move on their own. pace: steps that a frame takes.
+    motion: how far things move on their own. pace: steps that a frame takes. tempo: steps by
+    which things move on in a frame; as many as the walker's, if none is given.
     """
 
     def __init__(
-        self, seed: int, moves: Sequence[int], motion: float = 1.0, pace: float = 1.0
+        self,
+        seed: int,
+        moves: Sequence[int],
+        motion: float = 1.0,
+        pace: float = 1.0,
+        tempo: float | None = None,
     ) -> None:
         if not 0 <= seed < WORLDS:
             raise TachyscopeError(f"a world is a number from 0 to {WORLDS - 1}, got {seed}")
@@ -31,7 +37,7 @@ class Visit:
         self.rooms = atrium.make_rooms(1, generator, motion)
         start = atrium.make_starts(1, generator)
         actions = torch.tensor([[0, *moves]])
-        self.pace = pace
+        self.tempo = pace if tempo is None else tempo
         self.pose = atrium.walk(start, actions, pace)  # [1, T, 3]
         self.prompt = atrium.descriptions(self.rooms, 0)[int(atrium.facing(start[0]))]
 
@@ -51,7 +57,7 @@ class Visit:
     def _draw(self, start: int, stop: int) -> np.ndarray:
         frame = torch.arange(start, stop)
         rooms = self.rooms.rows(torch.zeros_like(frame))
-        pixels = atrium.render(rooms, self.pose[0, start:stop], self.pace * frame)  # [F, 3, H, W]
+        pixels = atrium.render(rooms, self.pose[0, start:stop], self.tempo * frame)  # [F, 3, H, W]
         levels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1)
         # laid out as frames are: an encoder rounds otherwise for another layout of the same numbers
         return levels.contiguous().numpy()
