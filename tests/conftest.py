@@ -1,6 +1,7 @@
 """What every test gets: NaN where nothing was written, one thread, a seeded generator."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ if not torch.cuda.is_available():
     # read when a kernel is decorated, so set before any kernel module is imported
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # as a shell starts what runs in the background; children of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 with torch.device("meta"):
     # torch lists its constructors once, at first use: they must not be the poisoned ones
     torch.empty(0)

@@ -264,6 +264,7 @@ def test_a_number_that_is_none_is_found(model):
     assert not finite(session)
 
 
+@pytest.mark.slow
 def test_a_trace_fills_a_larger_model(model):
     session = open_session(model, "dense", frames=9)
     trace, small = record()

@@ -336,6 +336,7 @@ def test_lengths_and_worlds_are_bounded():
             )
 
 
+@pytest.mark.slow
 def test_fit_is_as_quick_for_a_million_frames():
     model = sized("wan_1.3b")
     begun = time.process_time()

@@ -2,19 +2,22 @@
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from tachyscope.adapters.wan import toy_chunks
 from tachyscope.adapters.wan_causal import EAGER, compiled
 from tachyscope.rollout import open_session
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
-def fresh():
+def counters():
+    from torch._dynamo.utils import counters  # a second of importing, for these tests alone
+
     torch._dynamo.reset()
     compiled.cache_clear()
     counters.clear()
-    yield
+    yield counters
     torch._dynamo.reset()
     compiled.cache_clear()
 
@@ -36,7 +39,7 @@ def test_a_compiled_model_makes_the_same_video(plan):
     torch.testing.assert_close(latents(model, plan, 3), latents(plain, plan, 3))
 
 
-def test_all_layers_chunks_and_passes_share_one_program():
+def test_all_layers_chunks_and_passes_share_one_program(counters):
     model = toy_chunks()
     model.model.compile_layers("aot_eager")
     latents(model, "dense", 3)

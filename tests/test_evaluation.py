@@ -242,7 +242,9 @@ def test_what_is_made_never_depends_on_frames_after_the_given_ones(model):
     assert len(a.frames) == 3
 
 
-@pytest.mark.parametrize("plan", ["dense", "cache=merge:budget=4f,heads=each"])
+@pytest.mark.parametrize(
+    "plan", ["cache=merge:budget=4f,heads=each", pytest.param("dense", marks=pytest.mark.slow)]
+)
 def test_worlds_in_one_batch_are_what_they_are_alone(model, plan):
     both = [scenes.make_scene(scenes.make_world(0, number), ".qqqqqw") for number in (3, 4)]
     together = play.play(model, plan, both, 5, probed=(2,))
@@ -276,6 +278,7 @@ def short(monkeypatch):
     monkeypatch.setattr(world, "SETTLED", 1)
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_rows_and_keys_it_promises(short, tmp_path, capsys):
     path = tmp_path / "found.json"
     words = ["atrium", "--only", "world", "--quick", "--worlds", "1", "--jobs", "1"]

@@ -146,6 +146,7 @@ def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
 # --- the whole
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_keys_it_promises(monkeypatch):
     short = {name: (a, b[:2], pace) for name, (a, b, pace) in clips.CLIPS.items()}
     monkeypatch.setattr(clips, "CLIPS", short)

@@ -35,6 +35,7 @@ def models(request):
     return model, on_meta(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["balanced", "fast"])
 def test_the_named_plans_serve_five_chunks_under_way(plan):
     shapes = sized("rolling-forcing")
@@ -125,6 +126,7 @@ def test_published_sizes_are_known_without_weights():
     assert sized("self-forcing").config == SIZES["wan_1.3b"]
 
 
+@pytest.mark.slow
 def test_what_is_decoded_beside_the_next_chunk_comes_on_top_of_it():
     for name, beside in (("self-forcing", True), ("krea", False)):
         model = sized(name)
@@ -216,6 +218,7 @@ def test_a_fault_is_one_line(words, message, capsys):
     assert out == "" and err.startswith(f"tachyscope: {message}") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_rolling_model_needs_room_for_all_that_is_under_way():
     """Five chunks share a pass: its activations are five times those of one."""
     plain, rolling = (

@@ -35,7 +35,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted w
 
 # by pointers and by descriptors, whole and in parts that are joined
 SMALL = [Setting(16, 16, 4, 2, described, parts) for described in (0, 1) for parts in (1, 3)]
-EACH = pytest.mark.parametrize("setting", SMALL, ids=lambda s: f"described{s.described}x{s.parts}")
+EACH = pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(s, marks=pytest.mark.slow if s.described == (s.parts > 1) else ())
+        for s in SMALL
+    ],
+    ids=lambda s: f"described{s.described}x{s.parts}",
+)
 
 
 def _inputs(rng, b, h, kv, s, n, d, groups=1):
@@ -141,7 +148,7 @@ def test_flash_listed_equals_its_reference(rng, b, h, kv, s, now, tile, block, s
 
 
 @EACH
-@pytest.mark.parametrize("slots", [7 * 16 - 2, 7 * 16 + 21])
+@pytest.mark.parametrize("slots", [7 * 16 - 2, pytest.param(7 * 16 + 21, marks=pytest.mark.slow)])
 def test_listed_blocks_may_lie_in_a_cache(rng, slots, setting):
     q, k, v, _ = _inputs(rng, 2, 2, 2, 20, 21, 16)
     past = _listed(rng, 2, 2, 2, 7, 16, 2, 6, 16, 16, slots)
@@ -255,6 +262,7 @@ def test_block_mass_sums_a_softmax_over_blocks(rng, tile):
 
 # two tiles a pass, the last of them a part; several blocks a frame
 LARGE = replace(CHUNKS, head_dim=64, grid=(6, 8), layers=1)
+FEW = replace(LARGE, heads=2, kv_heads=1, passes=2)
 TURNS = Rope(((20, (1, 0, 0)), (22, (0, 1, 0)), (22, (0, 0, 1))))
 
 
@@ -264,19 +272,20 @@ def kernels_on_the_cpu(monkeypatch):
     monkeypatch.setattr(gpu, "DTYPE", torch.float32)
 
 
-def _play(plan, chunks=4):
-    at = session(LARGE, plan, torch.float32)
+def _play(plan, chunks=4, shape=LARGE):
+    at = session(shape, plan, torch.float32)
     at.rope, at._turning = TURNS, TURNS.turning(at.device)
     return at, play(at, chunks)
 
 
 @pytest.mark.parametrize(
-    "cache, attention",
+    "shape, cache, attention",
     [
-        ("merge:budget=7f", "ann:read=0.7,block=32,tile=64,sink=0,hash=lsh"),
+        (FEW, "merge:budget=5f", "ann:read=0.7,block=32,tile=64,sink=0,hash=lsh"),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            pytest.param(LARGE, *each, marks=pytest.mark.slow)
             for each in (
+                ("merge:budget=7f", "ann:read=0.7,block=32,tile=64,sink=0,hash=lsh"),
                 ("keep_all", "ann:read=0.7,block=32,tile=64,sink=0"),
                 ("merge:budget=7f", "ann:k=130,block=32,tile=64,newest=0,dense_passes=0.3"),
                 ("merge:budget=7f", "ann:top_p=0.6,block=32,tile=64,sink=0"),
@@ -284,11 +293,11 @@ def _play(plan, chunks=4):
         ),
     ],
 )
-def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
-    plan = f"cache={cache} attention={attention}"
-    stock, want = _play(plan)
+def test_ann_reads_the_same_through_the_kernels(shape, cache, attention, request):
+    plan, chunks = f"cache={cache} attention={attention}", 3 if shape is FEW else 4
+    stock, want = _play(plan, chunks, shape)
     request.getfixturevalue("kernels_on_the_cpu")
-    at, got = _play(plan)
+    at, got = _play(plan, chunks, shape)
     assert "ann_count" in at.layers[0].own and "ann_count" not in stock.layers[0].own
     assert_same(got, want, 1e-4)
     ours, theirs = at.meter.take(), stock.meter.take()

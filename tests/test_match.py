@@ -4,6 +4,7 @@ Where there is no GPU they are interpreted; the interpreter multiplies no bfloat
 """
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -33,9 +34,15 @@ def _keys(rng, b, h, n, d):
     return k.to(DEVICE, DTYPE)[:, :, 8 : n + 8]
 
 
-@pytest.mark.parametrize("described", [False, True])
-@pytest.mark.parametrize("first", [0, 1, 131])
-@pytest.mark.parametrize("shape", [(2, 2, 140, 64), (1, 1, 140, 128)])
+# each shape, each first row and both ways of loading once in the quick tests; all pairs in the slow ones
+MATCHES = list(itertools.product([(2, 2, 140, 64), (1, 1, 140, 128)], [0, 1, 131], [False, True]))
+QUICK = [((2, 2, 140, 64), 131, True), *(((1, 1, 140, 128), *x) for x in [(0, False), (1, True)])]
+
+
+@pytest.mark.parametrize(
+    "shape, first, described",
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in MATCHES],
+)
 def test_match_equals_its_reference(rng, shape, first, described):
     k = _keys(rng, *shape)
     setting = SMALL._replace(described=described)
@@ -97,7 +104,7 @@ def _chosen(rng, b, h, n, excess, ties=False, hubs=0):
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("n, excess", [(300, 70), (300, 1), (40, 39)])
+@pytest.mark.parametrize("n, excess", [(90, 25), (90, 1), (40, 39)])
 def test_the_most_alike_are_chosen_and_partners_followed(rng, n, excess, ties):
     alike, partner, folds = _chosen(rng, 2, 2, n, excess, ties)
     # of equals the oldest first: a stable sort
@@ -122,8 +129,22 @@ def _layer(rng, b, h, n, d, dtype):
     return folding.Entries(k, v, logw, pos, raw)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
-@pytest.mark.parametrize("hubs", [0, 1, 3])
+@pytest.mark.parametrize(
+    "hubs, dtype, tolerance",
+    [
+        (0, torch.float16, 1e-3),
+        (1, torch.float32, 1e-6),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (0, torch.float32, 1e-6),
+                (1, torch.float16, 1e-3),
+                (3, torch.float32, 1e-6),
+                (3, torch.float16, 1e-3),
+            )
+        ),
+    ],
+)
 def test_folded_groups_equal_their_reference(rng, dtype, tolerance, hubs, monkeypatch):
     # groups larger than a piece, and than all pieces that are looked at together
     monkeypatch.setattr(folding, "PIECE", 16)
@@ -169,30 +190,38 @@ SHAPE = dataclasses.replace(CHUNKS, head_dim=64 if DEVICE == "cuda" else 16)
 
 
 @pytest.mark.parametrize(
-    "cache",
+    "cache, layers",
     [
-        "merge:budget=8f",
-        "merge:budget=8f,newest=2,keep=partner",
-        "merge:budget=45,sink=0,newest=0,match=unrotated",
-        "merge:budget=8f,others=dropped",
-        "merge:budget=8f,others=dropped,keep=partner",
+        ("merge:budget=45,sink=0,newest=0,match=unrotated", 1),
+        ("merge:budget=8f,others=dropped,keep=partner", 1),
+        *(
+            pytest.param(each, 2, marks=pytest.mark.slow)
+            for each in (
+                "merge:budget=8f",
+                "merge:budget=8f,newest=2,keep=partner",
+                "merge:budget=45,sink=0,newest=0,match=unrotated",
+                "merge:budget=8f,others=dropped",
+                "merge:budget=8f,others=dropped,keep=partner",
+            )
+        ),
     ],
 )
-def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, monkeypatch):
+def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, monkeypatch):
+    shape = dataclasses.replace(SHAPE, layers=layers)
     plan = Plan.parse(f"dense text=none cache={cache}", "chunks")
-    rope = dataclasses.replace(ROPE, axes=((SHAPE.head_dim, (1, 0, 0)),))
+    rope = dataclasses.replace(ROPE, axes=((shape.head_dim, (1, 0, 0)),))
     # a GPU multiplies float32 with fewer bits
     dtype, tolerance = (DTYPE, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
 
     def run(by_kernels):
         monkeypatch.setattr(Merge, "_kernels_suit", lambda *_: by_kernels)
-        at = Session(SHAPE, plan, rope, device=DEVICE, dtype=dtype)
+        at = Session(shape, plan, rope, device=DEVICE, dtype=dtype)
         rng = torch.Generator().manual_seed(0)
-        size = (SHAPE.rows, SHAPE.kv_heads, SHAPE.chunk_tokens, SHAPE.head_dim)
+        size = (shape.rows, shape.kv_heads, shape.chunk_tokens, shape.head_dim)
         again = torch.randn(size, generator=rng)
         for _ in range(6):
-            at.begin(SHAPE.positions(at.frame, SHAPE.chunk, DEVICE), 0, 1, (0.0,) * SHAPE.chunk)
-            for i in range(SHAPE.layers):
+            at.begin(shape.positions(at.frame, shape.chunk, DEVICE), 0, 1, (0.0,) * shape.chunk)
+            for i in range(shape.layers):
                 k = again + 0.4 * torch.randn(size, generator=rng)
                 v = torch.randn(size, generator=rng)
                 at.enter(i, *(x.to(DEVICE) for x in (k.repeat_interleave(2, 1), k, v)))
@@ -200,10 +229,10 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, monkeypatch
         return at
 
     got, want = run(True), run(False)
-    assert got.past == want.past < 6 * SHAPE.chunk_tokens
+    assert got.past == want.past < 6 * shape.chunk_tokens
     assert got.meter.take() == want.meter.take()
     for mine, theirs in zip(got.layers, want.layers, strict=True):
-        end = got.past - got.plan.cache.newest * SHAPE.places
+        end = got.past - got.plan.cache.newest * shape.places
         for name, x in (mine.entries() | mine.own).items():
             used = end if name.startswith("slot_") else got.past
             y = (theirs.entries() | theirs.own)[name]
@@ -212,6 +241,7 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, monkeypatch
             )
 
 
+@pytest.mark.slow
 def test_a_commit_by_kernels_makes_nothing_as_large_as_the_keys():
     """At Wan-1.3B's size: 25 MB where one layer's keys take 100."""
     pytest.importorskip("diffusers")  # whose VAE is sized along

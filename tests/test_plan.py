@@ -46,11 +46,12 @@ def draw(rng, setting):
     return rng.choice(values[kind])
 
 
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", NAMED)
-def test_any_plan_spelled_out_parses_back(kind):
+def test_any_plan_spelled_out_parses_back(kind, count):
     # str leaves out what is none, which must not bring back a base's value
     rng, seen, none = random.Random(7), 0, 0
-    for _ in range(3000):
+    for _ in range(count):
         words = [rng.choice(["", *(name for name in NAMES if name != "stock")])]
         for part, known in POLICIES.items():
             if rng.random() < 0.3:
@@ -68,7 +69,7 @@ def test_any_plan_spelled_out_parses_back(kind):
         assert Plan.parse(str(plan), kind) == plan, text
         seen += 1
         none += "=none" in text.replace("text=none", "").replace("replay=none", "")
-    assert seen > 800 and none > 100
+    assert seen > 0.26 * count and none > 0.03 * count
 
 
 def test_a_change_within_a_policy_keeps_its_other_settings():

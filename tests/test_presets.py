@@ -313,7 +313,16 @@ def assert_same(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+# of those that run as another does, in longer videos or with more passes, the slow tests have more
+LONG = {"causal-forcing", "causal-forcing-framewise", "causal-forcing-2step"}
+
+
+def by_name(names):
+    marked = [pytest.param(x, marks=pytest.mark.slow if x in LONG else ()) for x in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+@by_name(PROTOCOLS)
 def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
     protocol, model = PROTOCOLS[name], published(name, tmp_path)
     # two chunks more than the window holds: a sink has moved, or was folded into, twice
@@ -341,8 +350,7 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
     assert session.features.keys() == {"last"}
 
 
-@pytest.mark.parametrize(
-    "name",
+@by_name(
     [
         "self-forcing", "causal-forcing-framewise", "causal-forcing-2step", "causal-forcing-1step",
         "longlive", "infinite-forcing", "reward-forcing",
@@ -396,8 +404,14 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
     assert stats["macs"] < first["macs"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("name", ["longlive", "infinite-forcing", "reward-forcing"])
+@pytest.mark.parametrize(
+    "name, count",
+    [
+        pytest.param(name, count, marks=() if i == j else pytest.mark.slow)
+        for i, name in enumerate(["longlive", "infinite-forcing", "reward-forcing"])
+        for j, count in enumerate([1, 2, 4])
+    ],
+)
 def test_given_latents_need_not_be_whole_chunks(name, count, shrunk, tmp_path):
     """What then leaves for the third chunk is less than the sink: its first frames take it in."""
     protocol, model = PROTOCOLS[name], published(name, tmp_path)

@@ -80,7 +80,9 @@ def test_handlers_are_given_back_and_other_threads_set_none():
         assert pool.submit(run_command, lambda: None).result() == 0
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize(
+    "wait", [0.1, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 0.3))]
+)
 def test_ctrl_c_while_packages_are_imported_is_one_line(wait):
     # the signal waits until the guard is set: before that no one could tell of it
     code = (

@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import toys
 
 import tachyscope as ts
 from tachyscope.arguments import parse_actions, parse_change
@@ -25,7 +26,7 @@ def _video(model, plan="dense", frames=9, **kwargs):
 
 @pytest.fixture(params=MODELS)
 def model(request):
-    return ts.load(request.param)
+    return toys.load(request.param)
 
 
 @pytest.mark.parametrize("plan", NAMES)
@@ -59,12 +60,12 @@ def test_a_second_video_is_what_a_fresh_model_gives(model):
     plan = PLANS[model.name]
     _video(model, plan, seed=3)
     again = _video(model, plan, seed=4)
-    assert np.array_equal(again, _video(ts.load(model.name), plan, seed=4))
+    assert np.array_equal(again, _video(toys.load(model.name), plan, seed=4))
 
 
 def test_interleaved_sessions_give_what_each_alone_gives(model):
     plan = PLANS[model.name]
-    alone = [_video(ts.load(model.name), p, seed=s) for p, s in ((plan, 1), ("dense", 2))]
+    alone = [_video(toys.load(model.name), p, seed=s) for p, s in ((plan, 1), ("dense", 2))]
     streams = [
         ts.rollout(model, p, frames=9, prompt="a red room", actions="w*3 q", seed=s)
         for p, s in ((plan, 1), ("dense", 2))
@@ -174,7 +175,7 @@ def test_a_prompt_that_changes_remembers_what_the_cache_has_room_for(model, boun
 
 
 def test_given_frames_are_remembered_again_too():
-    model = ts.load("toy-tokens")
+    model = toys.load("toy-tokens")
     first = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
     want = _changed(model, "dense", 12, first)
     chunks = ts.rollout(model, **CHANGED, first=first, then=[(9, "a blue room")])
@@ -357,7 +358,7 @@ def test_a_text_policy_on_a_model_without_cross_attention_is_refused():
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_toys_play_in_other_types(dtype):
     for name in MODELS:
-        assert len(_video(ts.load(name, dtype=dtype), frames=4)) == 4
+        assert len(_video(toys.load(name, dtype=dtype), frames=4)) == 4
 
 
 def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):

@@ -66,6 +66,7 @@ def test_a_model_that_cannot_encode_says_so():
         ts.open_session(ts.load("toy-chunks"), first=np.zeros((1, 64, 96, 3), np.uint8))
 
 
+@pytest.mark.slow
 def test_the_world_model_remembers_what_a_short_window_forgets(world):
     """A full turn and back to the start: dense memory finds it, a window of 8 frames does not."""
     moves = parse_actions(TURN, world.actions, 24)

@@ -489,6 +489,7 @@ def test_every_parameter_learns(mixed):
         assert parameter.grad.abs().sum() > 0, name
 
 
+@pytest.mark.slow
 def test_a_training_step_is_one_graph():
     adapter = toy_chunks()
     x, t, context = torch.randn(1, 16, 3, 8, 12), torch.full((1, 3), 625.0), torch.randn(1, 8, 24)

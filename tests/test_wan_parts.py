@@ -230,6 +230,7 @@ def test_nothing_decodes_to_nothing_as_with_diffusers(vae):
     assert WanVae(bare).model.decode(nothing).sample.eq(0).all()
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_compiled_norms_give_the_same_frames(folder):
     vae, compiled = WanVae.read(folder), WanVae.read(folder).compile_norms("aot_eager")

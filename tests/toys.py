@@ -1,0 +1,19 @@
+"""The toys as tests play them: toy-tokens with fewer codes a place, at half the time."""
+
+import dataclasses
+
+import tachyscope as ts
+from tachyscope.adapters.vila import Vila, VilaAdapter
+from tachyscope.numerics import own_numerics
+
+
+def load(name, **asked):
+    """A toy by its name; of toy-tokens one with every part, but fewer codes and layers for them."""
+    model = ts.load(name, **asked)
+    if name != "toy-tokens":
+        return model
+    head = dataclasses.replace(model.config.head, layers=1)
+    config = dataclasses.replace(model.config, depth=2, head=head)
+    with own_numerics(0):
+        small = Vila(config).eval().to(model.device, model.dtype)
+    return VilaAdapter(small, config, model.tokenizer, name=name)
