@@ -30,7 +30,7 @@ from tachyscope.kernels.flash import Listed, flash_attention, flash_listed, sett
 from tachyscope.kernels.replay import replay_rows
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit
-from tachyscope.types import Layer, Moment, Shape
+from tachyscope.types import LayerCache, PassContext, Shape
 
 DEVICE, TIMES = torch.device("cuda"), 10
 SHAPE = Shape(
@@ -106,11 +106,11 @@ def draw(entries: int, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]
         near = centres.gather(2, of.unsqueeze(-1).expand(-1, -1, -1, width))
         return (near + torch.randn(1, heads, n, width, **like)).to(torch.bfloat16)
 
-    queries = [some(SHAPE.chunk_tokens, 40) for _ in range(3)]
+    queries = [some(SHAPE.max_pass_tokens, 40) for _ in range(3)]
     keys, values = some(entries, 7), some(entries, 7)
-    logw = (torch.rand(1, heads, entries, **like) * 40 + 1).log()
-    logw.masked_fill_(torch.rand(logw.shape, **like) < 0.02, -math.inf)
-    return queries, keys, values, logw
+    log_count = (torch.rand(1, heads, entries, **like) * 40 + 1).log()
+    log_count.masked_fill_(torch.rand(log_count.shape, **like) < 0.02, -math.inf)
+    return queries, keys, values, log_count
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,11 +119,11 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def dense(rows: Rows, entries: int) -> None:
-    queries, k, v, logw = draw(entries, 0)
+    queries, k, v, log_count = draw(entries, 0)
     q = queries[0]
     pairs = q.shape[:3].numel() * entries
     some = torch.randperm(q.shape[2], device=DEVICE)[:40]
-    want = {w is None: attention_reference(q[:, :, some], k, v, w) for w in (None, logw)}
+    want = {w is None: attention_reference(q[:, :, some], k, v, w) for w in (None, log_count)}
 
     def run(what: str, call: Callable[[Tensor], Tensor], plain: bool, **more: Any) -> None:
         def wrong(out: Tensor) -> float:
@@ -133,7 +133,7 @@ def dense(rows: Rows, entries: int) -> None:
 
     run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
 
-    for name, weights in (("weighted", logw), ("plain", None)):
+    for name, weights in (("weighted", log_count), ("plain", None)):
         for form, setting in (("ours", None), ("for any GPU", setting_of(DEVICE))):
             run(
                 f"{form}, {name}",
@@ -146,16 +146,16 @@ def dense(rows: Rows, entries: int) -> None:
     # without our kernels: the log-weight as channels, or as a mask, or in the values
     def by_channels(q: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return attention_by_channels(q, k, v, logw)
+            return attention_by_channels(q, k, v, log_count)
 
     run("cuDNN, weight as channels of q and k", by_channels, False)
     run(
         "torch, weight as a mask",
-        lambda q: F.scaled_dot_product_attention(q, k, v, attn_mask=bias(logw, q)),
+        lambda q: F.scaled_dot_product_attention(q, k, v, attn_mask=bias(log_count, q)),
         False,
     )
     # m·v and m as value channels, built before; an empty slot is k = 0, m = 0
-    m = logw.exp().unsqueeze(-1)
+    m = log_count.exp().unsqueeze(-1)
     bare_k = k.masked_fill(m == 0, 0.0)
     mass = torch.cat([v * m, m, torch.zeros_like(m.expand(-1, -1, -1, 7))], -1).to(torch.bfloat16)
 
@@ -168,31 +168,33 @@ def dense(rows: Rows, entries: int) -> None:
 
 def listed(rows: Rows, entries: int, block: int) -> None:
     """Policy ann at read 0.2, as a session calls it: index, choose, read."""
-    queries, k, v, logw = draw(entries + SHAPE.chunk_tokens, 1)
-    logw[:, :, entries:] = 0.0
+    queries, k, v, log_count = draw(entries + SHAPE.max_pass_tokens, 1)
+    log_count[:, :, entries:] = 0.0
     policy, meter, q = Ann(read=0.2, block=block), Meter(), queries[0]
-    layer = Layer(k, v, logw, logw, own=policy.tensors(SHAPE, k.shape[2], DEVICE))
-    tokens = SHAPE.chunk_tokens
-    first = Moment(SHAPE, 0, 9, entries, 0, tokens, 0, 5, (1.0,) * 3, plain=False)
-    later = first._replace(step=1, before=(0,))
-    policy.index(layer, first, entries, meter)
+    layer = LayerCache(k, v, log_count, log_count, extra=policy.tensors(SHAPE, k.shape[2], DEVICE))
+    tokens = SHAPE.max_pass_tokens
+    first = PassContext(SHAPE, 0, 9, entries, 0, tokens, 0, 5, (1.0,) * 3, plain=False)
+    later = first._replace(pass_index=1, before=(0,))
+    policy.build_index(layer, first, entries, meter)
 
     def reindex(_: int) -> None:
         """What a commit does, beside the cache policy's own work."""
-        policy.unorder(layer, first, entries)
-        policy.index(layer, first, entries, meter)
+        policy.restore_order(layer, first, entries)
+        policy.build_index(layer, first, entries, meter)
 
     index_ms = milliseconds(reindex)
     policy.attend(q, layer, first, meter)
     blocks = policy._cut(SHAPE, 0, entries)
     tile, most = policy._tile(SHAPE), policy._blocks_read(blocks, first)
-    own = layer.own
+    own = layer.extra
     assert "ann_count" in own, "the kernels do not serve this device"
-    past = Listed(k, v, own["ann_logw"], own["ann_map"][..., :most], own["ann_count"], tile, block)
+    past = Listed(
+        k, v, own["ann_log_count"], own["ann_map"][..., :most], own["ann_count"], tile, block
+    )
     pairs = q.shape[:3].numel() * (most * block + tokens)
     now_k, now_v = (x[:, :, entries:] for x in (k, v))
 
-    weights = policy.weights(layer, first)
+    weights = policy.log_weights(layer, first)
 
     def wrong(out: Tensor) -> float:
         worst = 0.0
@@ -286,7 +288,7 @@ def replayed(rows: Rows) -> None:
     """An MLP on some of a chunk's rows: picked out, computed and put back, and computed alone."""
     rng = torch.Generator(DEVICE).manual_seed(3)
     like = {"generator": rng, "device": DEVICE, "dtype": torch.bfloat16}
-    tokens, width = SHAPE.chunk_tokens, SHAPE.width
+    tokens, width = SHAPE.max_pass_tokens, SHAPE.width
     up, down = (torch.randn(*size, **like) / 64 for size in ((8960, width), (width, 8960)))
     streams = [torch.randn(1, tokens, width, **like) for _ in range(3)]
     old = torch.randn(1, tokens, width, **like)

@@ -41,7 +41,7 @@ from tachyscope.kernels.match import Setting, match, measure
 from tachyscope.kernels.merge import best_older
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit, to_json
-from tachyscope.types import Layer, Moment, Shape, Size
+from tachyscope.types import LayerCache, PassContext, Shape, Size
 
 MATCHES = [
     Setting(),
@@ -84,18 +84,20 @@ class Bench:
     def normal(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self.rng, device=self.device)
 
-    def empty(self) -> Layer:
-        slots = 21 * self.shape.places
+    def empty(self) -> LayerCache:
+        slots = 21 * self.shape.tokens_per_frame
         k, v = (
             torch.zeros(1, 12, slots, 128, dtype=self.dtype, device=self.device) for _ in range(2)
         )
-        logw = torch.zeros(1, 12, slots, device=self.device)
+        log_count = torch.zeros(1, 12, slots, device=self.device)
         pos = torch.zeros(1, 12, slots, 3, device=self.device)
-        return Layer(k, v, logw, pos, own=self.policy.tensors(self.shape, slots, self.device))
+        return LayerCache(
+            k, v, log_count, pos, extra=self.policy.tensors(self.shape, slots, self.device)
+        )
 
     def see(self, chunk: int) -> None:
         """Behind the past, keys of a scene that recurs, drifts, and is never quite the same."""
-        tokens = self.shape.chunk_tokens
+        tokens = self.shape.max_pass_tokens
         self.scene = 0.9 * self.scene + 0.44 * self.normal(*self.scene.shape)
         now = slice(self.past, self.past + tokens)
         noise = self.normal(1, 12, tokens, 128) * torch.rand(
@@ -104,32 +106,37 @@ class Bench:
         self.layer.k[:, :, now] = self.scene.repeat(1, 1, 3, 1) + noise
         self.layer.v[:, :, now] = self.normal(1, 12, tokens, 128)
         self.layer.pos[:, :, now] = self.shape.positions(3 * chunk, 3, self.device)
-        self.layer.logw[:, :, now] = 0.0
+        self.layer.log_count[:, :, now] = 0.0
 
-    def commit(self, layer: Layer, by_kernels: bool = True) -> int:
-        at = Moment(self.shape, 0, 1, self.past, 0, self.shape.chunk_tokens, 4, 5, (0.0,) * 3)
+    def commit(self, layer: LayerCache, by_kernels: bool = True) -> int:
+        ctx = PassContext(
+            self.shape, 0, 1, self.past, 0, self.shape.max_pass_tokens, 4, 5, (0.0,) * 3
+        )
         with mock.patch.object(Merge, "_kernels_suit", lambda *_: by_kernels):
             return self.policy.commit(
-                layer, at, self.shape.chunk_tokens, lambda raw, pos: raw, Meter(self.device)
+                layer, ctx, self.shape.max_pass_tokens, lambda raw, pos: raw, Meter(self.device)
             )
 
     @property
     def total(self) -> int:
-        return self.past + self.shape.chunk_tokens
+        return self.past + self.shape.max_pass_tokens
 
     @property
     def old(self) -> slice:
         """Entries that may be folded."""
-        return slice(self.shape.places, self.total - (self.policy.newest or 0) * self.shape.places)
+        return slice(
+            self.shape.tokens_per_frame,
+            self.total - (self.policy.newest or 0) * self.shape.tokens_per_frame,
+        )
 
     @property
     def left(self) -> int:
         """How many of old have looked for a partner before."""
-        return self.past - ((self.policy.newest or 0) + 1) * self.shape.places
+        return self.past - ((self.policy.newest or 0) + 1) * self.shape.tokens_per_frame
 
     @property
     def excess(self) -> int:
-        return self.total - 18 * self.shape.places
+        return self.total - 18 * self.shape.tokens_per_frame
 
     def ms(self, call: Callable[[], object], head_start: int = HEAD_START) -> float:
         """The median of some runs, after one that is not counted."""
@@ -151,9 +158,11 @@ class Bench:
         return statistics.median(found)
 
 
-def copied(layer: Layer) -> Layer:
-    own = {name: x.clone() for name, x in layer.own.items()}
-    return Layer(layer.k.clone(), layer.v.clone(), layer.logw.clone(), layer.pos.clone(), own=own)
+def copied(layer: LayerCache) -> LayerCache:
+    own = {name: x.clone() for name, x in layer.extra.items()}
+    return LayerCache(
+        layer.k.clone(), layer.v.clone(), layer.log_count.clone(), layer.pos.clone(), extra=own
+    )
 
 
 @contextmanager
@@ -201,7 +210,7 @@ def check_match(b: Bench, setting: Setting) -> dict[str, float]:
 
 def check_slide(b: Bench, setting: folding.Setting) -> None:
     """Moved in place, bit for bit what a gather gives; ten times, since a race may hide."""
-    own = b.layer.own
+    own = b.layer.extra
     folds = folding.choose(
         own["slot_alike"][:, :, b.old], own["slot_partner"][:, :, b.old], b.excess
     )
@@ -226,28 +235,28 @@ def check_commit(b: Bench) -> dict[str, float]:
         mine, again = copied(b.layer), copied(b.layer)
         past = b.commit(mine)
         b.commit(again)
-    for name, x in (mine.entries() | mine.own).items():
+    for name, x in (mine.entries() | mine.extra).items():
         if not torch.equal(x, (again.entries() | again.own)[name]):
             raise AssertionError(f"two commits of the same layer differ in {name}")
     stock = copied(b.layer)
     b.commit(stock, by_kernels=False)
 
-    def places(layer: Layer) -> Tensor:
+    def places(layer: LayerCache) -> Tensor:
         t, y, x = layer.pos[:, :, :past].long().unbind(-1)
         high, wide = b.shape.grid
         return ((t * high + y) * wide + x).sort(-1).values
 
     ours, theirs = places(mine), places(stock)
-    at = torch.searchsorted(theirs, ours).clamp(max=past - 1)
-    same = (theirs.gather(2, at) == ours).double().mean().item()
-    seen = mine.logw[:, :, :past].double().exp().sum(-1)
-    before = b.layer.logw[:, :, : b.total].double().exp().sum(-1)
+    ctx = torch.searchsorted(theirs, ours).clamp(max=past - 1)
+    same = (theirs.gather(2, ctx) == ours).double().mean().item()
+    seen = mine.log_count[:, :, :past].double().exp().sum(-1)
+    before = b.layer.log_count[:, :, : b.total].double().exp().sum(-1)
     lost = ((seen - before) / before).abs().max().item()
     q = b.layer.k[:, :, b.past : b.total : 16].float()
 
-    def read(layer: Layer) -> Tensor:
+    def read(layer: LayerCache) -> Tensor:
         k, v = (x[:, :, :past].float() for x in (layer.k, layer.v))
-        bias = layer.logw[:, :, None, :past]
+        bias = layer.log_count[:, :, None, :past]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias.expand(-1, -1, q.shape[2], -1)
         )
@@ -299,7 +308,7 @@ def run(found: dict[str, Any], b: Bench) -> None:
         "commit": tried(lambda: check_commit(b)),
     }
     k = layer.k[:, :, old]
-    alike, partner = (layer.own[f"slot_{x}"][:, :, old] for x in ("alike", "partner"))
+    alike, partner = (layer.extra[f"slot_{x}"][:, :, old] for x in ("alike", "partner"))
     flop = 2 * 128 * 12 * looking * (left + looking / 2)
 
     def rate(setting: Setting) -> dict[str, Any]:

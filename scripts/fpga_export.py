@@ -50,13 +50,13 @@ Step = Callable[[Ints, Token], tuple[Ints, list[bool]]]
 def export(args: argparse.Namespace) -> None:
     import torch
 
-    from tachyscope.adapters.depth import draw_noise
-    from tachyscope.adapters.vila import VilaAdapter
     from tachyscope.evaluation.clips import make_clip, true_codes
-    from tachyscope.models import load
+    from tachyscope.models.registry import load
+    from tachyscope.models.vila_u.depth import draw_noise
+    from tachyscope.models.vila_u.model import VilaModel
 
     model = load("atrium-tokens", dtype=torch.float32)
-    assert isinstance(model, VilaAdapter)
+    assert isinstance(model, VilaModel)
     model.model.requires_grad_(False)
     config, trunk = model.config, model.model.trunk
     out = args.out
@@ -74,7 +74,7 @@ def export(args: argparse.Namespace) -> None:
             found[f"{i}.{part}.shift"] = linear.shift.astype(np.int8)
     places = config.grid[0] * config.grid[1]
     rope = Rope.of(config.head_dim, config.theta, config.rope_scale)
-    prompt_ids = model.encode("").ids.shape[1]
+    prompt_ids = model.encode_prompt("").ids.shape[1]
     shape = {
         "width": config.hidden,
         "inner": config.intermediate,
@@ -115,7 +115,7 @@ def export(args: argparse.Namespace) -> None:
 
     clip = make_clip(args.clip, args.world + 1, 0, config.size[0])
     codes = true_codes(model, clip)[args.world]
-    encoded = model.encode(clip.worlds[args.world].prompt)
+    encoded = model.encode_prompt(clip.worlds[args.world].prompt)
     generator = torch.Generator().manual_seed(args.seed)
     noise = [
         draw_noise(generator, (1, places, config.depth, config.codes), torch.device("cpu"))[0]
@@ -205,7 +205,7 @@ def draw_integers(args: argparse.Namespace) -> None:
         return result
 
     found = draw(args, step, state, index, depth, args.name or "integer")
-    places = model.shape.places
+    places = model.shape.tokens_per_frame
     tas = np.array(scores[-places:]) / threshold_of(1.0, model.shape)
     print(f"replayed by layer {found['replayed'][-places:].mean(0)} of {places} places")
     print(f"TAS quarters by layer {np.quantile(tas, (0, 0.25, 0.5, 0.75, 1), axis=0).T.round(2)}")
@@ -220,7 +220,7 @@ def draw_rtl(args: argparse.Namespace) -> None:
     if not sim.program.exists():
         sim.build()
     sim.start(model)
-    places = model.shape.places
+    places = model.shape.tokens_per_frame
     bad = 0
 
     def step(x: Ints, token: Token) -> tuple[Ints, list[bool]]:
@@ -253,33 +253,33 @@ def draw_float(args: argparse.Namespace) -> None:
 
     import torch
 
-    from tachyscope.adapters.vila import Prompt, VilaAdapter
-    from tachyscope.models import load
+    from tachyscope.models.registry import load
+    from tachyscope.models.vila_u.model import Prompt, VilaModel
     from tachyscope.rollout import parse_plan
     from tachyscope.session import Session
 
     model = load("atrium-tokens", dtype=torch.float32)
-    assert isinstance(model, VilaAdapter)
+    assert isinstance(model, VilaModel)
     clip = np.load(args.out / "clip.npz")
     never, gate = (parse_plan(model, f"replay=attentive:threshold={t}") for t in (1e9, args.tas))
-    places, config = model.shape().places, model.config
+    places, config = model.shape().tokens_per_frame, model.config
     for name, last in (("float-computed", never), ("float", gate)):
         shape = model.shape()
         lengths = (len(clip["prompt"]),)
         session = Session(shape, never, model.rope(shape), lengths=lengths)
         drawn = []
         with torch.inference_mode():
-            model.start(session, Prompt(torch.from_numpy(clip["prompt"])[None], lengths))
+            model.prefill_prompt(session, Prompt(torch.from_numpy(clip["prompt"])[None], lengths))
             for codes, move in zip(clip["codes"][:GIVEN], clip["moves"], strict=False):
                 latents = torch.from_numpy(codes).view(1, 1, *config.grid, -1)
-                model.clean(session, latents, [int(move)])
+                model.prefill_latents(session, latents, [int(move)])
                 session.commit()
             session.meter.take()
             for frame in range(MADE):
                 if frame == MADE - 1:
                     session.plan = dataclasses.replace(never, replay=last.replay)
                 noise = torch.from_numpy(clip["noise"][frame])
-                pos = shape.positions(session.frame, 1)
+                pos = shape.positions(session.latent_frame, 1)
                 move = [int(clip["moves"][GIVEN + frame])]
                 for i in range(places):
                     hidden = session.features["hidden"]
@@ -299,19 +299,19 @@ def show(args: argparse.Namespace) -> None:
     import torch
     from PIL import Image
 
-    from tachyscope.adapters.vila import VilaAdapter
-    from tachyscope.models import load
+    from tachyscope.models.registry import load
+    from tachyscope.models.vila_u.model import VilaModel
     from tachyscope.quality import psnr
 
     model = load("atrium-tokens", dtype=torch.float32)
-    assert isinstance(model, VilaAdapter)
+    assert isinstance(model, VilaModel)
     clip = np.load(args.out / "clip.npz")
     grid, depth = model.config.grid, model.config.depth
 
     def decode(codes: np.ndarray) -> np.ndarray:
         latents = torch.from_numpy(codes).view(1, -1, *grid, depth)
         with torch.inference_mode():
-            return model.decode(None, latents)  # type: ignore[arg-type]
+            return model.decode_latents(None, latents)  # type: ignore[arg-type]
 
     truth = clip["truth"][GIVEN : GIVEN + MADE]
     rows = {"truth": truth, "true codes": decode(clip["codes"][GIVEN : GIVEN + MADE])}

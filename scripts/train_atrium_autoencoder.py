@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 from training import Average, Clock, Log, read_weights, sheet, write_weights
 
-from tachyscope.adapters.autoencoder import Autoencoder
+from tachyscope.models.atrium.autoencoder import Autoencoder
 from tachyscope.worlds import atrium
 
 NOISE = 0.25  # the strongest noise on latents, whose variance is one: errors of the world model

@@ -24,7 +24,7 @@ from torch.func import functional_call
 from train_atrium_autoencoder import draw
 from training import Average, Clock, Log, check_device, read_weights, sheet, write_weights
 
-from tachyscope.adapters.vqgan import Codebooks, PixelConfig, RqVae
+from tachyscope.models.vila_u.vqgan import Codebooks, PixelConfig, RqVae
 from tachyscope.worlds import atrium
 
 NAME = "tokenizer"

@@ -43,11 +43,11 @@ from training import (
     sheet,
 )
 
-from tachyscope.adapters.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
-from tachyscope.adapters.vila import VilaAdapter, load_vila, save_vila
-from tachyscope.adapters.vila_config import VilaConfig
-from tachyscope.adapters.vila_u import Layer, Vila
-from tachyscope.adapters.word_tokenizer import VOCAB, WordTokenizer
+from tachyscope.models.atrium.word_tokenizer import VOCAB, WordTokenizer
+from tachyscope.models.vila_u.config import VilaConfig
+from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
+from tachyscope.models.vila_u.model import VilaModel, load_vila, save_vila
+from tachyscope.models.vila_u.transformer import Layer, Vila
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
 
@@ -115,7 +115,7 @@ def prompt_positions(shape: Shape, device: str) -> Tensor:
     """Where a prompt stands, [PROMPT, 3]: right before frame 0, as in a session."""
     pos = torch.zeros(PROMPT, 3, device=device)
     pos[:, 0] = -1.0
-    pos[:, 2] = torch.arange(PROMPT, device=device) + (shape.places - PROMPT)
+    pos[:, 2] = torch.arange(PROMPT, device=device) + (shape.tokens_per_frame - PROMPT)
     return pos
 
 
@@ -128,10 +128,10 @@ class Teaching:
     def __init__(self, rope: Rope, shape: Shape, frames: int, device: str) -> None:
         pos = torch.cat([prompt_positions(shape, device), shape.positions(0, frames, device)])
         self.rope = rope
-        self.cos, self.sin = rope.angles(pos[:-1], torch.float32)
+        self.cos, self.sin = rope.cos_sin(pos[:-1], torch.float32)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = (self.rope.turn(x, self.cos, self.sin).to(v.dtype) for x in (q, k))
+        q, k = (self.rope.apply(x, self.cos, self.sin).to(v.dtype) for x in (q, k))
         # repeated by hand: not every fast kernel knows of shared keys, and the slow one does
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -146,7 +146,7 @@ class Playing:
     def __init__(self, rope: Rope, shape: Shape, rows: int, frames: int, device: str) -> None:
         pos = torch.cat([prompt_positions(shape, device), shape.positions(0, frames, device)])
         self.rope = rope
-        self.angles = rope.angles(pos, torch.float32)
+        self.angles = rope.cos_sin(pos, torch.float32)
         size = (rows, shape.kv_heads, len(pos), shape.head_dim)
         self.cache = [
             (torch.zeros(size, device=device), torch.zeros(size, device=device))
@@ -155,7 +155,9 @@ class Playing:
         self.start = self.end = 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = (self.rope.turn(x, *(a[self.start : self.end] for a in self.angles)) for x in (q, k))
+        q, k = (
+            self.rope.apply(x, *(a[self.start : self.end] for a in self.angles)) for x in (q, k)
+        )
         for mine, new in zip(self.cache[layer], (k, v), strict=True):
             mine[:, :, self.start : self.end] = new
         kept = [mine[:, :, : self.end] for mine in self.cache[layer]]
@@ -341,7 +343,7 @@ class Tempered:
 
 @torch.no_grad()
 def play(
-    adapter: VilaAdapter, codes: Tensor, actions: Tensor, ids: Tensor, given: int,
+    adapter: VilaModel, codes: Tensor, actions: Tensor, ids: Tensor, given: int,
     temperature: Tensor, told: Tensor, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Codes [B, T, N, D] whose first `given` frames are true; rows `told` get first places too."""
@@ -369,7 +371,7 @@ def play(
 
 @torch.no_grad()
 def judge(
-    adapter: VilaAdapter, worlds: int, out: Path, given: int, made: int, seed: int = 2**31
+    adapter: VilaModel, worlds: int, out: Path, given: int, made: int, seed: int = 2**31
 ) -> dict[str, float]:
     """Scores and sheets on unseen rooms, so many of each kind of camera."""
     model, config = adapter.model, adapter.config
@@ -420,13 +422,13 @@ def judge(
     return scores
 
 
-def write_model(out: Path, adapter: VilaAdapter, average: Average) -> None:
+def write_model(out: Path, adapter: VilaModel, average: Average) -> None:
     """A folder that loads as a model."""
     model = Vila(adapter.config)
     model.load_state_dict(adapter.model.state_dict())
     for name, module in parts_of(model).items():
         module.load_state_dict(average.weights(name))
-    save_vila(VilaAdapter(model.half(), adapter.config, adapter.tokenizer), out)
+    save_vila(VilaModel(model.half(), adapter.config, adapter.tokenizer), out)
 
 
 def parts_of(model: Vila) -> dict[str, nn.Module]:
@@ -506,7 +508,7 @@ def main() -> None:
     initialise(model, spread=1.0)
     model = model.to(device)
     model.vae.requires_grad_(False)
-    adapter = VilaAdapter(model, config, WordTokenizer(VOCAB), "atrium-tokens")
+    adapter = VilaModel(model, config, WordTokenizer(VOCAB), "atrium-tokens")
     average = Average(parts_of(model))
     optimizer = Optimizer(average.modules, fused=device == "cuda")
     optimizer.muon.decay = 0.1  # queries and keys have no norm to hold them
@@ -542,7 +544,7 @@ def main() -> None:
 
     chunk = min(256, args.pool)
     more = args.pool // args.fresh * args.fresh * 6
-    pool = Pool.empty(more, args.frames, shape.places, config.depth, device)
+    pool = Pool.empty(more, args.frames, shape.tokens_per_frame, config.depth, device)
     pool.put(*fresh(chunk), encode)
     learn(*pool.take(args.batch))
     log(compiled=time.monotonic() - began)

@@ -37,11 +37,11 @@ from training import (
     write_weights,
 )
 
-from tachyscope.adapters.autoencoder import Autoencoder
-from tachyscope.adapters.wan import WanAdapter
-from tachyscope.adapters.wan_causal import WanCausal, noised, schedule
-from tachyscope.adapters.wan_config import WanConfig
-from tachyscope.adapters.words import WordEncoder
+from tachyscope.models.atrium.autoencoder import Autoencoder
+from tachyscope.models.atrium.words import WordEncoder
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.transformer import WanCausal, noised, schedule
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
 
@@ -106,15 +106,15 @@ class Packing:
         self.clip, self.noisy, self.frame = (
             torch.zeros(2 * row, dtype=torch.int32, device=device) for _ in range(3)
         )
-        tokens = 2 * row * shape.places
+        tokens = 2 * row * shape.tokens_per_frame
         self.cos, self.sin = (torch.zeros(tokens, shape.head_dim, device=device) for _ in range(2))
         self.mask = self._mask()
 
     def use(self, length: int, cut: int = 0, gap: int = 0) -> None:
         """Clips of a length, whose frames from `cut` on stand `gap` positions later."""
         pos = self.shape.positions(0, length, self.device)
-        pos[cut * self.shape.places :, 0] += gap
-        angles = self.rope.angles(pos, torch.float32)
+        pos[cut * self.shape.tokens_per_frame :, 0] += gap
+        angles = self.rope.cos_sin(pos, torch.float32)
         for old, new in zip((self.cos, self.sin), angles, strict=True):
             old.copy_(new.repeat(2 * self.row // length, 1))
         if length == self.length:
@@ -130,7 +130,7 @@ class Packing:
             old.copy_(new)
 
     def _mask(self) -> BlockMask | Tensor:
-        clip, noisy, frame, places = self.clip, self.noisy, self.frame, self.shape.places
+        clip, noisy, frame, places = self.clip, self.noisy, self.frame, self.shape.tokens_per_frame
 
         def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             q, k = q // places, k // places
@@ -157,7 +157,7 @@ class Teaching:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         p = self.packing
-        q, k = (p.rope.turn(x, p.cos, p.sin).to(v.dtype) for x in (q, k))
+        q, k = (p.rope.apply(x, p.cos, p.sin).to(v.dtype) for x in (q, k))
         if isinstance(p.mask, Tensor):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=p.mask)
         return masked_attention(q, k, v, block_mask=p.mask)
@@ -184,17 +184,17 @@ class Playing:
     ) -> None:  # fmt: skip
         self.rope, self.shape, self.window = rope, shape, window
         self.text = list(zip(keys, values, strict=True))
-        size = (len(keys[0]), shape.heads, frames * shape.places, shape.head_dim)
+        size = (len(keys[0]), shape.heads, frames * shape.tokens_per_frame, shape.head_dim)
         self.cache = [(keys[0].new_zeros(size), keys[0].new_zeros(size)) for _ in keys]
         self.frame = 0
 
     def begin(self) -> None:
         pos = self.shape.positions(self.frame, 1, self.text[0][0].device)
-        self.angles = self.rope.angles(pos, torch.float32)
+        self.angles = self.rope.cos_sin(pos, torch.float32)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = (self.rope.turn(x, *self.angles).to(v.dtype) for x in (q, k))
-        n = self.shape.places
+        q, k = (self.rope.apply(x, *self.angles).to(v.dtype) for x in (q, k))
+        n = self.shape.tokens_per_frame
         first = max(0, self.frame + 1 - self.window) * n if self.window else 0
         for mine, new in zip(self.cache[layer], (k, v), strict=True):
             mine[:, :, self.frame * n : (self.frame + 1) * n] = new
@@ -326,7 +326,7 @@ def choose_gap(share: float, length: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def play(
-    model: WanCausal, words: WordEncoder, adapter: WanAdapter, truth: Tensor, actions: Tensor,
+    model: WanCausal, words: WordEncoder, adapter: WanModel, truth: Tensor, actions: Tensor,
     tokens: Tensor, given: int, window: int = 0, shift: float = 0.0, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Latents [B, C, T, h, w] as the sampler makes them, the first `given` frames being true.
@@ -343,10 +343,10 @@ def play(
 
     def run(x: Tensor, t: float) -> Tensor:
         times = torch.full((len(x), 1), t, device=device)
-        return model(session, x, times, actions[:, session.frame, None])
+        return model(session, x, times, actions[:, session.latent_frame, None])
 
     for i in range(frames):
-        session.frame = i
+        session.latent_frame = i
         session.begin()
         true = truth[:, :, i : i + 1]
         clean = true
@@ -360,7 +360,7 @@ def play(
 
 
 def judge(
-    model: WanCausal, words: WordEncoder, adapter: WanAdapter, autoencoder: Autoencoder,
+    model: WanCausal, words: WordEncoder, adapter: WanModel, autoencoder: Autoencoder,
     worlds: int, out: Path, seed: int = 2**31,
 ) -> dict[str, float]:  # fmt: skip
     """Scores and sheets on unseen rooms: a full turn, a walk, the turn back."""
@@ -461,7 +461,7 @@ def main() -> None:
     words = WordEncoder(len(atrium.WORDS), atrium.LENGTH, config.text_dim).to(device)
     autoencoder = Autoencoder().to(device).eval().requires_grad_(False)
     autoencoder.load_state_dict(read_weights(args.autoencoder, "autoencoder"))
-    adapter = WanAdapter("atrium-world", model)
+    adapter = WanModel("atrium-world", model)
     modules = {"model": model, "words": words}
     average = Average(modules)
     optimizer = Optimizer(modules, fused=device == "cuda")
@@ -550,7 +550,9 @@ def main() -> None:
                 mse_late=late_sum / max(lates, 1),
                 length=length,
                 clips=pool.made,
-                tokens_s=round(steps * args.rows * 2 * args.row * packing.shape.places / seconds),
+                tokens_s=round(
+                    steps * args.rows * 2 * args.row * packing.shape.tokens_per_frame / seconds
+                ),
             )
             if not math.isfinite(total):
                 raise SystemExit("the loss is not finite: resume with a lower --rate")

@@ -81,9 +81,9 @@ class Average:
 
     def weights(self, name: str) -> dict[str, Tensor]:
         """The averaged state of one module."""
-        at = {id(p): mean for p, mean in zip(self.live, self.mean, strict=True)}
+        ctx = {id(p): mean for p, mean in zip(self.live, self.mean, strict=True)}
         module = self.modules[name]
-        named = {key: at[id(p)] for key, p in module.named_parameters()}
+        named = {key: ctx[id(p)] for key, p in module.named_parameters()}
         return {**dict(module.named_buffers()), **named}
 
 

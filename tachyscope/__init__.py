@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tachyscope.errors import TachyscopeError
-    from tachyscope.models import load
+    from tachyscope.models.registry import load
     from tachyscope.plan import Plan
     from tachyscope.rollout import open_session, refill, rollout
     from tachyscope.session import Session
@@ -31,7 +31,7 @@ _HOMES = {
     "Plan": "plan",
     "Session": "session",
     "TachyscopeError": "errors",
-    "load": "models",
+    "load": "models.registry",
     "open_session": "rollout",
     "refill": "rollout",
     "rollout": "rollout",

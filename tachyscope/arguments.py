@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.adapters import Adapter
-from tachyscope.adapters.checkpoint import read_tensors
 from tachyscope.bounds import ASKED, check
 from tachyscope.errors import TachyscopeError, shown, warn
+from tachyscope.models.base import VideoModel
+from tachyscope.models.checkpoint import read_tensors
 from tachyscope.plan import Plan, replaced
 from tachyscope.types import Shape
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     Noise = str | os.PathLike[str] | np.ndarray | Tensor
 
 
-def check_model(model: Any) -> Adapter:
-    if isinstance(model, Adapter):
+def check_model(model: Any) -> VideoModel:
+    if isinstance(model, VideoModel):
         return model
     load = f"tachyscope.load({model!r})" if isinstance(model, str) else "tachyscope.load(NAME)"
     raise TachyscopeError(f"model must be a loaded model, got {_told(model)}: use {load}")
@@ -105,7 +105,7 @@ def parse_prompt_files(words: Sequence[str]) -> tuple[str | None, list[tuple[int
     return (first[0] if first else None), later
 
 
-def parse_plan(model: Adapter, plan: Plan | str) -> Plan:
+def parse_plan(model: VideoModel, plan: Plan | str) -> Plan:
     """A plan as the model means it; what its changes undo of its base is warned of."""
     if isinstance(plan, Plan):
         return plan
@@ -241,7 +241,7 @@ def parse_first(first: Pictures) -> np.ndarray:
     return np.ascontiguousarray((frames * 255).round().astype(np.uint8))
 
 
-def check_first_size(model: Adapter, frames: np.ndarray, size: tuple[int, int] | None) -> None:
+def check_first_size(model: VideoModel, frames: np.ndarray, size: tuple[int, int] | None) -> None:
     """Raise where given pictures are not of the video's size."""
     height, width = frames.shape[1:3]
     wanted = size or model.size
@@ -261,7 +261,7 @@ def check_first_size(model: Adapter, frames: np.ndarray, size: tuple[int, int] |
     )
 
 
-def parse_noise(noise: Noise, model: Adapter, shape: Shape) -> Tensor:
+def parse_noise(noise: Noise, model: VideoModel, shape: Shape) -> Tensor:
     """Given noise as a tensor of floats [draws, latent frames, C, h, w].
 
     A path is that of a file with a tensor `noise`.

@@ -29,8 +29,8 @@ from tachyscope.process import run_command
 
 # torch, rich, av and matplotlib are loaded by the verbs: help must not wait for them
 if TYPE_CHECKING:
-    from tachyscope.adapters import Adapter
-    from tachyscope.models import Entry
+    from tachyscope.models.base import VideoModel
+    from tachyscope.models.registry import Entry
     from tachyscope.video import Frames
     from tachyscope.worlds.visit import Visit
 
@@ -154,9 +154,9 @@ class Video:
             )
         return {"frames": self.frames, "prompt": self.prompt, "seed": self.seed, "size": size}
 
-    def load(self, model: str, dtype: str | None = None) -> Adapter:
+    def load(self, model: str, dtype: str | None = None) -> VideoModel:
         from tachyscope.arguments import parse_prompt_files
-        from tachyscope.models import load, with_prompt
+        from tachyscope.models.registry import load, with_prompt
 
         adapter = load(
             model, self.weights, device=self.device, dtype=dtype or self.dtype,
@@ -166,13 +166,13 @@ class Video:
         first, later = parse_prompt_files(self.prompt_file)
         return with_prompt(adapter, first, [name for _, name in later]) if first else adapter
 
-    def visit(self, model: str, adapter: Adapter) -> tuple[Visit | None, dict[str, Any]]:
+    def visit(self, model: str, adapter: VideoModel) -> tuple[Visit | None, dict[str, Any]]:
         """The walk through a room whose truth is known, where one is asked for; and the actions.
 
         With the walk come its prompt, and the true frames that are given with their actions.
         """
         from tachyscope.arguments import parse_actions
-        from tachyscope.models import MODELS
+        from tachyscope.models.registry import MODELS
         from tachyscope.worlds.visit import Visit
 
         if self.world is None:
@@ -244,14 +244,14 @@ def generate(
     from tachyscope.arguments import parse_change, parse_prompt_files
     from tachyscope.bench import label
     from tachyscope.files import check_folder
-    from tachyscope.listing import show_runs
     from tachyscope.meter import summary
-    from tachyscope.notes import notes
+    from tachyscope.plan_notes import notes
     from tachyscope.progress import frames_bar
     from tachyscope.rates import Clock, rates, tell_rates
     from tachyscope.report import Run
     from tachyscope.results import check_json, document, emit, size_of
     from tachyscope.rollout import change_frames, open_session, rollout, runs_beside
+    from tachyscope.tables import show_runs
     from tachyscope.video import VideoWriter, read_frames
 
     text, asked = video.planned(plan, model), video.asked(changes=True)
@@ -281,7 +281,8 @@ def generate(
         session = open_session(adapter, text, **asked, noise=noise)
         changes = change_frames(adapter, session, wanted, video.frames)
         chunks = rollout(
-            adapter, frames=video.frames, actions=actions, then=changes, session=session, ahead=True
+            adapter, frames=video.frames, actions=actions, then=changes, session=session,
+            overlap_decode=True,
         )  # fmt: skip
         with (
             frames_bar(video.frames, video.quiet) as watch,
@@ -360,10 +361,10 @@ def compare(
     from tachyscope.compare import compare as play_both
     from tachyscope.compare import tell_floor
     from tachyscope.files import check_folder
-    from tachyscope.listing import show_runs
-    from tachyscope.models import MODELS
+    from tachyscope.models.registry import MODELS
     from tachyscope.progress import frames_bar
     from tachyscope.results import check_json, emit
+    from tachyscope.tables import show_runs
 
     text, asked = video.planned(plan, model), video.asked()
     check_json(json)
@@ -472,7 +473,7 @@ def evaluate(
         A file for the results, or - for the last line of stdout.
     """
     from tachyscope.evaluation.atrium import evaluate_atrium, lines
-    from tachyscope.models import find_device
+    from tachyscope.models.registry import find_device
     from tachyscope.plan import check_text
     from tachyscope.progress import parts_bar
     from tachyscope.results import check_json, emit
@@ -495,7 +496,7 @@ def evaluate(
     emit(found, json)
 
 
-def _compile(model: Adapter, wanted: bool | None, asked: dict[str, Any]) -> bool:
+def _compile(model: VideoModel, wanted: bool | None, asked: dict[str, Any]) -> bool:
     """Compile the model's layers where that is asked for, or pays; whether it was done."""
     from tachyscope.rollout import chunks_for
 
@@ -509,7 +510,7 @@ def _compile(model: Adapter, wanted: bool | None, asked: dict[str, Any]) -> bool
 
 def _kind(model: str) -> str:
     """Which named plans a model means, as far as its name tells."""
-    from tachyscope.models import MODELS
+    from tachyscope.models.registry import MODELS
 
     return MODELS[model].kind if model in MODELS else "chunks"
 
@@ -550,7 +551,7 @@ def cpu(
         A file for the results, or - for the last line of stdout.
     """
     from tachyscope.bench import bench_asked, lines, split_plans
-    from tachyscope.models import load
+    from tachyscope.models.registry import load
     from tachyscope.progress import rounds_bar
     from tachyscope.results import check_json, emit
 
@@ -675,8 +676,8 @@ def fit(
         A file for the results, or - for the last line of stdout.
     """
     from tachyscope.arguments import parse_size
-    from tachyscope.fit import fit as predict
-    from tachyscope.fit import lines, sized
+    from tachyscope.memory import fit as predict
+    from tachyscope.memory import lines, sized
     from tachyscope.plan import check_text
     from tachyscope.results import check_json, emit
 
@@ -700,9 +701,9 @@ def methods(*, json: Json = None) -> None:
     json
         A file for the list, or - for the last line of stdout.
     """
-    from tachyscope.listing import list_policies, show_methods
     from tachyscope.plan import NAMED
     from tachyscope.results import check_json, emit
+    from tachyscope.tables import list_policies, show_methods
 
     check_json(json)
     found = {"schema": 1, "suite": "methods", "policies": list_policies(), "plans": NAMED}
@@ -720,8 +721,8 @@ def models(*, json: Json = None) -> None:
     json
         A file for the list, or - for the last line of stdout.
     """
-    from tachyscope.listing import list_models, show_models
     from tachyscope.results import check_json, emit
+    from tachyscope.tables import list_models, show_models
 
     check_json(json)
     found = {"schema": 1, "suite": "models", "models": list_models()}
@@ -739,8 +740,8 @@ def doctor(*, json: Json = None, said: Said = "") -> None:
     json
         A file for the findings, or - for the last line of stdout.
     """
-    from tachyscope.listing import examine, show_doctor
     from tachyscope.results import check_json, document, emit
+    from tachyscope.tables import examine, show_doctor
 
     check_json(json)
     found = document("doctor", examine(), said)

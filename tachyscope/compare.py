@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tachyscope.adapters import Adapter
 from tachyscope.arguments import check_model, parse_first, parse_plan
 from tachyscope.bench import label, noise, verdict, warm
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
 from tachyscope.meter import summary
-from tachyscope.notes import notes
+from tachyscope.models.base import VideoModel
 from tachyscope.plan import Plan
+from tachyscope.plan_notes import notes
 from tachyscope.quality import FLOOR_DB, Quality, horizon
 from tachyscope.rates import Clock, frame_rate, rates, warm_up
 from tachyscope.report import Floor, Run, decibels, percent, write_report
@@ -74,7 +74,7 @@ class _Take:
 
 
 def compare(
-    model: Adapter,
+    model: VideoModel,
     plan: Plan | str = "fast",
     *,
     frames: int,
@@ -86,7 +86,7 @@ def compare(
     first_actions: Actions = "",
     truth: Truth | None = None,
     out: str | os.PathLike[str] | None = None,
-    twin: Adapter | None = None,
+    twin: VideoModel | None = None,
     aa: bool = True,
     command: str = "",
     about: str = "",
@@ -121,7 +121,7 @@ def compare(
     if first is not None:
         given = {"first": parse_first(first), "first_actions": first_actions}
 
-    def take(name: str, of: Adapter, by: Plan | str, like: Session | None = None) -> _Take:
+    def take(name: str, of: VideoModel, by: Plan | str, like: Session | None = None) -> _Take:
         with Clock() as clock:
             session = open_session(of, by, **asked, **({} if like else given))
             if like is not None:
@@ -146,7 +146,7 @@ def compare(
     return found
 
 
-def _dtype(model: Adapter) -> str:
+def _dtype(model: VideoModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
@@ -203,7 +203,7 @@ def _caption(take: _Take) -> str:
 
 def _conclude(
     takes: Mapping[str, _Take],
-    model: Adapter,
+    model: VideoModel,
     size: str,
     warmed: Mapping[str, float],
     load_s: float,
@@ -309,7 +309,7 @@ def _speed(dense: Run, plan: Run, aa: tuple[float, float] | None, session: Sessi
 def _reasons(dense: Run, plan: Run, session: Session) -> list[str]:
     """Why a plan is not faster than dense: all that applies."""
     found, policies, reasons = plan.summary, session.plan, []
-    if not policies.cache.grows and session.past == session.seen:
+    if not policies.cache.grows and session.past == session.total_entries:
         reasons.append("the video is too short: the cache was never full, and left nothing out")
     if found["steady_chunks"] < 3:
         reasons.append(
@@ -362,7 +362,7 @@ def tell_floor(found: Comparison) -> str:
     )
 
 
-def _write(out: Path, found: Comparison, model: Adapter, size: str) -> None:
+def _write(out: Path, found: Comparison, model: VideoModel, size: str) -> None:
     write_atomically(out / "compare.json", to_json(found.document, indent=2) + "\n")
     write_report(
         out / "report.html",

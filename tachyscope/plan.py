@@ -98,7 +98,7 @@ class Plan:
                 f"this model reads its prompt by cross-attention, so text=none is not possible: "
                 f"use text={', '.join(POLICIES['text'])}"
             )
-        if self.cache.moves and not isinstance(self.attention, Dense):
+        if self.cache.view_depends_on_pass and not isinstance(self.attention, Dense):
             raise TachyscopeError(
                 f"cache={spell(self.cache)} says itself what a pass reads, got "
                 f"attention={spell(self.attention)}: use attention=dense, or leave view out"

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.adapters import Adapter
 from tachyscope.arguments import (
     check_changes,
     check_first_size,
@@ -30,7 +29,8 @@ from tachyscope.arguments import (
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest, of_tensors
-from tachyscope.making import repeating
+from tachyscope.graph_runner import repeating
+from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.plan import Plan
 from tachyscope.session import Session, Source
@@ -52,13 +52,13 @@ class Prompt:
     key: str
 
     @classmethod
-    def read(cls, model: Adapter, text: str) -> Self:
+    def read(cls, model: VideoModel, text: str) -> Self:
         with own_numerics():
-            return cls(model.encode(text), model.prompt_key(text))
+            return cls(model.encode_prompt(text), model.prompt_key(text))
 
 
 def open_session(
-    model: Adapter,
+    model: VideoModel,
     plan: Plan | str = "dense",
     *,
     prompt: str = "",
@@ -93,9 +93,9 @@ def open_session(
     with torch.inference_mode(), no_autocast():
         read = Prompt.read(model, prompt)
         with own_numerics():
-            given = None if pictures is None else model.latents(pictures)
+            given = None if pictures is None else model.encode_frames(pictures)
         known = 0 if given is None else given.shape[model.frame_dim]
-        moves = parse_actions(first_actions, model.actions, model.frames(known))
+        moves = parse_actions(first_actions, model.actions, model.pixel_frames(known))
         drawn = None if noise is None else parse_noise(noise, model, shape)
         coming = None
         if frames is not None:
@@ -106,7 +106,7 @@ def open_session(
                 shape,
                 parsed,
                 model.rope(shape),
-                frames=coming,
+                latent_frames=coming,
                 lengths=read.encoded.lengths,
                 seed=seed,
                 device=model.device,
@@ -123,7 +123,7 @@ def open_session(
         session.noise = drawn
         keys = read.key, _key(pictures), _noise_key(drawn)
         session.source = Source(model.fingerprint, *keys, model.decoder_name)
-        model.start(session, read.encoded)
+        model.prefill_prompt(session, read.encoded)
         if given is not None:
             _remember(model, session, _parts(model, given, shape.chunk, moves))
         session.meter.take()
@@ -140,7 +140,7 @@ _PLAYED: WeakKeyDictionary[Session, ref[Generator[Chunk]]] = WeakKeyDictionary()
 
 
 def rollout(
-    model: Adapter,
+    model: VideoModel,
     plan: Plan | str | None = None,
     *,
     frames: int,
@@ -153,7 +153,7 @@ def rollout(
     then: Sequence[tuple[int, str]] = (),
     noise: Noise | None = None,
     session: Session | None = None,
-    ahead: bool | None = None,
+    overlap_decode: bool | None = None,
 ) -> Generator[Chunk]:
     """Yield chunks until `frames` new frames are made; the last is cut to fit.
 
@@ -169,17 +169,17 @@ def rollout(
     Same model, plan, prompt, actions, seed, size and first frames: same frames; another device or
     number of threads may change a level of 255 here and there. A `session` is gone on with, for
     `frames` more, by one rollout at a time; another plan, prompt, seed, size, first or noise than
-    its own is refused. On a GPU, `ahead` begins the next chunk before it decodes the last, on a
-    second stream: until the end a session is then a chunk further than what was yielded, so unless
-    asked for it is done only without one.
+    its own is refused. On a GPU, `overlap_decode` begins the next chunk before it decodes the last,
+    on a second stream: until the end a session is then a chunk further than what was yielded, so
+    unless asked for it is done only without one.
     """
     check_model(model)
     frames, moves = check_frames(frames), parse_actions(actions, model.actions, frames)
     wanted = check_changes(then)
-    if not isinstance(ahead, bool | None):
-        raise TachyscopeError(f"ahead must be True, False or None, got {ahead!r}")
-    ahead = session is None if ahead is None else ahead
-    ahead = ahead and not model.looks and runs_beside(model.device)
+    if not isinstance(overlap_decode, bool | None):
+        raise TachyscopeError(f"overlap_decode must be True, False or None, got {overlap_decode!r}")
+    overlap_decode = session is None if overlap_decode is None else overlap_decode
+    overlap_decode = overlap_decode and not model.decodes_in_loop and runs_beside(model.device)
     if session is None:
         session = open_session(
             model, "dense" if plan is None else plan, frames=frames, size=size, first=first,
@@ -188,7 +188,7 @@ def rollout(
         )  # fmt: skip
     else:
         _check_session(model, session, plan, prompt, seed, size, first, noise)
-        needed = chunks_for(model, session.shape.chunk, session.frame, frames)
+        needed = chunks_for(model, session.shape.chunk, session.latent_frame, frames)
         _check_noise(session.noise, session.made + needed * session.shape.chunk)
     with torch.inference_mode(), no_autocast():
         changes = [
@@ -199,7 +199,7 @@ def rollout(
             # raises where a longer prompt leaves no room
             session.slots_for(read.encoded.lengths)
         held = _newest(model, session, first_actions) if changes else deque[Part]()
-    chunks = _stepping(_chunks(model, session, frames, moves, changes, held, ahead))
+    chunks = _stepping(_chunks(model, session, frames, moves, changes, held, overlap_decode))
     _PLAYED[session] = ref(chunks)
     return chunks
 
@@ -221,19 +221,21 @@ def _stepping(chunks: Generator[Chunk]) -> Generator[Chunk]:
 
 
 def _chunks(
-    model: Adapter,
+    model: VideoModel,
     session: Session,
     frames: int,
     moves: Sequence[int],
     changes: list[tuple[int, Prompt]],
     held: deque[Part],
-    ahead: bool,
+    overlap_decode: bool,
 ) -> Generator[Chunk]:
     shape, left = session.shape, frames
-    done = model.frames(session.frame)
+    done = model.pixel_frames(session.latent_frame)
     stock = parse_plan(model, "stock") if model.together else None
     index = session.chunk
-    beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" and ahead else None
+    beside = (
+        torch.cuda.Stream(model.device) if model.device.type == "cuda" and overlap_decode else None
+    )
 
     maker = repeating(model, session)
 
@@ -253,9 +255,9 @@ def _chunks(
             maker.forget()
             change = _retell if model.together and session.plan == stock else _change
             change(model, session, changes.pop(0)[1], held)
-            done = model.frames(session.frame) - (frames - left)
+            done = model.pixel_frames(session.latent_frame) - (frames - left)
         latents = make(session) if coming is None else coming
-        whole = model.frames(session.frame) - done - (frames - left)
+        whole = model.pixel_frames(session.latent_frame) - done - (frames - left)
         made = min(left, whole)
         session.meter.add("frames", made)
         session.meter.add("frames_made", whole)
@@ -267,15 +269,15 @@ def _chunks(
         left -= made
         # a change is made between what is shown before and after it
         changing = bool(changes) and changes[0][0] == frames - left
-        coming = make(session) if ahead and left and not changing else None
+        coming = make(session) if overlap_decode and left and not changing else None
         with torch.cuda.stream(beside):
-            pixels = model.decode(session, latents)[:made]
+            pixels = model.decode_latents(session, latents)[:made]
         yield Chunk(index, pixels, stats)
         index += 1
 
 
 def _check_session(
-    model: Adapter,
+    model: VideoModel,
     session: Session,
     plan: Plan | str | None,
     prompt: str | None,
@@ -340,7 +342,7 @@ def _check_noise(noise: Tensor | None, frames: int) -> None:
 @torch.inference_mode()
 @no_autocast()
 def refill(
-    model: Adapter, session: Session, latents: Tensor, prompt: str, actions: Actions = ""
+    model: VideoModel, session: Session, latents: Tensor, prompt: str, actions: Actions = ""
 ) -> None:
     """Forget, then remember given latents chunk by chunk: a first frame, a prompt switch.
 
@@ -350,19 +352,21 @@ def refill(
     """
     check_model(model)
     model.check_latents(session.shape, latents)
-    moves = parse_actions(actions, model.actions, model.frames(latents.shape[model.frame_dim]))
+    moves = parse_actions(
+        actions, model.actions, model.pixel_frames(latents.shape[model.frame_dim])
+    )
     parts = _parts(model, latents, session.shape.chunk, moves)
     _refill(model, session, Prompt.read(model, check_prompt(prompt)), parts)
 
 
 def change_frames(
-    model: Adapter, session: Session, then: Sequence[tuple[int, str]], frames: int
+    model: VideoModel, session: Session, then: Sequence[tuple[int, str]], frames: int
 ) -> list[tuple[int, str]]:
     """Changes of prompt in order, each moved to the new frame at which the next chunk begins."""
-    chunk, start = session.shape.chunk, session.frame
+    chunk, start = session.shape.chunk, session.latent_frame
 
     def begins(chunks: int) -> int:
-        return model.frames(start + chunks * chunk) - model.frames(start)
+        return model.pixel_frames(start + chunks * chunk) - model.pixel_frames(start)
 
     last = begins(chunks_for(model, chunk, start, frames) - 1)
     found: dict[int, str] = {}
@@ -383,27 +387,27 @@ def change_frames(
     return list(found.items())
 
 
-def _change(model: Adapter, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
+def _change(model: VideoModel, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
     """Go on under another prompt, with the newest latents remembered again under it."""
-    pictures = model.showing(session)
+    pictures = model.decoder_state(session)
     _refill(model, session, prompt, held, shown=True)
     # what is told changes, what was shown does not
     session.features |= pictures
 
 
-def _retell(model: Adapter, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
+def _retell(model: VideoModel, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
     """`_change` where a full window is remembered in one pass, behind its sink as it was."""
     cache, shape = session.plan.cache, session.shape
     assert isinstance(cache, Window)
-    most = cache.budget.entries(shape) // shape.places
-    keep = cache.sink if session.frame > most else 0
-    frames = min(session.frame, most) - keep
+    most = cache.budget.entries(shape) // shape.tokens_per_frame
+    keep = cache.sink if session.latent_frame > most else 0
+    frames = min(session.latent_frame, most) - keep
     latents = torch.cat([latents for latents, _ in held], model.frame_dim)
     before = latents.shape[model.frame_dim] - frames
     if before < 0:  # of a session that is gone on with, no more than its last chunk is known
         return _change(model, session, prompt, held)
     session.source = replace(session.source, prompt=prompt.key)
-    model.start(session, prompt.encoded)
+    model.prefill_prompt(session, prompt.encoded)
     session.rewind(frames, keep)
     newest = latents.narrow(model.frame_dim, before, frames)
     _remember(model, session, [(newest, [])], shown=True)
@@ -411,61 +415,63 @@ def _retell(model: Adapter, session: Session, prompt: Prompt, held: Sequence[Par
 
 
 def _refill(
-    model: Adapter, session: Session, prompt: Prompt, parts: Sequence[Part], shown: bool = False
+    model: VideoModel, session: Session, prompt: Prompt, parts: Sequence[Part], shown: bool = False
 ) -> None:
     session.slots_for(prompt.encoded.lengths)  # raises while the session is still as it was
-    if session.frames is not None:
+    if session.latent_frames is not None:
         known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
-        session.frames = known + max(0, session.frames - session.frame)
+        session.latent_frames = known + max(0, session.latent_frames - session.latent_frame)
     session.lengths = tuple(prompt.encoded.lengths)
     session.source = replace(session.source, prompt=prompt.key)
     # a video goes on: the noise and the steps of its first chunk must not come again
-    generator, dice, made = session.generator, session.dice, session.made
+    generator, policy_rng, made = session.generator, session.policy_rng, session.made
     session.layers.clear()  # else the old and the new would be in memory together
     session.reset()
-    session.generator, session.dice, session.made = generator, dice, made
-    model.start(session, prompt.encoded)
+    session.generator, session.policy_rng, session.made = generator, policy_rng, made
+    model.prefill_prompt(session, prompt.encoded)
     _remember(model, session, parts, shown)
     session.meter.take()
 
 
-def _remember(model: Adapter, session: Session, parts: Sequence[Part], shown: bool = False) -> None:
+def _remember(
+    model: VideoModel, session: Session, parts: Sequence[Part], shown: bool = False
+) -> None:
     """Clean passes over given latents."""
     for latents, told in parts:
-        model.clean(session, latents, told, shown)
+        model.prefill_latents(session, latents, told, shown)
         session.commit()
     if parts:
         session.latents = torch.cat([latents for latents, _ in parts], model.frame_dim)
 
 
-def _parts(model: Adapter, latents: Tensor, chunk: int, moves: Sequence[int]) -> list[Part]:
+def _parts(model: VideoModel, latents: Tensor, chunk: int, moves: Sequence[int]) -> list[Part]:
     """Latents of a video's beginning by chunks, with actions that are given by frames."""
     count = latents.shape[model.frame_dim]
-    told = [moves[model.frames(i)] for i in range(count)] if model.actions else []
+    told = [moves[model.pixel_frames(i)] for i in range(count)] if model.actions else []
     return [
         (part, told[i * chunk :][: part.shape[model.frame_dim]])
         for i, part in enumerate(latents.to(model.device).split(chunk, model.frame_dim))
     ]
 
 
-def _newest(model: Adapter, session: Session, actions: Actions) -> deque[Part]:
+def _newest(model: VideoModel, session: Session, actions: Actions) -> deque[Part]:
     """The last latents, to be gone on with: as many as the cache has room for."""
     shape, slots = session.shape, session.layers[0].k.shape[2]
-    most = None if session.plan.cache.grows else (slots - session.prompt) // shape.places
+    most = None if session.plan.cache.grows else (slots - session.prompt) // shape.tokens_per_frame
     found: deque[Part] = deque(maxlen=most and most // shape.chunk)
     if session.latents is not None:
-        frames = model.frames(session.latents.shape[model.frame_dim])
+        frames = model.pixel_frames(session.latents.shape[model.frame_dim])
         moves = parse_actions(actions, model.actions, frames)
         found.extend(_parts(model, session.latents, shape.chunk, moves))
     return found
 
 
-def chunks_for(model: Adapter, chunk: int, start: int, frames: int) -> int:
+def chunks_for(model: VideoModel, chunk: int, start: int, frames: int) -> int:
     """Chunks that give `frames` more frames, after `start` latent frames."""
-    wanted, enough = model.frames(start) + frames, 1
+    wanted, enough = model.pixel_frames(start) + frames, 1
 
     def shown_by(chunks: int) -> int:
-        return model.frames(start + chunks * chunk)
+        return model.pixel_frames(start + chunks * chunk)
 
     while shown_by(enough) < wanted:
         enough *= 2
@@ -473,13 +479,13 @@ def chunks_for(model: Adapter, chunk: int, start: int, frames: int) -> int:
 
 
 def _moves_of(
-    session: Session, model: Adapter, moves: Sequence[int], done: int, count: int
+    session: Session, model: VideoModel, moves: Sequence[int], done: int, count: int
 ) -> list[int]:
     """The action of each of the coming latent frames: that of its first pixel frame."""
     if not model.actions:
         return []
     found = []
-    for latent in range(session.frame, session.frame + count):
-        first = model.frames(latent) - done
+    for latent in range(session.latent_frame, session.latent_frame + count):
+        first = model.pixel_frames(latent) - done
         found.append(moves[first] if first < len(moves) else 0)
     return found

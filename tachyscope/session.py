@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.replay import (
     follow_drift,
@@ -22,7 +23,6 @@ from tachyscope.kernels.rotary import turn_into
 from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
-from tachyscope.programs import keep_programs
 from tachyscope.replay import Choice
 from tachyscope.state import (
     AGAIN,
@@ -36,7 +36,7 @@ from tachyscope.state import (
     refuse,
     unpack,
 )
-from tachyscope.types import Layer, Mlp, Moment, Rope, Shape, Text
+from tachyscope.types import LayerCache, Mlp, PassContext, Rope, Shape, Text
 
 # Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
 DRIFT_ROWS = 16.0
@@ -57,7 +57,7 @@ class Session:
     """All state of one rollout. The model is never altered, and sessions can share it.
 
     An adapter calls `begin` before every pass; in it, layer by layer, `attend`, `cross` and `mlp`;
-    and the rollout calls `commit` once the chunk's clean pass is done. `frames` is how many
+    and the rollout calls `commit` once the chunk's clean pass is done. `latent_frames` is how many
     latent frames are coming, where that is known; `lengths` each row's prompt, in entries, in
     models that hold the prompt in their cache.
     """
@@ -70,7 +70,7 @@ class Session:
         plan: Plan,
         rope: Rope,
         *,
-        frames: int | None = None,
+        latent_frames: int | None = None,
         lengths: Sequence[int] = (),
         seed: int = 0,
         device: torch.device | str = "cpu",
@@ -78,7 +78,7 @@ class Session:
     ) -> None:
         plan.check(shape)
         self.shape, self.plan, self.rope = shape, plan, rope
-        self.frames, self.lengths, self.seed = frames, tuple(lengths), seed
+        self.latent_frames, self.lengths, self.seed = latent_frames, tuple(lengths), seed
         # with its number: "cuda" and "cuda:0" are one device and not equal
         self.device, self.dtype = torch.empty(0, dtype=dtype, device=device).device, dtype
         if self.device.type == "cuda":
@@ -92,7 +92,7 @@ class Session:
     def slots_for(self, lengths: Sequence[int]) -> int:
         """A layer's slots where prompts have these lengths; raises where the plan has no room."""
         cache, prompt = self.plan.cache, max(lengths, default=0)
-        slots = cache.capacity(self.shape, prompt, self.frames)
+        slots = cache.capacity(self.shape, prompt, self.latent_frames)
         self.plan.attention.check(self.shape, prompt, None if cache.grows else slots)
         return slots
 
@@ -106,32 +106,32 @@ class Session:
     def _begin_anew(self) -> None:
         """`reset` of all but the layers."""
         slots = self.slots_for(self.lengths)
-        self._room = None if self.plan.cache.grows else slots - self.shape.chunk_tokens
+        self._room = None if self.plan.cache.grows else slots - self.shape.max_pass_tokens
         self.prompt = max(self.lengths, default=0)
-        self.pads = tuple(self.prompt - n for n in self.lengths)
+        self.left_padding = tuple(self.prompt - n for n in self.lengths)
         self.chunk = 0  # chunks committed
-        self._clock = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.frame = 0
+        self._time = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.latent_frame = 0
         self.past = 0  # entries of finished chunks
         self.now = 0  # entries of the present one
-        self.seen = 0  # entries an unbounded cache would hold
+        self.total_entries = 0  # entries an unbounded cache would hold
         self.made = 0  # latent frames generated: given ones are only remembered
         self.texts: list[Text] = []
         self.text_tokens = 0
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
         # a policy's own draws: sharing the noise's would change the video by being asked
-        self.dice = torch.Generator(self.device).manual_seed(self.seed)
+        self.policy_rng = torch.Generator(self.device).manual_seed(self.seed)
         self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
         self._ready: set[int] = set()  # passes whose ring holds the last chunk's outputs
-        self._moment: Moment | None = None
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._context: PassContext | None = None
+        self._cos_sin: tuple[Tensor, Tensor] | None = None
         self._pos: Tensor | None = None
         self._scores: dict[int, Tensor] = {}
         origin = torch.tensor(self.lengths or (0,), dtype=torch.float64, device=self.device)
         self._origin = origin.view(-1, 1, 1, 1)
-        self._turning = self.rope.turning(self.device)
+        self._frequencies = self.rope.frequencies(self.device)
 
     def _check_memory(self, slots: int) -> None:
         """Raise where keys and values of so many slots are more than the device's whole memory.
@@ -139,7 +139,7 @@ class Session:
         The system itself may grant what it does not have, and end the process when it is used.
         """
         shape, limit = self.shape, memory_of(self.device)
-        numbers = 2 * shape.layers * shape.rows * shape.kv_heads * slots * shape.head_dim
+        numbers = 2 * shape.layers * shape.batch * shape.kv_heads * slots * shape.head_dim
         if limit is not None and numbers * self.dtype.itemsize > limit:
             raise TachyscopeError(
                 f"the memory of {self.device} does not hold the cache of {self.plan}: "
@@ -148,40 +148,46 @@ class Session:
                 f"`size`; tachyscope bench fit tells what fits"
             )
 
-    def _empty_layer(self, slots: int) -> Layer:
+    def _empty_layer(self, slots: int) -> LayerCache:
         shape, plan = self.shape, self.plan
-        kv = (shape.rows, shape.kv_heads, slots, shape.head_dim)
-        groups = plan.cache.groups(shape)
+        kv = (shape.batch, shape.kv_heads, slots, shape.head_dim)
+        groups = plan.cache.cache_heads(shape)
         k, v = (torch.zeros(kv, dtype=self.dtype, device=self.device) for _ in range(2))
         # never torch's default, which is the caller's
         fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        logw = torch.zeros(shape.rows, groups, slots, **fine)
-        pos = torch.zeros(shape.rows, groups, slots, 3, **fine)
-        raw = torch.zeros_like(k) if plan.cache.raw else None
+        log_count = torch.zeros(shape.batch, groups, slots, **fine)
+        pos = torch.zeros(shape.batch, groups, slots, 3, **fine)
+        raw = torch.zeros_like(k) if plan.cache.keeps_unrotated else None
         own = plan.cache.tensors(shape, slots, self.device)
         own |= plan.attention.tensors(shape, slots, self.device)
         if plan.replay is not None:
             own |= plan.replay.tensors(shape, self.device)
-            place = (shape.passes, shape.rows, shape.places)
+            place = (shape.passes, shape.batch, shape.tokens_per_frame)
             own["ring_mlp"] = torch.zeros(*place, shape.width, dtype=self.dtype, device=self.device)
             own["ring_age"] = torch.zeros(place, dtype=torch.int32, device=self.device)
             if plan.replay.drift:
-                mean = (shape.passes, shape.rows, 1, shape.width)
+                mean = (shape.passes, shape.batch, 1, shape.width)
                 own["ring_drift"] = torch.zeros(mean, dtype=self.dtype, device=self.device)
             if plan.replay.score:
-                size = (shape.passes, shape.rows, shape.kv_heads, shape.places, shape.head_dim)
+                size = (
+                    shape.passes,
+                    shape.batch,
+                    shape.kv_heads,
+                    shape.tokens_per_frame,
+                    shape.head_dim,
+                )
                 own["ring_key"] = torch.zeros(size, dtype=self.dtype, device=self.device)
-        return Layer(k, v, logw, pos, raw, own)
+        return LayerCache(k, v, log_count, pos, raw, own)
 
     @property
-    def frame(self) -> int:
+    def latent_frame(self) -> int:
         """Latent frames committed."""
-        return self._frame
+        return self._latent_frame
 
-    @frame.setter
-    def frame(self, value: int) -> None:
-        self._frame = value
-        self._clock.fill_(value)
+    @latent_frame.setter
+    def latent_frame(self, value: int) -> None:
+        self._latent_frame = value
+        self._time.fill_(value)
 
     def positions(self, frames: int) -> Tensor:
         """(t, y, x) of every token of the next latent frames: [frames * N, 3].
@@ -189,7 +195,7 @@ class Session:
         The time is the device's own number, so that launches recorded once are right for ever.
         """
         pos = self.shape.positions(0, frames, self.device)
-        pos[:, 0] += self._clock
+        pos[:, 0] += self._time
         return pos
 
     def prompt_positions(self) -> Tensor:
@@ -197,7 +203,7 @@ class Session:
         pos = torch.zeros(self.prompt, 3, dtype=torch.float32, device=self.device)
         pos[:, 0] = -1.0
         pos[:, 2] = torch.arange(self.prompt, device=self.device) + (
-            self.shape.places - self.prompt
+            self.shape.tokens_per_frame - self.prompt
         )
         return pos
 
@@ -217,7 +223,7 @@ class Session:
             )
         return part.transpose(0, 1)[None]
 
-    def give_text(
+    def set_prompt_kv(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]
     ) -> None:
         """Cross-attention's keys, values [B, H, L, D] a layer; rows are padding from lengths on."""
@@ -232,36 +238,36 @@ class Session:
         In chunk models a pass overwrites the present chunk; in token models it goes on behind it.
         """
         tokens = pos.shape[0]
-        start = self.now if self.shape.causal else 0
+        start = self.now if self.shape.token_by_token else 0
         # tokens that have come behind those of the last pass had no pass before
-        known = self.shape.causal or tokens <= self.now
+        known = self.shape.token_by_token or tokens <= self.now
         self.now = start + tokens
-        self._moment = Moment(
+        self._context = PassContext(
             self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
-            self.prompt, self.pads, self._plain, tuple(self._begun) if known else (), (0, 0),
-            self._room,
+            self.prompt, self.left_padding, self._plain, tuple(self._begun) if known else (),
+            (0, 0), self._room,
         )  # fmt: skip
-        self._make_room(self._moment)
-        if self.plan.cache.moves:
-            at, unread = self._moment, (0, 0)
+        self._make_room(self._context)
+        if self.plan.cache.view_depends_on_pass:
+            ctx, hidden_slots = self._context, (0, 0)
             for i, layer in enumerate(self.layers):
-                unread = self.plan.cache.unread(layer, at.at(i), self._rotate)
-            self._moment = at._replace(unread=unread)
+                hidden_slots = self.plan.cache.hidden_slots(layer, ctx.for_layer(i), self._rotate)
+            self._context = ctx._replace(hidden_slots=hidden_slots)
         self._pos = pos.to(self.device)
-        self._angles = self.rope.angles(self._pos, self.dtype, self._origin, self._turning)
+        self._cos_sin = self.rope.cos_sin(self._pos, self.dtype, self._origin, self._frequencies)
         self._scores = {}
-        self._begun.update(self._moment.rings)
-        rows = self.shape.rows
+        self._begun.update(self._context.rings)
+        rows = self.shape.batch
         self.meter.add("macs", rows * tokens * self.shape.macs)
         # entries that the unbounded dense model would score in this pass, in all its layers
-        if self.shape.causal:
-            seen = tokens * (self.seen + start) + tokens * (tokens + 1) // 2
+        if self.shape.token_by_token:
+            seen = tokens * (self.total_entries + start) + tokens * (tokens + 1) // 2
         else:
-            seen = tokens * (self.seen + tokens)
+            seen = tokens * (self.total_entries + tokens)
         self.meter.add("pairs_dense", rows * self.shape.heads * self.shape.layers * seen)
 
-    def _make_room(self, at: Moment) -> None:
-        slots, needed = self.layers[0].k.shape[2], at.end
+    def _make_room(self, ctx: PassContext) -> None:
+        slots, needed = self.layers[0].k.shape[2], ctx.end
         if needed <= slots:
             return
         if not self.plan.cache.grows:
@@ -271,70 +277,72 @@ class Session:
             )
         more = max(needed, slots + slots // 4) - slots
         for i, layer in enumerate(self.layers):
-            self._grow(layer, more, at.at(i))
+            self._grow(layer, more, ctx.for_layer(i))
 
-    def _grow(self, layer: Layer, more: int, at: Moment) -> None:
+    def _grow(self, layer: LayerCache, more: int, ctx: PassContext) -> None:
         slots, attention = layer.k.shape[2], self.plan.attention
         kept = self.past if self.plan.cache.appends else 0
         if not kept:
-            attention.unorder(layer, at, self.past)
+            attention.restore_order(layer, ctx, self.past)
         fresh = self._empty_layer(slots + more)
         for name, new in fresh.entries().items():
             new[:, :, :slots] = layer.entries()[name]
             setattr(layer, name, new)
-        for name, new in fresh.own.items():
+        for name, new in fresh.extra.items():
             if name.startswith("slot_"):
-                new[:, :, :slots] = layer.own[name]
-                layer.own[name] = new
+                new[:, :, :slots] = layer.extra[name]
+                layer.extra[name] = new
         attention.grow(layer, self.shape, slots + more, kept)
-        attention.index(layer, at, self.past, self.meter, kept)
+        attention.build_index(layer, ctx, self.past, self.meter, kept)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
-        assert self._moment is not None
-        turned_q = self.enter(layer, q, k, v)
-        at = self._moment.at(layer)
-        return self.plan.attention.attend(turned_q, self.layers[layer], at, self.meter)
+        assert self._context is not None
+        turned_q = self.write_kv(layer, q, k, v)
+        ctx = self._context.for_layer(layer)
+        return self.plan.attention.attend(turned_q, self.layers[layer], ctx, self.meter)
 
-    def enter(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put a pass's keys and values behind the past; the rotated queries."""
-        assert self._moment is not None and self._angles is not None and self._pos is not None
-        at, here = self._moment.at(layer), self.layers[layer]
-        slots = slice(at.past + at.start, at.end)
-        turned_k = turn_into(here.k[:, :, slots], k, *self._angles, self.rope)
-        turned_q = turn_into(None, q, *self._angles, self.rope)
+        assert self._context is not None and self._cos_sin is not None and self._pos is not None
+        ctx, here = self._context.for_layer(layer), self.layers[layer]
+        slots = slice(ctx.past + ctx.start, ctx.end)
+        turned_k = turn_into(here.k[:, :, slots], k, *self._cos_sin, self.rope)
+        turned_q = turn_into(None, q, *self._cos_sin, self.rope)
         here.v[:, :, slots] = v
         here.pos[:, :, slots] = self._pos
-        if here.raw is not None:
-            here.raw[:, :, slots] = k
+        if here.unrotated is not None:
+            here.unrotated[:, :, slots] = k
         if self._prefilling:
-            for row, pads in enumerate(self.pads):
-                here.logw[row, :, :pads] = -torch.inf
-        elif "queries" in here.own:
-            here.own["queries"][:, :, at.start : at.start + at.tokens] = turned_q
-        if "ring_key" in here.own and not self._prefilling:
+            for row, pads in enumerate(self.left_padding):
+                here.log_count[row, :, :pads] = -torch.inf
+        elif "queries" in here.extra:
+            here.extra["queries"][:, :, ctx.start : ctx.start + ctx.tokens] = turned_q
+        if "ring_key" in here.extra and not self._prefilling:
             assert self.plan.replay is not None
             mixed = self.plan.replay.score == "mixed"
-            self._score(here, at, q if mixed else turned_q, turned_k)
+            self._score(here, ctx, q if mixed else turned_q, turned_k)
         return turned_q
 
     @property
     def _plain(self) -> bool:
         """Whether every entry in use stands for itself alone, as far as the host knows."""
         cache = self.plan.cache
-        whole = self.past == self.seen and not cache.grows  # a bounded cache has folded nothing yet
-        return not any(self.pads) and (whole or not cache.weighted)
+        whole = (
+            self.past == self.total_entries and not cache.grows
+        )  # a bounded cache has folded nothing yet
+        return not any(self.left_padding) and (whole or not cache.merges)
 
     @property
     def _prefilling(self) -> bool:
         return bool(self.lengths) and self.past == 0
 
-    def _score(self, here: Layer, at: Moment, q: Tensor, k: Tensor) -> None:
+    def _score(self, here: LayerCache, ctx: PassContext, q: Tensor, k: Tensor) -> None:
         """Measure each token against its place one frame back, then put its key in the ring."""
-        ring = _parts(here.own["ring_key"], at, 2)
-        if self._ready.issuperset(at.rings):
-            self._scores[at.layer] = temporal_score(q, _met(ring, at, 2))
-        for part, last in zip(ring, _lasts(k, at, 2), strict=True):
+        ring = _parts(here.extra["ring_key"], ctx, 2)
+        if self._ready.issuperset(ctx.rings):
+            self._scores[ctx.layer] = temporal_score(q, _met(ring, ctx, 2))
+        for part, last in zip(ring, _lasts(k, ctx, 2), strict=True):
             part.copy_(last)
 
     def cross(self, layer: int, q: Tensor) -> Tensor:
@@ -345,30 +353,30 @@ class Session:
 
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
-        assert self._moment is not None
+        assert self._context is not None
         rows = x.shape[:2].numel()
         if self.plan.replay is None or self._prefilling:
             self._count_rows(fn, rows, rows)
             return fn(x)
-        at, own = self._moment.at(layer), self.layers[layer].own
-        ring, ages = _parts(own["ring_mlp"], at, 1), _parts(own["ring_age"], at, 1)
-        old = _met(ring, at, 1)
-        ready = self._ready.issuperset(at.rings)
+        ctx, own = self._context.for_layer(layer), self.layers[layer].extra
+        ring, ages = _parts(own["ring_mlp"], ctx, 1), _parts(own["ring_age"], ctx, 1)
+        old = _met(ring, ctx, 1)
+        ready = self._ready.issuperset(ctx.rings)
         choice = None
         # what is given is computed whole: the video rests on it
-        if ready and not at.given:
+        if ready and not ctx.given:
             self.meter.add("rows_eligible", rows)
-            score, age = self._scores.get(layer), _met(ages, at, 1)
-            choice = self.plan.replay.choose(score, age, own, at, self.dice)
+            score, age = self._scores.get(layer), _met(ages, ctx, 1)
+            choice = self.plan.replay.choose(score, age, own, ctx, self.policy_rng)
         y, ran = self._run_rows(x, old, choice, fn)
         if self.plan.replay.drift and ready:
-            drift = own["ring_drift"][at.step]
+            drift = own["ring_drift"][ctx.pass_index]
             y, moved = follow_drift(drift, y, old, ran, DRIFT_ROWS)
             drift.copy_(moved)
-        for part, last in zip(ring, _lasts(y, at, 1), strict=True):
+        for part, last in zip(ring, _lasts(y, ctx, 1), strict=True):
             part.copy_(last)
         for i, age in enumerate(ages):
-            grow_older(age, ran if isinstance(ran, bool) else _lasts(ran, at, 1)[i])
+            grow_older(age, ran if isinstance(ran, bool) else _lasts(ran, ctx, 1)[i])
         return y
 
     def _run_rows(
@@ -404,34 +412,36 @@ class Session:
 
     def commit(self, n: int | None = None) -> None:
         """The first n tokens of now (all of them) are final: they become past, within budget."""
-        assert self._moment is not None
+        assert self._context is not None
         n = self.now if n is None else n
         prefill = self._prefilling
         past, kept = 0, self.past if self.plan.cache.appends else 0
         for i, layer in enumerate(self.layers):
-            at = self._moment.at(i)
+            ctx = self._context.for_layer(i)
             if not kept:
-                self.plan.attention.unorder(layer, at, self.past)
-            past = max(past, self.plan.cache.commit(layer, at, n, self._rotate, self.meter))
+                self.plan.attention.restore_order(layer, ctx, self.past)
+            past = max(past, self.plan.cache.commit(layer, ctx, n, self._rotate, self.meter))
         for i, layer in enumerate(self.layers):
-            layer.logw[:, :, past:] = 0.0  # here, so that no pass needs to
-            self.plan.attention.index(layer, self._moment.at(i), past, self.meter, kept)
+            layer.log_count[:, :, past:] = 0.0  # here, so that no pass needs to
+            self.plan.attention.build_index(
+                layer, self._context.for_layer(i), past, self.meter, kept
+            )
         self.past = past
         if not prefill:
-            self._clock += n // self.shape.places
+            self._time += n // self.shape.tokens_per_frame
             self._ready |= self._begun
         self._count(n, prefill)
         self._begun = set()
 
     def _count(self, n: int, prefill: bool = False) -> None:
         """The host's numbers after n tokens were committed."""
-        self.now, self.seen = 0, self.seen + n
+        self.now, self.total_entries = 0, self.total_entries + n
         if not prefill:
             self.chunk += 1
-            self._frame += n // self.shape.places
+            self._latent_frame += n // self.shape.tokens_per_frame
 
     @property
-    def steady(self) -> bool:
+    def graph_capturable(self) -> bool:
         """Whether the next chunk asks the device for just what the last one did.
 
         A full cache moves the same entries each time; replay may take turns.
@@ -440,27 +450,31 @@ class Session:
         if self.watches or self.noise is not None:
             return False
         full = self._room is not None and self.past == self._room
-        fixed = not (self.shape.causal or self.shape.ahead or self.plan.cache.moves)
+        fixed = not (
+            self.shape.token_by_token
+            or self.shape.rolling_frames
+            or self.plan.cache.view_depends_on_pass
+        )
         return full and fixed and not (self.plan.replay is not None and self.plan.replay.turns)
 
     def count_repeated(self) -> None:
         """A chunk like the last was made and committed by the launches that had made that."""
         self.made += self.shape.chunk
-        self._count(self.shape.chunk * self.shape.places)
+        self._count(self.shape.chunk * self.shape.tokens_per_frame)
 
     def forget(self) -> None:
         """Drop every finished entry; the video goes on, and remembers from here."""
-        self.past = self.seen = 0
+        self.past = self.total_entries = 0
         for layer in self.layers:
-            layer.logw.zero_()
+            layer.log_count.zero_()
 
     def rewind(self, frames: int, keep: int) -> None:
         """Drop the newest latent frames, and all before them but the first `keep`."""
-        self.frame -= frames
-        self.past, self.now = self.prompt + keep * self.shape.places, 0
-        self.seen -= frames * self.shape.places
+        self.latent_frame -= frames
+        self.past, self.now = self.prompt + keep * self.shape.tokens_per_frame, 0
+        self.total_entries -= frames * self.shape.tokens_per_frame
         for layer in self.layers:
-            layer.logw[:, :, self.past :] = 0.0
+            layer.log_count[:, :, self.past :] = 0.0
 
     @torch.inference_mode()
     def fill(self, frames: int) -> None:
@@ -470,19 +484,19 @@ class Session:
         """
         shape = self.shape
         if self.plan.cache.grows:
-            self._check_memory(self.prompt + frames * shape.places)
-        rng = torch.Generator(self.device).manual_seed(self.seed + self.frame)
+            self._check_memory(self.prompt + frames * shape.tokens_per_frame)
+        rng = torch.Generator(self.device).manual_seed(self.seed + self.latent_frame)
 
         def draw(heads: int, tokens: int) -> Tensor:
-            size = (shape.rows, heads, tokens, shape.head_dim)
+            size = (shape.batch, heads, tokens, shape.head_dim)
             return torch.randn(size, generator=rng, dtype=self.dtype, device=self.device)
 
-        while self.frame < frames:
-            pos = shape.positions(self.frame, shape.chunk, self.device)
+        while self.latent_frame < frames:
+            pos = shape.positions(self.latent_frame, shape.chunk, self.device)
             self.begin(pos, shape.passes - 1, shape.passes, (0.0,) * shape.chunk)
             for i in range(shape.layers):
                 q, k, v = (draw(h, len(pos)) for h in (shape.heads, *[shape.kv_heads] * 2))
-                self.enter(i, q, k, v)
+                self.write_kv(i, q, k, v)
             self.commit()
         self.made = frames  # what is timed next is no video's first chunk
         self.meter.take()
@@ -497,7 +511,7 @@ class Session:
                 f"a session's state can be taken between chunks, and {self.now} tokens of one are "
                 f"under way: finish the chunk first"
             )
-        drawn = {"generator": self.generator.get_state(), "dice": self.dice.get_state()}
+        drawn = {"generator": self.generator.get_state(), "policy_rng": self.policy_rng.get_state()}
         return pack(self._tensors() | drawn, self._shared() | self._counts())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -516,7 +530,7 @@ class Session:
         for name, x in rest.items():
             check_finite(name, x)
         rest = {name: x.to(self.device, copy=True) for name, x in rest.items()}
-        generator, dice = generators(tensors, self.device)
+        generator, policy_rng = generators(tensors, self.device)
         # from here on nothing can fail
         self._begin_anew()
         for name in COUNTS:
@@ -524,27 +538,27 @@ class Session:
         self._ready = set(meta["ready"])
         self.layers = layers
         self.texts = [
-            Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.logw"))
+            Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.log_count"))
             for i in range(meta["texts"])
         ]
         self.latents = rest.get("kept.latents")
         prefix = "features."
         self.features = {k[len(prefix) :]: x for k, x in rest.items() if k.startswith(prefix)}
-        self.generator, self.dice = generator, dice
+        self.generator, self.policy_rng = generator, policy_rng
         self.source = replace(self.source, first=meta["first"])
 
     def _check_counts(self, meta: Mapping[str, Any], slots: int) -> None:
         """Raise where a state's numbers cannot be."""
-        shape, cache, frame = self.shape, self.plan.cache, meta["frame"]
-        least = cache.capacity(shape, self.prompt, meta["frames"])
+        shape, cache, frame = self.shape, self.plan.cache, meta["latent_frame"]
+        least = cache.capacity(shape, self.prompt, meta["latent_frames"])
         check_range("slots", slots, least, max(slots, least) if cache.grows else least)
         # every chunk ends latent frames; a change of prompt may count it again
-        least = -(-frame // (shape.chunk + shape.ahead))
+        least = -(-frame // (shape.chunk + shape.rolling_frames))
         check_range("chunk", meta["chunk"], least, 2 * frame + 2)
-        entries = self.prompt + shape.chunk_tokens + frame * shape.places
-        check_range("seen", meta["seen"], 0, entries)
-        room = slots if cache.grows else slots - shape.chunk_tokens
-        check_range("past", meta["past"], 0, min(room, meta["seen"]))
+        entries = self.prompt + shape.max_pass_tokens + frame * shape.tokens_per_frame
+        check_range("total_entries", meta["total_entries"], 0, entries)
+        room = slots if cache.grows else slots - shape.max_pass_tokens
+        check_range("past", meta["past"], 0, min(room, meta["total_entries"]))
         texts = shape.layers if shape.text else 0
         check_range("texts", meta["texts"], len(self.texts), texts)
         tokens = (self.text_tokens, self.text_tokens) if self.texts else (0, shape.text)
@@ -552,17 +566,17 @@ class Session:
         for step in meta["ready"]:
             check_range("ready", step, 0, shape.passes - 1)
 
-    def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[Layer]:
+    def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[LayerCache]:
         """A state's layers, on the device."""
         like = self._empty_layer(slots)
         # of the others, whole numbers are those of slots
         whole = {"ring_age": (0, MAX_COUNT), "ann_map": (-1, slots - 1), "ann_count": (0, slots)}
         for i in range(self.shape.layers):
-            for name, x in (like.entries() | like.own).items():
+            for name, x in (like.entries() | like.extra).items():
                 check_tensor(tensors, f"layers.{i}.{name}", x, whole.get(name, (0, slots - 1)))
         found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
         for i, layer in enumerate(found):
-            for name, x in (layer.entries() | layer.own).items():
+            for name, x in (layer.entries() | layer.extra).items():
                 x.copy_(tensors[f"layers.{i}.{name}"])
         return found
 
@@ -578,10 +592,10 @@ class Session:
     def _tensors(self) -> dict[str, Tensor]:
         found = {f"features.{name}": x for name, x in self.features.items()}
         for i, layer in enumerate(self.layers):
-            held = layer.entries() | layer.own
+            held = layer.entries() | layer.extra
             found |= {f"layers.{i}.{name}": x for name, x in held.items()}
         for i, text in enumerate(self.texts):
-            parts = {"k": text.k, "v": text.v, "logw": text.logw}
+            parts = {"k": text.k, "v": text.v, "log_count": text.log_count}
             found |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
         return found if self.latents is None else found | {"kept.latents": self.latents}
 
@@ -606,46 +620,46 @@ class Session:
     def cache_bytes(self) -> int:
         """What the layers' tensors take."""
         held = (
-            x for layer in self.layers for x in (*layer.entries().values(), *layer.own.values())
+            x for layer in self.layers for x in (*layer.entries().values(), *layer.extra.values())
         )
         return sum(x.numel() * x.element_size() for x in held)
 
     def used_bytes(self) -> int:
         """Of these, what entries of the past take, and the slots of the chunk that comes next."""
         slots = self.layers[0].k.shape[2]
-        share = min(1.0, (self.past + self.shape.chunk_tokens) / slots)
+        share = min(1.0, (self.past + self.shape.max_pass_tokens) / slots)
         found = 0.0
         for layer in self.layers:
-            held = layer.entries() | layer.own
-            by_slot = layer.entries().keys() | {x for x in layer.own if x.startswith("slot_")}
+            held = layer.entries() | layer.extra
+            by_slot = layer.entries().keys() | {x for x in layer.extra if x.startswith("slot_")}
             for name, x in held.items():
                 size = x.numel() * x.element_size()
                 found += share * size if name in by_slot else size
         return round(found)
 
 
-def _parts(ring: Tensor, at: Moment, dim: int) -> list[Tensor]:
+def _parts(ring: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
     """What of a ring this pass reads and writes: in token models, its tokens' own places.
 
     Else the last latent frame that came to the same noise level, one for each chunk of the pass.
     """
-    if at.shape.causal:
-        return [ring[at.step].narrow(dim, at.start, at.tokens)]
-    return [ring[step] for step in at.rings]
+    if ctx.shape.token_by_token:
+        return [ring[ctx.pass_index].narrow(dim, ctx.start, ctx.tokens)]
+    return [ring[step] for step in ctx.rings]
 
 
-def _met(parts: list[Tensor], at: Moment, dim: int) -> Tensor:
+def _met(parts: list[Tensor], ctx: PassContext, dim: int) -> Tensor:
     """A ring's parts as this pass's tokens meet them, along `dim`."""
-    frames = 1 if at.shape.causal else at.tokens // at.shape.places
+    frames = 1 if ctx.shape.token_by_token else ctx.tokens // ctx.shape.tokens_per_frame
     # every latent frame of a chunk compares with the same one: the last of the chunk before
-    met = [parts[min(i // at.shape.chunk, len(parts) - 1)] for i in range(frames)]
+    met = [parts[min(i // ctx.shape.chunk, len(parts) - 1)] for i in range(frames)]
     return met[0] if frames == 1 else torch.cat(met, dim)
 
 
-def _lasts(x: Tensor, at: Moment, dim: int) -> list[Tensor]:
+def _lasts(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
     """Of this pass's tokens, those that the next frame will meet: in chunk models each last one."""
-    if at.shape.causal:
+    if ctx.shape.token_by_token:
         return [x]
-    places, chunks = at.shape.places, len(at.rings)
-    ends = [at.shape.chunk * places * (i + 1) for i in range(chunks - 1)] + [at.tokens]
+    places, chunks = ctx.shape.tokens_per_frame, len(ctx.rings)
+    ends = [ctx.shape.chunk * places * (i + 1) for i in range(chunks - 1)] + [ctx.tokens]
     return [x.narrow(dim, end - places, places) for end in ends]

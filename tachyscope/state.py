@@ -11,9 +11,18 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError, shown
 
-VERSION = 1
+VERSION = 2
 # the host's numbers that a state carries
-COUNTS = ("chunk", "frame", "past", "seen", "made", "text_tokens", "frames", "seed")
+COUNTS = (
+    "chunk",
+    "latent_frame",
+    "past",
+    "total_entries",
+    "made",
+    "text_tokens",
+    "latent_frames",
+    "seed",
+)
 MAX_COUNT = 2**40
 META_BYTES = 2**22  # 40 layers take about 2^16
 # what a state shares with the session that takes it over, and what to do where it does not
@@ -99,7 +108,7 @@ def check_tensor(
 def check_finite(name: str, x: Tensor, like: Tensor | None = None) -> None:
     """Raise where x has NaN or infinity that `like` has not; -inf of log counts: an empty slot."""
     fine = x.isfinite()
-    if name.endswith("logw") or (like is not None and bool((like == -torch.inf).any())):
+    if name.endswith("log_count") or (like is not None and bool((like == -torch.inf).any())):
         fine |= x == -torch.inf
     if like is not None and bool(like.isnan().any()):
         fine |= x.isnan()
@@ -112,7 +121,7 @@ def generators(
 ) -> tuple[torch.Generator, torch.Generator]:
     """The generators of noise and of policies' draws, as they stood."""
     found = []
-    for name in ("generator", "dice"):
+    for name in ("generator", "policy_rng"):
         generator = torch.Generator(device)
         try:
             generator.set_state(tensors[name].cpu())
@@ -154,7 +163,7 @@ def _check_shared(meta: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def _check_types(meta: Mapping[str, Any]) -> None:
     for name in (*COUNTS, "texts"):
         value = meta[name]
-        if name == "frames" and value is None:
+        if name == "latent_frames" and value is None:
             continue
         if type(value) is not int:
             refuse(f"has {name} {_short(value)}, and it must be a whole number", AGAIN)

@@ -1,7 +1,7 @@
 """Values that cross borders: a model's shape, its rotation, a layer's cache, a pass, a chunk.
 
-Shape letters: B rows, H query heads, Hkv key/value heads, S tokens of a pass, C slots of a cache,
-N places of a latent frame, D head size, W model width.
+Shape letters: B batch, H query heads, Hkv key/value heads, S tokens of a pass, C slots of a cache,
+N tokens of a latent frame, D head size, W model width.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ class Shape:
     width: int  # channels of the residual stream
     grid: tuple[int, int]  # places of a latent frame: rows, columns
     chunk: int = 1  # latent frames finished together
-    ahead: int = 0  # latent frames under way behind these, each chunk at a noise level of its own
+    rolling_frames: int = (
+        0  # latent frames under way behind these, each chunk at a noise level of its own
+    )
     passes: int = 1  # passes over a chunk, the clean one included; 1 in token models
     text: int = 0  # prompt tokens that cross-attention sees; 0: the model has none
-    causal: bool = False  # token by token, each seeing only those before it
-    rows: int = 1  # videos made together; a CFG pair is two rows
+    token_by_token: bool = False  # token by token, each seeing only those before it
+    batch: int = 1  # videos made together; a CFG pair is two rows
     paired: bool = False  # rows are [conditional…, unconditional…]
     macs: int = 0  # multiply-adds of one token's linears outside the MLPs, all layers
 
     @property
-    def places(self) -> int:
+    def tokens_per_frame(self) -> int:
         return self.grid[0] * self.grid[1]
 
     @property
-    def chunk_tokens(self) -> int:
+    def max_pass_tokens(self) -> int:
         """Tokens of the widest pass: the chunk's, and those under way behind it."""
-        return (self.chunk + self.ahead) * self.places
+        return (self.chunk + self.rolling_frames) * self.tokens_per_frame
 
     def positions(self, frame: int, frames: int, device: torch.device | str = "cpu") -> Tensor:
         """(t, y, x) of every token of `frames` latent frames from `frame` on: [frames * N, 3]."""
@@ -66,7 +68,7 @@ class Rope:
     interleaved: bool = True  # pairs are (2i, 2i + 1); else (i, i + half)
     scale: float = 1.0  # coordinates are divided by it (linear scaling)
 
-    def turning(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def frequencies(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Every channel's coordinate, as weights [3, D] of (t, y, x), and its speed [D].
 
         The first channel of a pair turns backwards: its partner's part has the other sign. Made on
@@ -85,25 +87,25 @@ class Rope:
         weight, speed = torch.cat(weights, -1), torch.cat(speeds)
         return pairs(weight, weight), pairs(-speed, speed)
 
-    def angles(
+    def cos_sin(
         self,
         pos: Tensor,
         dtype: torch.dtype,
         origin: Tensor | None = None,
-        turning: tuple[Tensor, Tensor] | None = None,
+        frequencies: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """cos and sin [..., D] to turn x of `dtype` at pos [..., 3]; `origin` is added to places.
 
         Worked out in float64: a float32 angle is off by 1e-4 after a thousand latent frames. Who
-        asks for every token keeps `turning`.
+        asks for every token keeps `frequencies`.
         """
-        weights, speeds = turning or self.turning(pos.device)
+        weights, speeds = frequencies or self.frequencies(pos.device)
         place = pos.double() @ weights
         angle = (place if origin is None else place + origin) * speeds
         wide = torch.promote_types(dtype, torch.float32)
         return angle.cos().to(wide), angle.sin().to(wide)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [..., D] turned by angles that broadcast to it, in the angles' type."""
         if self.interleaved:
             partner = x.unflatten(-1, (-1, 2)).roll(1, -1).flatten(-2)
@@ -113,7 +115,7 @@ class Rope:
 
     def rotate(self, x: Tensor, pos: Tensor, origin: Tensor | None = None) -> Tensor:
         """x [B, H, N, D] at positions pos [B, H or 1, N, 3]."""
-        return self.turn(x, *self.angles(pos, x.dtype, origin))
+        return self.apply(x, *self.cos_sin(pos, x.dtype, origin))
 
 
 class Mlp(Protocol):
@@ -125,33 +127,33 @@ class Mlp(Protocol):
 
 
 @dataclass(slots=True)
-class Layer:
+class LayerCache:
     """One layer's cache: fixed tensors, finished chunks first, the present chunk behind them.
 
-    k, v  [B, Hkv, C, D]        keys as queries meet them (rotated), and values
-    logw  [B, Hkv or 1, C]      log of how many entries were merged into one; -inf is an empty slot,
-                                0 one that waits for its entry
-    pos   [B, Hkv or 1, C, 3]   (t, y, x)
-    raw   [B, Hkv, C, D]        unrotated keys, where the cache policy must rotate anew; else None
-    own   what policies declared, by name
-    scratch  what an attention policy keeps from one pass over a chunk to the next; no state
+    k, v       [B, Hkv, C, D]       keys as queries meet them (rotated), and values
+    log_count  [B, Hkv or 1, C]     log of how many entries were merged into one; -inf is an empty
+                                    slot, 0 one that waits for its entry
+    pos        [B, Hkv or 1, C, 3]  (t, y, x)
+    unrotated  [B, Hkv, C, D]       keys before RoPE, where the cache policy rotates anew; else None
+    extra      tensors that policies declared, by name
+    scratch    what an attention policy keeps from one pass over a chunk to the next; no state
     """
 
     k: Tensor
     v: Tensor
-    logw: Tensor
+    log_count: Tensor
     pos: Tensor
-    raw: Tensor | None = None
-    own: dict[str, Tensor] = field(default_factory=dict)
+    unrotated: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
     scratch: tuple[Tensor, ...] = ()
 
     def entries(self) -> dict[str, Tensor]:
         """The tensors that hold one thing a slot, slots in dimension 2."""
-        found = {"k": self.k, "v": self.v, "logw": self.logw, "pos": self.pos}
-        return found if self.raw is None else found | {"raw": self.raw}
+        found = {"k": self.k, "v": self.v, "log_count": self.log_count, "pos": self.pos}
+        return found if self.unrotated is None else found | {"unrotated": self.unrotated}
 
 
-class Moment(NamedTuple):
+class PassContext(NamedTuple):
     """The host's facts about the present pass: all a policy may know besides tensors.
 
     A tuple, since every layer makes its own for every token.
@@ -163,14 +165,17 @@ class Moment(NamedTuple):
     past: int  # entries of finished chunks
     start: int  # slot, behind past, of this pass's first token
     tokens: int  # S
-    step: int  # index of this pass over the chunk
-    steps: int  # how many passes the chunk gets
+    pass_index: int  # index of this pass over the chunk
+    pass_count: int  # how many passes the chunk gets
     noise: tuple[float, ...]  # of each latent frame of the present chunk; 0 is clean
     prompt: int = 0  # entries at the front that hold the prompt (token models), protected
-    pads: tuple[int, ...] = ()  # empty entries before each row's prompt
-    plain: bool = True  # every entry in use has logw 0
+    left_padding: tuple[int, ...] = ()  # empty entries before each row's prompt
+    plain: bool = True  # every entry in use has log_count 0
     before: tuple[int, ...] = ()  # passes already run over these tokens
-    unread: tuple[int, int] = (0, 0)  # slots of the past, from and to, that the pass leaves out
+    hidden_slots: tuple[int, int] = (
+        0,
+        0,
+    )  # slots of the past, from and to, that the pass leaves out
     room: int | None = None  # the most past entries that a bounded cache holds
 
     @property
@@ -181,22 +186,22 @@ class Moment(NamedTuple):
     @property
     def given(self) -> bool:
         """Whether the tokens were not made here but handed in: a prompt, first frames."""
-        if self.shape.causal:
+        if self.shape.token_by_token:
             return self.tokens > 1
-        return self.step > 0 and not self.before and not any(self.noise)
+        return self.pass_index > 0 and not self.before and not any(self.noise)
 
     @property
     def rings(self) -> tuple[int, ...]:
         """The passes whose ring each chunk of this one meets: a chunk behind is a pass behind."""
-        if not self.shape.ahead:
-            return (self.step,)
-        chunks = -(-self.tokens // (self.shape.chunk * self.shape.places))
-        return tuple(self.step - i for i in range(chunks))
+        if not self.shape.rolling_frames:
+            return (self.pass_index,)
+        chunks = -(-self.tokens // (self.shape.chunk * self.shape.tokens_per_frame))
+        return tuple(self.pass_index - i for i in range(chunks))
 
-    def at(self, layer: int) -> Moment:
+    def for_layer(self, layer: int) -> PassContext:
         return self._replace(layer=layer)
 
-    def token(self, i: int) -> Moment:
+    def token(self, i: int) -> PassContext:
         """The i-th token of a token model's pass, as if it came alone."""
         return self._replace(start=self.start + i, tokens=1)
 
@@ -219,7 +224,7 @@ class Size:
         return cls(int(digits), text.endswith("f"))
 
     def entries(self, shape: Shape) -> int:
-        return self.count * shape.places if self.frames else self.count
+        return self.count * shape.tokens_per_frame if self.frames else self.count
 
     def __str__(self) -> str:
         return f"{self.count}f" if self.frames else str(self.count)
@@ -227,11 +232,11 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One layer's prompt as cross-attention reads it: k, v [B, H, L, D]; logw [B, 1, L] or None."""
+    """One layer's prompt for cross-attention: k, v [B, H, L, D]; log_count [B, 1, L] or None."""
 
     k: Tensor
     v: Tensor
-    logw: Tensor | None = None
+    log_count: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -682,13 +682,13 @@ def shared_parts() -> Iterator[Shared]:
     import tachyscope.cli
     import tachyscope.compare
     import tachyscope.evaluation.atrium
-    import tachyscope.fit
     import tachyscope.inspection
-    import tachyscope.listing
+    import tachyscope.memory
     import tachyscope.progress
+    import tachyscope.tables
     import tachyscope.video
-    from tachyscope.adapters.vila import save_vila, toy_tokens
-    from tachyscope.adapters.wan import save_wan, toy_chunks
+    from tachyscope.models.vila_u.model import save_vila, toy_tokens
+    from tachyscope.models.wan.model import save_wan, toy_chunks
 
     with tempfile.TemporaryDirectory(prefix="fuzz-shared-") as folder:
         wan, vila = Path(folder) / "wan", Path(folder) / "vila"

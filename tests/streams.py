@@ -8,7 +8,7 @@ from tachyscope.types import Rope, Shape
 
 CHUNKS = Shape(layers=2, heads=4, kv_heads=2, head_dim=12, width=10, grid=(2, 3), chunk=2, passes=3)
 TOKENS = Shape(
-    layers=2, heads=4, kv_heads=2, head_dim=12, width=10, grid=(2, 3), causal=True, rows=2,
+    layers=2, heads=4, kv_heads=2, head_dim=12, width=10, grid=(2, 3), token_by_token=True, batch=2,
     paired=True,
 )  # fmt: skip
 ROPE = Rope(((4, (1, 0, 0)), (4, (0, 1, 0)), (4, (0, 0, 1))))
@@ -29,11 +29,11 @@ class Square:
 
 
 def session(shape, plan, dtype=torch.float64, **kwargs):
-    kind = "tokens" if shape.causal else "chunks"
+    kind = "tokens" if shape.token_by_token else "chunks"
     base = "dense text=none " if not shape.text else ""
-    rope = INDEX if shape.causal else ROPE
-    if shape.causal:
-        kwargs.setdefault("lengths", (5, 3)[: shape.rows])
+    rope = INDEX if shape.token_by_token else ROPE
+    if shape.token_by_token:
+        kwargs.setdefault("lengths", (5, 3)[: shape.batch])
     return Session(shape, Plan.parse(base + plan, kind), rope, dtype=dtype, **kwargs)
 
 
@@ -42,9 +42,9 @@ def draw(rng, shape, tokens, dtype=torch.float64, drift=1.0, base=None):
     made = []
     for i in range(shape.layers):
         sizes = [
-            (shape.rows, h, tokens, shape.head_dim) for h in (shape.heads, *[shape.kv_heads] * 2)
+            (shape.batch, h, tokens, shape.head_dim) for h in (shape.heads, *[shape.kv_heads] * 2)
         ]
-        sizes.append((shape.rows, tokens, shape.width))
+        sizes.append((shape.batch, tokens, shape.width))
         part = [torch.randn(size, generator=rng, dtype=dtype) for size in sizes]
         if base is not None:
             part = [drift * x + b for x, b in zip(part, base[i], strict=True)]
@@ -71,17 +71,17 @@ def play(at, chunks, seed=0, drift=0.3, mlp=None):
     """Whole chunks, all passes, committed: the outputs of every pass."""
     rng = torch.Generator().manual_seed(seed)
     shape, out = at.shape, []
-    if shape.causal:
+    if shape.token_by_token:
         play_prompt(at, rng)
-    base = draw(rng, shape, shape.chunk_tokens, at.dtype)
+    base = draw(rng, shape, shape.max_pass_tokens, at.dtype)
     for _ in range(chunks):
-        pos = shape.positions(at.frame, shape.chunk)
+        pos = shape.positions(at.latent_frame, shape.chunk)
         for step in range(shape.passes):
-            layers = draw(rng, shape, shape.chunk_tokens, at.dtype, drift, base)
-            if not shape.causal:
+            layers = draw(rng, shape, shape.max_pass_tokens, at.dtype, drift, base)
+            if not shape.token_by_token:
                 out += play_pass(at, layers, pos, step, shape.passes, mlp)
                 continue
-            for i in range(shape.chunk_tokens):
+            for i in range(shape.max_pass_tokens):
                 one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
                 out += play_pass(at, one, pos[i : i + 1], 0, 1, mlp)
         at.commit()

@@ -75,7 +75,7 @@ ROLLOUT_ONLY = [
         "a frame of `then` must be a whole number from 1 to 1,000,000, got '24'",
     ),
     ({"then": [(24, None)]}, "a prompt of then must be text, got None"),
-    ({"ahead": "no"}, "ahead must be True, False or None, got 'no'"),
+    ({"overlap_decode": "no"}, "overlap_decode must be True, False or None, got 'no'"),
     ({"session": "s"}, "session must be a Session, got a str: use open_session"),
 ]
 
@@ -290,7 +290,7 @@ def test_a_session_is_not_asked_for_what_it_is_not(chunks, tokens):
 
 
 def test_a_session_goes_on_with_its_own_model(chunks, tokens):
-    from tachyscope.adapters.wan import toy_chunks
+    from tachyscope.models.wan.model import toy_chunks
 
     session = ts.open_session(chunks)
     for other in (tokens, toy_chunks(seed=1), ts.load("toy-chunks", dtype="float64")):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Generator
 
-from tachyscope.adapters.autoencoder import Autoencoder, Pictures
-from tachyscope.adapters.words import WordEncoder
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.atrium.autoencoder import Autoencoder, Pictures
+from tachyscope.models.atrium.words import WordEncoder
 from tachyscope.worlds import atrium
 from tachyscope.worlds.atrium import ACTIONS, NEAR, SIZE, TURN
 

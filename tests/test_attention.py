@@ -65,31 +65,31 @@ def test_pairs_not_read_are_pairs_not_scored(attention, kind, monkeypatch):
 
     monkeypatch.setattr(kernel.F, "scaled_dot_product_attention", counting)
     assert listed.attention is kernel.attention
-    at = session(SHAPES[kind], f"attention={attention}")
-    play(at, 6)
-    row = at.meter.take()
+    ctx = session(SHAPES[kind], f"attention={attention}")
+    play(ctx, 6)
+    row = ctx.meter.take()
     assert row["pairs"] == scored
     assert row["pairs"] < 0.8 * row["pairs_dense"]
 
 
 def test_read_is_a_share_of_past_blocks_and_the_present_is_always_read():
-    at = session(CHUNKS, "attention=ann:read=0.5,block=3,tile=12,sink=1,newest=1")
-    play(at, 10)
-    past = at.past  # 120 entries, 40 blocks
-    at.meter.take()
-    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+    ctx = session(CHUNKS, "attention=ann:read=0.5,block=3,tile=12,sink=1,newest=1")
+    play(ctx, 10)
+    past = ctx.past  # 120 entries, 40 blocks
+    ctx.meter.take()
+    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
-    at.attend(0, q, q[:, :2], q[:, :2])
-    assert at.meter.take()["pairs"] == 4 * 12 * (past // 2 + 12)
+    ctx.attend(0, q, q[:, :2], q[:, :2])
+    assert ctx.meter.take()["pairs"] == 4 * 12 * (past // 2 + 12)
 
 
 def test_while_a_bounded_cache_fills_a_share_of_it_is_most_of_the_past():
-    at = session(CHUNKS, "cache=window:budget=14f attention=ann:read=0.5,block=2,tile=2")
-    read, tokens = [], CHUNKS.chunk_tokens
+    ctx = session(CHUNKS, "cache=window:budget=14f attention=ann:read=0.5,block=2,tile=2")
+    read, tokens = [], CHUNKS.max_pass_tokens
     for _ in range(9):
-        past = at.past
-        play(at, 1)
-        pairs = at.meter.take()["pairs"] / (CHUNKS.passes * CHUNKS.layers * CHUNKS.heads * tokens)
+        past = ctx.past
+        play(ctx, 1)
+        pairs = ctx.meter.take()["pairs"] / (CHUNKS.passes * CHUNKS.layers * CHUNKS.heads * tokens)
         read.append((past, pairs - tokens))
     # half of the 72 entries that fit before the chunk, never more than are there
     assert read[:4] == [(0, 0), (12, 12), (24, 24), (36, 36)]
@@ -97,72 +97,72 @@ def test_while_a_bounded_cache_fills_a_share_of_it_is_most_of_the_past():
 
 
 def test_k_makes_the_cost_independent_of_context():
-    at = session(CHUNKS, "attention=ann:k=24,block=3,sink=1,newest=1")
+    ctx = session(CHUNKS, "attention=ann:k=24,block=3,sink=1,newest=1")
     costs = []
     for chunks in (6, 12):
-        play(at, chunks)
-        at.meter.take()
-        at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+        play(ctx, chunks)
+        ctx.meter.take()
+        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
         q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
-        at.attend(0, q, q[:, :2], q[:, :2])
-        costs.append(at.meter.take()["pairs"])
-        at.now = 0
+        ctx.attend(0, q, q[:, :2], q[:, :2])
+        costs.append(ctx.meter.take()["pairs"])
+        ctx.now = 0
     assert costs[0] == costs[1] == 4 * 12 * (24 + 12)
 
 
 @pytest.mark.parametrize("hash", ["int8", "lsh"])
 def test_the_nearest_entries_are_the_ones_read(hash):
     """Sharp queries, whose mass lies on very few entries: a tenth of the past is enough."""
-    at = session(
+    ctx = session(
         CHUNKS, f"attention=ann:read=0.1,block=1,tile=1,sink=0,newest=0,hash={hash},bits=256"
     )
-    play(at, 10, drift=1.0)
-    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
-    here, (cos, sin) = at.layers[0], at._angles
+    play(ctx, 10, drift=1.0)
+    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
+    here, (cos, sin) = ctx.layers[0], ctx._cos_sin
     # unrotated queries that, once rotated, point at entry 33
-    q = at.rope.turn(8 * here.k[:, :, 33:34].expand(-1, -1, 12, -1), cos, -sin)
+    q = ctx.rope.apply(8 * here.k[:, :, 33:34].expand(-1, -1, 12, -1), cos, -sin)
     q = q.repeat_interleave(2, 1)
     small = torch.zeros(1, 2, 12, 12, dtype=torch.float64)
-    got = at.attend(0, q, small, small)
-    used = slice(0, at.past + 12)
-    want = attention_reference(at.rope.turn(q, cos, sin), here.k[:, :, used], here.v[:, :, used])
+    got = ctx.attend(0, q, small, small)
+    used = slice(0, ctx.past + 12)
+    want = attention_reference(ctx.rope.apply(q, cos, sin), here.k[:, :, used], here.v[:, :, used])
     torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
 
 
 def test_the_choice_is_made_once_a_chunk():
-    at = session(CHUNKS, "attention=ann:read=0.3,block=2,tile=4,sink=0,newest=0")
-    play(at, 8)
+    ctx = session(CHUNKS, "attention=ann:read=0.3,block=2,tile=4,sink=0,newest=0")
+    play(ctx, 8)
     maps = []
     rng = torch.Generator().manual_seed(1)
     for step in range(3):
-        at.begin(CHUNKS.positions(at.frame, 2), step, 3, (1.0, 1.0))
+        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), step, 3, (1.0, 1.0))
         q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
-        at.attend(0, q, q[:, :2], q[:, :2])
-        maps.append(at.layers[0].own["ann_map"].clone())
+        ctx.attend(0, q, q[:, :2], q[:, :2])
+        maps.append(ctx.layers[0].extra["ann_map"].clone())
     assert torch.equal(maps[0], maps[1]) and torch.equal(maps[0], maps[2])
-    at.commit()
+    ctx.commit()
     # a given chunk has its clean pass alone, and reads everything: the video rests on it
-    at.begin(CHUNKS.positions(at.frame, 2), 2, 3, (0.0, 0.0))
-    at.meter.take()
+    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 2, 3, (0.0, 0.0))
+    ctx.meter.take()
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
-    at.attend(0, q, q[:, :2], q[:, :2])
-    assert at.meter.take()["pairs"] == 4 * 12 * (at.past + 12)
+    ctx.attend(0, q, q[:, :2], q[:, :2])
+    assert ctx.meter.take()["pairs"] == 4 * 12 * (ctx.past + 12)
 
 
 def test_guard_rails_keep_first_passes_and_layers_dense():
-    at = session(
+    ctx = session(
         CHUNKS, "attention=ann:read=0.2,sink=0,newest=0,block=2,dense_passes=0.3,dense_layers=0.3"
     )
-    play(at, 6)
+    play(ctx, 6)
     counted = {}
     for step in range(3):
-        at.begin(CHUNKS.positions(at.frame, 2), step, 3, (1.0, 1.0))
+        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), step, 3, (1.0, 1.0))
         for layer in range(2):
-            at.meter.take()
+            ctx.meter.take()
             q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
-            at.attend(layer, q, q[:, :2], q[:, :2])
-            counted[step, layer] = at.meter.take()["pairs"]
-    dense = 4 * 12 * (at.past + 12)
+            ctx.attend(layer, q, q[:, :2], q[:, :2])
+            counted[step, layer] = ctx.meter.take()["pairs"]
+    dense = 4 * 12 * (ctx.past + 12)
     assert [key for key, pairs in counted.items() if pairs == dense] == [
         (0, 0),
         (0, 1),
@@ -174,27 +174,27 @@ def test_guard_rails_keep_first_passes_and_layers_dense():
 def test_top_p_reads_less_where_attention_is_sharp():
     shares = []
     for sharp in (0.1, 3.0):
-        at = session(CHUNKS, "attention=ann:top_p=0.8,block=1,tile=1,sink=0,newest=0")
-        play(at, 8, drift=1.0)
-        at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
-        at.meter.take()
+        ctx = session(CHUNKS, "attention=ann:top_p=0.8,block=1,tile=1,sink=0,newest=0")
+        play(ctx, 8, drift=1.0)
+        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
+        ctx.meter.take()
         q = sharp * torch.randn(1, 4, 12, 12, dtype=torch.float64)
-        at.attend(0, q, q[:, :2], q[:, :2])
-        shares.append(at.meter.take()["pairs"])
+        ctx.attend(0, q, q[:, :2], q[:, :2])
+        shares.append(ctx.meter.take()["pairs"])
     assert shares[1] < 0.6 * shares[0]
 
 
 def test_token_window_reads_the_first_live_entries_and_the_newest():
-    at = session(TOKENS, "attention=window:tokens=4,sink=2")
-    play(at, 3)
-    at.begin(TOKENS.positions(at.frame, 1)[:1], 0, 1, (0.0,))
+    ctx = session(TOKENS, "attention=window:tokens=4,sink=2")
+    play(ctx, 3)
+    ctx.begin(TOKENS.positions(ctx.latent_frame, 1)[:1], 0, 1, (0.0,))
     q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
-    at.meter.take()
-    got = at.attend(0, q, q[:, :2], q[:, :2])
-    assert at.meter.take()["pairs"] == 2 * 4 * 6
-    here, end = at.layers[0], at.past + 1
-    turned = at.rope.turn(q, *at._angles)
-    for row, pads in enumerate(at.pads):
+    ctx.meter.take()
+    got = ctx.attend(0, q, q[:, :2], q[:, :2])
+    assert ctx.meter.take()["pairs"] == 2 * 4 * 6
+    here, end = ctx.layers[0], ctx.past + 1
+    turned = ctx.rope.apply(q, *ctx._cos_sin)
+    for row, pads in enumerate(ctx.left_padding):
         ids = [pads, pads + 1, *range(end - 4, end)]
         want = attention_reference(
             turned[row : row + 1], here.k[row : row + 1, :, ids], here.v[row : row + 1, :, ids]
@@ -205,18 +205,18 @@ def test_token_window_reads_the_first_live_entries_and_the_newest():
 @pytest.mark.parametrize("attention", ["window:tokens=4,sink=2", "ann:read=0.5,block=2"])
 def test_a_frame_in_one_pass_reads_as_token_by_token(attention):
     def run(whole):
-        at = session(TOKENS, f"attention={attention}")
-        play(at, 3)
+        ctx = session(TOKENS, f"attention={attention}")
+        play(ctx, 3)
         rng = torch.Generator().manual_seed(3)
         q, k, v = (torch.randn(2, h, 6, 12, generator=rng, dtype=torch.float64) for h in (4, 2, 2))
-        pos = TOKENS.positions(at.frame, 1)
+        pos = TOKENS.positions(ctx.latent_frame, 1)
         if whole:
-            at.begin(pos, 0, 1, (0.0,))
-            return at.attend(0, q, k, v)
+            ctx.begin(pos, 0, 1, (0.0,))
+            return ctx.attend(0, q, k, v)
         parts = []
         for i in range(6):
-            at.begin(pos[i : i + 1], 0, 1, (0.0,))
-            parts.append(at.attend(0, *(x[:, :, i : i + 1] for x in (q, k, v))))
+            ctx.begin(pos[i : i + 1], 0, 1, (0.0,))
+            parts.append(ctx.attend(0, *(x[:, :, i : i + 1] for x in (q, k, v))))
         return torch.cat(parts, 2)
 
     torch.testing.assert_close(run(True), run(False))
@@ -255,15 +255,15 @@ def test_ann_text_reads_exactly_the_tokens_that_queries_hit(rng, hash):
     policy = AnnText(keep=20, hash=hash, bits=3)
     meter = Meter()
     text = policy.prepare(k, v, (12,))
-    hits = policy._hits(q, text.k, text.logw.expand(-1, 3, -1))
-    logw = text.logw.expand(-1, 3, -1).masked_fill(
+    hits = policy._hits(q, text.k, text.log_count.expand(-1, 3, -1))
+    log_count = text.log_count.expand(-1, 3, -1).masked_fill(
         (hits == 0) & (hits.sum(-1, keepdim=True) > 0), -math.inf
     )
-    assert (logw > -math.inf).sum() < logw.numel()
+    assert (log_count > -math.inf).sum() < log_count.numel()
     got = policy.attend(q, text, meter)
-    torch.testing.assert_close(got, attention_reference(q, text.k, text.v, logw))
+    torch.testing.assert_close(got, attention_reference(q, text.k, text.v, log_count))
     read = meter.take()["text_pairs"] / (3 * 7)
-    assert read == (logw > -math.inf).sum(-1).max()
+    assert read == (log_count > -math.inf).sum(-1).max()
 
 
 def test_ann_text_keeps_at_most_keep(rng):
@@ -325,48 +325,52 @@ def test_blocks_and_tiles_are_parts_of_a_latent_frame():
         ((2, 3), 1, 1),
     ):
         shape = replace(CHUNKS, grid=grid)
-        own = plan.attention.tensors(shape, 40 * shape.places, torch.device("meta"))
-        assert own["ann_logw"].shape[2] // own["ann_code"].shape[2] == block
-        assert own["ann_map"].shape[2] == -(-shape.chunk_tokens // tile)
+        own = plan.attention.tensors(shape, 40 * shape.tokens_per_frame, torch.device("meta"))
+        assert own["ann_log_count"].shape[2] // own["ann_code"].shape[2] == block
+        assert own["ann_map"].shape[2] == -(-shape.max_pass_tokens // tile)
 
 
 @pytest.mark.parametrize("cache", ["merge:budget=8f", "window:budget=8f"])
 def test_weights_are_told_in_the_order_of_keys(cache, rng):
-    at = session(CHUNKS, f"cache={cache} attention=ann:read=0.6,block=2,dense_layers=0.4")
-    play(at, 6)
-    at.begin(CHUNKS.positions(at.frame, CHUNKS.chunk), 0, 3, (1.0,) * CHUNKS.chunk)
-    q = torch.randn(1, CHUNKS.heads, 5, CHUNKS.head_dim, generator=rng, dtype=at.dtype)
-    for i, layer in enumerate(at.layers):
-        moment, policy = at._moment.at(i), at.plan.attention
+    ctx = session(CHUNKS, f"cache={cache} attention=ann:read=0.6,block=2,dense_layers=0.4")
+    play(ctx, 6)
+    ctx.begin(CHUNKS.positions(ctx.latent_frame, CHUNKS.chunk), 0, 3, (1.0,) * CHUNKS.chunk)
+    q = torch.randn(1, CHUNKS.heads, 5, CHUNKS.head_dim, generator=rng, dtype=ctx.dtype)
+    for i, layer in enumerate(ctx.layers):
+        moment, policy = ctx._context.for_layer(i), ctx.plan.attention
         back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
-        policy.unorder(back, moment, at.past)
+        policy.restore_order(back, moment, ctx.past)
         assert torch.equal(back.k, layer.k) == (i == 0)  # the first layer reads everything
         seen = slice(0, moment.end)
         got = attention_reference(
-            q, layer.k[:, :, seen], layer.v[:, :, seen], policy.weights(layer, moment)
+            q, layer.k[:, :, seen], layer.v[:, :, seen], policy.log_weights(layer, moment)
         )
-        want = attention_reference(q, back.k[:, :, seen], back.v[:, :, seen], back.logw[:, :, seen])
+        want = attention_reference(
+            q, back.k[:, :, seen], back.v[:, :, seen], back.log_count[:, :, seen]
+        )
         torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
 def test_a_cache_that_appends_keeps_its_blocks(shape):
     """Behind what is indexed only new entries are ordered, and blocks describe what they hold."""
-    at = session(shape, "attention=ann:read=0.5,block=2")
-    play(at, 5)
-    policy, before = at.plan.attention, [layer.k[:, :, : at.past].clone() for layer in at.layers]
-    known = policy._between(shape, at.prompt, at.past).stop
-    play(at, 3)
-    for old, layer in zip(before, at.layers, strict=True):
+    ctx = session(shape, "attention=ann:read=0.5,block=2")
+    play(ctx, 5)
+    policy, before = ctx.plan.attention, [layer.k[:, :, : ctx.past].clone() for layer in ctx.layers]
+    known = policy._between(shape, ctx.prompt, ctx.past).stop
+    play(ctx, 3)
+    for old, layer in zip(before, ctx.layers, strict=True):
         assert torch.equal(layer.k[:, :, :known], old[:, :, :known])
         assert not torch.equal(layer.k[:, :, known : old.shape[2]], old[:, :, known:])
-        blocks = policy._cut(shape, at.prompt, at.past)
-        noted = [layer.own[name].clone() for name in ("ann_code", "ann_scale", "ann_weight")]
+        blocks = policy._cut(shape, ctx.prompt, ctx.past)
+        noted = [layer.extra[name].clone() for name in ("ann_code", "ann_scale", "ann_weight")]
         for name in ("ann_code", "ann_scale", "ann_weight"):
-            layer.own[name].zero_()
-        policy._encode(layer, layer.own["ann_logw"][:, :, : blocks.all * blocks.size], blocks, 0)
+            layer.extra[name].zero_()
+        policy._encode(
+            layer, layer.extra["ann_log_count"][:, :, : blocks.all * blocks.size], blocks, 0
+        )
         for name, want in zip(("ann_code", "ann_scale", "ann_weight"), noted, strict=True):
-            assert torch.equal(layer.own[name][:, :, : blocks.all], want[:, :, : blocks.all])
+            assert torch.equal(layer.extra[name][:, :, : blocks.all], want[:, :, : blocks.all])
 
 
 @pytest.mark.parametrize("plan", ["", "cache=merge:budget=8f "])
@@ -381,18 +385,18 @@ def test_what_is_gathered_once_a_chunk_is_what_every_pass_would_gather(plan, mon
 @pytest.mark.parametrize("cache", ["keep_all", "merge:budget=8f"])
 def test_single_entries_are_chosen_by_their_own_mass(shape, cache):
     """Blocks of one entry: a tile reads the entries of largest attention mass, exactly."""
-    at = session(shape, f"cache={cache} attention=ann:k=40,block=1,tile=99", dtype=torch.float32)
-    play(at, 8)
+    ctx = session(shape, f"cache={cache} attention=ann:k=40,block=1,tile=99", dtype=torch.float32)
+    play(ctx, 8)
     rng = torch.Generator().manual_seed(1)
-    tokens = 1 if shape.causal else shape.chunk_tokens
-    at.begin(shape.positions(at.frame, shape.chunk)[:tokens], 0, 3, (1.0,) * shape.chunk)
-    q = torch.randn(shape.rows, shape.heads, tokens, shape.head_dim, generator=rng)
-    policy = at.plan.attention
-    for i, layer in enumerate(at.layers):
-        moment = at._moment.at(i)
-        keys = layer.k[:, :, : at.past].repeat_interleave(shape.heads // shape.kv_heads, 1)
-        weights = policy.weights(layer, moment)[:, :, : at.past]
+    tokens = 1 if shape.token_by_token else shape.max_pass_tokens
+    ctx.begin(shape.positions(ctx.latent_frame, shape.chunk)[:tokens], 0, 3, (1.0,) * shape.chunk)
+    q = torch.randn(shape.batch, shape.heads, tokens, shape.head_dim, generator=rng)
+    policy = ctx.plan.attention
+    for i, layer in enumerate(ctx.layers):
+        moment = ctx._context.for_layer(i)
+        keys = layer.k[:, :, : ctx.past].repeat_interleave(shape.heads // shape.kv_heads, 1)
+        weights = policy.log_weights(layer, moment)[:, :, : ctx.past]
         weights = weights.repeat_interleave(shape.heads // weights.shape[1], 1).clamp(min=-1e30)
         share = (q @ keys.mT / math.sqrt(shape.head_dim) + weights.unsqueeze(2)).softmax(-1)
-        mass = policy._mass(q, layer, moment, at.past)
+        mass = policy._mass(q, layer, moment, ctx.past)
         torch.testing.assert_close(mass[:, :, 0], share.sum(2))

@@ -22,9 +22,9 @@ from tachyscope.bench import (
 )
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
-from tachyscope.models import load
-from tachyscope.notes import notes
+from tachyscope.models.registry import load
 from tachyscope.plan import NAMES, Plan
+from tachyscope.plan_notes import notes
 from tachyscope.results import check_json, document, emit, to_json
 from tachyscope.rollout import open_session, rollout
 
@@ -311,10 +311,10 @@ PAIR = ("dense", "cache=window:budget=7f")
 def test_a_filled_session_counts_what_a_made_one_counts(chunks):
     """The chunk after a filled past costs what it costs after a made one."""
     for plan in ("dense", "fast"):
-        session, stats = played(chunks, plan, chunks.frames(12))
+        session, stats = played(chunks, plan, chunks.pixel_frames(12))
         filled = open_session(chunks, plan, prompt="a red room")
         filled.fill(9)
-        assert filled.frame == 9
+        assert filled.latent_frame == 9
         made = list(rollout(chunks, session=filled, frames=12))
         for key in ("macs", "pairs", "pairs_dense", "entries"):
             assert made[0].stats[key] == stats[-1][key], key

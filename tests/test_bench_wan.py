@@ -7,16 +7,14 @@ import pytest
 import torch
 
 import tachyscope.bench.wan as wan
-from tachyscope.adapters.wan import WanAdapter, random_wan
-from tachyscope.adapters.wan_causal import WanCausal
-from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
-from tachyscope.bench import flat, main
-from tachyscope.bench.chunks import make_chunk, repeat_chunk
-from tachyscope.bench.flat import bench_rollout, finite, flat_lines, flatness
-from tachyscope.bench.parts import parts, watched
-from tachyscope.bench.traced import Recorder, Traced, enlarge, record
+from tachyscope.bench import main
+from tachyscope.bench import rollout as rollout_rate
+from tachyscope.bench.breakdown import parts, watched
+from tachyscope.bench.recorded_kv import Recorder, Traced, enlarge, record
+from tachyscope.bench.rollout import bench_rollout, finite, flat_lines, flatness
+from tachyscope.bench.single_chunk import make_chunk, repeat_chunk
 from tachyscope.bench.wan import (
     ALL,
     HEADLINE,
@@ -29,9 +27,12 @@ from tachyscope.bench.wan import (
     load_sized,
     wan_lines,
 )
-from tachyscope.fit import need, on_meta
-from tachyscope.making import Maker
-from tachyscope.models import load
+from tachyscope.graph_runner import ChunkRunner
+from tachyscope.memory import need, on_meta
+from tachyscope.models.registry import load
+from tachyscope.models.wan.model import WanModel, random_wan
+from tachyscope.models.wan.presets import PRESETS
+from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session
 
@@ -128,15 +129,15 @@ def test_what_was_measured_before_memory_ran_out_is_kept(model, monkeypatch):
 def test_a_repeated_chunk_leaves_an_unbounded_cache_as_long_as_it_was(model):
     session = open_session(model, "dense", frames=30)
     with torch.inference_mode():
-        made = [make_chunk(Maker(model, session)) for _ in range(3)]
-        before = (session.past, session.frame, session.chunk, session.seen)
-        again = [repeat_chunk(Maker(model, session)) for _ in range(2)]
-    assert (session.past, session.frame, session.chunk, session.seen) == before
+        made = [make_chunk(ChunkRunner(model, session)) for _ in range(3)]
+        before = (session.past, session.latent_frame, session.chunk, session.total_entries)
+        again = [repeat_chunk(ChunkRunner(model, session)) for _ in range(2)]
+    assert (session.past, session.latent_frame, session.chunk, session.total_entries) == before
     assert again[0]["pairs"] == again[1]["pairs"] > made[-1]["pairs"]
     assert made[0]["frames"] == 3 and made[0]["host_ms"] > 0
     with torch.inference_mode(), watched(session):
-        repeat_chunk(Maker(model, session))
-    assert session.frame == before[1]
+        repeat_chunk(ChunkRunner(model, session))
+    assert session.latent_frame == before[1]
 
 
 def test_a_plan_that_keeps_an_index_is_given_room_for_all_its_chunks(model, monkeypatch):
@@ -154,9 +155,9 @@ def test_a_watched_chunk_is_the_same_chunk(model, plan):
         session.fill(12)
         with torch.inference_mode():
             if not watch:
-                return session, make_chunk(Maker(model, session))
+                return session, make_chunk(ChunkRunner(model, session))
             with watched(session):
-                return session, make_chunk(Maker(model, session))
+                return session, make_chunk(ChunkRunner(model, session))
 
     (plain, row), (seen, spans) = video(False), video(True)
     assert torch.equal(plain.latents, seen.latents)
@@ -177,7 +178,7 @@ def test_rows_are_names_or_plans():
         "text=pads": "text=pads",
     }
     with torch.device("meta"):
-        full = WanAdapter("shapes", WanCausal(wan.SIZES["wan_1.3b"]))
+        full = WanModel("shapes", WanCausal(wan.SIZES["wan_1.3b"]))
     shape = full.shape((480, 832))
     for text in ALL.values():
         plan = parse_plan(full, text)
@@ -232,7 +233,7 @@ def test_memory_that_runs_out_at_once_is_one_line(monkeypatch, capsys):
 
 
 def test_a_rollout_says_what_stayed_flat(model, monkeypatch):
-    monkeypatch.setattr(flat, "SETTLED", 30)
+    monkeypatch.setattr(rollout_rate, "SETTLED", 30)
     plans = {"headline": "cache=merge:budget=9f text=pads", "dense": "dense"}
     found = bench_rollout(model, plans, frames=90)
     ours, dense = found["rows"]
@@ -269,22 +270,22 @@ def test_a_trace_fills_a_larger_model(model):
     session = open_session(model, "dense", frames=9)
     trace, small = record()
     assert len(trace) == 21 and len(trace[0]) == small.layers
-    assert trace[0][0][1].shape == (1, small.kv_heads, small.places, small.head_dim)
+    assert trace[0][0][1].shape == (1, small.kv_heads, small.tokens_per_frame, small.head_dim)
     large = enlarge(trace, small, session.shape, session)
     shape = session.shape
     assert len(large) == small.layers and len(large[0][0]) == 7
     q, k, v = (x[2] for x in large[4])
-    assert q.shape == v.shape == (1, shape.heads, shape.chunk_tokens, shape.head_dim)
+    assert q.shape == v.shape == (1, shape.heads, shape.max_pass_tokens, shape.head_dim)
     # row 3 of 4 and column 5 of 6, in the second frame, stand at row 6 and column 6 of 8
     assert (shape.grid, small.grid) == ((4, 6), (8, 8))
-    want, at, place = trace[7][4], 2 * shape.places - 1, 6 * 8 + 6
+    want, at, place = trace[7][4], 2 * shape.tokens_per_frame - 1, 6 * 8 + 6
     factor = shape.head_dim / small.head_dim
     dims = min(small.head_dim, shape.head_dim)
     torch.testing.assert_close(k[0, 3, at, :dims], want[1][0, 3, place, :dims] * factor**-0.25)
     torch.testing.assert_close(v[0, 3, at, :dims], want[2][0, 3, place, :dims])
     told = open_session(model, "dense", make=lambda *a, **k: Traced(large, *a, **k))
     told.fill(3)
-    torch.testing.assert_close(told.layers[0].v[:, :, : shape.chunk_tokens], large[0][2][0])
+    torch.testing.assert_close(told.layers[0].v[:, :, : shape.max_pass_tokens], large[0][2][0])
     assert isinstance(open_session(model, "dense", make=Recorder).plan.attention, Dense)
 
 

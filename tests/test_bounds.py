@@ -12,16 +12,16 @@ from faults import refused
 from safetensors.torch import save_file
 
 from tachyscope import bounds
-from tachyscope.adapters.checkpoint import read_json, read_tensors
-from tachyscope.adapters.vila import load_vila, save_vila, toy_tokens
-from tachyscope.adapters.wan import load_wan, save_wan, toy_chunks
-from tachyscope.adapters.wan_config import WAN_NAMES, WanConfig
-from tachyscope.adapters.wan_text import PromptFile
 from tachyscope.bench import bench_lengths
 from tachyscope.bounds import ASKED, SETTINGS, VILA, WAN, Bound, check, number, whole, within
 from tachyscope.evaluation.atrium import evaluate_atrium
-from tachyscope.fit import fit, sized
-from tachyscope.models import MODELS, load
+from tachyscope.memory import fit, sized
+from tachyscope.models.checkpoint import read_json, read_tensors
+from tachyscope.models.registry import MODELS, load
+from tachyscope.models.vila_u.model import load_vila, save_vila, toy_tokens
+from tachyscope.models.wan.config import WAN_NAMES, WanConfig
+from tachyscope.models.wan.model import load_wan, save_wan, toy_chunks
+from tachyscope.models.wan.text import PromptFile
 from tachyscope.plan import POLICIES, Plan
 from tachyscope.rollout import chunks_for
 from tachyscope.session import Session
@@ -107,7 +107,7 @@ class Showing:
     def __init__(self, stride):
         self.stride = stride
 
-    def frames(self, latents):
+    def pixel_frames(self, latents):
         return max(0, 1 + self.stride * (latents - 1))
 
 
@@ -117,8 +117,8 @@ def test_chunks_are_counted_without_counting(stride):
     for chunk in (1, 3):
         for start in (0, 1, 5):
             for frames in range(1, 40):
-                latents, wanted = start, model.frames(start) + frames
-                while model.frames(latents) < wanted:
+                latents, wanted = start, model.pixel_frames(start) + frames
+                while model.pixel_frames(latents) < wanted:
                     latents += chunk
                 assert chunks_for(model, chunk, start, frames) == (latents - start) // chunk
     begun = time.perf_counter()
@@ -229,7 +229,7 @@ def test_every_model_that_is_shipped_is_within_the_bounds(name):
 def test_no_memory_is_taken_for_a_configuration_that_its_file_does_not_bear_out(wan, monkeypatch):
     """Within its bounds a configuration may still ask for terabytes."""
     monkeypatch.setattr(
-        "tachyscope.adapters.wan._placed", lambda *a: pytest.fail("memory was taken")
+        "tachyscope.models.wan.model._placed", lambda *a: pytest.fail("memory was taken")
     )
     file = wan / "config.json"
     good = file.read_text()
@@ -251,7 +251,7 @@ def test_json_that_is_nested_or_long_beyond_reading_is_one_line(text, tmp_path):
 
 
 def test_json_beyond_its_bound_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("tachyscope.adapters.checkpoint.JSON_BYTES", 2**20)
+    monkeypatch.setattr("tachyscope.models.checkpoint.JSON_BYTES", 2**20)
     (tmp_path / "config.json").write_text("{" + " " * 2**20 + "}")
     refused(lambda: read_json(tmp_path / "config.json"), "at most 1 MiB, got 1 MiB")
 
@@ -290,11 +290,18 @@ def test_a_prompt_file_holds_floats(dtype, tmp_path):
 
 
 def test_a_prompt_is_bounded_in_every_model():
-    refused(lambda: toy_tokens().encode("x " * 2_000), "tokens of a prompt must be from 0 to 2,048")
+    refused(
+        lambda: toy_tokens().encode_prompt("x " * 2_000),
+        "tokens of a prompt must be from 0 to 2,048",
+    )
     for model in (toy_tokens(), toy_chunks()):
-        refused(lambda model=model: model.encode("x" * 200_000), "a prompt's length must be from 0")
         refused(
-            lambda model=model: model.encode("caf\udce9"), "a prompt is text in UTF-8, got bytes"
+            lambda model=model: model.encode_prompt("x" * 200_000),
+            "a prompt's length must be from 0",
+        )
+        refused(
+            lambda model=model: model.encode_prompt("caf\udce9"),
+            "a prompt is text in UTF-8, got bytes",
         )
 
 
@@ -318,7 +325,8 @@ def test_a_cache_beyond_the_machines_memory_is_not_begun(monkeypatch):
     make = dict(device="cpu", dtype=torch.float32, seed=0)
     words = "the memory of cpu does not hold the cache of cache=keep_all"
     refused(
-        lambda: Session(shape, Plan.parse("dense"), model.rope(shape), frames=10**9, **make), words
+        lambda: Session(shape, Plan.parse("dense"), model.rope(shape), latent_frames=10**9, **make),
+        words,
     )
 
 

@@ -41,19 +41,19 @@ def test_a_wide_open_policy_equals_keeping_all(cache, tolerance, shape):
 def _random_commits(at, commits, seed):
     """Chunks of keys that sometimes repeat, straight to commit; what each layer then holds."""
     rng = torch.Generator().manual_seed(seed)
-    shape, tokens = at.shape, at.shape.chunk_tokens
-    pool = torch.randn(3, shape.rows, shape.kv_heads, tokens, shape.head_dim, generator=rng)
+    shape, tokens = at.shape, at.shape.max_pass_tokens
+    pool = torch.randn(3, shape.batch, shape.kv_heads, tokens, shape.head_dim, generator=rng)
     for i in range(commits):
-        if shape.causal and i == 0:
+        if shape.token_by_token and i == 0:
             at.begin(at.prompt_positions(), 0, 1, (0.0,))
             n = at.prompt
         else:
-            at.begin(shape.positions(at.frame, shape.chunk), 0, 1, (0.0,) * shape.chunk)
+            at.begin(shape.positions(at.latent_frame, shape.chunk), 0, 1, (0.0,) * shape.chunk)
             n = tokens
         scale = 10.0 ** torch.randint(-3, 3, (), generator=rng).item()
         k = pool[i % 3, :, :, torch.arange(n) % tokens]
         k = k + scale * torch.randn(k.shape, generator=rng) * (i % 5 > 0)
-        q = torch.randn(shape.rows, shape.heads, n, shape.head_dim, generator=rng)
+        q = torch.randn(shape.batch, shape.heads, n, shape.head_dim, generator=rng)
         for layer in range(shape.layers):
             at.attend(layer, q.double(), k.double(), k.double() * 3)
         at.commit()
@@ -69,16 +69,16 @@ def test_a_budget_is_never_exceeded_and_nothing_becomes_nan(cache, shape, commit
     slots = at.layers[0].k.shape[2]
     assert slots == at.plan.cache.budget.entries(shape)
     for _ in _random_commits(at, commits, seed=1):
-        assert at.past + shape.chunk_tokens <= slots
+        assert at.past + shape.max_pass_tokens <= slots
         for layer in at.layers:
             assert layer.k.shape[2] == slots
             used = {name: x[:, :, : at.past] for name, x in layer.entries().items()}
-            assert all(x.isfinite().all() for name, x in used.items() if name != "logw")
-            assert not used["logw"].isnan().any()
+            assert all(x.isfinite().all() for name, x in used.items() if name != "log_count")
+            assert not used["log_count"].isnan().any()
     # every entry ever seen is still counted by a merged cache; a window forgets
-    live = at.layers[0].logw[:, :, : at.past].double().exp().sum(-1)
+    live = at.layers[0].log_count[:, :, : at.past].double().exp().sum(-1)
     if "merge" in cache and "dropped" not in cache:
-        seen = torch.tensor([float(at.seen - pads) for pads in at.pads or (0,)])
+        seen = torch.tensor([float(at.total_entries - pads) for pads in at.left_padding or (0,)])
         torch.testing.assert_close(live, seen.double()[:, None].expand_as(live), rtol=1e-4, atol=0)
     else:
         assert (live <= at.past).all()
@@ -89,14 +89,14 @@ def test_merging_conserves_the_weighted_sum_of_values():
     total = torch.zeros(1, 2, 12, dtype=torch.float64)
     rng = torch.Generator().manual_seed(0)
     for _ in range(30):
-        at.begin(CHUNKS.positions(at.frame, 2), 0, 1, (0.0, 0.0))
+        at.begin(CHUNKS.positions(at.latent_frame, 2), 0, 1, (0.0, 0.0))
         k, v = (torch.randn(1, 2, 12, 12, generator=rng, dtype=torch.float64) for _ in range(2))
         at.attend(0, torch.zeros(1, 4, 12, 12, dtype=torch.float64), k, v)
         at.attend(1, torch.zeros(1, 4, 12, 12, dtype=torch.float64), k, v)
         total += v.sum(2)
         at.commit()
         here = at.layers[0]
-        mass = here.v[:, :, : at.past] * here.logw[:, :, : at.past, None].double().exp()
+        mass = here.v[:, :, : at.past] * here.log_count[:, :, : at.past, None].double().exp()
         torch.testing.assert_close(mass.sum(2), total, rtol=1e-5, atol=1e-5)
 
 
@@ -110,7 +110,7 @@ def test_where_others_are_dropped_entries_stay_as_they_were(keep):
         play(one, 9)
     assert at.past < all_of_it.past
     for held, whole in zip(at.layers, all_of_it.layers, strict=True):
-        assert (held.logw == 0).all()
+        assert (held.log_count == 0).all()
         for head in range(CHUNKS.kv_heads):
             kept, every = (
                 torch.cat(
@@ -131,8 +131,8 @@ def test_merge_protects_sink_and_newest():
         here = at.layers[1]
         first, last = here.pos[0, 0, 0, 0], here.pos[0, 0, at.past - 12 : at.past, 0]
         assert first == 0
-        assert here.logw[0, 0, :6].eq(0).all()
-        assert here.logw[0, 0, at.past - 12 : at.past].eq(0).all()
+        assert here.log_count[0, 0, :6].eq(0).all()
+        assert here.log_count[0, 0, at.past - 12 : at.past].eq(0).all()
         assert last.tolist() == [2.0 * i] * 6 + [2.0 * i + 1] * 6
 
 
@@ -152,7 +152,7 @@ def test_merge_folds_the_most_alike_first():
         at.commit()
         if chunk == 1:
             assert at.past == 19  # 24 entries, five too many
-            weights = at.layers[0].logw[0, 0, :19].exp()
+            weights = at.layers[0].log_count[0, 0, :19].exp()
             assert weights[7] >= 2 - 1e-6
             assert weights.sum().item() == pytest.approx(24)
 
@@ -170,10 +170,10 @@ def test_a_running_partner_is_as_good_as_a_full_search():
                 old = slice(0, max(0, at.past - 6))
                 here = at.layers[0]
                 cosine, partner = best_older(at.plan.cache._features(here, old), 0)
-                here.own["slot_alike"][:, :, old] = cosine
-                here.own["slot_partner"][:, :, old] = partner
+                here.extra["slot_alike"][:, :, old] = cosine
+                here.extra["slot_partner"][:, :, old] = partner
         here = at.layers[0]
-        losses.append(here.own["slot_alike"][0, 0, 1 : at.past - 6].mean().item())
+        losses.append(here.extra["slot_alike"][0, 0, 1 : at.past - 6].mean().item())
     # the likeness left over: a worse matcher leaves more alike pairs behind
     assert losses[0] <= losses[1] + 0.1
 
@@ -184,10 +184,10 @@ def test_threshold_merging_of_repeats_keeps_one_frame(shape, heads):
     """Every chunk the same keys at the same place: the cache stops growing after the first."""
     at = session(shape, f"cache=merge:threshold=0.99,heads={heads}")
     rng = torch.Generator().manual_seed(0)
-    n = shape.chunk_tokens
-    k = torch.randn(shape.rows, shape.kv_heads, n, 12, generator=rng, dtype=torch.float64)
+    n = shape.max_pass_tokens
+    k = torch.randn(shape.batch, shape.kv_heads, n, 12, generator=rng, dtype=torch.float64)
     q = k.repeat_interleave(2, 1) * 9  # each query's top-1 is its own key
-    if shape.causal:
+    if shape.token_by_token:
         at.begin(at.prompt_positions(), 0, 1, (0.0,))
         for layer in range(2):
             at.attend(
@@ -202,8 +202,8 @@ def test_threshold_merging_of_repeats_keeps_one_frame(shape, heads):
         at.commit()
         assert at.past == prompt + n
     torch.testing.assert_close(
-        at.layers[0].logw[:, :, prompt : at.past].exp(),
-        torch.full_like(at.layers[0].logw[:, :, prompt : at.past], 4.0),
+        at.layers[0].log_count[:, :, prompt : at.past].exp(),
+        torch.full_like(at.layers[0].log_count[:, :, prompt : at.past], 4.0),
     )
 
 
@@ -217,9 +217,9 @@ def test_a_threshold_cache_stays_right_when_heads_keep_different_numbers():
     at = session(CHUNKS, "cache=merge:threshold=0.6,heads=each")
     play(at, 12, drift=0.4)
     here = at.layers[0]
-    counts = (here.logw[:, :, : at.past] > -math.inf).sum(-1)
+    counts = (here.log_count[:, :, : at.past] > -math.inf).sum(-1)
     assert counts.max() == at.past and at.past < 12 * 12
-    live = here.logw[:, :, : at.past].double().exp().sum(-1)
+    live = here.log_count[:, :, : at.past].double().exp().sum(-1)
     torch.testing.assert_close(live, torch.full_like(live, 144.0))
 
 
@@ -236,7 +236,7 @@ def test_a_reindexed_window_equals_positions_counted_inside_it():
     here = at.layers[0]
     frames = here.pos[0, 0, : at.past : 6, 0]
     assert (frames - frames[0]).tolist() == [0.0, 1.0, 2.0, 3.0]
-    rotated = at.rope.rotate(here.raw[:, :, : at.past], here.pos[:, :, : at.past])
+    rotated = at.rope.rotate(here.unrotated[:, :, : at.past], here.pos[:, :, : at.past])
     torch.testing.assert_close(here.k[:, :, : at.past], rotated)
 
 
@@ -295,6 +295,6 @@ def test_a_partner_that_is_folded_away_leaves_its_heir():
             assert (features[0, 0, 21] @ features[0, 0, :21].T).argmax() == 17
         at.commit()
     here = at.layers[0]
-    assert at.past == 23 and here.logw[0, 0, 2].exp().item() == pytest.approx(2)
+    assert at.past == 23 and here.log_count[0, 0, 2].exp().item() == pytest.approx(2)
     torch.testing.assert_close(here.k[:, :, 20], keys[:, :, 21])
-    assert here.own["slot_partner"][0, 0, 20] == 2
+    assert here.extra["slot_partner"][0, 0, 20] == 2

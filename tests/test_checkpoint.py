@@ -12,8 +12,8 @@ from faults import refused
 from safetensors.torch import save_file
 from torch import nn
 
-from tachyscope.adapters import checkpoint
-from tachyscope.adapters.checkpoint import (
+from tachyscope.models import checkpoint
+from tachyscope.models.checkpoint import (
     fit,
     read_json,
     read_tensors,

@@ -18,12 +18,12 @@ import torch
 # a verb imports these when it runs; first met in a test that replaces `load`, they would keep that
 import tachyscope.bench
 import tachyscope.compare
-import tachyscope.listing  # noqa: F401
+import tachyscope.tables  # noqa: F401
 from tachyscope import __version__
-from tachyscope.adapters.wan import WanAdapter, save_wan, toy_chunks
-from tachyscope.adapters.wan_causal import WanCausal
 from tachyscope.cli import VIDEO, app, main
-from tachyscope.models import MODELS
+from tachyscope.models.registry import MODELS
+from tachyscope.models.wan.model import WanModel, save_wan, toy_chunks
+from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.plan import NAMED, NAMES, POLICIES
 from tachyscope.settings import settings
 from tachyscope.video import VideoWriter, read_frames, read_video
@@ -164,7 +164,9 @@ def test_a_fault_of_any_verb_is_one_line(words, message, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("verb", ["generate", "compare"])
 def test_an_unwritable_place_is_told_before_a_model_is_loaded(verb, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tachyscope.models.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "tachyscope.models.registry.load", lambda *a, **k: pytest.fail("a model was loaded")
+    )
     (tmp_path / "file").touch()
     under = tmp_path / "file" / "out"
     assert main([verb, "toy-chunks", "--out", str(under)]) == 2
@@ -340,9 +342,9 @@ def test_layers_are_compiled_where_a_model_has_some(tmp_path, monkeypatch, capsy
 def test_layers_are_compiled_where_it_pays(more, done, tmp_path, monkeypatch, capsys):
     asked, compiled = [], []
     monkeypatch.setattr(
-        WanAdapter, "compiling_pays", lambda self, chunks: asked.append(chunks) or True
+        WanModel, "compiling_pays", lambda self, chunks: asked.append(chunks) or True
     )
-    monkeypatch.setattr(WanAdapter, "compile", lambda self: compiled.append(self.name))
+    monkeypatch.setattr(WanModel, "compile", lambda self: compiled.append(self.name))
     words = ["generate", "toy-chunks", "--frames", "10", "--out", str(tmp_path), "--json", "-"]
     assert main([*words, *more]) == 0
     assert last_line(capsys)["rows"][0]["compiled"] is done
@@ -368,7 +370,9 @@ def test_a_first_frame_that_cannot_be_followed_is_one_line(tmp_path, monkeypatch
         said = capsys.readouterr().err
         assert said.startswith(f"tachyscope: {words}") and said.count("\n") == 1
         assert not out.exists() or files(out) == []
-    monkeypatch.setattr("tachyscope.models.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "tachyscope.models.registry.load", lambda *a, **k: pytest.fail("a model was loaded")
+    )
     for name, reason in [
         ("none.png", "no such file or directory"),
         ("text.png", "invalid data found when processing input"),
@@ -575,8 +579,8 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
     def broken():
         raise OSError("no such codec")
 
-    monkeypatch.setattr("tachyscope.listing._try_codec", broken)
-    monkeypatch.setattr("tachyscope.listing._try_rollouts", lambda: "made some")
+    monkeypatch.setattr("tachyscope.tables._try_codec", broken)
+    monkeypatch.setattr("tachyscope.tables._try_rollouts", lambda: "made some")
     assert main(["doctor"]) == 2
     said = capsys.readouterr()
     assert "OSError: no such codec" in said.out
@@ -585,7 +589,7 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
 
 def failing(fault, calls=2):
     """A decoder that gives way at its calls-th chunk."""
-    real, made = WanAdapter.decode, []
+    real, made = WanModel.decode_latents, []
 
     def decode(self, session, latents):
         made.append(None)
@@ -599,7 +603,7 @@ def failing(fault, calls=2):
 @pytest.mark.parametrize("verb", ["generate", "compare"])
 def test_a_fault_inside_a_chunk_leaves_no_file(verb, tmp_path, monkeypatch, capsys):
     # past the chunks that warm up
-    monkeypatch.setattr(WanAdapter, "decode", failing(ZeroDivisionError("boom"), 9))
+    monkeypatch.setattr(WanModel, "decode_latents", failing(ZeroDivisionError("boom"), 9))
     words = [verb, "toy-chunks", "--frames", "48", "--out", str(tmp_path)]
     assert main([*words, "--json", str(tmp_path / "a.json")]) == 1
     said = capsys.readouterr().err
@@ -609,7 +613,7 @@ def test_a_fault_inside_a_chunk_leaves_no_file(verb, tmp_path, monkeypatch, caps
 
 def test_an_old_video_outlives_a_fault(tmp_path, monkeypatch):
     (tmp_path / "video.mp4").write_bytes(b"old")
-    monkeypatch.setattr(WanAdapter, "decode", failing(ZeroDivisionError("boom")))
+    monkeypatch.setattr(WanModel, "decode_latents", failing(ZeroDivisionError("boom")))
     assert main(["generate", "toy-chunks", "--out", str(tmp_path)]) == 1
     assert (tmp_path / "video.mp4").read_bytes() == b"old"
     assert files(tmp_path) == ["video.mp4"]
@@ -630,14 +634,14 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch, capsys):
         "tachyscope: the memory of cpu does not hold the cache of cache=keep_all"
     )
     assert said.endswith("tachyscope bench fit tells what fits\n") and said.count("\n") == 1
-    monkeypatch.setattr(WanAdapter, "decode", failing(torch.OutOfMemoryError("CUDA is full")))
+    monkeypatch.setattr(WanModel, "decode_latents", failing(torch.OutOfMemoryError("CUDA is full")))
     assert main(words) == 2
     assert capsys.readouterr().err == NO_MEMORY
     assert files(tmp_path) == []
 
 
 def test_an_interrupt_ends_with_130(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(WanAdapter, "decode", failing(KeyboardInterrupt()))
+    monkeypatch.setattr(WanModel, "decode_latents", failing(KeyboardInterrupt()))
     assert main(["generate", "toy-chunks", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr() == ("", "tachyscope: interrupted\n")
     assert files(tmp_path) == []
@@ -680,7 +684,7 @@ def test_every_policy_and_its_file_are_in_the_readme(part):
 
 def test_every_model_and_every_module_are_in_the_readme():
     assert all(f"| `{name}` |" in README for name in MODELS)
-    files = README.split("## File map")[1].split("```")[1]
+    files = (ROOT / "docs/architecture.md").read_text().split("```")[1]
     for path in (ROOT / "tachyscope").rglob("*.py"):
         if path.name != "__init__.py":
             assert re.search(rf"\b{path.stem}\b", files), path.name
@@ -688,7 +692,7 @@ def test_every_model_and_every_module_are_in_the_readme():
 
 def test_other_faults_of_torch_are_not_taken_for_the_users(tmp_path, monkeypatch, capsys):
     fault = RuntimeError("an illegal memory access was encountered")
-    monkeypatch.setattr(WanAdapter, "decode", failing(fault))
+    monkeypatch.setattr(WanModel, "decode_latents", failing(fault))
     words = ["generate", "toy-chunks", "--out", str(tmp_path), "--traceback"]
     assert main(words) == 1
     said = capsys.readouterr().err

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import tachyscope.compare as compare_module
-from tachyscope.adapters.wan import toy_chunks
 from tachyscope.compare import compare, tell_floor
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
-from tachyscope.models import load
+from tachyscope.models.registry import load
+from tachyscope.models.wan.model import toy_chunks
 from tachyscope.plan import Plan
 from tachyscope.quality import psnr
 from tachyscope.rollout import rollout

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tachyscope.adapters.wan import toy_chunks
-from tachyscope.adapters.wan_causal import EAGER, compiled
+from tachyscope.models.wan.model import toy_chunks
+from tachyscope.models.wan.transformer import EAGER, compiled
 from tachyscope.rollout import open_session
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ from streams import CHUNKS, ROPE
 from streams import play as stream
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import intervals, play, recall, scenes, sight, world
+from tachyscope.evaluation import batched_rollout, frame_checks, intervals, recall, scenes, world
 from tachyscope.evaluation.__main__ import main
-from tachyscope.models import load
+from tachyscope.models.registry import load
 from tachyscope.plan import Plan
 from tachyscope.quality import psnr
 from tachyscope.rollout import rollout
@@ -55,19 +55,19 @@ def mean_recall(at):
 
 def test_true_frames_are_right_in_everything(scene):
     index = list(range(0, 12, 3))
-    assert sight.identity(scene.frames[index], scene, index) == 1.0
-    place, heading = sight.pose_errors(scene.frames[:2], scene, [0, 1])
+    assert frame_checks.identity(scene.frames[index], scene, index) == 1.0
+    place, heading = frame_checks.pose_errors(scene.frames[:2], scene, [0, 1])
     # the search ends on a grid of 0.019 of a room and 2.8 degrees, begun off the truth
     assert place < 0.03 and heading < 2.9
     assert psnr(scene.frames, scene.frames).min() == 100.0
-    assert sight.unsaid_db(scene.frames, scene, range(12)) > 99
+    assert frame_checks.unsaid_db(scene.frames, scene, range(12)) > 99
 
 
 def test_another_side_of_the_room_is_not_taken_for_this_one(scene):
     turned = replace(scene.world, rooms=atrium.turned(scene.world.rooms, 2))
     other = scenes.make_scene(turned, scene.actions)
     index = list(range(0, 12, 3))
-    assert sight.identity(other.frames[index], scene, index) < 0.7
+    assert frame_checks.identity(other.frames[index], scene, index) < 0.7
 
 
 def test_a_pattern_of_the_same_colours_is_told_apart(scene):
@@ -77,8 +77,8 @@ def test_a_pattern_of_the_same_colours_is_told_apart(scene):
         kind[:, :4] = shown
         world = replace(scene.world, rooms=replace(scene.world.rooms, kind=kind.clone()))
         right.append(scenes.make_scene(world, "."))
-    same = sight.surfaces_right(right[0].frames, right[0], [0])[0, wall]
-    other = sight.surfaces_right(right[1].frames, right[0], [0])[0, wall]
+    same = frame_checks.surfaces_right(right[0].frames, right[0], [0])[0, wall]
+    other = frame_checks.surfaces_right(right[1].frames, right[0], [0])[0, wall]
     assert (same, other) == (1.0, 0.0)
 
 
@@ -87,16 +87,16 @@ def test_a_shifted_pose_is_found(scene):
     moved.start[:, :2].clamp_(atrium.NEAR, 1 - atrium.NEAR)
     true = float((moved.start - scene.world.start)[:, :2].norm())
     assert true > 0.05
-    place, _ = sight.pose_errors(scenes.make_scene(moved, ".").frames, scene, [0])
+    place, _ = frame_checks.pose_errors(scenes.make_scene(moved, ".").frames, scene, [0])
     assert abs(place - true) < 0.03
 
 
 def test_a_frozen_video_is_flagged(scene):
     still = np.repeat(scene.frames[:1], 11, 0)
-    assert sight.stopped(still, scene.frames[1:], scene.frames[0]) == 1.0
-    assert sight.stopped(scene.frames[1:], scene.frames[1:], scene.frames[0]) == 0.0
+    assert frame_checks.stopped(still, scene.frames[1:], scene.frames[0]) == 1.0
+    assert frame_checks.stopped(scene.frames[1:], scene.frames[1:], scene.frames[0]) == 0.0
     # where the truth rests too, nothing can be said
-    assert math.isnan(sight.stopped(still, still, scene.frames[0]))
+    assert math.isnan(frame_checks.stopped(still, still, scene.frames[0]))
 
 
 def test_named_colours_are_read_from_true_frames_and_not_from_grey_ones():
@@ -104,7 +104,9 @@ def test_named_colours_are_read_from_true_frames_and_not_from_grey_ones():
     for number in (2, 3, 5):
         still = scenes.make_scene(scenes.make_world(0, number, motion=0.0), "." + "q" * 24)
         grey = np.full_like(still.frames, 128)
-        found.append([sight.prompt_right(x[1:], still, range(1, 25)) for x in (still.frames, grey)])
+        found.append(
+            [frame_checks.prompt_right(x[1:], still, range(1, 25)) for x in (still.frames, grey)]
+        )
     # a room whose named walls are all in the first view says nothing
     assert [x for x in found if not math.isnan(x[0])]
     assert all(x == [1.0, 0.0] for x in found if not math.isnan(x[0]))
@@ -166,10 +168,10 @@ def test_every_entry_is_followed_into_its_group(cache):
     at, _ = probed(f"cache={cache}", chunks=9)
     for layer, slots in zip(at.layers, at.slots, strict=True):
         assert int(slots.min()) >= 0  # merging loses nobody
-        weight = layer.logw[:, :, : at.past].double().exp()
+        weight = layer.log_count[:, :, : at.past].double().exp()
         count = torch.zeros_like(weight).scatter_add_(2, slots, torch.ones_like(slots).double())
         torch.testing.assert_close(count, weight, rtol=1e-5, atol=1e-5)
-    assert at.past < at.seen
+    assert at.past < at.total_entries
     assert 0.2 < mean_recall(at) < 1
 
 
@@ -178,13 +180,13 @@ def test_who_is_dropped_is_followed_to_who_stands_for_it():
     folded, _ = probed("cache=merge:budget=5f", chunks=9)
     # the same keys are kept, so the first layer's groups are the same; here weights do not tell
     assert torch.equal(at.slots[0], folded.slots[0])
-    assert (at.layers[0].logw == 0).all() and folded.layers[0].logw.max() > 0
+    assert (at.layers[0].log_count == 0).all() and folded.layers[0].log_count.max() > 0
 
 
 @pytest.mark.parametrize("positions", ["absolute", "reindexed"])
 def test_a_window_keeps_its_sink_and_newest_entries(positions):
     at, _ = probed(f"cache=window:budget=5f,positions={positions}", chunks=9)
-    n = CHUNKS.places
+    n = CHUNKS.tokens_per_frame
     slots = at.slots[0][0, 0]
     assert slots[:n].tolist() == list(range(n))
     assert slots[-2 * n :].tolist() == list(range(n, 3 * n))
@@ -237,7 +239,7 @@ def test_what_is_made_never_depends_on_frames_after_the_given_ones(model):
     noise = scene.frames.copy()
     noise[3:] = np.random.default_rng(0).integers(0, 255, noise[3:].shape)
     pair = [replace(scene, frames=x) for x in (scene.frames, noise)]
-    (a,), (b,) = (play.play(model, "dense", [one], 3) for one in pair)
+    (a,), (b,) = (batched_rollout.play(model, "dense", [one], 3) for one in pair)
     assert np.array_equal(a.frames, b.frames)
     assert len(a.frames) == 3
 
@@ -247,9 +249,9 @@ def test_what_is_made_never_depends_on_frames_after_the_given_ones(model):
 )
 def test_worlds_in_one_batch_are_what_they_are_alone(model, plan):
     both = [scenes.make_scene(scenes.make_world(0, number), ".qqqqqw") for number in (3, 4)]
-    together = play.play(model, plan, both, 5, probed=(2,))
+    together = batched_rollout.play(model, plan, both, 5, probed=(2,))
     for scene, found in zip(both, together, strict=True):
-        (alone,) = play.play(model, plan, [scene], 5, probed=(2,))
+        (alone,) = batched_rollout.play(model, plan, [scene], 5, probed=(2,))
         # rows of one batch are summed up in another order
         assert psnr(alone.frames, found.frames).min() > 45
         assert found.work == pytest.approx(alone.work)
@@ -260,7 +262,7 @@ def test_worlds_in_one_batch_are_what_they_are_alone(model, plan):
 
 def test_a_batch_draws_what_a_rollout_of_its_own_draws(model):
     scene = scenes.make_scene(scenes.make_world(0, 3), ".qq")
-    (found,) = play.play(model, "dense", [scene], 1)
+    (found,) = batched_rollout.play(model, "dense", [scene], 1)
     chunks = rollout(
         model, "dense", frames=2, prompt=scene.world.prompt, actions="q q", seed=3,
         first=scene.frames[:1], first_actions=".",
@@ -331,10 +333,10 @@ def test_named_walls_of_true_frames_are_right():
             scenes.make_world(0, number, motion=0.0), "." + "q" * 24, torch.device("cpu")
         )
         turn = range(1, 25)
-        found += sight.named_walls(scene.frames[1:], scene, turn)
+        found += frame_checks.named_walls(scene.frames[1:], scene, turn)
         # as if every picture were the first: what is named lies elsewhere
         wrong = np.repeat(scene.frames[:1], 24, 0)
-        assert all(right == 0 for _, right in sight.named_walls(wrong, scene, turn))
+        assert all(right == 0 for _, right in frame_checks.named_walls(wrong, scene, turn))
     assert {side for side, _ in found} == {"left", "back", "right"}
     assert all(right == 1 for _, right in found)
 

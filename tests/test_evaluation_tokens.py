@@ -5,9 +5,9 @@ import torch
 
 from tachyscope.arguments import parse_actions
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import clips, clock, ranked
+from tachyscope.evaluation import clips, replay_scores, token_timing
 from tachyscope.evaluation import tokens as ev
-from tachyscope.models import load
+from tachyscope.models.registry import load
 from tachyscope.quality import psnr
 from tachyscope.rollout import open_session
 
@@ -46,7 +46,7 @@ def test_every_clip_has_the_given_frames_and_as_many_again():
 
 def test_worlds_in_one_batch_are_what_they_are_alone(model, clip):
     codes = clips.true_codes(model, clip)
-    both = ranked.begin(model, ranked.Way("replay=attentive:share=0.5"), clip, codes)
+    both = replay_scores.begin(model, replay_scores.Way("replay=attentive:share=0.5"), clip, codes)
     moves = clip.moves[8:9]
     with torch.inference_mode():
         together = model.score(both, codes[:, 8:9], moves)
@@ -77,7 +77,7 @@ def test_rank_correlation_sees_order_alone():
 
 
 def test_dense_is_no_way_off_itself_and_shares_are_kept(model, clip):
-    ways = [ranked.Way("replay=attentive:share=0"), *ev.FORCED.values()]
+    ways = [replay_scores.Way("replay=attentive:share=0"), *ev.FORCED.values()]
     dense, off, *rest = ev.forced(model, clip, ways, frames=4)
     assert all(x["kl"] == 0 and x["share_eligible"] == 0 for x in dense)
     # one row at a time or all at once: float32 rounds otherwise
@@ -92,17 +92,20 @@ def test_dense_is_no_way_off_itself_and_shares_are_kept(model, clip):
 
 def test_replay_in_one_layer_leaves_the_others_whole(model, clip):
     codes = clips.true_codes(model, clip)
-    session = ranked.begin(model, ranked.Way("replay=every_k:k=9", layers=(1,)), clip, codes)
+    session = replay_scores.begin(
+        model, replay_scores.Way("replay=every_k:k=9", layers=(1,)), clip, codes
+    )
     with torch.inference_mode():
         model.score(session, codes[:, 8:9], clip.moves[8:9])
     row = session.meter.take()
-    assert row["rows_replayed"] == row["rows_eligible"] == session.shape.rows * 16
+    assert row["rows_replayed"] == row["rows_eligible"] == session.shape.batch * 16
     assert row["rows_computed"] == 2 * row["rows_replayed"]
 
 
 def test_the_best_ranking_replays_what_changes_least(model, clip):
     ways = [
-        ranked.Way("replay=attentive:share=0.5", rank) for rank in ("change", "tas", "reversed")
+        replay_scores.Way("replay=attentive:share=0.5", rank)
+        for rank in ("change", "tas", "reversed")
     ]
     _, best, tas, back = ev.forced(model, clip, ways, frames=3)
     mean = [sum(x["kl"] for x in found) for found in (best, tas, back)]
@@ -112,7 +115,9 @@ def test_the_best_ranking_replays_what_changes_least(model, clip):
 
 def test_mass_is_the_attention_that_is_paid(model, clip):
     codes = clips.true_codes(model, clip)
-    session = ranked.begin(model, ranked.Way("replay=attentive:share=0.5", "mass"), clip, codes)
+    session = replay_scores.begin(
+        model, replay_scores.Way("replay=attentive:share=0.5", "mass"), clip, codes
+    )
     with torch.inference_mode():
         model.score(session, codes[:, 8:9], clip.moves[8:9])
     for mass in session._masses.values():
@@ -133,10 +138,10 @@ def test_a_moved_picture_is_found_where_it_went():
 
 def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
     before = [x.clone() for x in model.model.parameters()]
-    empty = clock.hollow(model, projections=True)
+    empty = token_timing.hollow(model, projections=True)
     for layer in empty.model.trunk.layers:
-        assert isinstance(layer.mlp, clock.Nothing) and isinstance(
-            layer.self_attn.q_proj, clock.Nothing
+        assert isinstance(layer.mlp, token_timing.Nothing) and isinstance(
+            layer.self_attn.q_proj, token_timing.Nothing
         )
     x = torch.ones(2, 3, 64)
     assert empty.model.trunk.layers[0].mlp(x).shape == (2, 3, 64)

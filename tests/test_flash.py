@@ -49,8 +49,8 @@ def _inputs(rng, b, h, kv, s, n, d, groups=1):
     """As a session hands them over: heads beside each other in memory, a part of longer caches."""
     q = torch.randn(b, s, h, d, generator=rng).transpose(1, 2)
     k, v = (torch.randn(b, kv, n + 11, d, generator=rng)[:, :, :n] for _ in range(2))
-    logw = torch.randn(b, groups, n + 10, generator=rng)[:, :, :n]
-    return q, k, v, logw
+    log_count = torch.randn(b, groups, n + 10, generator=rng)[:, :, :n]
+    return q, k, v, log_count
 
 
 @EACH
@@ -61,8 +61,8 @@ def _inputs(rng, b, h, kv, s, n, d, groups=1):
 )
 def test_flash_attention_equals_its_reference(rng, b, h, kv, s, n, weighted, setting):
     for groups in {1, kv}:
-        q, k, v, logw = _inputs(rng, b, h, kv, s, n, 16, groups)
-        args = (q, k, v, logw if weighted else None)
+        q, k, v, log_count = _inputs(rng, b, h, kv, s, n, 16, groups)
+        args = (q, k, v, log_count if weighted else None)
         got = flash_attention(*args, setting)
         assert got.stride() == q.stride()  # what comes after is then a view
         torch.testing.assert_close(got, attention_reference(*args))
@@ -70,22 +70,24 @@ def test_flash_attention_equals_its_reference(rng, b, h, kv, s, n, weighted, set
 
 @EACH
 def test_empty_slots_are_not_read(rng, setting):
-    q, k, v, logw = _inputs(rng, 1, 4, 2, 20, 90, 16, groups=2)
-    logw[:, :, 5:9] = logw[:, :, 16:48] = logw[:, :, 83:] = -math.inf  # whole tiles among them
-    logw[:, 1, 48:64] = -math.inf
-    want = attention_reference(q, k, v, logw)
+    q, k, v, log_count = _inputs(rng, 1, 4, 2, 20, 90, 16, groups=2)
+    log_count[:, :, 5:9] = log_count[:, :, 16:48] = log_count[
+        :, :, 83:
+    ] = -math.inf  # whole tiles among them
+    log_count[:, 1, 48:64] = -math.inf
+    want = attention_reference(q, k, v, log_count)
     for fill in (1e4, -1e4):
         for x in (k, v):
-            x[logw.isinf()] = fill
-        torch.testing.assert_close(flash_attention(q, k, v, logw, setting), want)
-    logw[:] = -math.inf
-    assert torch.equal(flash_attention(q, k, v, logw, setting), torch.zeros_like(q))
+            x[log_count.isinf()] = fill
+        torch.testing.assert_close(flash_attention(q, k, v, log_count, setting), want)
+    log_count[:] = -math.inf
+    assert torch.equal(flash_attention(q, k, v, log_count, setting), torch.zeros_like(q))
 
 
 @EACH
 def test_weights_may_begin_anywhere(rng, setting):
-    q, k, v, logw = _inputs(rng, 1, 2, 2, 16, 60, 16, groups=2)
-    args = (q, k[:, :, 3:], v[:, :, 3:], logw[:, :, 3:])
+    q, k, v, log_count = _inputs(rng, 1, 2, 2, 16, 60, 16, groups=2)
+    args = (q, k[:, :, 3:], v[:, :, 3:], log_count[:, :, 3:])
     torch.testing.assert_close(flash_attention(*args, setting), attention_reference(*args))
 
 
@@ -95,23 +97,23 @@ def _listed(rng, b, h, kv, blocks, block, tiles, most, d, tile, slots=None):
     wide = torch.randn(2, b + 1, kv + 1, slots + 5, d, generator=rng)
     wide[0, :, :, slots:] = wide[1, :, :, :5] = math.nan  # no part of it
     k, v = wide[0, 1:, 1:, :slots], wide[1, 1:, :-1, 5:]
-    logw = torch.randn(b, kv, blocks * block, generator=rng)
-    logw[:, :, min(slots, blocks * block) - 3 :] = -math.inf  # the last block is a part
-    logw[:, :, :block] = -math.inf  # and one is empty
+    log_count = torch.randn(b, kv, blocks * block, generator=rng)
+    log_count[:, :, min(slots, blocks * block) - 3 :] = -math.inf  # the last block is a part
+    log_count[:, :, :block] = -math.inf  # and one is empty
     ids = torch.rand(b, h, tiles, blocks, generator=rng).argsort(-1)[..., :most].int()
     counts = torch.randint(0, most + 1, (b, h, tiles), generator=rng, dtype=torch.int32)
     counts[0, 0, 0] = 0
     ids[torch.arange(most) >= counts.unsqueeze(-1)] = -1  # behind a list's end stands anything
-    return Listed(k, v, logw, ids, counts, tile, block)
+    return Listed(k, v, log_count, ids, counts, tile, block)
 
 
 def listed_reference(q, k, v, past):
     """Tile by tile: `listed_attention_reference` over the past's entries and the present ones."""
-    group, named = q.shape[1] // k.shape[1], past.logw.shape[2]
+    group, named = q.shape[1] // k.shape[1], past.log_count.shape[2]
     # as many slots as the blocks name
     past_k, past_v = (F.pad(x, (0, 0, 0, named - x.shape[2])) for x in (past.k, past.v))
     keys, values = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
-    logw = torch.cat([past.logw, torch.zeros(k.shape[:3], device=k.device)], 2)
+    log_count = torch.cat([past.log_count, torch.zeros(k.shape[:3], device=k.device)], 2)
     now, entry = slice(named, keys.shape[2]), torch.arange(past.block, device=q.device)
     out = torch.empty_like(q)
     for b in range(q.shape[0]):
@@ -123,7 +125,7 @@ def listed_reference(q, k, v, past):
                 listed = (blocks[:, None] * past.block + entry).flatten()[None, None]
                 out[row, h : h + 1, i * past.tile : (i + 1) * past.tile] = (
                     listed_attention_reference(
-                        part, keys[row, kv], values[row, kv], logw[row, kv], listed, now
+                        part, keys[row, kv], values[row, kv], log_count[row, kv], listed, now
                     )
                 )
     return out
@@ -158,8 +160,8 @@ def test_listed_blocks_may_lie_in_a_cache(rng, slots, setting):
     want = listed_reference(q, k, v, past)
     torch.testing.assert_close(flash_listed(q, k, v, past, setting), want)
     wide = torch.full((2, 2, 7 * 16 + 3), math.nan)  # its rows begin anywhere
-    wide[:, :, 3:] = past.logw
-    past = past._replace(logw=wide[:, :, 3:])
+    wide[:, :, 3:] = past.log_count
+    past = past._replace(log_count=wide[:, :, 3:])
     torch.testing.assert_close(flash_listed(q, k, v, past, setting), want)
 
 
@@ -228,14 +230,16 @@ def test_entries_are_shifted_though_they_overlap(rng, source, target, count):
 
 
 def test_blocks_are_encoded_where_they_stand(rng):
-    _, k, _, logw = _inputs(rng, 2, 3, 3, 1, 90, 16, 3)
-    logw = F.pad(logw, (0, 6), value=-math.inf)  # the last block is a part: six slots are missing
-    logw[:, :, ::7] = logw[:, :, 16:32] = -math.inf
+    _, k, _, log_count = _inputs(rng, 2, 3, 3, 1, 90, 16, 3)
+    log_count = F.pad(
+        log_count, (0, 6), value=-math.inf
+    )  # the last block is a part: six slots are missing
+    log_count[:, :, ::7] = log_count[:, :, 16:32] = -math.inf
     k[:, :, 16:32] = math.nan  # a block of none
     code = torch.zeros(2, 3, 9, 16, dtype=torch.int8)
     scale, weight = torch.full((2, 3, 9, 1), math.nan), torch.full((2, 3, 9), math.nan)
-    encode_blocks(k, logw, 16, (code, scale, weight))
-    weights = logw.unflatten(2, (6, 16))
+    encode_blocks(k, log_count, 16, (code, scale, weight))
+    weights = log_count.unflatten(2, (6, 16))
     live = (weights > -math.inf).unsqueeze(-1)
     keys = F.pad(k, (0, 0, 0, 6)).unflatten(2, (6, 16)).masked_fill(~live, 0.0)
     want_code, want_scale = quantise(keys.sum(3) / live.sum(3).clamp(min=1))
@@ -274,7 +278,7 @@ def kernels_on_the_cpu(monkeypatch):
 
 def _play(plan, chunks=4, shape=LARGE):
     at = session(shape, plan, torch.float32)
-    at.rope, at._turning = TURNS, TURNS.turning(at.device)
+    at.rope, at._frequencies = TURNS, TURNS.frequencies(at.device)
     return at, play(at, chunks)
 
 
@@ -298,7 +302,7 @@ def test_ann_reads_the_same_through_the_kernels(shape, cache, attention, request
     stock, want = _play(plan, chunks, shape)
     request.getfixturevalue("kernels_on_the_cpu")
     at, got = _play(plan, chunks, shape)
-    assert "ann_count" in at.layers[0].own and "ann_count" not in stock.layers[0].own
+    assert "ann_count" in at.layers[0].extra and "ann_count" not in stock.layers[0].extra
     assert_same(got, want, 1e-4)
     ours, theirs = at.meter.take(), stock.meter.take()
     if "top_p" not in attention:  # there stock torch, on the CPU, reads no empty place of a block
@@ -326,28 +330,32 @@ def test_attention_takes_the_kernel_where_it_suits(rng, monkeypatch):
     calls = []
     real = gpu.flash.flash_attention
     monkeypatch.setattr(gpu.flash, "flash_attention", lambda *args: calls.append(1) or real(*args))
-    q, k, v, logw = _inputs(rng, 1, 2, 2, 64, 70, 64)
-    torch.testing.assert_close(attention(q, k, v, logw), attention_reference(q, k, v, logw))
+    q, k, v, log_count = _inputs(rng, 1, 2, 2, 64, 70, 64)
+    torch.testing.assert_close(
+        attention(q, k, v, log_count), attention_reference(q, k, v, log_count)
+    )
     assert len(calls) == 1
     for other in (
         (q, k, v, None, False),
-        (q, k, v, logw, True),
-        (q[:, :, :63], k, v, logw, False),
-        (q.double(), k.double(), v.double(), logw, False),
-        (q[..., :12], k[..., :12], v[..., :12], logw, False),
-        (q.clone().requires_grad_(), k, v, logw, False),
+        (q, k, v, log_count, True),
+        (q[:, :, :63], k, v, log_count, False),
+        (q.double(), k.double(), v.double(), log_count, False),
+        (q[..., :12], k[..., :12], v[..., :12], log_count, False),
+        (q.clone().requires_grad_(), k, v, log_count, False),
     ):
         torch.testing.assert_close(attention(*other), attention_reference(*other))
     assert len(calls) == 1
     monkeypatch.setattr(gpu, "flash", None)  # where there is no Triton
-    torch.testing.assert_close(attention(q, k, v, logw), attention_reference(q, k, v, logw))
+    torch.testing.assert_close(
+        attention(q, k, v, log_count), attention_reference(q, k, v, log_count)
+    )
 
 
 def test_what_the_kernels_hold_is_declared_without_data():
     shape = replace(LARGE, heads=12, kv_heads=12, head_dim=128, grid=(30, 52), chunk=3)
-    at = session(shape, "attention=ann:read=0.2", torch.bfloat16, frames=21)
+    at = session(shape, "attention=ann:read=0.2", torch.bfloat16, latent_frames=21)
     meta = at.plan.attention.tensors(shape, at.layers[0].k.shape[2], torch.device("meta"))
-    own = at.layers[0].own
+    own = at.layers[0].extra
     assert set(meta) - set(own) == {"ann_count"}
     held = sum(x.numel() * x.element_size() for x in meta.values())
     assert held < 0.04 * 2 * 2 * at.layers[0].k.numel()  # beside keys and values, next to nothing

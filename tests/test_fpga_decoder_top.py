@@ -195,7 +195,7 @@ def run_both(top, count, thresholds, wait=0.0, sink=0, window=0, seed=0):
     models = [small_model(top, layers, thresholds, sink, window) for _ in range(top.rows)]
     tokens, want, replayed = [], [], []
     for i in range(count):
-        token = Token(i, i % shape.places, i >= shape.places)
+        token = Token(i, i % shape.tokens_per_frame, i >= shape.tokens_per_frame)
         x = to_wide(rng.normal(0, 1, (top.rows, shape.width)))
         tokens.append((x, token))
         results = [model.step(a, token) for model, a in zip(models, x, strict=True)]

@@ -14,11 +14,10 @@ from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, 
 from test_flash import listed_reference
 
 import tachyscope as ts
-from tachyscope.adapters.tiny_decoder import TinyDecoder
-from tachyscope.adapters.wan import random_wan
-from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.attention.ann import Ann
 from tachyscope.bench.wan import ALL, bench_wan
+from tachyscope.compile_cache import VARIABLES
+from tachyscope.graph_runner import ChunkRunner, Graph
 from tachyscope.kernels import flash, gpu
 from tachyscope.kernels.attention import attention, attention_reference
 from tachyscope.kernels.flash import (
@@ -29,9 +28,10 @@ from tachyscope.kernels.flash import (
     setting_of,
 )
 from tachyscope.kernels.rotary import turn_into
-from tachyscope.making import Graph, Maker
 from tachyscope.meter import Meter
-from tachyscope.programs import VARIABLES
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import random_wan
+from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.rates import warm_up
 from tachyscope.types import Rope
 
@@ -83,26 +83,26 @@ LSH = "attention=ann:read=0.6,block=2,hash=lsh"
 @pytest.mark.parametrize("plan", [*PLANS, LSH])
 def test_nothing_inside_a_chunk_waits_for_the_device(plan, kind):
     shape = SHAPES[kind]
-    at = session(shape, plan, device="cuda", frames=20)
+    ctx = session(shape, plan, device="cuda", frames=20)
     rng = torch.Generator().manual_seed(0)
-    if shape.causal:
-        play_prompt(at, rng)
+    if shape.token_by_token:
+        play_prompt(ctx, rng)
     mlp = Square()
     for chunk in range(6):
-        layers = draw(rng, shape, shape.chunk_tokens)
+        layers = draw(rng, shape, shape.max_pass_tokens)
         layers = [[x.to("cuda") for x in part] for part in layers]
-        pos = shape.positions(at.frame, shape.chunk, "cuda")
+        pos = shape.positions(ctx.latent_frame, shape.chunk, "cuda")
         torch.cuda.synchronize()
         with no_waits():
             for step in range(shape.passes):
-                if shape.causal:
-                    for i in range(shape.chunk_tokens):
+                if shape.token_by_token:
+                    for i in range(shape.max_pass_tokens):
                         one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
-                        play_pass(at, one, pos[i : i + 1], 0, 1, mlp)
+                        play_pass(ctx, one, pos[i : i + 1], 0, 1, mlp)
                 else:
-                    play_pass(at, layers, pos, step, shape.passes, mlp)
-            at.commit()
-        assert at.chunk == chunk + 1
+                    play_pass(ctx, layers, pos, step, shape.passes, mlp)
+            ctx.commit()
+        assert ctx.chunk == chunk + 1
 
 
 @pytest.mark.parametrize("name", ["toy-chunks", "toy-tokens"])
@@ -119,17 +119,17 @@ def test_a_whole_model_makes_a_chunk_without_a_wait(name, plan):
 
 
 def test_a_gate_on_cuda_is_metered_as_simulated():
-    at = session(TOKENS, "replay=attentive:threshold=-99", device="cuda")
-    play(at, 4)
-    row = at.meter.take()
+    ctx = session(TOKENS, "replay=attentive:threshold=-99", device="cuda")
+    play(ctx, 4)
+    row = ctx.meter.take()
     assert row["rows_replayed"] == 0
     assert row["simulated_rows_replayed"] == row["rows_eligible"] > 0
 
 
 def test_a_fixed_share_on_cuda_is_real():
-    at, mlp = session(CHUNKS, "replay=attentive:share=0.5", device="cuda"), Square()
-    play(at, 4, mlp=mlp)
-    row = at.meter.take()
+    ctx, mlp = session(CHUNKS, "replay=attentive:share=0.5", device="cuda"), Square()
+    play(ctx, 4, mlp=mlp)
+    row = ctx.meter.take()
     assert row["rows_computed"] == mlp.rows
     assert row["rows_replayed"] == row["rows_eligible"] / 2
 
@@ -141,9 +141,9 @@ def test_attention_with_weights_equals_its_reference(dtype):
     k, v = (
         torch.randn(1, 12, 3001, 128, generator=rng, device="cuda", dtype=dtype) for _ in range(2)
     )
-    logw = torch.rand(1, 1, 3001, generator=rng, device="cuda") * 4
-    logw[:, :, 2500:] = -torch.inf
-    got, want = attention(q, k, v, logw), attention_reference(q, k, v, logw)
+    log_count = torch.rand(1, 1, 3001, generator=rng, device="cuda") * 4
+    log_count[:, :, 2500:] = -torch.inf
+    got, want = attention(q, k, v, log_count), attention_reference(q, k, v, log_count)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
@@ -163,10 +163,10 @@ def test_every_way_to_build_the_kernel_gives_the_same(keys, parts, described):
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(2, 300, 6, 128, **like).transpose(1, 2)
     k, v = (torch.randn(2, 3, 2100, 128, **like)[:, :, :2003] for _ in range(2))
-    logw = torch.rand(2, 3, 2101, generator=rng, device="cuda")[:, :, :2003] * 4
-    logw[:, :, 40:50] = logw[:, :, 128:300] = -math.inf
+    log_count = torch.rand(2, 3, 2101, generator=rng, device="cuda")[:, :, :2003] * 4
+    log_count[:, :, 40:50] = log_count[:, :, 128:300] = -math.inf
     setting = Setting(128, keys, 8, 2, described, parts)
-    for w in (logw, logw[:, :1], None):
+    for w in (log_count, log_count[:, :1], None):
         _close(flash_attention(q, k, v, w, setting), attention_reference(q, k, v, w))
 
 
@@ -179,15 +179,15 @@ def _listed(tile, block, head_dim, more):
     cache = torch.randn(2, 2, 3, slots + now, head_dim, **like)
     cached = cache[:, :, 1:, :slots]
     k, v = cache[:, :, 1:, slots:]
-    logw = torch.rand(2, 2, 20 * block, generator=rng, device="cuda")
-    logw[:, :, -7:] = logw[:, :, block : 2 * block] = -math.inf
+    log_count = torch.rand(2, 2, 20 * block, generator=rng, device="cuda")
+    log_count[:, :, -7:] = log_count[:, :, block : 2 * block] = -math.inf
     tiles = -(-300 // tile) + 1
     order = torch.rand(2, 4, tiles, 20, generator=rng, device="cuda").argsort(-1)
     order[order == 19] = order[..., :1].expand_as(order)[order == 19]
     order[..., 0] = 19  # the last block, a part, is read first
     counts = torch.randint(0, 9, (2, 4, tiles), generator=rng, device="cuda", dtype=torch.int32)
     counts[0, 0, 0] = 0
-    return q, k, v, Listed(*cached, logw, order.int()[..., :8], counts, tile, block)
+    return q, k, v, Listed(*cached, log_count, order.int()[..., :8], counts, tile, block)
 
 
 IN_CACHE = pytest.mark.parametrize("more", [-5, 37])
@@ -227,11 +227,11 @@ def test_the_hopper_kernel_equals_its_reference(hopper, b, h, kv, s, n, head_dim
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(b, s, h, head_dim, **like).transpose(1, 2)
     k, v = (torch.randn(b, kv, n + 97, head_dim, **like)[:, :, :n] for _ in range(2))
-    logw = torch.rand(b, kv, n + 98, generator=rng, device="cuda")[:, :, :n] * 4
-    logw[:, :, 40:50] = logw[:, :, 128:300] = -math.inf
-    for w in (logw, logw[:, :1], None):
+    log_count = torch.rand(b, kv, n + 98, generator=rng, device="cuda")[:, :, :n] * 4
+    log_count[:, :, 40:50] = log_count[:, :, 128:300] = -math.inf
+    for w in (log_count, log_count[:, :1], None):
         _close(hopper.flash_attention(q, k, v, w), attention_reference(q, k, v, w))
-    empty = torch.full_like(logw, -math.inf)
+    empty = torch.full_like(log_count, -math.inf)
     assert torch.equal(hopper.flash_attention(q, k, v, empty), torch.zeros_like(q))
 
 
@@ -256,90 +256,90 @@ LARGE_PLANS = [
 
 
 def _large(plan):
-    at = session(LARGE, plan, torch.bfloat16, device="cuda", frames=30)
-    at.rope, at._turning = TURNS, TURNS.turning(at.device)
-    return at
+    ctx = session(LARGE, plan, torch.bfloat16, device="cuda", frames=30)
+    ctx.rope, ctx._frequencies = TURNS, TURNS.frequencies(ctx.device)
+    return ctx
 
 
 @pytest.mark.parametrize("plan", LARGE_PLANS[:3])
 def test_ann_reads_on_cuda_what_its_map_says(plan):
-    at = _large(plan)
-    play(at, 5)
-    layer, policy = at.layers[1], at.plan.attention
-    own, size = layer.own, policy.block
-    blocks = policy._cut(LARGE, 0, at.past)
-    between = policy._between(LARGE, 0, at.past)
+    ctx = _large(plan)
+    play(ctx, 5)
+    layer, policy = ctx.layers[1], ctx.plan.attention
+    own, size = layer.extra, policy.block
+    blocks = policy._cut(LARGE, 0, ctx.past)
+    between = policy._between(LARGE, 0, ctx.past)
     order = own["ann_order"][:, :, : between.stop - between.start].long()
-    weights = own["ann_logw"][:, :, : blocks.all * size]
-    held = layer.logw.expand(-1, 4, -1)
+    weights = own["ann_log_count"][:, :, : blocks.all * size]
+    held = layer.log_count.expand(-1, 4, -1)
     assert torch.equal(weights[:, :, between], held[:, :, between].gather(2, order))
     assert torch.equal(weights[:, :, : between.start], held[:, :, : between.start])
-    assert (weights[:, :, at.past :] == -math.inf).all()
-    moment = at._moment.at(1)._replace(past=at.past)
+    assert (weights[:, :, ctx.past :] == -math.inf).all()
+    moment = ctx._context.for_layer(1)._replace(past=ctx.past)
     back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
-    policy.unorder(back, moment, at.past)
+    policy.restore_order(back, moment, ctx.past)
     assert not torch.equal(back.k, layer.k)
     for x, ordered in ((back.k, layer.k), (back.v, layer.v)):
-        assert torch.equal(policy.ordered(x, layer, moment), ordered)  # by stock torch
+        assert torch.equal(policy.to_index_order(x, layer, moment), ordered)  # by stock torch
 
     rng = torch.Generator("cuda").manual_seed(3)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
-    q, k, v = (torch.randn(1, 4, LARGE.chunk_tokens, 128, **like) for _ in range(3))
-    at.begin(LARGE.positions(at.frame, 3, "cuda"), 0, 3, (1.0,) * 3)
-    at.meter.take()
-    got = at.attend(1, q, k, v)
-    now = slice(at.past, at.past + LARGE.chunk_tokens)
+    q, k, v = (torch.randn(1, 4, LARGE.max_pass_tokens, 128, **like) for _ in range(3))
+    ctx.begin(LARGE.positions(ctx.latent_frame, 3, "cuda"), 0, 3, (1.0,) * 3)
+    ctx.meter.take()
+    got = ctx.attend(1, q, k, v)
+    now = slice(ctx.past, ctx.past + LARGE.max_pass_tokens)
     chosen, counts = (
-        own["ann_map"][..., : policy._blocks_read(blocks, at._moment)],
+        own["ann_map"][..., : policy._blocks_read(blocks, ctx._context)],
         own["ann_count"],
     )
-    past = Listed(layer.k, layer.v, own["ann_logw"], chosen, counts, policy.tile, size)
-    turned = at.rope.turn(q, *at._angles)
+    past = Listed(layer.k, layer.v, own["ann_log_count"], chosen, counts, policy.tile, size)
+    turned = ctx.rope.apply(q, *ctx._cos_sin)
     _close(got, listed_reference(turned, layer.k[:, :, now], layer.v[:, :, now], past))
     queries = [
-        min(policy.tile, LARGE.chunk_tokens - i * policy.tile) for i in range(counts.shape[2])
+        min(policy.tile, LARGE.max_pass_tokens - i * policy.tile) for i in range(counts.shape[2])
     ]
     read = (counts.double() * torch.tensor(queries, device="cuda")).sum() * size
-    row = at.meter.take()
-    assert row["pairs"] == read + 4 * LARGE.chunk_tokens**2
-    assert row["pairs"] < 0.9 * 4 * LARGE.chunk_tokens * (at.past + LARGE.chunk_tokens)
+    row = ctx.meter.take()
+    assert row["pairs"] == read + 4 * LARGE.max_pass_tokens**2
+    assert row["pairs"] < 0.9 * 4 * LARGE.max_pass_tokens * (ctx.past + LARGE.max_pass_tokens)
     assert "simulated_pairs_skipped" not in row
 
 
 def test_blocks_that_a_tile_reads_stand_first_in_its_list():
-    at = _large("cache=keep_all attention=ann:top_p=1,block=32,tile=128,sink=0,newest=0")
-    play(at, 6)
+    ctx = _large("cache=keep_all attention=ann:top_p=1,block=32,tile=128,sink=0,newest=0")
+    play(ctx, 6)
     rng = torch.Generator("cuda").manual_seed(3)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
-    q, k, v = (20 * torch.randn(1, 4, LARGE.chunk_tokens, 128, **like) for _ in range(3))
-    at.begin(LARGE.positions(at.frame, 3, "cuda"), 0, 3, (1.0,) * 3)
-    assert at.attend(1, q, k, v).isfinite().all()
-    own, count = at.layers[1].own, at.plan.attention._cut(LARGE, 0, at.past).all
+    q, k, v = (20 * torch.randn(1, 4, LARGE.max_pass_tokens, 128, **like) for _ in range(3))
+    ctx.begin(LARGE.positions(ctx.latent_frame, 3, "cuda"), 0, 3, (1.0,) * 3)
+    assert ctx.attend(1, q, k, v).isfinite().all()
+    own, count = ctx.layers[1].extra, ctx.plan.attention._cut(LARGE, 0, ctx.past).all
     listed = own["ann_map"][..., :count] >= 0
     first = torch.arange(count, device="cuda") < own["ann_count"].unsqueeze(-1)
     assert torch.equal(listed, first)
 
 
 def test_the_kernels_choose_as_stock_torch_does():
-    at = _large(LARGE_PLANS[0])
-    play(at, 5)
-    layer, policy = at.layers[1], at.plan.attention
+    ctx = _large(LARGE_PLANS[0])
+    play(ctx, 5)
+    layer, policy = ctx.layers[1], ctx.plan.attention
     assert isinstance(policy, Ann)
-    ours = {name: layer.own[name].clone() for name in layer.own if name.startswith("ann_")}
-    moment = at._moment.at(1)._replace(past=at.past, before=())
+    ours = {name: layer.extra[name].clone() for name in layer.extra if name.startswith("ann_")}
+    moment = ctx._context.for_layer(1)._replace(past=ctx.past, before=())
     stock = replace(
         layer, k=layer.k.clone(), v=layer.v.clone(),
         own={name: x.clone() for name, x in ours.items() if name != "ann_count"},
     )  # fmt: skip
-    policy.unorder(stock, moment, at.past)
-    policy.index(stock, moment, at.past, Meter())
+    policy.restore_order(stock, moment, ctx.past)
+    policy.build_index(stock, moment, ctx.past, Meter())
     # a key on a plane may fall on either side, and ties of a rounding either way
     assert (stock.own["ann_order"] == ours["ann_order"]).float().mean() > 0.98
     assert (stock.own["ann_code"] == ours["ann_code"]).float().mean() > 0.98
     for name in ("ann_order", "ann_code", "ann_scale", "ann_weight"):
         stock.own[name].copy_(ours[name])
-    q = torch.randn(1, 4, LARGE.chunk_tokens, 128, device="cuda", dtype=torch.bfloat16)
-    blocks = policy._cut(LARGE, 0, at.past)
+    q = torch.randn(1, 4, LARGE.max_pass_tokens, 128, device="cuda", dtype=torch.bfloat16)
+    blocks = policy._cut(LARGE, 0, ctx.past)
     got, want = (policy._mass(q, x, moment, blocks.all) for x in (layer, stock))
     torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-4)
     assert (got - want).abs().mean() < 1e-4 * want.mean()
@@ -347,17 +347,17 @@ def test_the_kernels_choose_as_stock_torch_does():
 
 @pytest.mark.parametrize("plan", LARGE_PLANS)
 def test_the_kernels_wait_for_nothing(plan):
-    at = _large(plan)
+    ctx = _large(plan)
     rng = torch.Generator().manual_seed(0)
     for _ in range(7):
-        layers = draw(rng, LARGE, LARGE.chunk_tokens, torch.bfloat16)
+        layers = draw(rng, LARGE, LARGE.max_pass_tokens, torch.bfloat16)
         layers = [[x.to("cuda") for x in part] for part in layers]
-        pos = LARGE.positions(at.frame, LARGE.chunk, "cuda")
+        pos = LARGE.positions(ctx.latent_frame, LARGE.chunk, "cuda")
         torch.cuda.synchronize()
         with no_waits():
             for step in range(LARGE.passes):
-                out = play_pass(at, layers, pos, step, LARGE.passes)
-            at.commit()
+                out = play_pass(ctx, layers, pos, step, LARGE.passes)
+            ctx.commit()
         assert all(x.isfinite().all() for x, _ in out)
 
 
@@ -375,11 +375,11 @@ def test_attention_without_our_kernels_equals_its_reference(monkeypatch):
     rng = torch.Generator("cuda").manual_seed(0)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, h, n, 128, **like) for h, n in ((12, 500), (4, 3000), (4, 3000)))
-    logw = torch.rand(1, 4, 3000, generator=rng, device="cuda") * 4
-    logw[:, :, 100:300] = -math.inf
-    _close(attention(q, k, v, logw), attention_reference(q, k, v, logw))
+    log_count = torch.rand(1, 4, 3000, generator=rng, device="cuda") * 4
+    log_count[:, :, 100:300] = -math.inf
+    _close(attention(q, k, v, log_count), attention_reference(q, k, v, log_count))
     with no_waits():
-        attention(q, k, v, logw)
+        attention(q, k, v, log_count)
 
 
 def test_spans_are_measured_without_a_wait():
@@ -455,12 +455,12 @@ def test_heads_are_turned_into_a_cache(dtype, interleaved):
     rng = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(1, 4680, 12, 128, generator=rng, device="cuda").to(dtype).transpose(1, 2)
     pos = torch.rand(4680, 3, generator=rng, device="cuda") * 400
-    cos, sin = rope.angles(pos, dtype)
+    cos, sin = rope.cos_sin(pos, dtype)
     cache = torch.zeros(1, 12, 9000, 128, device="cuda", dtype=dtype)
     with no_waits():
         turn_into(cache[:, :, 1234 : 1234 + 4680], x, cos, sin, rope)
     want = torch.zeros_like(cache)
-    want[:, :, 1234 : 1234 + 4680] = rope.turn(x, cos, sin)
+    want[:, :, 1234 : 1234 + 4680] = rope.apply(x, cos, sin)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(cache, want, rtol=tolerance, atol=tolerance)
 
@@ -495,7 +495,7 @@ def test_repeated_launches_make_the_chunks_that_would_have_been_asked_for(plan, 
 
     def video(record):
         session = ts.open_session(model, plan, prompt="a b", seed=3)
-        make, rows = Maker(model, session, record), []
+        make, rows = ChunkRunner(model, session, record), []
         with torch.inference_mode():
             for i in range(11):
                 latents = make([i % 4, 1, (i // 2) % 4])

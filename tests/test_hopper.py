@@ -121,9 +121,9 @@ def test_a_share_of_empty_slots_counts_for_nothing():
 
 def _meta(tile):
     q = torch.empty(1, 12, 4680, 128, dtype=torch.bfloat16, device="meta")
-    logw = torch.empty(1, 12, 9984, device="meta")
+    log_count = torch.empty(1, 12, 9984, device="meta")
     ids = torch.empty(1, 12, -(-4680 // tile), 20, dtype=torch.int32, device="meta")
-    return q, flash.Listed(q, q, logw, ids, ids[..., 0], tile, 128)
+    return q, flash.Listed(q, q, log_count, ids, ids[..., 0], tile, 128)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_it_serves_tiles_of_128_where_no_setting_is_given(served):
     flash.flash_listed(q, q, q, past, setting)
     flash.flash_listed(q, q, q, _meta(64)[1])
     assert served == []
-    assert flash.flash_attention(q, q, q, past.logw).shape == q.shape
+    assert flash.flash_attention(q, q, q, past.log_count).shape == q.shape
     assert flash.flash_listed(q, q, q, past).shape == q.shape
     assert served == ["flash_attention", "flash_listed"]
 
@@ -163,7 +163,7 @@ def test_without_gluon_triton_serves(served, monkeypatch):
     monkeypatch.delattr(kernels, "hopper")
     monkeypatch.setitem(sys.modules, "tachyscope.kernels.hopper", None)
     q, past = _meta(128)
-    assert flash.flash_attention(q, q, q, past.logw).shape == q.shape
+    assert flash.flash_attention(q, q, q, past.log_count).shape == q.shape
     assert flash.flash_listed(q, q, q, past).shape == q.shape
     assert served == []
 
@@ -198,9 +198,9 @@ def test_what_is_built_is_launched_again_without_asking_triton(monkeypatch, rng)
 
     q = torch.randn(1, 4, 12800, 64, generator=rng).bfloat16()  # 400 tiles: four are cut
     k = torch.randn(1, 2, 3000, 64, generator=rng).bfloat16()
-    logw = torch.zeros(1, 2, 3000)
-    assert builds(q, k, k, logw) == (1, 0)
-    assert builds(q, k[:, :, :2000], k[:, :, :2000], logw[:, :, :2000]) == (
+    log_count = torch.zeros(1, 2, 3000)
+    assert builds(q, k, k, log_count) == (1, 0)
+    assert builds(q, k[:, :, :2000], k[:, :, :2000], log_count[:, :, :2000]) == (
         0,
         1,
     )  # lengths are data

@@ -20,7 +20,7 @@ from tachyscope.inspection import (
     lines,
     mass,
 )
-from tachyscope.models import load
+from tachyscope.models.registry import load
 from tachyscope.plan import Plan
 from tachyscope.rollout import refill, rollout
 from tachyscope.session import Session
@@ -57,7 +57,7 @@ def play(session, stream):
     """Feed a session whole chunks: of each layer a (q, k, v, x), by chunk."""
     with torch.inference_mode():
         for chunk in stream:
-            pos = session.shape.positions(session.frame, session.shape.chunk)
+            pos = session.shape.positions(session.latent_frame, session.shape.chunk)
             session.begin(pos, 0, 1, (0.0,) * session.shape.chunk)
             for layer, (q, k, v, x) in enumerate(chunk):
                 session.attend(layer, q, k, v)
@@ -72,9 +72,9 @@ def frame_of(shape, rng):
     def draw(*size):
         return torch.randn(*size, generator=rng)
 
-    kv = (1, shape.kv_heads, shape.places, shape.head_dim)
+    kv = (1, shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
     return [
-        (draw(1, shape.heads, *kv[2:]), draw(*kv), draw(*kv), draw(1, shape.places, shape.width))
+        (draw(1, shape.heads, *kv[2:]), draw(*kv), draw(*kv), draw(1, shape.tokens_per_frame, shape.width))
         for _ in range(shape.layers)
     ]  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_an_observed_rollout_makes_the_frames_of_a_plain_one(models, name, plan)
 def test_an_observed_session_keeps_and_counts_what_a_plain_one_does(models):
     model = models["toy-tokens"]
     shape = model.shape()
-    first = model.latents(np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8))
+    first = model.encode_frames(np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8))
     states, rows = [], []
     for make in (Session, Observed):
         session = make(shape, Plan(), model.rope(shape), lengths=(2, 2), seed=1)
@@ -148,7 +148,7 @@ def test_the_cosine_of_a_frozen_stream_is_one_and_its_difference_nought(rng):
 def test_adjacent_frames_are_compared_within_chunks_and_across_them(rng):
     frames = [frame_of(STILL, rng) for _ in range(4)]
     session = play(observed(), [chunk_of(frames[:2]), chunk_of(frames[2:])])
-    assert session.places == list(range(STILL.places))
+    assert session.places == list(range(STILL.tokens_per_frame))
     for record in session.found["mlp"]:
         old, new = (2 * frames[record.frame - i][record.layer][3][0].double() for i in (1, 0))
         cosine = torch.cosine_similarity(old, new, -1)
@@ -160,13 +160,15 @@ def test_adjacent_frames_are_compared_within_chunks_and_across_them(rng):
 def test_a_token_at_a_time_is_compared_like_a_frame_at_once(models):
     model = models["toy-tokens"]
     shape = model.shape()
-    latents = model.latents(np.random.default_rng(1).integers(0, 256, (3, 32, 32, 3), np.uint8))
+    latents = model.encode_frames(
+        np.random.default_rng(1).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    )
     sessions = []
     for one_by_one in (False, True):
         session = Observed(shape, Plan(), model.rope(shape), lengths=(2, 2), places=5, queries=3)
         refill(model, session, latents[:, :2], "x", "w w")
         with torch.inference_mode():
-            (model.score if one_by_one else model.clean)(session, latents[:, 2:], [1])
+            (model.score if one_by_one else model.prefill_latents)(session, latents[:, 2:], [1])
             session.commit()
         sessions.append(session)
     for kind in (*ALIKE, "mass"):
@@ -205,17 +207,19 @@ def test_a_share_of_the_keys_is_rounded_up_to_whole_ones():
 
 def test_shares_are_of_the_keys_that_a_query_sees():
     # of 40 slots 20 are empty, and the first query does not see the last ten
-    logw = torch.zeros(1, 1, 40)
-    logw[..., :20] = -math.inf
-    held = mass(torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 40, 4), logw, torch.tensor([30, 40]))
+    log_count = torch.zeros(1, 1, 40)
+    log_count[..., :20] = -math.inf
+    held = mass(
+        torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 40, 4), log_count, torch.tensor([30, 40])
+    )
     assert held[0, 0, :, PERCENTS.index(5)].tolist() == pytest.approx([1 / 10, 1 / 20])
     assert held[..., -1].flatten().tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_an_entry_that_stands_for_several_weighs_as_much_as_they():
-    logw = torch.zeros(1, 1, 10)
-    logw[..., 3] = math.log(91.0)
-    held = mass(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 10, 4), logw)
+    log_count = torch.zeros(1, 1, 10)
+    log_count[..., 3] = math.log(91.0)
+    held = mass(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 10, 4), log_count)
     assert held[0, 0, 0, PERCENTS.index(10)] == pytest.approx(0.91)
 
 
@@ -245,9 +249,9 @@ def test_shares_of_time_and_of_work_sum_to_one(documents, name):
 
 
 def test_context_is_how_many_keys_a_query_of_the_dense_model_sees(documents, models):
-    places = models["toy-chunks"].shape().places
+    places = models["toy-chunks"].shape().tokens_per_frame
     assert [row["context"] for row in documents["toy-chunks"]["time"]] == [3 * places, 6 * places]
-    tokens = models["toy-tokens"].shape().places
+    tokens = models["toy-tokens"].shape().tokens_per_frame
     contexts = [row["context"] for row in documents["toy-tokens"]["time"]]
     assert np.diff(contexts).tolist() == [tokens, tokens]
 

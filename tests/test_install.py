@@ -153,7 +153,7 @@ def test_the_hf_extra_reads_a_sentencepiece_tokenizer(tmp_path):
             minloglevel=2,
         )
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    from tachyscope.adapters.tokenizers import read_tokenizer
+    from tachyscope.models.vila_u.tokenizers import read_tokenizer
 
     words = read_tokenizer(transformers, tmp_path, legacy=False)
     exact = spm.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))

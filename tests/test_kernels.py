@@ -37,8 +37,8 @@ IDS = ["b{}h{}kv{}s{}n{}d{}".format(*s) for s in SHAPES]
 def _inputs(rng, b, h, kv, s, n, d, groups=1):
     q = torch.randn(b, h, s, d, generator=rng)
     k, v = (torch.randn(b, kv, n, d, generator=rng) for _ in range(2))
-    logw = torch.randn(b, groups, n, generator=rng)
-    return q, k, v, logw
+    log_count = torch.randn(b, groups, n, generator=rng)
+    return q, k, v, log_count
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -46,18 +46,18 @@ def _inputs(rng, b, h, kv, s, n, d, groups=1):
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_attention_equals_its_reference(rng, shape, weighted, causal):
     for groups in {1, shape[2]}:
-        q, k, v, logw = _inputs(rng, *shape, groups)
-        args = (q, k, v, logw if weighted else None, causal)
+        q, k, v, log_count = _inputs(rng, *shape, groups)
+        args = (q, k, v, log_count if weighted else None, causal)
         torch.testing.assert_close(attention(*args), attention_reference(*args))
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_weights_as_channels_equal_the_reference(rng, groups):
-    q, k, v, logw = _inputs(rng, 2, 6, 3, 70, 63, 20, groups)
-    logw[:, :, 5:20] = -math.inf
-    want = attention_reference(q, k, v, logw)
-    torch.testing.assert_close(attention_by_channels(q, k, v, logw), want)
-    assert attention_by_channels(q, k, v, torch.full_like(logw, -math.inf)).isfinite().all()
+    q, k, v, log_count = _inputs(rng, 2, 6, 3, 70, 63, 20, groups)
+    log_count[:, :, 5:20] = -math.inf
+    want = attention_reference(q, k, v, log_count)
+    torch.testing.assert_close(attention_by_channels(q, k, v, log_count), want)
+    assert attention_by_channels(q, k, v, torch.full_like(log_count, -math.inf)).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -68,34 +68,34 @@ def test_sixteen_bits_keep_a_weight(dtype):
     q, k = (torch.zeros(1, 1, n, 128, dtype=dtype) for n in (1, 2))
     v = torch.tensor([0.0, 1.0], dtype=dtype).view(1, 1, 2, 1).expand(-1, -1, -1, 128)
     for w in weight:
-        logw = torch.stack([w, torch.tensor(math.log(10))]).view(1, 1, 2)
-        got, want = attention_by_channels(q, k, v, logw), 10 / (10 + w.exp())
+        log_count = torch.stack([w, torch.tensor(math.log(10))]).view(1, 1, 2)
+        got, want = attention_by_channels(q, k, v, log_count), 10 / (10 + w.exp())
         torch.testing.assert_close(got.float(), want.expand_as(got), rtol=1e-2, atol=0)
 
 
 def test_empty_slots_filled_with_large_numbers_change_nothing(rng):
-    q, k, v, logw = _inputs(rng, 2, 4, 2, 5, 40, 16)
-    logw[:, :, 20:] = -math.inf
-    clean = attention(q, k[:, :, :20], v[:, :, :20], logw[:, :, :20])
+    q, k, v, log_count = _inputs(rng, 2, 4, 2, 5, 40, 16)
+    log_count[:, :, 20:] = -math.inf
+    clean = attention(q, k[:, :, :20], v[:, :, :20], log_count[:, :, :20])
     for fill in (1e4, -1e4):
         k[:, :, 20:], v[:, :, 20:] = fill, fill
-        torch.testing.assert_close(attention(q, k, v, logw), clean)
+        torch.testing.assert_close(attention(q, k, v, log_count), clean)
 
 
 def test_a_row_of_empty_slots_stays_finite(rng):
-    q, k, v, logw = _inputs(rng, 1, 2, 2, 3, 6, 8)
-    assert attention(q, k, v, torch.full_like(logw, -math.inf)).isfinite().all()
+    q, k, v, log_count = _inputs(rng, 1, 2, 2, 3, 6, 8)
+    assert attention(q, k, v, torch.full_like(log_count, -math.inf)).isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=IDS[1:])
 def test_listed_attention_equals_its_reference(rng, shape, causal):
-    q, k, v, logw = _inputs(rng, *shape, groups=shape[2])
+    q, k, v, log_count = _inputs(rng, *shape, groups=shape[2])
     b, h, _, s, n, _ = shape
     now = slice(n - s, n)
     listed = torch.rand(b, h, n - s, generator=rng).argsort(-1)[:, :, :9]
     listed[:, :, -2:] = -1
-    args = (q, k, v, logw, listed, now, causal)
+    args = (q, k, v, log_count, listed, now, causal)
     torch.testing.assert_close(listed_attention(*args), listed_attention_reference(*args))
 
 
@@ -127,10 +127,10 @@ def _groups(rng, b, g, n):
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_fold_equals_its_reference(rng, groups):
-    v, logw = torch.randn(2, 3, 17, 5, generator=rng), torch.rand(2, groups, 17, generator=rng)
+    v, log_count = torch.randn(2, 3, 17, 5, generator=rng), torch.rand(2, groups, 17, generator=rng)
     root, source = _groups(rng, 2, groups, 17), torch.arange(17).expand(2, groups, 17)
-    got_v, got_w = fold(v, logw, source, root)
-    want_v, want_w = fold_reference(v, logw, source, root)
+    got_v, got_w = fold(v, log_count, source, root)
+    want_v, want_w = fold_reference(v, log_count, source, root)
     torch.testing.assert_close(got_w, want_w)
     torch.testing.assert_close(got_v, want_v)
 
@@ -147,11 +147,11 @@ def test_merging_identical_keys_is_exact_for_any_grouping(seed, n):
     rng = torch.Generator().manual_seed(seed)
     root = _groups(rng, 1, 1, n)
     q, k, v = (torch.randn(1, 2, n, 6, generator=rng, dtype=torch.float64) for _ in range(3))
-    logw = torch.rand(1, 1, n, generator=rng, dtype=torch.float64)
+    log_count = torch.rand(1, 1, n, generator=rng, dtype=torch.float64)
     k = k.gather(2, root[..., None].expand_as(k))  # a group shares its root's key
-    merged_v, merged_w = fold(v, logw, torch.arange(n)[None, None], root)
+    merged_v, merged_w = fold(v, log_count, torch.arange(n)[None, None], root)
     torch.testing.assert_close(
-        attention(q, k, merged_v, merged_w), attention(q, k, v, logw), rtol=1e-6, atol=1e-6
+        attention(q, k, merged_v, merged_w), attention(q, k, v, log_count), rtol=1e-6, atol=1e-6
     )
 
 
@@ -160,10 +160,10 @@ def test_merging_identical_keys_is_exact_for_any_grouping(seed, n):
 def test_folding_one_by_one_in_any_order_gives_the_same_sums(seed):
     rng = torch.Generator().manual_seed(seed)
     v = torch.randn(1, 1, 6, 4, generator=rng, dtype=torch.float64)
-    logw = torch.rand(1, 1, 6, generator=rng, dtype=torch.float64)
+    log_count = torch.rand(1, 1, 6, generator=rng, dtype=torch.float64)
     first = torch.zeros(1, 1, 1, dtype=torch.int64)
-    whole_v, whole_w = fold(v, logw, torch.arange(6)[None, None], first.expand(-1, -1, 6))
-    got_v, got_w = v, logw
+    whole_v, whole_w = fold(v, log_count, torch.arange(6)[None, None], first.expand(-1, -1, 6))
+    got_v, got_w = v, log_count
     for i in (torch.randperm(5, generator=rng) + 1).tolist():
         got_v, got_w = fold(got_v, got_w, torch.tensor([[[i]]]), first)
     torch.testing.assert_close(got_v[:, :, 0], whole_v[:, :, 0])
@@ -171,11 +171,11 @@ def test_folding_one_by_one_in_any_order_gives_the_same_sums(seed):
 
 
 def test_an_entry_that_is_alone_keeps_its_bits(rng):
-    v, logw = torch.randn(1, 2, 9, 3, generator=rng), torch.rand(1, 1, 9, generator=rng)
+    v, log_count = torch.randn(1, 2, 9, 3, generator=rng), torch.rand(1, 1, 9, generator=rng)
     alone = torch.arange(9)[None, None]
-    got, weights = fold(v, logw, alone, alone)
+    got, weights = fold(v, log_count, alone, alone)
     assert torch.equal(got, v)
-    torch.testing.assert_close(weights, logw)
+    torch.testing.assert_close(weights, log_count)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])

@@ -12,8 +12,8 @@ import torch
 from streams import CHUNKS, ROPE
 
 from tachyscope.cache.merge import Merge
-from tachyscope.fit import need, sized
 from tachyscope.kernels.merge import alike_features, best_older_reference, fold_reference, roots
+from tachyscope.memory import need, sized
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 
@@ -124,9 +124,9 @@ def test_the_most_alike_are_chosen_and_partners_followed(rng, n, excess, ties):
 
 def _layer(rng, b, h, n, d, dtype):
     k, v, raw = (torch.randn(b, h, n, d, generator=rng).to(DEVICE, dtype) for _ in range(3))
-    logw = torch.rand(b, h, n, generator=rng).to(DEVICE)
+    log_count = torch.rand(b, h, n, generator=rng).to(DEVICE)
     pos = torch.randint(9, (b, h, n, 3), generator=rng).to(DEVICE, torch.float32)
-    return folding.Entries(k, v, logw, pos, raw)
+    return folding.Entries(k, v, log_count, pos, raw)
 
 
 @pytest.mark.parametrize(
@@ -151,16 +151,16 @@ def test_folded_groups_equal_their_reference(rng, dtype, tolerance, hubs, monkey
     b, h, n, excess = (1, 2, 400, 370) if hubs else (2, 2, 60, 50)
     *_, folds = _chosen(rng, b, h, n, excess, hubs=hubs)
     held = _layer(rng, b, h, n, 16, dtype)
-    k, v, logw, pos, _ = held
+    k, v, log_count, pos, _ = held
     keys, places = k.clone(), pos.clone()
     source, root = (x.view(b, h, excess).long().cpu() for x in (folds.source, folds.root))
     largest = max(torch.unique(x, return_counts=True)[1].max() for x in root.flatten(0, 1))
     assert largest > (17 * 16 if hubs == 1 else 8)
-    want_v, want_w = fold_reference(v.cpu(), logw.cpu(), source, root)
+    want_v, want_w = fold_reference(v.cpu(), log_count.cpu(), source, root)
     folding.fold_groups(held, folds, newest=True, mean=True)
     stay = folds.order.view(b, h, -1).long()
     at = stay[..., None].expand(-1, -1, -1, 16)
-    got = logw.gather(2, stay).cpu()
+    got = log_count.gather(2, stay).cpu()
     torch.testing.assert_close(got, want_w.gather(2, stay.cpu()), rtol=1e-6, atol=1e-6)
     got, want = v.gather(2, at).cpu(), want_v.gather(2, at.cpu())
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -217,25 +217,27 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
         monkeypatch.setattr(Merge, "_kernels_suit", lambda *_: by_kernels)
         at = Session(shape, plan, rope, device=DEVICE, dtype=dtype)
         rng = torch.Generator().manual_seed(0)
-        size = (shape.rows, shape.kv_heads, shape.chunk_tokens, shape.head_dim)
+        size = (shape.batch, shape.kv_heads, shape.max_pass_tokens, shape.head_dim)
         again = torch.randn(size, generator=rng)
         for _ in range(6):
-            at.begin(shape.positions(at.frame, shape.chunk, DEVICE), 0, 1, (0.0,) * shape.chunk)
+            at.begin(
+                shape.positions(at.latent_frame, shape.chunk, DEVICE), 0, 1, (0.0,) * shape.chunk
+            )
             for i in range(shape.layers):
                 k = again + 0.4 * torch.randn(size, generator=rng)
                 v = torch.randn(size, generator=rng)
-                at.enter(i, *(x.to(DEVICE) for x in (k.repeat_interleave(2, 1), k, v)))
+                at.write_kv(i, *(x.to(DEVICE) for x in (k.repeat_interleave(2, 1), k, v)))
             at.commit()
         return at
 
     got, want = run(True), run(False)
-    assert got.past == want.past < 6 * shape.chunk_tokens
+    assert got.past == want.past < 6 * shape.max_pass_tokens
     assert got.meter.take() == want.meter.take()
     for mine, theirs in zip(got.layers, want.layers, strict=True):
-        end = got.past - got.plan.cache.newest * shape.places
-        for name, x in (mine.entries() | mine.own).items():
+        end = got.past - got.plan.cache.newest * shape.tokens_per_frame
+        for name, x in (mine.entries() | mine.extra).items():
             used = end if name.startswith("slot_") else got.past
-            y = (theirs.entries() | theirs.own)[name]
+            y = (theirs.entries() | theirs.extra)[name]
             torch.testing.assert_close(
                 x[:, :, :used], y[:, :, :used], rtol=tolerance, atol=tolerance
             )

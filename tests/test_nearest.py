@@ -28,13 +28,13 @@ def test_counts_equal_those_of_the_scores(rng, tokens, n):
     # as in a model: queries lie between heads of others
     q = _draw(rng, 2, tokens, 3, 64).transpose(1, 2)
     k = _draw(rng, 2, 3, n + 9, 64)[:, :, 4 : n + 4]
-    logw = torch.randn(2, 1, n, generator=rng).to(DEVICE)
+    log_count = torch.randn(2, 1, n, generator=rng).to(DEVICE)
     if n > 5:
-        logw[1, 0, n // 2 :] = -math.inf
-    logw = logw.expand(2, 3, n)
-    counts = count_nearest(q, k, logw)
-    assert counts.sum(-1).eq(tokens).all() and counts[logw == -math.inf].eq(0).all()
-    scores = int8_scores(q, *quantise(k)) + logw.unsqueeze(2)
+        log_count[1, 0, n // 2 :] = -math.inf
+    log_count = log_count.expand(2, 3, n)
+    counts = count_nearest(q, k, log_count)
+    assert counts.sum(-1).eq(tokens).all() and counts[log_count == -math.inf].eq(0).all()
+    scores = int8_scores(q, *quantise(k)) + log_count.unsqueeze(2)
     expected = torch.nn.functional.one_hot(scores.argmax(-1), n).sum(2)
     # halves may round to another code, and two scores then change places
     assert (counts - expected).abs().sum() <= 0.01 * expected.sum()
@@ -52,11 +52,11 @@ def test_the_policy_reads_what_its_counts_say(rng, keep):
     q = 8 * _draw(rng, 1, 300, 12, 128).transpose(1, 2)
     k, v = _draw(rng, 1, 12, 512, 128), _draw(rng, 1, 12, 512, 128)
     text = collapse(k, v, (90,))
-    logw = text.logw.expand(1, 12, -1)
-    counts = count_nearest(q, text.k, logw)
+    log_count = text.log_count.expand(1, 12, -1)
+    counts = count_nearest(q, text.k, log_count)
     assert counts.gt(0).sum(-1).max() > 40
     best = counts.topk(min(keep, 91), -1, sorted=False).indices
-    read = torch.full_like(logw, -math.inf).scatter(2, best, logw.gather(2, best))
+    read = torch.full_like(log_count, -math.inf).scatter(2, best, log_count.gather(2, best))
     read = read.masked_fill(counts == 0, -math.inf)
     got = AnnText(keep=keep).attend(q, text, Meter(q.device))
     torch.testing.assert_close(

@@ -7,9 +7,9 @@ from faults import refused
 from safetensors.torch import save_file
 
 import tachyscope as ts
-from tachyscope.adapters.wan import WanAdapter, random_wan
-from tachyscope.adapters.wan_config import WanConfig
 from tachyscope.cli import main
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import WanModel, random_wan
 
 SMALL = {"dim": 48, "ffn_dim": 64, "layers": 2, "heads": 2, "text_dim": 8, "text_len": 16,
          "in_channels": 4, "size": (4, 4), "stride": (1, 8, 8)}  # fmt: skip
@@ -30,7 +30,7 @@ def _video(model, frames=9, **asked):
 
 def _noise_of_seed(monkeypatch, model, seed, **asked):
     """What a seed draws, as a tensor to hand in, and the video."""
-    drawn, own, chunk = {}, WanAdapter._noise, model.config.chunk
+    drawn, own, chunk = {}, WanModel._noise, model.config.chunk
 
     def noted(self, session, draw, ahead=0):
         found = own(self, session, draw, ahead)
@@ -38,7 +38,7 @@ def _noise_of_seed(monkeypatch, model, seed, **asked):
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(WanAdapter, "_noise", noted)
+        patch.setattr(WanModel, "_noise", noted)
         video = _video(model, seed=seed, **asked)
     draws, chunks = (1 + max(key[i] for key in drawn) for i in (0, 1))
     missing = torch.zeros_like(drawn[0, 0])

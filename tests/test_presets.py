@@ -13,14 +13,14 @@ from faults import refused
 from torch import nn
 
 import tachyscope as ts
-from tachyscope.adapters.checkpoint import wan_name, write_tensors
-from tachyscope.adapters.wan import WEIGHTS, load_wan, random_wan, save_wan
-from tachyscope.adapters.wan_causal import WanCausal
-from tachyscope.adapters.wan_config import WanConfig
-from tachyscope.adapters.wan_presets import PRESETS
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeWarning
-from tachyscope.models import MODELS
+from tachyscope.models.checkpoint import wan_name, write_tensors
+from tachyscope.models.registry import MODELS
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import WEIGHTS, load_wan, random_wan, save_wan
+from tachyscope.models.wan.presets import PRESETS
+from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.rollout import open_session, refill, rollout
 from tachyscope.session import Session
 
@@ -104,7 +104,7 @@ class Told:
 
     def __init__(self, adapter, contexts, views, sizes):
         self.shape = adapter.shape()
-        self.own = [size * self.shape.places for size in sizes]
+        self.own = [size * self.shape.tokens_per_frame for size in sizes]
         self.rope = adapter.rope(self.shape)
         self.texts = [adapter.model.keys_values(context) for context in contexts]
         self.views = []
@@ -117,7 +117,7 @@ class Told:
 
     def attend(self, layer, q, k, v):
         out = []
-        k, v = (x.unflatten(2, (-1, self.shape.places)) for x in (k, v))
+        k, v = (x.unflatten(2, (-1, self.shape.tokens_per_frame)) for x in (k, v))
         for queries, (mixes, pos) in zip(q.split(self.own, 2), self.views, strict=True):
             own = queries.shape[2]
             keys, values = (torch.einsum("ef,bhfnd->bhend", mixes, x).flatten(2, 3) for x in (k, v))
@@ -138,7 +138,7 @@ class Told:
 @torch.no_grad()
 def play(adapter, p: Protocol, chunks: int, prompt: str, draw, given=()):
     """The protocol from its statement: every pass recomputes every chunk from the latents."""
-    text = adapter.encode(prompt).context.double()
+    text = adapter.encode_prompt(prompt).context.double()
     done, made = list(given), []  # of this stretch, and in all
     for chunk in range(chunks):
         if p.stretch and len(done) * p.chunk == p.stretch:
@@ -173,7 +173,7 @@ def play_retold(adapter, p: Protocol, before, chunks: int, prompts, draw):
     Where the video is longer than its window, the sink is what was remembered of the first frames
     under the first prompt; what stands behind it is one block, which sees the sink and itself.
     """
-    first, second = (adapter.encode(prompt).context.double() for prompt in prompts)
+    first, second = (adapter.encode_prompt(prompt).context.double() for prompt in prompts)
     latents = torch.cat(before, 2)
     made = latents.shape[2]
     if made > p.window:
@@ -225,7 +225,7 @@ def roll(adapter, chunks, prompt, seed, given=()):
     A window sees the first block, right before the newest clean ones: 21 latent frames with its
     own. A finished block is run clean, and sees the newest 21 with its own, and no anchor.
     """
-    draw, text = drawn(seed, 3), adapter.encode(prompt).context.double()
+    draw, text = drawn(seed, 3), adapter.encode_prompt(prompt).context.double()
     finished, noisy = list(given), {}
     for window in range(chunks + 4):
         start, end = max(0, window - 4), min(chunks - 1, window)
@@ -269,7 +269,7 @@ class Pixels:
         self.colour = torch.randn(3, SMALL["in_channels"], generator=rng).double() / 6
         self.latent = 4 * torch.randn(SMALL["in_channels"], 3, generator=rng).double()
 
-    def frames(self, latents):
+    def pixel_frames(self, latents):
         return max(0, 4 * latents - 3)
 
     def encode(self, frames):
@@ -331,7 +331,9 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
         chunks = 2 * protocol.stretch // protocol.chunk  # the third stretch has begun
     session = open_session(model, "stock", prompt="a", seed=7)
     found, shown = [], []
-    for chunk in rollout(model, frames=model.frames(chunks * protocol.chunk), session=session):
+    for chunk in rollout(
+        model, frames=model.pixel_frames(chunks * protocol.chunk), session=session
+    ):
         found.append(session.latents)
         shown.append(chunk.frames)
     assert_same(found, play(model, protocol, chunks, "a", drawn(7, protocol.chunk)))
@@ -374,7 +376,7 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
     image = np.random.default_rng(3).integers(0, 256, (1, 32, 32, 3), dtype=np.uint8)
     whole = model.decoder.encode
     monkeypatch.setattr(model.decoder, "encode", lambda frames: whole(frames[:, ::8, ::8]))
-    given, noise = [model.latents(image)], drawn(7, 1)
+    given, noise = [model.encode_frames(image)], drawn(7, 1)
     session = open_session(model, "stock", prompt="a", seed=7, first=image)
     found = [session.latents for _ in rollout(model, frames=12, session=session)]
     expected = play(model, protocol, 3, "a", noise, given)
@@ -458,9 +460,9 @@ def test_a_change_of_prompt_remembers_the_window_again(shrunk, tmp_path):
     assert (after[0] - unchanged[-1]).abs().max() > 0.01
     # said beforehand, it happens where the next chunk begins, and as by its authors: in one pass
     for frames in (6, 12, 15, 18):
-        session = open_session(model, "stock", prompt="a", seed=7, frames=model.frames(27))
-        then = [(model.frames(frames) - 2, "b")]
-        chunks = rollout(model, frames=model.frames(27), then=then, session=session)
+        session = open_session(model, "stock", prompt="a", seed=7, frames=model.pixel_frames(27))
+        then = [(model.pixel_frames(frames) - 2, "b")]
+        chunks = rollout(model, frames=model.pixel_frames(27), then=then, session=session)
         found = [session.latents[:, :, -3:] for _ in chunks]
         noise, more = drawn(7, 3), 9 - frames // 3
         expected = play(stated, protocol, frames // 3, "a", noise)
@@ -474,7 +476,7 @@ def test_a_chunk_made_ahead_never_hangs_on_one_that_was_not_shown(
 ):
     model, order = published(name, tmp_path), []
     loop = importlib.import_module("tachyscope.rollout")  # the package's own name is the function
-    for call in ("sample", "decode"):
+    for call in ("sample", "decode_latents"):
         whole = getattr(model, call)
 
         def note(*given, call=call, whole=whole):
@@ -486,10 +488,13 @@ def test_a_chunk_made_ahead_never_hangs_on_one_that_was_not_shown(
     for beside in (False, True):
         monkeypatch.setattr(loop, "runs_beside", lambda device, beside=beside: beside)
         order.clear()
-        films.append([c.frames for c in rollout(model, "stock", frames=model.frames(27))])
-        ahead = beside and not model.looks
-        assert order[:3] == ["sample", *(["sample", "decode"] if ahead else ["decode", "sample"])]
-    assert model.looks == (name in ("krea", "causvid"))
+        films.append([c.frames for c in rollout(model, "stock", frames=model.pixel_frames(27))])
+        ahead = beside and not model.decodes_in_loop
+        assert order[:3] == [
+            "sample",
+            *(["sample", "decode_latents"] if ahead else ["decode_latents", "sample"]),
+        ]
+    assert model.decodes_in_loop == (name in ("krea", "causvid"))
     assert all(np.array_equal(a, b) for a, b in zip(*films, strict=True))
 
 
@@ -499,10 +504,12 @@ def test_a_rolled_window_is_the_authors_protocol(given, shrunk, tmp_path):
     latents = [drawn(5 + i, 3)() for i in range(given)]
     # until the clean pass no longer sees the first block, and the window has run empty
     chunks = 11
-    session = open_session(model, "stock", prompt="a", seed=7, frames=model.frames(3 * chunks))
+    session = open_session(
+        model, "stock", prompt="a", seed=7, frames=model.pixel_frames(3 * chunks)
+    )
     if given:
         refill(model, session, torch.cat(latents, 2), "a")
-    frames, found = model.frames(3 * (given + chunks)) - model.frames(3 * given), []
+    frames, found = model.pixel_frames(3 * (given + chunks)) - model.pixel_frames(3 * given), []
     for _ in rollout(model, frames=frames, session=session):
         found.append(session.latents)
     assert session.features.keys() == {"last"}
@@ -517,7 +524,9 @@ NARROW = (
 
 
 def latents_of(model, session, chunks):
-    frames = model.frames(session.frame + 3 * chunks) - model.frames(session.frame)
+    frames = model.pixel_frames(session.latent_frame + 3 * chunks) - model.pixel_frames(
+        session.latent_frame
+    )
     return [session.latents for _ in rollout(model, frames=frames, session=session)]
 
 
@@ -538,7 +547,7 @@ def test_a_rolled_window_goes_on_from_its_state(plan, shrunk, tmp_path):
     model = published("rolling-forcing", tmp_path)
 
     def begin():
-        return open_session(model, plan, prompt="a", seed=3, frames=model.frames(30))
+        return open_session(model, plan, prompt="a", seed=3, frames=model.pixel_frames(30))
 
     whole = latents_of(model, begin(), 10)
     for cut in (1, 7):
@@ -557,10 +566,10 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
 
     class Watched(Session):
         def begin(self, pos, step, steps, noise):
-            widths.append((len(pos) // self.shape.places, step, len(set(noise))))
+            widths.append((len(pos) // self.shape.tokens_per_frame, step, len(set(noise))))
             super().begin(pos, step, steps, noise)
 
-    session = open_session(model, "stock", frames=model.frames(6), make=Watched)
+    session = open_session(model, "stock", frames=model.pixel_frames(6), make=Watched)
     latents_of(model, session, 2)
     # two chunks make no window of five: each still takes five steps
     full = [(3, 0, 1), *((6, step, 2) for step in range(1, 5)), (3, 5, 1), (3, 4, 1), (3, 5, 1)]
@@ -569,26 +578,28 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
     latents_of(model, session, 2)
     assert widths[:6] == [*((3 * i + 3, i, i + 1) for i in range(5)), (3, 5, 1)]
     assert widths[6:] == [(15, 4, 5), (3, 5, 1)] and "window" in session.features
-    assert model.shape().chunk == 3 and model.shape().chunk_tokens == 15 * 4
+    assert model.shape().chunk == 3 and model.shape().max_pass_tokens == 15 * 4
 
 
 def test_what_a_rolled_window_reads_is_counted(shrunk, tmp_path):
     model = published("rolling-forcing", tmp_path)
     session = open_session(model, "stock", prompt="a")
-    rows = [chunk.stats for chunk in rollout(model, frames=model.frames(30), session=session)]
+    rows = [chunk.stats for chunk in rollout(model, frames=model.pixel_frames(30), session=session)]
     heads, places = model.config.heads, 4
     # two layers; the clean pass reads in the first alone
     assert rows[-1]["pairs"] == heads * places**2 * (2 * 15 * 21 + 3 * 21)
     assert rows[-1]["pairs_dense"] == heads * places**2 * (2 * 15 * (27 + 15) + 3 * 30)
     dense = open_session(model, "dense", prompt="a")
-    for chunk in rollout(model, frames=model.frames(30), session=dense):
+    for chunk in rollout(model, frames=model.pixel_frames(30), session=dense):
         assert chunk.stats["pairs"] == chunk.stats["pairs_dense"]
 
 
 def test_a_chunk_remembered_alone_is_counted_alone(shrunk, tmp_path):
     model = published("krea", tmp_path)
     session = open_session(model, "dense", prompt="a")
-    *_, row = [chunk.stats for chunk in rollout(model, frames=model.frames(9), session=session)]
+    *_, row = [
+        chunk.stats for chunk in rollout(model, frames=model.pixel_frames(9), session=session)
+    ]
     # five passes of two layers over three chunks, and one layer over the chunk itself
     pairs = model.config.heads * 12**2 * (5 * 2 * 3 + 1)
     assert row["pairs"] == row["pairs_dense"] == pairs
@@ -598,9 +609,9 @@ def test_a_video_that_starts_again_forgets(shrunk, tmp_path):
     model = published("causvid", tmp_path)
     session = open_session(model, "dense", prompt="a")
     held = [chunk.stats["entries"] // 4 for chunk in rollout(
-        model, frames=model.frames(27), session=session)]  # fmt: skip
+        model, frames=model.pixel_frames(27), session=session)]  # fmt: skip
     assert held == [3, 6, 9, 12, 15, 18, 3, 6, 9]
-    assert session.frame == 27 and session.chunk == 9
+    assert session.latent_frame == 27 and session.chunk == 9
 
 
 def test_what_is_encoded_again_is_so_when_given(shrunk, tmp_path):
@@ -634,7 +645,10 @@ def test_a_part_that_encodes_must_be_there(shrunk, tmp_path):
             with torch.inference_mode():
                 refused(lambda m=model, s=session: m.sample(s, []), words)
         # random weights are for a clock, and their preview encodes nothing
-        assert len(list(rollout(made, "stock", frames=made.frames(frames + 3)))) == frames // 3 + 1
+        assert (
+            len(list(rollout(made, "stock", frames=made.pixel_frames(frames + 3))))
+            == frames // 3 + 1
+        )
 
 
 def test_a_view_says_itself_what_is_read(shrunk):
@@ -662,7 +676,7 @@ def test_the_first_chunk_shares_its_passes_with_the_others():
 def test_a_preview_has_as_many_frames_as_the_video_would(shrunk):
     model = ts.load("self-forcing", "random")
     found = [len(chunk.frames) for chunk in ts.rollout(model, "stock", frames=81)]
-    assert found == [9, 12, 12, 12, 12, 12, 12] and model.frames(21) == 81
+    assert found == [9, 12, 12, 12, 12, 12, 12] and model.pixel_frames(21) == 81
 
 
 @pytest.mark.parametrize("name, size", [("self-forcing", (825, 1_418_996_800)),

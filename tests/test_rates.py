@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tachyscope.rates
-from tachyscope.models import load
+from tachyscope.models.registry import load
 from tachyscope.rates import Clock, rates, tell_rates, warm_up
 from tachyscope.rollout import open_session, rollout
 from tachyscope.types import Chunk

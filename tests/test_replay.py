@@ -39,55 +39,55 @@ REPLAYS = [
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("replay", REPLAYS)
 def test_rows_replayed_are_rows_the_mlp_never_saw(replay, kind):
-    at, mlp = session(SHAPES[kind], f"replay={replay}"), Square()
-    play(at, 8, mlp=mlp)
-    row = at.meter.take()
-    prompt = at.prompt * at.shape.rows * at.shape.layers
+    ctx, mlp = session(SHAPES[kind], f"replay={replay}"), Square()
+    play(ctx, 8, mlp=mlp)
+    row = ctx.meter.take()
+    prompt = ctx.prompt * ctx.shape.batch * ctx.shape.layers
     assert row["rows_computed"] == mlp.rows + prompt  # the prompt's rows went to an MLP of its own
     assert row["rows_replayed"] > 0
-    tokens = 8 * at.shape.chunk_tokens * at.shape.passes * at.shape.rows * at.shape.layers
+    tokens = 8 * ctx.shape.max_pass_tokens * ctx.shape.passes * ctx.shape.batch * ctx.shape.layers
     assert row["rows_computed"] + row["rows_replayed"] == tokens + prompt
     assert "simulated_rows_replayed" not in row
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_a_share_of_a_chunk_is_kept_exactly(share):
-    at = session(CHUNKS, f"replay=attentive:share={share}")
-    play(at, 6)
-    row = at.meter.take()
+    ctx = session(CHUNKS, f"replay=attentive:share={share}")
+    play(ctx, 6)
+    row = ctx.meter.take()
     assert row["rows_replayed"] == share * row["rows_eligible"]
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_a_share_of_single_tokens_is_kept_nearly(share):
-    at = session(TOKENS, f"replay=attentive:share={share}")
-    play(at, 60, drift=1.0)
-    row = at.meter.take()
+    ctx = session(TOKENS, f"replay=attentive:share={share}")
+    play(ctx, 60, drift=1.0)
+    row = ctx.meter.take()
     # a rank among six earlier scores: the share comes in sevenths
     assert row["rows_replayed"] / row["rows_eligible"] == pytest.approx(share, abs=1 / 7)
 
 
 def test_a_replayed_row_is_the_last_frames_output_at_its_place():
     """Chunk models: every latent frame looks at the last one of the chunk before, same pass."""
-    at = session(CHUNKS, "replay=every_k:k=2")
+    ctx = session(CHUNKS, "replay=every_k:k=2")
     rng = torch.Generator().manual_seed(0)
     pos = CHUNKS.positions(0, 2)
     kept = {}
     for chunk in range(2):
         for step in range(3):
             layers = draw(rng, CHUNKS, 12)
-            out = play_pass(at, layers, pos, step, 3)
+            out = play_pass(ctx, layers, pos, step, 3)
             for i, (_, y) in enumerate(out):
                 if chunk == 0:
                     kept[step, i] = y[:, 6:]
                 else:
                     assert torch.equal(y, kept[step, i].repeat(1, 2, 1))
-        at.commit()
+        ctx.commit()
 
 
 def test_token_models_replay_the_same_place_one_frame_back():
-    at = session(TOKENS, "replay=every_k:k=2")
-    out = play(at, 2)
+    ctx = session(TOKENS, "replay=every_k:k=2")
+    out = play(ctx, 2)
     first, second = out[: len(out) // 2], out[len(out) // 2 :]
     for (_, before), (_, after) in zip(first, second, strict=True):
         assert torch.equal(before, after)
@@ -96,38 +96,40 @@ def test_token_models_replay_the_same_place_one_frame_back():
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_score_is_the_attention_logit_with_the_place_one_frame_back(kind):
     shape = SHAPES[kind]
-    at = session(shape, "replay=attentive:threshold=99")
-    play(at, 3)
-    here, n = at.layers[0], shape.places
-    before = here.k[:, :, at.past - n : at.past].clone()  # rotated, from the last frame's last pass
+    ctx = session(shape, "replay=attentive:threshold=99")
+    play(ctx, 3)
+    here, n = ctx.layers[0], shape.tokens_per_frame
+    before = here.k[
+        :, :, ctx.past - n : ctx.past
+    ].clone()  # rotated, from the last frame's last pass
     step = shape.passes - 1
     rng = torch.Generator().manual_seed(9)
-    q, k, v, _ = draw(rng, shape, shape.chunk_tokens)[0]
-    if shape.causal:
+    q, k, v, _ = draw(rng, shape, shape.max_pass_tokens)[0]
+    if shape.token_by_token:
         q, k, v, before = (x[:, :, :1] for x in (q, k, v, before))
-    pos = shape.positions(at.frame, shape.chunk)[: q.shape[2]]
-    at.begin(pos, step, shape.passes, (0.0,) * shape.chunk)
-    at.attend(0, q, k, v)
-    turned = at.rope.turn(q, *at._angles)
+    pos = shape.positions(ctx.latent_frame, shape.chunk)[: q.shape[2]]
+    ctx.begin(pos, step, shape.passes, (0.0,) * shape.chunk)
+    ctx.attend(0, q, k, v)
+    turned = ctx.rope.apply(q, *ctx._cos_sin)
     want = temporal_score_reference(turned, before.repeat(1, 1, q.shape[2] // before.shape[2], 1))
-    torch.testing.assert_close(at._scores[0], want)
+    torch.testing.assert_close(ctx._scores[0], want)
 
 
 def test_authors_mixes_an_unrotated_query_with_a_rotated_key():
-    at = session(TOKENS, "replay=attentive:threshold=99,authors=true")
-    play(at, 2)
-    before = at.layers[0].k[:, :, at.past - 6 : at.past - 5].clone()
-    at.begin(TOKENS.positions(at.frame, 1)[:1], 0, 1, (0.0,))
+    ctx = session(TOKENS, "replay=attentive:threshold=99,authors=true")
+    play(ctx, 2)
+    before = ctx.layers[0].k[:, :, ctx.past - 6 : ctx.past - 5].clone()
+    ctx.begin(TOKENS.positions(ctx.latent_frame, 1)[:1], 0, 1, (0.0,))
     q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
-    at.attend(0, q, q[:, :2], q[:, :2])
-    torch.testing.assert_close(at._scores[0], temporal_score_reference(q, before))
+    ctx.attend(0, q, q[:, :2], q[:, :2])
+    torch.testing.assert_close(ctx._scores[0], temporal_score_reference(q, before))
 
 
 def test_the_lowest_scores_are_computed():
-    at = session(CHUNKS, "replay=attentive:share=0.5")
+    ctx = session(CHUNKS, "replay=attentive:share=0.5")
     score = torch.tensor([[5.0, 1, 4, 2, 9, 0, 7, 8, 3, 6, 11, 10]])
-    at.begin(CHUNKS.positions(0, 2), 0, 3, (1.0, 1.0))
-    choice = at.plan.replay.choose(score, score.int(), {}, at._moment, at.dice)
+    ctx.begin(CHUNKS.positions(0, 2), 0, 3, (1.0, 1.0))
+    choice = ctx.plan.replay.choose(score, score.int(), {}, ctx._context, ctx.policy_rng)
     assert sorted(choice.rows[0].tolist()) == [0, 1, 2, 3, 5, 8]
 
 
@@ -138,33 +140,34 @@ def test_the_lowest_scores_are_computed():
 )
 def test_no_value_serves_longer_than_its_age(replay, kind):
     shape = SHAPES[kind]
-    at = session(shape, f"replay={replay}")
+    ctx = session(shape, f"replay={replay}")
     rng = torch.Generator().manual_seed(0)
     oldest = 0
-    if shape.causal:
-        play_prompt(at, rng)
-    base = draw(rng, shape, shape.chunk_tokens)
+    if shape.token_by_token:
+        play_prompt(ctx, rng)
+    base = draw(rng, shape, shape.max_pass_tokens)
     for _ in range(12):
-        pos = shape.positions(at.frame, shape.chunk)
-        layers = draw(rng, shape, shape.chunk_tokens, drift=0.2, base=base)
+        pos = shape.positions(ctx.latent_frame, shape.chunk)
+        layers = draw(rng, shape, shape.max_pass_tokens, drift=0.2, base=base)
         for step in range(shape.passes):
-            if shape.causal:
-                for i in range(shape.chunk_tokens):
+            if shape.token_by_token:
+                for i in range(shape.max_pass_tokens):
                     one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
-                    play_pass(at, one, pos[i : i + 1], 0, 1)
+                    play_pass(ctx, one, pos[i : i + 1], 0, 1)
             else:
-                play_pass(at, layers, pos, step, shape.passes)
-        at.commit()
-        oldest = max(oldest, *(int(layer.own["ring_age"].max()) for layer in at.layers))
+                play_pass(ctx, layers, pos, step, shape.passes)
+        ctx.commit()
+        oldest = max(oldest, *(int(layer.extra["ring_age"].max()) for layer in ctx.layers))
     assert oldest == 3
 
 
 @pytest.mark.parametrize("cfg", ["tied", "free"])
 def test_a_tied_pair_decides_together(cfg):
-    at = session(TOKENS, f"replay=attentive:threshold=0.2,cfg={cfg}")
-    play(at, 20, drift=1.0)
+    ctx = session(TOKENS, f"replay=attentive:threshold=0.2,cfg={cfg}")
+    play(ctx, 20, drift=1.0)
     together = all(
-        torch.equal(layer.own["ring_age"][0, 0], layer.own["ring_age"][0, 1]) for layer in at.layers
+        torch.equal(layer.extra["ring_age"][0, 0], layer.extra["ring_age"][0, 1])
+        for layer in ctx.layers
     )
     assert together == (cfg == "tied")
 
@@ -198,31 +201,31 @@ def test_faulty_settings_are_refused(make, message):
 def test_given_frames_are_computed_whole(kind):
     """A chunk that is only remembered: one clean pass, or a frame's tokens all at once."""
     shape = SHAPES[kind]
-    at, mlp = session(shape, "replay=attentive:threshold=-1e9"), Square()
-    play(at, 3)
+    ctx, mlp = session(shape, "replay=attentive:threshold=-1e9"), Square()
+    play(ctx, 3)
     rng = torch.Generator().manual_seed(1)
     step = shape.passes - 1
-    pos = shape.positions(at.frame, shape.chunk)
-    play_pass(at, draw(rng, shape, shape.chunk_tokens), pos, step, shape.passes, mlp)
-    assert mlp.rows == shape.rows * shape.chunk_tokens * shape.layers
+    pos = shape.positions(ctx.latent_frame, shape.chunk)
+    play_pass(ctx, draw(rng, shape, shape.max_pass_tokens), pos, step, shape.passes, mlp)
+    assert mlp.rows == shape.batch * shape.max_pass_tokens * shape.layers
 
 
 def test_a_share_of_single_tokens_is_kept_after_given_frames():
     """Frames that were handed in left no scores: they must not count as low ones."""
-    at = session(TOKENS, "replay=attentive:share=0.5")
+    ctx = session(TOKENS, "replay=attentive:share=0.5")
     rng = torch.Generator().manual_seed(0)
-    play_prompt(at, rng)
+    play_prompt(ctx, rng)
     for _ in range(4):
-        play_pass(at, draw(rng, TOKENS, 6), TOKENS.positions(at.frame, 1), 0, 1)
-        at.commit()
-    at.meter.take()
+        play_pass(ctx, draw(rng, TOKENS, 6), TOKENS.positions(ctx.latent_frame, 1), 0, 1)
+        ctx.commit()
+    ctx.meter.take()
     for _ in range(40):
-        layers, pos = draw(rng, TOKENS, 6), TOKENS.positions(at.frame, 1)
+        layers, pos = draw(rng, TOKENS, 6), TOKENS.positions(ctx.latent_frame, 1)
         for i in range(6):
             one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
-            play_pass(at, one, pos[i : i + 1], 0, 1)
-        at.commit()
-    row = at.meter.take()
+            play_pass(ctx, one, pos[i : i + 1], 0, 1)
+        ctx.commit()
+    row = ctx.meter.take()
     assert row["rows_replayed"] / row["rows_eligible"] == pytest.approx(0.5, abs=1 / 7)
 
 
@@ -231,8 +234,8 @@ class Growing:
 
     macs = 1
 
-    def __init__(self, at, way):
-        self.at, self.way = at, way
+    def __init__(self, ctx, way):
+        self.at, self.way = ctx, way
 
     def __call__(self, x):
         return x * 0 + self.at.chunk * self.way
@@ -245,10 +248,10 @@ def test_what_all_outputs_share_reaches_replayed_rows_by_drift(kind):
     way = torch.linspace(-1, 1, shape.width, dtype=torch.float64)
     errors = {}
     for drift in ("true", "false"):
-        at = session(shape, f"replay=random:share=0.5,drift={drift}")
-        mlp = Growing(at, way)
-        out = [y for _, y in play(at, chunks, mlp=mlp)]
-        assert at.meter.take()["rows_replayed"] > 0
+        ctx = session(shape, f"replay=random:share=0.5,drift={drift}")
+        mlp = Growing(ctx, way)
+        out = [y for _, y in play(ctx, chunks, mlp=mlp)]
+        assert ctx.meter.take()["rows_replayed"] > 0
         each = len(out) // chunks
         late = range(chunks // 2, chunks)
         errors[drift] = max(

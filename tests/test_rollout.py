@@ -124,18 +124,18 @@ def test_refilling_with_its_own_latents_changes_nothing(model):
 
 
 def test_a_refill_goes_on_with_the_noise(model):
-    """Neither the video's noise nor a policy's dice begin again."""
+    """Neither the video's noise nor a policy's draws begin again."""
     session = ts.open_session(model, "replay=random:share=0.5", frames=30)
     list(ts.rollout(model, frames=9, session=session))
-    before = [x.get_state() for x in (session.generator, session.dice)]
-    coming = session.frames - session.frame
+    before = [x.get_state() for x in (session.generator, session.policy_rng)]
+    coming = session.latent_frames - session.latent_frame
     ts.refill(model, session, session.latents, "")
-    after = [x.get_state() for x in (session.generator, session.dice)]
+    after = [x.get_state() for x in (session.generator, session.policy_rng)]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     session.reset()
-    fresh = [x.get_state() for x in (session.generator, session.dice)]
+    fresh = [x.get_state() for x in (session.generator, session.policy_rng)]
     assert not any(torch.equal(*pair) for pair in zip(before, fresh, strict=True))
-    assert session.frames - coming == session.shape.chunk, "as much is to come as before"
+    assert session.latent_frames - coming == session.shape.chunk, "as much is to come as before"
 
 
 def _changed(model, plan, held, first=None):
@@ -163,7 +163,7 @@ CHANGED = {"prompt": "a red room", "frames": 18, "actions": "w*4 q*5 e*7", "seed
 def test_a_prompt_that_changes_remembers_what_the_cache_has_room_for(model, bounded):
     chunk = model.shape().chunk
     # of nine frames, all; or two chunks, beside a prompt that is held with them
-    budget = 2 * chunk + model.shape().causal
+    budget = 2 * chunk + model.shape().token_by_token
     plan = f"cache=window:budget={budget}f,sink=0" if bounded else "dense"
     want = _changed(model, plan, 2 if bounded else 9)
     got = list(ts.rollout(model, plan, **CHANGED, then=[(9 - chunk + 1, "a blue room")]))
@@ -202,7 +202,7 @@ class Afterglow:
 
     name = "afterglow"
 
-    def frames(self, latents):
+    def pixel_frames(self, latents):
         return latents
 
     def skip(self, latents, features):
@@ -234,9 +234,13 @@ def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
     asked = CHANGED | {"plan": PLANS[model.name], "then": [(12, "green"), (5, "a blue room")]}
     plain = [c.frames for c in ts.rollout(model, **asked)]
     monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
-    order, start, decode = [], type(model).start, type(model).decode
-    monkeypatch.setattr(type(model), "start", lambda *a: order.append("prompt") or start(*a))
-    monkeypatch.setattr(type(model), "decode", lambda *a: order.append("show") or decode(*a))
+    order, start, decode = [], type(model).prefill_prompt, type(model).decode_latents
+    monkeypatch.setattr(
+        type(model), "prefill_prompt", lambda *a: order.append("prompt") or start(*a)
+    )
+    monkeypatch.setattr(
+        type(model), "decode_latents", lambda *a: order.append("show") or decode(*a)
+    )
     ahead = [c.frames for c in ts.rollout(model, **asked)]
     assert all(np.array_equal(*pair) for pair in zip(plain, ahead, strict=True))
     chunk = model.shape().chunk
@@ -284,7 +288,7 @@ def test_first_frames_have_the_videos_size():
     )
     with pytest.raises(TachyscopeError, match=re.escape(words)):
         ts.open_session(model, first=frames)
-    assert ts.open_session(model, first=frames, size=(64, 96)).frame == 1
+    assert ts.open_session(model, first=frames, size=(64, 96)).latent_frame == 1
 
 
 def test_prompt_and_actions_change_the_video(model):
@@ -366,9 +370,11 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     plan, asked = PLANS[model.name], {"frames": 11, "prompt": "a red room"}
     plain = list(ts.rollout(model, plan, **asked))
     monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
-    order, sample, decode = [], type(model).sample, type(model).decode
+    order, sample, decode = [], type(model).sample, type(model).decode_latents
     monkeypatch.setattr(type(model), "sample", lambda *a: order.append("make") or sample(*a))
-    monkeypatch.setattr(type(model), "decode", lambda *a: order.append("show") or decode(*a))
+    monkeypatch.setattr(
+        type(model), "decode_latents", lambda *a: order.append("show") or decode(*a)
+    )
     ahead = list(ts.rollout(model, plan, **asked))
     assert order[:4] == ["make", "make", "show", "make"] and order[-2:] == ["show", "show"]
     for one, other in zip(plain, ahead, strict=True):
@@ -381,7 +387,7 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     assert session.chunk == first.index + 1
     # unless they ask for more
     session = ts.open_session(model, plan, **asked)
-    chunks = ts.rollout(model, frames=11, session=session, ahead=True)
+    chunks = ts.rollout(model, frames=11, session=session, overlap_decode=True)
     first = next(chunks)
     assert session.chunk == first.index + 2
     last = list(chunks)[-1]
@@ -394,7 +400,9 @@ def test_a_refill_that_is_refused_leaves_the_session_as_it_was():
     made = [chunk.frames for chunk in ts.rollout(model, frames=1, session=session)]
     before = session.state()
     with pytest.raises(TachyscopeError, match="raise budget to"):
-        ts.refill(model, session, model.latents(made[0]), "a prompt that fills the cache " * 3)
+        ts.refill(
+            model, session, model.encode_frames(made[0]), "a prompt that fills the cache " * 3
+        )
     after = session.state()
     assert all(torch.equal(after[name], x) for name, x in before.items())
     assert len(list(ts.rollout(model, frames=1, session=session))) == 1

@@ -22,7 +22,7 @@ def test_a_head_is_turned_straight_into_a_cache(rng, rope, dtype, rows):
     qkv = torch.randn(rows, tokens, 2 * heads * width, generator=rng).to(dtype)
     x = qkv.chunk(2, -1)[1].unflatten(-1, (heads, width)).transpose(1, 2)
     origin = torch.arange(rows, dtype=torch.float64).view(-1, 1, 1, 1)
-    cos, sin = rope.angles(torch.rand(tokens, 3, generator=rng) * 50, dtype, origin)
+    cos, sin = rope.cos_sin(torch.rand(tokens, 3, generator=rng) * 50, dtype, origin)
     cache = [torch.full((rows, heads, 200, width), 7.0, dtype=dtype) for _ in range(3)]
     slots = [part[:, :, 100 : 100 + tokens] for part in cache]
     turn(slots[0], x, cos, sin, rope.interleaved)
@@ -32,4 +32,4 @@ def test_a_head_is_turned_straight_into_a_cache(rng, rope, dtype, rows):
     for part in cache[:2]:
         torch.testing.assert_close(part, cache[2], rtol=tolerance, atol=tolerance)
         assert (part[:, :, :100] == 7).all() and (part[:, :, 170:] == 7).all()
-    assert torch.equal(slots[1], rope.turn(x, cos, sin))
+    assert torch.equal(slots[1], rope.apply(x, cos, sin))

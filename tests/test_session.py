@@ -28,7 +28,7 @@ def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
     at = session(shape, "cache=keep_all")
     rng = torch.Generator().manual_seed(0)
     parts, poses = [], []
-    if shape.causal:
+    if shape.token_by_token:
         layers, pos = draw(rng, shape, at.prompt), at.prompt_positions()
         play_pass(at, layers, pos, 0, 1)
         at.commit()
@@ -36,12 +36,12 @@ def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
         poses.append(pos)
     got = []
     for _ in range(4):
-        layers = draw(rng, shape, shape.chunk_tokens)
-        pos = shape.positions(at.frame, shape.chunk)
+        layers = draw(rng, shape, shape.max_pass_tokens)
+        pos = shape.positions(at.latent_frame, shape.chunk)
         parts.append(layers[0][:3])
         poses.append(pos)
-        if shape.causal:
-            for i in range(shape.chunk_tokens):
+        if shape.token_by_token:
+            for i in range(shape.max_pass_tokens):
                 one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
                 got.append(play_pass(at, one, pos[i : i + 1], 0, 1)[0][0])
         else:
@@ -53,11 +53,11 @@ def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
     pos = torch.cat(poses)[None, None]
     q, k = (at.rope.rotate(x, pos, at._origin) for x in (q, k))
     index = torch.arange(q.shape[2])
-    block = index if shape.causal else index // shape.chunk_tokens
+    block = index if shape.token_by_token else index // shape.max_pass_tokens
     scores = q @ k.repeat_interleave(2, 1).mT / 12**0.5
     mask = block[:, None] < block
-    if shape.causal:
-        pads = torch.tensor(at.pads)
+    if shape.token_by_token:
+        pads = torch.tensor(at.left_padding)
         mask = mask | (index < pads[:, None, None, None])
     want = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(torch.cat(got, 2), want[:, :, at.prompt :])
@@ -69,13 +69,13 @@ def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
     from safetensors.torch import load_file, save_file
 
     def rest(at, rng):
-        base, out = draw(rng, at.shape, at.shape.chunk_tokens), []
+        base, out = draw(rng, at.shape, at.shape.max_pass_tokens), []
         for _ in range(4):
-            pos = at.shape.positions(at.frame, at.shape.chunk)
+            pos = at.shape.positions(at.latent_frame, at.shape.chunk)
             for step in range(at.shape.passes):
-                layers = draw(rng, at.shape, at.shape.chunk_tokens, drift=0.3, base=base)
-                if at.shape.causal:
-                    for i in range(at.shape.chunk_tokens):
+                layers = draw(rng, at.shape, at.shape.max_pass_tokens, drift=0.3, base=base)
+                if at.shape.token_by_token:
+                    for i in range(at.shape.max_pass_tokens):
                         one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
                         out += play_pass(at, one, pos[i : i + 1], 0, 1)
                 else:
@@ -92,7 +92,11 @@ def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
     second.restore(load_file(tmp_path / "state.safetensors"))
     assert torch.equal(second.latents, first.latents)
     assert torch.equal(second.features["hidden"], first.features["hidden"])
-    assert (second.chunk, second.frame, second.past) == (first.chunk, first.frame, first.past)
+    assert (second.chunk, second.latent_frame, second.past) == (
+        first.chunk,
+        first.latent_frame,
+        first.past,
+    )
     a, b = (rest(at, torch.Generator().manual_seed(1)) for at in (first, second))
     assert_same(a, b)
     assert torch.equal(
@@ -112,7 +116,7 @@ def test_reset_gives_what_a_new_session_gives(plan, kind):
 @pytest.mark.parametrize("plan", ["cache=keep_all", "attention=ann:read=0.5,block=2"])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_cache_that_grows_equals_one_that_was_reserved(plan, kind):
-    reserved = session(SHAPES[kind], plan, frames=60)
+    reserved = session(SHAPES[kind], plan, latent_frames=60)
     growing = session(SHAPES[kind], plan)
     slots = growing.layers[0].k.shape[2]
     assert_same(play(growing, 30), play(reserved, 30))
@@ -124,13 +128,13 @@ def test_a_bounded_cache_never_reallocates():
     before = [
         x.data_ptr()
         for layer in at.layers
-        for x in (*layer.entries().values(), *layer.own.values())
+        for x in (*layer.entries().values(), *layer.extra.values())
     ]
     play(at, 20)
     after = [
         x.data_ptr()
         for layer in at.layers
-        for x in (*layer.entries().values(), *layer.own.values())
+        for x in (*layer.entries().values(), *layer.extra.values())
     ]
     assert before == after
 
@@ -139,7 +143,7 @@ def test_left_pads_change_nothing():
     """A row with pads before its prompt equals that row alone."""
     rng = torch.Generator().manual_seed(0)
     pair = session(TOKENS, "cache=keep_all")
-    alone = session(replace(TOKENS, rows=1, paired=False), "cache=keep_all", lengths=(3,))
+    alone = session(replace(TOKENS, batch=1, paired=False), "cache=keep_all", lengths=(3,))
     prompt = draw(rng, TOKENS, 5)
     play_pass(pair, prompt, pair.prompt_positions(), 0, 1)
     short = [[t[1:].narrow(-2, 2, 3) for t in part] for part in prompt]
@@ -156,7 +160,7 @@ def test_left_pads_change_nothing():
 def test_a_prompt_ends_where_the_first_frame_begins():
     at = session(TOKENS, "cache=keep_all")
     index = (at.prompt_positions() * torch.tensor([6.0, 3.0, 1.0])).sum(-1)
-    for length, pads in zip(at.lengths, at.pads, strict=True):
+    for length, pads in zip(at.lengths, at.left_padding, strict=True):
         assert (index + length)[pads:].tolist() == list(range(length))
 
 
@@ -169,15 +173,15 @@ def test_commit_takes_the_first_tokens_of_now():
     for i, (q, k, v, _) in enumerate(layers):
         at.attend(i, q, k, v)
     at.commit(12)
-    assert (at.past, at.frame, at.now) == (12, 2, 0)
+    assert (at.past, at.latent_frame, at.now) == (12, 2, 0)
     torch.testing.assert_close(at.layers[0].v[:, :, :12], layers[0][2][:, :, :12])
 
 
 def play_window(at, layers, step, chunks, noise=0.5):
     """A pass over chunks under way, the first at `step`; each layer's attention and MLP outputs."""
-    tokens = chunks * at.shape.chunk * at.shape.places
+    tokens = chunks * at.shape.chunk * at.shape.tokens_per_frame
     at.begin(
-        at.shape.positions(at.frame, chunks * at.shape.chunk), step, at.shape.passes,
+        at.shape.positions(at.latent_frame, chunks * at.shape.chunk), step, at.shape.passes,
         (noise,) * chunks * at.shape.chunk,
     )  # fmt: skip
     out = []
@@ -188,12 +192,12 @@ def play_window(at, layers, step, chunks, noise=0.5):
 
 
 def test_a_chunk_under_way_meets_what_last_came_to_its_noise_level():
-    shape = replace(CHUNKS, ahead=4, passes=4)  # three chunks of two latent frames
+    shape = replace(CHUNKS, rolling_frames=4, passes=4)  # three chunks of two latent frames
     at = session(shape, "replay=every_k:k=2")
     rng = torch.Generator().manual_seed(0)
-    places, outs = shape.places, []
+    places, outs = shape.tokens_per_frame, []
     for roll in range(4):
-        layers = draw(rng, shape, shape.chunk_tokens)
+        layers = draw(rng, shape, shape.max_pass_tokens)
         for step in [0, 1] if roll == 0 else []:
             play_window(at, layers, step, step + 1)
         outs.append([y for _, y in play_window(at, layers, 2, 3)])
@@ -212,17 +216,17 @@ def test_a_chunk_under_way_meets_what_last_came_to_its_noise_level():
 
 def test_tokens_that_came_later_choose_what_they_read():
     """A map of blocks serves the passes over the same tokens, and no others."""
-    shape = replace(CHUNKS, ahead=4, passes=4)
+    shape = replace(CHUNKS, rolling_frames=4, passes=4)
     rng = torch.Generator().manual_seed(0)
-    layers = draw(rng, shape, shape.chunk_tokens)
+    layers = draw(rng, shape, shape.max_pass_tokens)
     grown, fresh = (session(shape, "attention=ann:read=0.4,block=2,tile=3") for _ in range(2))
     for at in (grown, fresh):
         at.fill(12)
     play_window(grown, layers, 0, 1)
     assert_same(play_window(grown, layers, 1, 2), play_window(fresh, layers, 1, 2))
-    maps = [layer.own["ann_map"].clone() for layer in grown.layers]
-    play_window(grown, draw(rng, shape, shape.chunk_tokens), 2, 1)
-    assert all(m.equal(layer.own["ann_map"]) for m, layer in zip(maps, grown.layers, strict=True))
+    maps = [layer.extra["ann_map"].clone() for layer in grown.layers]
+    play_window(grown, draw(rng, shape, shape.max_pass_tokens), 2, 1)
+    assert all(m.equal(layer.extra["ann_map"]) for m, layer in zip(maps, grown.layers, strict=True))
 
 
 def clamped(at, keys, poses, nearest):
@@ -247,7 +251,7 @@ def test_no_entry_stands_further_back_than_max_distance(plan):
     keys, values, poses = [], [], []
     for chunk in range(8):
         layers = draw(rng, CHUNKS, 12)
-        pos = CHUNKS.positions(at.frame, 2)
+        pos = CHUNKS.positions(at.latent_frame, 2)
         outs = []
         for one in (at, far):
             outs.append(play_pass(one, layers, pos, 0, 1)[0][0])
@@ -268,7 +272,7 @@ def test_a_key_is_always_turned_from_its_unrotated_copy():
     for _ in range(100):
         layers = draw(rng, CHUNKS, 12, torch.bfloat16)
         first = layers[0][1] if first is None else first
-        play_pass(at, layers, CHUNKS.positions(at.frame, 2), 0, 1)
+        play_pass(at, layers, CHUNKS.positions(at.latent_frame, 2), 0, 1)
         at.commit()
     here = at.layers[0]
     assert here.pos[0, 0, :12, 0].tolist() == [197.0] * 12
@@ -298,8 +302,8 @@ def test_a_session_that_forgets_goes_on_like_a_new_one(plan):
     used, new = session(CHUNKS, plan), session(CHUNKS, plan)
     play(used, 9, seed=3)
     used.forget()
-    assert used.past == used.seen == 0
-    new.frame = used.frame  # the video goes on
+    assert used.past == used.total_entries == 0
+    new.latent_frame = used.latent_frame  # the video goes on
     assert_same(play(used, 9, seed=4), play(new, 9, seed=4))
 
 
@@ -315,7 +319,7 @@ def test_state_is_taken_between_chunks_and_fits_its_plan_only():
     at = session(CHUNKS, "cache=keep_all")
     play(at, 1)
     saved = at.state()
-    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+    at.begin(CHUNKS.positions(at.latent_frame, 2), 0, 3, (1.0, 1.0))
     with pytest.raises(
         TachyscopeError, match="12 tokens of one are under way: finish the chunk first"
     ):
@@ -375,12 +379,15 @@ def test_density_counts_pairs_of_the_unbounded_model():
 def test_weighted_attention_reads_the_merged_weights():
     at = session(CHUNKS, "cache=merge:budget=8f")
     play(at, 9)
-    at.begin(CHUNKS.positions(at.frame, 2), 0, 3, (1.0, 1.0))
+    at.begin(CHUNKS.positions(at.latent_frame, 2), 0, 3, (1.0, 1.0))
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
     got = at.attend(0, q, q[:, :2], q[:, :2])
     here, used = at.layers[0], slice(0, at.past + 12)
     want = attention_reference(
-        at.rope.turn(q, *at._angles), here.k[:, :, used], here.v[:, :, used], here.logw[:, :, used]
+        at.rope.apply(q, *at._cos_sin),
+        here.k[:, :, used],
+        here.v[:, :, used],
+        here.log_count[:, :, used],
     )
-    assert here.logw[:, :, used].max() > 0.5
+    assert here.log_count[:, :, used].max() > 0.5
     torch.testing.assert_close(got, want)

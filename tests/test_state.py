@@ -9,8 +9,8 @@ from faults import refused
 from safetensors.torch import load, save
 
 import tachyscope as ts
-from tachyscope.adapters.vila import toy_tokens
-from tachyscope.adapters.wan import toy_chunks
+from tachyscope.models.vila_u.model import toy_tokens
+from tachyscope.models.wan.model import toy_chunks
 
 PLANS = {
     "toy-chunks": "cache=merge:budget=8f attention=ann:read=0.5 text=pads replay=attentive:share=0.5",
@@ -18,7 +18,9 @@ PLANS = {
 }  # fmt: skip
 PROMPT = "a red room"
 NAN_MEANS_UNSET = ("recent_scores",)
-COUNTS = ("chunk", "frame", "past", "seen", "made", "text_tokens", "frames", "texts")
+COUNTS = (
+    "chunk", "latent_frame", "past", "total_entries", "made", "text_tokens", "latent_frames", "texts",
+)  # fmt: skip
 
 
 def _open(model, **asked):
@@ -79,7 +81,7 @@ def _broken_tensors(state):
         yield f"{name} is float16", state | {name: x.to(torch.float16)}
         yield f"{name} has no memory", state | {name: x.to("meta")}
         yield f"{name} is sparse", state | {name: torch.zeros(3, 3).to_sparse()}
-        ours = name.startswith(("layers", "texts", "gen", "dice"))
+        ours = name.startswith(("layers", "texts", "gen", "policy_rng"))
         if ours:
             yield f"{name} is forged shorter", _forged(state, name, x[..., :-1].clone())
             yield f"{name} is forged float16", _forged(state, name, x.to(torch.float16))
@@ -88,7 +90,7 @@ def _broken_tensors(state):
                 bad = x.clone()
                 bad.view(-1)[-1] = value
                 yield f"{value} in {name}", state | {name: bad}
-            if last in ("k", "v", "pos", "raw", "latents", "hidden", "ring_mlp"):
+            if last in ("k", "v", "pos", "unrotated", "latents", "hidden", "ring_mlp"):
                 yield f"-inf in {name}", state | {name: torch.full_like(x, -torch.inf)}
         elif x.dtype in (torch.int32, torch.int64) and name.startswith("layers"):
             yield f"{name} below", state | {name: torch.full_like(x, -2)}
@@ -112,14 +114,15 @@ def _broken_meta(state):
     yield "without meta", _without(state, "meta")
     for key in meta:
         yield f"meta without {key}", _with_meta(state, lambda m, key=key: m.pop(key))
-        nothing = None if key != "frames" else [None]
+        nothing = None if key != "latent_frames" else [None]
         yield f"{key} is null", _with_meta(state, lambda m, k=key, x=nothing: m.update({k: x}))
         yield f"{key} is a list", _with_meta(state, lambda m, k=key: m.update({k: [[]]}))
     yield "unknown key", _with_meta(state, lambda m: m.update(more=1))
-    values = [("version", x) for x in (0, 2, "1", True, 1.0)]
+    values = [("version", x) for x in (0, 1, 3, "2", True, 2.0)]
     values += [(key, x) for key in COUNTS for x in (-1, 10**15, 1.5, "3", True)]
     values += [
-        (key, meta[key] + 10**6) for key in ("chunk", "frame", "past", "seen", "text_tokens")
+        (key, meta[key] + 10**6)
+        for key in ("chunk", "latent_frame", "past", "total_entries", "text_tokens")
     ]
     values += [("seed", 2**64), ("seed", -(2**63) - 1), ("seed", "0"), ("first", 3)]
     values += [("ready", x) for x in ([99], [-1], "x", [True], {"0": 1})]

@@ -11,9 +11,14 @@ import torch.nn.functional as F
 from faults import refused
 
 import tachyscope as ts
-from tachyscope.adapters import wan_vae
-from tachyscope.adapters.checkpoint import write_tensors
-from tachyscope.adapters.tiny_decoder import (
+from tachyscope.cli import main
+from tachyscope.errors import TachyscopeWarning
+from tachyscope.memory import need, on_meta
+from tachyscope.models.checkpoint import write_tensors
+from tachyscope.models.wan import vae as wan_vae
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import load_wan, random_wan, save_wan
+from tachyscope.models.wan.tiny_decoder import (
     ERROR,
     MEAN,
     STD,
@@ -21,11 +26,6 @@ from tachyscope.adapters.tiny_decoder import (
     TinyLayers,
     decoder_note,
 )
-from tachyscope.adapters.wan import load_wan, random_wan, save_wan
-from tachyscope.adapters.wan_config import WanConfig
-from tachyscope.cli import main
-from tachyscope.errors import TachyscopeWarning
-from tachyscope.fit import need, on_meta
 from tachyscope.rollout import open_session, refill, rollout
 
 SMALL = (8, 6, 4, 5)  # widths; each its own, so that none can stand for another
@@ -126,7 +126,7 @@ def test_a_decoder_equals_its_layout(name, small):
     frames = exact(latents, {})
     assert frames.flags.c_contiguous  # as it comes from the convolutions, whose channels lie last
     assert frames.dtype == np.uint8 and np.array_equal(frames, expected.round().byte().numpy())
-    assert exact.frames(5) == 17 and exact.frames(0) == 0
+    assert exact.pixel_frames(5) == 17 and exact.pixel_frames(0) == 0
     # the two conventions are far apart
     other = brute_force(tensors, latents, not raw)
     assert (other - expected).abs().mean() > 5
@@ -175,9 +175,9 @@ def test_a_streamed_video_is_the_whole_one_exactly(dtype, small):
                 parts.append(None)
             else:
                 parts.append(decoder.levels(part, held))
-        assert parts[0].equal(whole[: decoder.frames(sizes[0])])
+        assert parts[0].equal(whole[: decoder.pixel_frames(sizes[0])])
         rest = torch.cat(parts[2:] or [whole[:0]])
-        assert rest.equal(whole[decoder.frames(sum(sizes[:2])) :])
+        assert rest.equal(whole[decoder.pixel_frames(sum(sizes[:2])) :])
         ends.append(held)
     for held in ends:
         assert held.keys() == features.keys() and all(held[k].equal(features[k]) for k in held)
@@ -352,9 +352,9 @@ def test_given_frames_are_encoded_by_the_vae(folder, small):
     first = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
     plain, tiny = load_wan(folder), load_wan(folder, decoder=small[0] / "taew2_1.pth")
     session = open_session(tiny, prompt="a", first=first)
-    assert plain.latents(first).equal(session.latents)
+    assert plain.encode_frames(first).equal(session.latents)
     (chunk,) = rollout(tiny, frames=12, session=session)
-    whole = torch.cat([plain.latents(first), session.latents], 2)
+    whole = torch.cat([plain.encode_frames(first), session.latents], 2)
     with torch.no_grad():
         assert np.array_equal(tiny.decoder(whole, {})[5:], chunk.frames)
 

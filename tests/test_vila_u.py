@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from tachyscope.adapters.checkpoint import read_tensors, write_tensors
-from tachyscope.adapters.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
-from tachyscope.adapters.tokenizers import BytesTokenizer, ChatTokenizer
-from tachyscope.adapters.vila import VilaAdapter, load_vila, save_vila, toy_tokens
-from tachyscope.adapters.vila_config import VilaConfig
-from tachyscope.adapters.vila_u import Vila
-from tachyscope.adapters.vqgan import Codebooks, PixelConfig, RqVae
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.checkpoint import read_tensors, write_tensors
+from tachyscope.models.vila_u.config import VilaConfig
+from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
+from tachyscope.models.vila_u.model import VilaModel, load_vila, save_vila, toy_tokens
+from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer
+from tachyscope.models.vila_u.transformer import Vila
+from tachyscope.models.vila_u.vqgan import Codebooks, PixelConfig, RqVae
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 
@@ -50,7 +50,7 @@ def made(config, seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Vila(config).eval()
-    return VilaAdapter(model, config, BytesTokenizer(config.vocab))
+    return VilaModel(model, config, BytesTokenizer(config.vocab))
 
 
 def session_for(adapter, prompt, seed=0, plan="stock"):
@@ -68,9 +68,9 @@ def session_for(adapter, prompt, seed=0, plan="stock"):
 
 def play(adapter, frames=3, seed=0, actions=(1, 4, 2), prompt="a red room"):
     """Codes of a few frames, and the session that made them."""
-    encoded = adapter.encode(prompt)
+    encoded = adapter.encode_prompt(prompt)
     session = session_for(adapter, encoded, seed)
-    adapter.start(session, encoded)
+    adapter.prefill_prompt(session, encoded)
     made = []
     for i in range(frames):
         made.append(adapter.sample(session, actions[i : i + 1]))
@@ -98,7 +98,7 @@ def test_the_trunk_equals_the_llama_that_transformers_reads_from_the_same_folder
     adapter = load_vila(tmp_path)
     oracle = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llm", dtype=torch.float32)
     shape = adapter.shape()
-    x = torch.randn(2, 3 * shape.places, shape.width)
+    x = torch.randn(2, 3 * shape.tokens_per_frame, shape.width)
     session = WholeSession(adapter.rope(shape), shape.positions(0, 3))
     with torch.no_grad():
         ours = adapter.model.trunk(session, x)
@@ -109,7 +109,7 @@ def test_the_trunk_equals_the_llama_that_transformers_reads_from_the_same_folder
 def test_gradients_reach_every_weight_that_makes_a_code():
     adapter = made(toy_tokens().config)
     model, shape = adapter.model, adapter.shape()
-    codes = torch.randint(32, (1, shape.places, 4))
+    codes = torch.randint(32, (1, shape.tokens_per_frame, 4))
     session = WholeSession(adapter.rope(shape), shape.positions(0, 1))
     hidden = model.trunk(session, model.embed(codes, torch.randint(7, codes.shape[:2])))
     model.head(hidden, model.vae.quantizer.sums(codes)).logsumexp(-1).sum().backward()
@@ -453,7 +453,7 @@ def test_the_encoder_equals_its_written_out_definition():
 
 def test_frames_become_codes_of_every_place(toy):
     frames = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    codes = toy.latents(frames)
+    codes = toy.encode_frames(frames)
     assert codes.shape == (1, 3, 4, 4, 4)
     assert codes.dtype == torch.int64
     pixels = torch.from_numpy(frames).movedim(-1, 1) / 127.5 - 1
@@ -465,13 +465,13 @@ def test_a_model_without_an_encoder_says_so():
     config = toy_tokens().config
     plain = made(replace(config, pixels=replace(config.pixels, encoder=False)))
     with pytest.raises(TachyscopeError, match="has no encoder to make codes of pixels"):
-        plain.latents(np.zeros((1, 32, 32, 3), np.uint8))
+        plain.encode_frames(np.zeros((1, 32, 32, 3), np.uint8))
 
 
 def test_shape_and_rotation_are_the_configs(toy):
     shape, rope = toy.shape(), toy.rope(toy.shape())
     assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (3, 4, 2, 16)
-    assert (shape.rows, shape.paired, shape.causal) == (2, True, True)
+    assert (shape.batch, shape.paired, shape.token_by_token) == (2, True, True)
     linears = [p for n, p in toy.model.trunk.layers.named_parameters() if "self_attn" in n]
     assert shape.macs == sum(p.numel() for p in linears)
     assert rope.axes == ((16, (16.0, 4.0, 1.0)),)
@@ -482,7 +482,7 @@ def test_shape_and_rotation_are_the_configs(toy):
 
 
 def test_a_prompt_is_bytes_between_its_marks_and_padded_on_the_left(toy):
-    prompt = toy.encode("é!")
+    prompt = toy.encode_prompt("é!")
     assert prompt.lengths == (5, 2)
     assert prompt.ids.tolist() == [[256, 0xC3, 0xA9, 0x21, 259], [0, 0, 0, 256, 259]]
 
@@ -490,8 +490,8 @@ def test_a_prompt_is_bytes_between_its_marks_and_padded_on_the_left(toy):
 def test_without_guidance_a_video_is_one_row():
     config = toy_tokens().config
     adapter = made(replace(config, sampler=Sampler(cfg=1.0)))
-    assert (adapter.shape().rows, adapter.shape().paired) == (1, False)
-    assert adapter.encode("x").lengths == (3,)
+    assert (adapter.shape().batch, adapter.shape().paired) == (1, False)
+    assert adapter.encode_prompt("x").lengths == (3,)
     codes, _ = play(adapter, frames=1)
     assert codes[0].shape == (1, 1, 4, 4, 4)
 
@@ -502,11 +502,11 @@ def test_token_by_token_equals_each_row_run_whole_and_alone(toy):
     hook = toy.model.trunk.register_forward_hook(lambda module, inputs, out: states.append(out))
     codes, session = play(toy)
     hook.remove()
-    prompt, shape = toy.encode("a red room"), toy.shape()
+    prompt, shape = toy.encode_prompt("a red room"), toy.shape()
     assert prompt.lengths[0] > prompt.lengths[1]
     stepped = torch.cat(states, 1)
     flat = torch.cat(codes, 1).flatten(1, 3)
-    actions = torch.tensor([1, 4, 2]).repeat_interleave(shape.places)
+    actions = torch.tensor([1, 4, 2]).repeat_interleave(shape.tokens_per_frame)
     for row, length in enumerate(prompt.lengths):
         pos = torch.cat([session.prompt_positions()[-length:], shape.positions(0, 3)])
         with torch.no_grad():
@@ -519,13 +519,13 @@ def test_token_by_token_equals_each_row_run_whole_and_alone(toy):
 
 def test_a_frame_given_in_one_pass_leaves_what_token_by_token_leaves(toy):
     codes, stepped = play(toy)
-    prompt = toy.encode("a red room")
+    prompt = toy.encode_prompt("a red room")
     given = session_for(toy, prompt)
-    toy.start(given, prompt)
+    toy.prefill_prompt(given, prompt)
     for latents, action in zip(codes, (1, 4, 2), strict=True):
-        toy.clean(given, latents, [action])
+        toy.prefill_latents(given, latents, [action])
         given.commit()
-    assert (given.past, given.frame) == (stepped.past, stepped.frame)
+    assert (given.past, given.latent_frame) == (stepped.past, stepped.latent_frame)
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(given.features["hidden"], stepped.features["hidden"], **close)
     for a, b in zip(given.layers, stepped.layers, strict=True):
@@ -536,9 +536,9 @@ def test_a_frame_given_in_one_pass_leaves_what_token_by_token_leaves(toy):
 
 def test_a_frames_own_noise_picks_its_codes_again_from_its_scores(toy):
     codes, _ = play(toy, seed=5)
-    prompt = toy.encode("a red room")
+    prompt = toy.encode_prompt("a red room")
     session = session_for(toy, prompt, seed=5)
-    toy.start(session, prompt)
+    toy.prefill_prompt(session, prompt)
     for latents, action in zip(codes, (1, 4, 2), strict=True):
         logits = toy.score(session, latents, [action])
         noise = draw_noise(session.generator, logits.transpose(2, 3).mT.shape, toy.device)
@@ -559,45 +559,45 @@ def test_a_pair_of_rows_is_decoded_once(toy):
     hook = toy.model.vae.decoder.register_forward_hook(
         lambda module, inputs, out: seen.append(inputs[0].shape[0])
     )
-    frames = toy.decode(session, codes[0])
+    frames = toy.decode_latents(session, codes[0])
     hook.remove()
     assert seen == [1]
     assert frames.shape == (1, 32, 32, 3)
     assert frames.dtype == np.uint8
-    assert toy.frames(5) == 5
+    assert toy.pixel_frames(5) == 5
 
 
 def test_pixels_run_from_minus_one_to_one(toy):
     codes, session = play(toy, frames=1)
     pixels = toy.model.vae.decode(toy.model.vae.quantizer.sum(codes[0][0]))
     levels = ((pixels.detach() + 1) * 127.5).clamp(0, 255).round().movedim(1, -1).numpy()
-    np.testing.assert_array_equal(toy.decode(session, codes[0]), levels)
+    np.testing.assert_array_equal(toy.decode_latents(session, codes[0]), levels)
 
 
 def test_the_model_is_bit_identical_after_a_session(toy):
     before = {name: x.clone() for name, x in toy.model.state_dict().items()}
     keys = [set(vars(module)) for module in toy.model.modules()]
     codes, session = play(toy)
-    toy.decode(session, codes[0])
+    toy.decode_latents(session, codes[0])
     assert all(torch.equal(x, before[name]) for name, x in toy.model.state_dict().items())
     assert [set(vars(module)) for module in toy.model.modules()] == keys
 
 
 @pytest.mark.parametrize("actions", [[], [7], [1, 1]])
 def test_a_frame_needs_one_action_that_exists(toy, actions):
-    prompt = toy.encode("x")
+    prompt = toy.encode_prompt("x")
     session = session_for(toy, prompt)
-    toy.start(session, prompt)
+    toy.prefill_prompt(session, prompt)
     with pytest.raises(TachyscopeError, match="takes one action a frame, from 0 to 6, got"):
         toy.sample(session, actions)
 
 
 def test_an_action_may_be_a_number_of_the_device(toy):
-    prompt = toy.encode("x")
+    prompt = toy.encode_prompt("x")
     found = []
     for action in ([3], torch.tensor([3])):
         session = session_for(toy, prompt)
-        toy.start(session, prompt)
+        toy.prefill_prompt(session, prompt)
         found.append((toy.sample(session, action), session.layers[0].k.clone()))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
@@ -743,7 +743,7 @@ def test_a_model_is_loaded_in_the_dtype_that_is_asked_for_or_written(folder, tmp
     half = load_vila(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
     codes, session = play(half, frames=2)
-    assert half.decode(session, codes[1]).shape == (1, 32, 32, 3)
+    assert half.decode_latents(session, codes[1]).shape == (1, 32, 32, 3)
     save_vila(half, tmp_path)
     assert load_vila(tmp_path).dtype == torch.bfloat16
 
@@ -866,7 +866,7 @@ def test_a_prompt_is_put_in_the_chat_that_the_model_was_trained_with():
 
 def test_the_checkpoints_own_tokenizer_is_used(chat_folder):
     adapter = load_vila(chat_folder)
-    prompt = adapter.encode("red room")
+    prompt = adapter.encode_prompt("red room")
     ids = adapter.tokenizer.ids("red room")
     assert (ids[0], ids[-1]) == (1, 7)
     assert prompt.ids[0].tolist() == ids
@@ -877,7 +877,7 @@ def test_a_tokenizer_is_saved_with_its_model(chat_folder, tmp_path):
     adapter = load_vila(chat_folder)
     save_vila(adapter, tmp_path / "again")
     again = load_vila(tmp_path / "again")
-    assert torch.equal(again.encode("red room").ids, adapter.encode("red room").ids)
+    assert torch.equal(again.encode_prompt("red room").ids, adapter.encode_prompt("red room").ids)
 
 
 def test_a_tokenizer_without_transformers_says_what_to_install(chat_folder, monkeypatch):

@@ -57,7 +57,7 @@ def test_given_frames_count_as_frames_of_the_video(world):
     session = ts.open_session(
         world, prompt=visit.prompt, first=visit.frames(0, 3), first_actions=". q q", frames=2
     )
-    assert session.frame == 3 and session.past == 3 * 64
+    assert session.latent_frame == 3 and session.past == 3 * 64
     assert session.layers[0].k.shape[2] == 5 * 64
 
 

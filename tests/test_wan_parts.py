@@ -12,14 +12,15 @@ from faults import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tachyscope.adapters import wan_text, wan_vae
-from tachyscope.adapters.checkpoint import read_tensors, write_tensors
-from tachyscope.adapters.wan import WanAdapter, load_wan, random_wan, save_wan
-from tachyscope.adapters.wan_config import WanConfig
-from tachyscope.adapters.wan_text import UMT5, PromptFile, embed_prompt
-from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeWarning
+from tachyscope.models.checkpoint import read_tensors, write_tensors
+from tachyscope.models.wan import text as wan_text
+from tachyscope.models.wan import vae as wan_vae
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import WanModel, load_wan, random_wan, save_wan
+from tachyscope.models.wan.text import UMT5, PromptFile, embed_prompt
+from tachyscope.models.wan.vae import WanVae
 from tachyscope.rollout import open_session, rollout
 
 CONFIG = WanConfig(
@@ -120,7 +121,7 @@ def folder(tmp_path_factory, umt5, vae):
     import transformers
 
     path = tmp_path_factory.mktemp("published")
-    save_wan(WanAdapter("small", random_wan(CONFIG).model), path)
+    save_wan(WanModel("small", random_wan(CONFIG).model), path)
     write_tensors(path / wan_text.PUBLISHED, original_umt5(umt5))
     model = tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
     inner = tokenizers.Tokenizer(model)
@@ -252,13 +253,17 @@ def test_a_streamed_video_is_the_whole_one(folder):
     parts = []
     for i, part in enumerate(latents.split(3, 2)):
         parts.append(vae._decode(part, features))
-        assert parts[-1].shape[2] == (12 if i else 9) == vae.frames(3 * i + 3) - vae.frames(3 * i)
+        assert (
+            parts[-1].shape[2]
+            == (12 if i else 9)
+            == vae.pixel_frames(3 * i + 3) - vae.pixel_frames(3 * i)
+        )
     assert torch.cat(parts, 2).equal(whole)
     one_by_one = {}
     single = [vae._decode(part, one_by_one) for part in latents.split(1, 2)]
     assert torch.cat(single, 2).equal(whole)
     assert all(features[name].equal(one_by_one[name]) for name in features)
-    assert vae.frames(0) == 0
+    assert vae.pixel_frames(0) == 0
 
 
 def test_the_vae_comes_back_from_diffusers_form(folder, tmp_path):
@@ -306,7 +311,7 @@ def test_a_vae_that_cannot_be_read_stops_no_one_who_shows_nothing(folder, monkey
     monkeypatch.setitem(importlib.sys.modules, "diffusers", None)
     model = load_wan(folder)
     assert model.decoder is None
-    refused(lambda: model.frames(3), "without a decoder", "pip install tachyscope[hf]")
+    refused(lambda: model.pixel_frames(3), "without a decoder", "pip install tachyscope[hf]")
 
 
 def test_parts_that_are_no_numbers_are_refused(folder, tmp_path):
@@ -365,11 +370,11 @@ def test_a_video_goes_on_from_first_frames(folder):
     model = load_wan(folder)
     first = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
     session = open_session(model, prompt="a", first=first)
-    assert session.frame == 2
+    assert session.latent_frame == 2
     (chunk,) = rollout(model, frames=12, session=session)
     assert len(chunk.frames) == 12
     # shown as part of the whole video, whose first frames are the given ones
-    whole = torch.cat([model.latents(first), session.latents], 2)
+    whole = torch.cat([model.encode_frames(first), session.latents], 2)
     with torch.no_grad():
         assert np.array_equal(model.decoder(whole, {})[5:], chunk.frames)
 

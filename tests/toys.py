@@ -3,7 +3,7 @@
 import dataclasses
 
 import tachyscope as ts
-from tachyscope.adapters.vila import Vila, VilaAdapter
+from tachyscope.models.vila_u.model import Vila, VilaModel
 from tachyscope.numerics import own_numerics
 
 
@@ -16,4 +16,4 @@ def load(name, **asked):
     config = dataclasses.replace(model.config, depth=2, head=head)
     with own_numerics(0):
         small = Vila(config).eval().to(model.device, model.dtype)
-    return VilaAdapter(small, config, model.tokenizer, name=name)
+    return VilaModel(small, config, model.tokenizer, name=name)

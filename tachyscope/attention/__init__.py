@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.meter import Meter
-from tachyscope.types import Layer, Moment, Shape, Text
+from tachyscope.types import LayerCache, PassContext, Shape, Text
 
 
 class AttentionPolicy(abc.ABC):
@@ -31,31 +31,33 @@ class AttentionPolicy(abc.ABC):
         """Fixed tensors to keep beside a layer of that many slots."""
 
     @abc.abstractmethod
-    def index(self, layer: Layer, at: Moment, past: int, meter: Meter, kept: int = 0) -> None:
+    def build_index(
+        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+    ) -> None:
         """The past has changed and now holds `past` entries: bring the tensors up to date.
 
-        Keys and values of the past may be put in another order, until `unorder` is called. The
-        first `kept` entries are as the last index left them, and stay so.
+        Keys and values of the past may be put in another order, until `restore_order` is called.
+        The first `kept` entries are as the last index left them, and stay so.
         """
 
-    def unorder(self, layer: Layer, at: Moment, past: int) -> None:
+    def restore_order(self, layer: LayerCache, ctx: PassContext, past: int) -> None:
         """The past is about to change: put its keys and values back in the cache's order."""
         return
 
-    def grow(self, layer: Layer, shape: Shape, slots: int, kept: int) -> None:
+    def grow(self, layer: LayerCache, shape: Shape, slots: int, kept: int) -> None:
         """Make the tensors for more slots, and carry over the index of the first `kept` entries."""
-        layer.own |= self.tensors(shape, slots, layer.k.device)
+        layer.extra |= self.tensors(shape, slots, layer.k.device)
 
-    def ordered(self, x: Tensor, layer: Layer, at: Moment) -> Tensor:
+    def to_index_order(self, x: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
         """x [B, Hkv, N, D], one row a slot of the cache, as keys and values stand now."""
         return x
 
-    def weights(self, layer: Layer, at: Moment) -> Tensor:
+    def log_weights(self, layer: LayerCache, ctx: PassContext) -> Tensor:
         """Log-weights [B, Hkv or 1, end] of past and now, in the order of keys and values."""
-        return layer.logw[:, :, : at.end]
+        return layer.log_count[:, :, : ctx.end]
 
     @abc.abstractmethod
-    def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
+    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
         """Attention of rotated queries q [B, H, S, D] over past and now."""
 
 

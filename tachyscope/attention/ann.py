@@ -27,7 +27,7 @@ from tachyscope.kernels.hashing import (
 from tachyscope.kernels.listed import gather_entries, listed_attention
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Layer, Moment, Shape
+from tachyscope.types import LayerCache, PassContext, Shape
 
 # sign bits that order the past, so that a block's entries are alike
 BUCKET_BITS = 8
@@ -123,7 +123,7 @@ class Ann(AttentionPolicy):
         check_settings(self, "attention", "ann")
 
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
-        protected = prompt + (self.sink + self.newest) * shape.places
+        protected = prompt + (self.sink + self.newest) * shape.tokens_per_frame
         if self.k is not None and self.k < protected:
             raise TachyscopeError(
                 f"attention policy 'ann': k={self.k} is below the {protected} entries of prompt, "
@@ -131,7 +131,7 @@ class Ann(AttentionPolicy):
             )
         if self.read is None or slots is None:
             return
-        blocks = self._cut(shape, prompt, slots - shape.chunk_tokens)
+        blocks = self._cut(shape, prompt, slots - shape.max_pass_tokens)
         if self.read * blocks.all < blocks.always - 0.5:
             raise TachyscopeError(
                 f"attention policy 'ann': read={self.read:g} of {blocks.all} past blocks is less "
@@ -141,21 +141,21 @@ class Ann(AttentionPolicy):
 
     def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
         between = self._between(shape, prompt, past)
-        size = self.block or _power(shape.places // BLOCK_SHARE)
+        size = self.block or _power(shape.tokens_per_frame // BLOCK_SHARE)
         count, head = -(-past // size), -(-between.start // size)
         tail = count - max(head, between.stop // size) if between.stop < past else 0
         return Blocks(count, head, tail, size)
 
     def _between(self, shape: Shape, prompt: int, past: int) -> slice:
         """The slots that are ordered, between the sink and the newest."""
-        sink = min(past, prompt + self.sink * shape.places)
-        return slice(sink, past - min(past - sink, self.newest * shape.places))
+        sink = min(past, prompt + self.sink * shape.tokens_per_frame)
+        return slice(sink, past - min(past - sink, self.newest * shape.tokens_per_frame))
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         size = self._cut(shape, 0, 0).size
         most = -(-slots // size)
-        tiles = -(-shape.chunk_tokens // self._tile(shape))
-        block, code = (shape.rows, shape.kv_heads, most), torch.int8
+        tiles = -(-shape.max_pass_tokens // self._tile(shape))
+        block, code = (shape.batch, shape.kv_heads, most), torch.int8
         width = shape.head_dim if self.hash == "int8" else self.bits
         if self.hash == "lsh":
             code = torch.float32
@@ -163,12 +163,12 @@ class Ann(AttentionPolicy):
         planes(BUCKET_BITS, shape.head_dim, device)
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
         fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        tile = (shape.rows, shape.heads, tiles)
+        tile = (shape.batch, shape.heads, tiles)
         found = {
             # whose key and value each slot between sink and newest holds, counted from the sink
             "ann_order": torch.zeros(*block[:2], slots, **whole),
             # the weights of what the slots hold; a part block ends in empty ones
-            "ann_logw": torch.zeros(*block[:2], -(-most * size // 4) * 4, **fine),
+            "ann_log_count": torch.zeros(*block[:2], -(-most * size // 4) * 4, **fine),
             "ann_code": torch.zeros(*block, width, dtype=code, device=device),
             "ann_scale": torch.zeros(*block, 1, **fine),
             "ann_weight": torch.zeros(block, **fine),
@@ -181,27 +181,31 @@ class Ann(AttentionPolicy):
     def _by_kernel(self, shape: Shape, device: torch.device) -> bool:
         """Whether blocks are read by the GPU's own kernels there, or gathered by stock torch."""
         sizes = self._tile(shape) in gpu.TILES and self._cut(shape, 0, 0).size in gpu.BLOCKS
-        return sizes and not shape.causal and gpu.suits(device, gpu.DTYPE, shape.head_dim)
+        return sizes and not shape.token_by_token and gpu.suits(device, gpu.DTYPE, shape.head_dim)
 
     def _tile(self, shape: Shape) -> int:
-        return 1 if shape.causal else self.tile or _power(shape.places // TILE_SHARE)
+        return (
+            1 if shape.token_by_token else self.tile or _power(shape.tokens_per_frame // TILE_SHARE)
+        )
 
-    def index(self, layer: Layer, at: Moment, past: int, meter: Meter, kept: int = 0) -> None:
+    def build_index(
+        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+    ) -> None:
         """Order what lies between sink and newest by bucket; note each block's code and weight.
 
         Behind entries that stay as they were indexed, only what is new there is ordered: a cache
         that appends pays for a chunk, not for its whole past.
         """
         layer.scratch = ()
-        if self._dense_layer(at):
+        if self._dense_layer(ctx):
             return
-        blocks = self._cut(at.shape, at.prompt, past)
-        between = self._between(at.shape, at.prompt, past)
+        blocks = self._cut(ctx.shape, ctx.prompt, past)
+        between = self._between(ctx.shape, ctx.prompt, past)
         sink, known = between.start, 0
         if kept:
-            known = self._between(at.shape, at.prompt, kept).stop
+            known = self._between(ctx.shape, ctx.prompt, kept).stop
             between = slice(max(sink, known), between.stop)
-        keys, own, served = layer.k[:, :, between], layer.own, _is_served(layer)
+        keys, own, served = layer.k[:, :, between], layer.extra, _is_served(layer)
         number = (gpu.blocks.block_buckets if served else buckets)(keys, BUCKET_BITS)
         order = order_of(number, 2**BUCKET_BITS)
         for x in (layer.k, layer.v):
@@ -209,101 +213,102 @@ class Ann(AttentionPolicy):
         own["ann_order"][:, :, between.start - sink : between.stop - sink] = (
             order + between.start - sink
         )
-        logw = own["ann_logw"][:, :, : blocks.all * blocks.size]
+        log_count = own["ann_log_count"][:, :, : blocks.all * blocks.size]
         changed = slice(known, past)
-        logw[:, :, changed] = layer.logw[:, :, changed]
-        held = layer.logw[:, :, between].expand(-1, logw.shape[1], -1)
-        logw[:, :, between] = held.gather(2, order)
-        logw[:, :, past:] = -math.inf
+        log_count[:, :, changed] = layer.log_count[:, :, changed]
+        held = layer.log_count[:, :, between].expand(-1, log_count.shape[1], -1)
+        log_count[:, :, between] = held.gather(2, order)
+        log_count[:, :, past:] = -math.inf
         first = changed.start // blocks.size  # the first block that has changed
         if served and self.hash == "int8":
-            gpu.blocks.encode_blocks(layer.k, logw, blocks.size, _codes(layer))
+            gpu.blocks.encode_blocks(layer.k, log_count, blocks.size, _codes(layer))
         else:
-            self._encode(layer, logw, blocks, first)
+            self._encode(layer, log_count, blocks, first)
         meter.add("macs", keys.numel() * BUCKET_BITS)
 
-    def unorder(self, layer: Layer, at: Moment, past: int) -> None:
-        if not self._dense_layer(at):
-            between = self._between(at.shape, at.prompt, past)
-            order = layer.own["ann_order"][:, :, : between.stop - between.start]
+    def restore_order(self, layer: LayerCache, ctx: PassContext, past: int) -> None:
+        if not self._dense_layer(ctx):
+            between = self._between(ctx.shape, ctx.prompt, past)
+            order = layer.extra["ann_order"][:, :, : between.stop - between.start]
             for x in (layer.k, layer.v):
                 _carry(x[:, :, between], order, _is_served(layer), back=True)
 
-    def grow(self, layer: Layer, shape: Shape, slots: int, kept: int) -> None:
-        old = {name: x for name, x in layer.own.items() if name.startswith("ann_")}
+    def grow(self, layer: LayerCache, shape: Shape, slots: int, kept: int) -> None:
+        old = {name: x for name, x in layer.extra.items() if name.startswith("ann_")}
         super().grow(layer, shape, slots, kept)
         if kept:
-            for name in ("ann_order", "ann_logw", "ann_code", "ann_scale", "ann_weight"):
-                layer.own[name][:, :, : old[name].shape[2]] = old[name]
+            for name in ("ann_order", "ann_log_count", "ann_code", "ann_scale", "ann_weight"):
+                layer.extra[name][:, :, : old[name].shape[2]] = old[name]
 
-    def ordered(self, x: Tensor, layer: Layer, at: Moment) -> Tensor:
-        if not self._dense_layer(at):
-            x, between = x.clone(), self._between(at.shape, at.prompt, at.past)
-            order = layer.own["ann_order"][:, :, : between.stop - between.start]
+    def to_index_order(self, x: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
+        if not self._dense_layer(ctx):
+            x, between = x.clone(), self._between(ctx.shape, ctx.prompt, ctx.past)
+            order = layer.extra["ann_order"][:, :, : between.stop - between.start]
             _carry(x[:, :, between], order, False)
         return x
 
-    def _encode(self, layer: Layer, logw: Tensor, blocks: Blocks, first: int) -> None:
-        """Codes of the blocks of layer.k from `first` on, of weights logw [B, Hkv, slots]."""
-        keys = layer.k[:, :, first * blocks.size : logw.shape[2]].float()
-        logw = logw[:, :, first * blocks.size :]
-        keys = F.pad(keys, (0, 0, 0, logw.shape[2] - keys.shape[2]))
+    def _encode(self, layer: LayerCache, log_count: Tensor, blocks: Blocks, first: int) -> None:
+        """Codes of the blocks of layer.k from `first` on, of weights log_count [B, Hkv, slots]."""
+        keys = layer.k[:, :, first * blocks.size : log_count.shape[2]].float()
+        log_count = log_count[:, :, first * blocks.size :]
+        keys = F.pad(keys, (0, 0, 0, log_count.shape[2] - keys.shape[2]))
         keys = keys.unflatten(2, (-1, blocks.size))  # [B, Hkv, blocks, block, D]
-        logw = logw.unflatten(2, (-1, blocks.size))
-        live = (logw > -math.inf).float().unsqueeze(-1)
+        log_count = log_count.unflatten(2, (-1, blocks.size))
+        live = (log_count > -math.inf).float().unsqueeze(-1)
         members = live.sum(3).clamp(min=1)
         used = slice(first, blocks.all)
-        layer.own["ann_weight"][:, :, used] = logw.logsumexp(-1).clamp(min=-1e30)
+        layer.extra["ann_weight"][:, :, used] = log_count.logsumexp(-1).clamp(min=-1e30)
         if self.hash == "int8":
             code, scale = quantise((keys * live).sum(3) / members)
         else:
             code = (signs(keys, self.bits) * live).sum(3) / members
             scale = (keys.norm(dim=-1, keepdim=True) * live).sum(3) / members
-        layer.own["ann_code"][:, :, used] = code
-        layer.own["ann_scale"][:, :, used] = scale
+        layer.extra["ann_code"][:, :, used] = code
+        layer.extra["ann_scale"][:, :, used] = scale
 
-    def _dense_layer(self, at: Moment) -> bool:
-        return at.layer < math.ceil(self.dense_layers * at.shape.layers)
+    def _dense_layer(self, ctx: PassContext) -> bool:
+        return ctx.layer < math.ceil(self.dense_layers * ctx.shape.layers)
 
-    def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
-        first = math.ceil(self.dense_passes * at.steps) if at.steps > 1 else 0
+    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+        first = math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
         # given frames read everything: what they leave in the cache is what the video rests on
-        given = at.given and not at.shape.causal
-        if at.past == 0 or self._dense_layer(at) or at.step < first or given:
-            count(meter, "pairs", q, at.end)
-            if at.plain:
-                return read_all(q, layer, at)
-            return read_all(q, replace(layer, logw=self.weights(layer, at)), at)
-        blocks = self._cut(at.shape, at.prompt, at.past)
-        if at.shape.causal and at.tokens > 1:
+        given = ctx.given and not ctx.shape.token_by_token
+        if ctx.past == 0 or self._dense_layer(ctx) or ctx.pass_index < first or given:
+            count(meter, "pairs", q, ctx.end)
+            if ctx.plain:
+                return read_all(q, layer, ctx)
+            return read_all(q, replace(layer, log_count=self.log_weights(layer, ctx)), ctx)
+        blocks = self._cut(ctx.shape, ctx.prompt, ctx.past)
+        if ctx.shape.token_by_token and ctx.tokens > 1:
             parts = [
-                self.attend(q[:, :, i : i + 1], layer, at.token(i), meter) for i in range(at.tokens)
+                self.attend(q[:, :, i : i + 1], layer, ctx.token(i), meter)
+                for i in range(ctx.tokens)
             ]
             return torch.cat(parts, 2)
-        if at.shape.causal or all(step < first for step in at.before):
-            self._choose(q, layer, at, blocks, meter)
+        if ctx.shape.token_by_token or all(step < first for step in ctx.before):
+            self._choose(q, layer, ctx, blocks, meter)
         if _is_served(layer):
-            return self._read_blocks(q, layer, at, blocks, meter)
+            return self._read_blocks(q, layer, ctx, blocks, meter)
         if self.top_p is not None and not q.is_cuda:
-            layer = replace(layer, logw=self.weights(layer, at))
-            return self._read_ragged(q, layer, at, blocks, meter)
-        return self._read_tiles(q, layer, at, blocks, meter)
+            layer = replace(layer, log_count=self.log_weights(layer, ctx))
+            return self._read_ragged(q, layer, ctx, blocks, meter)
+        return self._read_tiles(q, layer, ctx, blocks, meter)
 
-    def weights(self, layer: Layer, at: Moment) -> Tensor:
-        if self._dense_layer(at):
-            return super().weights(layer, at)
-        past = layer.own["ann_logw"][:, :, : at.past]
-        now = layer.logw[:, :, at.past : at.end].expand(-1, past.shape[1], -1)
+    def log_weights(self, layer: LayerCache, ctx: PassContext) -> Tensor:
+        if self._dense_layer(ctx):
+            return super().log_weights(layer, ctx)
+        past = layer.extra["ann_log_count"][:, :, : ctx.past]
+        now = layer.log_count[:, :, ctx.past : ctx.end].expand(-1, past.shape[1], -1)
         return torch.cat([past, now], 2)
 
     def _read_blocks(
-        self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
+        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """All tiles in one kernel, which reads no more than what each has chosen."""
-        most, tile, own = self._blocks_read(blocks, at), self._tile(at.shape), layer.own
-        counts, present = own["ann_count"], at.end - at.past
+        most, tile, own = self._blocks_read(blocks, ctx), self._tile(ctx.shape), layer.extra
+        counts, present = own["ann_count"], ctx.end - ctx.past
         past = gpu.flash.Listed(
-            layer.k, layer.v, own["ann_logw"], own["ann_map"][..., :most], counts,
+            layer.k, layer.v, own["ann_log_count"], own["ann_map"][..., :most], counts,
             tile, blocks.size,
         )  # fmt: skip
         if self.top_p is None:
@@ -316,30 +321,30 @@ class Ann(AttentionPolicy):
             meter.add("pairs", pairs)
             meter.add("macs", 2 * pairs * q.shape[3])
         # in a chunk model each present entry stands for itself alone
-        now = slice(at.past, at.end)
+        now = slice(ctx.past, ctx.end)
         return gpu.flash.flash_listed(q, layer.k[:, :, now], layer.v[:, :, now], past)
 
     def _read_tiles(
-        self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
+        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """Attention by stock torch over gathered entries, as many tiles at once as AT_ONCE allows.
 
         Where one gather serves all tiles, it is kept for the chunk's other passes.
         """
-        tile, most = self._tile(at.shape), self._blocks_read(blocks, at)
-        read, present = most * blocks.size, at.end - at.past
+        tile, most = self._tile(ctx.shape), self._blocks_read(blocks, ctx)
+        read, present = most * blocks.size, ctx.end - ctx.past
         per_tile = q.shape[:2].numel() * (read + present) * q.shape[3]
         group, whole = max(1, AT_ONCE // per_tile), q.shape[2] // tile
         cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
         if q.shape[2] % tile:  # the last tile is a part
             cuts.append((whole, whole + 1))
-        keeps = len(cuts) == 1 and not at.shape.causal
-        now, out = slice(at.past, at.end), []
+        keeps = len(cuts) == 1 and not ctx.shape.token_by_token
+        now, out = slice(ctx.past, ctx.end), []
         for start, stop in cuts:
             size = (q.shape[0], stop - start, q.shape[1], read + present)
             if not layer.scratch or layer.scratch[0].shape[:4] != size:
-                layer.scratch = self._gather(layer, at, blocks, slice(start, stop), most)
-            k, v, logw = layer.scratch
+                layer.scratch = self._gather(layer, ctx, blocks, slice(start, stop), most)
+            k, v, log_count = layer.scratch
             if not keeps:
                 layer.scratch = ()
             for entries, x in ((k, layer.k), (v, layer.v)):
@@ -347,33 +352,33 @@ class Ann(AttentionPolicy):
                 entries[..., read:, :] = mine
             part = q[:, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
             part = part.transpose(1, 2)  # [B, tiles, H, tile, D]
-            full = at.plain and not at.past % blocks.size and self.top_p is None
-            part, k, v, logw = (x.flatten(0, 1) for x in (part, k, v, logw))
-            answer = attention(part, k, v, None if full else logw)
+            full = ctx.plain and not ctx.past % blocks.size and self.top_p is None
+            part, k, v, log_count = (x.flatten(0, 1) for x in (part, k, v, log_count))
+            answer = attention(part, k, v, None if full else log_count)
             count(meter, "pairs", part, read + present)
             out.append(answer.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3))
             if self.top_p is not None:
-                chosen = layer.own["ann_map"][:, :, start:stop, :most]
+                chosen = layer.extra["ann_map"][:, :, start:stop, :most]
                 skipped = (chosen < 0).sum() * blocks.size * part.shape[2]
                 meter.add("simulated_pairs_skipped", skipped)
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
     def _gather(
-        self, layer: Layer, at: Moment, blocks: Blocks, tiles: slice, most: int
+        self, layer: LayerCache, ctx: PassContext, blocks: Blocks, tiles: slice, most: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values [B, tiles, H, N, D] and log-weights of what tiles read, with room for now.
 
         Room for as many entries as the widest pass has; the present ones stand for themselves.
         """
-        ids = layer.own["ann_map"][:, :, tiles, :most]
-        listed = _listed(ids, blocks.size, at.past).transpose(1, 2)  # [B, tiles, H, entries]
-        present = at.end - at.past
-        logw = gather_entries(layer.own["ann_logw"][..., None], listed)[..., 0]
-        logw = F.pad(logw.masked_fill(listed < 0, -math.inf), (0, present))
+        ids = layer.extra["ann_map"][:, :, tiles, :most]
+        listed = _listed(ids, blocks.size, ctx.past).transpose(1, 2)  # [B, tiles, H, entries]
+        present = ctx.end - ctx.past
+        log_count = gather_entries(layer.extra["ann_log_count"][..., None], listed)[..., 0]
+        log_count = F.pad(log_count.masked_fill(listed < 0, -math.inf), (0, present))
         k, v = (F.pad(gather_entries(x, listed), (0, 0, 0, present)) for x in (layer.k, layer.v))
-        return k, v, logw
+        return k, v, log_count
 
-    def _blocks_read(self, blocks: Blocks, at: Moment) -> int:
+    def _blocks_read(self, blocks: Blocks, ctx: PassContext) -> int:
         if self.top_p is not None:
             return blocks.all
         if self.k is not None:
@@ -381,17 +386,19 @@ class Ann(AttentionPolicy):
         else:
             assert self.read is not None
             # of a full cache: while it fills, what it holds is too little to leave much out
-            full = blocks if at.room is None else self._cut(at.shape, at.prompt, at.room)
+            full = blocks if ctx.room is None else self._cut(ctx.shape, ctx.prompt, ctx.room)
             most = round(self.read * full.all)
         return min(blocks.all, max(blocks.always, most, 1))
 
-    def _choose(self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter) -> None:
+    def _choose(
+        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
+    ) -> None:
         """Write each tile's blocks to the map: always read, then the likeliest; -1 for none."""
         layer.scratch = ()
-        mass = self._mass(q, layer, at, blocks.all)  # [B, H, tiles, blocks]
-        meter.add("macs", q.shape[:3].numel() * blocks.all * layer.own["ann_code"].shape[3])
-        most = self._blocks_read(blocks, at)
-        tiles, own = mass.shape[2], layer.own
+        mass = self._mass(q, layer, ctx, blocks.all)  # [B, H, tiles, blocks]
+        meter.add("macs", q.shape[:3].numel() * blocks.all * layer.extra["ann_code"].shape[3])
+        most = self._blocks_read(blocks, ctx)
+        tiles, own = mass.shape[2], layer.extra
         last = blocks.all - blocks.tail
         best = mass[..., blocks.head : last].topk(
             most - blocks.always, -1, sorted=self.top_p is not None
@@ -410,67 +417,69 @@ class Ann(AttentionPolicy):
         if "ann_count" in own:
             own["ann_count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
 
-    def _mass(self, q: Tensor, layer: Layer, at: Moment, blocks: int) -> Tensor:
+    def _mass(self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: int) -> Tensor:
         """Each tile's estimated attention mass on each past block, [B, H, tiles, blocks]."""
         if _is_served(layer) and self.hash == "int8":
-            return gpu.blocks.block_mass(q, *_codes(layer), blocks, self._tile(at.shape))
+            return gpu.blocks.block_mass(q, *_codes(layer), blocks, self._tile(ctx.shape))
         code, scale, weight = (x[:, :, :blocks] for x in _codes(layer))
         grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
-        if self.hash == "int8" and self._cut(at.shape, at.prompt, at.past).size == 1:
-            return self._mass_of_entries(grouped, layer, at, q.shape[2])
+        if self.hash == "int8" and self._cut(ctx.shape, ctx.prompt, ctx.past).size == 1:
+            return self._mass_of_entries(grouped, layer, ctx, q.shape[2])
         if self.hash == "int8":
             scores = int8_scores(grouped, code, scale)
         else:
             scores = lsh_scores(grouped, code, scale.squeeze(-1))
         share = (scores + weight.unsqueeze(2)).softmax(-1)
-        return self._sum_tiles(share, at, q.shape[2])
+        return self._sum_tiles(share, ctx, q.shape[2])
 
-    def _mass_of_entries(self, q: Tensor, layer: Layer, at: Moment, tokens: int) -> Tensor:
+    def _mass_of_entries(
+        self, q: Tensor, layer: LayerCache, ctx: PassContext, tokens: int
+    ) -> Tensor:
         """`_mass` of q [B, Hkv, group * S, D] where a block is one entry: its own best code.
 
         Two heads at once in one buffer that stays in a CPU's cache; keys down, queries across,
         since tall matrices are multiplied twice as fast as wide ones; exp2, since it is twice as
         fast as exp.
         """
-        q, keys = q.float() * (LOG2E / math.sqrt(q.shape[3])), layer.k[:, :, : at.past].float()
+        q, keys = q.float() * (LOG2E / math.sqrt(q.shape[3])), layer.k[:, :, : ctx.past].float()
         rows, heads, queries, _ = q.shape
-        buffer = q.new_empty(rows, min(heads, 2), at.past, queries)
+        buffer = q.new_empty(rows, min(heads, 2), ctx.past, queries)
         found = []
         for pair in (slice(head, head + 2) for head in range(0, heads, 2)):
             scores = buffer[:, : len(range(heads)[pair])]
             torch.matmul(keys[:, pair], q[:, pair].mT, out=scores)
-            if not at.plain:
-                scores += LOG2E * layer.own["ann_weight"][:, pair, : at.past, None]
+            if not ctx.plain:
+                scores += LOG2E * layer.extra["ann_weight"][:, pair, : ctx.past, None]
             scores.sub_(scores.amax(2, keepdim=True)).exp2_()
             scores /= scores.sum(2, keepdim=True)
-            found.append(self._sum_tiles(scores.mT, at, tokens))
+            found.append(self._sum_tiles(scores.mT, ctx, tokens))
         return torch.cat(found, 1)
 
-    def _sum_tiles(self, share: Tensor, at: Moment, tokens: int) -> Tensor:
+    def _sum_tiles(self, share: Tensor, ctx: PassContext, tokens: int) -> Tensor:
         """Each tile's sum [B, H, tiles, blocks] of its queries' shares [B, Hkv, group * S, n]."""
         share = share.unflatten(2, (-1, tokens)).flatten(1, 2)  # [B, H, S, blocks]
-        return torch.stack([part.sum(2) for part in share.split(self._tile(at.shape), 2)], 2)
+        return torch.stack([part.sum(2) for part in share.split(self._tile(ctx.shape), 2)], 2)
 
     def _read_ragged(
-        self, q: Tensor, layer: Layer, at: Moment, blocks: Blocks, meter: Meter
+        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """Each head and tile reads as many blocks as it chose: a shape from data, for the CPU."""
         out = torch.empty_like(q)
-        tile = self._tile(at.shape)
+        tile = self._tile(ctx.shape)
         group = q.shape[1] // layer.k.shape[1]
         for b in range(q.shape[0]):
             for h in range(q.shape[1]):
                 kv = slice(h // group, h // group + 1)
                 for i in range(-(-q.shape[2] // tile)):
-                    ids = layer.own["ann_map"][b : b + 1, h : h + 1, i : i + 1, : blocks.all]
-                    listed = _listed(ids, blocks.size, at.past)
+                    ids = layer.extra["ann_map"][b : b + 1, h : h + 1, i : i + 1, : blocks.all]
+                    listed = _listed(ids, blocks.size, ctx.past)
                     listed = listed[listed >= 0][None, None]
                     part = q[b : b + 1, h : h + 1, i * tile : (i + 1) * tile]
                     out[b, h, i * tile : (i + 1) * tile] = listed_attention(
                         part, layer.k[b : b + 1, kv], layer.v[b : b + 1, kv],
-                        layer.logw[b : b + 1, kv], listed, slice(at.past, at.end),
+                        layer.log_count[b : b + 1, kv], listed, slice(ctx.past, ctx.end),
                     )[0, 0]  # fmt: skip
-                    count(meter, "pairs", part, listed.shape[2] + at.end - at.past)
+                    count(meter, "pairs", part, listed.shape[2] + ctx.end - ctx.past)
         return out
 
 
@@ -479,9 +488,9 @@ def _power(most: int) -> int:
     return 1 << min(max(most, 1), LARGEST).bit_length() - 1
 
 
-def _is_served(layer: Layer) -> bool:
+def _is_served(layer: LayerCache) -> bool:
     """Whether the GPU's kernels serve the layer."""
-    return "ann_count" in layer.own and layer.k.dtype == gpu.DTYPE
+    return "ann_count" in layer.extra and layer.k.dtype == gpu.DTYPE
 
 
 def _carry(x: Tensor, order: Tensor, served: bool, back: bool = False) -> None:
@@ -493,8 +502,8 @@ def _carry(x: Tensor, order: Tensor, served: bool, back: bool = False) -> None:
     x.copy_(torch.empty_like(x).scatter_(2, index, x) if back else x.gather(2, index))
 
 
-def _codes(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    return layer.own["ann_code"], layer.own["ann_scale"], layer.own["ann_weight"]
+def _codes(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.extra["ann_code"], layer.extra["ann_scale"], layer.extra["ann_weight"]
 
 
 def _listed(ids: Tensor, size: int, past: int) -> Tensor:

@@ -49,37 +49,41 @@ class AnnText(TextPolicy):
         return collapse(k, v, lengths)
 
     def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
-        assert text.logw is not None
-        logw = text.logw.expand(-1, q.shape[1], -1)
-        hits = self._hits(q, text.k, logw)  # [B, H, L]
-        logw = logw.masked_fill(hits == 0, -math.inf)
+        assert text.log_count is not None
+        log_count = text.log_count.expand(-1, q.shape[1], -1)
+        hits = self._hits(q, text.k, log_count)  # [B, H, L]
+        log_count = log_count.masked_fill(hits == 0, -math.inf)
         size = min(self.keep, hits.shape[2])
         if not q.is_cuda:
             # the host may look: nothing that every head drops is scored
-            size = min(size, int((logw > -math.inf).sum(-1).max()))
+            size = min(size, int((log_count > -math.inf).sum(-1).max()))
         count(meter, "text_pairs", q, size)
         if size == hits.shape[2]:
-            return attention(q, text.k, text.v, logw)
+            return attention(q, text.k, text.v, log_count)
         best = hits.topk(size, -1, sorted=False).indices
         wide = best.unsqueeze(-1).expand(-1, -1, -1, text.k.shape[3])
-        return attention(q, text.k.gather(2, wide), text.v.gather(2, wide), logw.gather(2, best))
+        return attention(
+            q, text.k.gather(2, wide), text.v.gather(2, wide), log_count.gather(2, best)
+        )
 
-    def _hits(self, q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
+    def _hits(self, q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
         """How many queries fall into each token's bucket; 0 for an empty slot."""
         if self.hash == "int8":
-            return hits_by_code(q, k, logw)
+            return hits_by_code(q, k, log_count)
         hit = buckets(q, self.bits).unsqueeze(-1) == buckets(k, self.bits).unsqueeze(-2)
         hits = hit.sum(2)
         # where none is hit all are read
         hits += hits.sum(-1, keepdim=True) == 0
-        return hits.masked_fill(logw == -math.inf, 0)
+        return hits.masked_fill(log_count == -math.inf, 0)
 
 
-def hits_by_code(q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
-    """How many of q [B, H, S, D] are nearest to each of k [B, H, L, D], by int8 codes and logw."""
+def hits_by_code(q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
+    """How many of q [B, H, S, D] are nearest to each of k [B, H, L, D], by int8 codes."""
     if gpu.suits(q.device, q.dtype, q.shape[3]):
-        return gpu.nearest.count_nearest(q, k, logw)
-    scores = int8_scores(q, *quantise(k)) + logw.clamp(min=-1e30).unsqueeze(2)
+        return gpu.nearest.count_nearest(q, k, log_count)
+    scores = int8_scores(q, *quantise(k)) + log_count.clamp(min=-1e30).unsqueeze(2)
     near = scores.argmax(-1)
-    hits = torch.zeros_like(logw, dtype=torch.int64).scatter_add_(2, near, torch.ones_like(near))
-    return hits.masked_fill(logw == -math.inf, 0)
+    hits = torch.zeros_like(log_count, dtype=torch.int64).scatter_add_(
+        2, near, torch.ones_like(near)
+    )
+    return hits.masked_fill(log_count == -math.inf, 0)

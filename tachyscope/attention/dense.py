@@ -12,7 +12,7 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy, TextPolicy, count
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
-from tachyscope.types import Layer, Moment, Shape, Text
+from tachyscope.types import LayerCache, PassContext, Shape, Text
 
 
 @final
@@ -28,30 +28,32 @@ class Dense(AttentionPolicy):
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         return {}
 
-    def index(self, layer: Layer, at: Moment, past: int, meter: Meter, kept: int = 0) -> None:
+    def build_index(
+        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+    ) -> None:
         pass
 
-    def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
-        first, rest = at.unread
-        count(meter, "pairs", q, at.end - (rest - first))
-        return read_all(q, layer, at)
+    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+        first, rest = ctx.hidden_slots
+        count(meter, "pairs", q, ctx.end - (rest - first))
+        return read_all(q, layer, ctx)
 
 
-def read_all(q: Tensor, layer: Layer, at: Moment) -> Tensor:
+def read_all(q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
     """Attention over past and now: what is seen is one run of slots, so nothing is copied.
 
     Only where slots in the middle are left out, the runs beside them are put together.
     """
-    first, rest = at.unread
+    first, rest = ctx.hidden_slots
 
     def seen(x: Tensor) -> Tensor:
         if first == rest:
-            return x[:, :, : at.end]
-        run = x[:, :, rest : at.end]
+            return x[:, :, : ctx.end]
+        run = x[:, :, rest : ctx.end]
         return run if first == 0 else torch.cat([x[:, :, :first], run], 2)
 
-    logw = None if at.plain else seen(layer.logw)
-    return attention(q, seen(layer.k), seen(layer.v), logw, causal=at.shape.causal)
+    log_count = None if ctx.plain else seen(layer.log_count)
+    return attention(q, seen(layer.k), seen(layer.v), log_count, causal=ctx.shape.token_by_token)
 
 
 @final
@@ -66,4 +68,4 @@ class DenseText(TextPolicy):
 
     def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
         count(meter, "text_pairs", q, text.k.shape[2])
-        return attention(q, text.k, text.v, text.logw)
+        return attention(q, text.k, text.v, text.log_count)

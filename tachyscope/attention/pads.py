@@ -33,16 +33,16 @@ class Pads(TextPolicy):
 
     def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
         count(meter, "text_pairs", q, text.k.shape[2])
-        return attention(q, text.k, text.v, text.logw)
+        return attention(q, text.k, text.v, text.log_count)
 
 
 def collapse(k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
     """The longest row's tokens and one for the padding; a shorter row's further slots are empty."""
     total = k.shape[2]
     size = min(max(lengths) + 1, total)
-    logw = torch.zeros(len(lengths), 1, size, dtype=torch.float32, device=k.device)
+    log_count = torch.zeros(len(lengths), 1, size, dtype=torch.float32, device=k.device)
     for row, n in enumerate(lengths):
         if n < total:
-            logw[row, 0, n] = math.log(total - n)
-            logw[row, 0, n + 1 :] = -math.inf
-    return Text(k[:, :, :size], v[:, :, :size], logw)
+            log_count[row, 0, n] = math.log(total - n)
+            log_count[row, 0, n + 1 :] = -math.inf
+    return Text(k[:, :, :size], v[:, :, :size], log_count)

@@ -13,7 +13,7 @@ from tachyscope.attention.dense import read_all
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Layer, Moment, Shape
+from tachyscope.types import LayerCache, PassContext, Shape
 
 
 @final
@@ -41,22 +41,30 @@ class Window(AttentionPolicy):
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         return {}
 
-    def index(self, layer: Layer, at: Moment, past: int, meter: Meter, kept: int = 0) -> None:
+    def build_index(
+        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+    ) -> None:
         pass
 
-    def attend(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
-        near = self.tokens if at.shape.causal else self.tokens + at.tokens
-        pads = at.pads or (0,) * q.shape[0]
-        if at.end <= self.sink + max(pads) + near:
-            count(meter, "pairs", q, at.end)
-            return read_all(q, layer, at)
-        if at.shape.causal and at.tokens > 1:
-            return self._attend_in_order(q, layer, at, meter)
+    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+        near = self.tokens if ctx.shape.token_by_token else self.tokens + ctx.tokens
+        pads = ctx.left_padding or (0,) * q.shape[0]
+        if ctx.end <= self.sink + max(pads) + near:
+            count(meter, "pairs", q, ctx.end)
+            return read_all(q, layer, ctx)
+        if ctx.shape.token_by_token and ctx.tokens > 1:
+            return self._attend_in_order(q, layer, ctx, meter)
         count(meter, "pairs", q, self.sink + near)
-        return self._attend(q, layer, at, pads, at.end - near, at.end)
+        return self._attend(q, layer, ctx, pads, ctx.end - near, ctx.end)
 
     def _attend(
-        self, q: Tensor, layer: Layer, at: Moment, pads: tuple[int, ...], start: int, end: int
+        self,
+        q: Tensor,
+        layer: LayerCache,
+        ctx: PassContext,
+        pads: tuple[int, ...],
+        start: int,
+        end: int,
     ) -> Tensor:
         def read(x: Tensor) -> Tensor:
             if len(set(pads)) == 1:
@@ -65,10 +73,14 @@ class Window(AttentionPolicy):
                 first = torch.cat([x[b : b + 1, :, p : p + self.sink] for b, p in enumerate(pads)])
             return torch.cat([first, x[:, :, start:end]], 2)
 
-        logw = None if at.plain else read(layer.logw)
-        return attention(q, read(layer.k), read(layer.v), logw)
+        log_count = None if ctx.plain else read(layer.log_count)
+        return attention(q, read(layer.k), read(layer.v), log_count)
 
-    def _attend_in_order(self, q: Tensor, layer: Layer, at: Moment, meter: Meter) -> Tensor:
+    def _attend_in_order(
+        self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter
+    ) -> Tensor:
         """A pass of several tokens of a token model: each reads as if it came alone."""
-        out = [self.attend(q[:, :, i : i + 1], layer, at.token(i), meter) for i in range(at.tokens)]
+        out = [
+            self.attend(q[:, :, i : i + 1], layer, ctx.token(i), meter) for i in range(ctx.tokens)
+        ]
         return torch.cat(out, 2)

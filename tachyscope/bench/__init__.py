@@ -14,7 +14,7 @@ from tachyscope.bench.cpu import (
     split_plans,
     warm,
 )
-from tachyscope.bench.ratios import noise, speed_word, verdict
+from tachyscope.bench.noise import noise, speed_word, verdict
 
 __all__ = [
     "Parser",

@@ -11,7 +11,7 @@ from typing import NoReturn
 from tachyscope.bench.cpu import bench_asked, lines, split_plans
 from tachyscope.bench.wan import TABLES, bench_wan_asked, wan_lines
 from tachyscope.errors import TachyscopeError, as_typed
-from tachyscope.models import load
+from tachyscope.models.registry import load
 from tachyscope.process import run_command
 from tachyscope.results import Document, check_json, emit
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from tachyscope.adapters import Adapter
 from tachyscope.arguments import parse_plan
-from tachyscope.bench.chunks import count_peak, peak_gb
-from tachyscope.bench.ratios import columns, noise, speed_word, verdict
+from tachyscope.bench.noise import columns, noise, speed_word, verdict
+from tachyscope.bench.single_chunk import count_peak, peak_gb
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, shown
 from tachyscope.meter import summary
-from tachyscope.notes import notes
+from tachyscope.models.base import VideoModel
 from tachyscope.plan import Plan
+from tachyscope.plan_notes import notes
 from tachyscope.rates import WARM_CHUNKS, Clock, frame_rate, rates, warm_up
 from tachyscope.results import Document, document, size_of
 from tachyscope.rollout import open_session, rollout
@@ -29,7 +29,7 @@ LABEL = 40  # letters of a plan's text that still serve as its name
 
 
 def bench(
-    model: Adapter,
+    model: VideoModel,
     plans: Sequence[str] = ("fast", "balanced"),
     *,
     frames: int = 48,
@@ -75,7 +75,7 @@ def bench(
 
 
 def bench_lengths(
-    model: Adapter,
+    model: VideoModel,
     plans: Sequence[str] = ("fast", "balanced"),
     *,
     lengths: Sequence[int],
@@ -127,16 +127,18 @@ def bench_lengths(
     return document(f"bench-lengths-{model.device.type}", rows, command, widest)
 
 
-def _turns(model: Adapter, plans: Sequence[str]) -> list[tuple[str, Plan]]:
+def _turns(model: VideoModel, plans: Sequence[str]) -> list[tuple[str, Plan]]:
     """Plans to be timed by turns, dense among them twice."""
     named = {"dense": "dense", "again": "dense"}
     turns = [(name, parse_plan(model, text)) for name, text in named.items()]
     return turns + [(text, parse_plan(model, text)) for text in plans]
 
 
-def _chunk(model: Adapter, session: Session) -> Document:
+def _chunk(model: VideoModel, session: Session) -> Document:
     """One chunk more, and what it took."""
-    latents = model.frames(session.frame + session.shape.chunk) - model.frames(session.frame)
+    latents = model.pixel_frames(session.latent_frame + session.shape.chunk) - model.pixel_frames(
+        session.latent_frame
+    )
     chunks = list(rollout(model, session=session, frames=latents))
     stats = [chunk.stats for chunk in chunks]
     return {"size": size_of(chunks[0]), **summary(stats)}
@@ -179,7 +181,7 @@ class _Take:
         return sum(row["wall_ms"] for row in self.rows[start if start < len(self.rows) else 0 :])
 
 
-def _timed(model: Adapter, plan: Plan, asked: Mapping[str, Any]) -> _Take:
+def _timed(model: VideoModel, plan: Plan, asked: Mapping[str, Any]) -> _Take:
     count_peak(model.device)
     rows, size = [], ""
     with Clock() as clock:
@@ -192,7 +194,7 @@ def _timed(model: Adapter, plan: Plan, asked: Mapping[str, Any]) -> _Take:
     return _Take(size, rows, notes(session, rows), more)
 
 
-def _row(turn: tuple[str, Plan], takes: Sequence[_Take], model: Adapter, start: int) -> Document:
+def _row(turn: tuple[str, Plan], takes: Sequence[_Take], model: VideoModel, start: int) -> Document:
     """A plan's counts, which every round repeats, with the median round's time."""
     last = takes[-1]
     clocks = [summary(take.rows) | rates(take.rows, start) for take in takes]
@@ -206,11 +208,11 @@ def _row(turn: tuple[str, Plan], takes: Sequence[_Take], model: Adapter, start: 
     return _named(turn, model) | found
 
 
-def _named(turn: tuple[str, Plan], model: Adapter) -> Document:
+def _named(turn: tuple[str, Plan], model: VideoModel) -> Document:
     return {"name": turn[0], "plan": str(turn[1]), "model": model.name}
 
 
-def warm(model: Adapter, plan: Plan | str, **asked: Any) -> float:
+def warm(model: VideoModel, plan: Plan | str, **asked: Any) -> float:
     """Make two chunks for nothing: what a process does once is then done. Seconds that it took."""
     begun = time.perf_counter()
     for _ in islice(rollout(model, plan, **asked), WARM_CHUNKS):
@@ -256,7 +258,7 @@ def lines(found: Document) -> list[str]:
 
 
 def bench_asked(
-    model: Adapter, plans: Sequence[str], *, at: str | None, frames: int, **asked: Any
+    model: VideoModel, plans: Sequence[str], *, at: str | None, frames: int, **asked: Any
 ) -> Document:
     """`bench` over whole rollouts, or `bench_lengths` at the lengths of a text: `25,100,600`."""
     if at is None:

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from tachyscope.adapters.tiny_decoder import TinyDecoder
-from tachyscope.adapters.toy_parts import BytesText, Preview
-from tachyscope.adapters.wan import WanAdapter, random_wan
-from tachyscope.adapters.wan_presets import PRESETS
-from tachyscope.adapters.wan_vae import WanVae
 from tachyscope.arguments import parse_plan, parse_size
 from tachyscope.attention.dense import Dense
-from tachyscope.bench.chunks import (
+from tachyscope.bench.breakdown import parts, watched
+from tachyscope.bench.cpu import split_lengths
+from tachyscope.bench.noise import noise
+from tachyscope.bench.recorded_kv import Traced, enlarge, record
+from tachyscope.bench.rollout import bench_rollout, flat_lines
+from tachyscope.bench.single_chunk import (
     PROMPT,
     clear,
     make_chunk,
@@ -33,18 +33,18 @@ from tachyscope.bench.chunks import (
     shown_size,
     taken_back,
 )
-from tachyscope.bench.cpu import split_lengths
-from tachyscope.bench.flat import bench_rollout, flat_lines
-from tachyscope.bench.parts import parts, watched
-from tachyscope.bench.ratios import noise
-from tachyscope.bench.traced import Traced, enlarge, record
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import is_stream, user_path
-from tachyscope.fit import ROOM, SIZES, need, on_meta
-from tachyscope.making import Maker, repeating
+from tachyscope.graph_runner import ChunkRunner, repeating
+from tachyscope.memory import ROOM, SIZES, need, on_meta
 from tachyscope.meter import summary
-from tachyscope.models import DTYPES, MODELS, load
+from tachyscope.models.registry import DTYPES, MODELS, load
+from tachyscope.models.wan.model import WanModel, random_wan
+from tachyscope.models.wan.presets import PRESETS
+from tachyscope.models.wan.tiny_decoder import TinyDecoder
+from tachyscope.models.wan.toy_parts import BytesText, Preview
+from tachyscope.models.wan.vae import WanVae
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, emit
 from tachyscope.rollout import open_session
@@ -98,7 +98,7 @@ class Clock:
     seed: int
     make: Callable[..., Session] = Session
 
-    def open(self, model: WanAdapter, plan: Plan, frames: int) -> Session:
+    def open(self, model: WanModel, plan: Plan, frames: int) -> Session:
         session: Session = open_session(
             model, plan, prompt=PROMPT, frames=frames, size=self.size, seed=self.seed,
             make=self.make,
@@ -106,7 +106,7 @@ class Clock:
         return session
 
 
-def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanAdapter:
+def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanModel:
     """A Wan-type model by its name or its published size, by default with random weights."""
     if name in SIZES:
         if weights is not None:
@@ -117,12 +117,12 @@ def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanAd
     if weights is None and name in MODELS and MODELS[name].weights:
         weights = "random"
     model = load(name, weights, device=device, dtype=dtype)
-    if not isinstance(model, WanAdapter):
+    if not isinstance(model, WanModel):
         raise TachyscopeError(f"{name} is no Wan-type model: try tachyscope bench cpu")
     # a clock needs neither what a prompt means nor to see: a checkpoint alone will do
     model.text = model.text or BytesText.seeded(model.config, 0)
     if model.decoder is None:
-        model.decoder, model.looks = Preview.seeded(model.config, 0), False
+        model.decoder, model.decodes_in_loop = Preview.seeded(model.config, 0), False
         model.config = dataclasses.replace(model.config, reencode=False)  # nothing to encode with
     return model
 
@@ -143,7 +143,7 @@ def choose_rows(table: str, rows: str | None) -> dict[str, str]:
 
 
 def bench_wan(
-    model: WanAdapter,
+    model: WanModel,
     plans: Mapping[str, str],
     *,
     size: tuple[int, int] | None = None,
@@ -174,7 +174,7 @@ def bench_wan(
             trace = enlarge(*record(seed), session.shape, session)
             clock = dataclasses.replace(clock, make=functools.partial(Traced, trace))
         for _ in range(2):
-            make_chunk(Maker(model, session))  # what a process does once
+            make_chunk(ChunkRunner(model, session))  # what a process does once
         del session
     warm_s = time.perf_counter() - started
     rows: list[Document] = []
@@ -257,7 +257,7 @@ def _short(row: Document) -> str:
 
 
 def default_lengths(
-    shapes: WanAdapter, plan: Plan, size: tuple[int, int] | None, room: float | None
+    shapes: WanModel, plan: Plan, size: tuple[int, int] | None, room: float | None
 ) -> list[int]:
     """Latent frames at which a plan's chunks are timed, whole chunks."""
     shape = shapes.shape(size)
@@ -266,7 +266,7 @@ def default_lengths(
     most = LENGTHS[-1]
     if room is not None:
         one, two = (
-            need(shapes, plan, frames=shapes.frames(n * shape.chunk), size=size).undecoded
+            need(shapes, plan, frames=shapes.pixel_frames(n * shape.chunk), size=size).undecoded
             for n in (1, 2)
         )
         # the last timed chunk needs its own place
@@ -284,7 +284,7 @@ def _room(device: torch.device) -> float | None:
 @torch.inference_mode()
 def _measure(
     row: Document,
-    model: WanAdapter,
+    model: WanModel,
     plan: Plan,
     lengths: Sequence[int],
     clock: Clock,
@@ -296,26 +296,26 @@ def _measure(
     clear(model.device)
     begun = time.perf_counter()
     chunk = model.config.chunk
-    reserve = model.frames(_latents(model, plan, lengths, clock.rounds))
+    reserve = model.pixel_frames(_latents(model, plan, lengths, clock.rounds))
     session = clock.open(model, plan, reserve)
     make = repeating(model, session)
     first = make_chunk(make)  # waits for the device at its end
     row["first_chunk_ms"] = 1e3 * (time.perf_counter() - begun)
     row["size"] = shown_size(model, session.shape)
-    row["frames_chunk"] = model.frames(2 * chunk) - model.frames(chunk)
+    row["frames_chunk"] = model.pixel_frames(2 * chunk) - model.pixel_frames(chunk)
     row["grows"] = plan.cache.grows
     row["points"] = [_point(0, [first], session)]
     for length in sorted(lengths):
         session.fill(length)
         _warm(make)
-        at = session.frame
+        at = session.latent_frame
         takes = [repeat_chunk(make) for _ in range(clock.rounds)]
-        row["points"].append(_point((at + session.frame) / 2, takes, session))
+        row["points"].append(_point((at + session.latent_frame) / 2, takes, session))
     row["peak_gb"] = peak_gb(model.device)
     with watched(session):
         make = repeating(model, session)
         # the third of a bounded plan is recorded with its spans, and runs without the host
-        repeated = make.record is not None and session.steady
+        repeated = make.record is not None and session.graph_capturable
         taken = [repeat_chunk(make) for _ in range(3 if repeated else 1)][-1]
     if repeated:
         taken |= {"chunk_ms": row["points"][-1]["chunk_ms"]}
@@ -328,23 +328,23 @@ def _measure(
     row |= {name: last[name] for name in ("chunk_ms", "host_ms", "aa", "density", "macs")}
 
 
-def _build(model: WanAdapter, plan: Plan, clock: Clock) -> None:
+def _build(model: WanModel, plan: Plan, clock: Clock) -> None:
     """Have a plan's kernels built, which a process does once: a first chunk must not count it."""
     chunk = model.config.chunk
-    session = clock.open(model, plan, model.frames(4 * chunk))
-    make_chunk(Maker(model, session))
+    session = clock.open(model, plan, model.pixel_frames(4 * chunk))
+    make_chunk(ChunkRunner(model, session))
     if not plan.cache.grows:
         session.fill(chunk * (_held(plan, session.shape) + 1))
-    make_chunk(Maker(model, session))
+    make_chunk(ChunkRunner(model, session))
 
 
-def _begin(model: WanAdapter, plan: Plan, clock: Clock) -> list[float]:
+def _begin(model: WanModel, plan: Plan, clock: Clock) -> list[float]:
     """A video's first chunks, until its cache is full and a chunk is recorded.
 
     They are asked for launch by launch, which no length tells.
     """
     chunk = model.config.chunk
-    session = clock.open(model, plan, model.frames(4 * chunk))
+    session = clock.open(model, plan, model.pixel_frames(4 * chunk))
     make = repeating(model, session)
     count = _held(plan, session.shape) + WARM
     return [make_chunk(make)["chunk_ms"] for _ in range(count)]
@@ -352,10 +352,10 @@ def _begin(model: WanAdapter, plan: Plan, clock: Clock) -> list[float]:
 
 def _held(plan: Plan, shape: Shape) -> int:
     """Chunks that fill a bounded plan's cache."""
-    return -(-plan.cache.capacity(shape, 0, None) // shape.chunk_tokens)
+    return -(-plan.cache.capacity(shape, 0, None) // shape.max_pass_tokens)
 
 
-def _warm(make: Maker) -> None:
+def _warm(make: ChunkRunner) -> None:
     """A library chooses its kernels at the first pass of a length; a policy does its first work.
 
     The third chunk of a bounded plan is recorded, the next ones repeat it.
@@ -366,7 +366,7 @@ def _warm(make: Maker) -> None:
         # nothing is done once a chunk, and a long one takes seconds: a fifth of it is enough
         assert session.latents is not None
         moves = [0] * session.shape.chunk if model.actions else []
-        model.clean(session, session.latents, moves)
+        model.prefill_latents(session, session.latents, moves)
         session.meter.take()
     else:
         for _ in range(WARM):
@@ -399,13 +399,13 @@ def _fault(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def _fit_gb(shapes: WanAdapter, plan: Plan, lengths: Sequence[int], clock: Clock) -> float:
+def _fit_gb(shapes: WanModel, plan: Plan, lengths: Sequence[int], clock: Clock) -> float:
     """The peak that was predicted for the row."""
-    frames, size = shapes.frames(_latents(shapes, plan, lengths, clock.rounds)), clock.size
+    frames, size = shapes.pixel_frames(_latents(shapes, plan, lengths, clock.rounds)), clock.size
     return need(shapes, plan, frames=frames, size=size, prompt=PROMPT).undecoded / 1e9
 
 
-def _latents(model: WanAdapter, plan: Plan, lengths: Sequence[int], rounds: int) -> int:
+def _latents(model: WanModel, plan: Plan, lengths: Sequence[int], rounds: int) -> int:
     """Latent frames that a row's last timed chunk ends with, whole chunks."""
     chunk = model.config.chunk
     more = 1
@@ -414,7 +414,7 @@ def _latents(model: WanAdapter, plan: Plan, lengths: Sequence[int], rounds: int)
     return -(-max(lengths) // chunk) * chunk + more * chunk
 
 
-def _rates(row: Document, model: WanAdapter) -> None:
+def _rates(row: Document, model: WanModel) -> None:
     """Frames a second over whole rollouts, and at their ends."""
     points = [(p["length"], p["chunk_ms"]) for p in row.get("points", [])]
     if len(points) < 2:
@@ -426,17 +426,17 @@ def _rates(row: Document, model: WanAdapter) -> None:
             continue  # how it goes on was not measured
         begin = row.get("begin_ms", [])[: len(starts)]
         ms = begin + [between(points, start) for start in starts[len(begin) :]]
-        made = model.frames(starts[-1] + model.config.chunk)
+        made = model.pixel_frames(starts[-1] + model.config.chunk)
         row["rates"][str(frames)] = {
             "fps": 1e3 * made / sum(ms),
             "fps_end": 1e3 * row["frames_chunk"] / ms[-1],
         }
 
 
-def chunk_starts(model: WanAdapter, frames: int) -> list[int]:
+def chunk_starts(model: WanModel, frames: int) -> list[int]:
     """Latent frames before each chunk of a rollout of so many pixel frames."""
     starts = [0]
-    while model.frames(starts[-1] + model.config.chunk) < frames:
+    while model.pixel_frames(starts[-1] + model.config.chunk) < frames:
         starts.append(starts[-1] + model.config.chunk)
     return starts
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels import gpu
 from tachyscope.meter import Meter
-from tachyscope.types import Layer, Moment, Shape, Size
+from tachyscope.types import LayerCache, PassContext, Shape, Size
 
 # unrotated keys [B, Hkv, n, D] and their new positions -> rotated keys
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -25,12 +25,12 @@ class CachePolicy(abc.ABC):
     appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry as it is
 
     @property
-    def weighted(self) -> bool:
+    def merges(self) -> bool:
         """Whether an entry may stand for several, or a slot in use be empty."""
         return False
 
     @property
-    def moves(self) -> bool:
+    def view_depends_on_pass(self) -> bool:
         """Whether what is seen of the past, and where it stands, hangs on the pass."""
         return False
 
@@ -41,11 +41,11 @@ class CachePolicy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def raw(self) -> bool:
+    def keeps_unrotated(self) -> bool:
         """Whether unrotated keys are kept beside the rotated ones."""
 
     @abc.abstractmethod
-    def groups(self, shape: Shape) -> int:
+    def cache_heads(self, shape: Shape) -> int:
         """1 where all heads keep the same entries, else the number of key/value heads."""
 
     @abc.abstractmethod
@@ -57,10 +57,12 @@ class CachePolicy(abc.ABC):
         """Further tensors of a layer; those named slot_* hold one thing a slot in dimension 2."""
 
     @abc.abstractmethod
-    def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
+    def commit(
+        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+    ) -> int:
         """Take the first n entries of now into the past, within budget; entries of past after."""
 
-    def unread(self, layer: Layer, at: Moment, rotate: Rotate) -> tuple[int, int]:
+    def hidden_slots(self, layer: LayerCache, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
         """Before a pass, where the policy moves: bring entries to where the pass sees them.
 
         Returns the slots of the past, from and to, that it does not see.
@@ -68,13 +70,15 @@ class CachePolicy(abc.ABC):
         return 0, 0
 
 
-def held(policy: str, budget: Size, shape: Shape, prompt: int, sink: int, newest: int) -> int:
+def checked_capacity(
+    policy: str, budget: Size, shape: Shape, prompt: int, sink: int, newest: int
+) -> int:
     """Slots of a bounded cache; raises where the budget is below what must be kept."""
-    slots, now = budget.entries(shape), shape.chunk + shape.ahead
+    slots, now = budget.entries(shape), shape.chunk + shape.rolling_frames
     frames = sink + newest + now
-    floor = prompt + frames * shape.places
+    floor = prompt + frames * shape.tokens_per_frame
     if slots < floor:
-        need = f"{-(-floor // shape.places)}f"
+        need = f"{-(-floor // shape.tokens_per_frame)}f"
         raise TachyscopeError(
             f"cache policy {policy!r}: budget={budget} holds {slots} entries, but {floor} are "
             f"protected (prompt {prompt}, sink {sink}f, newest {newest}f, present chunk "
@@ -83,28 +87,28 @@ def held(policy: str, budget: Size, shape: Shape, prompt: int, sink: int, newest
     return slots
 
 
-def keep_near(layer: Layer, past: int, nearest: Tensor, rotate: Rotate) -> None:
+def clamp_distance(layer: LayerCache, past: int, nearest: Tensor, rotate: Rotate) -> None:
     """Let no entry of the past stand before the latent frame `nearest` [B, Hkv or 1, 1].
 
     An entry that is moved once is moved ever after, so its own place is not needed again.
     """
-    assert layer.raw is not None
+    assert layer.unrotated is not None
     pos = layer.pos[:, :, :past]
     moved = (pos[..., 0] < nearest).unsqueeze(-1)
     pos[..., 0] = pos[..., 0].maximum(nearest)
     groups = pos.shape[1]
-    k, raw = (x[:, :, :past].chunk(groups, 1) for x in (layer.k, layer.raw))
+    k, raw = (x[:, :, :past].chunk(groups, 1) for x in (layer.k, layer.unrotated))
     # one after the other: angles are float64, and those of all heads together are not small
     for i in range(groups):
         own = slice(i, i + 1)
         k[i].copy_(torch.where(moved[:, own], rotate(raw[i], pos[:, own]), k[i]))
 
 
-def move(layer: Layer, source: int, target: int, count: int) -> None:
+def shift_slots(layer: LayerCache, source: int, target: int, count: int) -> None:
     """Shift `count` entries from slot `source` down to slot `target`."""
     if source == target or count == 0:
         return
-    own = (x for name, x in layer.own.items() if name.startswith("slot_"))
+    own = (x for name, x in layer.extra.items() if name.startswith("slot_"))
     for x in (*layer.entries().values(), *own):
         if x.dim() == 4 and gpu.suits(x.device, x.dtype, x.shape[3]):
             gpu.blocks.shift(x, source, target, count)

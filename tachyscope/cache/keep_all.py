@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tachyscope.cache import CachePolicy, Rotate
 from tachyscope.meter import Meter
-from tachyscope.types import Layer, Moment, Shape
+from tachyscope.types import LayerCache, PassContext, Shape
 
 
 @final
@@ -21,16 +21,18 @@ class KeepAll(CachePolicy):
     paper: ClassVar[str] = ""
     appends: ClassVar[bool] = True
     grows: ClassVar[bool] = True
-    raw: ClassVar[bool] = False
+    keeps_unrotated: ClassVar[bool] = False
 
-    def groups(self, shape: Shape) -> int:
+    def cache_heads(self, shape: Shape) -> int:
         return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
-        return prompt + (frames or 8 * shape.chunk) * shape.places
+        return prompt + (frames or 8 * shape.chunk) * shape.tokens_per_frame
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         return {}
 
-    def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
-        return at.past + n
+    def commit(
+        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+    ) -> int:
+        return ctx.past + n

@@ -9,13 +9,13 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate, held, keep_near, move
+from tachyscope.cache import CachePolicy, Rotate, checked_capacity, clamp_distance, shift_slots
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels import gpu
 from tachyscope.kernels.merge import alike_features, best_older, fold, roots
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Layer, Moment, Shape, Size
+from tachyscope.types import LayerCache, PassContext, Shape, Size
 
 
 @final
@@ -128,21 +128,21 @@ class Merge(CachePolicy):
         return self.threshold is not None
 
     @property
-    def weighted(self) -> bool:
+    def merges(self) -> bool:
         return self.others == "folded"
 
     @property
-    def raw(self) -> bool:
+    def keeps_unrotated(self) -> bool:
         return self.match != "rotated"
 
-    def groups(self, shape: Shape) -> int:
+    def cache_heads(self, shape: Shape) -> int:
         return 1 if self.heads == "shared" else shape.kv_heads
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         if self.budget is None:
-            return prompt + 8 * shape.chunk_tokens
-        slots = held("merge", self.budget, shape, prompt, self._sink, self._newest)
-        protected = (self._sink + self._newest) * shape.places + shape.chunk_tokens
+            return prompt + 8 * shape.max_pass_tokens
+        slots = checked_capacity("merge", self.budget, shape, prompt, self._sink, self._newest)
+        protected = (self._sink + self._newest) * shape.tokens_per_frame + shape.max_pass_tokens
         if slots - prompt - protected < 1:
             raise TachyscopeError(
                 f"cache policy 'merge': budget={self.budget} leaves no entry to merge into beside "
@@ -153,59 +153,63 @@ class Merge(CachePolicy):
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         if self.budget is None:
             # the finished chunk's rotated queries: their top-1 names an entry's partner
-            size = (shape.rows, shape.heads, shape.chunk_tokens, shape.head_dim)
+            size = (shape.batch, shape.heads, shape.max_pass_tokens, shape.head_dim)
             return {"queries": torch.zeros(size, dtype=torch.float32, device=device)}
-        slot = (shape.rows, self.groups(shape), slots)
+        slot = (shape.batch, self.cache_heads(shape), slots)
         return {
             "slot_partner": torch.zeros(slot, dtype=torch.int64, device=device),
             "slot_alike": torch.full(slot, -math.inf, dtype=torch.float32, device=device),
         }
 
-    def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
-        first, total = at.prompt + self._sink * at.shape.places, at.past + n
+    def commit(
+        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+    ) -> int:
+        first, total = ctx.prompt + self._sink * ctx.shape.tokens_per_frame, ctx.past + n
         newest = layer.pos[:, :, total - 1 : total, 0].clone()
         if self.budget is None:
-            past = self._by_threshold(layer, at, n, min(first, at.past), meter)
+            past = self._by_threshold(layer, ctx, n, min(first, ctx.past), meter)
         else:
-            past = self._by_budget(layer, at, n, first, meter)
+            past = self._by_budget(layer, ctx, n, first, meter)
         if self.max_distance is not None:
-            keep_near(layer, past, newest + 1 - self.max_distance, rotate)
+            clamp_distance(layer, past, newest + 1 - self.max_distance, rotate)
         return past
 
-    def _features(self, layer: Layer, entries: slice) -> Tensor:
+    def _features(self, layer: LayerCache, entries: slice) -> Tensor:
         shared = self.heads == "shared"
         if self.match == "rotated":
             return alike_features(layer.k[:, :, entries], shared)
-        assert layer.raw is not None
-        keys = alike_features(layer.raw[:, :, entries], shared)
+        assert layer.unrotated is not None
+        keys = alike_features(layer.unrotated[:, :, entries], shared)
         if self.match == "unrotated":
             return keys
         values = alike_features(layer.v[:, :, entries], shared)
         return torch.cat([keys, values], -1).div_(math.sqrt(2))
 
-    def _by_budget(self, layer: Layer, at: Moment, n: int, first: int, meter: Meter) -> int:
+    def _by_budget(
+        self, layer: LayerCache, ctx: PassContext, n: int, first: int, meter: Meter
+    ) -> int:
         assert self.budget is not None
-        total, kept = at.past + n, self.budget.entries(at.shape) - at.shape.chunk_tokens
-        protected = self._newest * at.shape.places
+        total, kept = ctx.past + n, self.budget.entries(ctx.shape) - ctx.shape.max_pass_tokens
+        protected = self._newest * ctx.shape.tokens_per_frame
         old = slice(first, max(first, total - protected))
-        left = max(0, at.past - protected - first)  # of old, those matched at earlier commits
+        left = max(0, ctx.past - protected - first)  # of old, those matched at earlier commits
         rows = old.stop - first - left  # those that look for a partner now
-        width = at.shape.head_dim * (2 if self.match == "key_value" else 1)
-        pairs = at.shape.rows * rows * (old.stop - first)
-        meter.add("macs", pairs * at.shape.kv_heads * width)
+        width = ctx.shape.head_dim * (2 if self.match == "key_value" else 1)
+        pairs = ctx.shape.batch * rows * (old.stop - first)
+        meter.add("macs", pairs * ctx.shape.kv_heads * width)
         by_budget = self._on_gpu if self._kernels_suit(layer) else self._on_torch
         by_budget(layer, old, left, total, max(0, total - kept))
         return min(total, kept)
 
-    def _kernels_suit(self, layer: Layer) -> bool:
+    def _kernels_suit(self, layer: LayerCache) -> bool:
         by_head = self.heads == "each" and self.match != "key_value"
         return by_head and gpu.suits(layer.k.device, layer.k.dtype, layer.k.shape[3])
 
-    def _on_gpu(self, layer: Layer, old: slice, left: int, total: int, excess: int) -> None:
+    def _on_gpu(self, layer: LayerCache, old: slice, left: int, total: int, excess: int) -> None:
         """As `_on_torch`, by kernels; nothing as large as the keys is made."""
-        keys = layer.k if self.match == "rotated" else layer.raw
+        keys = layer.k if self.match == "rotated" else layer.unrotated
         assert keys is not None
-        partner, alike = (layer.own[name][:, :, old] for name in ("slot_partner", "slot_alike"))
+        partner, alike = (layer.extra[name][:, :, old] for name in ("slot_partner", "slot_alike"))
         if left < partner.shape[2]:
             alike[:, :, left:], partner[:, :, left:] = gpu.match.match(keys[:, :, old], left)
         if not excess:
@@ -220,9 +224,9 @@ class Merge(CachePolicy):
         partner[:, :, :survivors] = folds.heir.view_as(partner[:, :, :survivors])
         gpu.match.measure(keys[:, :, old], partner[:, :, :survivors], alike[:, :, :survivors])
 
-    def _on_torch(self, layer: Layer, old: slice, left: int, total: int, excess: int) -> None:
+    def _on_torch(self, layer: LayerCache, old: slice, left: int, total: int, excess: int) -> None:
         """Match entries from `left` of old on, then fold `excess` of old and close the gaps."""
-        partner, alike = (layer.own[name][:, :, old] for name in ("slot_partner", "slot_alike"))
+        partner, alike = (layer.extra[name][:, :, old] for name in ("slot_partner", "slot_alike"))
         if left < partner.shape[2]:
             alike[:, :, left:], partner[:, :, left:] = best_older(self._features(layer, old), left)
         if not excess:
@@ -234,26 +238,28 @@ class Merge(CachePolicy):
         self._fold(layer, old, source, root.gather(2, source))
         survivors = partner.shape[2] - excess
         self._compact(layer, old, source, root, survivors)
-        move(layer, old.stop, old.start + survivors, total - old.stop)
+        shift_slots(layer, old.stop, old.start + survivors, total - old.stop)
 
-    def _fold(self, layer: Layer, entries: slice, source: Tensor, root: Tensor) -> None:
+    def _fold(self, layer: LayerCache, entries: slice, source: Tensor, root: Tensor) -> None:
         """Fold entries `source` into `root` [B, G, e], both counted from the slice's start."""
         folded = self.others == "folded"
-        v, logw = layer.v[:, :, entries], layer.logw[:, :, entries]
-        joined = fold(v, logw, source, root) if folded else None
+        v, log_count = layer.v[:, :, entries], layer.log_count[:, :, entries]
+        joined = fold(v, log_count, source, root) if folded else None
         if self.keep == "newest":
             self._take_newest(layer, entries, source, root)
         if joined is not None:
             v.copy_(joined[0])
-            logw.copy_(joined[1])
+            log_count.copy_(joined[1])
 
-    def _take_newest(self, layer: Layer, entries: slice, source: Tensor, root: Tensor) -> None:
+    def _take_newest(self, layer: LayerCache, entries: slice, source: Tensor, root: Tensor) -> None:
         """Give every root its newest member's key and position, and value where none is folded."""
         slots = torch.arange(layer.pos[:, :, entries].shape[2], device=root.device)
         order = layer.pos[:, :, entries, 0].long() * len(slots) + slots
         newest = order.scatter_reduce(2, root, order.gather(2, source), "amax")
         member = newest.gather(2, root) % len(slots)
-        taken = ("k", "raw", "pos") if self.others == "folded" else ("k", "raw", "pos", "v")
+        taken = (
+            ("k", "unrotated", "pos") if self.others == "folded" else ("k", "unrotated", "pos", "v")
+        )
         for name, x in layer.entries().items():
             if name in taken:
                 part = x[:, :, entries]
@@ -261,52 +267,54 @@ class Merge(CachePolicy):
                 part.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), _take(part, member))
 
     def _compact(
-        self, layer: Layer, old: slice, source: Tensor, root: Tensor, survivors: int
+        self, layer: LayerCache, old: slice, source: Tensor, root: Tensor, survivors: int
     ) -> None:
         """Close the gaps that sources leave, and let partners point where theirs went."""
         gone = torch.zeros_like(root, dtype=torch.bool).scatter_(2, source, True)
         order = gone.to(torch.int8).argsort(dim=2, stable=True)[:, :, :survivors]
         slot_now = (~gone).long().cumsum(2) - 1
-        partner = layer.own["slot_partner"][:, :, old]
+        partner = layer.extra["slot_partner"][:, :, old]
         # a partner that was folded away has passed on to its root, older still
         heir = slot_now.gather(2, root.gather(2, partner))
         kept = slice(old.start, old.start + survivors)
-        for x in (*layer.entries().values(), layer.own["slot_alike"]):
+        for x in (*layer.entries().values(), layer.extra["slot_alike"]):
             x[:, :, kept] = _take(x[:, :, old], order)
         partner[:, :, :survivors] = heir.gather(2, order)
         # an heir is another entry than the one that was measured, and its key may have changed
         features = self._features(layer, kept)
         theirs = _take(features, partner[:, :, :survivors])
-        layer.own["slot_alike"][:, :, kept] = (features * theirs).sum(-1)
-        layer.own["slot_alike"][:, :, old.start] = -math.inf
+        layer.extra["slot_alike"][:, :, kept] = (features * theirs).sum(-1)
+        layer.extra["slot_alike"][:, :, old.start] = -math.inf
 
-    def _by_threshold(self, layer: Layer, at: Moment, n: int, first: int, meter: Meter) -> int:
-        total = at.past + n
-        if at.past == first:
+    def _by_threshold(
+        self, layer: LayerCache, ctx: PassContext, n: int, first: int, meter: Meter
+    ) -> int:
+        total = ctx.past + n
+        if ctx.past == first:
             return total
         assert self.threshold is not None
-        q, k = layer.own["queries"][:, :, :n], layer.k[:, :, first : at.past]
+        q, k = layer.extra["queries"][:, :, :n], layer.k[:, :, first : ctx.past]
         q = q.unflatten(1, (k.shape[1], -1)).sum(2)
         if self.heads == "shared":
             q, k = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (q, k))
-        live = layer.logw[:, :, first : at.past].clamp(min=-1e30).unsqueeze(2)
-        best = (q.float() @ k.float().mT / math.sqrt(at.shape.head_dim) + live).argmax(-1)
-        meter.add("macs", q.shape[0] * n * (at.past - first) * q[0, :, 0].numel())
+        live = layer.log_count[:, :, first : ctx.past].clamp(min=-1e30).unsqueeze(2)
+        best = (q.float() @ k.float().mT / math.sqrt(ctx.shape.head_dim) + live).argmax(-1)
+        meter.add("macs", q.shape[0] * n * (ctx.past - first) * q[0, :, 0].numel())
         everything = slice(first, total)
         features = self._features(layer, everything)
-        past = at.past - first
+        past = ctx.past - first
         cosine = (features[:, :, past:] * _take(features, best)).sum(-1)
         new = torch.arange(past, total - first, device=best.device).expand_as(best)
         root = torch.where(cosine >= self.threshold, best, new)
         self._fold(layer, everything, new, root)
         return first + self._close_gaps(layer, everything)
 
-    def _close_gaps(self, layer: Layer, entries: slice) -> int:
+    def _close_gaps(self, layer: LayerCache, entries: slice) -> int:
         """Bring live entries to the front; how many slots are in use after.
 
         The number is data. On CUDA the host does not look: empty slots stay in use there.
         """
-        empty = layer.logw[:, :, entries] == -math.inf
+        empty = layer.log_count[:, :, entries] == -math.inf
         order = empty.to(torch.int8).argsort(dim=2, stable=True)
         for x in layer.entries().values():
             x[:, :, entries] = _take(x[:, :, entries], order)

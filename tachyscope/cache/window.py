@@ -8,11 +8,11 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate, held, keep_near, move
+from tachyscope.cache import CachePolicy, Rotate, checked_capacity, clamp_distance, shift_slots
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Layer, Moment, Shape, Size
+from tachyscope.types import LayerCache, PassContext, Shape, Size
 
 
 @final
@@ -78,83 +78,92 @@ class Window(CachePolicy):
             )
 
     @property
-    def raw(self) -> bool:
+    def keeps_unrotated(self) -> bool:
         return self.positions == "reindexed" or self.max_distance is not None
 
     @property
-    def moves(self) -> bool:
+    def view_depends_on_pass(self) -> bool:
         return self.view is not None
 
-    def groups(self, shape: Shape) -> int:
+    def cache_heads(self, shape: Shape) -> int:
         return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
-        slots = held("window", self.budget, shape, prompt, self.sink, 0)
+        slots = checked_capacity("window", self.budget, shape, prompt, self.sink, 0)
         # so that what leaves for a whole chunk covers the sink a whole number of times
         if self.fold is not None and (
-            shape.chunk % self.sink or (slots - prompt) % shape.chunk_tokens
+            shape.chunk % self.sink or (slots - prompt) % shape.max_pass_tokens
         ):
             raise TachyscopeError(
                 f"cache policy 'window': fold needs a sink that divides the chunk of "
                 f"{shape.chunk}f, and a budget of whole chunks, got sink={self.sink}f, "
                 f"budget={self.budget}: change these"
             )
-        now = self.sink + shape.chunk + shape.ahead
-        if self.view is not None and self.view.entries(shape) < prompt + now * shape.places:
+        now = self.sink + shape.chunk + shape.rolling_frames
+        if (
+            self.view is not None
+            and self.view.entries(shape) < prompt + now * shape.tokens_per_frame
+        ):
             raise TachyscopeError(
                 f"cache policy 'window': view={self.view} is less than the sink and the present "
-                f"chunk of {shape.chunk + shape.ahead}f: raise it to {now}f or more"
+                f"chunk of {shape.chunk + shape.rolling_frames}f: raise it to {now}f or more"
             )
         return slots
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         return {}
 
-    def commit(self, layer: Layer, at: Moment, n: int, rotate: Rotate, meter: Meter) -> int:
-        past, total = self._drop(layer, at, n, rotate), at.past + n
+    def commit(
+        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+    ) -> int:
+        past, total = self._drop(layer, ctx, n, rotate), ctx.past + n
         if self.max_distance is not None:
             # what was newest may have moved down, but its position still lies at the end
             nearest = layer.pos[:, :, total - 1 : total, 0] + 1 - self.max_distance
-            keep_near(layer, past, nearest, rotate)
+            clamp_distance(layer, past, nearest, rotate)
         return past
 
-    def _drop(self, layer: Layer, at: Moment, n: int, rotate: Rotate) -> int:
-        total = at.past + n
-        keep = self.budget.entries(at.shape) - at.shape.chunk_tokens
+    def _drop(self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate) -> int:
+        total = ctx.past + n
+        keep = self.budget.entries(ctx.shape) - ctx.shape.max_pass_tokens
         if total <= keep:
             return total
-        first = at.prompt + self.sink * at.shape.places
+        first = ctx.prompt + self.sink * ctx.shape.tokens_per_frame
         if self.fold is not None:
-            self._fold_into_sink(layer, at.prompt, first, first + total - keep)
-        move(layer, first + total - keep, first, keep - first)
+            self._fold_into_sink(layer, ctx.prompt, first, first + total - keep)
+        shift_slots(layer, first + total - keep, first, keep - first)
         if self.positions == "reindexed" and self.view is None:
-            self._bring_sink(layer, at, total, keep - first, rotate)
+            self._bring_sink(layer, ctx, total, keep - first, rotate)
         return keep
 
-    def unread(self, layer: Layer, at: Moment, rotate: Rotate) -> tuple[int, int]:
+    def hidden_slots(self, layer: LayerCache, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
         assert self.view is not None
-        first = at.prompt + self.sink * at.shape.places
-        seen = min(at.past, self.view.entries(at.shape) - at.tokens)
-        if at.past < first:
+        first = ctx.prompt + self.sink * ctx.shape.tokens_per_frame
+        seen = min(ctx.past, self.view.entries(ctx.shape) - ctx.tokens)
+        if ctx.past < first:
             return 0, 0
-        if seen < at.past and not any(at.noise):
-            return at.prompt, at.prompt + at.past - seen
-        self._bring_sink(layer, at, at.past, seen - first, rotate)
-        return first, first + at.past - seen
+        if seen < ctx.past and not any(ctx.noise):
+            return ctx.prompt, ctx.prompt + ctx.past - seen
+        self._bring_sink(layer, ctx, ctx.past, seen - first, rotate)
+        return first, first + ctx.past - seen
 
-    def _fold_into_sink(self, layer: Layer, start: int, first: int, end: int) -> None:
+    def _fold_into_sink(self, layer: LayerCache, start: int, first: int, end: int) -> None:
         """Entries from `first` to `end` leave; the sink stands from `start` to `first`."""
-        assert layer.raw is not None and self.fold is not None
-        for x in (layer.raw, layer.v):
+        assert layer.unrotated is not None and self.fold is not None
+        for x in (layer.unrotated, layer.v):
             for leaving in x[:, :, first:end].split(first - start, 2):
                 x[:, :, start : start + leaving.shape[2]].lerp_(leaving, 1 - self.fold)
 
-    def _bring_sink(self, layer: Layer, at: Moment, end: int, behind: int, rotate: Rotate) -> None:
+    def _bring_sink(
+        self, layer: LayerCache, ctx: PassContext, end: int, behind: int, rotate: Rotate
+    ) -> None:
         """Let the sink stand right before the newest `behind` of the entries up to slot `end`."""
-        sink = slice(at.prompt, at.prompt + self.sink * at.shape.places)
+        sink = slice(ctx.prompt, ctx.prompt + self.sink * ctx.shape.tokens_per_frame)
         # in whole frames; with nothing behind the sink, the frame that comes next
-        oldest = layer.pos[:, :, end - 1 : end, 0] - (behind - 1) // at.shape.places
-        index = torch.arange(sink.stop - sink.start, device=oldest.device) // at.shape.places
+        oldest = layer.pos[:, :, end - 1 : end, 0] - (behind - 1) // ctx.shape.tokens_per_frame
+        index = (
+            torch.arange(sink.stop - sink.start, device=oldest.device) // ctx.shape.tokens_per_frame
+        )
         layer.pos[:, :, sink, 0] = oldest - self.sink + index
-        assert layer.raw is not None
-        layer.k[:, :, sink] = rotate(layer.raw[:, :, sink], layer.pos[:, :, sink])
+        assert layer.unrotated is not None
+        layer.k[:, :, sink] = rotate(layer.unrotated[:, :, sink], layer.pos[:, :, sink])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import tokens, views, world
+from tachyscope.evaluation import prompt_adherence, tokens, world
 from tachyscope.results import Document
 
 PARTS = ("both", "world", "tokens", "views")
@@ -50,7 +50,7 @@ def evaluate_atrium(
 
     if only == "views":
         worlds = VIEWS if worlds is None else worlds
-        return views.evaluate_views(
+        return prompt_adherence.evaluate_views(
             worlds=worlds, device=device, seed=seed, command=command, watch=told("worlds")
         )
     if only == "tokens":
@@ -68,7 +68,7 @@ def evaluate_atrium(
 def lines(found: Document) -> list[str]:
     """An evaluation as a reader wants it."""
     if found["suite"] == "atrium-views":
-        return views.lines(found)
+        return prompt_adherence.lines(found)
     out = [] if found["suite"] == "atrium-tokens" else world.lines(found)
     if "tokens" in found:
         rows = found.get("token_rows", found["rows"])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tachyscope.adapters.vila import Prompt, VilaAdapter
 from tachyscope.evaluation.scenes import World, levels, make_world
-from tachyscope.models import MODELS
+from tachyscope.models.registry import MODELS
+from tachyscope.models.vila_u.model import Prompt, VilaModel
 from tachyscope.quality import Frames
 from tachyscope.worlds import atrium
 
@@ -53,9 +53,9 @@ def _film(world: World, actions: str, pace: float, size: int) -> Frames:
     return levels(atrium.render(rooms, pose, pace * torch.arange(len(actions)), size))
 
 
-def batch_prompts(model: VilaAdapter, texts: Iterable[str]) -> Prompt:
+def batch_prompts(model: VilaModel, texts: Iterable[str]) -> Prompt:
     """Prompts of several videos as one: rows are [conditional…, unconditional…]."""
-    found = [model.encode(text) for text in texts]
+    found = [model.encode_prompt(text) for text in texts]
     longest = max(x.ids.shape[1] for x in found)
     rows, lengths = [], []
     for row in range(len(found[0].lengths)):
@@ -66,6 +66,6 @@ def batch_prompts(model: VilaAdapter, texts: Iterable[str]) -> Prompt:
 
 
 @torch.inference_mode()
-def true_codes(model: VilaAdapter, clip: Clip) -> Tensor:
+def true_codes(model: VilaModel, clip: Clip) -> Tensor:
     """Codes [V, T, rows, columns, D] of a clip's true frames."""
-    return torch.cat([model.latents(frames) for frames in clip.frames])
+    return torch.cat([model.encode_frames(frames) for frames in clip.frames])

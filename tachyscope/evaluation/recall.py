@@ -16,7 +16,7 @@ from tachyscope.attention.ann import Ann
 from tachyscope.cache.merge import Merge
 from tachyscope.meter import Meter
 from tachyscope.session import Session
-from tachyscope.types import Layer, Moment, Shape
+from tachyscope.types import LayerCache, PassContext, Shape
 
 COLUMNS = 1024  # slots whose attention is read off at once
 
@@ -36,19 +36,19 @@ def recall_of(method: Tensor, dense: Tensor, slot: Tensor) -> Tensor:
     return both + torch.minimum(dense[..., seen:], method[..., past:]).sum(-1)
 
 
-def read_mass(policy: AttentionPolicy, q: Tensor, layer: Layer, at: Moment) -> Tensor:
+def read_mass(policy: AttentionPolicy, q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
     """The attention [B, H, S, end] that a policy really pays: its answer to one-hot values."""
     width = COLUMNS
     if isinstance(policy, Ann) and policy.top_p is not None:
         width = q.shape[3]  # its ragged form writes into the queries' shape
     parts = []
-    for lo in range(0, at.end, width):
+    for lo in range(0, ctx.end, width):
         hot = torch.zeros(layer.k.shape[2], width, dtype=layer.v.dtype, device=layer.v.device)
-        count = min(width, at.end - lo)
+        count = min(width, ctx.end - lo)
         hot[lo : lo + count, :count] = torch.eye(count, dtype=hot.dtype, device=hot.device)
-        values = policy.ordered(hot.expand(*layer.k.shape[:2], -1, -1), layer, at)
+        values = policy.to_index_order(hot.expand(*layer.k.shape[:2], -1, -1), layer, ctx)
         stand_in = replace(layer, v=values, scratch=())
-        parts.append(policy.attend(q, stand_in, at, Meter(q.device))[..., :count])
+        parts.append(policy.attend(q, stand_in, ctx, Meter(q.device))[..., :count])
     return torch.cat(parts, -1)
 
 
@@ -67,7 +67,7 @@ class Probed(Session):
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
-        groups = (self.shape.rows, self.plan.cache.groups(self.shape), 0)
+        groups = (self.shape.batch, self.plan.cache.cache_heads(self.shape), 0)
         # by layer: keys and log-weights as they were committed, and the slot each went to
         self.shadow: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.shape.layers)]
         empty = torch.zeros(groups, dtype=torch.int64, device=self.device)
@@ -76,28 +76,30 @@ class Probed(Session):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super().attend(layer, q, k, v)
-        at = self._moment
-        assert at is not None and self._angles is not None
-        ends = at.step in (0, at.steps - 1)
+        ctx = self._context
+        assert ctx is not None and self._cos_sin is not None
+        ends = ctx.pass_index in (0, ctx.pass_count - 1)
         if self.chunk in self.wanted and ends and self.past and not self._prefilling:
-            turned = self.rope.turn(q, *self._angles)
-            self.recalls.setdefault(self.chunk, []).append(self._recall(turned, at.at(layer)))
+            turned = self.rope.apply(q, *self._cos_sin)
+            self.recalls.setdefault(self.chunk, []).append(
+                self._recall(turned, ctx.for_layer(layer))
+            )
         return out
 
-    def _recall(self, q: Tensor, at: Moment) -> Tensor:
-        here, heads = self.layers[at.layer], q.shape[1]
-        now = slice(at.past, at.end)
-        parts = [*self.shadow[at.layer], (here.k[:, :, now], here.logw[:, :, now])]
-        keys, logw = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-        keys, logw = (
+    def _recall(self, q: Tensor, ctx: PassContext) -> Tensor:
+        here, heads = self.layers[ctx.layer], q.shape[1]
+        now = slice(ctx.past, ctx.end)
+        parts = [*self.shadow[ctx.layer], (here.k[:, :, now], here.log_count[:, :, now])]
+        keys, log_count = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+        keys, log_count = (
             x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] > 1 else x
-            for x in (keys, logw)
+            for x in (keys, log_count)
         )
         scores = q.double() @ keys.double().mT / math.sqrt(q.shape[3])
-        dense = (scores + logw.double().unsqueeze(2)).softmax(-1)
-        slots = self.slots[at.layer]
+        dense = (scores + log_count.double().unsqueeze(2)).softmax(-1)
+        slots = self.slots[ctx.layer]
         slots = slots.repeat_interleave(heads // slots.shape[1], 1)
-        return recall_of(read_mass(self.plan.attention, q, here, at).double(), dense, slots)
+        return recall_of(read_mass(self.plan.attention, q, here, ctx).double(), dense, slots)
 
     def commit(self, n: int | None = None) -> None:
         n = self.now if n is None else n
@@ -106,16 +108,16 @@ class Probed(Session):
         for i, layer in enumerate(self.layers):
             new = slice(past, total)
             # committed weights are those of one group a head where heads keep their own entries
-            logw = layer.logw[:, :, new].clone()
-            self.shadow[i].append((layer.k[:, :, new].clone(), logw))
+            log_count = layer.log_count[:, :, new].clone()
+            self.shadow[i].append((layer.k[:, :, new].clone(), log_count))
             before.append(self._labels(layer, total))
         folds: list[tuple[Tensor, Tensor]] = []
 
         joined = Merge._fold
 
-        def note(cache: Merge, layer: Layer, at: slice, source: Tensor, root: Tensor) -> None:
+        def note(cache: Merge, layer: LayerCache, ctx: slice, source: Tensor, root: Tensor) -> None:
             folds.append((source, root))
-            joined(cache, layer, at, source, root)
+            joined(cache, layer, ctx, source, root)
 
         # the one moment at which entries' groups are known
         with mock.patch.object(Merge, "_fold", note):
@@ -123,17 +125,17 @@ class Probed(Session):
         for i, layer in enumerate(self.layers):
             self._follow(i, layer, before[i], folds[i] if folds else None, past, n)
 
-    def _labels(self, layer: Layer, count: int) -> Tensor:
+    def _labels(self, layer: LayerCache, count: int) -> Tensor:
         """One number an entry, from its position; another for each empty slot."""
         t, y, x = layer.pos[:, :, :count].long().unbind(-1)
-        label = t * self.shape.places + y * self.shape.grid[1] + x
+        label = t * self.shape.tokens_per_frame + y * self.shape.grid[1] + x
         slot = torch.arange(count, device=label.device) + 2**50
-        return torch.where(layer.logw[:, :, :count] == -math.inf, slot, label)
+        return torch.where(layer.log_count[:, :, :count] == -math.inf, slot, label)
 
     def _follow(
         self,
         i: int,
-        layer: Layer,
+        layer: LayerCache,
         before: Tensor,
         folded: tuple[Tensor, Tensor] | None,
         past: int,
@@ -141,7 +143,9 @@ class Probed(Session):
     ) -> None:
         """Bring `slots` up to date: whose group each entry joined, and where that stands now."""
         total = before.shape[2]
-        protected = self.prompt + (getattr(self.plan.cache, "sink", 0) or 0) * self.shape.places
+        protected = (
+            self.prompt + (getattr(self.plan.cache, "sink", 0) or 0) * self.shape.tokens_per_frame
+        )
         first = min(protected, past)
         slot = torch.arange(total, device=before.device).expand_as(before)
         group = slot.clone()
@@ -156,7 +160,7 @@ class Probed(Session):
         # the sink never moves, though its positions may
         member = torch.cat([slot[:, :, :first], member], 2)[:, :, : self.past]
         stands = torch.full((*before.shape[:2], total + 1), -1, device=before.device)
-        live = layer.logw[:, :, : self.past] > -math.inf
+        live = layer.log_count[:, :, : self.past] > -math.inf
         target = torch.where(live, group.gather(2, member), total)
         stands.scatter_(2, target, torch.arange(self.past, device=before.device).expand_as(target))
         stands[:, :, total] = -1

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tachyscope.adapters.vila import VilaAdapter
 from tachyscope.arguments import parse_plan
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
-from tachyscope.evaluation.clock import REPLAY, WINDOW, clock
 from tachyscope.evaluation.intervals import Values, combined, versus
-from tachyscope.evaluation.ranked import Way, begin, changes
+from tachyscope.evaluation.replay_scores import Way, begin, changes
+from tachyscope.evaluation.token_timing import REPLAY, WINDOW, clock
 from tachyscope.evaluation.world import Watch
 from tachyscope.machine import cores
 from tachyscope.meter import summary
-from tachyscope.models import load
+from tachyscope.models.registry import load
+from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.process import spread
 from tachyscope.quality import psnr
 from tachyscope.results import Document, document
@@ -78,7 +78,7 @@ def divergence(dense: Tensor, other: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def forced(
-    model: VilaAdapter, clip: Clip, ways: Sequence[Way], frames: int = GIVEN
+    model: VilaModel, clip: Clip, ways: Sequence[Way], frames: int = GIVEN
 ) -> list[list[Values]]:
     """KL from dense of each way, by world, all fed the true codes; dense itself comes first."""
     codes = true_codes(model, clip)
@@ -108,7 +108,7 @@ def forced(
 
 
 @torch.inference_mode()
-def made(model: VilaAdapter, clip: Clip, ways: Sequence[Way]) -> list[list[Values]]:
+def made(model: VilaModel, clip: Clip, ways: Sequence[Way]) -> list[list[Values]]:
     """dB to the truth of frames that each way makes by itself, by world."""
     codes = true_codes(model, clip)
     out = []
@@ -118,7 +118,7 @@ def made(model: VilaAdapter, clip: Clip, ways: Sequence[Way]) -> list[list[Value
         for i in range(GIVEN, len(clip.actions)):
             latents = model.sample(session, clip.moves[i : i + 1])
             session.commit()
-            found.append([model.decode(session, row[None]) for row in latents])
+            found.append([model.decode_latents(session, row[None]) for row in latents])
         share = skipped(session.meter.take())
         by_world: list[Values] = []
         for world, true in enumerate(clip.frames):
@@ -133,13 +133,13 @@ def made(model: VilaAdapter, clip: Clip, ways: Sequence[Way]) -> list[list[Value
 
 
 @torch.inference_mode()
-def bounds(model: VilaAdapter, clip: Clip) -> list[Values]:
+def bounds(model: VilaModel, clip: Clip) -> list[Values]:
     """By world: the tokenizer alone, and the last given frame repeated, in dB to the truth."""
     out: list[Values] = []
     shape = model.shape()
     session = Session(shape, parse_plan(model, "dense"), model.rope(shape), device=model.device)
     for true, codes in zip(clip.frames, true_codes(model, clip), strict=True):
-        shown = model.decode(session, codes[None])
+        shown = model.decode_latents(session, codes[None])
         still = true[GIVEN - 1 : GIVEN].repeat(len(true) - GIVEN, 0)
         alone, repeat = psnr(shown, true).mean(), psnr(still, true[GIVEN:]).mean()
         out.append({"psnr_tokenizer": float(alone), "psnr_truth_repeat": float(repeat)})
@@ -152,7 +152,7 @@ def skipped(row: Mapping[str, float]) -> Values:
 
 
 @torch.inference_mode()
-def probe(model: VilaAdapter, clip: Clip, frames: int = GIVEN) -> list[list[Values]]:
+def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values]]:
     """How MLP outputs change on the dense path, and what foretells it: by layer, by world.
 
     rank_*: Spearman's correlation, over a frame's places, of a score with the relative change of
@@ -166,19 +166,22 @@ def probe(model: VilaAdapter, clip: Clip, frames: int = GIVEN) -> list[list[Valu
     session.watch = RANKS
     session.watched = {
         name: torch.zeros(
-            len(session.layers), session.shape.rows, session.shape.places, device=model.device
+            len(session.layers),
+            session.shape.batch,
+            session.shape.tokens_per_frame,
+            device=model.device,
         )
         for name in RANKS
     }
     layers, worlds = len(session.layers), len(clip.worlds)
     sums: list[list[Values]] = [[{} for _ in range(worlds)] for _ in range(layers)]
     for i in range(GIVEN, GIVEN + frames):
-        before = [layer.own["ring_mlp"][0].clone() for layer in session.layers]
+        before = [layer.extra["ring_mlp"][0].clone() for layer in session.layers]
         model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
         session.commit()
         for n, layer in enumerate(session.layers):
             for world in range(worlds):
-                new, old = layer.own["ring_mlp"][0][world], before[n][world]
+                new, old = layer.extra["ring_mlp"][0][world], before[n][world]
                 found = _compare(new, old, session.shape.grid)
                 own = changes(new, old)
                 for name, scores in session.watched.items():
@@ -257,7 +260,7 @@ def _work(task: Task) -> list[Document]:
     return [head | row for row in _measure(model, task, clip)]
 
 
-def _measure(model: VilaAdapter, task: Task, clip: Clip) -> list[Document]:
+def _measure(model: VilaModel, task: Task, clip: Clip) -> list[Document]:
     """The rows of one task."""
     frames = len(clip.actions) - GIVEN
     if task.what == "bounds":
@@ -307,7 +310,7 @@ def evaluate_tokens(
     check("worlds", worlds)
     _prepare(name, weights, device)
     model = _ready["model"]
-    if not isinstance(model, VilaAdapter) or model.actions != atrium.ACTIONS:
+    if not isinstance(model, VilaModel) or model.actions != atrium.ACTIONS:
         raise TachyscopeError(f"{name} is no token model of Atrium: try atrium-tokens")
     tasks = [Task(*t, worlds, seed, quick) for t in (QUICK_TASKS if quick else TASKS)]
     jobs = min(jobs or cores(), len(tasks))
@@ -327,7 +330,7 @@ def evaluate_tokens(
     if not timed:
         return document("atrium-tokens", rows, command, tokens=headline(rows), **more)
     own = load(name, weights)
-    assert isinstance(own, VilaAdapter)
+    assert isinstance(own, VilaModel)
     clip = make_clip("pan", 1, seed, model.config.size[0])
     rounds = QUICK_FRAMES if quick else len(clip.actions) - GIVEN
     speed = clock(own, clip, rounds)

@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from tachyscope.adapters import Adapter
-from tachyscope.adapters.wan import WanAdapter
 from tachyscope.arguments import parse_plan
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation.intervals import Values, combined, mean
-from tachyscope.evaluation.play import Forced, Take, play, teacher_forced
-from tachyscope.evaluation.scenes import Scene, make_scene, make_world, new_place
-from tachyscope.evaluation.sight import (
+from tachyscope.evaluation.batched_rollout import Forced, Take, play, teacher_forced
+from tachyscope.evaluation.frame_checks import (
     identity,
     pose_errors,
     prompt_right,
     stopped,
     unsaid_db,
 )
+from tachyscope.evaluation.intervals import Values, combined, mean
+from tachyscope.evaluation.scenes import Scene, make_scene, make_world, new_place
 from tachyscope.machine import cores
-from tachyscope.models import load
+from tachyscope.models.base import VideoModel
+from tachyscope.models.registry import load
+from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import NAMES
 from tachyscope.process import spread as over_processes
 from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
@@ -99,7 +99,7 @@ class Played:
 
 
 def play_worlds(
-    model: WanAdapter, asked: Asked, numbers: Sequence[int], twin: WanAdapter | None = None
+    model: WanModel, asked: Asked, numbers: Sequence[int], twin: WanModel | None = None
 ) -> list[Played]:
     """Every rollout that is asked for, of several worlds at once."""
     given, device = len(GIVEN), model.device
@@ -253,7 +253,7 @@ def revisit_own(take: Take) -> float:
 
 
 def evaluate_model(
-    model: Adapter,
+    model: VideoModel,
     plans: Sequence[str] = ("dense", "balanced", "fast"),
     *,
     worlds: int = 16,
@@ -263,7 +263,7 @@ def evaluate_model(
     recall: bool = True,
     world: bool = True,
     own: bool = False,
-    twin: Adapter | None = None,
+    twin: VideoModel | None = None,
     command: str = "",
     watch: Watch | None = None,
     spread: Callable[..., Iterable[Document]] | None = None,
@@ -277,7 +277,7 @@ def evaluate_model(
     frames and no recall. watch: is told how many worlds are done. spread: shares the worlds out.
     """
     asked = ask(model, plans, seed, frames, quick, recall, world, own)
-    assert isinstance(model, WanAdapter) and (twin is None or isinstance(twin, WanAdapter))
+    assert isinstance(model, WanModel) and (twin is None or isinstance(twin, WanModel))
     check("worlds", worlds)
     for number in (0, worlds - 1):
         make_world(seed, number)  # raises where there are not so many
@@ -309,11 +309,11 @@ def evaluate_model(
 
 
 def ask(
-    model: Adapter, plans: Sequence[str], seed: int, frames: int, quick: bool, recall: bool,
+    model: VideoModel, plans: Sequence[str], seed: int, frames: int, quick: bool, recall: bool,
     world: bool, own: bool,
 ) -> Asked:  # fmt: skip
     """The evaluation asked for; raises where it cannot be made."""
-    if model.actions != atrium.ACTIONS or not isinstance(model, WanAdapter):
+    if model.actions != atrium.ACTIONS or not isinstance(model, WanModel):
         raise TachyscopeError(
             f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
             f"evaluate atrium-world"
@@ -328,7 +328,7 @@ def ask(
 
 
 def one_by_one(
-    model: WanAdapter, asked: Asked, worlds: int, twin: WanAdapter | None
+    model: WanModel, asked: Asked, worlds: int, twin: WanModel | None
 ) -> Iterable[Document]:
     """World after world, in this process."""
     for number in range(worlds):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tachyscope.adapters import Adapter
 from tachyscope.arguments import (
     check_first_size,
     check_frames,
@@ -25,9 +24,10 @@ from tachyscope.arguments import (
 )
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection.figures import NAMES, write
-from tachyscope.inspection.observed import ALIKE, PERCENTS, Observed, alike, mass
 from tachyscope.inspection.samples import Samples, table
-from tachyscope.inspection.timed import PARTS, Timed, overall, times
+from tachyscope.inspection.stats import ALIKE, PERCENTS, Observed, alike, mass
+from tachyscope.inspection.timing import PARTS, Timed, overall, times
+from tachyscope.models.base import VideoModel
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, size_of
 from tachyscope.rollout import chunks_for, open_session, rollout
@@ -56,7 +56,7 @@ Watch = Callable[[str, Chunk], None]
 
 
 def inspect_model(
-    model: Adapter,
+    model: VideoModel,
     plan: Plan | str = "dense",
     *,
     frames: int,
@@ -88,7 +88,7 @@ def inspect_model(
     if pictures is not None:
         check_first_size(model, pictures, pixels)
     with torch.inference_mode():
-        given = None if pictures is None else model.latents(pictures)
+        given = None if pictures is None else model.encode_frames(pictures)
     known = 0 if given is None else given.shape[model.frame_dim]
     shape = model.shape(pixels)
     if known + chunks_for(model, shape.chunk, known, frames) * shape.chunk < 2:

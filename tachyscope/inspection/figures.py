@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from tachyscope.files import check_folder, write_atomically
-from tachyscope.inspection.observed import ALIKE, PERCENTS
-from tachyscope.inspection.timed import PARTS
+from tachyscope.inspection.stats import ALIKE, PERCENTS
+from tachyscope.inspection.timing import PARTS
 from tachyscope.results import Document, to_json
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tachyscope.inspection.observed import ALIKE, ASPECTS, MASS, PERCENTS, Record
+from tachyscope.inspection.stats import ALIKE, ASPECTS, MASS, PERCENTS, Record
 from tachyscope.results import Document
 
 

@@ -21,29 +21,29 @@ FASTEST = [
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """softmax(q·k / √D + logw) v for q [B, H, S, D] and entries [B, Hkv, N, D].
+    """softmax(q·k / √D + log_count) v for q [B, H, S, D] and entries [B, Hkv, N, D].
 
-    logw [B, Hkv or 1, N] is the log of an entry's multiplicity, -inf where a slot is empty. With
-    `causal` the last S entries are the queries' own, and none sees a later one.
+    log_count [B, Hkv or 1, N] is the log of an entry's multiplicity, -inf where a slot is empty.
+    With `causal` the last S entries are the queries' own, and none sees a later one.
     """
     if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
         # a token alone: query heads that share their keys are so many queries of one head
         shared = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-        return attention(shared, k, v, logw).reshape(q.shape)
+        return attention(shared, k, v, log_count).reshape(q.shape)
     gqa = q.shape[1] != k.shape[1]
     if q.shape[2] >= min(gpu.TILES) and not causal:
         # the kernels have no gradient
         served = gpu.suits(q.device, q.dtype, q.shape[3]) and not q.requires_grad
-        if served and (logw is not None or gpu.flash.hopper(q.device) is not None):
-            return gpu.flash.flash_attention(q, k, v, logw)
+        if served and (log_count is not None or gpu.flash.hopper(q.device) is not None):
+            return gpu.flash.flash_attention(q, k, v, log_count)
         if q.is_cuda and q.dtype.itemsize == 2:
             with sdpa_kernel(FASTEST, set_priority=True):
-                if logw is not None:
-                    return attention_by_channels(q, k, v, logw)
+                if log_count is not None:
+                    return attention_by_channels(q, k, v, log_count)
                 return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
-    mask = None if logw is None else bias(logw, q)
+    mask = None if log_count is None else bias(log_count, q)
     if causal and q.shape[2] > 1:
         s, n = q.shape[2], k.shape[2]
         seen = torch.ones(s, n, dtype=torch.bool, device=q.device).tril(n - s)
@@ -52,14 +52,14 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
 
-def attention_by_channels(q: Tensor, k: Tensor, v: Tensor, logw: Tensor) -> Tensor:
-    """`attention` by what a GPU's libraries do fast: no mask, but logw as two channels of k.
+def attention_by_channels(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor) -> Tensor:
+    """`attention` by what a GPU's libraries do fast: no mask, but log_count as two channels of k.
 
     In 16 bits one would keep log 100 to 1.6 %: a second has what the first leaves.
     """
     width, times = q.shape[3], 16.0
     # large and finite for an empty slot; both factors are held exactly
-    weight = (logw * (math.sqrt(width) / times)).clamp(min=-6e4).expand(-1, k.shape[1], -1)
+    weight = (log_count * (math.sqrt(width) / times)).clamp(min=-6e4).expand(-1, k.shape[1], -1)
     # libraries take widths in eights
     wide_k = F.pad(torch.cat([k, high_and_low(weight, k.dtype)], -1), (0, 6))
     wide_q = F.pad(F.pad(q, (0, 2), value=times), (0, 6))
@@ -75,27 +75,27 @@ def high_and_low(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([high, (x - high.to(x.dtype)).to(dtype)], -1)
 
 
-def bias(logw: Tensor, q: Tensor) -> Tensor:
-    """logw [B, Hkv or 1, N] as an additive mask [B, H or 1, 1, N] in q's type.
+def bias(log_count: Tensor, q: Tensor) -> Tensor:
+    """log_count [B, Hkv or 1, N] as an additive mask [B, H or 1, 1, N] in q's type.
 
     An empty slot gets a large finite number: a row that sees only empty slots (a pad of the
     prompt) then stays finite, and any live entry still drowns them to exactly zero.
     """
-    if 1 < logw.shape[1] < q.shape[1]:
-        logw = logw.repeat_interleave(q.shape[1] // logw.shape[1], 1)
+    if 1 < log_count.shape[1] < q.shape[1]:
+        log_count = log_count.repeat_interleave(q.shape[1] // log_count.shape[1], 1)
     floor = -3e4 if q.dtype == torch.float16 else -1e30
-    return logw.clamp(min=floor).to(q.dtype).unsqueeze(2)
+    return log_count.clamp(min=floor).to(q.dtype).unsqueeze(2)
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """The definition, in float64, with every head's entries written out."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = q.double() @ k.mT / math.sqrt(q.shape[-1])
-    if logw is not None:
-        wide = logw if logw.shape[1] == 1 else logw.repeat_interleave(group, 1)
+    if log_count is not None:
+        wide = log_count if log_count.shape[1] == 1 else log_count.repeat_interleave(group, 1)
         scores = scores + wide.double().unsqueeze(2)
     if causal:
         s, n = scores.shape[-2:]

@@ -58,19 +58,19 @@ def _copy(source: Tensor, target: Tensor, order: Tensor | None = None, ordered: 
 
 
 def encode_blocks(
-    k: Tensor, logw: Tensor, block: int, codes: tuple[Tensor, Tensor, Tensor]
+    k: Tensor, log_count: Tensor, block: int, codes: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Write the int8 centroid [B, Hkv, most, D] of every block of slots of k, its scale
     [B, Hkv, most, 1], and the log of its weight [B, Hkv, most].
 
-    k [B, Hkv, C, D]; logw [B, Hkv, blocks * block], minus infinity for a slot without an entry.
+    k [B, Hkv, C, D]; log_count [B, Hkv, blocks * block], -inf for a slot without an entry.
     """
-    rows, heads, places = logw.shape
+    rows, heads, places = log_count.shape
     if k.is_meta:
         return
     code, scale, weight = codes
     _encode[places // block, rows * heads](
-        k, logw, code, scale, weight, *k.stride()[:3], *logw.stride()[:2], code.shape[2],
+        k, log_count, code, scale, weight, *k.stride()[:3], *log_count.stride()[:2], code.shape[2],
         k.shape[2], heads, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
     )  # fmt: skip
 
@@ -138,14 +138,14 @@ def _carry(
 
 @triton.jit(do_not_specialize=["most", "slots", "heads"])
 def _encode(
-    k, logw, code, scale, weight, k_b, k_h, k_s, w_b, w_h, most, slots, heads,
+    k, log_count, code, scale, weight, k_b, k_h, k_s, w_b, w_h, most, slots, heads,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one head."""
     block, row = tl.program_id(0), tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     at, at_d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
-    live = tl.load(logw + b * w_b + h * w_h + at)
+    live = tl.load(log_count + b * w_b + h * w_h + at)
     kept = ((live > float("-inf")) & (at < slots))[:, None]
     keys = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_s + at_d
     keys = tl.load(keys, mask=kept, other=0.0).to(tl.float32)

@@ -48,26 +48,26 @@ def setting_of(device: torch.device, tile: int = 128, block: int = 128) -> Setti
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None, setting: Setting | None = None
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, setting: Setting | None = None
 ) -> Tensor:
-    """softmax(q·k / √D + logw) v, as `attention` defines it; zero where all slots are empty."""
+    """softmax(q·k / √D + log_count) v, as `attention` defines it; zero if all slots are empty."""
     if setting is None and (faster := hopper(q.device)) is not None:
-        return faster.flash_attention(q, k, v, logw)
-    return _run(q, k, v, logw, None, setting or setting_of(q.device))
+        return faster.flash_attention(q, k, v, log_count)
+    return _run(q, k, v, log_count, None, setting or setting_of(q.device))
 
 
 class Listed(NamedTuple):
     """Past entries, so many to a block, and which blocks each tile of queries reads.
 
     k, v [B, Hkv, C, D] may be a cache itself: where the last block reaches beyond the past, or
-    beyond C, its weights are minus infinity. logw [B, Hkv, blocks * block] has rows of its own
+    beyond C, its weights are minus infinity. log_count [B, Hkv, blocks * block] has rows of its own
     length. ids [B, H, tiles, most] name a tile's blocks, of which it reads the first `counts`
     [B, H, tiles]; both are int32.
     """
 
     k: Tensor
     v: Tensor
-    logw: Tensor
+    log_count: Tensor
     ids: Tensor
     counts: Tensor
     tile: int
@@ -101,7 +101,7 @@ def hopper(device: torch.device) -> ModuleType | None:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None, past: Listed | None, setting: Setting
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Listed | None, setting: Setting
 ) -> Tensor:
     rows, heads, queries, width = q.shape
     out = torch.empty_like(q)
@@ -117,18 +117,20 @@ def _run(
     if q.is_meta:
         return out
     assert past is None or (setting.queries <= past.tile and setting.keys <= past.block)
-    n, weighted, listed = k.shape[2], logw is not None, past is not None
-    w = aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
+    n, weighted, listed = k.shape[2], log_count is not None, past is not None
+    w = (
+        aligned(log_count) if log_count is not None else k
+    )  # where none is read, any tensor stands in
     there = Listed(k, v, w, w, w, setting.queries, setting.keys)
     if past is not None:
-        there = past._replace(logw=aligned(past.logw))
+        there = past._replace(log_count=aligned(past.log_count))
     _flash[tiles, rows * heads, parts](
         q, _given(k, setting), _given(v, setting), _given(w, setting, weighted),
         _given(there.k, setting, listed), _given(there.v, setting, listed),
-        _given(there.logw, setting, listed), there.ids, there.counts, answers, sums,
+        _given(there.log_count, setting, listed), there.ids, there.counts, answers, sums,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], w.stride(0),
         w.stride(1) if w.shape[1] > 1 else 0, *answers.stride()[-4:-1],
-        *there.k.stride()[:3], *there.v.stride()[:3], *there.logw.stride()[:2],
+        *there.k.stride()[:3], *there.v.stride()[:3], *there.log_count.stride()[:2],
         there.ids.stride(2), there.ids.shape[2], there.k.shape[2],
         heads, heads // k.shape[1], queries, n, 1 / math.sqrt(width),
         WEIGHTED=weighted, LISTED=listed, TILE=there.tile, BLOCK=there.block, PARTS=parts,
@@ -188,7 +190,7 @@ def aligned(x: Tensor) -> Tensor:
     ]
 )  # fmt: skip
 def _flash(
-    q, k, v, logw, past_k, past_v, past_logw, ids, counts, out, sums,
+    q, k, v, log_count, past_k, past_v, past_logw, ids, counts, out, sums,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, w_b, w_h, o_b, o_h, o_s,
     pk_b, pk_h, pk_s, pv_b, pv_h, pv_s, pw_b, pw_h,
     most, tiles, slots, heads, group, queries, entries, scale,
@@ -236,7 +238,7 @@ def _flash(
         keys = _load(k, b, kv, at, k_s, 0, N, D, DESCRIBED, False)
         scores = tl.dot(asked, keys.T)
         if WEIGHTED:
-            weights = _load_weights(logw, b * w_b + kv * w_h + at, 0, N, DESCRIBED, False)
+            weights = _load_weights(log_count, b * w_b + kv * w_h + at, 0, N, DESCRIBED, False)
             scores = scores * scale + weights[None, :]
             share, best, total, answer = _weigh(scores, 1.0, best, total, answer)
         else:
@@ -250,7 +252,7 @@ def _flash(
         there = at + tl.arange(0, N) < entries
         if WEIGHTED:
             place = b * w_b + kv * w_h + at
-            weights = _load_weights(logw, place, entries - at, N, DESCRIBED, True)
+            weights = _load_weights(log_count, place, entries - at, N, DESCRIBED, True)
             scores += tl.where(there, weights, float("-inf"))[None, :]
         else:
             scores += tl.where(there, 0.0, float("-inf"))[None, :]

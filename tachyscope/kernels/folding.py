@@ -15,13 +15,13 @@ PIECE = 64  # of a list of folded entries, read at once
 
 
 class Entries(NamedTuple):
-    """What a stretch of a cache holds: k, v, raw [B, H, n, D], logw [B, H, n], pos [B, H, n, 3]."""
+    """A stretch of a cache: k, v, unrotated [B, H, n, D], log_count [B, H, n], pos [B, H, n, 3]."""
 
     k: Tensor
     v: Tensor
-    logw: Tensor
+    log_count: Tensor
     pos: Tensor
-    raw: Tensor | None = None
+    unrotated: Tensor | None = None
 
 
 class Folds(NamedTuple):
@@ -69,7 +69,7 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
 
     With `newest`, also the key and position of its newest member, and without `mean` its value.
     """
-    k, v, logw, pos, raw = held
+    k, v, log_count, pos, unrotated = held
     rows, excess = folds.source.shape
     n, width = k.shape[2:]
     # most groups are small, but one may hold almost all: it is read in pieces at the same time
@@ -79,18 +79,18 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
     times = torch.empty(rows, pieces, dtype=torch.int64, device=k.device)
     if k.is_meta:
         return
-    other = k if raw is None else raw
+    other = k if unrotated is None else unrotated
     lists, into = (folds.source, folds.root), (means, weights, times)
-    inner = (*v.stride()[:3], *logw.stride()[:2], *pos.stride()[:3])
+    inner = (*v.stride()[:3], *log_count.stride()[:2], *pos.stride()[:3])
     if pieces:
         _sum_pieces[pieces, rows](
-            v, logw, pos, *lists, *into, *inner, k.shape[1], n, excess,
+            v, log_count, pos, *lists, *into, *inner, k.shape[1], n, excess,
             MEAN=mean, D=width, M=PIECE, num_warps=4,
         )  # fmt: skip
     _fold[excess, rows](
-        k, v, other, logw, pos, *lists, *into, *k.stride()[:3], *other.stride()[:3], *inner,
+        k, v, other, log_count, pos, *lists, *into, *k.stride()[:3], *other.stride()[:3], *inner,
         k.shape[1], n, excess,
-        NEWEST=newest, MEAN=mean, RAW=raw is not None, D=width, M=PIECE, num_warps=4,
+        NEWEST=newest, MEAN=mean, UNROTATED=unrotated is not None, D=width, M=PIECE, num_warps=4,
     )  # fmt: skip
 
 
@@ -107,18 +107,18 @@ def slide(held: Entries, folds: Folds, setting: Setting | None = None) -> None:
 
     What is held may go on behind the entries that folds speak of; it follows.
     """
-    k, v, logw, pos, raw = held
+    k, v, log_count, pos, unrotated = held
     if k.is_meta:
         return
     s = setting or Setting()
     stay, excess = folds.order.shape[1], folds.source.shape[1]
     rows, width = k.shape[0] * k.shape[1], k.shape[3]
-    other = k if raw is None else raw
+    other = k if unrotated is None else unrotated
     channels = min(s.channels, width)
-    _slide[rows, width // channels, 4 if raw is not None else 3](
-        k, v, other, logw, pos, folds.order,
+    _slide[rows, width // channels, 4 if unrotated is not None else 3](
+        k, v, other, log_count, pos, folds.order,
         *k.stride()[:3], *v.stride()[:3], *other.stride()[:3],
-        *logw.stride()[:2], *pos.stride()[:3],
+        *log_count.stride()[:2], *pos.stride()[:3],
         k.shape[1], stay, excess, k.shape[2] - excess,
         C=channels, N=s.entries, num_warps=s.warps, num_stages=1,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def _trace(
 
 @triton.jit
 def _members(
-    v, logw, pos, source, root, v_n, p_n, at, end, mine, n,
+    v, log_count, pos, source, root, v_n, p_n, at, end, mine, n,
     MEAN: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Of a list from `at` to `end`, at most M, those of one group: how many, their weight, their
@@ -218,7 +218,7 @@ def _members(
     total = tl.zeros((), tl.float32)
     mean = tl.zeros([D], tl.float32)
     if MEAN:
-        w = tl.exp(tl.load(logw + member, mask=theirs, other=-float("inf")))
+        w = tl.exp(tl.load(log_count + member, mask=theirs, other=-float("inf")))
         x = v + member[:, None] * v_n + tl.arange(0, D)[None, :]
         x = tl.load(x, mask=theirs[:, None], other=0.0).to(tl.float32)
         mean += tl.sum(x * w[:, None], 0)
@@ -230,7 +230,7 @@ def _members(
 
 @triton.jit(do_not_specialize=["heads", "n", "excess"])
 def _sum_pieces(
-    v, logw, pos, source, root, means, weights, times,
+    v, log_count, pos, source, root, means, weights, times,
     v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
     MEAN: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +242,8 @@ def _sum_pieces(
     mine = tl.load(root + piece * M)
     if tl.load(root + piece * M + M - 1) == mine:
         _, total, mean, newest = _members(
-            v + b * v_b + h * v_h, logw + b * w_b + h * w_h, pos + b * p_b + h * p_h, source, root,
+            v + b * v_b + h * v_h, log_count + b * w_b + h * w_h, pos + b * p_b + h * p_h,
+            source, root,
             v_n, p_n, piece * M, piece * M + M, mine, n, MEAN, D, M,
         )  # fmt: skip
         at = row.to(tl.int64) * (excess // M) + piece
@@ -253,9 +254,9 @@ def _sum_pieces(
 
 @triton.jit(do_not_specialize=["heads", "n", "excess"])
 def _fold(
-    k, v, raw, logw, pos, source, root, means, weights, times,
+    k, v, unrotated, log_count, pos, source, root, means, weights, times,
     k_b, k_h, k_n, r_b, r_h, r_n, v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
-    NEWEST: tl.constexpr, MEAN: tl.constexpr, RAW: tl.constexpr,
+    NEWEST: tl.constexpr, MEAN: tl.constexpr, UNROTATED: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """One group. Only its own program writes its root; lists name groups in rising order."""
@@ -265,21 +266,21 @@ def _fold(
     root += row.to(tl.int64) * excess
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
-    raw += b * r_b + h * r_h
-    logw += b * w_b + h * w_h
+    unrotated += b * r_b + h * r_h
+    log_count += b * w_b + h * w_h
     pos += b * p_b + h * p_h
     mine = tl.load(root + first)
     leads = tl.load(root + first - 1, mask=first > 0, other=-1) != mine
     if leads:
         d = tl.arange(0, D)
         own = tl.load(v + mine * v_n + d)
-        weight = tl.exp(tl.load(logw + mine))
+        weight = tl.exp(tl.load(log_count + mine))
         newest = tl.load(pos + mine * p_n).to(tl.int64) * n + mine
         # up to where a piece begins
         piece = (first + M - 1) // M
         end = tl.minimum(piece * M, excess)
         count, total, mean, last = _members(
-            v, logw, pos, source, root, v_n, p_n, first, end, mine, n, MEAN, D, M
+            v, log_count, pos, source, root, v_n, p_n, first, end, mine, n, MEAN, D, M
         )
         total += weight
         mean += own.to(tl.float32) * weight
@@ -301,7 +302,7 @@ def _fold(
                 found = tl.sum(whole.to(tl.int32))
                 piece += found
             _, more, sums, last = _members(
-                v, logw, pos, source, root, v_n, p_n, piece * M, excess, mine, n, MEAN, D, M
+                v, log_count, pos, source, root, v_n, p_n, piece * M, excess, mine, n, MEAN, D, M
             )
             total += more
             mean += sums
@@ -310,14 +311,14 @@ def _fold(
             # a root that gained nothing keeps its bits
             mean = tl.where(total > weight, mean / total, own.to(tl.float32))
             tl.store(v + mine * v_n + d, mean.to(own.dtype))
-            tl.store(logw + mine, tl.log(total))
+            tl.store(log_count + mine, tl.log(total))
         if NEWEST:
             member = (newest % n).to(tl.int32)
             tl.store(k + mine * k_n + d, tl.load(k + member * k_n + d))
             if not MEAN:
                 tl.store(v + mine * v_n + d, tl.load(v + member * v_n + d))
-            if RAW:
-                tl.store(raw + mine * r_n + d, tl.load(raw + member * r_n + d))
+            if UNROTATED:
+                tl.store(unrotated + mine * r_n + d, tl.load(unrotated + member * r_n + d))
             axis = tl.arange(0, 4)
             place = tl.load(pos + member * p_n + axis, mask=axis < 3)
             tl.store(pos + mine * p_n + axis, place, mask=axis < 3)
@@ -325,7 +326,7 @@ def _fold(
 
 @triton.jit(do_not_specialize=["heads", "stay", "excess", "count"])
 def _slide(
-    k, v, raw, logw, pos, order,
+    k, v, unrotated, log_count, pos, order,
     k_b, k_h, k_n, v_b, v_h, v_n, r_b, r_h, r_n, w_b, w_h, p_b, p_h, p_n,
     heads, stay, excess, count, C: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -343,9 +344,9 @@ def _slide(
             axis = tl.arange(0, 4)
             _move(pos + b * p_b + h * p_h, p_n, axis, axis < 3, order, stay, excess, count, N)
             axis = tl.arange(0, 1)
-            _move(logw + b * w_b + h * w_h, 1, axis, axis < 1, order, stay, excess, count, N)
+            _move(log_count + b * w_b + h * w_h, 1, axis, axis < 1, order, stay, excess, count, N)
     else:
-        _move(raw + b * r_b + h * r_h, r_n, c, c >= 0, order, stay, excess, count, N)
+        _move(unrotated + b * r_b + h * r_h, r_n, c, c >= 0, order, stay, excess, count, N)
 
 
 @triton.jit

@@ -46,9 +46,9 @@ HALF, TILE = gl.constexpr(64), gl.constexpr(128)
 STAGES = {128: 2, 64: 4, 32: 4}
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None = None) -> Tensor:
-    """softmax(q·k / √D + logw) v, as `attention` defines it; zero where all slots are empty."""
-    return _run(q, k, v, logw, None)
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None) -> Tensor:
+    """softmax(q·k / √D + log_count) v, as `attention` defines it; zero if all slots are empty."""
+    return _run(q, k, v, log_count, None)
 
 
 def flash_listed(q: Tensor, k: Tensor, v: Tensor, past: Listed) -> Tensor:
@@ -75,7 +75,7 @@ def _shares(tiles: int, units: int, processors: int) -> Shares:
     return Shares(tiles - left, left, programs, units)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None, past: Listed | None) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Listed | None) -> Tensor:
     rows, heads, queries, width = q.shape
     out = torch.empty_like(q)
     tile, n = TILE.value, 128 if past is None else past.block
@@ -90,19 +90,25 @@ def _run(q: Tensor, k: Tensor, v: Tensor, logw: Tensor | None, past: Listed | No
     if q.is_meta:
         return out
     assert past is None or past.tile % tile == 0
-    weighted, listed = logw is not None, past is not None
-    w = aligned(logw) if logw is not None else k  # where none is read, any tensor stands in
-    there = past._replace(logw=aligned(past.logw)) if past else Listed(k, v, w, w, w, tile, n)
+    weighted, listed = log_count is not None, past is not None
+    w = (
+        aligned(log_count) if log_count is not None else k
+    )  # where none is read, any tensor stands in
+    there = (
+        past._replace(log_count=aligned(past.log_count)) if past else Listed(k, v, w, w, w, tile, n)
+    )
     _launch(
         cut.whole + (cut.programs if cut.left else 0),
-        (there.ids, there.counts, out, answers, sums, *(() if weighted else (w,))),
+        (there.ids, there.counts,
+            out, answers, sums, *(() if weighted else (w,))),
         (
             _entries(q, HALF.value), _entries(k, n), _entries(v, n),
             _weights(w, n) if weighted else w,
             _entries(there.k, n) if listed else k, _entries(there.v, n) if listed else v,
-            _weights(there.logw, n) if listed else w, there.ids, there.counts, out, answers, sums,
-            *out.stride()[:3], w.stride(0), w.stride(1) if w.shape[1] > 1 else 0,
-            *there.logw.stride()[:2], there.ids.stride(2), there.ids.shape[2],
+            _weights(there.log_count, n) if listed else w, there.ids, there.counts,
+            out, answers, sums, *out.stride()[:3], w.stride(0),
+            w.stride(1) if w.shape[1] > 1 else 0,
+            *there.log_count.stride()[:2], there.ids.stride(2), there.ids.shape[2],
             tiles, heads, heads // k.shape[1], queries, k.shape[2], *cut, 1 / math.sqrt(width),
         ),
         (weighted, listed, there.tile, width, n, STAGES[n]),
@@ -167,7 +173,7 @@ def _work(whole, left, programs, units):
 
 @gluon.jit
 def _fill(
-    k, v, logw, b, head, at, place, step, rings, bars,
+    k, v, log_count, b, head, at, place, step, rings, bars,
     WEIGHTED: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Send for the entries from `at` on, as soon as there is room."""
@@ -180,7 +186,7 @@ def _fill(
     load_async(k, [b, head, at, 0], ready, keys.index(slot))
     if WEIGHTED:
         fence_async_shared()  # the groups read the last weights there themselves
-        load_async(logw, [place], ready, weights.index(slot))
+        load_async(log_count, [place], ready, weights.index(slot))
     ready = v_ready.index(slot)
     mbarrier.wait(v_free.index(slot), old)
     mbarrier.expect(ready, N * D * 2)
@@ -194,7 +200,7 @@ def _produce(
     D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: queries, then present entries from the last on, then listed ones."""
-    q, k, v, logw, past_k, past_v, past_logw = given
+    q, k, v, log_count, past_k, past_v, past_logw = given
     w_b, w_h, p_b, p_h, most, spans, tiles, heads, group, queries, entries = numbers
     whole, left, programs, units = cut
     start, stop = _work(whole, left, programs, units)
@@ -216,7 +222,7 @@ def _produce(
         for i in range(gl.maximum(high - low, 1)):
             at = gl.maximum(high - 1 - i, 0) * N
             place = b * w_b + head * w_h + at
-            _fill(k, v, logw, b, head, at, place, step, rings, bars, WEIGHTED, N, D, STAGES)
+            _fill(k, v, log_count, b, head, at, place, step, rings, bars, WEIGHTED, N, D, STAGES)
             step += 1
         if LISTED:
             listed = row * spans + tile * TILE // SPAN
@@ -403,7 +409,7 @@ def _consume(
     ]
 )  # fmt: skip
 def _flash(
-    q, k, v, logw, past_k, past_v, past_logw, ids, counts, out, answers, sums,
+    q, k, v, log_count, past_k, past_v, past_logw, ids, counts, out, answers, sums,
     o_b, o_h, o_s, w_b, w_h, p_b, p_h, most, spans, tiles, heads, group, queries, entries,
     whole, left, programs, units, scale,
     WEIGHTED: gl.constexpr, LISTED: gl.constexpr, SPAN: gl.constexpr,
@@ -431,7 +437,7 @@ def _flash(
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=2)
     fence_async_shared()
-    given = (q, k, v, logw, past_k, past_v, past_logw)
+    given = (q, k, v, log_count, past_k, past_v, past_logw)
     numbers = (w_b, w_h, p_b, p_h, most, spans, tiles, heads, group, queries, entries)
     cut = (whole, left, programs, units)
     strides = (o_b, o_h, o_s)

@@ -27,18 +27,19 @@ def listed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    logw: Tensor,
+    log_count: Tensor,
     listed: Tensor,
     now: slice,
     causal: bool = False,
 ) -> Tensor:
     """Attention of q [B, H, S, D] over entries `listed` [B, H, M] (-1: none) and all of `now`.
 
-    k, v [B, Hkv, N, D], logw [B, Hkv or 1, N]. With `causal` the last S of now are the queries'.
+    k, v [B, Hkv, N, D], log_count [B, Hkv or 1, N]. With `causal` the
+    last S of now are the queries'.
     """
     mine = torch.arange(now.start, now.stop, device=q.device).expand(*listed.shape[:2], -1)
     at = torch.cat([listed, mine], 2)
-    k, v, weights = (gather_entries(x, at[:, None])[:, 0] for x in (k, v, logw[..., None]))
+    k, v, weights = (gather_entries(x, at[:, None])[:, 0] for x in (k, v, log_count[..., None]))
     return attention(q, k, v, weights[..., 0].masked_fill(at < 0, -math.inf), causal)
 
 
@@ -46,7 +47,7 @@ def listed_attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    logw: Tensor,
+    log_count: Tensor,
     listed: Tensor,
     now: slice,
     causal: bool = False,
@@ -54,8 +55,8 @@ def listed_attention_reference(
     """The definition: all scores in float64, then minus infinity for what is not listed."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    logw = logw if logw.shape[1] == 1 else logw.repeat_interleave(group, 1)
-    scores = q.double() @ k.mT / math.sqrt(q.shape[-1]) + logw.double().unsqueeze(2)
+    log_count = log_count if log_count.shape[1] == 1 else log_count.repeat_interleave(group, 1)
+    scores = q.double() @ k.mT / math.sqrt(q.shape[-1]) + log_count.double().unsqueeze(2)
     read = torch.zeros(*listed.shape[:2], k.shape[2] + 1, dtype=torch.bool, device=q.device)
     read.scatter_(2, torch.where(listed < 0, k.shape[2], listed), True)
     read = read[:, :, None, :-1].repeat(1, 1, q.shape[2], 1)

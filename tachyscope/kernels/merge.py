@@ -63,15 +63,15 @@ def roots(parent: Tensor) -> Tensor:
     return parent
 
 
-def fold(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+def fold(v: Tensor, log_count: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     """Values and log-weights after entries `source` are folded into `root`, both [B, G, e].
 
-    v [B, H, n, D], logw [B, G, n] with G = H or 1; a root is no source, but for an entry that is
-    listed as its own root and stays as it is. With w = exp(logw) a root gets W = Σ w and
+    v [B, H, n, D], log_count [B, G, n], G = H or 1; a root is no source, but for an entry that is
+    listed as its own root and stays as it is. With w = exp(log_count) a root gets W = Σ w and
     V = Σ w v / W over itself and its sources: for equal keys attention is left as it was, exactly,
     since both terms share exp(q·k). A source is left empty.
     """
-    w = logw.double().exp()
+    w = log_count.double().exp()
     moved = torch.where(source == root, 0.0, w.gather(2, source))
     gained = torch.zeros_like(w).scatter_add_(2, root, moved)
     total = w + gained
@@ -92,20 +92,22 @@ def fold(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor,
     # a root that gained nothing keeps its bits; roots listed twice are written twice alike
     joined = torch.where(grown > weight, joined.to(v.dtype), before)
     left = torch.where(source == root, total.gather(2, source), 0.0)
-    return v.scatter(2, own, joined), total.scatter(2, source, left).log().to(logw.dtype)
+    return v.scatter(2, own, joined), total.scatter(2, source, left).log().to(log_count.dtype)
 
 
-def fold_reference(v: Tensor, logw: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+def fold_reference(
+    v: Tensor, log_count: Tensor, source: Tensor, root: Tensor
+) -> tuple[Tensor, Tensor]:
     """The definition, one entry after the other in float64."""
-    out, weights = v.double().clone(), logw.double().exp()
+    out, weights = v.double().clone(), log_count.double().exp()
     for b in range(v.shape[0]):
         for h in range(v.shape[1]):
             g = h if root.shape[1] > 1 else 0
-            w = logw[b, g].double().exp()
+            w = log_count[b, g].double().exp()
             for s, r in zip(source[b, g].tolist(), root[b, g].tolist(), strict=True):
                 if s != r:
                     joint = w[s] + w[r]
                     out[b, h, r] = (w[s] * v[b, h, s].double() + w[r] * out[b, h, r]) / joint
                     w[r], w[s] = joint, 0.0
             weights[b, g] = w
-    return out.to(v.dtype), weights.log().to(logw.dtype)
+    return out.to(v.dtype), weights.log().to(log_count.dtype)

@@ -17,8 +17,8 @@ LOWEST = tl.constexpr(-3e38)
 SMALLEST = tl.constexpr(1e-12)
 
 
-def count_nearest(q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
-    """How many of q [B, H, S, D] have their best int8 score, plus logw [B, H, n], at each of k.
+def count_nearest(q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
+    """How many of q [B, H, S, D] score best, by int8 and log_count [B, H, n], at each of k.
 
     k [B, H, n, D]; the counts are int32 [B, H, n]. Codes are multiplied as numbers of q's type,
     which holds them exactly, and summed in float32, which holds the sums.
@@ -29,7 +29,7 @@ def count_nearest(q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
         return counts
     size = 128
     _count[triton.cdiv(tokens, size), rows * heads](
-        q, k, logw, counts, *q.stride()[:3], *k.stride()[:3], *logw.stride(),
+        q, k, log_count, counts, *q.stride()[:3], *k.stride()[:3], *log_count.stride(),
         heads, tokens, k.shape[2], 1 / math.sqrt(width),
         D=width, M=size, N=32, num_warps=8,
     )  # fmt: skip
@@ -38,13 +38,13 @@ def count_nearest(q: Tensor, k: Tensor, logw: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "tokens", "n"])
 def _count(
-    q, k, logw, counts, q_b, q_h, q_n, k_b, k_h, k_n, w_b, w_h, w_n, heads, tokens, n, root,
+    q, k, log_count, counts, q_b, q_h, q_n, k_b, k_h, k_n, w_b, w_h, w_n, heads, tokens, n, root,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries meets all tokens; then each token's count grows by those it won."""
     row = tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    k, logw, counts = k + b * k_b + h * k_h, logw + b * w_b + h * w_h, counts + row * n
+    k, log_count, counts = k + b * k_b + h * k_h, log_count + b * w_b + h * w_h, counts + row * n
     mine = tl.program_id(0) * M + tl.arange(0, M)
     code, scale = _coded(q + b * q_b + h * q_h, mine, q_n, tokens, D)
     top = tl.full([M], LOWEST, tl.float32)
@@ -52,7 +52,7 @@ def _count(
     for low in range(0, n, N):
         token = low + tl.arange(0, N)
         theirs, their_scale = _coded(k, token, k_n, n, D)
-        weight = tl.load(logw + token * w_n, mask=token < n, other=-float("inf"))
+        weight = tl.load(log_count + token * w_n, mask=token < n, other=-float("inf"))
         score = tl.dot(code, theirs.T) * (scale * root)[:, None] * their_scale[None, :]
         score = tl.where(weight[None, :] > -float("inf"), score + weight[None, :], LOWEST)
         best, place = tl.max(score, 1, return_indices=True)

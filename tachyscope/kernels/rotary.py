@@ -17,7 +17,7 @@ def turn_into(out: Tensor | None, x: Tensor, cos: Tensor, sin: Tensor, rope: Rop
     if gpu.suits(x.device, x.dtype, x.shape[3]):
         out = torch.empty_like(x) if out is None else out
         return gpu.turning.turn(out, x, cos, sin, rope.interleaved)
-    turned = rope.turn(x, cos, sin)
+    turned = rope.apply(x, cos, sin)
     return turned if out is None else out.copy_(turned)
 
 

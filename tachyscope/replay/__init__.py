@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tachyscope.types import Moment, Shape
+from tachyscope.types import PassContext, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class ReplayPolicy(abc.ABC):
         score: Tensor | None,
         age: Tensor,
         own: dict[str, Tensor],
-        at: Moment,
-        dice: torch.Generator,
+        ctx: PassContext,
+        policy_rng: torch.Generator,
     ) -> Choice | None:
         """From scores (where asked for) and ages [B, S] of replayable tokens; None: compute all.
 

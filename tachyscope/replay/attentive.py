@@ -13,7 +13,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.replay import Choice, ReplayPolicy
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Moment, Shape
+from tachyscope.types import PassContext, Shape
 
 
 @final
@@ -76,12 +76,12 @@ class Attentive(ReplayPolicy):
         return self.share is None or self.age > 0
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-        if self.share is None or not shape.causal:
+        if self.share is None or not shape.token_by_token:
             return {}
         # not a number: no token has scored there yet
         fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        recent = torch.full((shape.rows, shape.places), math.nan, **fine)
-        due = torch.full((shape.rows, 1), self.share, **fine)
+        recent = torch.full((shape.batch, shape.tokens_per_frame), math.nan, **fine)
+        due = torch.full((shape.batch, 1), self.share, **fine)
         return {"recent_scores": recent, "share_due": due}
 
     def choose(
@@ -89,25 +89,27 @@ class Attentive(ReplayPolicy):
         score: Tensor | None,
         age: Tensor,
         own: dict[str, Tensor],
-        at: Moment,
-        dice: torch.Generator,
+        ctx: PassContext,
+        policy_rng: torch.Generator,
     ) -> Choice | None:
         assert score is not None
-        if self.cfg == "tied" and at.shape.paired:
+        if self.cfg == "tied" and ctx.shape.paired:
             pairs = score.unflatten(0, (2, -1))
             score = pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
         if self.threshold is not None:
             passed = score > self.threshold if self.authors else score >= self.threshold
             return Choice(gate=self._or_old(~passed, age))
         assert self.share is not None
-        if at.shape.causal:
-            return Choice(gate=self._low_or_old(score, age, own, at))
-        return refresh_and_fill(-score, self.share, self.age, at, "attentive")
+        if ctx.shape.token_by_token:
+            return Choice(gate=self._low_or_old(score, age, own, ctx))
+        return refresh_and_fill(-score, self.share, self.age, ctx, "attentive")
 
     def _or_old(self, compute: Tensor, age: Tensor) -> Tensor:
         return compute | (age >= self.age) if self.age else compute
 
-    def _low_or_old(self, score: Tensor, age: Tensor, own: dict[str, Tensor], at: Moment) -> Tensor:
+    def _low_or_old(
+        self, score: Tensor, age: Tensor, own: dict[str, Tensor], ctx: PassContext
+    ) -> Tensor:
         """Whether its middle rank lies below the top `share` of the last frame's worth of scores.
 
         Scores that rise or fall from frame to frame, and values that grow too old, would make that
@@ -118,8 +120,10 @@ class Attentive(ReplayPolicy):
         # not a number is not itself
         known = (ring == ring).sum(-1, keepdim=True, dtype=due.dtype)
         higher = (ring > score).sum(-1, keepdim=True, dtype=due.dtype)
-        ring[:, at.start : at.start + 1] = score
+        ring[:, ctx.start : ctx.start + 1] = score
         compute = self._or_old(higher + 0.5 >= due * (known + 1), age)
         # a token that is computed leaves the share owed, one that is replayed the rest
-        due.sub_((1 - self.share) / at.shape.places).add_(compute, alpha=1 / at.shape.places)
+        due.sub_((1 - self.share) / ctx.shape.tokens_per_frame).add_(
+            compute, alpha=1 / ctx.shape.tokens_per_frame
+        )
         return compute

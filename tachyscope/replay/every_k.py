@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tachyscope.replay import Choice, ReplayPolicy
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Moment, Shape
+from tachyscope.types import PassContext, Shape
 
 
 @final
@@ -35,9 +35,9 @@ class EveryK(ReplayPolicy):
         score: Tensor | None,
         age: Tensor,
         own: dict[str, Tensor],
-        at: Moment,
-        dice: torch.Generator,
+        ctx: PassContext,
+        policy_rng: torch.Generator,
     ) -> Choice | None:
-        if at.chunk % self.k == 0:
+        if ctx.chunk % self.k == 0:
             return None
         return Choice(rows=torch.empty(age.shape[0], 0, dtype=torch.int64, device=age.device))

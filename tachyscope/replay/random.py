@@ -11,7 +11,7 @@ from torch import Tensor
 from tachyscope.replay import Choice, ReplayPolicy
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Moment, Shape
+from tachyscope.types import PassContext, Shape
 
 
 @final
@@ -42,13 +42,15 @@ class Random(ReplayPolicy):
         score: Tensor | None,
         age: Tensor,
         own: dict[str, Tensor],
-        at: Moment,
-        dice: torch.Generator,
+        ctx: PassContext,
+        policy_rng: torch.Generator,
     ) -> Choice | None:
-        draws = 1 if at.shape.paired else age.shape[0]
-        luck = torch.rand(draws, at.tokens, generator=dice, dtype=torch.float32, device=age.device)
+        draws = 1 if ctx.shape.paired else age.shape[0]
+        luck = torch.rand(
+            draws, ctx.tokens, generator=policy_rng, dtype=torch.float32, device=age.device
+        )
         luck = luck.expand(age.shape)
-        if at.shape.causal:
+        if ctx.shape.token_by_token:
             replay = luck < self.share
             return Choice(gate=~(replay & (age < self.age)) if self.age else ~replay)
-        return refresh_and_fill(luck, self.share, self.age, at, "random")
+        return refresh_and_fill(luck, self.share, self.age, ctx, "random")

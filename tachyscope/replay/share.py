@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.replay import Choice
-from tachyscope.types import Moment
+from tachyscope.types import PassContext
 
 
 def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
@@ -25,7 +25,7 @@ def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
 
 
 def refresh_and_fill(
-    urgency: Tensor, share: float, age: int, at: Moment, policy: str
+    urgency: Tensor, share: float, age: int, ctx: PassContext, policy: str
 ) -> Choice | None:
     """The tokens whose turn it is, then those of highest urgency [B, S], a fixed number in all.
 
@@ -37,6 +37,6 @@ def refresh_and_fill(
     if compute == tokens:
         return None
     if age:
-        turn = torch.arange(tokens, device=urgency.device) % (age + 1) == at.chunk % (age + 1)
+        turn = torch.arange(tokens, device=urgency.device) % (age + 1) == ctx.chunk % (age + 1)
         urgency = urgency.masked_fill(turn, math.inf)
     return Choice(rows=urgency.topk(compute, -1, sorted=False).indices)

@@ -1,0 +1,215 @@
+"""One real rollout, chunk by chunk: does it stay as fast, as busy and as large as it was?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tachyscope.arguments import parse_plan
+from tachyscope.bench.single_chunk import (
+    PROMPT,
+    clear,
+    count_peak,
+    make_chunk,
+    peak_gb,
+    shown_size,
+)
+from tachyscope.bounds import check
+from tachyscope.graph_runner import repeating
+from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.transformer import wider
+from tachyscope.rates import Clock, rates
+from tachyscope.results import Document, document
+from tachyscope.rollout import open_session, rollout
+from tachyscope.session import Session
+
+SETTLED = 300  # pixel frames, after which a bounded plan must cost the same for ever
+STRETCHES = 10  # parts of the rest, whose median times are compared
+TIME, PEAK = 0.05, 0.02  # how far apart they may lie
+DECODES = 10  # of one chunk, of which the later half is timed
+
+
+def bench_rollout(
+    model: WanModel,
+    plans: Mapping[str, str],
+    *,
+    frames: int,
+    size: tuple[int, int] | None = None,
+    seed: int = 0,
+    decode: bool = False,
+    command: str = "",
+    told: Callable[[Document], None] | None = None,
+) -> Document:
+    """Make so many frames by each plan, undecoded; a results document that says what stayed flat.
+
+    decode: make them once more, as a user does, and shown. `told` is handed the document after
+    every row.
+    """
+    check("rollout", frames)
+    rows: list[Document] = []
+    for name, text in plans.items():
+        asked: Any = {"frames": frames, "size": size, "seed": seed}
+        row: Document = {"name": name, **play(model, text, **asked)}
+        if decode:
+            row |= show(model, text, **asked)
+        rows.append(row)
+        if told is not None:
+            told(_document(model, rows, command))
+    return _document(model, rows, command)
+
+
+def _document(model: WanModel, rows: Sequence[Document], command: str) -> Document:
+    return document(f"bench-wan-rollout-{model.device.type}", rows, command)
+
+
+@torch.inference_mode()
+def play(
+    model: WanModel, plan: str, *, frames: int, size: tuple[int, int] | None, seed: int
+) -> Document:
+    """One rollout's row."""
+    parsed = parse_plan(model, plan)
+    clear(model.device)
+    session: Session = open_session(
+        model, parsed, prompt=PROMPT, frames=frames, size=size, seed=seed
+    )
+    make, chunks, peaks = repeating(model, session), [], [0.0, 0.0]
+    begun = time.perf_counter()
+    while model.pixel_frames(session.latent_frame) < frames:
+        settled = model.pixel_frames(session.latent_frame) >= SETTLED
+        if settled and not peaks[0]:
+            peaks[0] = peak_gb(model.device)
+            count_peak(model.device)
+        chunks.append(make_chunk(make))
+    wall = time.perf_counter() - begun
+    peaks[1] = peak_gb(model.device)
+    made = model.pixel_frames(session.latent_frame)
+    ms = [chunk["chunk_ms"] for chunk in chunks]
+    row: Document = {
+        "plan": str(parsed),
+        "model": model.name,
+        "size": shown_size(model, session.shape),
+        "frames": made,
+        "latents": session.latent_frame,
+        "fps": 1e3 * made / sum(ms),
+        "fps_wall": made / wall,
+        "cache_mb": session.cache_bytes() / 1e6,
+        "finite": finite(session),
+        "chunk_ms": [round(x, 3) for x in ms],
+        "macs": [chunk["macs"] for chunk in chunks],
+    }
+    if model.device.type == "cuda":
+        row |= {"peak_gb_before": peaks[0] or peaks[1], "peak_gb": peaks[1]}
+    first = next((i for i in range(len(ms)) if _before(model, session, i) >= SETTLED), len(ms))
+    if first < len(ms):
+        row |= flatness(ms[first:], [chunk["macs"] for chunk in chunks[first:]], peaks)
+    return row
+
+
+def show(
+    model: WanModel, plan: str, *, frames: int, size: tuple[int, int] | None, seed: int
+) -> Document:
+    """The same rollout as a user meets it: frames decoded, on a GPU beside the next chunk."""
+    # first: what a compiled decoder does once is no part of the rollout
+    alone = decode_ms(model, size)
+    clear(model.device)
+    rows = []
+    with Clock() as clock:
+        for chunk in rollout(model, plan, frames=frames, prompt=PROMPT, size=size, seed=seed):
+            clock.lap(chunk)
+            rows.append(chunk.stats)
+    found = rates(rows)
+    return {
+        "decoder": model.decoder_name,
+        "decode_ms": alone,
+        "shown_fps": found["fps_avg"],
+        "shown_fps_steady": found.get("fps_steady"),
+        "shown_first_ms": 1e3 * found["first_frame_s"],
+        "shown_ms": found.get("steady_ms"),
+        "shown_peak_gb": peak_gb(model.device),
+    }
+
+
+@torch.inference_mode()
+def decode_ms(model: WanModel, size: tuple[int, int] | None) -> float:
+    """What decoding a chunk takes with nothing beside it, until its frames are on the host."""
+    c, shape = model.config, model.shape(size)
+    high, wide = shape.grid[0] * c.patch[1], shape.grid[1] * c.patch[2]
+    rng = torch.Generator(model.device).manual_seed(0)
+    latents = torch.randn(
+        1, c.in_channels, shape.chunk, high, wide, generator=rng, device=model.device
+    ).to(wider(model.dtype))
+    takes, features = [], dict[str, torch.Tensor]()
+    assert model.decoder is not None
+    for _ in range(DECODES):
+        begun = time.perf_counter()
+        model.decoder(latents, features)
+        takes.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(takes[DECODES // 2 :])
+
+
+def _before(model: WanModel, session: Session, chunk: int) -> int:
+    return model.pixel_frames(chunk * session.shape.chunk)
+
+
+def finite(session: Session) -> bool:
+    """Whether every number that the session remembers is one."""
+    held = [x for layer in session.layers for x in (layer.k, layer.v)]
+    if session.latents is not None:
+        held.append(session.latents)
+    return all(bool(x.isfinite().all()) for x in held)
+
+
+def flatness(ms: Sequence[float], macs: Sequence[float], peaks: Sequence[float]) -> Document:
+    """How far apart a settled rollout's stretches lie, and whether that is flat."""
+    size = max(1, len(ms) // STRETCHES)
+    medians = [statistics.median(ms[i : i + size]) for i in range(0, len(ms) - size + 1, size)]
+    middle = statistics.median(ms)
+    spread = max(medians) / min(medians) - 1
+    grown = peaks[1] / peaks[0] - 1 if peaks[0] else 0.0
+    found: dict[str, Any] = {
+        "settled_ms": middle,
+        "time_spread": spread,
+        "chunks_within": sum(abs(x / middle - 1) <= TIME for x in ms) / len(ms),
+        "slowest": max(ms) / middle,
+        "work_equal": len(set(macs)) == 1,
+        "peak_growth": grown,
+    }
+    return found | {"flat": spread <= TIME and found["work_equal"] and grown <= PEAK}
+
+
+def flat_lines(found: Document) -> list[str]:
+    """A document of `bench_rollout` as a reader wants it."""
+    out = []
+    for row in found["rows"]:
+        out.append(
+            f"{row['name']}: {row['frames']} frames ({row['latents']} latent) of {row['size']} by "
+            f"{row['model']}, {row['fps']:.1f} frames/s ({row['fps_wall']:.1f} by the wall clock), "
+            f"{'all numbers finite' if row['finite'] else 'NOT ALL NUMBERS FINITE'}"
+        )
+        if "peak_gb" in row:
+            out[-1] += f", peak {row['peak_gb']:.2f} GB"
+        if "shown_fps" in row:
+            steady = "too short for a steady rate"
+            if row["shown_ms"] is not None:
+                steady = (
+                    f"{row['shown_fps_steady']:.1f} frames/s once warm, {row['shown_ms']:.1f} ms a "
+                    f"chunk"
+                )
+            out.append(
+                f"  decoded by {row['decoder']}: {steady}; {row['shown_fps']:.1f} on average by "
+                f"the wall clock, the first chunk after {row['shown_first_ms']:.0f} ms; decoding "
+                f"alone {row['decode_ms']:.1f} ms a chunk"
+            )
+        if "flat" in row:
+            out.append(
+                f"  from frame {SETTLED} on: {row['settled_ms']:.1f} ms a chunk, stretches within "
+                f"{row['time_spread']:.1%}, {row['chunks_within']:.0%} of the chunks within "
+                f"{TIME:.0%} of the median, the slowest {row['slowest']:.2f}x; counted work "
+                f"{'equal' if row['work_equal'] else 'NOT equal'}; peak memory grew "
+                f"{row['peak_growth']:.1%}: {'flat' if row['flat'] else 'NOT FLAT'}"
+            )
+    return out

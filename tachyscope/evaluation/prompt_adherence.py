@@ -1,0 +1,67 @@
+"""Whether a world model draws what its prompt names, the first time that it comes into view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tachyscope.bounds import check
+from tachyscope.evaluation.batched_rollout import play
+from tachyscope.evaluation.frame_checks import SIDES, named_walls
+from tachyscope.evaluation.intervals import Values, combined, mean
+from tachyscope.evaluation.scenes import make_scene, make_world
+from tachyscope.models.registry import load
+from tachyscope.models.wan.model import WanModel
+from tachyscope.results import Document, document
+from tachyscope.worlds.atrium import TURN
+
+AT_ONCE = {"cpu": 1, "cuda": 64}  # worlds that share passes
+
+
+def evaluate_views(
+    name: str = "atrium-world",
+    *,
+    worlds: int = 200,
+    device: str = "cpu",
+    seed: int = 0,
+    command: str = "",
+    watch: Callable[[int], None] | None = None,
+) -> Document:
+    """A full turn from one given frame, in a room where nothing moves; a document with `views`.
+
+    `right` is the mean over worlds of the share of named walls that come out as named, `right_left`
+    and so on that of walls on one side. It needs many worlds: each has one to three such walls.
+    """
+    check("worlds", worlds)
+    model = load(name, device=device)
+    assert isinstance(model, WanModel)
+    step = AT_ONCE[model.device.type]
+    found: list[Values] = []
+    for start in range(0, worlds, step):
+        numbers = range(start, min(worlds, start + step))
+        scenes = [
+            make_scene(make_world(seed, n, motion=0.0), "." + "q" * TURN, model.device)
+            for n in numbers
+        ]
+        for scene, take in zip(scenes, play(model, "dense", scenes, 1), strict=True):
+            walls = named_walls(take.frames, scene, range(1, TURN + 1))
+            values = {"right": mean(right for _, right in walls)}
+            for side in SIDES[1:]:
+                values[f"right_{side}"] = mean(right for of, right in walls if of == side)
+            found.append(values)
+        if watch is not None:
+            watch(len(found))
+    return document(
+        "atrium-views", [], command, model=model.name, seed=seed, worlds=worlds,
+        views=combined(found),
+    )  # fmt: skip
+
+
+def lines(found: Document) -> list[str]:
+    """The shares as a reader wants them."""
+    views = found["views"]
+    out = []
+    for key in ("right", *(f"right_{side}" for side in SIDES[1:])):
+        told = [x for x in views["by_world"][key] if x == x]
+        low, high = views[f"{key}_low"], views[f"{key}_high"]
+        out.append(f"{key:12} {views[key]:6.1%} ({low:.1%} to {high:.1%}), {len(told)} worlds")
+    return out

@@ -1,0 +1,162 @@
+"""How long a token takes on the CPU, and what of it is Python's."""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from tachyscope.attention import AttentionPolicy
+from tachyscope.bench import noise
+from tachyscope.evaluation.clips import GIVEN, Clip, true_codes
+from tachyscope.evaluation.replay_scores import Way, begin
+from tachyscope.meter import Meter, summary
+from tachyscope.models.vila_u.model import VilaModel
+from tachyscope.results import Document
+from tachyscope.session import Session
+from tachyscope.types import LayerCache, PassContext, Shape
+
+WINDOW = "attention=window:tokens=512,sink=4"
+REPLAY = "replay=attentive:share=0.75,age=4,drift=true"
+
+
+class Timed(VilaModel):
+    """The model, with a clock on every run of its trunk over a token."""
+
+    def __init__(self, model: VilaModel, weights: nn.Module | None = None) -> None:
+        weights = model.model if weights is None else weights
+        super().__init__(cast(Any, weights), model.config, model.tokenizer, model.name)
+        self.trunk_ms: list[float] = []
+
+    def _feed(
+        self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+    ) -> None:
+        start = time.perf_counter()
+        super()._feed(session, codes, pos, actions)
+        self.trunk_ms.append((time.perf_counter() - start) * 1e3)
+
+
+class Nothing(nn.Module):
+    """Takes a layer's place and computes nothing: one tensor of the right width, always."""
+
+    macs = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.out = width, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.out.shape[:-1] != x.shape[:-1]:
+            self.out = torch.zeros(*x.shape[:-1], self.width)
+        return self.out
+
+
+@dataclass(frozen=True)
+class NoRead(AttentionPolicy):
+    """Attention that reads nothing: a query is its own answer."""
+
+    paper: ClassVar[str] = ""
+
+    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
+        pass
+
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+        return {}
+
+    def build_index(
+        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+    ) -> None:
+        pass
+
+    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+        return q
+
+
+def hollow(model: VilaModel, projections: bool) -> VilaModel:
+    """The model with its trunk's MLPs, and on demand its projections, replaced by nothing."""
+    weights = copy.deepcopy(model.model)
+    for layer in weights.trunk.layers:
+        layer.mlp = Nothing(model.config.hidden)
+        if projections:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                part = getattr(layer.self_attn, name)
+                setattr(layer.self_attn, name, Nothing(part.out_features))
+    return Timed(model, weights)
+
+
+@torch.inference_mode()
+def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN, seed: int = 0) -> Document:
+    """Time a token: of the trunk, and of the whole step; plans by turns, dense among them twice.
+
+    A round is the next frame of one world, made by every plan in an order drawn anew; its time is
+    the mean of its tokens, since a replayed token and a computed one are different things. Ratios
+    are medians over rounds of dense / plan. `no_mlp` is dense without its MLPs' work, `python` and
+    `python_replay` without any linear or attention: Python, norms, rotation, cache, choosing.
+    """
+    clip = Clip(clip.worlds[:1], clip.actions, clip.frames[:1])
+    codes = true_codes(model, clip)
+    ways = {
+        "dense": Way("dense"), "again": Way("dense"), "window": Way(WINDOW),
+        "replay": Way(REPLAY), "replay_window": Way(f"{WINDOW} {REPLAY}"),
+        "no_mlp": Way("dense"), "python": Way("dense"), "python_replay": Way(REPLAY),
+    }  # fmt: skip
+    players: dict[str, Timed] = {}
+    sessions: dict[str, Session] = {}
+    for name, way in ways.items():
+        made_of = hollow(model, name.startswith("python")) if name[:2] in ("no", "py") else model
+        players[name] = Timed(made_of)
+        sessions[name] = _plain(begin(model, way, clip, codes, seed), players[name], clip, codes)
+        if name.startswith("python"):
+            sessions[name].plan = replace(sessions[name].plan, attention=NoRead())
+    trunk: dict[str, list[float]] = {name: [] for name in ways}
+    whole: dict[str, list[float]] = {name: [] for name in ways}
+    token: dict[str, list[float]] = {name: [] for name in ways}
+    draw = random.Random(seed)
+    names = list(ways)
+    for i in range(GIVEN, GIVEN + rounds):
+        for name in draw.sample(names, len(names)):
+            player, session = players[name], sessions[name]
+            player.trunk_ms = []
+            start = time.perf_counter()
+            player.sample(session, clip.moves[i : i + 1])
+            spent = (time.perf_counter() - start) * 1e3
+            session.commit()
+            whole[name].append(spent / session.shape.tokens_per_frame)
+            trunk[name].append(statistics.fmean(player.trunk_ms))
+            token[name] += player.trunk_ms
+    out: Document = {
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+        "trunk_aa": noise(trunk["dense"], trunk["again"]),
+        "whole_aa": noise(whole["dense"], whole["again"]),
+    }
+    for name in ways:
+        row: Document = {"plan": str(ways[name])}
+        for key, times in (("trunk", trunk), ("whole", whole)):
+            ratios = [a / b for a, b in zip(times["dense"], times[name], strict=True)]
+            row[f"{key}_ms"] = statistics.median(times[name])
+            row[f"{key}_ratio"] = statistics.median(ratios)
+            row[f"{key}_ratio_low"], row[f"{key}_ratio_high"] = min(ratios), max(ratios)
+        row["trunk_token_ms"] = statistics.median(token[name])
+        row["share_eligible"] = summary([sessions[name].meter.take()])["share_eligible"]
+        out[name] = row
+    return out
+
+
+def _plain(ranked: Session, player: VilaModel, clip: Clip, codes: Tensor) -> Session:
+    """A session of the same plan without anything that only measuring needs."""
+    session = Session(
+        ranked.shape, ranked.plan, ranked.rope, latent_frames=ranked.latent_frames,
+        lengths=ranked.lengths,        seed=ranked.seed, device=ranked.device, dtype=ranked.dtype,
+    )  # fmt: skip
+    session.restore(ranked.state())
+    player.prefill_latents(session, codes[:, GIVEN - 1 : GIVEN], clip.moves[GIVEN - 1 : GIVEN])
+    session.restore(ranked.state())
+    return session

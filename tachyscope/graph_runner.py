@@ -1,0 +1,145 @@
+"""Make a session's chunks; once each is like the last, by repeating its launches."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tachyscope.models.base import VideoModel
+from tachyscope.session import Session
+
+Make = Callable[[], Tensor]
+
+
+class Recorded(Protocol):
+    """A chunk's launches: `latents` is where they leave what they make."""
+
+    latents: Tensor
+
+    def repeat(self) -> None: ...
+
+
+class Graph:
+    """Launches on a CUDA device, recorded while the host goes through a chunk."""
+
+    def __init__(self, session: Session, make: Make) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        # noise goes on from repetition to repetition
+        self.graph.register_generator_state(session.generator)
+        with torch.cuda.graph(self.graph):
+            self.latents = make()
+        self.graph.replay()  # nothing ran while it was recorded
+
+    def repeat(self) -> None:
+        self.graph.replay()
+
+
+class ChunkRunner:
+    """Makes the chunks of a session, one a call.
+
+    Of a plan with a bound every chunk asks for the same launches, on the same memory, once the
+    cache is full; what differs, time, noise and actions, are numbers on the device. With `record`
+    the third such chunk is recorded, and those after it are asked for in one call: the host would
+    else take longer to ask than the device to answer. What a chunk counts is then told from the
+    last two: it grows by the same each time.
+    """
+
+    def __init__(
+        self,
+        model: VideoModel,
+        session: Session,
+        record: Callable[[Session, Make], Recorded] | None = None,
+    ) -> None:
+        self.model, self.session = model, session
+        self.record = record
+        self._alike: list[dict[str, float]] = []  # what the last steady chunks counted
+        self._memory: list[object] = []  # what the launches read and write
+        self._chunk = session.chunk  # as this left it
+        self._recorded: Recorded | None = None
+        self._told: Tensor | None = None  # actions, where recorded launches read them
+        self.replayed = False  # whether the last chunk was made by recorded launches
+
+    def __call__(self, moves: Sequence[int]) -> Tensor:
+        self.replayed = self._recorded is not None
+        latents = self._next(moves)
+        self.replayed &= self._recorded is not None
+        self._chunk = self.session.chunk
+        return latents
+
+    def _next(self, moves: Sequence[int]) -> Tensor:
+        session = self.session
+        alike = session.graph_capturable and not (self.model.decodes_in_loop or self.model.restarts)
+        if self.record is None or not alike:
+            self.forget()
+            return self._make(moves)
+        memory = [session.texts, session.layers]
+        same = bool(self._memory) and all(map(operator.is_, memory, self._memory))
+        if not same or session.chunk != self._chunk:
+            # another prompt, a state that was taken up, chunks by another hand
+            self.forget()
+            self._memory = memory
+        if self._recorded is not None:
+            return self._repeat(moves)
+        before = session.meter.counted()
+        if len(self._alike) < 2:
+            latents = self._make(moves)
+        else:
+            told = self._told = self.model.actions_tensor(moves, session.shape.chunk)
+            self._recorded = self.record(
+                session, lambda: self._make(moves if told is None else told)
+            )
+            latents = self._recorded.latents.clone()
+            session.latents = latents
+        counts = _difference(session.meter.counted(), before)
+        if counts is None:  # some are numbers of the device's own
+            self.forget()
+        else:
+            self._alike = [*self._alike[-1:], counts]
+        return latents
+
+    def forget(self) -> None:
+        """Let go of what was recorded, and of the memory that it works with."""
+        self._alike, self._recorded, self._told = [], None, None
+
+    def _make(self, moves: Sequence[int] | Tensor) -> Tensor:
+        latents = self.model.sample(self.session, moves)
+        self.session.commit()
+        self.session.latents = latents
+        return latents
+
+    def _repeat(self, moves: Sequence[int]) -> Tensor:
+        assert self._recorded is not None
+        told = self.model.actions_tensor(moves, self.session.shape.chunk)
+        if told is not None and self._told is not None:
+            self._told.copy_(told)
+        self._recorded.repeat()
+        session, (first, last) = self.session, self._alike
+        counts = {name: 2 * value - first[name] for name, value in last.items()}
+        for name, value in counts.items():
+            session.meter.add(name, value)
+        self._alike = [last, counts]
+        session.count_repeated()
+        # the next repetition writes where this one did
+        session.latents = self._recorded.latents.clone()
+        return session.latents
+
+
+def repeating(model: VideoModel, session: Session) -> ChunkRunner:
+    """Makes a session's chunks, by repeated launches where the device has such."""
+    return ChunkRunner(model, session, Graph if session.device.type == "cuda" else None)
+
+
+def _difference(
+    after: Mapping[str, float | Tensor], before: Mapping[str, float | Tensor]
+) -> dict[str, float] | None:
+    found = {}
+    for name, value in after.items():
+        old = before.get(name, 0.0)
+        if isinstance(value, Tensor) or isinstance(old, Tensor):
+            return None
+        found[name] = value - old
+    return found

@@ -1,0 +1,190 @@
+"""A session that looks at what passes through it: what repeats, and where attention lies."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tachyscope.session import Session
+from tachyscope.types import Mlp, PassContext
+
+ALIKE = ("mlp", "query", "key", "key_rotated")  # what is held against the frame before
+ASPECTS = ("cosine", "difference", "elsewhere")  # what `alike` tells, in its order
+MASS = ("mass", "prompt_mass")  # of the video's entries, of the prompt's tokens
+PERCENTS = (1, 2, 5, 10, 20, 30, 50, 75, 100)  # of the keys, strongest first
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Values [n, …] of one layer and pass, one a sampled token, in one latent frame."""
+
+    layer: int
+    frame: int
+    step: int
+    values: Tensor
+
+
+class Observed(Session):
+    """A session that looks at what passes through it; what it returns is a plain session's.
+
+    `found` gathers records by kind: of `ALIKE` cosine, relative difference and the cosine to
+    another place; of `MASS` the mass in the strongest `PERCENTS` of the keys.
+    """
+
+    watches = True
+
+    def __init__(self, *args: Any, places: int = 64, queries: int = 16, **kwargs: Any) -> None:
+        self.wanted, self.queries = places, queries
+        super().__init__(*args, **kwargs)
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        every = range(self.shape.tokens_per_frame)
+        # draws of its own: the session's would change the video by being asked
+        drawn = random.Random(f"{self.seed} places")
+        self.places = sorted(drawn.sample(every, min(self.wanted, len(every))))
+        self.queries = min(self.queries, len(every))
+        self.found: dict[str, list[Record]] = defaultdict(list)
+        self._fresh: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._last: dict[tuple[str, int, int], tuple[int, Tensor]] = {}
+        self._weighed: list[tuple[str, Record]] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().attend(layer, q, k, v)
+        assert self._context is not None and self._cos_sin is not None
+        ctx, here = self._context.for_layer(layer), self.layers[layer]
+        if self._prefilling:
+            return out
+        slots = slice(ctx.past + ctx.start, ctx.end)
+        kept = {"query": q, "key": k, "key_rotated": here.k[:, :, slots]}
+        for kind, x in kept.items():
+            self._keep(kind, ctx, x.transpose(1, 2))
+        tokens = self._tokens(ctx, self._drawn(ctx))
+        if tokens.numel():
+            cos, sin = (x[:, :, tokens] for x in self._cos_sin)
+            turned = self.rope.apply(q[:, :, tokens], cos, sin)
+            seen = ctx.past + ctx.start + tokens + 1 if ctx.shape.token_by_token else None
+            used = slice(0, ctx.end)
+            log_count = self.plan.attention.log_weights(here, ctx)
+            held = mass(turned, here.k[:, :, used], log_count, seen)
+            self._weigh("mass", ctx, held)
+        return out
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        out = super().cross(layer, q)
+        assert self._context is not None
+        ctx, text = self._context.for_layer(layer), self.texts[layer]
+        tokens = self._tokens(ctx, self._drawn(ctx))
+        if tokens.numel():
+            self._weigh("prompt_mass", ctx, mass(q[:, :, tokens], text.k, text.log_count))
+        return out
+
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
+        y = super().mlp(layer, x, fn)
+        assert self._context is not None
+        if not self._prefilling:
+            self._keep("mlp", self._context.for_layer(layer), y)
+        return y
+
+    def commit(self, n: int | None = None) -> None:
+        frame = self.latent_frame
+        super().commit(n)
+        for (kind, layer, step), parts in self._fresh.items():
+            now = torch.cat(parts, 1).unflatten(1, (-1, len(self.places)))
+            self._compare(kind, layer, step, frame, now[:, : self.latent_frame - frame])
+        for kind, part in self._weighed:
+            self.found[kind].append(_on_host(part))
+        self._fresh, self._weighed = {}, []
+
+    def _drawn(self, ctx: PassContext) -> list[int]:
+        """The places whose queries are weighed, seeded by chunk, layer and pass."""
+        drawn = random.Random(f"{self.seed} {ctx.chunk} {ctx.layer} {ctx.pass_index}")
+        return sorted(drawn.sample(range(ctx.shape.tokens_per_frame), self.queries))
+
+    def _tokens(self, ctx: PassContext, places: Sequence[int]) -> Tensor:
+        """Which of this pass's tokens stand at the places, latent frame by latent frame."""
+        size = ctx.shape.tokens_per_frame
+        frames = range(-(-(ctx.start + ctx.tokens) // size))
+        found = [frame * size + place - ctx.start for frame in frames for place in places]
+        inside = [i for i in found if 0 <= i < ctx.tokens]
+        return torch.tensor(inside, dtype=torch.int64, device=self.device)
+
+    def _keep(self, kind: str, ctx: PassContext, x: Tensor) -> None:
+        """Remember x [B, S, …] at the sampled places until the chunk is finished."""
+        tokens = self._tokens(ctx, self.places)
+        parts = self._fresh.setdefault((kind, ctx.layer, ctx.pass_index), [])
+        if not ctx.shape.token_by_token:
+            parts.clear()  # a pass that is run again stands for itself alone
+        if tokens.numel():
+            parts.append(x[:, tokens])
+
+    def _compare(self, kind: str, layer: int, step: int, frame: int, now: Tensor) -> None:
+        """Hold each latent frame of now [B, F, P, …], from `frame` on, against the one before."""
+        before, old = self._last.get((kind, layer, step), (-1, None))
+        self._last[kind, layer, step] = frame + now.shape[1] - 1, now[:, -1:]
+        # a pass that the last chunk did not have left nothing to compare with
+        frames = now if old is None or before != frame - 1 else torch.cat([old, now], 1)
+        first = frame + now.shape[1] - frames.shape[1] + 1
+        values = alike(frames[:, :-1], frames[:, 1:])
+        for i, of_frame in enumerate(values.unbind(1)):
+            record = Record(layer, first + i, step, of_frame.flatten(0, 1))
+            self.found[kind].append(_on_host(record))
+
+    def _weigh(self, kind: str, ctx: PassContext, held: Tensor) -> None:
+        """Note shares of mass [B, H, F · r, P] by latent frame, as the mean over heads."""
+        frames = max(1, ctx.tokens // ctx.shape.tokens_per_frame)
+        by_query = held.mean(1).unflatten(1, (frames, -1))
+        for i, values in enumerate(by_query.unbind(1)):
+            record = Record(ctx.layer, self.latent_frame + i, ctx.pass_index, values.flatten(0, 1))
+            self._weighed.append((kind, record))
+
+
+def _on_host(record: Record) -> Record:
+    return Record(record.layer, record.frame, record.step, record.values.double().cpu())
+
+
+def alike(old: Tensor, new: Tensor) -> Tensor:
+    """Cosine, |old - new| / |new|, and the cosine to another place: [B, F, P, 3].
+
+    old and new are [B, F, P, W], or [B, F, P, H, D]: then values are means over heads. The other
+    place is half the sampled ones away: what all places share must not pass for repetition.
+    """
+    a, b = old.double(), new.double()
+    size = b.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    parts = (
+        F.cosine_similarity(a, b, -1),
+        (a - b).norm(dim=-1) / size,
+        F.cosine_similarity(a.roll(a.shape[2] // 2, 2), b, -1),
+    )
+    return torch.stack([part.flatten(3).mean(-1) if part.ndim > 3 else part for part in parts], -1)
+
+
+def mass(
+    q: Tensor, k: Tensor, log_count: Tensor | None = None, seen: Tensor | None = None
+) -> Tensor:
+    """The attention mass in each query's strongest keys, [B, H, R, len(PERCENTS)].
+
+    q [B, H, R, D] and k [B, Hkv, N, D] are rotated; log_count is as in a layer; seen [R] counts
+    of the entries a query sees. A share of the keys is rounded up to whole ones.
+    """
+    group = q.shape[1] // k.shape[1]
+    scores = q.float() @ k.float().repeat_interleave(group, 1).mT / math.sqrt(q.shape[3])
+    if log_count is not None:
+        wide = log_count if log_count.shape[1] == 1 else log_count.repeat_interleave(group, 1)
+        scores = scores + wide.unsqueeze(2)
+    if seen is not None:
+        later = torch.arange(k.shape[2], device=q.device) >= seen[:, None]
+        scores = scores.masked_fill(later, -math.inf)
+    live = scores.isfinite().sum(-1, keepdim=True)
+    held = scores.softmax(-1, dtype=torch.float64).sort(descending=True).values.cumsum(-1)
+    # number by number, and whole ones: a share as a float may round up to one key more
+    counts = torch.cat([-(-live * percent // 100) for percent in PERCENTS], -1)
+    return held.gather(-1, counts.clamp(min=1) - 1)

@@ -1,0 +1,1 @@
+"""Model families: what a stream needs of a model, and how checkpoints are read."""

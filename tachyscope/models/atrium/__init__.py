@@ -1,0 +1,1 @@
+"""Small parts of our own trained models."""

@@ -1,0 +1,85 @@
+"""A small text encoder over Atrium's vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
+from tachyscope.worlds import atrium
+
+
+class Layer(nn.Module):
+    """Attention among a prompt's words, then an MLP, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # [B, H, L, D]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None])
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(self.norm2(x))))
+
+
+class WordEncoder(nn.Module):
+    """Word numbers [B, L], 0 for padding, to an embedding [B, L, width] that is 0 at padding.
+
+    Words see each other, so that a colour's embedding can tell whose colour it is.
+    """
+
+    def __init__(
+        self, words: int, length: int, width: int = 128, layers: int = 2, heads: int = 2
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words + 1, width)
+        self.place = nn.Parameter(torch.randn(length, width) * 0.5)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        real = tokens != 0
+        # an empty prompt attends to padding, which its output leaves out
+        seen = real | ~real.any(1, keepdim=True)
+        x = self.embedding(tokens) + self.place
+        for layer in self.layers:
+            x = layer(x, seen)
+        return self.norm(x) * real[..., None]
+
+
+class Words:
+    """A prompt in Atrium's words, embedded by a trained encoder."""
+
+    kind = "words"
+    file = "text_encoder.safetensors"
+
+    def __init__(self, model: WordEncoder) -> None:
+        self.model = model.eval()
+
+    @classmethod
+    def read(cls, folder: Path, config: Any) -> Self:
+        """The encoder in a model's folder; `config` has text_len and text_dim."""
+        # without memory until the file has borne the configuration out
+        with torch.device("meta"):
+            model = WordEncoder(len(atrium.WORDS), config.text_len, config.text_dim)
+        fit(model, read_tensors(folder / cls.file), str(folder / cls.file), assign=True)
+        return cls(model.float())
+
+    def write(self, folder: Path) -> None:
+        write_tensors(folder / self.file, self.model.state_dict())
+
+    @torch.no_grad()
+    def __call__(self, prompt: str) -> tuple[Tensor, int]:
+        """The embedding [1, text_len, text_dim], zero after the prompt, and the prompt's length."""
+        tokens = atrium.tokenize(prompt)
+        return self.model(atrium.pad([tokens])), len(tokens)

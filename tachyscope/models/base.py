@@ -1,0 +1,140 @@
+"""What a rollout needs of a model. Adapters know the session, no method."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.fingerprint import digest, of_tensors
+from tachyscope.session import Session
+from tachyscope.types import Rope, Shape
+
+
+class VideoModel(abc.ABC):
+    """A model, frozen: all that changes during a video lives in the session."""
+
+    name: str
+    model: nn.Module
+    kind: str  # "chunks", "tokens" or "rolling": which named plans are meant
+    device: torch.device
+    dtype: torch.dtype
+    fps: int
+    size: tuple[int, int]  # (height, width) in pixels of the frames it makes unless asked otherwise
+    actions: str  # one letter an action, "" where the model takes none; the first is "stay"
+    stock: str  # the plan its authors run
+    frame_dim: int  # which dimension of latents counts frames
+    # how often noise is drawn for a chunk; 0 where it cannot be handed in instead
+    draws: int = 0
+    # what is remembered hangs on how it was shown, so that a chunk is decoded as it is made
+    decodes_in_loop: bool = False
+    # the past is dropped at some chunks, by their number
+    restarts: bool = False
+    # by the stock plan, a change of prompt remembers a full window in one pass, and not its sink
+    together: bool = False
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the weights; worked out when first asked for."""
+        return of_tensors(self.model.state_dict())
+
+    def prompt_key(self, prompt: str) -> str:
+        """A hash by which a state knows its prompt."""
+        return digest(prompt)
+
+    @abc.abstractmethod
+    def shape(self, size: tuple[int, int] | None = None) -> Shape:
+        """The shape at a size in pixels (height, width), or at the model's own."""
+
+    @abc.abstractmethod
+    def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
+        """The shape of the tensor that holds so many latent frames."""
+
+    def check_latents(self, shape: Shape, latents: Any) -> None:
+        """Raise where given latents are not such as `sample` returns."""
+        if not isinstance(latents, Tensor) or latents.dim() <= self.frame_dim:
+            raise TachyscopeError(
+                f"latents must be a tensor as a session's latents are, got a "
+                f"{type(latents).__name__}: take session.latents"
+            )
+        size = self.latent_size(shape, latents.shape[self.frame_dim])
+        numbers = "whole numbers" if shape.token_by_token else "floats"
+        if (
+            0 in latents.shape
+            or tuple(latents.shape) != size
+            or latents.is_floating_point() == shape.token_by_token
+        ):
+            raise TachyscopeError(
+                f"latents must be {numbers} {list(size)}, got {latents.dtype} "
+                f"{list(latents.shape)}: take session.latents"
+            )
+        if latents.is_floating_point() and not latents.isfinite().all():
+            raise TachyscopeError("latents must be finite, these have NaN or infinity: mend them")
+
+    @abc.abstractmethod
+    def rope(self, shape: Shape) -> Rope:
+        """How queries and keys turn with (t, y, x)."""
+
+    @abc.abstractmethod
+    def pixel_frames(self, latents: int) -> int:
+        """Pixel frames that this many latent frames decode to."""
+
+    @abc.abstractmethod
+    def encode_prompt(self, prompt: str) -> Any:
+        """The prompt as `prefill_prompt` takes it; `lengths`: cache entries a row of it fills."""
+
+    @abc.abstractmethod
+    def prefill_prompt(self, session: Session, prompt: Any) -> None:
+        """Hand the prompt to the session: cross-attention's keys and values, or one prefill."""
+
+    @abc.abstractmethod
+    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+        """The next chunk's clean latents; its last pass leaves clean keys and values in now.
+
+        One action a latent frame, or what `actions_tensor` made of them.
+        """
+
+    def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
+        """Actions of so many latent frames as numbers of the device, which are read when the work
+        is done; None where the model takes no actions, or not so."""
+        return None
+
+    def compiling_pays(self, chunks: int) -> bool:
+        """Whether a video of so many chunks is done sooner where layers are compiled first."""
+        return False
+
+    def compile(self) -> Self:
+        """The model with its layers compiled; the first chunk of a size then takes a while."""
+        raise TachyscopeError(f"{self.name} has no layers to compile: leave `compile` out")
+
+    @abc.abstractmethod
+    def prefill_latents(
+        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
+    ) -> None:
+        """One clean pass over given latents: what `sample` ends with, without the making.
+
+        Decoding goes on behind them, unless they were `shown` already.
+        """
+
+    @property
+    def decoder_name(self) -> str:
+        """What shows latents, where there are several decoders to choose from."""
+        return ""
+
+    def decoder_state(self, session: Session) -> dict[str, Tensor]:
+        """Of the session's features, those that the next pictures hang on."""
+        return {}
+
+    @abc.abstractmethod
+    def encode_frames(self, frames: np.ndarray) -> Tensor:
+        """Given frames uint8 [F, H, W, 3] as `sample` would have returned them."""
+
+    @abc.abstractmethod
+    def decode_latents(self, session: Session, latents: Tensor) -> np.ndarray:
+        """Frames uint8 [F, H, W, 3]; what streaming needs is kept in session.features."""

@@ -1,0 +1,1 @@
+"""VILA-U-type token models."""

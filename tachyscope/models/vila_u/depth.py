@@ -1,0 +1,204 @@
+"""The depth transformer: from the trunk's state at a place to that place's D codes, one by one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.models.vila_u.vqgan import Codebooks
+
+
+@dataclass(frozen=True, slots=True)
+class DepthConfig:
+    """The depth transformer's own sizes."""
+
+    width: int
+    layers: int
+    heads: int
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise TachyscopeError(
+                f"the depth transformer's width must be a multiple of its heads, got "
+                f"{self.width} and {self.heads}: change one"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How a code is drawn from logits; rows are [conditional…, unconditional…] unless cfg is 1."""
+
+    cfg: float = 3.0
+    temperature: float = 1.0
+    top_k: int = 900
+    top_p: float = 0.96
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": self.temperature > 0,
+            "top_k": self.top_k >= 1,
+            "top_p": 0 < self.top_p <= 1,
+        }
+        for name, kept in rules.items():
+            if not kept:
+                raise TachyscopeError(
+                    f"sampling needs temperature > 0, top_k >= 1 and 0 < top_p <= 1, "
+                    f"got {name}={getattr(self, name)}: change it"
+                )
+
+    @property
+    def guided(self) -> bool:
+        """Whether every video takes two rows."""
+        return self.cfg != 1
+
+    def guide(self, logits: Tensor) -> Tensor:
+        """Logits [V, ...] of V videos from those of their rows, in float32 or better."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if not self.guided:
+            return logits
+        with_prompt, without = logits.chunk(2)
+        return without + self.cfg * (with_prompt - without)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What `pick` draws from: of guided logits [..., K], 0 where a code is ruled out."""
+        kept, index = self._keep(logits)
+        return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1))
+
+    def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """A code [...] of guided logits [..., K], for exponential noise [..., K].
+
+        The noise belongs to codes, not ranks: runs that share it draw the same code wherever
+        their logits nearly agree.
+        """
+        kept, index = self._keep(logits)
+        best = (kept - noise.gather(-1, index).log()).argmax(-1, keepdim=True)
+        return index.gather(-1, best)[..., 0]
+
+    def _keep(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The top k logits, best first, -inf from where the mass before one reaches top_p."""
+        kept, index = (logits / self.temperature).topk(min(self.top_k, logits.shape[-1]))
+        if self.top_p < 1:
+            mass = kept.softmax(-1).cumsum(-1)
+            kept = torch.cat(
+                [
+                    kept[..., :1],
+                    kept[..., 1:].masked_fill(mass[..., :-1] >= self.top_p, float("-inf")),
+                ],
+                -1,
+            )
+        return kept, index
+
+
+def draw_noise(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Exponential noise for `Sampler.pick`: all the randomness of a video comes from here."""
+    noise = torch.empty(shape, dtype=torch.float32, device=generator.device)
+    noise.exponential_(generator=generator)
+    return noise.clamp_min_(torch.finfo(noise.dtype).tiny).to(device, non_blocking=True)
+
+
+class DepthTransformer(nn.Module):
+    """Causal over a place's D codes; parameter names are the published ones."""
+
+    def __init__(self, config: DepthConfig, depth: int, codes: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.in_mlp_1 = nn.Linear(dim, config.width)
+        self.in_mlp_2 = nn.Linear(hidden, config.width)
+        self.pos_emb_d = nn.Parameter(0.02 * torch.randn(1, depth, config.width))
+        self.head_transformer = Stack(config)
+        parts = {"layer_norm": nn.LayerNorm(config.width), "linear": nn.Linear(config.width, codes)}
+        self.classifier_mlp = nn.Sequential(OrderedDict(parts))
+        # of one place's D codes: inputs, blocks of 12 squares, classifier
+        per_code = 12 * config.layers * config.width**2 + codes * config.width
+        self.macs = depth * per_code + config.width * (hidden + (depth - 1) * dim)
+
+    def forward(self, hidden: Tensor, sums: Tensor) -> Tensor:
+        """Logits [..., D, K] of all D codes at once.
+
+        `hidden` [..., W] is the trunk's state that predicts the place, `sums` [..., D, dim] the
+        place's given code sums, of which each position sees those before it.
+        """
+        first = self.in_mlp_2(hidden)[..., None, :]
+        x = torch.cat([first, self.in_mlp_1(sums[..., :-1, :])], -2) + self.pos_emb_d[0]
+        x = self.head_transformer(x.flatten(0, -3))
+        return self.classifier_mlp(x).unflatten(0, hidden.shape[:-1])
+
+    def generate(self, hidden: Tensor, books: Codebooks, sampler: Sampler, noise: Tensor) -> Tensor:
+        """Codes [V, D] for trunk states [B, W] and noise [V, D, K]; a video's rows share codes."""
+        rows, (videos, depth) = len(hidden), noise.shape[:2]
+        caches = self.head_transformer.caches(rows, depth, hidden)
+        x, total, codes = self.in_mlp_2(hidden), hidden.new_zeros(()), []
+        for d in range(depth):
+            x = self.head_transformer((x + self.pos_emb_d[0, d])[:, None], caches, d)[:, 0]
+            codes.append(sampler.pick(sampler.guide(self.classifier_mlp(x)), noise[:, d]))
+            if d + 1 < depth:
+                total = total + books.codebooks[d](codes[-1])
+                x = self.in_mlp_1(total).repeat(rows // videos, 1)
+        return torch.stack(codes, -1)
+
+
+Cache = tuple[Tensor, Tensor]  # keys and values [B, H, D, head size] of D positions
+
+
+class Stack(nn.Module):
+    """The blocks, run over all positions, or with caches over one."""
+
+    def __init__(self, config: DepthConfig) -> None:
+        super().__init__()
+        self.heads, self.size = config.heads, config.width // config.heads
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+
+    def caches(self, rows: int, depth: int, like: Tensor) -> list[Cache]:
+        shape = rows, self.heads, depth, self.size
+        return [(like.new_empty(shape), like.new_empty(shape)) for _ in self.blocks]
+
+    def forward(self, x: Tensor, caches: Sequence[Cache] = (), at: int = 0) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, caches[i] if caches else None, at)
+        return x
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each normed before and added after."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln1 = nn.LayerNorm(width)
+        self.ln2 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor, cache: Cache | None, at: int) -> Tensor:
+        x = x + self.attn(self.ln1(x), cache, at)
+        return x + self.mlp(self.ln2(x))
+
+
+class Attention(nn.Module):
+    """Causal attention of x [B, S, E]: all positions, or with a cache the one position `at`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.key = nn.Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cache: Cache | None, at: int) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, head size]
+            for part in (self.query, self.key, self.value)
+        )
+        if cache is not None:
+            for kept, new in zip(cache, (k, v), strict=True):
+                kept[:, :, at : at + 1] = new
+            k, v = (kept[:, :, : at + 1] for kept in cache)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
+        return self.proj(o.transpose(1, 2).flatten(2))

@@ -1,0 +1,1 @@
+"""Wan-type causal diffusion models."""

@@ -1,0 +1,132 @@
+"""A LoRA's updates, read from a file and added to the weights they were trained for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tachyscope.errors import TachyscopeError, warn
+from tachyscope.models.checkpoint import check_finite, read_tensors, some, unwrapped, wan_name
+
+FACTORS = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up"}
+NAME = re.compile(r"(.+)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|alpha)")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is added to a layer's weight: scale · up @ down."""
+
+    down: Tensor  # [rank, in]
+    up: Tensor  # [out, rank]
+    alpha: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank; a file that tells no alpha means one equal to the rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.down.shape[0]
+
+
+@torch.no_grad()
+def merge_lora(
+    model: nn.Module, tensors: Mapping[str, Tensor], path: Path, alpha: float | None = None
+) -> None:
+    """Add a LoRA to the model's layers: weights anew from `tensors`, in float32, then cast.
+
+    `tensors` are the checkpoint's own: what the model holds of them is already rounded. `alpha`
+    is that of layers whose alpha the file does not tell.
+    """
+    layers = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
+    updates = read_lora(path, layers)
+    if alpha is not None:
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
+            raise TachyscopeError(f"a LoRA's alpha is a number over 0, got {alpha}: give another")
+        if told := [name for name, update in updates.items() if update.alpha is not None]:
+            warn(f"{path} tells its own alpha of {some(told)}, which is kept there, not {alpha:g}")
+        updates = {
+            name: replace(update, alpha=alpha if update.alpha is None else update.alpha)
+            for name, update in updates.items()
+        }
+    for name, update in updates.items():
+        weight = layers[name].weight
+        if (update.up.shape[0], update.down.shape[1]) != weight.shape:
+            raise TachyscopeError(
+                f"{path} does not fit the model: its update of {name} is "
+                f"{[update.up.shape[0], update.down.shape[1]]} and must be {list(weight.shape)}: "
+                f"give a LoRA of this model's size"
+            )
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        base, up, down = (
+            x.to(weight.device, exact) for x in (tensors[f"{name}.weight"], update.up, update.down)
+        )
+        weight.copy_(torch.addmm(base, up, down, alpha=update.scale))
+    check_finite(model, str(path))
+
+
+def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
+    """A LoRA's updates by layer of the model; raises where one fits none of its layers."""
+    tensors = read_tensors(path)
+    found: dict[str, dict[str, str]] = {}
+    unknown, strangers = [], []
+    for key in tensors:
+        match = NAME.fullmatch(unwrapped(key))
+        if match is None:
+            unknown.append(key)
+            continue
+        layer = _layer(match[1], layers)
+        if layer is None:
+            strangers.append(match[1])
+            continue
+        other = found.setdefault(layer, {}).setdefault(FACTORS.get(match[2], "alpha"), key)
+        if other != key:
+            raise TachyscopeError(
+                f"{path} must hold one update of each layer, got two of {layer}, "
+                f"in {other} and {key}: remove one of them"
+            )
+    if unknown or not (found or strangers):
+        raise TachyscopeError(
+            f"{path} must hold a LoRA's lora_A and lora_B, or lora_down, lora_up and alpha, "
+            f"got {some(unknown) or 'nothing'}: give a LoRA of linear layers"
+        )
+    if strangers:
+        raise TachyscopeError(
+            f"{path} must fit layers of the model, it has none for "
+            f"{some(dict.fromkeys(strangers))}: give a LoRA of this model"
+        )
+    updates = {}
+    for layer, keys in found.items():
+        parts = {part: tensors[key] for part, key in keys.items()}
+        down, up = parts.get("down"), parts.get("up")
+        if (
+            down is None or up is None
+            or down.dim() != 2 or not down.numel() or up.shape[1:] != down.shape[:1]
+        ):  # fmt: skip
+            raise TachyscopeError(
+                f"{path} must hold both factors of {layer}, [rank, in] and [out, rank], got "
+                f"{' and '.join(str(list(x.shape)) for x in (down, up) if x is not None)}: "
+                f"get it again"
+            )
+        alpha = parts.get("alpha")
+        if alpha is not None and alpha.numel() != 1:
+            raise TachyscopeError(
+                f"{path} must hold one number in {keys['alpha']}, got {list(alpha.shape)}: "
+                f"get it again"
+            )
+        updates[layer] = Update(down, up, None if alpha is None else float(alpha))
+    return updates
+
+
+def _layer(path: str, layers: Collection[str]) -> str | None:
+    """The layer that a LoRA means; what wrappers put before its name is passed over."""
+    words = path.split(".")
+    for i in range(len(words)):
+        name = wan_name(".".join(words[i:]))
+        if name in layers:
+            return name
+    flat = {name.replace(".", "_"): name for name in layers}
+    return flat.get(path.removeprefix("lora_unet_"))

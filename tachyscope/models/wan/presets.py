@@ -1,0 +1,119 @@
+"""Published Wan-type causal models: each one's numbers, schedule and way of remembering."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import WanModel, load_wan, random_wan
+from tachyscope.models.wan.tiny_decoder import TinyDecoder
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model: a sentence, the configuration its authors run, and which copy."""
+
+    about: str
+    config: WanConfig
+    entry: str = "generator_ema"  # where a trainer's file holds several copies
+
+
+def _stock(cache: str) -> str:
+    return f"cache={cache} attention=dense text=dense replay=none"
+
+
+# a video of at most 21 latent frames, all in view; a longer one sees its newest
+NEWEST = _stock("window:budget=21f,sink=0")
+FOUR = (1000, 750, 500, 250)
+
+# what a configuration leaves out is Self-Forcing's
+PRESETS = {
+    "self-forcing": Preset("Self-Forcing: Wan 1.3B, 4 steps", WanConfig(stock=NEWEST)),
+    "causal-forcing": Preset(
+        "Causal-Forcing by chunks: Wan 1.3B, 4 steps", WanConfig(stock=NEWEST), "generator"
+    ),
+    "causal-forcing-framewise": Preset(
+        "Causal-Forcing by latent frames: Wan 1.3B, 4 steps", WanConfig(chunk=1, stock=NEWEST)
+    ),
+    "causal-forcing-2step": Preset(
+        "Causal-Forcing++ by latent frames: Wan 1.3B, 2 steps, 4 for the first frame",
+        WanConfig(chunk=1, steps=(1000, 500), first_steps=FOUR, stock=NEWEST),
+    ),
+    "causal-forcing-1step": Preset(
+        "Causal-Forcing++ by latent frames: Wan 1.3B, 1 step, 4 for the first frame",
+        WanConfig(chunk=1, steps=(1000,), first_steps=FOUR, stock=NEWEST),
+    ),
+    "causvid": Preset(
+        "CausVid: Wan 1.3B, 3 steps",
+        WanConfig(
+            steps=(1000, 757, 522), warp=False, shift=8.0, restart=21, reencode=True, stock=NEWEST
+        ),
+        "generator",
+    ),
+    "rolling-forcing": Preset(
+        "Rolling-Forcing: Wan 1.3B, 5 chunks at 5 steps together",
+        WanConfig(
+            steps=(1000, 800, 600, 400, 200),
+            rolling=True,
+            # 15 latent frames under way, the first 3 and the newest 18
+            stock=_stock("window:budget=36f,sink=3,positions=reindexed,view=21f"),
+        ),
+    ),
+    "longlive": Preset(
+        "LongLive 1: Wan 1.3B, 4 steps; its LoRA is a file of its own",
+        WanConfig(together=True, stock=_stock("window:budget=12f,sink=3")),
+        "generator",
+    ),
+    "infinite-forcing": Preset(
+        "Infinite-Forcing: Wan 1.3B, 4 steps",
+        WanConfig(stock=_stock("window:budget=6f,sink=1,positions=reindexed")),
+    ),
+    "reward-forcing": Preset(
+        "Reward-Forcing: Wan 1.3B, 4 steps",
+        WanConfig(stock=_stock("window:budget=9f,sink=3,positions=reindexed,fold=0.999")),
+    ),
+    "krea": Preset(
+        "Krea Realtime: Wan 14B, 5 steps",
+        WanConfig(
+            dim=5120,
+            ffn_dim=13824,
+            layers=40,
+            heads=40,
+            steps=(*FOUR, 0),
+            alone=True,
+            reencode=True,
+            stock=_stock("window:budget=6f,sink=0"),
+        ),
+    ),
+}
+
+
+def load_preset(
+    name: str,
+    weights: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    lora: Path | str | None = None,
+    lora_alpha: float | None = None,
+    decoder: Path | str | None = None,
+    decoder_check: bool = False,
+) -> WanModel:
+    """A published model from its checkpoint; `random` makes its weights up, for a clock."""
+    preset = PRESETS[name]
+    if str(weights) != "random":
+        return load_wan(
+            weights, device, dtype, preset.config, decoder=decoder, decoder_check=decoder_check,
+            lora=lora, lora_alpha=lora_alpha, preset=name, entry=preset.entry,
+        )  # fmt: skip
+    if lora is not None:
+        raise TachyscopeError("random weights take no LoRA: leave `lora` out, or give a checkpoint")
+    # a preview cannot encode what it shows
+    config = replace(preset.config, reencode=False)
+    made = random_wan(config, device=device, dtype=dtype, name=name)
+    if decoder is not None:
+        made.decoder = TinyDecoder.read(decoder, config, device, dtype, check=decoder_check)
+    return made
