@@ -34,5 +34,11 @@ def _poison(monkeypatch):
 
 
 @pytest.fixture
+def no_plots(monkeypatch):
+    """A report without its plots, which take most of its time: tests/test_report.py has them."""
+    monkeypatch.setattr("tachyscope.report._plots", lambda *_: [])
+
+
+@pytest.fixture
 def rng():
     return torch.Generator().manual_seed(0)

@@ -41,8 +41,9 @@ SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
     ],
 )
 def test_a_wide_open_policy_equals_dense(attention, kind, cache):
-    dense = play(session(SHAPES[kind], f"cache={cache}"), 7)
-    got = play(session(SHAPES[kind], f"cache={cache} {attention}"), 7)
+    chunks = 5 if kind == "chunks" else 7
+    dense = play(session(SHAPES[kind], f"cache={cache}"), chunks)
+    got = play(session(SHAPES[kind], f"cache={cache} {attention}"), chunks)
     assert_same(got, dense, 1e-6)
 
 

@@ -236,6 +236,7 @@ def test_generate_writes_a_video_and_ends_with_its_sums(model, tmp_path, capsys)
     assert files(tmp_path) == ["video.mp4"]
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("verb", ["generate", "compare"])
 def test_quiet_leaves_the_document_alone(verb, tmp_path, capsys):
     words = [verb, "toy-chunks", "--frames", "3", "--out", str(tmp_path), "--quiet"]
@@ -291,8 +292,15 @@ def test_generate_changes_the_prompt_where_a_chunk_begins(tmp_path, monkeypatch,
     assert same[:6].all() and not same[6:].any()
 
 
-@pytest.mark.parametrize("model, side", [("atrium-world", 128), ("toy-tokens", 32)])
-@pytest.mark.parametrize("kind", ["png", "mp4"])
+@pytest.mark.parametrize(
+    "kind, model, side",
+    [
+        ("png", "atrium-world", 128),
+        ("mp4", "toy-tokens", 32),
+        pytest.param("mp4", "atrium-world", 128, marks=pytest.mark.slow),
+        pytest.param("png", "toy-tokens", 32, marks=pytest.mark.slow),
+    ],
+)
 def test_generate_follows_an_image_or_a_video(kind, model, side, tmp_path, capsys):
     y, x = np.mgrid[:side, :side] * 256 // side
     picture = np.stack([x, y, 255 - x], -1).astype(np.uint8)
@@ -319,6 +327,7 @@ def test_generate_follows_an_image_or_a_video(kind, model, side, tmp_path, capsy
         assert near < 0.5 * far
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_where_a_model_has_some(tmp_path, monkeypatch, capsys):
     # as the option does it, by a backend that needs no C++ compiler
     compile_layers = WanCausal.compile_layers
@@ -455,6 +464,7 @@ def test_compare_ends_with_one_line_of_both_meters_sums(tmp_path, capsys):
     assert json.loads((tmp_path / "compare.json").read_text()) == found
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_compare_without_floor_and_noise_claims_neither(tmp_path, capsys):
     target = tmp_path / "a.json"
     words = "compare toy-tokens --plan fast --frames 3 --no-floor --no-aa"

@@ -127,26 +127,26 @@ def clocked(monkeypatch, dense, plan):
     monkeypatch.setattr(compare_module._Take, "step", step)
 
 
-LONG = {"frames": 42, "prompt": "a red room"}  # 14 chunks, of which 6 fill the cache of fast
+LONG = {"frames": 30, "prompt": "a red room"}  # 10 chunks, of which 6 fill the cache of fast
 
 
 def test_a_faster_plan_leads_with_by_how_much_and_at_what_cost(model, monkeypatch):
-    clocked(monkeypatch, [100.0] * 14, [500.0] * 6 + [50.0] * 8)
+    clocked(monkeypatch, [100.0] * 10, [500.0] * 6 + [50.0] * 4)
     found = compare(model, "fast", **LONG)
     row = found.document["rows"][1]
-    assert (row["warm_chunks"], row["steady_chunks"], row["real"]) == (6, 8, True)
+    assert (row["warm_chunks"], row["steady_chunks"], row["real"]) == (6, 4, True)
     assert found.document["rows"][0]["warm_chunks"] == 6
     assert row["fps_steady"] == pytest.approx(60) and row["ratio_dense_all"] == pytest.approx(
-        14 / 34
+        10 / 32
     )
     assert found.lead.startswith(
-        "fast is 2.00x as fast as dense once warm (0.41x over the whole video, dense against itself "
+        "fast is 2.00x as fast as dense once warm (0.31x over the whole video, dense against itself "
         "1.00x to 1.00x), at a PSNR to dense of "
     )
 
 
 def test_a_plan_that_is_not_faster_leads_with_that_and_why(model, monkeypatch):
-    clocked(monkeypatch, [100.0] * 14, [200.0] * 14)
+    clocked(monkeypatch, [100.0] * 10, [200.0] * 10)
     assert compare(model, "fast", **LONG).lead.startswith(
         "fast is slower than dense here, 0.50x once warm and 0.50x over the whole video (dense "
         "against itself 1.00x to 1.00x), because on a CPU choosing what to read costs the time that "
@@ -158,7 +158,7 @@ def test_a_plan_that_is_not_faster_leads_with_that_and_why(model, monkeypatch):
         "never full, and left nothing out; only 2 chunks came after the warm-up of 2, in which "
         "kernels are compiled and the cache fills; on a CPU"
     )
-    clocked(monkeypatch, [100.0] * 14, [100.0] * 14)
+    clocked(monkeypatch, [100.0] * 10, [100.0] * 10)
     found = compare(model, "lossless", **LONG).lead
     assert found.startswith("lossless is not measurably faster than dense here, 1.00x once warm")
     assert re.search(
@@ -195,6 +195,7 @@ def test_the_folder_gets_videos_a_report_and_the_document(model, tmp_path):
     assert "toy-chunks: fast beside dense" in report and "a command" in report and "Toy." in report
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_the_videos_show_the_runs_they_are_named_after(model, tmp_path):
     compare(model, "fast", **ASKED, out=tmp_path, aa=False)
     for name, plan in (("dense", "dense"), ("plan", "fast")):
@@ -233,6 +234,7 @@ def test_a_fault_in_what_is_asked_leaves_no_file(model, tmp_path, change, messag
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_method_that_saved_nothing_is_in_the_document_and_the_report(model, tmp_path):
     found = compare(model, "fast", **ASKED, out=tmp_path, aa=False)
     note = "cache policy 'merge' saved nothing: the video is shorter than its budget"

@@ -328,7 +328,7 @@ def test_faults_are_one_line(capsys):
 
 def test_named_walls_of_true_frames_are_right():
     found = []
-    for number in range(6):
+    for number in (3, 4, 5):  # worlds that name walls beyond the first view
         scene = scenes.make_scene(
             scenes.make_world(0, number, motion=0.0), "." + "q" * 24, torch.device("cpu")
         )

@@ -70,8 +70,14 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("actions", ["", ".wsa"])
+@pytest.mark.parametrize(
+    "plan, actions",
+    [
+        pytest.param(plan, actions, marks=() if i % 2 == bool(actions) else pytest.mark.slow)
+        for i, plan in enumerate(PLANS)
+        for actions in ("", ".wsa")
+    ],
+)
 def test_repeated_chunks_are_those_made_anew(plan, actions):
     found = []
 

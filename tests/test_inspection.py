@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import streams
 import torch
+import toys
 
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
@@ -20,7 +21,6 @@ from tachyscope.inspection import (
     lines,
     mass,
 )
-from tachyscope.models.registry import load
 from tachyscope.plan import Plan
 from tachyscope.rollout import refill, rollout
 from tachyscope.session import Session
@@ -36,7 +36,7 @@ STILL = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, width=12, grid=(3, 5), 
 
 @pytest.fixture(scope="module")
 def models():
-    return {name: load(name) for name in ASKED}
+    return {name: toys.load(name) for name in ASKED}
 
 
 @pytest.fixture(scope="module")

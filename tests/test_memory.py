@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import toys
 
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
@@ -66,7 +67,7 @@ def test_the_cache_is_predicted_to_the_byte(models):
 @pytest.mark.parametrize("name, frames", [("toy-chunks", 36), ("toy-tokens", 12)])
 @pytest.mark.parametrize("plan", ["dense", "cache=merge:threshold=1", "cache=window:budget=6f"])
 def test_it_is_what_a_rollout_ends_with(plan, name, frames):
-    model = load(name)
+    model = toys.load(name)
     session = open_session(model, plan, prompt="a", frames=frames)
     for _ in rollout(model, frames=frames, session=session):
         pass

@@ -8,6 +8,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
+import toys
 from torch.overrides import TorchFunctionMode
 
 import tachyscope as ts
@@ -52,7 +53,7 @@ def _first(name):
 
 
 def _play(name, plan, frames, mode=None):
-    model = ts.load(name)
+    model = toys.load(name)
     with mode or contextlib.nullcontext():
         chunks = ts.rollout(model, plan, frames=frames, actions="w", first=_first(name))
         seen, made = _seen(), []
@@ -75,8 +76,9 @@ FLOAT64, BFLOAT16 = (torch.float64, False, 1), (torch.bfloat16, True, 2)
 def _cases():
     for setting in (FLOAT64, BFLOAT16):
         for case in [*SHIPPED, *TOYS]:
-            often = setting is FLOAT64 or case[1] in ("dense", "fast", MERGED)
-            slow = not often or case[0] == "atrium-tokens"
+            often = case[1] in ("dense", "fast", MERGED)
+            other = setting is BFLOAT16 if case[0] == "toy-chunks" else setting is FLOAT64
+            slow = case[0] == "atrium-tokens" or (other and not often)
             marks = [pytest.mark.slow] if slow else []
             yield pytest.param(*case, setting, marks=marks, id=f"{case[0]} {case[1]} {setting[0]}")
 
