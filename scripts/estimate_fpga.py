@@ -6,10 +6,12 @@ import shlex
 import sys
 from dataclasses import asdict
 
-from tachyscope.fpga.estimate import MODELS, U280, Settings, assumptions, estimate
+from tachyscope.fpga.board import U280
+from tachyscope.fpga.estimate import Settings, assumptions, estimate
+from tachyscope.fpga.workload import WORKLOADS
 from tachyscope.results import document, emit
 
-MODEL = MODELS["vila-u-7b"]
+MODEL = WORKLOADS["vila-u-7b"]
 GRID: list[tuple[Settings, int | None]] = [
     (Settings(replay, window, drs=drs), context)
     for context in (256, 2048, None)

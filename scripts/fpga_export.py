@@ -1,23 +1,25 @@
 """Atrium's token model as integers: export its arrays, draw frames with them, show the pictures.
 
     python scripts/fpga_export.py export --out out/fpga       # needs torch, as float and show do
-    python scripts/fpga_export.py float --out out/fpga
     python scripts/fpga_export.py draw --out out/fpga         # the integer model: NumPy alone
     python scripts/fpga_export.py rtl --out out/fpga          # the hardware, in Verilator
-    python scripts/fpga_export.py show --out out/fpga --docs docs/fpga
+    python scripts/fpga_export.py float --out out/fpga
+    python scripts/fpga_export.py show --out out/fpga --picture docs/fpga/drawn.png --json FILE
 
 `export` writes trunk.npz (int8 weights, multipliers, shifts), depth.npz (the depth transformer and
-the projector) and clip.npz (an unseen room: prompt, given frames' codes, actions, noise). `float`
-draws with the float model; `draw` and `rtl` one computed frame and one in which the gate decides.
-`rtl` draws with the hardware's states and compares each with the integer model's. `show` decodes
-what was drawn, writes pictures, and prints decibels.
+the projector) and clip.npz (an unseen room: prompt, given frames' codes, actions, noise), with all
+sizes taken from the model. `draw` and `rtl` write one computed frame and one in which the gate
+decides, above the median score of that frame unless --tas names another. `rtl` draws with the
+hardware's states and compares each with the integer model's. `float` draws both frames with the
+float model at that threshold. `show` decodes what was drawn into one picture with decibels.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,9 @@ from tachyscope.fpga.top import Top
 
 GIVEN = 4
 MADE = 2  # one computed, one in which the gate decides
-TAS = 0.0
+STATE = ("kv", "kv_exponents", "kept", "valid")  # of a DecoderModel
 Step = Callable[[Ints, Token], tuple[Ints, list[bool]]]
+Drawn = dict[str, np.ndarray]
 
 
 def export(args: argparse.Namespace) -> None:
@@ -174,28 +177,31 @@ def prefill(out: Path, model: DecoderModel, depth: DepthModel) -> tuple[Ints, in
 
 
 def draw(
-    args: argparse.Namespace, step: Step, state: Ints, index: int, depth: DepthModel, name: str
-) -> dict[str, np.ndarray]:
-    """One frame computed, one in which the gate decides; everything that was seen, in NAME.npz."""
+    args: argparse.Namespace, step: Step, state: Ints, index: int, depth: DepthModel, frame: int
+) -> Drawn:
+    """A frame, token by token; in the last one the gate may decide. All that was seen is kept."""
     clip = np.load(args.out / "clip.npz")
     found: dict[str, list[Any]] = {"codes": [], "inputs": [], "states": [], "replayed": []}
-    for frame in range(MADE):
-        for place, noise in enumerate(clip["noise"][frame]):
-            codes = depth.generate(state, noise)
-            x = depth.embed(codes, int(clip["moves"][GIVEN + frame]))
-            state, replayed = step(x, Token(index, place, frame == MADE - 1))
-            index += 1
-            for key, value in zip(found, (codes, x, state, replayed), strict=True):
-                found[key].append(value)
-            if place % 16 == 15:
-                print(f"{name}: frame {frame} place {place}", flush=True)
-    arrays = {key: np.array(value) for key, value in found.items()}
-    np.savez(args.out / f"{name}.npz", **arrays)
-    return arrays
+    for place, noise in enumerate(clip["noise"][frame]):
+        codes = depth.generate(state, noise)
+        x = depth.embed(codes, int(clip["moves"][GIVEN + frame]))
+        state, replayed = step(x, Token(index + place, place, frame == MADE - 1))
+        for key, value in zip(found, (codes, x, state, replayed), strict=True):
+            found[key].append(value)
+        if place % 64 == 63:
+            print(f"{args.what}: frame {frame} place {place}", flush=True)
+    return {key: np.array(value) for key, value in found.items()}
+
+
+def save(args: argparse.Namespace, name: str, frames: Sequence[Drawn], tas: float) -> None:
+    both = {key: np.concatenate([frame[key] for frame in frames]) for key in frames[0]}
+    np.savez(args.out / f"{name}.npz", tas=tas, **both)
 
 
 def draw_integers(args: argparse.Namespace) -> None:
-    model, depth = load_decoder(args.out, args.tas), load_depth(args.out)
+    """A computed frame, then the next one twice: computed, and with the gate."""
+    model, depth = load_decoder(args.out), load_depth(args.out)
+    shape = model.shape
     state, index = prefill(args.out, model, depth)
     scores: list[list[int]] = []
 
@@ -204,23 +210,32 @@ def draw_integers(args: argparse.Namespace) -> None:
         scores.append(list(model.scores))
         return result
 
-    found = draw(args, step, state, index, depth, args.name or "integer")
-    places = model.shape.tokens_per_frame
-    tas = np.array(scores[-places:]) / threshold_of(1.0, model.shape)
-    print(f"replayed by layer {found['replayed'][-places:].mean(0)} of {places} places")
-    print(f"TAS quarters by layer {np.quantile(tas, (0, 0.25, 0.5, 0.75, 1), axis=0).T.round(2)}")
+    first = draw(args, step, state, index, depth, 0)
+    state, index = first["states"][-1], index + shape.tokens_per_frame
+    before = {name: getattr(model, name).copy() for name in STATE}
+    computed = draw(args, step, state, index, depth, 1)
+    scored = np.array(scores[-shape.tokens_per_frame :]) / threshold_of(1.0, shape)
+    tas = float(np.median(scored)) if args.tas is None else args.tas
+    save(args, "integer-computed", (first, computed), tas)
+    for name, value in before.items():
+        setattr(model, name, value)
+    model.thresholds = (threshold_of(tas, shape),) * shape.layers
+    gated = draw(args, step, state, index, depth, 1)
+    save(args, "integer", (first, gated), tas)
+    quarters = np.quantile(scored, (0, 0.25, 0.5, 0.75, 1), axis=0).T.round(2).tolist()
+    print(f"TAS by layer, in quarters: {quarters}; replayed above {tas:.3f}")
+    print(f"share of the places that replayed, by layer: {gated['replayed'].mean(0)}")
 
 
 def draw_rtl(args: argparse.Namespace) -> None:
-    model, depth = load_decoder(args.out, args.tas), load_depth(args.out)
+    drawn = np.load(args.out / "integer.npz")
+    model, depth = load_decoder(args.out, float(drawn["tas"])), load_depth(args.out)
     state, index = prefill(args.out, model, depth)
     array = GemvArray(args.lanes, args.macs)
     core = DecoderCore(model.shape, array, model.rope, model.norm.eps)
     sim = DecoderSim(Top(core), model.layers, args.out / "rtl", latency=args.latency)
-    if not sim.program.exists():
-        sim.build()
+    sim.build()
     sim.start(model)
-    places = model.shape.tokens_per_frame
     bad = 0
 
     def step(x: Ints, token: Token) -> tuple[Ints, list[bool]]:
@@ -229,22 +244,34 @@ def draw_rtl(args: argparse.Namespace) -> None:
         bad += not (np.array_equal(want[0], got[0]) and want[1] == got[1])
         return got
 
-    found = draw(args, step, state, index, depth, "rtl")
-    cycles = np.array(sim.cycles).reshape(MADE, places)
+    frames = []
+    for frame in range(MADE):
+        frames.append(draw(args, step, state, index, depth, frame))
+        state, index = frames[-1]["states"][-1], index + model.shape.tokens_per_frame
+    save(args, "rtl", frames, float(drawn["tas"]))
+    cycles = np.array(sim.cycles).reshape(MADE, -1).sum(1).tolist()
     report = {
+        "shape": asdict(model.shape),
+        "tas": float(drawn["tas"]),
         "tokens": len(sim.cycles),
         "mismatches": bad,
-        "array": [args.lanes, args.macs],
+        "codes_unlike_the_integer_models": int(
+            (np.concatenate([frame["codes"] for frame in frames]) != drawn["codes"]).sum()
+        ),
+        "lanes": args.lanes,
+        "macs": args.macs,
         "memory_latency": args.latency,
-        "cycles_computed_frame": int(cycles[0].sum()),
-        "cycles_replayed_frame": int(cycles[-1].sum()),
-        "replayed_by_layer": found["replayed"][-places:].sum(0).tolist(),
+        "cycles_computed_frame": cycles[0],
+        "cycles_replayed_frame": cycles[-1],
+        "replayed_by_layer": frames[-1]["replayed"].mean(0).round(4).tolist(),
         "cycles_per_cpu_second": round(sum(sim.cycles) / sim.seconds),
         "counters": sim.counts(),
     }
     sim.close()
     (args.out / "rtl.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
+    if bad:
+        raise SystemExit(f"{bad} of {len(sim.cycles)} tokens differ from the integer model's")
 
 
 def draw_float(args: argparse.Namespace) -> None:
@@ -261,7 +288,8 @@ def draw_float(args: argparse.Namespace) -> None:
     model = load("atrium-tokens", dtype=torch.float32)
     assert isinstance(model, VilaModel)
     clip = np.load(args.out / "clip.npz")
-    never, gate = (parse_plan(model, f"replay=attentive:threshold={t}") for t in (1e9, args.tas))
+    tas = float(np.load(args.out / "integer.npz")["tas"])
+    never, gate = (parse_plan(model, f"replay=attentive:threshold={t}") for t in (1e9, tas))
     places, config = model.shape().tokens_per_frame, model.config
     for name, last in (("float-computed", never), ("float", gate)):
         shape = model.shape()
@@ -297,11 +325,12 @@ def draw_float(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace) -> None:
     import torch
-    from PIL import Image
+    from matplotlib import pyplot
 
     from tachyscope.models.registry import load
     from tachyscope.models.vila_u.model import VilaModel
     from tachyscope.quality import psnr
+    from tachyscope.results import document, emit
 
     model = load("atrium-tokens", dtype=torch.float32)
     assert isinstance(model, VilaModel)
@@ -314,31 +343,54 @@ def show(args: argparse.Namespace) -> None:
             return model.decode_latents(None, latents)  # type: ignore[arg-type]
 
     truth = clip["truth"][GIVEN : GIVEN + MADE]
-    rows = {"truth": truth, "true codes": decode(clip["codes"][GIVEN : GIVEN + MADE])}
-    for name in ("float-computed", "float", "integer-computed", "integer", "rtl"):
-        if (args.out / f"{name}.npz").exists():
-            rows[name] = decode(np.load(args.out / f"{name}.npz")["codes"])
-    report = {}
-    for name, frames in rows.items():
-        report[name] = {"dB to truth": psnr(frames, truth).round(2).tolist()}
-        for other in ("float-computed", "float", "integer"):
-            if name != other and other in rows and name != "truth":
-                report[name][f"dB to {other}"] = psnr(frames, rows[other]).round(2).tolist()
-        print(name, json.dumps(report[name]))
-    args.docs.mkdir(parents=True, exist_ok=True)
-    for name, frames in rows.items():
-        strip = np.concatenate(list(frames), 1)
-        image = Image.fromarray(strip).resize((2 * strip.shape[1], 2 * strip.shape[0]), 0)
-        image.save(args.docs / f"decoder-{name.replace(' ', '-')}.png")
-    (args.out / "show.json").write_text(json.dumps(report, indent=1) + "\n")
+    names = {
+        "float-computed": "float, computed",
+        "float": "float, replayed",
+        "integer-computed": "int8, computed",
+        "rtl": "int8, replayed\n(hardware in Verilator)",
+    }
+    frames = {name: decode(np.load(args.out / f"{name}.npz")["codes"]) for name in names}
+    figure, axes = pyplot.subplots(MADE, len(names) + 1, figsize=(11, 5.6), layout="constrained")
+    rows = []
+    for column, (name, title) in enumerate([("truth", "truth"), *names.items()]):
+        drawn = truth if name == "truth" else frames[name]
+        for number, axis in enumerate(axes[:, column]):
+            axis.imshow(drawn[number], interpolation="nearest")
+            axis.set(xticks=[], yticks=[])
+            if not number:
+                axis.set_title(title, fontsize=10)
+            if not column:
+                kind = "the gate decides" if number == MADE - 1 else "computed by all"
+                axis.set_ylabel(f"frame {number + 1}: {kind}", fontsize=9)
+        if name == "truth":
+            continue
+        to_truth, to_float = (
+            psnr(drawn, other).round(2).tolist() for other in (truth, frames["float-computed"])
+        )
+        rows.append({"frames": name, "db_to_truth": to_truth})
+        if name != "float-computed":
+            rows[-1]["db_to_float_computed"] = to_float
+        for number, axis in enumerate(axes[:, column]):
+            text = f"{to_truth[number]:.1f} dB to the truth"
+            if name != "float-computed":
+                text += f"\n{to_float[number]:.1f} dB to float, computed"
+            axis.set_xlabel(text, fontsize=9)
+        print(json.dumps(rows[-1]))
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.picture, dpi=110)
+    if args.json:
+        rtl = json.loads((args.out / "rtl.json").read_text())
+        command = f"scripts/fpga_export.py export, draw, rtl, float, show --clip {args.clip} "
+        command += f"--world {args.world} --seed {args.seed}"
+        emit(document("fpga-draw", rows, command, model="atrium-tokens", rtl=rtl), args.json)
 
 
 def main() -> None:
     steps = {
         "export": export,
-        "float": draw_float,
         "draw": draw_integers,
         "rtl": draw_rtl,
+        "float": draw_float,
         "show": show,
     }
     parser = argparse.ArgumentParser(
@@ -349,12 +401,12 @@ def main() -> None:
     parser.add_argument("--clip", default="pan", help="of evaluation.clips.CLIPS")
     parser.add_argument("--world", type=int, default=0, help="an unseen room's number")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument("--tas", type=float, default=TAS, help="replay above this score")
-    parser.add_argument("--name", default="", help="of what draw writes")
+    parser.add_argument("--tas", type=float, help="replay above this score")
     parser.add_argument("--lanes", type=int, default=16, help="of the array")
     parser.add_argument("--macs", type=int, default=32, help="of the array")
     parser.add_argument("--latency", type=int, default=20, help="of the memories, in cycles")
-    parser.add_argument("--docs", type=Path, default=Path("docs/fpga"), help="for the pictures")
+    parser.add_argument("--picture", type=Path, default=Path("out/fpga/drawn.png"))
+    parser.add_argument("--json", help="write show's rows to this file")
     args = parser.parse_args()
     steps[args.what](args)
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from tachyscope.cli import main
+from tachyscope.errors import TachyscopeError
 from tachyscope.fpga.cli import SHAPE, app
+from tachyscope.fpga.workload import WORKLOADS, Trace
 
 MANUAL = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
 VERBS = ["build", "simulate", "synth", "estimate"]
@@ -87,11 +89,37 @@ def test_a_fault_is_one_line_with_the_allowed_range(words, message, capsys):
     assert capsys.readouterr().err == f"tachyscope: {message}\n"
 
 
-def test_estimate_takes_a_replay_trace_and_checks_it(tmp_path, capsys):
-    path = tmp_path / "trace.npy"
-    np.save(path, np.zeros((2, 3, 1), bool))
+TRACE = Path(__file__).parent.parent / "bench" / "traces" / "atrium-tokens.npz"
+
+
+def test_estimate_takes_the_trace_of_a_real_run(tmp_path):
+    found = Trace.load(TRACE)
+    out = tmp_path / "rows.json"
+    assert main(["fpga", "estimate", "--trace", str(TRACE), "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    off, on = document["rows"]
+    assert on["model"] == "atrium-tokens" and on["trace"] == "recorded"
+    assert on["replay"] == round(float(found.replayed.mean()), 4)
+    assert on["batch"] == found.replayed.shape[2] > 1
+    assert on["speedup_dense"] > off["speedup_dense"]
+    # its sizes are known: nothing of the model is assumed
+    assert not {"prompt", "depth_transformer"} & {one["name"] for one in document["assumptions"]}
+
+
+def test_a_trace_is_checked(tmp_path, capsys):
+    path = tmp_path / "trace.npz"
+    path.write_bytes(b"no trace")
     assert main(["fpga", "estimate", "--trace", str(path)]) == 2
-    assert "must be [tokens, 32, 1], got [2, 3, 1]" in capsys.readouterr().err
-    np.save(path, np.zeros(3))
-    assert main(["fpga", "estimate", "--trace", str(path)]) == 2
-    assert "must hold booleans [tokens, layers, rows], got float64 [3]" in capsys.readouterr().err
+    assert "is no replay trace: give a file of scripts/fpga_trace.py" in capsys.readouterr().err
+    assert main(["fpga", "estimate", "--trace", str(TRACE), "--batch", "2"]) == 2
+    assert "a trace has its own model, batch and replay" in capsys.readouterr().err
+    with pytest.raises(TachyscopeError, match=r"\[tokens, 32, rows\], got float64 \[3\]"):
+        Trace(WORKLOADS["vila-u-7b"], np.zeros(3))
+
+
+def test_a_trace_is_read_as_it_was_saved(tmp_path):
+    flags = np.random.default_rng(0).random((5, 32, 2)) < 0.5
+    Trace(WORKLOADS["vila-u-7b"], flags).save(tmp_path / "trace.npz")
+    found = Trace.load(tmp_path / "trace.npz")
+    assert found.workload == WORKLOADS["vila-u-7b"]
+    assert np.array_equal(found.replayed, flags)

@@ -5,19 +5,18 @@ import pytest
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.fpga import hbm
+from tachyscope.fpga.board import U280, cases
 from tachyscope.fpga.estimate import (
-    MODELS,
-    U280,
     Settings,
     assumptions,
-    cases,
     check_memory,
     dense,
     estimate,
     token_cost,
 )
+from tachyscope.fpga.workload import WORKLOADS
 
-LLAMA = MODELS["vila-u-7b"]
+LLAMA = WORKLOADS["vila-u-7b"]
 
 
 def speedups(settings, context):

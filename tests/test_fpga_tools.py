@@ -1,4 +1,4 @@
-"""What needs tools beside Amaranth: Verilator, SymbiYosys with z3, Yosys for a family."""
+"""What needs tools beside Amaranth: Verilator, SymbiYosys with ABC, Yosys for a family."""
 
 import shutil
 
@@ -51,7 +51,7 @@ def test_verilator_finds_no_mismatch_and_sees_a_wrong_weight(tmp_path):
 
 
 @pytest.mark.slow
-@needs("yowasp-sby", "z3")
+@needs("yowasp-sby", "berkeley-abc")
 @pytest.mark.parametrize("name", formal.CHECKS)
 def test_bounded_checks_end_as_expected(name, tmp_path):
     found = formal.check(name, tmp_path)

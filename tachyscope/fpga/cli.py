@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from amaranth.back import verilog
 from amaranth.lib import wiring
 from cyclopts import App, Parameter
@@ -15,6 +14,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.fpga import estimate as estimates
 from tachyscope.fpga import synth as synthesis
 from tachyscope.fpga import verify
+from tachyscope.fpga.board import BOARDS
 from tachyscope.fpga.decoder_core import DecoderCore
 from tachyscope.fpga.decoder_model import DecoderShape, eps_of
 from tachyscope.fpga.engine import Engine
@@ -22,6 +22,7 @@ from tachyscope.fpga.gemv import GemvArray
 from tachyscope.fpga.rope import Rope
 from tachyscope.fpga.tas_gate import TasGate
 from tachyscope.fpga.top import Top
+from tachyscope.fpga.workload import WORKLOADS, Trace
 
 Json = Annotated[str | None, Parameter(allow_leading_hyphen=True)]
 Said = Annotated[str, Parameter(parse=False)]
@@ -218,11 +219,11 @@ def synth(
 @app.command
 def estimate(
     *,
-    model: str = "vila-u-7b",
+    model: str | None = None,
     board: str = "u280",
-    replay: float = 0.8,
+    replay: float | None = None,
     window: int = 0,
-    batch: int = 1,
+    batch: int | None = None,
     context: int | None = None,
     method: str = "tokens",
     trace: Path | None = None,
@@ -235,31 +236,38 @@ def estimate(
     Parameters
     ----------
     model
-        vila-u-7b.
+        vila-u-7b, which is the usual one.
     board
         u280.
     replay
-        Share of all MLPs that replay, the first frame's included, which cannot.
+        Share of all MLPs that replay, the first frame's included, which cannot; 0.8 unless given.
     window
         Newest tokens that attention reads, besides four first ones; 0 reads all.
     batch
-        Rows decoded together; they share the weights.
+        Rows decoded together, which share the weights; 1 unless given.
     context
         One token at this context instead of the mean of a video.
     method
         tokens: whole MLPs replay, by the gate. neurons: a fixed slice of every MLP does.
     trace
-        A replay trace of a real run instead of random flags: .npy, bool [tokens, layers, rows].
+        What a real run replayed, instead of random flags: a file of scripts/fpga_trace.py. It
+        has its own model, replay and batch.
     seed
         Of the random flags.
     json
         Write the rows to this file; - prints them.
     """
-    shape = _of("model", model, estimates.MODELS)
-    card = _of("board", board, estimates.BOARDS)
-    flags = None if trace is None else read_trace(trace)
-    if flags is not None:
-        batch = flags.shape[2]
+    card = _of("board", board, BOARDS)
+    flags = None
+    if trace is None:
+        shape = _of("model", "vila-u-7b" if model is None else model, WORKLOADS)
+        batch, replay = 1 if batch is None else batch, 0.8 if replay is None else replay
+    elif (model, batch, replay) != (None, None, None):
+        raise TachyscopeError("a trace has its own model, batch and replay: give the trace alone")
+    else:
+        found = Trace.load(trace)
+        shape, flags, batch = found.workload, found.replayed, found.replayed.shape[2]
+        replay = float(flags.mean())
     rows = []
     for drs in (False, True):
         settings = estimates.Settings(
@@ -267,14 +275,9 @@ def estimate(
         )
         rows.append(estimates.estimate(shape, card, settings, context, flags))
     listed = estimates.assumptions(card, shape)
-    _say(
-        json,
-        f"{model} on {board}, estimated; replay {rows[0]['replay']}, window {window or 'all'}, ",
-    )
-    _say(
-        json,
-        f"batch {batch}, {'a video' if context is None else f'context {context}'}, method {method}",
-    )
+    share, read, where = rows[0]["replay"], window or "all", rows[0]["context"]
+    _say(json, f"{shape.name} on {board}, estimated; replay {share}, window {read}, batch {batch},")
+    _say(json, f"{'a video' if where == 'video' else f'context {where}'}, method {method}")
     _say(json, f"{'':24}{'DRS off':>12}{'DRS on':>12}   low to high, DRS on")
     for key, name in (
         ("tokens_per_s", "tokens/s"),
@@ -296,20 +299,6 @@ def estimate(
             json, f"  {one.name} {one.value:g} ({one.low:g} to {one.high:g}) {one.unit}: {one.why}"
         )
     _emit(json, "fpga-estimate", rows, said, assumptions=[asdict(one) for one in listed])
-
-
-def read_trace(path: Path) -> np.ndarray[Any, Any]:
-    """Flags [tokens, layers, rows] from a NumPy file; True where an MLP was replayed."""
-    try:
-        flags = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise TachyscopeError(f"{path} is no replay trace: give a .npy file of booleans") from error
-    if flags.dtype != np.bool_ or flags.ndim != 3 or not flags.size:
-        raise TachyscopeError(
-            f"{path} must hold booleans [tokens, layers, rows], "
-            f"got {flags.dtype} {list(flags.shape)}"
-        )
-    return flags
 
 
 def _of(name: str, given: str, known: dict[str, Any]) -> Any:

@@ -117,6 +117,7 @@ class _Model:
         self.made = 0
         # gate, cache
         self.gate = _Pipe(gate.array.latency, gate.array.latency + 2)
+        self.compared = False  # the score at hand with its threshold
         self.hit = False
         self.cache = _Pipe(2, 4)
         self.reading: int | None = None  # tiles fetched of the entry that is read
@@ -164,7 +165,7 @@ class _Model:
         ask = command and not self.asked
         last_row = self.row == rows - 1
         verdict = (
-            command and self.gate.ready(now) and self.hit and (self.x_done or not last_row)
+            self.compared and self.hit and (self.x_done or not last_row)
         ) and not self.dealing
         read = self.dealing and bool(self.replaying) and self.reading is None
         fetch = self.reading is not None and self.cache.room()
@@ -268,6 +269,7 @@ class _Model:
             self.taken("x", now)
             self.x_beats += 1
             self.x_done = self.x_beats == engine.core.beats * rows
+        self.compared = not verdict if self.compared else command and self.gate.ready(now)
         if verdict:
             self.gate.take()
             self.taken("command", now)

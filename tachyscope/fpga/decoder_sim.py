@@ -12,58 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from amaranth.back import verilog
 from numpy.typing import ArrayLike, NDArray
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.fpga.decoder_model import DecoderModel, Layer, Token
 from tachyscope.fpga.fixed import Ints
-from tachyscope.fpga.synth import find
 from tachyscope.fpga.top import Top
 from tachyscope.fpga.vector import WIDE
+from tachyscope.fpga.verilate import compile_program
 
 HARNESS = r"""
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <ctime>
-#include <deque>
-#include <utility>
-#include <vector>
-#include "Vtop.h"
-#include "verilated.h"
-
-double sc_time_stamp() { return 0; }
 #define JOIN(stream, part) top->stream##___05F##part
 #define PORT(stream, part) JOIN(stream, part)
 
-
 static Vtop *top;
 static uint64_t cycles = 0, latency, stall;
-static uint64_t state = 88172645463325252ull;
 
-static bool waits() {
-    if (!stall) return false;
-    state ^= state << 13; state ^= state >> 7; state ^= state << 17;
-    return uint32_t(state >> 32) < stall;
-}
-template <typename T> void put(T &port, const uint32_t *words) {
-    uint64_t value = words[0];
-    if (sizeof(T) > 4) value |= uint64_t(words[1]) << 32;
-    port = T(value);
-}
-template <std::size_t N> void put(VlWide<N> &port, const uint32_t *words) {
-    std::memcpy(&port[0], words, 4 * N);
-}
-template <typename T> void get(const T &port, uint32_t *words) {
-    words[0] = uint32_t(port);
-    if (sizeof(T) > 4) words[1] = uint32_t(uint64_t(port) >> 32);
-}
-template <std::size_t N> void get(const VlWide<N> &port, uint32_t *words) {
-    std::memcpy(words, &port[0], 4 * N);
-}
-
+static bool waits() { return stall && draw() < stall; }
 // a memory: beats of `words` 32-bit words
 struct Beats {
     uint32_t words = 0;
@@ -252,11 +217,6 @@ class DecoderSim:
 
     def build(self) -> None:
         """Verilog, C++ and the program; minutes for a large one."""
-        verilator = find("verilator", "apt install verilator (5 or newer)")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        unit = self.top.create()
-        text = verilog.convert(unit, name="top", strip_internal_attrs=True)
-        (self.folder / "top.v").write_text(text)
         core = self.top.core
         harness = HARNESS
         for name, value in {
@@ -266,18 +226,8 @@ class DecoderSim:
             "CTRL": self.top.csr.address("CTRL"),
         }.items():
             harness = harness.replace(name, f"{value}u")
-        (self.folder / "main.cpp").write_text(harness)
-        command = [
-            *(verilator, "--cc", "--exe", "--build", "-j", "2", "-O3", "--x-assign", "fast"),
-            *("--x-initial", "fast", "--noassert", "-Wno-fatal", "-Wno-lint"),
-            *("--top-module", "top", "-CFLAGS", "-O1", "--output-split", "20000"),
-            *("--Mdir", "build", "-o", "top", "top.v", "main.cpp"),
-        ]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
-        if done.returncode or not self.program.exists():
-            lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-            wrong = next((line for line in lines if "rror" in line), lines[-1])
-            raise TachyscopeError(f"verilator stopped (exit code {done.returncode}): {wrong}")
+        options = ("-j", "2", "-CFLAGS", "-O1", "--output-split", "20000")
+        compile_program(self.top.create(), harness, self.folder, *options)
 
     def start(self, model: DecoderModel) -> None:
         """Begin with a model's KV cache; its replay cache is empty here."""

@@ -16,165 +16,16 @@ import numpy as np
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.fpga import hbm
+from tachyscope.fpga.board import Assumption, Board, cases
 from tachyscope.fpga.drs import DEALS, RowScheduler
 from tachyscope.fpga.fixed import check_choice, check_range
 from tachyscope.fpga.ports import Environment, PortScheduler
+from tachyscope.fpga.workload import WORKLOADS, Workload
 
-BLOCK = 2**18
-"""Bytes of one fetch: 8 KiB from each of 32 memory ports."""
 METHODS = ("tokens", "neurons")
 
 
-@dataclass(frozen=True)
-class DecoderModel:
-    """A decoder in int8, and what comes with each of its tokens."""
-
-    name: str
-    layers: int
-    width: int
-    inner: int
-    tokens_per_frame: int
-    frames: int
-    prompt: int
-    """Tokens of the prompt, assumed."""
-    depth_bytes: int
-    """Weights read for one token by the depth transformer, all its codes."""
-    depth_weights: int
-    """Weights of the depth transformer that the memory holds."""
-    sink: int = 4
-    """First tokens that a window keeps."""
-
-    @property
-    def qkv(self) -> int:
-        return 3 * self.width**2
-
-    @property
-    def out(self) -> int:
-        return self.width**2
-
-    @property
-    def mlp(self) -> int:
-        return 3 * self.width * self.inner
-
-    @property
-    def weights(self) -> int:
-        return self.layers * (self.qkv + self.out + self.mlp)
-
-    @property
-    def steps(self) -> int:
-        """Tokens that are decoded: the prompt's pass gives the first."""
-        return self.frames * self.tokens_per_frame - 1
-
-    def kv(self, context: int, window: int) -> int:
-        """Bytes one layer reads and writes for one row: keys, values, the new pair of them.
-
-        With a window also the key one frame back, which the gate needs.
-        """
-        kept = context if not window else min(context, self.sink + window)
-        gate = self.width if kept < context else 0
-        return 2 * self.width * (kept + 1) + gate
-
-
-_E, _DEPTH = 2560, 4
-MODELS = {
-    "vila-u-7b": DecoderModel(
-        name="vila-u-7b",
-        layers=32,
-        width=4096,
-        inner=11008,
-        tokens_per_frame=256,
-        frames=8,
-        prompt=60,
-        # six layers of 12 E^2 and a classifier, once a code; its keys and values stay on chip
-        depth_bytes=_DEPTH * (6 * 12 * _E**2 + _E * 16384),
-        depth_weights=6 * 12 * _E**2 + _E * 16384,
-    )
-}
-
-
-@dataclass(frozen=True)
-class Assumption:
-    """A number that was not measured."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    unit: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Board:
-    """A board, and cores on it; all its numbers are assumptions but the maker's."""
-
-    name: str
-    memory: int
-    ports: int
-    timing: hbm.Timing
-    clock_mhz: float
-    cores: int
-    lanes: int
-    macs: int
-    slots: int
-    latency_ns: float
-    pj_per_byte: float
-    pj_per_mac: float
-    static_w: float
-    vector_cycles: int
-    """From the last use of a segment's weights to the first of the next: pipelines, norms, RoPE."""
-
-    @property
-    def peak(self) -> float:
-        """Bytes a second."""
-        return self.timing.peak * self.timing.clock_mhz * 1e6 * self.ports
-
-    @property
-    def service(self) -> int:
-        """Cycles of one block, refreshes left out."""
-        clocks = hbm.read_clocks(BLOCK // self.ports * 8, self.timing) / 8
-        return math.ceil(clocks * self.clock_mhz / self.timing.clock_mhz)
-
-    @property
-    def macs_per_cycle(self) -> int:
-        return self.cores * self.lanes * self.macs
-
-
-U280 = Board(
-    name="u280",
-    memory=8 * 2**30,
-    ports=32,
-    timing=hbm.Timing(),
-    clock_mhz=250,
-    cores=8,
-    lanes=32,
-    macs=32,
-    slots=16,
-    latency_ns=250,
-    pj_per_byte=40,
-    pj_per_mac=1.0,
-    static_w=30,
-    vector_cycles=200,
-)
-BOARDS = {"u280": U280}
-
-
-def cases(board: Board) -> dict[str, Board]:
-    """The board as assumed, at the low and at the high end of every assumption."""
-    return {
-        "usual": board,
-        "low": replace(
-            board, clock_mhz=200, timing=hbm.LOW, latency_ns=400, pj_per_byte=56, pj_per_mac=2.0,
-            static_w=40, vector_cycles=400,
-        ),
-        "high": replace(
-            board, clock_mhz=300, timing=hbm.HIGH, latency_ns=150, pj_per_byte=31, pj_per_mac=0.5,
-            static_w=20, vector_cycles=100,
-        ),
-    }  # fmt: skip
-
-
-def assumptions(board: Board, model: DecoderModel) -> list[Assumption]:
+def assumptions(board: Board, model: Workload) -> list[Assumption]:
     """Every number behind an estimate that nobody measured here."""
     low, high = cases(board)["low"], cases(board)["high"]
 
@@ -184,7 +35,7 @@ def assumptions(board: Board, model: DecoderModel) -> list[Assumption]:
         )
 
     usual, least, most = (round(hbm.efficiency(case.timing), 3) for case in (board, low, high))
-    return [
+    listed = [
         of("clock_mhz", "MHz", "no open tool routes UltraScale+: a usual clock for such designs"),
         Assumption(
             "memory_efficiency", usual, least, most, "of peak",
@@ -196,13 +47,19 @@ def assumptions(board: Board, model: DecoderModel) -> list[Assumption]:
         of("pj_per_mac", "pJ", "int8 multiply-accumulate in FPGA logic"),
         of("static_w", "W", "the board at rest"),
         Assumption("cores", board.cores, board.cores, board.cores, "32x32", "see fpga synth"),
-        Assumption("prompt", model.prompt, model.prompt, model.prompt, "tokens", "a usual prompt"),
-        Assumption(
-            "depth_transformer", model.depth_bytes / 1e9, model.depth_bytes / 1e9,
-            model.depth_bytes / 1e9, "GB a token",
-            "width 2,560, six layers: defaults of the model's code, not the checkpoint's",
-        ),
     ]  # fmt: skip
+    if model in WORKLOADS.values():  # a recorded model's sizes are known
+        listed += [
+            Assumption(
+                "prompt", model.prompt, model.prompt, model.prompt, "tokens", "a usual prompt"
+            ),
+            Assumption(
+                "depth_transformer", model.depth_bytes / 1e9, model.depth_bytes / 1e9,
+                model.depth_bytes / 1e9, "GB a token",
+                "width 2,560, six layers: defaults of the model's code, not the checkpoint's",
+            ),
+        ]  # fmt: skip
+    return listed
 
 
 @dataclass(frozen=True)
@@ -249,7 +106,7 @@ class Cost:
         return self.total_bytes - self.bytes["depth"]
 
 
-def check_memory(model: DecoderModel, board: Board, settings: Settings) -> dict[str, int]:
+def check_memory(model: Workload, board: Board, settings: Settings) -> dict[str, int]:
     """What lies in the board's memory; raises where it does not fit.
 
     The dense run that an estimate is compared with is not checked: with a window, a batch may fit
@@ -281,7 +138,7 @@ def _flags(layers: int, batch: int, share: float, seed: int, tokens: int) -> np.
 
 
 def token_cost(
-    model: DecoderModel,
+    model: Workload,
     board: Board,
     settings: Settings,
     context: int,
@@ -303,12 +160,12 @@ def token_cost(
     kv = batch * (model.kv(context, settings.window) + 2 * model.width)  # and a row of the cache
 
     def blocks(size: float) -> int:
-        return max(1, math.ceil(size / BLOCK))
+        return max(1, math.ceil(size / model.block))
 
     deal = settings.deal if settings.drs else "static"
     if batch == 1:
         deal = "tiles"  # one row is always spread over the cores: there is nothing else to deal
-    per_core = BLOCK / (board.lanes * board.macs)
+    per_core = model.block / (board.lanes * board.macs)
 
     def use(computing: np.ndarray[Any, Any]) -> int:
         """Cycles in which the cores use up one block for the rows that compute."""
@@ -326,7 +183,7 @@ def token_cost(
     latency = math.ceil(board.latency_ns * board.clock_mhz / 1e3)
     scale = board.clock_mhz / board.timing.clock_mhz
     around = Environment(
-        service=board.service,
+        service=board.service(model.block),
         latency=latency,
         use=(all_rows, attend, all_rows, 1, all_rows),
         depends=(board.vector_cycles,) * 5,
@@ -387,7 +244,7 @@ def dense(settings: Settings) -> Settings:
     return replace(settings, replay=0.0, window=0, method="tokens", drs=True, deal="tiles")
 
 
-def _video(model: DecoderModel, board: Board, settings: Settings, points: int = 4) -> Cost:
+def _video(model: Workload, board: Board, settings: Settings, points: int = 4) -> Cost:
     """The mean token of a video: the first frame has nothing to replay."""
     ceiling = 1 - (model.tokens_per_frame - 1) / model.steps
     if settings.method == "tokens" and settings.replay > ceiling:
@@ -421,21 +278,26 @@ def _video(model: DecoderModel, board: Board, settings: Settings, points: int = 
 
 
 def estimate(
-    model: DecoderModel,
+    model: Workload,
     board: Board,
     settings: Settings,
     context: int | None = None,
     flags: np.ndarray[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """One row: a token at a context, or the mean token of a video where none is given."""
+    """One row: a token at a context, or the mean token of a video where none is given.
+
+    With a trace, the mean of its tokens, at the middle of the video where no context is given.
+    """
     check_memory(model, board, settings)
+    if context is None and flags is not None:
+        context = model.prompt + model.steps // 2
     if context is not None:
         check_range("context", context, 1, 2**20)
 
     def cost(case: Board, what: Settings, trace: np.ndarray[Any, Any] | None = None) -> Cost:
-        if context is None and trace is None:
+        if context is None:
             return _video(model, case, what)
-        return token_cost(model, case, what, context or model.prompt + model.steps // 2, trace)
+        return token_cost(model, case, what, context, trace)
 
     row: dict[str, Any] = {
         "model": model.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from amaranth.hdl import Module, Mux, Signal, signed
+from amaranth.hdl import Module, Mux, Signal, Value, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from numpy.typing import ArrayLike
@@ -53,7 +53,7 @@ class GemvArray:
     @property
     def latency(self) -> int:
         """Cycles from a tile's last beat to its accumulators."""
-        return 4 + ceil_log2(self.macs) + (self.products_per_dsp == 2)
+        return 6 + ceil_log2(self.macs) + (self.products_per_dsp == 2)
 
     def beats(self, depth: int) -> int:
         """Beats of one tile."""
@@ -149,41 +149,38 @@ class GemvArrayUnit(wiring.Component):
         return m
 
 
-def _plain(m: Module, beat: data.View, array: GemvArray) -> list[list[Signal]]:
-    """One multiplier a product, registers on both sides: 2 cycles."""
-    x = [Signal(signed(8), name=f"x{k}") for k in range(array.macs)]
-    m.d.sync += [part.eq(beat.x[k]) for k, part in enumerate(x)]
+def _plain(m: Module, beat: data.View, array: GemvArray) -> list[list[Value]]:
+    """One multiplier a product, two registers on both sides: 4 cycles.
+
+    A multiplier block has these registers inside; where a tool does not use them, the outer ones
+    let the inner ones lie beside the multiplier.
+    """
+    x = [delayed(m, beat.x[k], 2) for k in range(array.macs)]
     lanes = []
     for lane in range(array.lanes):
-        row = []
-        for k in range(array.macs):
-            w = Signal(signed(8), name=f"w{lane}_{k}")
-            product = Signal(signed(16), name=f"p{lane}_{k}")
-            m.d.sync += [w.eq(beat.w[lane][k]), product.eq(w * x[k])]
-            row.append(product)
-        lanes.append(row)
+        weights = [delayed(m, beat.w[lane][k], 2) for k in range(array.macs)]
+        lanes.append([delayed(m, w * part, 2) for w, part in zip(weights, x, strict=True)])
     return lanes
 
 
-def _packed(m: Module, beat: data.View, array: GemvArray) -> list[list[Signal]]:
-    """One multiplier for the weights of two lanes and the number they share: 3 cycles.
+def _packed(m: Module, beat: data.View, array: GemvArray) -> list[list[Value]]:
+    """One multiplier for the weights of two lanes and the number they share: 5 cycles.
 
     (odd * 2**18 + even) * x holds even * x in its low 18 bits; what is above is odd * x, less one
     where even * x is negative.
     """
-    x = [Signal(signed(8), name=f"x{k}") for k in range(array.macs)]
-    m.d.sync += [part.eq(beat.x[k]) for k, part in enumerate(x)]
-    lanes: list[list[Signal]] = []
+    x = [delayed(m, beat.x[k], 2) for k in range(array.macs)]
+    lanes: list[list[Value]] = []
     for lane in range(0, array.lanes, 2):
-        rows: list[list[Signal]] = [[], []]
+        rows: list[list[Value]] = [[], []]
         for k in range(array.macs):
+            low, high = (delayed(m, beat.w[row][k], 1) for row in (lane, lane + 1))
             pair = Signal(signed(27), name=f"w{lane}_{k}")
-            both = Signal(signed(SPLIT + 17), name=f"b{lane}_{k}")
             even = Signal(signed(16), name=f"p{lane}_{k}")
             odd = Signal(signed(16), name=f"p{lane + 1}_{k}")
+            m.d.sync += pair.eq((high << SPLIT) + low)
+            both = delayed(m, pair * x[k], 2)
             m.d.sync += [
-                pair.eq((beat.w[lane + 1][k] << SPLIT) + beat.w[lane][k]),
-                both.eq(pair * x[k]),
                 even.eq(both[:16].as_signed()),
                 odd.eq(both[SPLIT:].as_signed() + both[SPLIT - 1]),
             ]
@@ -193,10 +190,10 @@ def _packed(m: Module, beat: data.View, array: GemvArray) -> list[list[Signal]]:
     return lanes
 
 
-def _tree(m: Module, terms: list[Signal]) -> Signal:
+def _tree(m: Module, terms: list[Value]) -> Value:
     """The sum, in ceil(log2(terms)) cycles."""
     while len(terms) > 1:
-        sums = []
+        sums: list[Value] = []
         for k in range(0, len(terms), 2):
             pair = terms[k : k + 2]
             total = Signal(signed(len(pair[0]) + 1))

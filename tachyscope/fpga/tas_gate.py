@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from amaranth.hdl import Module, Signal, signed
+from amaranth.hdl import Module, Mux, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from numpy.typing import ArrayLike
@@ -68,6 +68,11 @@ class TasGate:
     def beats(self) -> int:
         return self.dim // self.macs
 
+    @property
+    def latency(self) -> int:
+        """Cycles from a token's last beat to its verdict: the array's, and the comparison."""
+        return self.array.latency + 1
+
     def threshold(self, tau: float, q_scale: float, k_scale: float) -> int:
         """The integer that the dot product must be above, for a TAS above `tau`.
 
@@ -87,8 +92,8 @@ class TasGate:
         return int(chosen @ ints(k, "k")) > threshold
 
     def cycles(self, tokens: int) -> int:
-        """One beat a cycle; the verdict follows a token's last beat by the array's latency."""
-        return self.beats * tokens + self.array.latency
+        """One beat a cycle, and two cycles a token at least, then the latency."""
+        return max(self.beats, 2) * (tokens - 1) + self.beats + self.latency
 
     def pack(self, q: ArrayLike, q_rotated: ArrayLike, k: ArrayLike) -> list[dict[str, object]]:
         """The beats of one token."""
@@ -103,7 +108,7 @@ class TasGate:
 
 
 class TasGateUnit(wiring.Component):
-    """A verdict for every `beats` beats; it can be taken `array.latency` cycles after the last.
+    """A verdict for every `beats` beats; it can be taken `latency` cycles after the last.
 
     Members
     -------
@@ -143,10 +148,12 @@ class TasGateUnit(wiring.Component):
             array.i.p.w[0].eq(query),
             array.i.p.x.eq(self.i.p.k),
             array.i.p.last.eq(left == 0),
-            # the score, its threshold and the verdict pass together
-            self.o.valid.eq(array.o.valid & self.threshold.valid),
+            # the score, its threshold and the verdict are taken together
+            array.o.ready.eq(self.o.valid & self.o.ready),
+            self.threshold.ready.eq(self.o.valid & self.o.ready),
+        ]
+        m.d.sync += [
             self.o.payload.eq(array.o.p[0] > self.threshold.payload),
-            array.o.ready.eq(self.threshold.valid & self.o.ready),
-            self.threshold.ready.eq(array.o.valid & self.o.ready),
+            self.o.valid.eq(Mux(self.o.valid, ~self.o.ready, array.o.valid & self.threshold.valid)),
         ]
         return m

@@ -22,21 +22,21 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.fpga.simulate import to_bits
 from tachyscope.fpga.synth import find
 
-HARNESS = """
-#include <chrono>
+PRELUDE = """
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <deque>
+#include <utility>
 #include <vector>
 #include "Vtop.h"
 #include "verilated.h"
 
 double sc_time_stamp() { return 0; }
 
-typedef std::vector<uint32_t> Words;
-
+// a port's bits from and to 32-bit words
 template <typename T> void put(T &port, const uint32_t *words) {
     uint64_t value = words[0];
     if (sizeof(T) > 4) value |= uint64_t(words[1]) << 32;
@@ -53,6 +53,17 @@ template <std::size_t N> void get(const VlWide<N> &port, uint32_t *words) {
     std::memcpy(words, &port[0], 4 * N);
 }
 
+static uint64_t state = 88172645463325252ull;
+static uint32_t draw() {
+    state ^= state << 13; state ^= state >> 7; state ^= state << 17;
+    return uint32_t(state >> 32);
+}
+"""
+"""What every harness begins with."""
+
+HARNESS = """
+typedef std::vector<uint32_t> Words;
+
 struct Beats {
     uint32_t words = 0, count = 0, total = 0;  // total: with repeats
     Words data;
@@ -60,12 +71,6 @@ struct Beats {
     uint64_t sent = 0, stall = 0;
     const uint32_t *at(uint64_t i) const { return &data[(i % count) * words]; }
 };
-
-static uint64_t state = 88172645463325252ull;
-static uint32_t draw() {
-    state ^= state << 13; state ^= state >> 7; state ^= state << 17;
-    return uint32_t(state >> 32);
-}
 
 static void load(FILE *file, Beats &beats) {
     uint32_t head[3];
@@ -132,12 +137,44 @@ class Verdict:
         return self.cycles / self.cpu_seconds if self.cpu_seconds else 0.0
 
 
-def build(part: wiring.Component, folder: Path) -> Path:
-    """The part as a program; minutes for a large one."""
+def compile_program(part: wiring.Component, harness: str, folder: Path, *options: str) -> Path:
+    """The part and a harness around it as a program; minutes for a large one.
+
+    A program of the same Verilog and harness that lies in the folder is used again.
+    """
     verilator = find("verilator", "apt install verilator (5 or newer)")
     find("g++", "apt install g++")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "top.v").write_text(verilog.convert(part, name="top", strip_internal_attrs=True))
+    program, built = folder / "build" / "top", folder / "built"
+    sources = {
+        folder / "top.v": verilog.convert(part, name="top", strip_internal_attrs=True),
+        folder / "main.cpp": PRELUDE + harness,
+    }
+    if (
+        program.exists()
+        and built.exists()
+        and all(path.exists() and path.read_text() == text for path, text in sources.items())
+    ):
+        return program
+    built.unlink(missing_ok=True)
+    for path, text in sources.items():
+        path.write_text(text)
+    command = [
+        *(verilator, "--cc", "--exe", "--build", "-O3", "--x-assign", "fast"),
+        *("--x-initial", "fast", "--noassert", "-Wno-fatal", "-Wno-lint", "--top-module", "top"),
+        *(*options, "--Mdir", "build", "-o", "top", "top.v", "main.cpp"),
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode or not program.exists():
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+        wrong = next((line for line in lines if "rror" in line), lines[-1])
+        raise TachyscopeError(f"verilator stopped (exit code {done.returncode}): {wrong}")
+    built.touch()
+    return program
+
+
+def build(part: wiring.Component, folder: Path) -> Path:
+    """The part as a program that takes its beats from a file."""
     inputs, outputs = ports_of(part)
     drive, sample = [], []
     for number, (name, _) in enumerate(inputs):
@@ -159,28 +196,8 @@ def build(part: wiring.Component, folder: Path) -> Path:
     most = max(_words(width) for _, width in inputs + outputs)
     text = HARNESS.replace("DRIVE", "\n".join(drive)).replace("SAMPLE", "\n".join(sample))
     text = text.replace("INPUTS", str(len(inputs))).replace("OUTPUTS", str(len(outputs)))
-    (folder / "main.cpp").write_text(text.replace("MOST_WORDS", str(most)))
-    command = [
-        *(
-            verilator,
-            "--cc",
-            "--exe",
-            "--build",
-            "-O3",
-            "--x-assign",
-            "fast",
-            "--x-initial",
-            "fast",
-        ),
-        *("--noassert", "-Wno-fatal", "-Wno-lint", "--top-module", "top", "-CFLAGS", "-O2"),
-        *("--Mdir", "build", "-o", "top", "top.v", "main.cpp"),
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    program = folder / "build" / "top"
-    if done.returncode or not program.exists():
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise TachyscopeError(f"verilator stopped (exit code {done.returncode}): {lines[-1]}")
-    return program
+    text = text.replace("MOST_WORDS", str(most))
+    return compile_program(part, text, folder, "-CFLAGS", "-O2")
 
 
 def run(
