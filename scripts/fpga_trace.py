@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.evaluation.clips import CLIPS, GIVEN, make_clip, true_codes
 from tachyscope.evaluation.replay_scores import Ranked, Way, begin
 from tachyscope.fpga.workload import Trace, Workload
 from tachyscope.models.registry import load
+from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.session import Choice
 from tachyscope.types import Mlp
 
