@@ -85,7 +85,7 @@ def export(args: argparse.Namespace) -> None:
         "heads": config.heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "places": places,
+        "tokens_per_frame": places,
         "context": prompt_ids + (GIVEN + MADE) * places,
     }
     np.savez(out / "trunk.npz", shape=json.dumps(shape), eps=config.eps, steps=rope.steps, **found)

@@ -53,7 +53,7 @@ def small_model(top, layers, thresholds, sink=0, window=0):
 
 
 SMALL = DecoderShape(
-    width=8, inner=12, layers=2, heads=2, kv_heads=1, head_dim=4, places=2, context=16
+    width=8, inner=12, layers=2, heads=2, kv_heads=1, head_dim=4, tokens_per_frame=2, context=16
 )
 
 

@@ -238,7 +238,7 @@ def test_rows_on_cores_with_stalls_and_a_window(rows, cores):
 
 @pytest.mark.slow
 def test_two_kv_heads():
-    shape = DecoderShape(8, 8, 1, heads=4, kv_heads=2, head_dim=4, places=2, context=8)
+    shape = DecoderShape(8, 8, 1, heads=4, kv_heads=2, head_dim=4, tokens_per_frame=2, context=8)
     _, ran = run_both(small_top(shape), 5, [-(2**30)], wait=0.2)
     assert ran > 0
 

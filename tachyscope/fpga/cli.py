@@ -68,7 +68,14 @@ SHAPE = Shape()
 
 
 TRUNK = DecoderShape(
-    width=256, inner=2688, layers=2, heads=4, kv_heads=1, head_dim=64, places=256, context=8192
+    width=256,
+    inner=2688,
+    layers=2,
+    heads=4,
+    kv_heads=1,
+    head_dim=64,
+    tokens_per_frame=256,
+    context=8192,
 )
 """The sizes of the shipped atrium-tokens: 32 frames of 256 tokens."""
 THETA, EPS = 4294967296.0, 1e-5

@@ -352,7 +352,7 @@ class DecoderCoreUnit(wiring.Component):
 
         gating = Signal()
         k_order, v_order = Signal(), Signal()
-        before = job.index - s.places
+        before = job.index - s.tokens_per_frame
         all_entries = job.index + 1
         waits_k = order(
             k_reader.job,

@@ -36,7 +36,7 @@ PARTS = ("qkv", "o", "gate_up", "down")
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes of a decoder, and of the video that it writes: `places` tokens a frame."""
+    """The sizes of a decoder, and of the video that it writes."""
 
     width: int
     inner: int
@@ -44,7 +44,7 @@ class DecoderShape:
     heads: int
     kv_heads: int
     head_dim: int
-    places: int
+    tokens_per_frame: int
     context: int
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class DecoderShape:
         check_range("decoder kv_heads", self.kv_heads, 1, 256)
         check_multiple("decoder heads", self.heads, "kv_heads", self.kv_heads)
         check_range("decoder head_dim", self.head_dim, 2, 256)
-        check_range("decoder places", self.places, 1, 65536)
+        check_range("decoder tokens_per_frame", self.tokens_per_frame, 1, 65536)
         check_range("decoder context", self.context, 2, 65536)
 
     @property
@@ -169,8 +169,8 @@ class DecoderModel:
         kv = (shape.layers, 2, shape.kv_heads, shape.context, shape.head_dim)
         self.kv = np.zeros(kv, np.int64)
         self.kv_exponents = np.zeros((shape.layers, 2, shape.context), np.int64)
-        self.kept = np.zeros((shape.layers, shape.places, shape.width), np.int64)
-        self.valid = np.zeros((shape.layers, shape.places), bool)
+        self.kept = np.zeros((shape.layers, shape.tokens_per_frame, shape.width), np.int64)
+        self.valid = np.zeros((shape.layers, shape.tokens_per_frame), bool)
         self.scores = [0] * shape.layers  # the newest token's, in 2**-24
 
     def step(self, x: Ints, token: Token) -> tuple[Ints, list[bool]]:
@@ -209,7 +209,7 @@ class DecoderModel:
             ek, ev = (self.kv_exponents[i, kind, read] for kind in (0, 1))
             outs.append(self.attention.compute(queries, int(exponent), k8, ek, v8, ev))
         y = layer.o.compute(np.stack(outs).reshape(-1))
-        passed = token.replay and self._tas(i, heads, int(exponent), at - shape.places)
+        passed = token.replay and self._tas(i, heads, int(exponent), at - shape.tokens_per_frame)
         return saturate(x + y, WIDE), passed
 
     def entries(self, at: int) -> NDArray[np.int64]:

@@ -70,7 +70,7 @@ class Top:
     def cache(self) -> ReplayCache:
         """A wide number is three of the cache's bytes."""
         shape, lanes = self.core.shape, self.core.lanes
-        entries = self.rows * shape.layers * shape.places
+        entries = self.rows * shape.layers * shape.tokens_per_frame
         return ReplayCache(entries, shape.width // lanes, WIDE // 8 * lanes)
 
     @property
@@ -277,7 +277,7 @@ class TopUnit(wiring.Component):
                 put.data[lane].eq(Mux(add, saturated(total, WIDE), self.x.p[lane])),
             ]
 
-        entry = (row * shape.layers + layer) * shape.places + place
+        entry = (row * shape.layers + layer) * shape.tokens_per_frame + place
         m.d.comb += [
             cache.ask.payload.eq(entry),
             cache.read.p.entry.eq(entry),
