@@ -68,8 +68,22 @@ def check_file(path: str | os.PathLike[str]) -> None:
     if is_stream(target):
         if not os.access(target, os.W_OK):
             raise unwritable(target, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        if _kind(target) == stat.S_IFCHR:
+            _write_nothing(target)
     else:
         check_folder(_regular(target).parent)
+
+
+def _write_nothing(device: Path) -> None:
+    """Raise where a device takes no data, as /dev/full does."""
+    try:
+        file = os.open(device, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            os.write(file, b"")
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise unwritable(device, error) from error
 
 
 def is_stream(path: str | os.PathLike[str]) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
-from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory
+from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory, shortened
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -102,7 +102,7 @@ def _end(error: BaseException) -> int:
     if isinstance(error, OSError):
         what = error.filename or "standard output"  # files of ours name themselves
         reason = (error.strerror or str(error)).lower()
-        _tell(f"{what} cannot be used ({reason}): choose another place")
+        _tell(shortened(f"{what} cannot be used ({reason}): choose another place"))
         return FAULT
     _tell(
         f"{type(error).__name__}: {first_line(error)}: this is a fault of tachyscope's own: run "

@@ -22,7 +22,7 @@ OPEN = [
     "attention=ann:read=1,hash=lsh,block=5,tile=4",
     "attention=ann:read=1,block=1,tile=1",
     "attention=ann:k=99999,hash=lsh",
-    "attention=ann:top_p=1,block=4",
+    "attention=ann:top_p=1,block=4,tile=4",
     "attention=ann:read=0.5,sink=0,newest=0,dense_layers=1",
     "attention=ann:read=0.5,sink=0,newest=0,dense_passes=1",
 ]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import toys
 
 from tachyscope.bench import (
     bench,
@@ -294,7 +295,7 @@ def test_a_benchmark_runs_without_the_command_lines_packages():
 
 @pytest.mark.parametrize("name", ["toy-chunks", "toy-tokens"])
 def test_chunks_after_given_lengths_are_timed(name):
-    model = load(name)
+    model = toys.load(name)
     found = bench_lengths(model, ["cache=window:budget=7f"], lengths=[9, 30], rounds=3)
     dense, window = ([row for row in found["rows"] if row["name"] == n] for n in PAIR)
     assert [row["length"] for row in dense] == [9, 30]

@@ -99,6 +99,7 @@ def test_a_frozen_video_is_flagged(scene):
     assert math.isnan(frame_checks.stopped(still, still, scene.frames[0]))
 
 
+@pytest.mark.slow
 def test_named_colours_are_read_from_true_frames_and_not_from_grey_ones():
     found = []
     for number in (2, 3, 5):
@@ -244,9 +245,8 @@ def test_what_is_made_never_depends_on_frames_after_the_given_ones(model):
     assert len(a.frames) == 3
 
 
-@pytest.mark.parametrize(
-    "plan", ["cache=merge:budget=4f,heads=each", pytest.param("dense", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dense", "cache=merge:budget=4f,heads=each"])
 def test_worlds_in_one_batch_are_what_they_are_alone(model, plan):
     both = [scenes.make_scene(scenes.make_world(0, number), ".qqqqqw") for number in (3, 4)]
     together = batched_rollout.play(model, plan, both, 5, probed=(2,))

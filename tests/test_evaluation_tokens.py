@@ -76,6 +76,7 @@ def test_rank_correlation_sees_order_alone():
     assert ev.spearman(x, -x) == pytest.approx(-1.0)
 
 
+@pytest.mark.slow
 def test_dense_is_no_way_off_itself_and_shares_are_kept(model, clip):
     ways = [replay_scores.Way("replay=attentive:share=0"), *ev.FORCED.values()]
     dense, off, *rest = ev.forced(model, clip, ways, frames=4)

@@ -74,6 +74,11 @@ def test_a_device_is_written_to_and_stays_one(tmp_path):
         lambda: emit({}, "/dev/full"),
         "/dev/full cannot be written (no space left on device): choose another place",
     )
+    # and before anything is measured
+    refused(
+        lambda: check_json("/dev/full"), "/dev/full cannot be written (no space left on device)"
+    )
+    check_json("/dev/null")
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
     link = tmp_path / "link"
     link.symlink_to("/dev/null")

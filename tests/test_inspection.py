@@ -101,8 +101,15 @@ def test_mass_does_not_hang_on_how_a_policy_orders_the_past():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@NAMES
-@pytest.mark.parametrize("plan", ["dense", "fast"])
+@pytest.mark.parametrize(
+    "name, plan",
+    [
+        ("toy-chunks", "dense"),
+        ("toy-tokens", "fast"),
+        pytest.param("toy-chunks", "fast", marks=pytest.mark.slow),
+        pytest.param("toy-tokens", "dense", marks=pytest.mark.slow),
+    ],
+)
 def test_an_observed_rollout_makes_the_frames_of_a_plain_one(models, name, plan):
     model, asked = models[name], ASKED[name]
     made = []

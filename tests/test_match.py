@@ -103,8 +103,24 @@ def _chosen(rng, b, h, n, excess, ties=False, hubs=0):
     return alike, partner, folding.choose(alike.to(DEVICE), partner.to(DEVICE), excess)
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("n, excess", [(90, 25), (90, 1), (40, 39)])
+@pytest.mark.parametrize(
+    "n, excess, ties",
+    [
+        (90, 25, True),
+        (90, 1, False),
+        (40, 39, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (300, 70, False),
+                (300, 70, True),
+                (300, 1, False),
+                (300, 1, True),
+                (40, 39, False),
+            )
+        ),
+    ],
+)
 def test_the_most_alike_are_chosen_and_partners_followed(rng, n, excess, ties):
     alike, partner, folds = _chosen(rng, 2, 2, n, excess, ties)
     # of equals the oldest first: a stable sort
@@ -192,7 +208,6 @@ SHAPE = dataclasses.replace(CHUNKS, head_dim=64 if DEVICE == "cuda" else 16)
 @pytest.mark.parametrize(
     "cache, layers",
     [
-        ("merge:budget=45,sink=0,newest=0,match=unrotated", 1),
         ("merge:budget=8f,others=dropped,keep=partner", 1),
         *(
             pytest.param(each, 2, marks=pytest.mark.slow)

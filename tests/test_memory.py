@@ -64,8 +64,22 @@ def test_the_cache_is_predicted_to_the_byte(models):
         assert found.peak > found.stays > sum(found.cache.values())
 
 
-@pytest.mark.parametrize("name, frames", [("toy-chunks", 36), ("toy-tokens", 12)])
-@pytest.mark.parametrize("plan", ["dense", "cache=merge:threshold=1", "cache=window:budget=6f"])
+@pytest.mark.parametrize(
+    "plan, name, frames",
+    [
+        ("dense", "toy-chunks", 36),
+        ("cache=merge:threshold=1", "toy-chunks", 36),
+        ("cache=window:budget=6f", "toy-tokens", 8),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("dense", "toy-tokens", 12),
+                ("cache=merge:threshold=1", "toy-tokens", 12),
+                ("cache=window:budget=6f", "toy-chunks", 36),
+            )
+        ),
+    ],
+)
 def test_it_is_what_a_rollout_ends_with(plan, name, frames):
     model = toys.load(name)
     session = open_session(model, plan, prompt="a", frames=frames)

@@ -66,6 +66,7 @@ def test_draws_that_are_not_given_come_from_the_seed(monkeypatch):
     assert np.array_equal(one, again) and not np.array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_generated_frames_and_goes_on_with_the_session(monkeypatch):
     model = ts.load("atrium-world")
     first = np.zeros((2, 128, 128, 3), np.uint8)

@@ -22,6 +22,8 @@ TOYS = [
     for name, frames in (("toy-chunks", 12), ("toy-tokens", 2))
     for plan in (*NAMES, MERGED, WINDOW)
 ]
+OFTEN = [case for case in TOYS if case[1] in ("dense", MERGED)]
+RARE = [case for case in TOYS if case[0] == "toy-tokens" and case not in OFTEN]
 # the shipped models are of the same parts, so that a plan or two of theirs show the rest
 SHIPPED = [("atrium-world", "fast", 2), ("atrium-tokens", "fast", 1)]
 
@@ -76,10 +78,9 @@ FLOAT64, BFLOAT16 = (torch.float64, False, 1), (torch.bfloat16, True, 2)
 def _cases():
     for setting in (FLOAT64, BFLOAT16):
         for case in [*SHIPPED, *TOYS]:
-            often = case[1] in ("dense", "fast", MERGED)
-            other = setting is BFLOAT16 if case[0] == "toy-chunks" else setting is FLOAT64
-            slow = case[0] == "atrium-tokens" or (other and not often)
-            marks = [pytest.mark.slow] if slow else []
+            # a toy's plans by one setting, of the slower toy a few of them
+            quick = case in (TOYS if setting is FLOAT64 else OFTEN) and case not in RARE
+            marks = [] if quick else [pytest.mark.slow]
             yield pytest.param(*case, setting, marks=marks, id=f"{case[0]} {case[1]} {setting[0]}")
 
 
@@ -93,7 +94,10 @@ def test_a_video_is_the_same_under_the_callers_settings(name, plan, frames, sett
     assert np.array_equal(video, want)
 
 
-@pytest.mark.parametrize("name, plan, frames", TOYS)
+@pytest.mark.parametrize(
+    "name, plan, frames",
+    [pytest.param(*case, marks=pytest.mark.slow if case in RARE else ()) for case in TOYS],
+)
 def test_what_makes_chunks_says_every_dtype(name, plan, frames):
     assert not _plain(name, plan, frames)[1]
 

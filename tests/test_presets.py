@@ -314,7 +314,10 @@ def assert_same(found, expected):
 
 
 # of those that run as another does, in longer videos or with more passes, the slow tests have more
-LONG = {"causal-forcing", "causal-forcing-framewise", "causal-forcing-2step"}
+LONG = {
+    "causal-forcing", "causal-forcing-framewise", "causal-forcing-2step", "causal-forcing-1step",
+    "infinite-forcing",
+}  # fmt: skip
 
 
 def by_name(names):
@@ -433,7 +436,9 @@ def test_given_latents_need_not_be_whole_chunks(name, count, shrunk, tmp_path):
         assert (found[-1] - expected[-1]).abs().max() > 0.01
 
 
-def test_a_change_of_prompt_remembers_the_window_again(shrunk, tmp_path):
+# a video shorter than the window, and longer; between these, and longer still
+@pytest.mark.parametrize("changes", [(6, 15), pytest.param((12, 18), marks=pytest.mark.slow)])
+def test_a_change_of_prompt_remembers_the_window_again(changes, shrunk, tmp_path):
     """LongLive, its LoRA merged: the last 12 latent frames run clean under the new text, and on."""
     made, protocol = ts.load("longlive", "random"), PROTOCOLS["longlive"]
     parts = made.model.blocks.named_modules(prefix="blocks")
@@ -459,7 +464,7 @@ def test_a_change_of_prompt_remembers_the_window_again(shrunk, tmp_path):
     unchanged = play(stated, protocol, 7, "a", unchanged_noise)
     assert (after[0] - unchanged[-1]).abs().max() > 0.01
     # said beforehand, it happens where the next chunk begins, and as by its authors: in one pass
-    for frames in (6, 12, 15, 18):
+    for frames in changes:
         session = open_session(model, "stock", prompt="a", seed=7, frames=model.pixel_frames(27))
         then = [(model.pixel_frames(frames) - 2, "b")]
         chunks = rollout(model, frames=model.pixel_frames(27), then=then, session=session)
@@ -470,7 +475,14 @@ def test_a_change_of_prompt_remembers_the_window_again(shrunk, tmp_path):
         assert_same(found, expected + again)
 
 
-@pytest.mark.parametrize("name", ["krea", "causvid", "self-forcing", "rolling-forcing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "krea",
+        "rolling-forcing",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("causvid", "self-forcing")),
+    ],
+)
 def test_a_chunk_made_ahead_never_hangs_on_one_that_was_not_shown(
     name, shrunk, tmp_path, monkeypatch
 ):
@@ -498,7 +510,7 @@ def test_a_chunk_made_ahead_never_hangs_on_one_that_was_not_shown(
     assert all(np.array_equal(a, b) for a, b in zip(*films, strict=True))
 
 
-@pytest.mark.parametrize("given", [0, 1, 3])
+@pytest.mark.parametrize("given", [3, *(pytest.param(x, marks=pytest.mark.slow) for x in (0, 1))])
 def test_a_rolled_window_is_the_authors_protocol(given, shrunk, tmp_path):
     model = published("rolling-forcing", tmp_path)
     latents = [drawn(5 + i, 3)() for i in range(given)]
@@ -541,7 +553,12 @@ def test_policies_wide_open_leave_a_rolled_window_as_it_is(shrunk, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "plan", ["stock", "dense", NARROW, "replay=attentive:share=0.5,drift=true"]
+    "plan",
+    [
+        "stock",
+        "replay=attentive:share=0.5,drift=true",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", NARROW)),
+    ],
 )
 def test_a_rolled_window_goes_on_from_its_state(plan, shrunk, tmp_path):
     model = published("rolling-forcing", tmp_path)

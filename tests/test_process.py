@@ -171,6 +171,7 @@ def raising(fault):
         (MemoryError(), 2, NO_MEMORY),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, NO_MEMORY),
         (PermissionError(13, "Permission denied", "/x"), 2, "/x cannot be used (permission denied): choose another place"),
+        (OSError(36, "File name too long", "y" * 5000), 2, f"{'y' * 133}…{'y' * 66} cannot be used (file name too long): choose another place\n"),
         (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError: division by zero: this is a fault of tachyscope's own: run the command again with --traceback and report what it shows"),
         (RecursionError(), 1, "RecursionError: RecursionError: this is"),
         (TachyscopeError("no plan '\x1b[31mred\x07'"), 2, r"no plan '\x1b[31mred\x07'"),

@@ -19,7 +19,12 @@ PLANS = {
 }
 
 
-def _video(model, plan="dense", frames=9, **kwargs):
+# three chunks, or as many frames as fill the cache of the plan above
+FRAMES = {"toy-chunks": 9, "toy-tokens": 5}
+
+
+def _video(model, plan="dense", frames=None, **kwargs):
+    frames = frames or FRAMES[model.name]
     chunks = ts.rollout(model, plan, frames=frames, prompt="a red room", actions="w*3 q", **kwargs)
     return np.concatenate([chunk.frames for chunk in chunks])
 
@@ -32,7 +37,7 @@ def model(request):
 @pytest.mark.parametrize("plan", NAMES)
 def test_every_named_plan_plays(model, plan):
     video = _video(model, plan)
-    assert video.dtype == np.uint8 and video.shape[0] == 9 and video.shape[3] == 3
+    assert video.dtype == np.uint8 and video.shape[0] == FRAMES[model.name] and video.shape[3] == 3
     assert video.std() > 5, "a flat picture shows nothing"
 
 
@@ -67,7 +72,9 @@ def test_interleaved_sessions_give_what_each_alone_gives(model):
     plan = PLANS[model.name]
     alone = [_video(toys.load(model.name), p, seed=s) for p, s in ((plan, 1), ("dense", 2))]
     streams = [
-        ts.rollout(model, p, frames=9, prompt="a red room", actions="w*3 q", seed=s)
+        ts.rollout(
+            model, p, frames=FRAMES[model.name], prompt="a red room", actions="w*3 q", seed=s
+        )
         for p, s in ((plan, 1), ("dense", 2))
     ]
     together = [[], []]
@@ -97,13 +104,14 @@ def test_a_session_leaves_the_model_bit_identical(model):
 def test_a_stream_goes_on_from_its_state(model, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    plan, whole = PLANS[model.name], _video(model, PLANS[model.name], frames=18)
+    plan, frames = PLANS[model.name], FRAMES[model.name]
+    whole = _video(model, plan, frames=2 * frames)
     session = ts.open_session(model, plan, prompt="a red room")
-    head = [c.frames for c in ts.rollout(model, frames=9, actions="w*3 q", session=session)]
+    head = [c.frames for c in ts.rollout(model, frames=frames, actions="w*3 q", session=session)]
     save_file(session.state(), tmp_path / "state.safetensors")
     fresh = ts.open_session(model, plan, prompt="a red room", seed=5)
     fresh.restore(load_file(tmp_path / "state.safetensors"))
-    tail = [c.frames for c in ts.rollout(model, frames=9, session=fresh)]
+    tail = [c.frames for c in ts.rollout(model, frames=frames, session=fresh)]
     assert np.array_equal(np.concatenate(head + tail), whole)
 
 
@@ -139,46 +147,61 @@ def test_a_refill_goes_on_with_the_noise(model):
 
 
 def _changed(model, plan, held, first=None):
-    """A video by hand: nine frames, the newest `held` chunks remembered anew, and nine more."""
-    session = ts.open_session(model, plan, prompt="a red room", frames=18, first=first, seed=2)
+    """A video by hand: some frames, the newest `held` chunks remembered anew, and as many more."""
+    count = FRAMES[model.name]
+    session = ts.open_session(
+        model, plan, prompt="a red room", frames=2 * count, first=first, seed=2
+    )
     parts, moves, frames = [], [], []
     if session.latents is not None:
         parts.append(session.latents)
         moves += ["."] * session.latents.shape[model.frame_dim]
-    for chunk in ts.rollout(model, frames=9, actions="w*4 q*5", session=session):
+    before, after = _actions(count)
+    for chunk in ts.rollout(model, frames=count, actions=" ".join(before), session=session):
         frames.append(chunk.frames)
         parts.append(session.latents)
-    moves += ["w"] * 4 + ["q"] * 5
+    moves += before
     kept = torch.cat(parts[-held:], model.frame_dim)
     actions = " ".join(moves[-kept.shape[model.frame_dim] :])
     ts.refill(model, session, kept, "a blue room", actions)
-    frames += [c.frames for c in ts.rollout(model, frames=9, actions="e*7", session=session)]
+    more = ts.rollout(model, frames=count, actions=" ".join(after), session=session)
+    frames += [c.frames for c in more]
     return np.concatenate(frames)
 
 
-CHANGED = {"prompt": "a red room", "frames": 18, "actions": "w*4 q*5 e*7", "seed": 2}
+def _actions(count):
+    """Those of so many frames, and of all but one of as many again."""
+    return ["w"] + ["q"] * (count - 1), ["e"] * (count - 1)
+
+
+def _changed_asked(model):
+    count = FRAMES[model.name]
+    before, after = _actions(count)
+    actions = " ".join([*before, *after])
+    return {"prompt": "a red room", "frames": 2 * count, "actions": actions, "seed": 2}
 
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_prompt_that_changes_remembers_what_the_cache_has_room_for(model, bounded):
     chunk = model.shape().chunk
-    # of nine frames, all; or two chunks, beside a prompt that is held with them
+    # of those frames, all; or two chunks, beside a prompt that is held with them
     budget = 2 * chunk + model.shape().token_by_token
     plan = f"cache=window:budget={budget}f,sink=0" if bounded else "dense"
-    want = _changed(model, plan, 2 if bounded else 9)
-    got = list(ts.rollout(model, plan, **CHANGED, then=[(9 - chunk + 1, "a blue room")]))
+    want, asked = _changed(model, plan, 2 if bounded else 9), _changed_asked(model)
+    count = FRAMES[model.name]
+    got = list(ts.rollout(model, plan, **asked, then=[(count - chunk + 1, "a blue room")]))
     assert np.array_equal(np.concatenate([c.frames for c in got]), want)
     assert [c.index for c in got] == list(range(len(got)))
-    plain = [c.frames for c in ts.rollout(model, plan, **CHANGED)]
+    plain = [c.frames for c in ts.rollout(model, plan, **asked)]
     same = (np.concatenate(plain) == want).all((1, 2, 3))
-    assert same[:9].all() and not same[9:].all()
+    assert same[:count].all() and not same[count:].all()
 
 
 def test_given_frames_are_remembered_again_too():
     model = toys.load("toy-tokens")
     first = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
-    want = _changed(model, "dense", 12, first)
-    chunks = ts.rollout(model, **CHANGED, first=first, then=[(9, "a blue room")])
+    want, asked = _changed(model, "dense", 9, first), _changed_asked(model)
+    chunks = ts.rollout(model, **asked, first=first, then=[(5, "a blue room")])
     assert np.array_equal(np.concatenate([c.frames for c in chunks]), want)
 
 
@@ -231,7 +254,9 @@ def test_a_change_of_prompt_leaves_no_seam_in_what_is_shown():
 
 def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
     """A chunk is shown before what it was made by is forgotten."""
-    asked = CHANGED | {"plan": PLANS[model.name], "then": [(12, "green"), (5, "a blue room")]}
+    chunk = model.shape().chunk
+    then = [(4 * chunk, "green"), (chunk + 1, "a blue room")]
+    asked = _changed_asked(model) | {"plan": PLANS[model.name], "then": then}
     plain = [c.frames for c in ts.rollout(model, **asked)]
     monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
     order, start, decode = [], type(model).prefill_prompt, type(model).decode_latents
@@ -243,9 +268,8 @@ def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
     )
     ahead = [c.frames for c in ts.rollout(model, **asked)]
     assert all(np.array_equal(*pair) for pair in zip(plain, ahead, strict=True))
-    chunk = model.shape().chunk
     shown = [order[: i + 1].count("show") for i, word in enumerate(order) if word == "prompt"]
-    assert shown == [0, -(-5 // chunk), -(-12 // chunk)]
+    assert shown == [0, 2, 4]
 
 
 def test_a_change_happens_where_a_chunk_begins():
@@ -367,7 +391,8 @@ def test_toys_play_in_other_types(dtype):
 
 def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     """As on a GPU, where the next chunk is asked for before the last is decoded."""
-    plan, asked = PLANS[model.name], {"frames": 11, "prompt": "a red room"}
+    plan, frames = PLANS[model.name], FRAMES[model.name] + 1
+    asked = {"frames": frames, "prompt": "a red room"}
     plain = list(ts.rollout(model, plan, **asked))
     monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
     order, sample, decode = [], type(model).sample, type(model).decode_latents
@@ -383,11 +408,11 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
         assert {n: one.stats[n] for n in counted} == {n: other.stats[n] for n in counted}
     # a session that the caller holds stands where its last chunk stands
     session = ts.open_session(model, plan, **asked)
-    first = next(ts.rollout(model, frames=11, session=session))
+    first = next(ts.rollout(model, frames=frames, session=session))
     assert session.chunk == first.index + 1
     # unless they ask for more
     session = ts.open_session(model, plan, **asked)
-    chunks = ts.rollout(model, frames=11, session=session, overlap_decode=True)
+    chunks = ts.rollout(model, frames=frames, session=session, overlap_decode=True)
     first = next(chunks)
     assert session.chunk == first.index + 2
     last = list(chunks)[-1]

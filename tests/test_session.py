@@ -13,7 +13,7 @@ SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
 PLANS = [
     "cache=keep_all",
     "cache=window:budget=8f,positions=reindexed attention=ann:read=0.6,block=2",
-    "cache=merge:budget=8f attention=ann:top_p=0.7,block=2,hash=lsh replay=attentive:share=0.5,age=2",
+    "cache=merge:budget=8f attention=ann:top_p=0.7,block=2,tile=6,hash=lsh replay=attentive:share=0.5,age=2",
     "cache=merge:threshold=0.7,heads=each replay=random:share=0.5",
     "cache=merge:budget=9f,match=key_value,keep=newest attention=window:tokens=9,sink=2",
     "replay=every_k:k=2",

@@ -359,6 +359,7 @@ def test_given_frames_are_encoded_by_the_vae(folder, small):
         assert np.array_equal(tiny.decoder(whole, {})[5:], chunk.frames)
 
 
+@pytest.mark.slow
 def test_both_decoders_of_a_video_are_compared(folder, small):
     file = small[0] / "taew2_1.pth"
     tiny = ts.load("wan_causal", folder, decoder=file)

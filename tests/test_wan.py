@@ -277,7 +277,15 @@ def whole_clean_pass(self, session, x, told):
     self.model(session, x, torch.zeros(len(x), x.shape[2]), told)
 
 
-@pytest.mark.parametrize("plan", [*NAMES, "cache=window:budget=6f,positions=reindexed"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dense",
+        "fast",
+        "cache=window:budget=6f,positions=reindexed",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in NAMES if x not in ("dense", "fast")),
+    ],
+)
 def test_a_clean_pass_stops_where_nothing_more_is_remembered(plan, monkeypatch):
     adapter = toy_chunks()
     films = []
