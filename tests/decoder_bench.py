@@ -7,6 +7,7 @@ from amaranth.hdl import Value
 from amaranth.sim import Simulator
 
 from tachyscope.fpga.decoder_core import DecoderCore
+from tachyscope.fpga.decoder_memory import scale_beats, weight_beats
 from tachyscope.fpga.decoder_model import DecoderModel, DecoderShape, eps_of, layer_of
 from tachyscope.fpga.gemv import GemvArray
 from tachyscope.fpga.rope import Rope
@@ -63,9 +64,10 @@ class Bench:
     def __init__(self, top, layers, thresholds, sink=0, window=0, latency=3, wait=0.0, seed=0):
         self.top, self.latency, self.wait = top, latency, wait
         self.rng = np.random.default_rng(seed)
-        self.weights = top.weight_beats(layers).tolist()
+        self.weights = weight_beats(top.core, layers).tolist()
         self.scales = [
-            {"multiplier": pair[0], "shift": pair[1]} for pair in top.scale_beats(layers).tolist()
+            {"multiplier": pair[0], "shift": pair[1]}
+            for pair in scale_beats(top.core, layers).tolist()
         ]
         self.kv = {}
         self.settings = {"SINK": sink, "WINDOW": window}

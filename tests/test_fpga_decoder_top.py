@@ -11,6 +11,7 @@ from decoder_bench import EPS, SMALL, Bench, small_layers, small_model, small_to
 from tachyscope.errors import TachyscopeError
 from tachyscope.fpga.counters import Counters
 from tachyscope.fpga.csr import CsrBank, Register
+from tachyscope.fpga.decoder_memory import pack, unpack
 from tachyscope.fpga.decoder_model import (
     DecoderModel,
     DecoderShape,
@@ -19,7 +20,7 @@ from tachyscope.fpga.decoder_model import (
     interleave,
     threshold_of,
 )
-from tachyscope.fpga.decoder_sim import DecoderSim, pack, unpack
+from tachyscope.fpga.decoder_sim import DecoderSim
 from tachyscope.fpga.simulate import stalls
 from tachyscope.fpga.streamers import KvStreamer, Streamer
 from tachyscope.fpga.vector import FRACTION, from_wide, to_wide
@@ -266,7 +267,7 @@ def test_verilator_equals_integers(tmp_path_factory, stall):
 
 def test_packing_is_undone():
     values = np.random.default_rng(0).integers(-(2**23), 2**23, (5, 4))
-    assert unpack(pack(values, 24, 3), 24, 4).tolist() == values.tolist()
+    assert unpack(pack(values, 24), 24, 4).tolist() == values.tolist()
 
 
 def test_interleaved_rows_are_pairs():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,12 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from tachyscope.fpga.attention_unit import AttentionUnit
+from tachyscope.fpga.decoder_job import THRESHOLD_BITS, Phase, Work, job_layout
 from tachyscope.fpga.decoder_model import DecoderShape
 from tachyscope.fpga.fixed import ACC_HIGH, ACC_LOW, check_multiple, index
 from tachyscope.fpga.gemv import GemvArray
 from tachyscope.fpga.int8_buffer import Int8Buffer
+from tachyscope.fpga.pipe import send
 from tachyscope.fpga.requant import Requant
 from tachyscope.fpga.rms_norm import RmsNorm
 from tachyscope.fpga.rope import Rope
@@ -22,28 +23,6 @@ from tachyscope.fpga.silu_mul import SiluMul
 from tachyscope.fpga.streamers import ADDRESS_BITS, KvStreamer
 from tachyscope.fpga.tas_gate import TasGate
 from tachyscope.fpga.vector import MAX_EXPONENT, WIDE, wide_vector
-
-THRESHOLD_BITS = 48
-
-
-class Work(enum.IntEnum):
-    """What a job asks for."""
-
-    ATTEND = 0
-    MLP = 1
-    NORM = 2
-
-
-class Phase(enum.IntEnum):
-    """What a core does in a cycle; each has a counter."""
-
-    IDLE = 0
-    PROJECT = 1  # norm, q, k, v
-    STORE = 2  # the new entry goes to memory
-    GATE = 3
-    ATTEND = 4  # attention and its output projection
-    MLP = 5
-    NORM = 6
 
 
 @dataclass(frozen=True)
@@ -116,19 +95,6 @@ class DecoderCore:
     def weight_layout(self) -> data.ArrayLayout:
         return data.ArrayLayout(data.ArrayLayout(signed(8), self.array.macs), self.array.lanes)
 
-    def job_layout(self) -> data.StructLayout:
-        return data.StructLayout(
-            {
-                "work": Work,
-                "index": index(self.shape.context),
-                "slot": 16,  # row * layers + layer
-                "gate": 1,
-                "threshold": signed(THRESHOLD_BITS),
-                "sink": ADDRESS_BITS,
-                "window": ADDRESS_BITS,
-            }
-        )
-
     def write_layout(self) -> data.StructLayout:
         return data.StructLayout({"address": ADDRESS_BITS, "entry": self.attention.entry_layout()})
 
@@ -165,7 +131,7 @@ class DecoderCoreUnit(wiring.Component):
         entry = stream.Signature(params.attention.entry_layout())
         super().__init__(
             {
-                "job": In(stream.Signature(params.job_layout())),
+                "job": In(stream.Signature(job_layout(params.shape))),
                 "x": In(wide),
                 "y": Out(wide),
                 "weights": In(stream.Signature(params.weight_layout())),
@@ -202,40 +168,27 @@ class DecoderCoreUnit(wiring.Component):
             wiring.connect(m, wiring.flipped(getattr(self, f"{port}_request")), unit.request)
             wiring.connect(m, wiring.flipped(getattr(self, f"{port}_response")), unit.response)
 
-        job = Signal(p.job_layout())
+        job = Signal(job_layout(s))
         attend, mlp, only_norm = (job.work == work for work in (Work.ATTEND, Work.MLP, Work.NORM))
         begin, attending = Signal(), Signal()
 
-        def order(port: Any, when: Any, **fields: Any) -> Signal:
-            """Send one beat on a port's stream after `when`; high while it waits."""
-            waits = Signal(name=f"order_{len(orders)}")
-            orders.append(waits)
-            for name, value in fields.items():
-                m.d.comb += (port.p[name] if name != "payload" else port.payload).eq(value)
-            m.d.comb += port.valid.eq(waits)
-            with m.If(when):
-                m.d.sync += waits.eq(1)
-            with m.Elif(port.ready):
-                m.d.sync += waits.eq(0)
-            return waits
-
-        orders: list[Signal] = []
         macs, tile = p.array.macs, p.array.lanes
         outer_in = Signal()  # attention's output comes, not the norm's
         start_attend, start_mlp = begin & attend, begin & mlp
         qkv_tiles, o_tiles = (s.sizes(part)[0] // tile for part in ("qkv", "o"))
         up_tiles, down_tiles = (s.sizes(part)[0] // tile for part in ("gate_up", "down"))
-        order(
+        send(
+            m,
             outer.job,
             start_attend | start_mlp | attending,
             words=Mux(outer_in, s.heads * s.head_dim // macs, s.width // macs),
             times=Mux(outer_in, o_tiles, Mux(attend, qkv_tiles, up_tiles)),
         )
-        order(inner.job, start_mlp, words=s.inner // macs, times=down_tiles)
-        order(rope.position, start_attend, payload=job.index)
-        order(q.job, start_attend, words=s.heads, times=1 + job.gate)
-        order(k.job, start_attend, words=s.kv_heads, times=1)
-        order(v.job, start_attend, words=s.kv_heads, times=1)
+        send(m, inner.job, start_mlp, words=s.inner // macs, times=down_tiles)
+        send(m, rope.position, start_attend, payload=job.index)
+        send(m, q.job, start_attend, words=s.heads, times=1 + job.gate)
+        send(m, k.job, start_attend, words=s.kv_heads, times=1)
+        send(m, v.job, start_attend, words=s.kv_heads, times=1)
 
         # norm: to the array, or out
         m.d.comb += [
@@ -354,7 +307,8 @@ class DecoderCoreUnit(wiring.Component):
         k_order, v_order = Signal(), Signal()
         before = job.index - s.tokens_per_frame
         all_entries = job.index + 1
-        waits_k = order(
+        waits_k = send(
+            m,
             k_reader.job,
             k_order,
             address=base(0) + Mux(gating, before, 0),
@@ -362,7 +316,8 @@ class DecoderCoreUnit(wiring.Component):
             sink=Mux(gating, 0, job.sink),
             window=Mux(gating, 0, job.window),
         )
-        waits_v = order(
+        waits_v = send(
+            m,
             v_reader.job,
             v_order,
             address=base(1),
@@ -371,7 +326,8 @@ class DecoderCoreUnit(wiring.Component):
             window=job.window,
         )
         few = (job.window == 0) | (all_entries <= job.sink + job.window)
-        waits_attention = order(
+        waits_attention = send(
+            m,
             attention.job,
             v_order,
             entries=Mux(few, all_entries, job.sink + job.window),

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from tachyscope.errors import TachyscopeError
+from tachyscope.fpga.decoder_memory import memory_image, pack, unpack, words_of
 from tachyscope.fpga.decoder_model import DecoderModel, Layer, Token
 from tachyscope.fpga.fixed import Ints
 from tachyscope.fpga.top import Top
@@ -161,29 +161,6 @@ int main(int argc, char **argv) {
 """
 
 
-def pack(values: ArrayLike, bits: int, words: int) -> NDArray[np.uint32]:
-    """Numbers [beats, n] of `bits` bits each as beats [beats, words], the first in the lowest."""
-    given = np.asarray(values, np.int64)
-    places = (given[..., None] >> np.arange(bits)) & 1
-    flat = places.reshape(len(given), -1).astype(np.uint8)
-    full = np.zeros((len(given), 32 * words), np.uint8)
-    full[:, : flat.shape[1]] = flat
-    return np.packbits(full, axis=1, bitorder="little").view("<u4").astype(np.uint32)
-
-
-def unpack(beats: NDArray[np.uint32], bits: int, count: int) -> Ints:
-    """The opposite of `pack`, of signed numbers: [beats, count]."""
-    flat = np.unpackbits(beats.astype("<u4").view(np.uint8), axis=-1, bitorder="little")
-    places = flat[:, : bits * count].reshape(-1, count, bits).astype(np.int64)
-    found = (places << np.arange(bits)).sum(-1)
-    return found - ((found >> (bits - 1)) << bits)
-
-
-def words_of(bits: int) -> int:
-    """Of a port in the harness: at most 32 bits, at most 64, or more."""
-    return -(-bits // 32)
-
-
 class DecoderSim:
     """`Top` with one row and one core as a program; `step` is DecoderModel's.
 
@@ -231,32 +208,9 @@ class DecoderSim:
 
     def start(self, model: DecoderModel) -> None:
         """Begin with a model's KV cache; its replay cache is empty here."""
-        core, shape = self.top.core, self.top.core.shape
-        words = words_of(self._entry_bits)
-        array = core.array
-        weights = self.top.weight_beats(self.layers).reshape(-1, array.lanes * array.macs)
-        scales = self.top.scale_beats(self.layers)
-        lanes = core.lanes
-        # multipliers of 15 bits, then shifts of 6
-        multiplier = pack(scales[:, 0], 15, words_of(21 * lanes)).astype(object)
-        packed = [
-            sum(int(w) << (32 * i) for i, w in enumerate(row))
-            | sum(int(s) << (15 * lanes + 6 * i) for i, s in enumerate(shift))
-            for row, shift in zip(multiplier, scales[:, 1], strict=True)
-        ]
-        count = words_of(21 * lanes)
-        scale_words = np.array(
-            [[(value >> (32 * i)) & 0xFFFFFFFF for i in range(count)] for value in packed],
-            np.uint32,
-        )
-        kv = model.kv.reshape(-1, shape.head_dim)
-        exponents = np.broadcast_to(model.kv_exponents[:, :, None], model.kv.shape[:-1]).reshape(-1)
-        entries = pack(kv, 8, words)
-        entries[:, 8 * shape.head_dim // 32] |= exponents.astype(np.uint32) << (
-            8 * shape.head_dim % 32
-        )
+        memories = memory_image(self.top.core, self.layers, model)
         with (self.folder / "memory.bin").open("wb") as file:
-            for beats in (pack(weights, 8, weights.shape[1] // 4), scale_words, entries):
+            for beats in memories:
                 file.write(struct.pack("<2I", beats.shape[1], len(beats)))
                 file.write(beats.astype("<u4").tobytes())
         self._process = subprocess.Popen(
@@ -298,7 +252,7 @@ class DecoderSim:
             ("REPLAY", token.replay),
         ):
             self.write(name, int(value))
-        beats = pack(np.reshape(x, (-1, core.lanes)), WIDE, self._lane_words)
+        beats = pack(np.reshape(x, (-1, core.lanes)), WIDE)
         self._send(b"T" + beats.astype("<u4").tobytes())
         found = np.frombuffer(self._receive(4 * beats.size), "<u4").reshape(beats.shape)
         cycles, microseconds = struct.unpack("<2Q", self._receive(16))

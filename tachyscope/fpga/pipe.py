@@ -68,3 +68,16 @@ def delayed(m: Module, signal: Any, cycles: int) -> Value:
         m.d.sync += later.eq(signal)
         signal = later
     return Value.cast(signal)
+
+
+def send(m: Module, port: Any, when: Any, **fields: Any) -> Signal:
+    """Send one beat on a port's stream after `when`, its fields as given; high while it waits."""
+    waits = Signal()
+    for name, value in fields.items():
+        m.d.comb += (port.p[name] if name != "payload" else port.payload).eq(value)
+    m.d.comb += port.valid.eq(waits)
+    with m.If(when):
+        m.d.sync += waits.eq(1)
+    with m.Elif(port.ready):
+        m.d.sync += waits.eq(0)
+    return waits

@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from amaranth.hdl import Cat, Module, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from tachyscope.fpga.fixed import check_range
+
+
+class SerialUnit(wiring.Component):
+    """Takes operands, works on them for `bits` cycles, shows the result until it is taken."""
+
+    bits: ClassVar[int]
+
+    def steps(self, m: Module) -> tuple[list[Any], list[Any]]:
+        """What the registers take with new operands, and what in every cycle of work."""
+        raise NotImplementedError
+
+    def elaborate(self, platform: object) -> Module:
+        m = Module()
+        load, work = self.steps(m)
+        left = Signal(range(self.bits))
+        with m.FSM():
+            with m.State("IDLE"):
+                m.d.comb += self.i.ready.eq(1)
+                with m.If(self.i.valid):
+                    m.d.sync += [*load, left.eq(self.bits - 1)]
+                    m.next = "RUN"
+            with m.State("RUN"):
+                m.d.sync += [*work, left.eq(left - 1)]
+                with m.If(left == 0):
+                    m.next = "DONE"
+            with m.State("DONE"):
+                m.d.comb += self.o.valid.eq(1)
+                with m.If(self.o.ready):
+                    m.next = "IDLE"
+        return m
 
 
 @dataclass(frozen=True)
@@ -32,7 +62,7 @@ class Divide:
         return DivideUnit()
 
 
-class DivideUnit(wiring.Component):
+class DivideUnit(SerialUnit):
     """A quotient can be taken 18 cycles after its operands were; one at a time.
 
     Members
@@ -41,44 +71,24 @@ class DivideUnit(wiring.Component):
     o : Out(stream of 17)
     """
 
+    bits = Divide.BITS
+
     def __init__(self) -> None:
         operands = data.StructLayout({"numerator": 32, "divisor": 16})
         super().__init__(
             {"i": In(stream.Signature(operands)), "o": Out(stream.Signature(Divide.BITS))}
         )
 
-    def elaborate(self, platform: object) -> Module:
-        m = Module()
-        rest, divisor = Signal(33), Signal(33)
-        quotient = Signal(Divide.BITS)
-        left = Signal(range(Divide.BITS + 1))
+    def steps(self, m: Module) -> tuple[list[Any], list[Any]]:
+        rest, divisor, quotient = Signal(33), Signal(33), Signal(Divide.BITS)
+        fits = rest >= divisor
         m.d.comb += self.o.payload.eq(quotient)
-        with m.FSM():
-            with m.State("IDLE"):
-                m.d.comb += self.i.ready.eq(1)
-                with m.If(self.i.valid):
-                    m.d.sync += [
-                        rest.eq(self.i.p.numerator),
-                        divisor.eq(self.i.p.divisor << (Divide.BITS - 1)),
-                        left.eq(Divide.BITS - 1),
-                    ]
-                    m.next = "RUN"
-            with m.State("RUN"):
-                fits = rest >= divisor
-                with m.If(fits):
-                    m.d.sync += rest.eq(rest - divisor)
-                m.d.sync += [
-                    quotient.eq(Cat(fits, quotient)),
-                    divisor.eq(divisor >> 1),
-                    left.eq(left - 1),
-                ]
-                with m.If(left == 0):
-                    m.next = "DONE"
-            with m.State("DONE"):
-                m.d.comb += self.o.valid.eq(1)
-                with m.If(self.o.ready):
-                    m.next = "IDLE"
-        return m
+        load = [rest.eq(self.i.p.numerator), divisor.eq(self.i.p.divisor << (Divide.BITS - 1))]
+        return load, [
+            rest.eq(Mux(fits, rest - divisor, rest)),
+            quotient.eq(Cat(fits, quotient)),
+            divisor.eq(divisor >> 1),
+        ]
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Root:
         return RootUnit()
 
 
-class RootUnit(wiring.Component):
+class RootUnit(SerialUnit):
     """A root can be taken 17 cycles after its square was; one at a time.
 
     Members
@@ -105,36 +115,22 @@ class RootUnit(wiring.Component):
     o : Out(stream of 16)
     """
 
+    bits = 16
+
     def __init__(self) -> None:
         super().__init__({"i": In(stream.Signature(32)), "o": Out(stream.Signature(16))})
 
-    def elaborate(self, platform: object) -> Module:
-        m = Module()
+    def steps(self, m: Module) -> tuple[list[Any], list[Any]]:
         square, rest, root = Signal(32), Signal(18), Signal(16)
-        left = Signal(4)
-        m.d.comb += self.o.payload.eq(root)
-        with m.FSM():
-            with m.State("IDLE"):
-                m.d.comb += self.i.ready.eq(1)
-                with m.If(self.i.valid):
-                    m.d.sync += [square.eq(self.i.payload), rest.eq(0), root.eq(0), left.eq(15)]
-                    m.next = "RUN"
-            with m.State("RUN"):
-                more, trial = Signal(20), Signal(18)
-                m.d.comb += [more.eq(Cat(square[30:], rest)), trial.eq(Cat(1, 0, root))]
-                fits = more >= trial
-                m.d.sync += [
-                    rest.eq(more),
-                    root.eq(Cat(fits, root)),
-                    square.eq(square << 2),
-                    left.eq(left - 1),
-                ]
-                with m.If(fits):
-                    m.d.sync += rest.eq(more - trial)
-                with m.If(left == 0):
-                    m.next = "DONE"
-            with m.State("DONE"):
-                m.d.comb += self.o.valid.eq(1)
-                with m.If(self.o.ready):
-                    m.next = "IDLE"
-        return m
+        more, trial = Signal(20), Signal(18)
+        fits = more >= trial
+        m.d.comb += [
+            self.o.payload.eq(root),
+            more.eq(Cat(square[30:], rest)),
+            trial.eq(Cat(1, 0, root)),
+        ]
+        return [square.eq(self.i.payload), rest.eq(0), root.eq(0)], [
+            rest.eq(Mux(fits, more - trial, more)),
+            root.eq(Cat(fits, root)),
+            square.eq(square << 2),
+        ]

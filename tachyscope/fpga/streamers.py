@@ -21,6 +21,17 @@ from tachyscope.fpga.pipe import Outbox
 ADDRESS_BITS = 32
 
 
+def _ports(shape: Any, *fields: str) -> dict[str, Any]:
+    """A job of these fields, a memory port, and what was read."""
+    job = data.StructLayout(dict.fromkeys(fields, ADDRESS_BITS))
+    return {
+        "job": In(stream.Signature(job)),
+        "request": Out(stream.Signature(ADDRESS_BITS)),
+        "response": In(stream.Signature(shape)),
+        "o": Out(stream.Signature(shape)),
+    }
+
+
 @dataclass(frozen=True)
 class Streamer:
     """Reads runs of beats, with up to `depth` of them asked for and not yet taken.
@@ -62,15 +73,7 @@ class StreamerUnit(wiring.Component):
 
     def __init__(self, params: Streamer, shape: Any) -> None:
         self.params, self.shape = params, shape
-        job = data.StructLayout({"address": ADDRESS_BITS, "count": ADDRESS_BITS})
-        super().__init__(
-            {
-                "job": In(stream.Signature(job)),
-                "request": Out(stream.Signature(ADDRESS_BITS)),
-                "response": In(stream.Signature(shape)),
-                "o": Out(stream.Signature(shape)),
-            }
-        )
+        super().__init__(_ports(shape, "address", "count"))
 
     def elaborate(self, platform: object) -> Module:
         m = Module()
@@ -128,16 +131,7 @@ class KvStreamerUnit(wiring.Component):
 
     def __init__(self, params: KvStreamer, shape: Any) -> None:
         self.params, self.shape = params, shape
-        names = ("address", "entries", "sink", "window")
-        job = data.StructLayout(dict.fromkeys(names, ADDRESS_BITS))
-        super().__init__(
-            {
-                "job": In(stream.Signature(job)),
-                "request": Out(stream.Signature(ADDRESS_BITS)),
-                "response": In(stream.Signature(shape)),
-                "o": Out(stream.Signature(shape)),
-            }
-        )
+        super().__init__(_ports(shape, "address", "entries", "sink", "window"))
 
     def elaborate(self, platform: object) -> Module:
         m = Module()

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from amaranth.hdl import Array, Cat, Const, Module, Mux, Signal, Value, signed
 from amaranth.lib import data, fifo, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
-from numpy.typing import NDArray
 
 from tachyscope.fpga.counters import Counters
-from tachyscope.fpga.csr import REQUEST, CsrBank, Register
-from tachyscope.fpga.decoder_core import DecoderCore, Phase, Work
-from tachyscope.fpga.decoder_model import PARTS, Layer
+from tachyscope.fpga.csr import REQUEST, CsrBank
+from tachyscope.fpga.decoder_core import DecoderCore
+from tachyscope.fpga.decoder_job import Phase, Work
+from tachyscope.fpga.decoder_model import PARTS
+from tachyscope.fpga.decoder_registers import EVENTS, IDENTITY, VERSION, decoder_registers
 from tachyscope.fpga.drs import RowScheduler
 from tachyscope.fpga.fixed import check_range, index, saturated
 from tachyscope.fpga.replay_cache import ReplayCache
 from tachyscope.fpga.streamers import ADDRESS_BITS, Streamer
 from tachyscope.fpga.vector import WIDE, wide_vector
-
-IDENTITY = 0x54414348  # "TACH"
-VERSION = 1
-EVENTS = (
-    ("CYCLES", "cycles from start to the last beat of the state"),
-    ("TOKENS", "tokens, of all rows together"),
-    ("COMPUTED", "MLPs computed, by row and layer"),
-    ("REPLAYED", "MLPs replayed, by row and layer"),
-    ("WEIGHT_BEATS", "beats of weights taken"),
-    ("WEIGHT_WAITS", "cycles in which all active cores could take weights and none were there"),
-    ("KEY_BEATS", "beats of keys that came to core 0"),
-    ("VALUE_BEATS", "beats of values that came to core 0"),
-    ("PROJECT", "cycles in which core 0 norms and projects q, k, v"),
-    ("STORE", "cycles in which core 0 stores its new entry"),
-    ("GATE", "cycles in which core 0 scores the token"),
-    ("ATTEND", "cycles in which core 0 attends and projects the output"),
-    ("MLP", "cycles in which core 0 computes an MLP"),
-    ("NORM", "cycles in which core 0 norms a state"),
-)
 
 
 @dataclass(frozen=True)
@@ -79,52 +59,7 @@ class Top:
 
     @property
     def csr(self) -> CsrBank:
-        shape = self.core.shape
-        layers = shape.layers
-        return CsrBank(
-            (
-                Register("ID", "ro", "0x54414348"),
-                Register("VERSION", "ro", "of this table"),
-                Register("PARAMS", "ro", "layers, rows, cores, lanes of the array, a byte each"),
-                Register(
-                    "CTRL", "wo", "bit 0: start a token; 1: empty the replay cache; 2: counters"
-                ),
-                Register("STATUS", "ro", "bit 0: busy"),
-                Register("INDEX", "rw", "the token's entry in the KV cache, which is its position"),
-                Register("PLACE", "rw", "the token's place in its frame"),
-                Register("REPLAY", "rw", "bit 0: the gate may decide; else all is computed"),
-                Register("SINK", "rw", "first entries that are always read"),
-                Register("WINDOW", "rw", "newest entries that are read; 0: all"),
-                Register("WEIGHT_BASE", "rw", "address of the weights, in beats"),
-                Register("SCALE_BASE", "rw", "address of the scales, in beats"),
-                Register("THRESHOLD_LOW", "rw", "of a layer's TAS, bits 0 to 31", layers),
-                Register("THRESHOLD_HIGH", "rw", "bits 32 to 47", layers, 0x7FFF),
-                Register("REPLAYED", "ro", "a layer's rows that replayed the last token", layers),
-                *self.counters.registers(),
-            )
-        )
-
-    def weight_beats(self, layers: Sequence[Layer]) -> NDArray[np.int8]:
-        """Memory [beats, lanes, macs]: of every layer qkv, o, gate_up, down."""
-        array = self.core.array
-        found = []
-        for layer in layers:
-            for part in PARTS:
-                w = getattr(layer, part).weight
-                tiles, beats = w.shape[0] // array.lanes, w.shape[1] // array.macs
-                blocks = w.reshape(tiles, array.lanes, beats, array.macs).transpose(0, 2, 1, 3)
-                found.append(blocks.reshape(-1, array.lanes, array.macs))
-        return np.concatenate(found).astype(np.int8)
-
-    def scale_beats(self, layers: Sequence[Layer]) -> NDArray[np.int64]:
-        """Memory [beats, 2, lanes]: multipliers and shifts, in the weights' order."""
-        found = []
-        for layer in layers:
-            for part in PARTS:
-                linear = getattr(layer, part)
-                pair = np.stack([linear.multiplier, linear.shift])
-                found.append(pair.reshape(2, -1, self.core.lanes).transpose(1, 0, 2))
-        return np.concatenate(found)
+        return decoder_registers(self.core.shape.layers, self.counters)
 
     def create(self) -> TopUnit:
         return TopUnit(self)
@@ -347,17 +282,7 @@ class TopUnit(wiring.Component):
                     all_ready & ~weights.o.valid,
                     self.k_response[0].valid,
                     self.v_response[0].valid,
-                    *(
-                        phase == wanted
-                        for wanted in (
-                            Phase.PROJECT,
-                            Phase.STORE,
-                            Phase.GATE,
-                            Phase.ATTEND,
-                            Phase.MLP,
-                            Phase.NORM,
-                        )
-                    ),
+                    *(phase == wanted for wanted in Phase if wanted is not Phase.IDLE),
                 )
             ),
         ]
