@@ -293,7 +293,7 @@ def test_a_benchmark_runs_without_the_command_lines_packages():
     assert [row["name"] for row in last["rows"]] == ["dense", "fast"]
 
 
-@pytest.mark.parametrize("name", ["toy-chunks", "toy-tokens"])
+@pytest.mark.parametrize("name", ["toy-chunks", pytest.param("toy-tokens", marks=pytest.mark.slow)])
 def test_chunks_after_given_lengths_are_timed(name):
     model = toys.load(name)
     found = bench_lengths(model, ["cache=window:budget=7f"], lengths=[9, 30], rounds=3)

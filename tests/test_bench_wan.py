@@ -232,6 +232,7 @@ def test_memory_that_runs_out_at_once_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("tachyscope: the memory is not enough: give")
 
 
+@pytest.mark.slow
 def test_a_rollout_says_what_stayed_flat(model, monkeypatch):
     monkeypatch.setattr(rollout_rate, "SETTLED", 30)
     plans = {"headline": "cache=merge:budget=9f text=pads", "dense": "dense"}

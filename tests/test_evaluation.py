@@ -235,6 +235,7 @@ def test_pairs_of_worlds_are_compared_one_by_one():
 # --- the model
 
 
+@pytest.mark.slow
 def test_what_is_made_never_depends_on_frames_after_the_given_ones(model):
     scene = scenes.make_scene(scenes.make_world(0, 3), ".qqqqq")
     noise = scene.frames.copy()

@@ -35,14 +35,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted w
 
 # by pointers and by descriptors, whole and in parts that are joined
 SMALL = [Setting(16, 16, 4, 2, described, parts) for described in (0, 1) for parts in (1, 3)]
-EACH = pytest.mark.parametrize(
-    "setting",
-    [
-        pytest.param(s, marks=pytest.mark.slow if s.described == (s.parts > 1) else ())
-        for s in SMALL
-    ],
-    ids=lambda s: f"described{s.described}x{s.parts}",
-)
+
+
+def _settings(*quick):
+    """All settings; those whose places are not given in the slow tests alone."""
+    marked = [
+        pytest.param(s, marks=() if i in quick else pytest.mark.slow) for i, s in enumerate(SMALL)
+    ]
+    return pytest.mark.parametrize(
+        "setting", marked, ids=lambda s: f"described{s.described}x{s.parts}"
+    )
+
+
+EACH, ONE = _settings(1, 2), _settings(2)
 
 
 def _inputs(rng, b, h, kv, s, n, d, groups=1):
@@ -68,7 +73,7 @@ def test_flash_attention_equals_its_reference(rng, b, h, kv, s, n, weighted, set
         torch.testing.assert_close(got, attention_reference(*args))
 
 
-@EACH
+@ONE
 def test_empty_slots_are_not_read(rng, setting):
     q, k, v, log_count = _inputs(rng, 1, 4, 2, 20, 90, 16, groups=2)
     log_count[:, :, 5:9] = log_count[:, :, 16:48] = log_count[
@@ -149,7 +154,7 @@ def test_flash_listed_equals_its_reference(rng, b, h, kv, s, now, tile, block, s
     assert torch.equal(flash_listed(q, k, v, past._replace(ids=wide), setting), got)
 
 
-@EACH
+@ONE
 @pytest.mark.parametrize("slots", [7 * 16 - 2, pytest.param(7 * 16 + 21, marks=pytest.mark.slow)])
 def test_listed_blocks_may_lie_in_a_cache(rng, slots, setting):
     q, k, v, _ = _inputs(rng, 2, 2, 2, 20, 21, 16)

@@ -34,6 +34,12 @@ def model(request):
     return toys.load(request.param)
 
 
+# with the slower toy in the slow tests alone
+MOSTLY_CHUNKS = pytest.mark.parametrize(
+    "model", ["toy-chunks", pytest.param("toy-tokens", marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.mark.parametrize("plan", NAMES)
 def test_every_named_plan_plays(model, plan):
     video = _video(model, plan)
@@ -55,12 +61,14 @@ def test_a_rollout_yields_each_chunk_when_it_is_made(model):
     assert not torch.is_inference_mode_enabled()
 
 
+@MOSTLY_CHUNKS
 def test_the_last_chunk_is_cut_to_the_frames_asked_for(model):
     for frames in (1, 4, 7):
         assert len(_video(model, frames=frames)) == max(frames, 4) if frames > 3 else True
     assert len(np.concatenate([c.frames for c in ts.rollout(model, frames=5)])) == 5
 
 
+@MOSTLY_CHUNKS
 def test_a_second_video_is_what_a_fresh_model_gives(model):
     plan = PLANS[model.name]
     _video(model, plan, seed=3)
@@ -68,6 +76,7 @@ def test_a_second_video_is_what_a_fresh_model_gives(model):
     assert np.array_equal(again, _video(toys.load(model.name), plan, seed=4))
 
 
+@MOSTLY_CHUNKS
 def test_interleaved_sessions_give_what_each_alone_gives(model):
     plan = PLANS[model.name]
     alone = [_video(toys.load(model.name), p, seed=s) for p, s in ((plan, 1), ("dense", 2))]
@@ -252,6 +261,7 @@ def test_a_change_of_prompt_leaves_no_seam_in_what_is_shown():
     assert np.array_equal(np.concatenate(chunks), whole)
 
 
+@MOSTLY_CHUNKS
 def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
     """A chunk is shown before what it was made by is forgotten."""
     chunk = model.shape().chunk
@@ -315,6 +325,7 @@ def test_first_frames_have_the_videos_size():
     assert ts.open_session(model, first=frames, size=(64, 96)).latent_frame == 1
 
 
+@MOSTLY_CHUNKS
 def test_prompt_and_actions_change_the_video(model):
     plain = np.concatenate([c.frames for c in ts.rollout(model, frames=6)])
     for kwargs in ({"prompt": "another"}, {"actions": "w*6"}):
