@@ -41,7 +41,8 @@ from tachyscope.models.atrium.autoencoder import Autoencoder
 from tachyscope.models.atrium.words import WordEncoder
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.transformer import WanCausal, noised, schedule
+from tachyscope.models.wan.sampler import noised, schedule
+from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
 

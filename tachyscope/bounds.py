@@ -117,7 +117,6 @@ WAN = {
     "steps": Bound(0, 1_000),
     "first_steps": Bound(0, 1_000),
     "shift": Bound(1e-6, 1e6),
-    "restart": LATENTS,
     "size": Bound(1, 4_096),
     "stride": Bound(1, 64),
     "fps": Bound(1, 1_000),

@@ -72,7 +72,7 @@ class ChunkRunner:
 
     def _next(self, moves: Sequence[int]) -> Tensor:
         session = self.session
-        alike = session.graph_capturable and not (self.model.decodes_in_loop or self.model.restarts)
+        alike = session.graph_capturable and self.model.graph_capturable
         if self.record is None or not alike:
             self.forget()
             return self._make(moves)

@@ -313,7 +313,7 @@ def _parts(model: VideoModel, shape: Shape, prompt: int) -> dict[str, Any]:
     """What hangs on the model and the size, and on no plan."""
     assert isinstance(model, WanModel | VilaModel)
     # as a rollout on a GPU does it
-    found = {"weights": _bytes(model.model.parameters()), "beside": not model.decodes_in_loop}
+    found = {"weights": _bytes(model.model.parameters()), "beside": model.overlaps_decode}
     if isinstance(model, WanModel):
         return found | _wan_parts(model, shape)
     return found | _vila_parts(model, shape, prompt)

@@ -26,7 +26,6 @@ from tachyscope.arguments import (
     parse_plan,
     parse_size,
 )
-from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.graph_runner import repeating
@@ -179,7 +178,7 @@ def rollout(
     if not isinstance(overlap_decode, bool | None):
         raise TachyscopeError(f"overlap_decode must be True, False or None, got {overlap_decode!r}")
     overlap_decode = session is None if overlap_decode is None else overlap_decode
-    overlap_decode = overlap_decode and not model.decodes_in_loop and runs_beside(model.device)
+    overlap_decode = overlap_decode and model.overlaps_decode and runs_beside(model.device)
     if session is None:
         session = open_session(
             model, "dense" if plan is None else plan, frames=frames, size=size, first=first,
@@ -231,7 +230,6 @@ def _chunks(
 ) -> Generator[Chunk]:
     shape, left = session.shape, frames
     done = model.pixel_frames(session.latent_frame)
-    stock = parse_plan(model, "stock") if model.together else None
     index = session.chunk
     beside = (
         torch.cuda.Stream(model.device) if model.device.type == "cuda" and overlap_decode else None
@@ -253,8 +251,7 @@ def _chunks(
     while left:
         if changes and changes[0][0] == frames - left:
             maker.forget()
-            change = _retell if model.together and session.plan == stock else _change
-            change(model, session, changes.pop(0)[1], held)
+            _change(model, session, changes.pop(0)[1], held)
             done = model.pixel_frames(session.latent_frame) - (frames - left)
         latents = make(session) if coming is None else coming
         whole = model.pixel_frames(session.latent_frame) - done - (frames - left)
@@ -389,28 +386,15 @@ def change_frames(
 
 def _change(model: VideoModel, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
     """Go on under another prompt, with the newest latents remembered again under it."""
-    pictures = model.decoder_state(session)
-    _refill(model, session, prompt, held, shown=True)
-    # what is told changes, what was shown does not
-    session.features |= pictures
-
-
-def _retell(model: VideoModel, session: Session, prompt: Prompt, held: Sequence[Part]) -> None:
-    """`_change` where a full window is remembered in one pass, behind its sink as it was."""
-    cache, shape = session.plan.cache, session.shape
-    assert isinstance(cache, Window)
-    most = cache.budget.entries(shape) // shape.tokens_per_frame
-    keep = cache.sink if session.latent_frame > most else 0
-    frames = min(session.latent_frame, most) - keep
-    latents = torch.cat([latents for latents, _ in held], model.frame_dim)
-    before = latents.shape[model.frame_dim] - frames
-    if before < 0:  # of a session that is gone on with, no more than its last chunk is known
-        return _change(model, session, prompt, held)
+    again = model.switch_prompt(session, [latents for latents, _ in held])
+    if again is None:
+        decoding = model.decoder_state(session)
+        _refill(model, session, prompt, held, shown=True)
+        session.features |= decoding  # the VAE's streaming state goes on
+        return
     session.source = replace(session.source, prompt=prompt.key)
     model.prefill_prompt(session, prompt.encoded)
-    session.rewind(frames, keep)
-    newest = latents.narrow(model.frame_dim, before, frames)
-    _remember(model, session, [(newest, [])], shown=True)
+    _remember(model, session, [(again, [])], shown=True)
     session.meter.take()
 
 

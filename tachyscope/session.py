@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.attention import attention
 from tachyscope.kernels.replay import (
     follow_drift,
     grow_older,
@@ -126,6 +127,7 @@ class Session:
         self._begun: set[int] = set()  # passes run over the present chunk
         self._ready: set[int] = set()  # passes whose ring holds the last chunk's outputs
         self._context: PassContext | None = None
+        self._reads_past = True  # of the present pass
         self._cos_sin: tuple[Tensor, Tensor] | None = None
         self._pos: Tensor | None = None
         self._scores: dict[int, Tensor] = {}
@@ -232,12 +234,15 @@ class Session:
         self.texts = [policy.prepare(k, v, lengths) for k, v in zip(keys, values, strict=True)]
         self.text_tokens = keys[0].shape[2]
 
-    def begin(self, pos: Tensor, step: int, steps: int, noise: Sequence[float]) -> None:
+    def begin(
+        self, pos: Tensor, step: int, steps: int, noise: Sequence[float], past: bool = True
+    ) -> None:
         """A pass starts, over tokens at pos [S, 3], with each latent frame's noise level.
 
         In chunk models a pass overwrites the present chunk; in token models it goes on behind it.
+        With `past` False the pass reads the present chunk alone.
         """
-        tokens = pos.shape[0]
+        tokens, self._reads_past = pos.shape[0], past
         start = self.now if self.shape.token_by_token else 0
         # tokens that have come behind those of the last pass had no pass before
         known = self.shape.token_by_token or tokens <= self.now
@@ -263,7 +268,7 @@ class Session:
         if self.shape.token_by_token:
             seen = tokens * (self.total_entries + start) + tokens * (tokens + 1) // 2
         else:
-            seen = tokens * (self.total_entries + tokens)
+            seen = tokens * (tokens + (self.total_entries if past else 0))
         self.meter.add("pairs_dense", rows * self.shape.heads * self.shape.layers * seen)
 
     def _make_room(self, ctx: PassContext) -> None:
@@ -300,7 +305,17 @@ class Session:
         assert self._context is not None
         turned_q = self.write_kv(layer, q, k, v)
         ctx = self._context.for_layer(layer)
+        if not self._reads_past:
+            return self._attend_present(turned_q, self.layers[layer], ctx)
         return self.plan.attention.attend(turned_q, self.layers[layer], ctx, self.meter)
+
+    def _attend_present(self, q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
+        """Attention over the present chunk, which no attention policy is asked about."""
+        pairs = q.shape[:3].numel() * ctx.tokens
+        self.meter.add("pairs", pairs)
+        self.meter.add("macs", 2 * pairs * q.shape[3])
+        now = slice(ctx.past, ctx.end)
+        return attention(q, layer.k[:, :, now], layer.v[:, :, now])
 
     def write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put a pass's keys and values behind the past; the rotated queries."""

@@ -688,7 +688,8 @@ def shared_parts() -> Iterator[Shared]:
     import tachyscope.tables
     import tachyscope.video
     from tachyscope.models.vila_u.model import save_vila, toy_tokens
-    from tachyscope.models.wan.model import save_wan, toy_chunks
+    from tachyscope.models.wan.loading import save_wan
+    from tachyscope.models.wan.toy import toy_chunks
 
     with tempfile.TemporaryDirectory(prefix="fuzz-shared-") as folder:
         wan, vila = Path(folder) / "wan", Path(folder) / "vila"

@@ -290,7 +290,7 @@ def test_a_session_is_not_asked_for_what_it_is_not(chunks, tokens):
 
 
 def test_a_session_goes_on_with_its_own_model(chunks, tokens):
-    from tachyscope.models.wan.model import toy_chunks
+    from tachyscope.models.wan.toy import toy_chunks
 
     session = ts.open_session(chunks)
     for other in (tokens, toy_chunks(seed=1), ts.load("toy-chunks", dtype="float64")):

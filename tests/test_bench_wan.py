@@ -30,8 +30,9 @@ from tachyscope.bench.wan import (
 from tachyscope.graph_runner import ChunkRunner
 from tachyscope.memory import need, on_meta
 from tachyscope.models.registry import load
-from tachyscope.models.wan.model import WanModel, random_wan
+from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.rollout import open_session, rollout
 from tachyscope.session import Session

@@ -20,8 +20,9 @@ from tachyscope.models.checkpoint import read_json, read_tensors
 from tachyscope.models.registry import MODELS, load
 from tachyscope.models.vila_u.model import load_vila, save_vila, toy_tokens
 from tachyscope.models.wan.config import WAN_NAMES, WanConfig
-from tachyscope.models.wan.model import load_wan, save_wan, toy_chunks
+from tachyscope.models.wan.loading import load_wan, save_wan
 from tachyscope.models.wan.text import PromptFile
+from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.plan import POLICIES, Plan
 from tachyscope.rollout import chunks_for
 from tachyscope.session import Session
@@ -229,7 +230,7 @@ def test_every_model_that_is_shipped_is_within_the_bounds(name):
 def test_no_memory_is_taken_for_a_configuration_that_its_file_does_not_bear_out(wan, monkeypatch):
     """Within its bounds a configuration may still ask for terabytes."""
     monkeypatch.setattr(
-        "tachyscope.models.wan.model._placed", lambda *a: pytest.fail("memory was taken")
+        "tachyscope.models.wan.loading.allocate", lambda *a: pytest.fail("memory was taken")
     )
     file = wan / "config.json"
     good = file.read_text()

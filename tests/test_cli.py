@@ -22,7 +22,9 @@ import tachyscope.tables  # noqa: F401
 from tachyscope import __version__
 from tachyscope.cli import VIDEO, app, main
 from tachyscope.models.registry import MODELS
-from tachyscope.models.wan.model import WanModel, save_wan, toy_chunks
+from tachyscope.models.wan.loading import save_wan
+from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.plan import NAMED, NAMES, POLICIES
 from tachyscope.settings import settings

@@ -12,7 +12,7 @@ from tachyscope.compare import compare, tell_floor
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.models.registry import load
-from tachyscope.models.wan.model import toy_chunks
+from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.plan import Plan
 from tachyscope.quality import psnr
 from tachyscope.rollout import rollout

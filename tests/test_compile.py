@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tachyscope.models.wan.model import toy_chunks
+from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.models.wan.transformer import EAGER, compiled
 from tachyscope.rollout import open_session
 

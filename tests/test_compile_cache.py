@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tachyscope.compile_cache import VARIABLES, keep_programs, programs_folder
-from tachyscope.models.wan.model import COMPILED_CHUNKS, COMPILED_WIDTH, toy_chunks
+from tachyscope.models.wan.model import COMPILED_CHUNKS, COMPILED_WIDTH
+from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.rollout import open_session
 
 

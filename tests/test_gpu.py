@@ -30,8 +30,8 @@ from tachyscope.kernels.flash import (
 from tachyscope.kernels.rotary import turn_into
 from tachyscope.meter import Meter
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import random_wan
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.rates import warm_up
 from tachyscope.types import Rope
 

@@ -12,7 +12,8 @@ from tachyscope.evaluation.recall import Probed
 from tachyscope.graph_runner import ChunkRunner
 from tachyscope.inspection import Observed, Timed
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import random_wan
+from tachyscope.models.wan.context import Restart
+from tachyscope.models.wan.toy import random_wan
 
 CONFIG = WanConfig(
     dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=6, size=(4, 8), stride=(1, 8, 8),
@@ -120,7 +121,7 @@ def test_a_model_that_drops_its_past_at_times_is_never_recorded():
     def record(session, make):
         raise AssertionError("recorded")
 
-    model, session = _open("cache=window:budget=9f", restart=21)
+    model, session = _open("cache=window:budget=9f", context=Restart(21))
     _play(model, session, ChunkRunner(model, session, record), 8)
     assert (
         session.past == 2 * 3 * session.shape.tokens_per_frame

@@ -10,7 +10,8 @@ from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
 from tachyscope.memory import ROOM, SIZES, fit, largest, lines, need, on_meta, peak, sized
 from tachyscope.models.registry import load
-from tachyscope.models.wan.model import save_wan, toy_chunks
+from tachyscope.models.wan.loading import save_wan
+from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.plan import NAMES
 from tachyscope.rollout import open_session, rollout
 
@@ -147,7 +148,7 @@ def test_what_is_decoded_beside_the_next_chunk_comes_on_top_of_it():
         model = sized(name)
         found = need(model, "stock", frames=81)
         making = max(found.activations + found.attention, found.committing)
-        assert found.decoding > 0 and found.beside == beside == (not model.decodes_in_loop)
+        assert found.decoding > 0 and found.beside == beside == model.overlaps_decode
         together = making + found.decoding if beside else max(making, found.decoding)
         assert found.peak == found.stays + together
         document = fit(model, "stock", frames=81)

@@ -9,14 +9,16 @@ from safetensors.torch import save_file
 import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import WanModel, random_wan
+from tachyscope.models.wan.context import Rolling
+from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.toy import random_wan
 
 SMALL = {"dim": 48, "ffn_dim": 64, "layers": 2, "heads": 2, "text_dim": 8, "text_len": 16,
          "in_channels": 4, "size": (4, 4), "stride": (1, 8, 8)}  # fmt: skip
 CONFIGS = {
     "plain": WanConfig(**SMALL),
     "first steps": WanConfig(**SMALL, first_steps=(1000, 250), steps=(1000, 750, 500)),
-    "rolling": WanConfig(**SMALL, rolling=True, chunk=2),
+    "rolling": WanConfig(**SMALL, context=Rolling(), chunk=2),
 }
 
 

@@ -18,8 +18,10 @@ from tachyscope.errors import TachyscopeWarning
 from tachyscope.models.checkpoint import wan_name, write_tensors
 from tachyscope.models.registry import MODELS
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import WEIGHTS, load_wan, random_wan, save_wan
+from tachyscope.models.wan.context import Recache
+from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
 from tachyscope.models.wan.presets import PRESETS
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.rollout import open_session, refill, rollout
 from tachyscope.session import Session
@@ -501,12 +503,12 @@ def test_a_chunk_made_ahead_never_hangs_on_one_that_was_not_shown(
         monkeypatch.setattr(loop, "runs_beside", lambda device, beside=beside: beside)
         order.clear()
         films.append([c.frames for c in rollout(model, "stock", frames=model.pixel_frames(27))])
-        ahead = beside and not model.decodes_in_loop
+        ahead = beside and model.overlaps_decode
         assert order[:3] == [
             "sample",
             *(["sample", "decode_latents"] if ahead else ["decode_latents", "sample"]),
         ]
-    assert model.decodes_in_loop == (name in ("krea", "causvid"))
+    assert model.context.decodes_in_loop == (name in ("krea", "causvid"))
     assert all(np.array_equal(a, b) for a, b in zip(*films, strict=True))
 
 
@@ -582,9 +584,11 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
     widths = []
 
     class Watched(Session):
-        def begin(self, pos, step, steps, noise):
-            widths.append((len(pos) // self.shape.tokens_per_frame, step, len(set(noise))))
-            super().begin(pos, step, steps, noise)
+        def begin(self, pos, step, steps, noise, past=True):
+            widths.append(
+                (len(pos) // self.shape.tokens_per_frame, step, len(set(noise, past=True)))
+            )
+            super().begin(pos, step, steps, noise, past=True)
 
     session = open_session(model, "stock", frames=model.pixel_frames(6), make=Watched)
     latents_of(model, session, 2)
@@ -649,7 +653,7 @@ def test_a_part_that_encodes_must_be_there(shrunk, tmp_path):
     for name, frames in (("krea", 6), ("causvid", 21)):
         model = published(name, tmp_path)
         made = ts.load(name, "random")
-        assert not made.config.reencode and model.config.reencode
+        assert not made.config.context.reencode and model.config.context.reencode
         for decoder, words in (
             (made.decoder, f"{name} encodes a frame again after showing it, and its decoder only "
              "shows: load it with its VAE"),
@@ -1028,7 +1032,7 @@ def test_a_presets_protocol_serves_another_size(made, tmp_path):
     config = dataclasses.replace(PRESETS["longlive"].config, **SMALL)
     save_wan(made, tmp_path / "x.pt")
     model = load_wan(tmp_path / "x.pt", config=config)
-    assert (model.stock, model.together) == (PRESETS["longlive"].config.stock, True)
+    assert (model.stock, model.context) == (PRESETS["longlive"].config.stock, Recache(12, 3))
     save_wan(made, tmp_path / "folder")
     (tmp_path / "folder" / "config.json").write_text(json.dumps(config.to_json()))
     assert ts.load("wan_causal", tmp_path / "folder").config == config

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 import tachyscope as ts
 from tachyscope.models.vila_u.model import toy_tokens
-from tachyscope.models.wan.model import toy_chunks
+from tachyscope.models.wan.toy import toy_chunks
 
 PLANS = {
     "toy-chunks": "cache=merge:budget=8f attention=ann:read=0.5 text=pads replay=attentive:share=0.5",

@@ -17,7 +17,7 @@ from tachyscope.memory import need, on_meta
 from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import load_wan, random_wan, save_wan
+from tachyscope.models.wan.loading import load_wan, save_wan
 from tachyscope.models.wan.tiny_decoder import (
     ERROR,
     MEAN,
@@ -26,6 +26,7 @@ from tachyscope.models.wan.tiny_decoder import (
     TinyLayers,
     decoder_note,
 )
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.rollout import open_session, refill, rollout
 
 SMALL = (8, 6, 4, 5)  # widths; each its own, so that none can stand for another

@@ -13,17 +13,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tachyscope.models.checkpoint import read_tensors, strip_prefixes, write_tensors
+from tachyscope.models.wan import sampler
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import (
-    WEIGHTS,
-    WanModel,
-    load_wan,
-    random_wan,
-    save_wan,
-    toy_chunks,
-)
-from tachyscope.models.wan.toy_parts import BytesText, Preview
-from tachyscope.models.wan.transformer import WanCausal, clean_from, noised, schedule
+from tachyscope.models.wan.context import RULES
+from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
+from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.sampler import clean_from, noised, schedule
+from tachyscope.models.wan.toy import BytesText, Preview, random_wan, toy_chunks
+from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.plan import NAMES, Plan
 from tachyscope.rollout import rollout
 from tachyscope.session import Session
@@ -271,10 +268,10 @@ def test_a_clean_pass_leaves_what_sampling_left():
             assert x.equal(y)
 
 
-def whole_clean_pass(self, session, x, told):
+def whole_clean_pass(model, session, x, actions):
     """The clean pass as any other: up to a prediction that nobody uses."""
-    self._begin(session, x, len(self.schedule), 0.0)
-    self.model(session, x, torch.zeros(len(x), x.shape[2]), told)
+    sampler.begin_pass(model, session, x, len(model.schedule), [0.0])
+    model.model(session, x, torch.zeros(len(x), x.shape[2]), actions)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +288,7 @@ def test_a_clean_pass_stops_where_nothing_more_is_remembered(plan, monkeypatch):
     films = []
     for whole in (False, True):
         if whole:
-            monkeypatch.setattr(WanModel, "_remember", whole_clean_pass)
+            monkeypatch.setattr(sampler, "clean_pass", whole_clean_pass)
         films.append(list(rollout(adapter, plan, frames=24, prompt="a", actions="w*9 d*9")))
     for ours, theirs in zip(*films, strict=True):
         assert np.array_equal(ours.frames, theirs.frames)
@@ -321,7 +318,7 @@ def test_the_work_of_a_clean_pass_is_counted_as_it_is():
         session = session_for(adapter)
         adapter.prefill_prompt(session, adapter.encode_prompt("a"))
         session.meter.take()
-        (whole_clean_pass if whole else WanModel._remember)(adapter, session, x, None)
+        (whole_clean_pass if whole else sampler.clean_pass)(adapter, session, x, None)
         row = session.meter.take()
         # attention, the prompt's and the MLPs are the session's, not the transformer's
         counts.append(row["macs"] - 2 * 24 * (row["pairs"] + row["text_pairs"]))
@@ -457,7 +454,7 @@ def test_every_pass_is_told_its_place_and_noise(monkeypatch):
     adapter, told = toy_chunks(), []
     begin = Session.begin
 
-    def record(self, pos, step, steps, noise):
+    def record(self, pos, step, steps, noise, past=True):
         told.append((pos[0, 0].item(), len(pos), step, steps, noise))
         begin(self, pos, step, steps, noise)
 
@@ -737,22 +734,55 @@ def test_a_config_comes_back_from_json():
         ({"num_layers": 0}, "layers (num_layers) must be from 1 to 256, got 0"),
         ({"patch_size": [2, 2, 2]}, "patch must take latent frames one by one, got (2, 2, 2)"),
         ({"patch_size": [1, 2]}, "patch (patch_size) must be 3 whole numbers, got (1, 2)"),
-        ({"tachyscope": {"speed": 1}}, "text_encoder, together, warp, got ['speed']"),
+        ({"tachyscope": {"speed": 1}}, "text_encoder, warp, got ['speed']"),
         ({"tachyscope": 3}, "'tachyscope' takes actions"),
         ({"tachyscope": {"steps": [500, 1000]}}, "steps must fall, from 1000 at most to 0"),
         ({"tachyscope": {"steps": []}}, "steps must fall"),
         ({"tachyscope": {"prediction": "noise"}}, "prediction must be 'flow' or 'x0', got noise"),
         ({"tachyscope": {"actions": "ww"}}, "actions must differ, got 'ww'"),
         ({"tachyscope": {"warp": 1}}, "warp must be true or false, got 1"),
-        ({"tachyscope": {"rolling": True, "alone": True}}, "rolling leaves no room for first_st"),
-        ({"tachyscope": {"rolling": True, "actions": ".w"}}, "rolling leaves no room for first_st"),
-        ({"tachyscope": {"restart": 3}}, "restart must be 0 or over its chunk of 3, got 3"),
-        ({"tachyscope": {"reencode": True}}, "reencode needs alone or a restart, got neither"),
+        ({"tachyscope": {"alone": True}}, "stride, text_encoder, warp, got ['alone']"),
         (
-            {"tachyscope": {"together": True, "stock": "cache=keep_all"}},
-            "together needs a stock plan with cache=window first, and no actions",
+            {"tachyscope": {"context": {"rule": "rolling"}, "first_steps": [1000, 500]}},
+            "context rolling leaves no room for first_steps and actions, got first_steps=(1000, ",
+        ),
+        (
+            {"tachyscope": {"context": {"rule": "rolling"}, "actions": ".w"}},
+            "context rolling leaves no room for first_steps and actions, got first_steps=()",
+        ),
+        (
+            {"tachyscope": {"context": {"rule": "restart", "frames": 3}}},
+            "context restart frames must be over its chunk of 3 and at most 1,000,000, got 3",
+        ),
+        (
+            {"tachyscope": {"context": {"rule": "reencode"}}},
+            "context must be {'rule': NAME} with one of absolute, restart, alone, rolling, recache",
+        ),
+        (
+            {"tachyscope": {"context": {"rule": "alone", "reencode": 1}}},
+            "context alone takes reencode (bool), got reencode=1: change it",
+        ),
+        ({"tachyscope": {"context": "alone"}}, "context must be {'rule': NAME} with one of"),
+        (
+            {"tachyscope": {"context": {"rule": "recache"}, "stock": "cache=keep_all"}},
+            "context recache needs a stock plan with cache=window:budget=12f,sink=3 first, and no "
+            "actions, got stock='cache=keep_all'",
         ),
     ],
 )
 def test_a_fault_in_a_config_is_named(change, words):
     refused(lambda: WanConfig.from_json(SMALL.to_json() | change), words)
+
+
+def test_flags_of_the_first_release_that_are_off_say_nothing():
+    old = SMALL.to_json()
+    del old["tachyscope"]["context"]
+    old["tachyscope"] |= {"rolling": False, "alone": False, "restart": 0, "together": False}
+    assert WanConfig.from_json(old) == SMALL
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+def test_a_context_rule_comes_back_from_json(rule):
+    stock = "cache=window:budget=12f,sink=3 attention=dense text=dense replay=none"
+    config = dataclasses.replace(SMALL, context=rule(), stock=stock)
+    assert WanConfig.from_json(json.loads(json.dumps(config.to_json()))) == config

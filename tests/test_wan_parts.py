@@ -18,8 +18,10 @@ from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import WanModel, load_wan, random_wan, save_wan
+from tachyscope.models.wan.loading import load_wan, save_wan
+from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.text import UMT5, PromptFile, embed_prompt
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.rollout import open_session, rollout
 

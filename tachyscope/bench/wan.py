@@ -40,10 +40,10 @@ from tachyscope.graph_runner import ChunkRunner, repeating
 from tachyscope.memory import ROOM, SIZES, need, on_meta
 from tachyscope.meter import summary
 from tachyscope.models.registry import DTYPES, MODELS, load
-from tachyscope.models.wan.model import WanModel, random_wan
+from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
-from tachyscope.models.wan.toy_parts import BytesText, Preview
+from tachyscope.models.wan.toy import random_wan, with_toy_parts
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, emit
@@ -119,12 +119,7 @@ def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanMo
     model = load(name, weights, device=device, dtype=dtype)
     if not isinstance(model, WanModel):
         raise TachyscopeError(f"{name} is no Wan-type model: try tachyscope bench cpu")
-    # a clock needs neither what a prompt means nor to see: a checkpoint alone will do
-    model.text = model.text or BytesText.seeded(model.config, 0)
-    if model.decoder is None:
-        model.decoder, model.decodes_in_loop = Preview.seeded(model.config, 0), False
-        model.config = dataclasses.replace(model.config, reencode=False)  # nothing to encode with
-    return model
+    return with_toy_parts(model)
 
 
 def choose_rows(table: str, rows: str | None) -> dict[str, str]:

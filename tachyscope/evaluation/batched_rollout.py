@@ -60,7 +60,7 @@ class Together(WanModel):
         """Frames [B, H, W, 3] of one latent frame [B, C, 1, h, w]."""
         return self.decode_latents(session, latents.transpose(0, 2))
 
-    def _noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
+    def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
         one = replace(session.shape, batch=1)
         return torch.cat([self._draw(one, generator) for generator in self.generators])
 

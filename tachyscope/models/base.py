@@ -32,12 +32,6 @@ class VideoModel(abc.ABC):
     frame_dim: int  # which dimension of latents counts frames
     # how often noise is drawn for a chunk; 0 where it cannot be handed in instead
     draws: int = 0
-    # what is remembered hangs on how it was shown, so that a chunk is decoded as it is made
-    decodes_in_loop: bool = False
-    # the past is dropped at some chunks, by their number
-    restarts: bool = False
-    # by the stock plan, a change of prompt remembers a full window in one pass, and not its sink
-    together: bool = False
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -103,6 +97,24 @@ class VideoModel(abc.ABC):
     def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
         """Actions of so many latent frames as numbers of the device, which are read when the work
         is done; None where the model takes no actions, or not so."""
+        return None
+
+    @property
+    def overlaps_decode(self) -> bool:
+        """Whether a chunk can be decoded while the next one is sampled."""
+        return True
+
+    @property
+    def graph_capturable(self) -> bool:
+        """Whether chunks do the same work once the cache is full."""
+        return True
+
+    def switch_prompt(self, session: Session, held: Sequence[Tensor]) -> Tensor | None:
+        """Make room for a new prompt's KV; the latents to prefill in one pass under that prompt.
+
+        `held` are the newest chunks. None where they are prefilled chunk by chunk instead, in a
+        session that has forgotten everything.
+        """
         return None
 
     def compiling_pays(self, chunks: int) -> bool:

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from tachyscope.bounds import JSON_BYTES
 from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory, shown
 from tachyscope.files import replacing, unwritable
+from tachyscope.machine import memory_of
+
+M = TypeVar("M", bound=nn.Module)
 
 SAFE = (".safetensors", ".sft")
 PICKLED = (".pt", ".pth", ".bin")
@@ -176,6 +179,25 @@ def matched(
             f"give the configuration it was made with"
         )
     return given
+
+
+def allocate(model: M, device: torch.device | str, where: str) -> M:
+    """A model of shapes alone, with memory for its weights."""
+    size = sum(x.numel() * x.element_size() for x in model.parameters())
+    limit = memory_of(torch.device(device))
+    try:
+        # the system may grant what it does not have
+        if limit is not None and size > limit:
+            raise MemoryError
+        return model.to_empty(device=device)
+    except (RuntimeError, MemoryError) as fault:
+        if not is_out_of_memory(fault):
+            raise
+        wide = next(model.parameters()).dtype.itemsize > 2
+        raise TachyscopeError(
+            f"{where}: its weights take {size / 1e9:.1f} GB, more than the memory of {device} has "
+            f"left: free some, or {'load it in bfloat16' if wide else 'take a smaller model'}"
+        ) from None
 
 
 def check_finite(module: nn.Module, where: str) -> None:

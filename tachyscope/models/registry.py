@@ -13,9 +13,11 @@ import torch
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
 from tachyscope.models.vila_u.model import load_vila, toy_tokens
-from tachyscope.models.wan.model import WanModel, load_wan, toy_chunks
+from tachyscope.models.wan.loading import load_wan
+from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS, load_preset
 from tachyscope.models.wan.text import PromptFile
+from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.numerics import own_numerics
 from tachyscope.plan import Plan
 from tachyscope.weights import shipped

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tachyscope.bounds import WAN, told, within
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
 
 # our field -> the name in Wan's config.json
 WAN_NAMES = {
@@ -41,6 +42,8 @@ DIFFUSERS_FIXED = {
     "added_kv_proj_dim": None,
     "pos_embed_seq_len": None,
 }
+# flags of 0.1
+RETIRED = ("rolling", "alone", "restart", "reencode", "together")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,7 @@ class WanConfig:
     warp: bool = True  # steps count along the schedule before its shift; else they are timesteps
     shift: float = 5.0
     prediction: str = "flow"  # noise - x0; or "x0"
-    rolling: bool = False  # as many chunks as steps are under way, each a step behind the last
-    alone: bool = False  # a finished chunk's clean pass sees nothing of the chunks before it
-    restart: int = 0  # latent frames until all but the last chunk is forgotten; 0 for never
-    reencode: bool = False  # what is so cut off from the past begins with a frame encoded again
-    together: bool = False  # a change of prompt remembers a full window in one pass, not its sink
+    context: ContextRule = Absolute()  # what a finished chunk leaves for the next
     size: tuple[int, int] = (60, 104)  # latent rows and columns unless a size is asked for
     stride: tuple[int, int, int] = (4, 8, 8)  # pixel frames, rows, columns of a latent one
     fps: int = 16
@@ -105,27 +104,8 @@ class WanConfig:
         _demand(
             self.prediction in ("flow", "x0"), "prediction must be 'flow' or 'x0'", self.prediction
         )
-        _demand(
-            not (self.rolling and (self.first_steps or self.actions or self.alone or self.restart)),
-            "rolling leaves no room for first_steps, actions, alone and restart",
-            f"first_steps={self.first_steps}, actions={self.actions!r}, alone={self.alone}, "
-            f"restart={self.restart}",
-        )
-        _demand(
-            self.restart == 0 or self.restart > self.chunk,
-            f"restart must be 0 or over its chunk of {self.chunk}",
-            self.restart,
-        )
-        _demand(
-            not self.reencode or self.alone or self.restart > 0,
-            "reencode needs alone or a restart",
-            "neither",
-        )
-        _demand(
-            not self.together or (self.stock.startswith("cache=window:") and not self.actions),
-            "together needs a stock plan with cache=window first, and no actions",
-            f"stock={self.stock!r}, actions={self.actions!r}",
-        )
+        if fault := self.context.check(self):
+            _demand(False, f"context {self.context.name} {fault[0]}", fault[1])
         _demand(
             len(set(self.actions)) == len(self.actions), "actions must differ", repr(self.actions)
         )
@@ -137,7 +117,7 @@ class WanConfig:
     @property
     def kind(self) -> str:
         """Which named plans are meant."""
-        return "rolling" if self.rolling else "chunks"
+        return self.context.kind
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -153,6 +133,7 @@ class WanConfig:
         """Wan's own names, and what Wan has no name for in "tachyscope"."""
         values = dataclasses.asdict(self)
         ours = {name: value for name, value in values.items() if name not in WAN_NAMES}
+        ours["context"] = self.context.to_json()
         wan = {WAN_NAMES[name]: values[name] for name in WAN_NAMES}
         return {"model_type": "t2v", "out_dim": self.in_channels, **wan, "tachyscope": ours}
 
@@ -163,6 +144,9 @@ class WanConfig:
         if "attention_head_dim" in wan:
             wan = _from_diffusers(wan, where)
         ours = wan.pop("tachyscope", {})
+        if isinstance(ours, Mapping):
+            # what a context rule says now was a flag each, and off says nothing
+            ours = {name: x for name, x in ours.items() if name not in RETIRED or x}
         values: dict[str, Any] = {}
         out = wan.pop("out_dim", None)
         known = {theirs: field for field, theirs in WAN_NAMES.items()}
@@ -184,6 +168,11 @@ class WanConfig:
                 f"{where}: 'tachyscope' takes {', '.join(sorted(fields))}, got {odd}: remove these"
             )
         values |= ours
+        if "context" in values:
+            try:
+                values["context"] = rule_from_json(values["context"])
+            except TachyscopeError as fault:
+                raise TachyscopeError(f"{where}: {fault}") from None
         # JSON has no tuples
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         try:
@@ -250,7 +239,9 @@ def _demand_fixed(where: str, name: str, given: Any, fixed: Any) -> None:
 
 def _check_type(name: str, value: Any, like: Any) -> None:
     """A value read from a file has the type of the default it replaces."""
-    if isinstance(like, tuple):
+    if isinstance(like, ContextRule):
+        right, kind = isinstance(value, ContextRule), "a context rule"
+    elif isinstance(like, tuple):
         right = isinstance(value, tuple) and all(type(v) is int for v in value)
         # only steps may be more or fewer
         steps = name in ("steps", "first_steps")

@@ -9,8 +9,11 @@ import torch
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import WanModel, load_wan, random_wan
+from tachyscope.models.wan.context import Alone, Recache, Restart, Rolling
+from tachyscope.models.wan.loading import load_wan
+from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
+from tachyscope.models.wan.toy import random_wan
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,11 @@ PRESETS = {
     "causvid": Preset(
         "CausVid: Wan 1.3B, 3 steps",
         WanConfig(
-            steps=(1000, 757, 522), warp=False, shift=8.0, restart=21, reencode=True, stock=NEWEST
+            steps=(1000, 757, 522),
+            warp=False,
+            shift=8.0,
+            context=Restart(frames=21, reencode=True),
+            stock=NEWEST,
         ),
         "generator",
     ),
@@ -58,14 +65,14 @@ PRESETS = {
         "Rolling-Forcing: Wan 1.3B, 5 chunks at 5 steps together",
         WanConfig(
             steps=(1000, 800, 600, 400, 200),
-            rolling=True,
+            context=Rolling(),
             # 15 latent frames under way, the first 3 and the newest 18
             stock=_stock("window:budget=36f,sink=3,positions=reindexed,view=21f"),
         ),
     ),
     "longlive": Preset(
         "LongLive 1: Wan 1.3B, 4 steps; its LoRA is a file of its own",
-        WanConfig(together=True, stock=_stock("window:budget=12f,sink=3")),
+        WanConfig(context=Recache(window=12, sink=3), stock=_stock("window:budget=12f,sink=3")),
         "generator",
     ),
     "infinite-forcing": Preset(
@@ -84,8 +91,7 @@ PRESETS = {
             layers=40,
             heads=40,
             steps=(*FOUR, 0),
-            alone=True,
-            reencode=True,
+            context=Alone(reencode=True),
             stock=_stock("window:budget=6f,sink=0"),
         ),
     ),
@@ -112,7 +118,7 @@ def load_preset(
     if lora is not None:
         raise TachyscopeError("random weights take no LoRA: leave `lora` out, or give a checkpoint")
     # a preview cannot encode what it shows
-    config = replace(preset.config, reencode=False)
+    config = replace(preset.config, context=preset.config.context.without_reencoding())
     made = random_wan(config, device=device, dtype=dtype, name=name)
     if decoder is not None:
         made.decoder = TinyDecoder.read(decoder, config, device, dtype, check=decoder_check)

@@ -1,17 +1,19 @@
-"""Wan's transformer under its published names, and the noise schedule it was trained on."""
+"""Wan's transformer under its published names."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tachyscope.models.wan.config import WanConfig
 from tachyscope.types import Mlp
+
+if TYPE_CHECKING:
+    from tachyscope.models.wan.config import WanConfig
 
 # layer, q, k, v, as `attend` takes them
 Enter = Callable[[int, Tensor, Tensor, Tensor], object]
@@ -398,32 +400,3 @@ def _add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """x + y · gate, for x and y [B, S, W] and one gate a frame [B, F, W]."""
     x_, y_ = (z.to(wider(x.dtype)).unflatten(1, (gate.shape[1], -1)) for z in (x, y))
     return torch.addcmul(x_, y_, gate[:, :, None]).flatten(1, 2).to(x.dtype)
-
-
-def schedule(config: WanConfig) -> list[tuple[float, float]]:
-    """Timestep and noise level of each of the configuration's levels."""
-
-    def shifted(s: float) -> float:
-        return config.shift * s / (1 + (config.shift - 1) * s)
-
-    # the thousand levels of training, which a level between them is rounded to
-    levels = [shifted(n / 1000) for n in range(1, 1001)]
-    found = []
-    for step in config.levels:
-        t = 1000 * shifted(step / 1000) if config.warp else float(step)
-        found.append((t, min(levels, key=lambda level: abs(1000 * level - t))))
-    return found
-
-
-def clean_from(config: WanConfig, x: Tensor, prediction: Tensor, sigma: float) -> Tensor:
-    """x0 from latents x at noise level sigma and what the model said of them."""
-    if config.prediction == "x0":
-        return prediction
-    # float64 is slow on a GPU, and float32 is enough for four steps
-    exact = wider(x.dtype) if x.is_cuda else torch.float64
-    return (x.to(exact) - sigma * prediction.to(exact)).to(x.dtype)
-
-
-def noised(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
-    """Clean latents brought to noise level sigma."""
-    return (1 - sigma) * clean + sigma * noise

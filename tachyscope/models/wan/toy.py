@@ -1,7 +1,8 @@
-"""Parts for models of random weights: a prompt as its bytes, a look at latents."""
+"""Models of random weights, and their parts: a prompt as its bytes, latents as colours."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Self
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
+from tachyscope.models.checkpoint import allocate, fit, read_tensors, write_tensors
 from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.transformer import WanCausal
 
 
 class BytesText:
@@ -99,3 +102,60 @@ class Preview:
         small = (255 * colour.clamp(0, 1)).round().to(torch.uint8).cpu().numpy()
         frames = small.repeat(self.stride[0], 0)[first:]
         return frames.repeat(self.stride[1], 1).repeat(self.stride[2], 2)
+
+
+def random_wan(
+    config: WanConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    name: str = "random",
+) -> WanModel:
+    """A model of random weights, scaled so that attention is sharp and nothing explodes."""
+    with torch.device("meta"):
+        model = WanCausal(config).cast(dtype)
+    model = allocate(model, device, name)
+    generator = torch.Generator(device).manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        # always drawn in float32, so that every dtype rounds the same weights
+        drawn = torch.randn(
+            parameter.shape, generator=generator, dtype=torch.float32, device=device
+        )
+        if key.endswith("modulation"):
+            drawn *= 0.1
+            if key.startswith("blocks"):
+                # gates near one let every layer speak
+                drawn[:, 2::3] += 1
+        elif "norm" in key and key.endswith("weight"):
+            # logits of spread two: flat attention would hide what a policy leaves out
+            drawn.fill_(2**0.5)
+        elif key.endswith("bias"):
+            drawn *= 0.1
+        elif not key.startswith("action"):
+            drawn *= drawn[0].numel() ** -0.5
+        parameter.data.copy_(drawn)
+    text, decoder = BytesText.seeded(config, seed), Preview.seeded(config, seed)
+    return WanModel(name, model.eval(), text, decoder)
+
+
+def with_toy_parts(model: WanModel) -> WanModel:
+    """A model to be timed: what it lacks of a text encoder and a decoder is a toy's."""
+    found = copy.copy(model)
+    found.text = model.text or BytesText.seeded(model.config, 0)
+    if model.decoder is None:
+        found.decoder = Preview.seeded(model.config, 0)
+        found.context = model.context.without_reencoding()  # a preview encodes nothing
+    return found
+
+
+def toy_chunks(
+    seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> WanModel:
+    """A tiny random model that makes a video in a blink."""
+    config = WanConfig(
+        dim=96, ffn_dim=160, layers=3, heads=4, text_dim=24, text_len=64, actions=".wsadqe",
+        size=(8, 12), stride=(1, 8, 8),
+    )  # fmt: skip
+    # drawn on the CPU, so that it is the same model on every device
+    made = random_wan(config, seed, dtype=dtype)
+    return WanModel("toy-chunks", made.model.to(device), made.text, made.decoder)

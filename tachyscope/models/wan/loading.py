@@ -1,0 +1,192 @@
+"""Checkpoints of Wan-type models: read, checked against their configuration, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError, warn
+from tachyscope.models.atrium.autoencoder import Pictures
+from tachyscope.models.atrium.words import Words
+from tachyscope.models.checkpoint import (
+    PICKLED,
+    SAFE,
+    allocate,
+    check_finite,
+    fit,
+    matched,
+    read_json,
+    read_tensors,
+    strip_prefixes,
+    wan_names,
+    write_json,
+    write_tensors,
+)
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.lora import merge_lora
+from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.parts import Decoder, TextEncoder
+from tachyscope.models.wan.text import UMT5, PromptFile
+from tachyscope.models.wan.tiny_decoder import TinyDecoder
+from tachyscope.models.wan.toy import BytesText, Preview
+from tachyscope.models.wan.transformer import WanCausal
+from tachyscope.models.wan.vae import WanVae
+
+T = TypeVar("T")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+# RoPE's angles, which some trainers save with the weights: Wan's name, and diffusers'
+ROPE_TABLES = ("freqs", "rope.freqs", "rope.freqs_cos", "rope.freqs_sin")
+# how a kind of part is read from a model's folder
+TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {
+    "bytes": BytesText.read,
+    "words": Words.read,
+    "umt5": UMT5.read,
+    "prompt_file": PromptFile.read,
+}
+DECODERS: dict[str, Callable[..., Decoder]] = {
+    "preview": Preview.read,
+    "autoencoder": Pictures.read,
+    "wan_vae": WanVae.read,
+    "tiny_decoder": TinyDecoder.read,
+}
+
+
+def load_wan(
+    path: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: WanConfig | None = None,
+    text: TextEncoder | None = None,
+    decoder: Path | str | None = None,
+    decoder_check: bool = False,
+    lora: Path | str | None = None,
+    lora_alpha: float | None = None,
+    preset: str = "",
+    entry: str = "",
+) -> WanModel:
+    """A model from a folder with config.json, or from one file, its shape given or inferred.
+
+    A folder may be diffusers', of the transformer or of the pipeline around it. `text`, and the
+    tiny decoder in the file `decoder`, go before the parts that the folder holds, and these before
+    Wan's own as they are published, which may also lie beside a file. `decoder_check` has a tiny
+    decoder's frames compared with the VAE's. `lora` is merged into the weights, by `lora_alpha`
+    where the file does not tell its alpha.
+    `preset` is the name of the model that `config` describes, `entry` the copy its authors run
+    where a file holds several.
+    """
+    path, shown = Path(path), None
+    if path.is_dir():
+        folder = path / "transformer" if (path / "transformer").is_dir() else path
+        if config is None:
+            stated = folder / "config.json"
+            config = WanConfig.from_json(read_json(stated), str(stated))
+        index = folder / f"{WEIGHTS}.index.json"
+        file = index if index.is_file() else folder / WEIGHTS
+        text = text or _part(TEXT_ENCODERS, config.text_encoder, path, config)
+        if decoder is None:
+            shown = _part(DECODERS, config.decoder, path, config, device=device)
+    else:
+        file = path
+        if not file.is_file():
+            raise TachyscopeError(
+                f"no model at {path}: give a folder with config.json, or a checkpoint file"
+            )
+    tensors = wan_names(strip_prefixes(read_tensors(file, entry)), str(file))
+    stored = {name: tensors.pop(name) for name in ROPE_TABLES if name in tensors}
+    if config is None or preset:
+        inferred = WanConfig.infer(tensors, str(file))
+        config = config or inferred
+        if config.size_words != inferred.size_words:
+            raise TachyscopeError(
+                f"{file} holds a model of {inferred.size_words}, but {preset} has "
+                f"{config.size_words}: give {preset}'s own weights, or load them as wan_causal"
+            )
+    # no time goes into random weights that the file replaces
+    with torch.device("meta"):
+        model = WanCausal(config).cast(dtype)
+    # a configuration may say anything: memory is taken once the file has borne it out
+    matched(model, tensors, str(file))
+    model = allocate(model, device, str(file))
+    fit(model, tensors, str(file))
+    check_finite(model, str(file))
+    if lora is not None:
+        merge_lora(model, tensors, Path(lora), lora_alpha)
+    beside = path if path.is_dir() else path.parent
+    if text is None and UMT5.found(beside):
+        text = UMT5.read(beside, config)
+    vae = None
+    # latents can be made and timed without what shows them
+    if WanVae.found(beside) and find_spec("diffusers"):
+        vae = functools.partial(WanVae.read, beside, device=device, dtype=dtype)
+    if decoder is not None:
+        shown = TinyDecoder.read(decoder, config, device, dtype, vae, decoder_check)
+    elif shown is None and vae is not None:
+        shown = vae()
+    name = preset or (path.resolve().name if path.is_dir() else path.stem)
+    made = WanModel(name, model.eval(), text, shown)
+    if made.context.decodes_in_loop and isinstance(shown, TinyDecoder):
+        warn(
+            f"{name} encodes its own pictures again, which a tiny decoder draws less exactly: "
+            f"what it makes is then another video, not only shown otherwise"
+        )
+    for key, table in stored.items():
+        _pass_over(key, table, made, str(file))
+    return made
+
+
+def save_wan(made: WanModel, path: Path | str) -> None:
+    """Write a folder, or the weights alone: to .safetensors, or to a .pt as trainers do."""
+    path = Path(path)
+    tensors = made.model.state_dict()
+    if path.suffix in SAFE:
+        return write_tensors(path, tensors)
+    if path.suffix in PICKLED:
+        wrapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        return write_tensors(path, wrapped, under="generator_ema")
+    path.mkdir(parents=True, exist_ok=True)
+    config = dataclasses.replace(
+        made.config,
+        text_encoder=made.text.kind if made.text else "",
+        decoder=made.decoder.kind if made.decoder else "",
+    )
+    write_json(path / "config.json", config.to_json())
+    write_tensors(path / WEIGHTS, tensors)
+    for part in (made.text, made.decoder):
+        if part:
+            part.write(path)
+
+
+def _pass_over(name: str, table: Tensor, model: WanModel, where: str) -> None:
+    """Note that RoPE's angles in a file are not read; refuse them where the model has others."""
+    if table.is_complex():
+        # Wan's own: the place along an axis, then channels by twos, each axis its share of them
+        rows = table.shape[0] if table.dim() else 0
+        places = torch.arange(rows, dtype=torch.float64)[:, None].expand(-1, 3)
+        cos, sin = model.rope(model.shape()).cos_sin(places, torch.float64)
+        angles = torch.complex(cos[:, ::2], sin[:, 1::2])
+        if table.shape != angles.shape or not torch.allclose(table.to(angles), angles, atol=1e-3):
+            raise TachyscopeError(
+                f"{where}: {name} must be the angles of a RoPE of 3 axes and theta 10000 over "
+                f"{model.config.head_dim} channels, it has others: give a model of Wan's RoPE"
+            )
+    warn(f"{where}: {name} is not read, RoPE's angles are computed")
+
+
+def _part(
+    kinds: Mapping[str, Callable[..., T]], kind: str, folder: Path, config: WanConfig, **more: Any
+) -> T | None:
+    if not kind:
+        return None
+    if kind not in kinds:
+        raise TachyscopeError(
+            f"{folder / 'config.json'} names a part {kind!r}; there are {', '.join(kinds)}: "
+            f"give one of these"
+        )
+    return kinds[kind](folder, config, **more)

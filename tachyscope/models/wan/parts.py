@@ -1,0 +1,57 @@
+"""The parts of a model that can be exchanged: text encoders and decoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+class TextEncoder(Protocol):
+    """A prompt's embedding, as a part that can be exchanged."""
+
+    kind: str
+
+    def __call__(self, prompt: str) -> tuple[Tensor, int]:
+        """The embedding [1, text_len, text_dim], zero after the prompt, and the prompt's length."""
+
+    def write(self, folder: Path) -> None: ...
+
+
+class Decoder(Protocol):
+    """From latents to pictures, as a part that can be exchanged."""
+
+    kind: str
+    name: str  # for people
+
+    def pixel_frames(self, latents: int) -> int:
+        """Frames that so many latent ones from the video's start become."""
+
+    def encode(self, frames: np.ndarray | Tensor) -> Tensor:
+        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3], or of such `levels`.
+
+        Raises where there is no way.
+        """
+
+    def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
+        """Take in latents that are not shown, where what follows depends on them."""
+
+    def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """The frames before they are rounded: 0 to 255 as floats."""
+
+    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
+        """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]; `features` lasts for a video."""
+
+    def write(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """An encoded prompt: it fills no cache entries, so `lengths` is empty."""
+
+    context: Tensor  # [1, text_len, text_dim]
+    length: int  # tokens of it that are not padding
+    lengths: tuple[int, ...] = ()
