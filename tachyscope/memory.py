@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
 from tachyscope.arguments import parse_plan
 from tachyscope.bounds import check
@@ -24,27 +17,14 @@ from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.models.base import VideoModel
-from tachyscope.models.registry import DTYPES, MODELS, load
-from tachyscope.models.vila_u.model import VilaModel
-from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.presets import PRESETS
-from tachyscope.models.wan.transformer import WanCausal, wider
-from tachyscope.models.wan.vae import WanVae
+from tachyscope.models.registry import DTYPES, MODELS, SIZED, load
+from tachyscope.peak_memory import peak, tensor_bytes
 from tachyscope.plan import Plan, spell
 from tachyscope.results import Document, document
 from tachyscope.rollout import chunks_for
 from tachyscope.session import Session
-from tachyscope.types import LayerCache, Mlp, PassContext, Shape, Size
+from tachyscope.types import LayerCache, PassContext, Size
 
-# published models by size: to know what they take, no checkpoint is needed
-SIZES = {
-    "wan_1.3b": WanConfig(),
-    "wan_5b": WanConfig(
-        dim=3072, ffn_dim=14336, heads=24, in_channels=48, size=(44, 80), stride=(4, 16, 16)
-    ),
-    "wan_14b": WanConfig(dim=5120, ffn_dim=13824, layers=40, heads=40),
-}
 # of a GPU's memory; the rest is left to CUDA's own and to gaps between tensors
 ROOM = 0.95
 
@@ -86,7 +66,7 @@ class Shapes(Session):
         """Bytes of all layers, by the tensors' names."""
         (layer,) = self.layers
         held = layer.entries() | layer.extra
-        return {name: self.shape.layers * _bytes([x]) for name, x in held.items()}
+        return {name: self.shape.layers * tensor_bytes([x]) for name, x in held.items()}
 
     def reading(self) -> int:
         """Bytes that one layer's attention works with, beside what goes in and out."""
@@ -116,76 +96,6 @@ class Shapes(Session):
     def _empty(self, heads: int, tokens: int) -> Tensor:
         size = (self.shape.batch, heads, tokens, self.shape.head_dim)
         return torch.empty(size, dtype=self.dtype, device=self.device)
-
-
-class Passing:
-    """Stands in for a session: attention costs nothing here, since it is measured by itself."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.empty_like(q)
-
-    def cross(self, layer: int, q: Tensor) -> Tensor:
-        return torch.empty_like(q)
-
-    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
-        return fn(x)
-
-
-class Live(TorchDispatchMode):
-    """Adds up what tensors hold while they live, and remembers the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: Any = WeakIdKeyDictionary()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self._meet((args, kwargs), counted=False)  # what comes in was there before
-        out = func(*args, **(kwargs or {}))
-        self._meet(out, counted=True)
-        return out
-
-    def _meet(self, tree: Any, counted: bool) -> None:
-        for x in tree_leaves(tree):
-            if isinstance(x, Tensor) and x.is_meta:
-                storage = x.untyped_storage()
-                if storage not in self.known:
-                    self.known[storage] = True
-                    if counted:
-                        self._add(storage.nbytes())
-                        weakref.finalize(storage, self._add, -storage.nbytes())
-
-    def _add(self, size: int) -> None:
-        self.now += size
-        self.most = max(self.most, self.now)
-
-
-class Fused(TorchFunctionMode):
-    """Attention as fused kernels compute it: without a matrix of scores."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return torch.empty_like(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def peak(call: Callable[[], object]) -> int:
-    """The most bytes that a call on meta tensors holds at once, besides what it was given.
-
-    Where a call asks for data there is none, and what it held until then is the answer.
-    """
-    with torch.no_grad(), Live() as live, Fused():
-        try:
-            call()
-        except (NotImplementedError, RuntimeError) as fault:
-            if "meta" not in str(fault).lower():
-                raise
-    most: int = live.most
-    return most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,40 +141,14 @@ def sized(name: str, weights: str | Path | None = None, dtype: str = "bfloat16")
     """
     if dtype not in DTYPES:
         raise TachyscopeError(f"no dtype {dtype!r}; there are: {', '.join(DTYPES)}")
-    published = SIZES | {name: preset.config for name, preset in PRESETS.items()}
-    if name in published:
+    if name in SIZED:
         if weights is not None:
             raise TachyscopeError(f"the size of {name} is known: leave `weights` out")
-        return _wan(name, published[name], DTYPES[dtype])
+        return SIZED[name](DTYPES[dtype])
     if name not in MODELS:
-        raise TachyscopeError(f"no model {name!r}; there are: {', '.join((*MODELS, *SIZES))}")
-    return on_meta(load(name, weights, dtype=dtype))
-
-
-M = TypeVar("M", bound=VideoModel)
-
-
-def on_meta(model: M) -> M:
-    """A copy of the model whose tensors are shapes alone."""
-    found = copy.copy(model)
-    found.device = torch.device("meta")
-    if isinstance(found, WanModel):
-        found.decoder = copy.deepcopy(found.decoder)
-        for part in _modules(found.decoder):
-            part.to("meta")
-        with torch.device("meta"):  # made anew: a copy would first take the weights' memory again
-            found.model = WanCausal(found.config).cast(found.dtype)
-    else:
-        assert isinstance(found, VilaModel)
-        found.model = copy.deepcopy(found.model).to("meta")
-    return found
-
-
-def _wan(name: str, config: WanConfig, dtype: torch.dtype) -> WanModel:
-    with torch.device("meta"):
-        model = WanCausal(config).cast(dtype)
-        decoder = WanVae.sized(config.in_channels, dtype)
-    return WanModel(name, model, None, decoder)
+        known = ", ".join(dict.fromkeys((*MODELS, *SIZED)))
+        raise TachyscopeError(f"no model {name!r}; there are: {known}")
+    return load(name, weights, dtype=dtype).on_meta()
 
 
 def need(
@@ -280,7 +164,7 @@ def need(
     The prompt matters in models that hold it in their cache.
     """
     session = _shapes(model, plan, frames, size, prompt)
-    return _need(session, _parts(model, session.shape, session.prompt))
+    return _need(session, _model_parts(model, session))
 
 
 def _shapes(
@@ -300,6 +184,13 @@ def _shapes(
     )  # fmt: skip
 
 
+def _model_parts(model: VideoModel, session: Shapes) -> dict[str, Any]:
+    """What hangs on the model and the size, and on no plan."""
+    parts = model.memory_parts(session.shape, session.prompt)
+    # as a rollout on a GPU does it
+    return {**parts._asdict(), "beside": model.overlaps_decode}
+
+
 def _need(session: Shapes, parts: Mapping[str, Any]) -> Need:
     return Need(
         cache=session.tensors(),
@@ -307,54 +198,6 @@ def _need(session: Shapes, parts: Mapping[str, Any]) -> Need:
         committing=session.committing(),
         **parts,
     )
-
-
-def _parts(model: VideoModel, shape: Shape, prompt: int) -> dict[str, Any]:
-    """What hangs on the model and the size, and on no plan."""
-    assert isinstance(model, WanModel | VilaModel)
-    # as a rollout on a GPU does it
-    found = {"weights": _bytes(model.model.parameters()), "beside": model.overlaps_decode}
-    if isinstance(model, WanModel):
-        return found | _wan_parts(model, shape)
-    return found | _vila_parts(model, shape, prompt)
-
-
-def _wan_parts(model: WanModel, shape: Shape) -> dict[str, int]:
-    c = model.config
-    frames = shape.chunk + shape.rolling_frames  # of a pass
-    high, wide = shape.grid[0] * c.patch[1], shape.grid[1] * c.patch[2]
-    size = (shape.batch, c.in_channels, frames, high, wide)
-    x = torch.empty(size, dtype=wider(model.dtype), device="meta")
-    t = torch.empty(shape.batch, frames, device="meta")
-    told = torch.empty(frames, dtype=torch.int64, device="meta") if c.actions else None
-    context = torch.empty(shape.batch, c.text_len, c.text_dim, device="meta")
-    with torch.no_grad():
-        keys, values = model.model.keys_values(context)
-    features: dict[str, Tensor] = {}
-    decoding, held = 0, 0
-    if model.decoder is not None:
-        decoder = model.decoder
-        for _ in range(2):  # the first chunk has nothing before it
-            decoding = max(decoding, peak(lambda: decoder(x[:1, :, : shape.chunk], features)))
-        held = sum(_bytes(part.parameters()) for part in _modules(decoder))
-    return {
-        "prompt": _bytes((*keys, *values)),
-        "activations": peak(lambda: model.model(Passing(), x, t, told)),
-        "decoder": held + _bytes(features.values()),
-        "decoding": decoding,
-    }
-
-
-def _vila_parts(model: VilaModel, shape: Shape, prompt: int) -> dict[str, int]:
-    c = model.config
-    x = torch.empty(shape.batch, max(prompt, 1), c.hidden, dtype=model.dtype, device="meta")
-    codes = torch.empty(1, 1, *c.grid, c.depth, dtype=torch.int64, device="meta")
-    return {
-        "prompt": 0,  # in the cache
-        "activations": peak(lambda: model.model.trunk(Passing(), x)),
-        "decoder": 0,  # among the weights
-        "decoding": peak(lambda: model.model.vae.decode(model.model.vae.quantizer.sum(codes[0]))),
-    }
 
 
 def fit(
@@ -374,7 +217,7 @@ def fit(
     parsed = parse_plan(model, plan)
     session = _shapes(model, parsed, frames, size, prompt)
     shape = session.shape
-    parts = _parts(model, shape, session.prompt)
+    parts = _model_parts(model, session)
     found = _need(session, parts)
     bytes_of = dataclasses.asdict(found)
     beside = bytes_of.pop("beside")
@@ -470,12 +313,3 @@ def lines(found: Document) -> list[str]:
 
 def _line(name: str, size: int) -> str:
     return f"{name:28}{size / 1e9:9.3f} GB"
-
-
-def _modules(part: object) -> list[nn.Module]:
-    """The modules that a text encoder or decoder holds."""
-    return [value for value in vars(part).values() if isinstance(value, nn.Module)]
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)

@@ -28,7 +28,7 @@ from tachyscope.bench.wan import (
     wan_lines,
 )
 from tachyscope.graph_runner import ChunkRunner
-from tachyscope.memory import need, on_meta
+from tachyscope.memory import need
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS
@@ -190,7 +190,7 @@ def test_rows_are_names_or_plans():
 
 
 def test_lengths_are_what_the_memory_holds(model):
-    shapes = on_meta(model)
+    shapes = model.on_meta()
     dense, bounded = (parse_plan(model, text) for text in ("dense", "cache=merge:budget=21f"))
     assert default_lengths(shapes, bounded, None, None) == [24, 57, 120]
     assert default_lengths(shapes, dense, None, None) == list(wan.LENGTHS)

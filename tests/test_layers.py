@@ -11,7 +11,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"bounds", "process", "fpga"},
     {"types", "files", "weights", "fingerprint", "numerics"},
     {"settings", "options"},
-    {"meter", "rates"},
+    {"meter", "rates", "peak_memory"},
     {"kernels"},
     {"cache", "attention", "replay"},
     {"plan"},

@@ -8,10 +8,12 @@ import toys
 
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
-from tachyscope.memory import ROOM, SIZES, fit, largest, lines, need, on_meta, peak, sized
+from tachyscope.memory import ROOM, fit, largest, lines, need, sized
 from tachyscope.models.registry import load
 from tachyscope.models.wan.loading import save_wan
+from tachyscope.models.wan.presets import SIZES
 from tachyscope.models.wan.toy import toy_chunks
+from tachyscope.peak_memory import peak
 from tachyscope.plan import NAMES
 from tachyscope.rollout import open_session, rollout
 
@@ -34,7 +36,7 @@ CUSTOM = {
 @pytest.fixture(scope="module", params=CUSTOM)
 def models(request):
     model = load(request.param)
-    return model, on_meta(model)
+    return model, model.on_meta()
 
 
 @pytest.mark.slow
@@ -86,7 +88,7 @@ def test_it_is_what_a_rollout_ends_with(plan, name, frames):
     session = open_session(model, plan, prompt="a", frames=frames)
     for _ in rollout(model, frames=frames, session=session):
         pass
-    found = need(on_meta(model), plan, frames=frames, prompt="a")
+    found = need(model.on_meta(), plan, frames=frames, prompt="a")
     assert sum(found.cache.values()) == session.cache_bytes()
 
 
@@ -159,7 +161,7 @@ def test_what_is_decoded_beside_the_next_chunk_comes_on_top_of_it():
 
 
 def test_the_largest_budget_that_fits_is_told():
-    model = on_meta(load("toy-chunks"))
+    model = load("toy-chunks").on_meta()
     asked = {"frames": 300}
     # one byte more, so that no rounding of gigabytes decides
     limit = need(model, "cache=merge:budget=40f", **asked).peak + 1

@@ -13,7 +13,7 @@ from faults import refused
 import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeWarning
-from tachyscope.memory import need, on_meta
+from tachyscope.memory import need
 from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.config import WanConfig
@@ -426,7 +426,7 @@ def test_a_tiny_decoder_is_saved_with_its_model(folder, small, tmp_path):
 def test_its_memory_is_predicted(folder, small):
     model = ts.load("wan_causal", folder, decoder=small[0] / "taew2_1.pth")
     model.decoder.compile()  # nothing is compiled for shapes alone
-    found = need(on_meta(model), "dense", frames=21)
+    found = need(model.on_meta(), "dense", frames=21)
     kept = 4 * 24 * 3 * (SMALL[0] + 4 * SMALL[1] + 16 * SMALL[2])
     assert found.decoder == kept + 4 * sum(x.numel() for x in model.decoder.layers.parameters())
     assert found.decoding > 12 * 32 * 48 * 3  # the frames alone

@@ -37,11 +37,11 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import is_stream, user_path
 from tachyscope.graph_runner import ChunkRunner, repeating
-from tachyscope.memory import ROOM, SIZES, need, on_meta
+from tachyscope.memory import ROOM, need
 from tachyscope.meter import summary
 from tachyscope.models.registry import DTYPES, MODELS, load
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.presets import PRESETS
+from tachyscope.models.wan.presets import PRESETS, SIZES
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.toy import random_wan, with_toy_parts
 from tachyscope.models.wan.vae import WanVae
@@ -160,7 +160,7 @@ def bench_wan(
     for length in lengths:
         check("lengths", length)
     parsed = {name: parse_plan(model, text) for name, text in plans.items()}
-    shapes = on_meta(model)
+    shapes = model.on_meta()
     started = time.perf_counter()
     clock = Clock(size, rounds, seed)
     with torch.inference_mode():

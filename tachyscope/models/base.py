@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,16 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
+
+
+class MemoryParts(NamedTuple):
+    """Bytes that hang on a model and its size, and on no plan."""
+
+    weights: int
+    decoder: int  # its weights, and what it keeps between chunks
+    prompt: int  # keys and values of cross-attention
+    activations: int  # of a pass, attention left out
+    decoding: int
 
 
 class VideoModel(abc.ABC):
@@ -124,6 +134,14 @@ class VideoModel(abc.ABC):
     def compile(self) -> Self:
         """The model with its layers compiled; the first chunk of a size then takes a while."""
         raise TachyscopeError(f"{self.name} has no layers to compile: leave `compile` out")
+
+    @abc.abstractmethod
+    def on_meta(self) -> Self:
+        """A copy of the model whose tensors are shapes alone."""
+
+    @abc.abstractmethod
+    def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
+        """Of a model on the meta device, with a prompt of so many cache entries."""
 
     @abc.abstractmethod
     def prefill_latents(

@@ -15,7 +15,7 @@ from tachyscope.models.base import VideoModel
 from tachyscope.models.vila_u.model import load_vila, toy_tokens
 from tachyscope.models.wan.loading import load_wan
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.presets import PRESETS, load_preset
+from tachyscope.models.wan.presets import PRESETS, SIZES, load_preset, sized_wan
 from tachyscope.models.wan.text import PromptFile
 from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.numerics import own_numerics
@@ -92,6 +92,11 @@ MODELS = {
         wan=True,
     ),
     "vila_u": Entry("any VILA-U checkpoint folder", "tokens", load_vila, weights=True),
+}
+
+# models that are known without a checkpoint, as shapes alone
+SIZED: dict[str, Callable[[torch.dtype], VideoModel]] = {
+    name: partial(sized_wan, name) for name in (*PRESETS, *SIZES)
 }
 
 

@@ -6,10 +6,11 @@ Containers are the published ones: `config.json` and the folders `llm`, `vision_
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.atrium.word_tokenizer import WordTokenizer
-from tachyscope.models.base import VideoModel
+from tachyscope.models.base import MemoryParts, VideoModel
 from tachyscope.models.checkpoint import (
     fit,
     matched,
@@ -33,6 +34,7 @@ from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, T
 from tachyscope.models.vila_u.transformer import Vila
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.numerics import own_numerics
+from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
 
@@ -92,6 +94,24 @@ class VilaModel(VideoModel):
             batch=2 if c.sampler.guided else 1,
             paired=c.sampler.guided,
             macs=c.layers * projections,
+        )
+
+    def on_meta(self) -> Self:
+        found = copy.copy(self)
+        found.device = torch.device("meta")
+        found.model = copy.deepcopy(self.model).to("meta")
+        return found
+
+    def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
+        c, vae = self.config, self.model.vae
+        x = torch.empty(shape.batch, max(prompt, 1), c.hidden, dtype=self.dtype, device="meta")
+        codes = torch.empty(1, *c.grid, c.depth, dtype=torch.int64, device="meta")
+        return MemoryParts(
+            weights=tensor_bytes(self.model.parameters()),
+            decoder=0,  # among the weights
+            prompt=0,  # in the cache
+            activations=peak(lambda: self.model.trunk(FreeAttention(), x)),
+            decoding=peak(lambda: vae.decode(vae.quantizer.sum(codes))),
         )
 
     def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:

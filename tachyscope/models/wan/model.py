@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
 from tachyscope.fingerprint import digest
-from tachyscope.models.base import VideoModel
+from tachyscope.models.base import MemoryParts, VideoModel
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.parts import Decoder, EncodedPrompt, TextEncoder
@@ -21,6 +22,7 @@ from tachyscope.models.wan.text import PromptFile
 from tachyscope.models.wan.tiny_decoder import ERROR, TinyDecoder
 from tachyscope.models.wan.transformer import WanCausal, wider
 from tachyscope.models.wan.vae import WanVae
+from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
 
@@ -68,6 +70,41 @@ class WanModel(VideoModel):
         elif isinstance(self.decoder, TinyDecoder):
             self.decoder.compile()
         return self
+
+    def on_meta(self) -> Self:
+        found = copy.copy(self)
+        found.device = torch.device("meta")
+        found.decoder = copy.deepcopy(self.decoder)
+        for part in _modules(found.decoder):
+            part.to("meta")
+        with found.device:  # made anew: a copy would first take the weights' memory again
+            found.model = WanCausal(self.config).cast(self.dtype)
+        return found
+
+    def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
+        c, frames = self.config, shape.chunk + shape.rolling_frames  # of a pass
+        meta: dict[str, Any] = {"device": "meta"}
+        x = torch.empty(self.latent_size(shape, frames), dtype=wider(self.dtype), **meta)
+        t = torch.empty(shape.batch, frames, **meta)
+        actions = torch.empty(frames, dtype=torch.int64, **meta) if c.actions else None
+        with torch.no_grad():
+            keys, values = self.model.keys_values(
+                torch.empty(shape.batch, c.text_len, c.text_dim, **meta)
+            )
+        features: dict[str, Tensor] = {}
+        decoding, held = 0, 0
+        if self.decoder is not None:
+            decoder = self.decoder
+            for _ in range(2):  # the first chunk has nothing before it
+                decoding = max(decoding, peak(lambda: decoder(x[:1, :, : shape.chunk], features)))
+            held = sum(tensor_bytes(part.parameters()) for part in _modules(decoder))
+        return MemoryParts(
+            weights=tensor_bytes(self.model.parameters()),
+            decoder=held + tensor_bytes(features.values()),
+            prompt=tensor_bytes((*keys, *values)),
+            activations=peak(lambda: self.model(FreeAttention(), x, t, actions)),
+            decoding=decoding,
+        )
 
     @property
     def overlaps_decode(self) -> bool:
@@ -237,3 +274,8 @@ class WanModel(VideoModel):
         # drawn in float32 whatever the model's dtype, so that dtypes can be compared
         drawn = torch.randn(size, generator=generator, dtype=torch.float32, device=self.device)
         return drawn.to(wider(self.dtype))
+
+
+def _modules(part: object) -> list[nn.Module]:
+    """The modules that a decoder holds."""
+    return [] if part is None else [x for x in vars(part).values() if isinstance(x, nn.Module)]

@@ -14,6 +14,8 @@ from tachyscope.models.wan.loading import load_wan
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.toy import random_wan
+from tachyscope.models.wan.transformer import WanCausal
+from tachyscope.models.wan.vae import WanVae
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,24 @@ PRESETS = {
         ),
     ),
 }
+
+# published sizes, for which no checkpoint is needed
+SIZES = {
+    "wan_1.3b": WanConfig(),
+    "wan_5b": WanConfig(
+        dim=3072, ffn_dim=14336, heads=24, in_channels=48, size=(44, 80), stride=(4, 16, 16)
+    ),
+    "wan_14b": WanConfig(dim=5120, ffn_dim=13824, layers=40, heads=40),
+}
+
+
+def sized_wan(name: str, dtype: torch.dtype) -> WanModel:
+    """A published model or size whose weights are shapes alone, on the meta device."""
+    config = SIZES[name] if name in SIZES else PRESETS[name].config
+    with torch.device("meta"):
+        transformer = WanCausal(config).cast(dtype)
+        decoder = WanVae.sized(config.in_channels, dtype)
+    return WanModel(name, transformer, None, decoder)
 
 
 def load_preset(
