@@ -7,7 +7,7 @@ import torch
 from torch import Generator
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.atrium.autoencoder import Autoencoder, Pictures
+from tachyscope.models.atrium.autoencoder import Autoencoder, AutoencoderDecoder
 from tachyscope.models.atrium.words import WordEncoder
 from tachyscope.worlds import atrium
 from tachyscope.worlds.atrium import ACTIONS, NEAR, SIZE, TURN
@@ -270,7 +270,7 @@ def test_the_autoencoder_keeps_its_shapes_and_size():
     assert latents.shape == (2, 16, 16, 16)
     assert model.decode(latents).shape == pictures.shape
     assert torch.equal(model.encode(pictures), latents)
-    part = Pictures(model)
+    part = AutoencoderDecoder(model)
     frames = part(latents.transpose(0, 1)[None], {})
     assert frames.shape == (2, SIZE, SIZE, 3)
     assert frames.dtype == "uint8"

@@ -82,7 +82,7 @@ class Autoencoder(nn.Module):
         return self.decode(latents + noise * torch.randn_like(latents))
 
 
-class Pictures:
+class AutoencoderDecoder:
     """From latents to frames, one a latent frame, by the autoencoder's decoder."""
 
     kind = name = "autoencoder"

@@ -57,7 +57,7 @@ class WordEncoder(nn.Module):
         return self.norm(x) * real[..., None]
 
 
-class Words:
+class WordTextEncoder:
     """A prompt in Atrium's words, embedded by a trained encoder."""
 
     kind = "words"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError, warn
-from tachyscope.models.atrium.autoencoder import Pictures
-from tachyscope.models.atrium.words import Words
+from tachyscope.models.atrium.autoencoder import AutoencoderDecoder
+from tachyscope.models.atrium.words import WordTextEncoder
 from tachyscope.models.checkpoint import (
     PICKLED,
     SAFE,
@@ -46,13 +46,13 @@ ROPE_TABLES = ("freqs", "rope.freqs", "rope.freqs_cos", "rope.freqs_sin")
 # how a kind of part is read from a model's folder
 TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {
     "bytes": BytesText.read,
-    "words": Words.read,
+    "words": WordTextEncoder.read,
     "umt5": UMT5.read,
     "prompt_file": PromptFile.read,
 }
 DECODERS: dict[str, Callable[..., Decoder]] = {
     "preview": Preview.read,
-    "autoencoder": Pictures.read,
+    "autoencoder": AutoencoderDecoder.read,
     "wan_vae": WanVae.read,
     "tiny_decoder": TinyDecoder.read,
 }

@@ -47,7 +47,7 @@ class WanVae:
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.convolutions = _hasten(model.decoder)
+        self.convolutions = _optimise_decoder(model.decoder)
 
     def compile_norms(self, backend: str = "inductor") -> Self:
         """The VAE with its decoder's norms compiled, which are short vectors, and many of them."""
@@ -188,7 +188,7 @@ class WanVae:
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
 
 
-def _hasten(decoder: Any) -> int:
+def _optimise_decoder(decoder: Any) -> int:
     """Let diffusers' decoder go over memory less often, to the same results; its convolutions.
 
     Channels lie last, as convolutions on a GPU want them. What is then left of its time is half
