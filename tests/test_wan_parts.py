@@ -1,9 +1,15 @@
 """UMT5 and Wan's VAE from their published containers equal transformers' and diffusers' own."""
 
 import copy
+import dataclasses
+import hashlib
 import importlib
 import json
 import shutil
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -15,11 +21,14 @@ from hypothesis import strategies as st
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeWarning
 from tachyscope.models.checkpoint import read_tensors, write_tensors
+from tachyscope.models.registry import load
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.loading import load_wan, save_wan
+from tachyscope.models.wan.download import HubFiles
+from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
 from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.text import UMT5, PromptFile, embed_prompt
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.vae import WanVae
@@ -452,3 +461,123 @@ def test_the_command_line_takes_a_prompt_file(folder, tmp_path, capsys):
     words = ["generate", "toy-tokens", "--prompt-file", str(file), "--out", str(tmp_path / "d")]
     assert main(words) == 2
     assert "takes no embedded prompt" in capsys.readouterr().err
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Hugging Face, as far as downloading asks: `files` by repository, and paths asked for."""
+
+    files: dict = {}
+    asked: list = []
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.answer(False)
+
+    def do_GET(self):
+        self.answer(True)
+
+    def answer(self, whole):
+        path = unquote(self.path.partition("?")[0])
+        self.asked.append(path)
+        if path.startswith("/api/models/"):
+            repo = "/".join(path.split("/")[3:5])
+            files = [{"rfilename": name} for name in self.files.get(repo, {})]
+            body = json.dumps({"id": repo, "sha": "0" * 40, "siblings": files}).encode()
+            if "/tree/" in path:
+                body = json.dumps(
+                    [
+                        {"type": "file", "path": name, "oid": "1" * 40, "size": len(data)}
+                        for name, data in self.files.get(repo, {}).items()
+                    ]
+                ).encode()
+        else:
+            repo, _, name = path[1:].partition("/resolve/")
+            body = self.files.get(repo, {}).get(name.partition("/")[2])
+        self.send_response(404 if body is None else 200)
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", '"' + hashlib.sha1(body or b"").hexdigest() + '"')
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.end_headers()
+        if whole and body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path, folder):
+    """A stub of Hugging Face that holds Self-Forcing and Wan's parts, both small."""
+    from huggingface_hub import constants
+
+    config = dataclasses.replace(CONFIG, dim=128, heads=1)  # heads as a preset's file has them
+    save_wan(random_wan(config, seed=5), tmp_path / "x.pt")
+    parts = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    preset = PRESETS["self-forcing"]
+    monkeypatch.setattr(
+        Hub,
+        "files",
+        {
+            preset.hub.repo: {preset.hub.file: (tmp_path / "x.pt").read_bytes()},
+            preset.hub.wan: {name: path.read_bytes() for name, path in parts.items()},
+        },
+    )
+    monkeypatch.setattr(Hub, "asked", [])
+    monkeypatch.setitem(PRESETS, "self-forcing", dataclasses.replace(preset, config=config))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield Hub
+        server.shutdown()
+        thread.join()
+
+
+def test_published_weights_are_downloaded_where_that_is_asked_for(hub, folder, tmp_path):
+    model = load("self-forcing", "download")
+    assert model.fingerprint == load("self-forcing", tmp_path / "x.pt").fingerprint
+    assert isinstance(model.text, UMT5) and isinstance(model.decoder, WanVae)
+    fetched = {path.rpartition("/")[2] for path in hub.asked}
+    assert {wan_text.PUBLISHED, wan_vae.PUBLISHED, "tokenizer.json"} <= fetched
+    assert WEIGHTS not in fetched  # Wan's own transformer is not needed
+    hub.files.clear()
+    refused(
+        lambda: load("causvid", "download"),
+        "causvid could not be downloaded: ",
+        "run hf download tianweiy/CausVid autoregressive_checkpoint/model.pt --local-dir causvid "
+        "&& hf download Wan-AI/Wan2.1-T2V-1.3B --include 'models_t5_umt5-xxl-enc-bf16.pth' "
+        "--include 'Wan2.1_VAE.pth' --include 'google/umt5-xxl/*' --local-dir causvid",
+    )
+
+
+def test_weights_that_are_not_given_are_named(monkeypatch):
+    """Nothing is downloaded that was not asked for."""
+    monkeypatch.setattr(HubFiles, "fetch", lambda *_: pytest.fail("downloaded"))
+    refused(
+        lambda: load("self-forcing"),
+        "give its path as `weights`, or 'random' to time it; 'download' fetches it, as does: hf "
+        "download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir self-forcing &&",
+    )
+    refused(lambda: load("wan_causal"), "model 'wan_causal' needs a checkpoint: give its path as")
+    refused(
+        lambda: load("infinite-forcing", "download"),
+        "which published files are infinite-forcing's is not known here",
+    )
+    refused(lambda: load("wan_causal", "download"), "no model at download")
+
+
+def test_downloading_without_huggingface_hub_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    refused(lambda: load("krea", "download"), "pip install tachyscope[hf]")
+
+
+def test_parts_are_found_above_a_checkpoint_that_lies_a_folder_deep(folder, tmp_path):
+    """As `hf download --local-dir` leaves them."""
+    shutil.copytree(folder / "google", tmp_path / "google")
+    for name in (wan_text.PUBLISHED, wan_vae.PUBLISHED):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "checkpoints").mkdir()
+    save_wan(random_wan(CONFIG), tmp_path / "checkpoints" / "x.pt")
+    model = load_wan(tmp_path / "checkpoints" / "x.pt", config=CONFIG)
+    assert isinstance(model.text, UMT5) and isinstance(model.decoder, WanVae)

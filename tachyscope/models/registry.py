@@ -115,11 +115,12 @@ def load(
     """A model by name; `weights` is the checkpoint, where the name stands for an architecture.
 
     Published models take weights="random" too: their full size, made up on the device, for a
-    clock. `decoder` is the file of a tiny decoder, taew2_1 or lighttaew2_1, which shows a Wan-type
-    checkpoint's latents instead of Wan's VAE, or "random-tiny" for a clock; with `decoder_check`
-    both decode every chunk, and `plan_notes.notes` tells their PSNR. `lora` is a file whose
-    updates are merged into a Wan-type checkpoint, by `lora_alpha` over their rank, or by the alpha
-    that the file tells; by 1 without either.
+    clock. weights="download" fetches their files from Hugging Face, into its cache. `decoder` is
+    the file of a tiny decoder, taew2_1 or lighttaew2_1, which shows a Wan-type checkpoint's latents
+    instead of Wan's VAE, or "random-tiny" for a clock; with `decoder_check` both decode every
+    chunk, and `plan_notes.notes` tells their PSNR. `lora` is a file whose updates are merged into a
+    Wan-type checkpoint, by `lora_alpha` over their rank, or by the alpha that the file tells; by 1
+    without either.
     """
     if not isinstance(name, str) or name not in MODELS:
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
@@ -144,9 +145,8 @@ def load(
         raise TachyscopeError("`decoder_check` is of a tiny decoder, got none: give `decoder` too")
     if entry.weights:
         if weights is None:
-            made_up = ", or 'random' to time it" if name in PRESETS else ""
             raise TachyscopeError(
-                f"model {name!r} needs a checkpoint: give its path as `weights`{made_up}"
+                f"model {name!r} needs a checkpoint: give its path as `weights`{_elsewhere(name)}"
             )
         more: dict[str, Any] = {}
         if entry.wan:
@@ -158,6 +158,15 @@ def load(
     if weights is not None:
         raise TachyscopeError(f"model {name!r} brings its own weights: leave `weights` out")
     return entry.make(device=place, dtype=dtype)
+
+
+def _elsewhere(name: str) -> str:
+    """What else than a path the weights of a published model can be."""
+    if name not in PRESETS:
+        return ""
+    hub = PRESETS[name].hub
+    fetch = f"; 'download' fetches it, as does: {hub.commands(name)}" if hub else ""
+    return f", or 'random' to time it{fetch}"
 
 
 def _check_stock(model: VideoModel, weights: str | Path) -> None:

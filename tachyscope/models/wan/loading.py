@@ -70,12 +70,14 @@ def load_wan(
     lora_alpha: float | None = None,
     preset: str = "",
     entry: str = "",
+    parts: Path | None = None,
 ) -> WanModel:
     """A model from a folder with config.json, or from one file, its shape given or inferred.
 
     A folder may be diffusers', of the transformer or of the pipeline around it. `text`, and the
     tiny decoder in the file `decoder`, go before the parts that the folder holds, and these before
-    Wan's own as they are published, which may also lie beside a file. `decoder_check` has a tiny
+    Wan's own as they are published, which may also lie beside a file, in the folder above it, or in
+    `parts`. `decoder_check` has a tiny
     decoder's frames compared with the VAE's. `lora` is merged into the weights, by `lora_alpha`
     where the file does not tell its alpha.
     `preset` is the name of the model that `config` describes, `entry` the copy its authors run
@@ -118,7 +120,7 @@ def load_wan(
     check_finite(model, str(file))
     if lora is not None:
         merge_lora(model, tensors, Path(lora), lora_alpha)
-    beside = path if path.is_dir() else path.parent
+    beside = parts or _parts_folder(path)
     if text is None and UMT5.found(beside):
         text = UMT5.read(beside, config)
     vae = None
@@ -139,6 +141,13 @@ def load_wan(
     for key, table in stored.items():
         _pass_over(key, table, made, str(file))
     return made
+
+
+def _parts_folder(path: Path) -> Path:
+    """Where Wan's text encoder and VAE lie: a checkpoint's repository may have it a folder deep."""
+    folder = path if path.is_dir() else path.parent
+    here = UMT5.found(folder) or WanVae.found(folder) or path.is_dir()
+    return folder if here else folder.parent
 
 
 def save_wan(made: WanModel, path: Path | str) -> None:
