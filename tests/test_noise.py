@@ -32,7 +32,7 @@ def _video(model, frames=9, **asked):
 
 def _noise_of_seed(monkeypatch, model, seed, **asked):
     """What a seed draws, as a tensor to hand in, and the video."""
-    drawn, own, chunk = {}, WanModel._noise, model.config.chunk
+    drawn, own, chunk = {}, WanModel.noise, model.config.chunk
 
     def noted(self, session, draw, ahead=0):
         found = own(self, session, draw, ahead)
@@ -40,7 +40,7 @@ def _noise_of_seed(monkeypatch, model, seed, **asked):
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(WanModel, "_noise", noted)
+        patch.setattr(WanModel, "noise", noted)
         video = _video(model, seed=seed, **asked)
     draws, chunks = (1 + max(key[i] for key in drawn) for i in (0, 1))
     missing = torch.zeros_like(drawn[0, 0])
