@@ -25,8 +25,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tachyscope.attention.ann import Ann
-from tachyscope.kernels.attention import attention_by_channels, attention_reference, bias
-from tachyscope.kernels.flash import Listed, flash_attention, flash_listed, setting_of
+from tachyscope.kernels.attention import attention
+from tachyscope.kernels.attention import triton as any_gpu
+from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.attention.torch import attention_by_channels, bias
+from tachyscope.kernels.block_sparse import Listed, flash_listed
+from tachyscope.kernels.block_sparse import triton as any_gpu_listed
 from tachyscope.kernels.replay import replay_rows
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit
@@ -134,12 +138,8 @@ def dense(rows: Rows, entries: int) -> None:
     run("cuDNN, plain", lambda q: cudnn(q, k, v), True)
 
     for name, weights in (("weighted", log_count), ("plain", None)):
-        for form, setting in (("ours", None), ("for any GPU", setting_of(DEVICE))):
-            run(
-                f"{form}, {name}",
-                lambda q, w=weights, s=setting: flash_attention(q, k, v, w, s),
-                weights is None,
-            )
+        for form, call in (("ours", attention), ("for any GPU", any_gpu.flash_attention)):
+            run(f"{form}, {name}", lambda q, w=weights, f=call: f(q, k, v, w), weights is None)
     if entries > LENGTHS[0]:
         return
 
@@ -224,11 +224,11 @@ def listed(rows: Rows, entries: int, block: int) -> None:
         f"too, {heads_share:.0%} the next head's",
         flush=True,
     )
-    for form, setting in (("ours", None), ("for any GPU", setting_of(DEVICE, tile, block))):
+    for form, call in (("ours", flash_listed), ("for any GPU", any_gpu_listed.flash_listed)):
         measure(
             rows, f"{form}, blocks of {block}", entries, pairs,
             # the map is queries[0]'s: other queries read by it as well
-            lambda i, s=setting: flash_listed(queries[i % 3], now_k, now_v, past, s),
+            lambda i, f=call: f(queries[i % 3], now_k, now_v, past),
             wrong, q, block=block,
         )  # fmt: skip
     more = {"block": block, "index_ms": index_ms, "tiles_share": tiles_share}
@@ -263,7 +263,7 @@ def sustained(rows: Rows, entries: int) -> None:
     queries, k, v, _ = draw(entries, 2)
     pairs = queries[0].shape[:3].numel() * entries
 
-    for what, attend in (("cuDNN", cudnn), ("ours", flash_attention)):
+    for what, attend in (("cuDNN", cudnn), ("ours", attention)):
         attend(queries[0], k, v)
         torch.cuda.synchronize()
         begun, count = time.perf_counter(), 0

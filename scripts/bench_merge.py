@@ -36,9 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.cache.merge import Merge
-from tachyscope.kernels import folding
-from tachyscope.kernels.match import Setting, match, measure
-from tachyscope.kernels.merge import best_older
+from tachyscope.kernels.match import best_older
+from tachyscope.kernels.match.triton import Setting, match, measure
+from tachyscope.kernels.merge import triton as folding
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit, to_json
 from tachyscope.types import LayerCache, PassContext, Shape, Size
@@ -236,7 +236,7 @@ def check_commit(b: Bench) -> dict[str, float]:
         past = b.commit(mine)
         b.commit(again)
     for name, x in (mine.entries() | mine.extra).items():
-        if not torch.equal(x, (again.entries() | again.own)[name]):
+        if not torch.equal(x, (again.entries() | again.extra)[name]):
             raise AssertionError(f"two commits of the same layer differ in {name}")
     stock = copied(b.layer)
     b.commit(stock, by_kernels=False)

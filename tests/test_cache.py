@@ -165,7 +165,7 @@ def test_a_running_partner_is_as_good_as_a_full_search():
         at.reset()
         for _ in _random_commits(at, 60, seed=2):
             if fresh:  # search anew for every entry: what the running partner stands in for
-                from tachyscope.kernels.merge import best_older
+                from tachyscope.kernels.match import best_older
 
                 old = slice(0, max(0, at.past - 6))
                 here = at.layers[0]

@@ -13,23 +13,31 @@ import torch
 import torch.nn.functional as F
 from streams import CHUNKS, assert_same, play, session
 
-from tachyscope.kernels import gpu
-from tachyscope.kernels.attention import attention, attention_reference
+from tachyscope.kernels import device
+from tachyscope.kernels.attention import attention
+from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.block_sparse.reference import listed_attention_reference
+from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.device import has_large_smem
 from tachyscope.kernels.hashing import buckets, int8_scores, order_of, quantise
-from tachyscope.kernels.listed import listed_attention_reference
 from tachyscope.types import Rope
 
 pytest.importorskip("triton")
-from tachyscope.kernels.blocks import block_buckets, block_mass, carry, encode_blocks, shift
-from tachyscope.kernels.device import roomy
-from tachyscope.kernels.flash import (
-    Listed,
+from tachyscope.kernels.attention import triton as flash
+from tachyscope.kernels.attention.triton import (
     Setting,
     _parts,
     flash_attention,
-    flash_listed,
     setting_of,
 )
+from tachyscope.kernels.block_index.triton import (
+    block_buckets,
+    block_mass,
+    carry,
+    encode_blocks,
+    shift,
+)
+from tachyscope.kernels.block_sparse.triton import flash_listed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
 
@@ -178,17 +186,17 @@ SHARED = {"H200": 232448, "B200": 232448, "A100": 166912, "RTX 4090": 101376, "R
 def test_settings_fit_the_gpu_they_are_chosen_for(name, monkeypatch):
     found = SimpleNamespace(shared_memory_per_block_optin=SHARED[name])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    roomy.cache_clear()
-    for tile, block in itertools.product(gpu.TILES, gpu.BLOCKS):
+    has_large_smem.cache_clear()
+    for tile, block in itertools.product(device.TILES, device.BLOCKS):
         setting = setting_of(torch.device("cuda"), tile, block)
         assert tile % setting.queries == 0 and setting.warps % 4 == 0
         assert block % setting.keys == 0
         assert setting.described == (name in ("H200", "B200"))
         # keys and values of every stage under way; what pointers load, one stage less
         stages = setting.stages if setting.described else setting.stages - 1
-        held = 4 * max(gpu.HEAD_DIMS) * setting.keys * stages
-        assert held + 2 * max(gpu.HEAD_DIMS) * setting.queries <= SHARED[name]
-    roomy.cache_clear()
+        held = 4 * max(device.HEAD_DIMS) * setting.keys * stages
+        assert held + 2 * max(device.HEAD_DIMS) * setting.queries <= SHARED[name]
+    has_large_smem.cache_clear()
 
 
 def test_entries_are_cut_where_that_fills_the_device():
@@ -276,8 +284,8 @@ TURNS = Rope(((20, (1, 0, 0)), (22, (0, 1, 0)), (22, (0, 0, 1))))
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(gpu, "DEVICES", ("cpu",))
-    monkeypatch.setattr(gpu, "DTYPE", torch.float32)
+    monkeypatch.setattr(device, "DEVICES", ("cpu",))
+    monkeypatch.setattr(device, "DTYPE", torch.float32)
 
 
 def _play(plan, chunks=4):
@@ -315,8 +323,8 @@ def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
 def test_what_the_kernels_left_is_gone_on_with_by_stock_torch(monkeypatch):
     plan = "cache=merge:budget=7f attention=ann:read=0.7,block=32,tile=64,sink=0"
     with monkeypatch.context() as here:
-        here.setattr(gpu, "DEVICES", ("cpu",))
-        here.setattr(gpu, "DTYPE", torch.float32)
+        here.setattr(device, "DEVICES", ("cpu",))
+        here.setattr(device, "DTYPE", torch.float32)
         served, _ = _play(plan)
     at, _ = _play(plan, 1)
     at.restore(served.state())
@@ -327,8 +335,8 @@ def test_what_the_kernels_left_is_gone_on_with_by_stock_torch(monkeypatch):
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_attention_takes_the_kernel_where_it_suits(rng, monkeypatch):
     calls = []
-    real = gpu.flash.flash_attention
-    monkeypatch.setattr(gpu.flash, "flash_attention", lambda *args: calls.append(1) or real(*args))
+    real = flash.flash_attention
+    monkeypatch.setattr(flash, "flash_attention", lambda *args: calls.append(1) or real(*args))
     q, k, v, log_count = _inputs(rng, 1, 2, 2, 64, 70, 64)
     torch.testing.assert_close(
         attention(q, k, v, log_count), attention_reference(q, k, v, log_count)
@@ -344,7 +352,7 @@ def test_attention_takes_the_kernel_where_it_suits(rng, monkeypatch):
     ):
         torch.testing.assert_close(attention(*other), attention_reference(*other))
     assert len(calls) == 1
-    monkeypatch.setattr(gpu, "flash", None)  # where there is no Triton
+    monkeypatch.setattr(device, "HAS_TRITON", False)  # where there is no Triton
     torch.testing.assert_close(
         attention(q, k, v, log_count), attention_reference(q, k, v, log_count)
     )

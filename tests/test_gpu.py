@@ -18,15 +18,12 @@ from tachyscope.attention.ann import Ann
 from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.compile_cache import VARIABLES
 from tachyscope.graph_runner import ChunkRunner, Graph
-from tachyscope.kernels import flash, gpu
-from tachyscope.kernels.attention import attention, attention_reference
-from tachyscope.kernels.flash import (
-    Listed,
-    Setting,
-    flash_attention,
-    flash_listed,
-    setting_of,
-)
+from tachyscope.kernels import device
+from tachyscope.kernels.attention import attention, hopper_backend
+from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.attention.triton import Setting, flash_attention
+from tachyscope.kernels.block_sparse.triton import flash_listed
+from tachyscope.kernels.block_table import Listed
 from tachyscope.kernels.rotary import turn_into
 from tachyscope.meter import Meter
 from tachyscope.models.wan.config import WanConfig
@@ -83,7 +80,7 @@ LSH = "attention=ann:read=0.6,block=2,hash=lsh"
 @pytest.mark.parametrize("plan", [*PLANS, LSH])
 def test_nothing_inside_a_chunk_waits_for_the_device(plan, kind):
     shape = SHAPES[kind]
-    ctx = session(shape, plan, device="cuda", frames=20)
+    ctx = session(shape, plan, device="cuda", latent_frames=20)
     rng = torch.Generator().manual_seed(0)
     if shape.token_by_token:
         play_prompt(ctx, rng)
@@ -198,18 +195,17 @@ IN_CACHE = pytest.mark.parametrize("more", [-5, 37])
 @pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (64, 32)])
 def test_listed_blocks_equal_their_reference(tile, block, head_dim, more):
     q, k, v, past = _listed(tile, block, head_dim, more)
-    setting = setting_of(torch.device("cuda"), tile, block)
-    _close(flash_listed(q, k, v, past, setting), listed_reference(q, k, v, past))
+    _close(flash_listed(q, k, v, past), listed_reference(q, k, v, past))
 
 
 @pytest.fixture
 def hopper():
-    """The kernels of a Hopper GPU, which `flash_attention` and `flash_listed` hand over to."""
+    """The kernels of a Hopper GPU."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    from tachyscope.kernels import hopper
+    from tachyscope.kernels.attention import hopper
 
-    assert flash.hopper(torch.device("cuda", 0)) is hopper
+    assert hopper_backend(torch.device("cuda", 0)) is hopper
     return hopper
 
 
@@ -240,7 +236,7 @@ def test_the_hopper_kernel_equals_its_reference(hopper, b, h, kv, s, n, head_dim
 @pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (128, 32), (256, 128)])
 def test_the_hopper_kernel_reads_listed_blocks(hopper, tile, block, head_dim, more):
     q, k, v, past = _listed(tile, block, head_dim, more)
-    _close(hopper.flash_listed(q, k, v, past), listed_reference(q, k, v, past))
+    _close(hopper.flash(q, k, v, None, past), listed_reference(q, k, v, past))
 
 
 # tiles of 128, the last of them a part
@@ -256,7 +252,7 @@ LARGE_PLANS = [
 
 
 def _large(plan):
-    ctx = session(LARGE, plan, torch.bfloat16, device="cuda", frames=30)
+    ctx = session(LARGE, plan, torch.bfloat16, device="cuda", latent_frames=30)
     ctx.rope, ctx._frequencies = TURNS, TURNS.frequencies(ctx.device)
     return ctx
 
@@ -329,15 +325,15 @@ def test_the_kernels_choose_as_stock_torch_does():
     moment = ctx._context.for_layer(1)._replace(past=ctx.past, before=())
     stock = replace(
         layer, k=layer.k.clone(), v=layer.v.clone(),
-        own={name: x.clone() for name, x in ours.items() if name != "ann_count"},
+        extra={name: x.clone() for name, x in ours.items() if name != "ann_count"},
     )  # fmt: skip
     policy.restore_order(stock, moment, ctx.past)
     policy.build_index(stock, moment, ctx.past, Meter())
     # a key on a plane may fall on either side, and ties of a rounding either way
-    assert (stock.own["ann_order"] == ours["ann_order"]).float().mean() > 0.98
-    assert (stock.own["ann_code"] == ours["ann_code"]).float().mean() > 0.98
+    assert (stock.extra["ann_order"] == ours["ann_order"]).float().mean() > 0.98
+    assert (stock.extra["ann_code"] == ours["ann_code"]).float().mean() > 0.98
     for name in ("ann_order", "ann_code", "ann_scale", "ann_weight"):
-        stock.own[name].copy_(ours[name])
+        stock.extra[name].copy_(ours[name])
     q = torch.randn(1, 4, LARGE.max_pass_tokens, 128, device="cuda", dtype=torch.bfloat16)
     blocks = policy._cut(LARGE, 0, ctx.past)
     got, want = (policy._mass(q, x, moment, blocks.all) for x in (layer, stock))
@@ -371,7 +367,7 @@ def test_attention_without_weights_equals_its_reference():
 
 
 def test_attention_without_our_kernels_equals_its_reference(monkeypatch):
-    monkeypatch.setattr(gpu, "flash", None)
+    monkeypatch.setattr(device, "HAS_TRITON", False)
     rng = torch.Generator("cuda").manual_seed(0)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, h, n, 128, **like) for h, n in ((12, 500), (4, 3000), (4, 3000)))

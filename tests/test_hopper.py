@@ -11,9 +11,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
-from tachyscope import kernels
-from tachyscope.kernels import flash, gpu, hopper
-from tachyscope.kernels.attention import attention_reference
+from tachyscope.kernels import attention as operation
+from tachyscope.kernels import device
+from tachyscope.kernels.attention import attention, hopper, hopper_backend
+from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.block_sparse import flash_listed
+from tachyscope.kernels.block_sparse import hopper as listed_hopper
+from tachyscope.kernels.block_table import Listed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
 TILE = hopper.TILE.value
@@ -123,55 +127,52 @@ def _meta(tile):
     q = torch.empty(1, 12, 4680, 128, dtype=torch.bfloat16, device="meta")
     log_count = torch.empty(1, 12, 9984, device="meta")
     ids = torch.empty(1, 12, -(-4680 // tile), 20, dtype=torch.int32, device="meta")
-    return q, flash.Listed(q, q, log_count, ids, ids[..., 0], tile, 128)
+    return q, Listed(q, q, log_count, ids, ids[..., 0], tile, 128)
 
 
 @pytest.fixture
 def served(monkeypatch):
     """Which of its functions were called."""
     calls = []
-    for name in ("flash_attention", "flash_listed"):
-        real = getattr(hopper, name)
+    for module, name in ((hopper, "flash_attention"), (listed_hopper, "flash_listed")):
+        real = getattr(module, name)
         monkeypatch.setattr(
-            hopper, name, lambda *args, name=name, real=real: calls.append(name) or real(*args)
+            module, name, lambda *args, name=name, real=real: calls.append(name) or real(*args)
         )
-    flash.hopper.cache_clear()
+    hopper_backend.cache_clear()
     yield calls
-    flash.hopper.cache_clear()
+    hopper_backend.cache_clear()
 
 
-def test_it_serves_tiles_of_128_where_no_setting_is_given(served):
+def test_it_serves_tiles_of_128(served):
     q, past = _meta(128)
-    setting = flash.setting_of(q.device)
-    flash.flash_attention(q, q, q, None, setting)
-    flash.flash_listed(q, q, q, past, setting)
-    flash.flash_listed(q, q, q, _meta(64)[1])
+    flash_listed(q, q, q, _meta(64)[1])
     assert served == []
-    assert flash.flash_attention(q, q, q, past.log_count).shape == q.shape
-    assert flash.flash_listed(q, q, q, past).shape == q.shape
+    assert attention(q, q, q, past.log_count).shape == q.shape
+    assert flash_listed(q, q, q, past).shape == q.shape
     assert served == ["flash_attention", "flash_listed"]
 
 
 @pytest.mark.parametrize("capability, serves", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
 def test_it_serves_hopper_gpus_alone(served, monkeypatch, capability, serves):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert (flash.hopper(torch.device("cuda")) is hopper) == serves
-    assert flash.hopper(torch.device("cpu")) is None
+    monkeypatch.setattr(operation, "get_device_capability", lambda device: capability)
+    assert (hopper_backend(torch.device("cuda")) is hopper) == serves
+    assert hopper_backend(torch.device("cpu")) is None
 
 
 def test_without_gluon_triton_serves(served, monkeypatch):
-    monkeypatch.delattr(kernels, "hopper")
-    monkeypatch.setitem(sys.modules, "tachyscope.kernels.hopper", None)
+    monkeypatch.delattr(operation, "hopper")
+    monkeypatch.setitem(sys.modules, "tachyscope.kernels.attention.hopper", None)
     q, past = _meta(128)
-    assert flash.flash_attention(q, q, q, past.log_count).shape == q.shape
-    assert flash.flash_listed(q, q, q, past).shape == q.shape
+    assert attention(q, q, q, past.log_count).shape == q.shape
+    assert flash_listed(q, q, q, past).shape == q.shape
     assert served == []
 
 
 def test_it_serves_every_block():
-    assert set(hopper.STAGES) == set(gpu.BLOCKS)
+    assert set(hopper.STAGES) == set(device.BLOCKS)
     for block, stages in hopper.STAGES.items():
-        held = 2 * (TILE + 2 * stages * block) * max(gpu.HEAD_DIMS) + 4 * stages * block
+        held = 2 * (TILE + 2 * stages * block) * max(device.HEAD_DIMS) + 4 * stages * block
         assert held < 227 * 1024  # what a program may hold on such a GPU
 
 

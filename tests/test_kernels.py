@@ -5,29 +5,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tachyscope.kernels.attention import (
-    attention,
-    attention_by_channels,
-    attention_reference,
-    high_and_low,
-)
+from tachyscope.kernels.attention import attention
+from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.attention.torch import attention_by_channels, high_and_low
+from tachyscope.kernels.block_sparse import listed_attention
+from tachyscope.kernels.block_sparse.reference import listed_attention_reference
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
-from tachyscope.kernels.listed import listed_attention, listed_attention_reference
-from tachyscope.kernels.merge import (
-    alike_features,
-    best_older,
-    best_older_reference,
-    fold,
-    fold_reference,
-    roots,
-)
+from tachyscope.kernels.match import alike_features, best_older
+from tachyscope.kernels.match.reference import best_older_reference
+from tachyscope.kernels.merge import fold, roots
+from tachyscope.kernels.merge.reference import fold_reference
 from tachyscope.kernels.replay import (
     replay_gated,
     replay_masked,
     replay_rows,
     temporal_score,
-    temporal_score_reference,
 )
+from tachyscope.kernels.replay.reference import temporal_score_reference
 
 # B, H, Hkv, S, N, D
 SHAPES = [(1, 1, 1, 1, 1, 8), (2, 6, 3, 7, 63, 20), (1, 4, 1, 33, 50, 24)]
@@ -102,8 +96,8 @@ def test_listed_attention_equals_its_reference(rng, shape, causal):
 @pytest.mark.parametrize("at_once", [2**26, 2 * 3 * 41 * 5])
 @pytest.mark.parametrize("first", [0, 1, 30])
 def test_best_older_equals_its_reference(rng, first, at_once, monkeypatch):
-    monkeypatch.setattr("tachyscope.kernels.merge.TILE", 16)
-    monkeypatch.setattr("tachyscope.kernels.merge.AT_ONCE", at_once)
+    monkeypatch.setattr("tachyscope.kernels.match.torch.TILE", 16)
+    monkeypatch.setattr("tachyscope.kernels.match.torch.AT_ONCE", at_once)
     features = alike_features(torch.randn(2, 3, 41, 7, generator=rng), shared=False)
     cosine, partner = best_older(features, first)
     want_cosine, want_partner = best_older_reference(features, first)

@@ -12,14 +12,17 @@ import torch
 from streams import CHUNKS, ROPE
 
 from tachyscope.cache.merge import Merge
-from tachyscope.kernels.merge import alike_features, best_older_reference, fold_reference, roots
+from tachyscope.kernels.match import alike_features
+from tachyscope.kernels.match.reference import best_older_reference
+from tachyscope.kernels.merge import roots
+from tachyscope.kernels.merge.reference import fold_reference
 from tachyscope.memory import need, sized
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 
 pytest.importorskip("triton")
-from tachyscope.kernels import folding
-from tachyscope.kernels.match import Setting, match, measure
+from tachyscope.kernels.match.triton import Setting, match, measure
+from tachyscope.kernels.merge import triton as folding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16

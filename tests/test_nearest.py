@@ -7,12 +7,12 @@ import torch
 
 from tachyscope.attention.ann_text import AnnText
 from tachyscope.attention.pads import collapse
-from tachyscope.kernels.attention import attention_reference
+from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.hashing import int8_scores, quantise
 from tachyscope.meter import Meter
 
 pytest.importorskip("triton")
-from tachyscope.kernels.nearest import count_nearest
+from tachyscope.kernels.prompt_hits.triton import count_nearest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter multiplies no bfloat16

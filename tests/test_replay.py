@@ -5,11 +5,8 @@ import torch
 from streams import CHUNKS, TOKENS, Square, assert_same, draw, play, play_pass, play_prompt, session
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.replay import (
-    follow_drift,
-    follow_drift_reference,
-    temporal_score_reference,
-)
+from tachyscope.kernels.replay import follow_drift
+from tachyscope.kernels.replay.reference import follow_drift_reference, temporal_score_reference
 from tachyscope.replay.attentive import Attentive
 from tachyscope.replay.every_k import EveryK
 from tachyscope.replay.random import Random

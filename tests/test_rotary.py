@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tachyscope.kernels.rotary import turn_into, turn_into_reference
+from tachyscope.kernels.rotary import turn_into
+from tachyscope.kernels.rotary.reference import turn_into_reference
 from tachyscope.types import Rope
 
 pytest.importorskip("triton")
-from tachyscope.kernels.turning import turn
+from tachyscope.kernels.rotary.triton import turn
 
 WAN = Rope(((24, (1.0, 0, 0)), (20, (0, 1.0, 0)), (20, (0, 0, 1.0))))
 LLAMA = Rope(((64, (24.0, 6.0, 1.0)),), interleaved=False)

@@ -5,7 +5,7 @@ import torch
 from streams import CHUNKS, INDEX, TOKENS, Square, assert_same, draw, play, play_pass, session
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.attention import attention_reference
+from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.types import Rope, Shape, Size
 
 SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}

@@ -13,8 +13,15 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy, count
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels import device as kernel_device
 from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention
+from tachyscope.kernels.block_sparse import (
+    Listed,
+    flash_listed,
+    gather_entries,
+    listed_attention,
+)
 from tachyscope.kernels.hashing import (
     buckets,
     int8_scores,
@@ -24,7 +31,6 @@ from tachyscope.kernels.hashing import (
     quantise,
     signs,
 )
-from tachyscope.kernels.listed import gather_entries, listed_attention
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import LayerCache, PassContext, Shape
@@ -180,8 +186,10 @@ class Ann(AttentionPolicy):
 
     def _by_kernel(self, shape: Shape, device: torch.device) -> bool:
         """Whether blocks are read by the GPU's own kernels there, or gathered by stock torch."""
-        sizes = self._tile(shape) in gpu.TILES and self._cut(shape, 0, 0).size in gpu.BLOCKS
-        return sizes and not shape.token_by_token and gpu.suits(device, gpu.DTYPE, shape.head_dim)
+        sizes = self._cut(shape, 0, 0).size in kernel_device.BLOCKS
+        tiles = self._tile(shape) in kernel_device.TILES and not shape.token_by_token
+        dtype = kernel_device.DTYPE
+        return sizes and tiles and kernel_device.has_kernel(device, dtype, shape.head_dim)
 
     def _tile(self, shape: Shape) -> int:
         return (
@@ -307,7 +315,7 @@ class Ann(AttentionPolicy):
         """All tiles in one kernel, which reads no more than what each has chosen."""
         most, tile, own = self._blocks_read(blocks, ctx), self._tile(ctx.shape), layer.extra
         counts, present = own["ann_count"], ctx.end - ctx.past
-        past = gpu.flash.Listed(
+        past = Listed(
             layer.k, layer.v, own["ann_log_count"], own["ann_map"][..., :most], counts,
             tile, blocks.size,
         )  # fmt: skip
@@ -322,7 +330,7 @@ class Ann(AttentionPolicy):
             meter.add("macs", 2 * pairs * q.shape[3])
         # in a chunk model each present entry stands for itself alone
         now = slice(ctx.past, ctx.end)
-        return gpu.flash.flash_listed(q, layer.k[:, :, now], layer.v[:, :, now], past)
+        return flash_listed(q, layer.k[:, :, now], layer.v[:, :, now], past)
 
     def _read_tiles(
         self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
@@ -490,7 +498,7 @@ def _power(most: int) -> int:
 
 def _is_served(layer: LayerCache) -> bool:
     """Whether the GPU's kernels serve the layer."""
-    return "ann_count" in layer.extra and layer.k.dtype == gpu.DTYPE
+    return "ann_count" in layer.extra and layer.k.dtype == kernel_device.DTYPE
 
 
 def _carry(x: Tensor, order: Tensor, served: bool, back: bool = False) -> None:

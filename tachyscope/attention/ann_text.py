@@ -14,6 +14,7 @@ from tachyscope.attention import TextPolicy, count
 from tachyscope.attention.pads import collapse
 from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention
+from tachyscope.kernels.device import has_kernel
 from tachyscope.kernels.hashing import buckets, int8_scores, planes, quantise
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
@@ -79,7 +80,7 @@ class AnnText(TextPolicy):
 
 def hits_by_code(q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
     """How many of q [B, H, S, D] are nearest to each of k [B, H, L, D], by int8 codes."""
-    if gpu.suits(q.device, q.dtype, q.shape[3]):
+    if has_kernel(q.device, q.dtype, q.shape[3]):
         return gpu.nearest.count_nearest(q, k, log_count)
     scores = int8_scores(q, *quantise(k)) + log_count.clamp(min=-1e30).unsqueeze(2)
     near = scores.argmax(-1)

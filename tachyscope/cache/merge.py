@@ -12,7 +12,9 @@ from torch import Tensor
 from tachyscope.cache import CachePolicy, Rotate, checked_capacity, clamp_distance, shift_slots
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels import gpu
-from tachyscope.kernels.merge import alike_features, best_older, fold, roots
+from tachyscope.kernels.device import has_kernel
+from tachyscope.kernels.match import alike_features, best_older
+from tachyscope.kernels.merge import fold, roots
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import LayerCache, PassContext, Shape, Size
@@ -203,7 +205,7 @@ class Merge(CachePolicy):
 
     def _kernels_suit(self, layer: LayerCache) -> bool:
         by_head = self.heads == "each" and self.match != "key_value"
-        return by_head and gpu.suits(layer.k.device, layer.k.dtype, layer.k.shape[3])
+        return by_head and has_kernel(layer.k.device, layer.k.dtype, layer.k.shape[3])
 
     def _on_gpu(self, layer: LayerCache, old: slice, left: int, total: int, excess: int) -> None:
         """As `_on_torch`, by kernels; nothing as large as the keys is made."""

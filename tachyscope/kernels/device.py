@@ -1,31 +1,42 @@
-"""What a GPU has, as far as kernels are built by it."""
+"""Which kernels a device can run, and what it has."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# a device without data ("meta") stands for one that has them, so that its memory can be told
+DEVICES, DTYPE, HEAD_DIMS = ("cuda", "meta"), torch.bfloat16, (64, 128)
+# queries that read the same blocks, and entries of a block
+TILES, BLOCKS = (64, 128), (32, 64, 128)
 # of a device without data, which stands for an H200
-PROCESSORS = 132
-# bytes that a program can share, from which on large tiles fit: 227 KiB on Hopper and a B200,
-# 163 on an A100, 99 on others
-ROOM = 200 * 1024
+MULTIPROCESSORS = 132
+# bytes of shared memory from which on large tiles fit: 227 KiB on Hopper and a B200, 163 on an
+# A100, 99 on others
+LARGE_SMEM = 200 * 1024
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the Triton kernels run such heads there; stock torch runs the others."""
+    return HAS_TRITON and device.type in DEVICES and dtype == DTYPE and head_dim in HEAD_DIMS
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors."""
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return PROCESSORS
+        return MULTIPROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
 
 @functools.cache
-def roomy(device: torch.device) -> bool:
-    """Whether it has room for large tiles, and the copy engine that such GPUs have."""
+def has_large_smem(device: torch.device) -> bool:
+    """Whether large tiles fit its shared memory; such GPUs also have the copy engine (TMA)."""
     if device.type != "cuda":
         return True
     found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", 0)) >= ROOM  # AMD's do not tell
+    # AMD's do not tell
+    return int(getattr(found, "shared_memory_per_block_optin", 0)) >= LARGE_SMEM

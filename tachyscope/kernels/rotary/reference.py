@@ -1,24 +1,10 @@
-"""Turn queries and keys by their positions, straight to where they are kept."""
+"""The definition of rotary embedding, in float64."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tachyscope.kernels import gpu
 from tachyscope.types import Rope
-
-
-def turn_into(out: Tensor | None, x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
-    """out, or a new tensor, = x [B, H, S, D] turned by angles [B or 1, 1, S, D].
-
-    As `rope.turn` defines it.
-    """
-    if gpu.suits(x.device, x.dtype, x.shape[3]):
-        out = torch.empty_like(x) if out is None else out
-        return gpu.turning.turn(out, x, cos, sin, rope.interleaved)
-    turned = rope.apply(x, cos, sin)
-    return turned if out is None else out.copy_(turned)
 
 
 def turn_into_reference(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:

@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tachyscope.kernels.device import processors
-from tachyscope.kernels.flash import Listed, aligned, one_row
+from tachyscope.kernels.attention.triton import aligned, one_row
+from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.device import multiprocessors
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     raise ImportError(f"Triton 3.6 or later is needed, got {triton.__version__}")
@@ -48,12 +49,7 @@ STAGES = {128: 2, 64: 4, 32: 4}
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None) -> Tensor:
     """softmax(q·k / √D + log_count) v, as `attention` defines it; zero if all slots are empty."""
-    return _run(q, k, v, log_count, None)
-
-
-def flash_listed(q: Tensor, k: Tensor, v: Tensor, past: Listed) -> Tensor:
-    """Attention over listed blocks of the past and all present entries k, v, of weight one."""
-    return _run(q, k, v, None, past)
+    return flash(q, k, v, log_count, None)
 
 
 class Shares(NamedTuple):
@@ -75,13 +71,13 @@ def _shares(tiles: int, units: int, processors: int) -> Shares:
     return Shares(tiles - left, left, programs, units)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Listed | None) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Listed | None) -> Tensor:
     rows, heads, queries, width = q.shape
     out = torch.empty_like(q)
     tile, n = TILE.value, 128 if past is None else past.block
     tiles = triton.cdiv(queries, tile)
     units = triton.cdiv(k.shape[2], n) + (0 if past is None else past.ids.shape[3])
-    cut = _shares(tiles * rows * heads, units, processors(q.device))
+    cut = _shares(tiles * rows * heads, units, multiprocessors(q.device))
     slots = cut.left + cut.programs if cut.left else 0
     answers, sums = out, out
     if slots:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tachyscope.kernels.device import roomy
+from tachyscope.kernels.device import has_large_smem
 
 # below any cosine times a norm, and finite: bits are put into it
 LOWEST = tl.constexpr(-3e38)
@@ -38,7 +38,7 @@ def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor
     Cosines are compared to within 2^-16 of their size (a column's number takes the lowest bits),
     the oldest first where they agree so far; the winner's is then measured in float32.
     """
-    s = setting or Setting(described=roomy(k.device))
+    s = setting or Setting(described=has_large_smem(k.device))
     rows, heads, n, width = k.shape
     found, tiles = n - first, triton.cdiv(n - first, s.rows)
     parts = triton.cdiv(n, s.span)

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tachyscope.kernels.device import processors, roomy
+from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.device import has_large_smem, multiprocessors
 
 LOG2E = tl.constexpr(math.log2(math.e))
 # a running maximum's start: finite, so that the difference to minus infinity is no NaN
@@ -42,7 +41,7 @@ FLOPS, BYTES = 4e12, 3e12
 def setting_of(device: torch.device, tile: int = 128, block: int = 128) -> Setting:
     """How tiles of queries meet blocks of entries there: as many at once as stand together."""
     queries = min(tile, 128)
-    if roomy(device):
+    if has_large_smem(device):
         return Setting(queries, block, queries // 16, 3 if block == 128 else 4)
     return Setting(queries, min(block, 64), queries // 16, 3, described=False)
 
@@ -51,56 +50,10 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, setting: Setting | None = None
 ) -> Tensor:
     """softmax(q·k / √D + log_count) v, as `attention` defines it; zero if all slots are empty."""
-    if setting is None and (faster := hopper(q.device)) is not None:
-        return faster.flash_attention(q, k, v, log_count)
-    return _run(q, k, v, log_count, None, setting or setting_of(q.device))
+    return flash(q, k, v, log_count, None, setting or setting_of(q.device))
 
 
-class Listed(NamedTuple):
-    """Past entries, so many to a block, and which blocks each tile of queries reads.
-
-    k, v [B, Hkv, C, D] may be a cache itself: where the last block reaches beyond the past, or
-    beyond C, its weights are minus infinity. log_count [B, Hkv, blocks * block] has rows of its own
-    length. ids [B, H, tiles, most] name a tile's blocks, of which it reads the first `counts`
-    [B, H, tiles]; both are int32.
-    """
-
-    k: Tensor
-    v: Tensor
-    log_count: Tensor
-    ids: Tensor
-    counts: Tensor
-    tile: int
-    block: int
-
-
-def flash_listed(
-    q: Tensor, k: Tensor, v: Tensor, past: Listed, setting: Setting | None = None
-) -> Tensor:
-    """Attention over listed blocks of the past and all present entries k, v, of weight one."""
-    faster = hopper(q.device) if setting is None and past.tile % 128 == 0 else None
-    if faster is not None:
-        return faster.flash_listed(q, k, v, past)
-    setting = setting or setting_of(q.device, past.tile, past.block)
-    return _run(q, k, v, None, past, setting)
-
-
-@functools.cache
-def hopper(device: torch.device) -> ModuleType | None:
-    """The faster kernels of a Hopper GPU, where one is (a device without data stands for one)."""
-    if device.type == "cuda":
-        serves = torch.cuda.get_device_capability(device) == (9, 0)
-    else:
-        serves = device.type == "meta"
-    if not serves:
-        return None
-    try:
-        return importlib.import_module("tachyscope.kernels.hopper")
-    except (ImportError, AttributeError):  # a Triton whose Gluon is missing, or another
-        return None
-
-
-def _run(
+def flash(
     q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Listed | None, setting: Setting
 ) -> Tensor:
     rows, heads, queries, width = q.shape
@@ -108,7 +61,7 @@ def _run(
     tiles = triton.cdiv(queries, setting.queries)
     read = 0 if past is None else past.ids.shape[3] * past.block
     parts = setting.parts or _parts(
-        tiles * rows * heads, k.shape[2] + read, width, setting, processors(q.device)
+        tiles * rows * heads, k.shape[2] + read, width, setting, multiprocessors(q.device)
     )
     answers, sums = out, out
     if parts > 1:

@@ -1,4 +1,4 @@
-"""Attention over entries that may stand for several, or for none."""
+"""Attention with log_count, by torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tachyscope.kernels import gpu
-
 # where no kernel of ours is faster: what torch would choose by itself is half as fast as cuDNN
 FASTEST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -18,31 +16,20 @@ FASTEST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# queries from which on those are worth asking for
+LONG = 64
 
 
-def attention(
+def sdpa(
     q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """softmax(q·k / √D + log_count) v for q [B, H, S, D] and entries [B, Hkv, N, D].
-
-    log_count [B, Hkv or 1, N] is the log of an entry's multiplicity, -inf where a slot is empty.
-    With `causal` the last S entries are the queries' own, and none sees a later one.
-    """
-    if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
-        # a token alone: query heads that share their keys are so many queries of one head
-        shared = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-        return attention(shared, k, v, log_count).reshape(q.shape)
+    """`attention` by torch's scaled_dot_product_attention."""
     gqa = q.shape[1] != k.shape[1]
-    if q.shape[2] >= min(gpu.TILES) and not causal:
-        # the kernels have no gradient
-        served = gpu.suits(q.device, q.dtype, q.shape[3]) and not q.requires_grad
-        if served and (log_count is not None or gpu.flash.hopper(q.device) is not None):
-            return gpu.flash.flash_attention(q, k, v, log_count)
-        if q.is_cuda and q.dtype.itemsize == 2:
-            with sdpa_kernel(FASTEST, set_priority=True):
-                if log_count is not None:
-                    return attention_by_channels(q, k, v, log_count)
-                return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+    if q.is_cuda and q.dtype.itemsize == 2 and q.shape[2] >= LONG and not causal:
+        with sdpa_kernel(FASTEST, set_priority=True):
+            if log_count is not None:
+                return attention_by_channels(q, k, v, log_count)
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
     mask = None if log_count is None else bias(log_count, q)
     if causal and q.shape[2] > 1:
         s, n = q.shape[2], k.shape[2]
@@ -85,20 +72,3 @@ def bias(log_count: Tensor, q: Tensor) -> Tensor:
         log_count = log_count.repeat_interleave(q.shape[1] // log_count.shape[1], 1)
     floor = -3e4 if q.dtype == torch.float16 else -1e30
     return log_count.clamp(min=floor).to(q.dtype).unsqueeze(2)
-
-
-def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, causal: bool = False
-) -> Tensor:
-    """The definition, in float64, with every head's entries written out."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = q.double() @ k.mT / math.sqrt(q.shape[-1])
-    if log_count is not None:
-        wide = log_count if log_count.shape[1] == 1 else log_count.repeat_interleave(group, 1)
-        scores = scores + wide.double().unsqueeze(2)
-    if causal:
-        s, n = scores.shape[-2:]
-        later = torch.arange(n, device=q.device) > torch.arange(n - s, n, device=q.device)[:, None]
-        scores = scores.masked_fill(later, -math.inf)
-    return (scores.softmax(-1) @ v).to(q.dtype)

@@ -21,16 +21,6 @@ def temporal_score(q: Tensor, k: Tensor) -> Tensor:
     return (q * k).sum((1, 3)) / (k.shape[1] * group * math.sqrt(q.shape[-1]))
 
 
-def temporal_score_reference(q: Tensor, k: Tensor) -> Tensor:
-    """The definition, head by head in float64."""
-    group = q.shape[1] // k.shape[1]
-    heads = [
-        (q[:, h].double() * k[:, h // group].double()).sum(-1) / math.sqrt(q.shape[-1])
-        for h in range(q.shape[1])
-    ]
-    return torch.stack(heads).mean(0).to(q.dtype)
-
-
 def replay_rows(x: Tensor, old: Tensor, rows: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """fn(x) at tokens rows [B, R], old elsewhere: fn sees those rows only."""
     wide = rows.unsqueeze(-1).expand(-1, -1, x.shape[-1])
@@ -82,18 +72,3 @@ def follow_drift(
     change = (y - old).sum(1, keepdim=True) / count.clamp(min=1)
     drift = torch.lerp(drift, change, 1 - (1 - 1 / memory) ** count.to(drift.dtype))
     return torch.where(computed.unsqueeze(-1), y, old + drift), drift
-
-
-def follow_drift_reference(
-    drift: Tensor, y: Tensor, old: Tensor, computed: Tensor, memory: float
-) -> tuple[Tensor, Tensor]:
-    """The definition, row by row in float64."""
-    out, drifts = y.double().clone(), drift.double().clone()
-    for b, (rows, mean) in enumerate(zip(computed.tolist(), drifts, strict=True)):
-        changes = [y[b, i].double() - old[b, i].double() for i, ran in enumerate(rows) if ran]
-        for _ in changes:
-            mean += (torch.stack(changes).mean(0) - mean) / memory
-        for i, ran in enumerate(rows):
-            if not ran:
-                out[b, i] = old[b, i] + mean
-    return out.to(y.dtype), drifts.to(drift.dtype)

@@ -1,0 +1,13 @@
+"""Attention over listed blocks on a Hopper GPU: the kernel of `attention`, given a list (Gluon)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tachyscope.kernels.attention.hopper import flash
+from tachyscope.kernels.block_table import Listed
+
+
+def flash_listed(q: Tensor, k: Tensor, v: Tensor, past: Listed) -> Tensor:
+    """Attention over listed blocks of the past and all present entries k, v, of weight one."""
+    return flash(q, k, v, None, past)

@@ -1,0 +1,15 @@
+"""Attention over listed blocks on a GPU: the flash kernel of `attention`, given a list (Triton)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tachyscope.kernels.attention.triton import Setting, flash, setting_of
+from tachyscope.kernels.block_table import Listed
+
+
+def flash_listed(
+    q: Tensor, k: Tensor, v: Tensor, past: Listed, setting: Setting | None = None
+) -> Tensor:
+    """Attention over listed blocks of the past and all present entries k, v, of weight one."""
+    return flash(q, k, v, None, past, setting or setting_of(q.device, past.tile, past.block))

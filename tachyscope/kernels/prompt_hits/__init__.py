@@ -1,0 +1,1 @@
+"""Count the queries that are nearest to each prompt token."""
