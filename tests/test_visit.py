@@ -90,6 +90,6 @@ def test_a_shipped_file_that_was_changed_is_refused(tmp_path, monkeypatch):
         weights.shipped("atrium-world")
 
 
-def test_all_shipped_weights_fit_into_36_megabytes():
+def test_all_shipped_weights_fit_into_44_megabytes():
     files = [path for path in weights.HERE.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 36e6
+    assert sum(path.stat().st_size for path in files) < 44e6
