@@ -11,6 +11,7 @@ from typing import Any
 
 from tachyscope.bounds import VILA, told, within
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.config_checks import bound_fault, demand, has_type
 from tachyscope.models.vila_u.depth import DepthConfig, Sampler
 from tachyscope.models.vila_u.vqgan import PixelConfig
 
@@ -188,8 +189,7 @@ class VilaConfig:
 
 
 def _demand(right: bool, rule: str, got: object) -> None:
-    if not right:
-        raise TachyscopeError(f"a VILA-U config's {rule}, got {got!r}: change it")
+    demand(right, "a VILA-U config's", rule, repr(got))
 
 
 def _rotation(llm: _Table) -> tuple[float, float]:
@@ -235,16 +235,12 @@ class _Table:
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.values.get(key)
         value = default if value is None else value
-        # JSON does not tell 10000 from 10000.0, and to Python True is an int
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
+        if not has_type(value, kind):
             self.fail(key, f"of type {kind.__name__}")
-        if kind in (int, float) and not within(VILA[key], value):
-            self.fail(key, str(VILA[key]))
-        if kind is str and key in VILA and not within(VILA[key], len(str(value))):
-            self.fail(key, f"at most {VILA[key].high} letters")
-        return value
+        bounded = kind in (int, float) or (kind is str and key in VILA)
+        if bounded and (rule := bound_fault(VILA[key], value)):
+            self.fail(key, rule)
+        return float(value) if kind is float else value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value: int = self.get(key, int, default)

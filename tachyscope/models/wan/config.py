@@ -9,8 +9,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tachyscope.bounds import WAN, told, within
+from tachyscope.bounds import WAN, told
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.config_checks import bound_fault, demand, has_type
 from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
 
 # our field -> the name in Wan's config.json
@@ -42,6 +43,7 @@ DIFFUSERS_FIXED = {
     "added_kv_proj_dim": None,
     "pos_embed_seq_len": None,
 }
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 # flags of 0.1
 RETIRED = ("rolling", "alone", "restart", "reencode", "together")
 
@@ -81,11 +83,8 @@ class WanConfig:
         for name, bound in WAN.items():
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
-            if isinstance(value, str):
-                rule, right = f"at most {bound.high:,} letters", within(bound, len(value))
-            else:
-                rule, right = str(bound), all(within(bound, number) for number in numbers)
-            _demand(right, f"{_called(name)} must be {rule}", told(value))
+            faults = [fault for x in numbers if (fault := bound_fault(bound, x))]
+            _demand(not faults, f"{_called(name)} must be {''.join(faults[:1])}", told(value))
         _demand(
             self.dim % (2 * self.heads) == 0 and self.head_dim >= 6,
             "dim / heads must be even and at least 6",
@@ -104,8 +103,8 @@ class WanConfig:
         _demand(
             self.prediction in ("flow", "x0"), "prediction must be 'flow' or 'x0'", self.prediction
         )
-        if fault := self.context.check(self):
-            _demand(False, f"context {self.context.name} {fault[0]}", fault[1])
+        if wrong := self.context.check(self):
+            _demand(False, f"context {self.context.name} {wrong[0]}", wrong[1])
         _demand(
             len(set(self.actions)) == len(self.actions), "actions must differ", repr(self.actions)
         )
@@ -247,11 +246,8 @@ def _check_type(name: str, value: Any, like: Any) -> None:
         steps = name in ("steps", "first_steps")
         right = right and (steps or len(value) == len(like))
         kind = "whole numbers" if steps else f"{len(like)} whole numbers"
-    elif isinstance(like, float):
-        right, kind = type(value) in (int, float), "a number"
     else:
-        right = type(value) is type(like)
-        kind = {int: "a whole number", bool: "true or false", str: "a text"}[type(like)]
+        right, kind = has_type(value, type(like)), KINDS[type(like)]
     _demand(right, f"{_called(name)} must be {kind}", told(value))
 
 
@@ -262,5 +258,4 @@ def _called(name: str) -> str:
 
 
 def _demand(right: bool, rule: str, got: object) -> None:
-    if not right:
-        raise TachyscopeError(f"a Wan configuration's {rule}, got {got}: change it")
+    demand(right, "a Wan configuration's", rule, got)
