@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 
 def check_model(model: Any) -> VideoModel:
-    if isinstance(model, VideoModel):
-        return model
     load = f"tachyscope.load({model!r})" if isinstance(model, str) else "tachyscope.load(NAME)"
-    raise TachyscopeError(f"model must be a loaded model, got {_told(model)}: use {load}")
+    return VideoModel.narrow(model, f"model must be a loaded model, got {_told(model)}: use {load}")
 
 
 def check_whole(name: str, value: Any, what: str = "") -> int:

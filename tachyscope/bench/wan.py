@@ -117,9 +117,8 @@ def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanMo
     if weights is None and name in MODELS and MODELS[name].weights:
         weights = "random"
     model = load(name, weights, device=device, dtype=dtype)
-    if not isinstance(model, WanModel):
-        raise TachyscopeError(f"{name} is no Wan-type model: try tachyscope bench cpu")
-    return with_toy_parts(model)
+    fault = f"{name} is no Wan-type model: try tachyscope bench cpu"
+    return with_toy_parts(WanModel.narrow(model, fault))
 
 
 def choose_rows(table: str, rows: str | None) -> dict[str, str]:

@@ -32,8 +32,8 @@ def evaluate_views(
     and so on that of walls on one side. It needs many worlds: each has one to three such walls.
     """
     check("worlds", worlds)
-    model = load(name, device=device)
-    assert isinstance(model, WanModel)
+    fault = f"{name} is no world model of Atrium: evaluate atrium-world"
+    model = WanModel.narrow(load(name, device=device), fault)
     step = AT_ONCE[model.device.type]
     found: list[Values] = []
     for start in range(0, worlds, step):

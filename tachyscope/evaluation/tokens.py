@@ -309,9 +309,10 @@ def evaluate_tokens(
     """
     check("worlds", worlds)
     _prepare(name, weights, device)
-    model = _ready["model"]
-    if not isinstance(model, VilaModel) or model.actions != atrium.ACTIONS:
-        raise TachyscopeError(f"{name} is no token model of Atrium: try atrium-tokens")
+    fault = f"{name} is no token model of Atrium: try atrium-tokens"
+    model = VilaModel.narrow(_ready["model"], fault)
+    if model.actions != atrium.ACTIONS:
+        raise TachyscopeError(fault)
     tasks = [Task(*t, worlds, seed, quick) for t in (QUICK_TASKS if quick else TASKS)]
     jobs = min(jobs or cores(), len(tasks))
     rows: list[Document] = []
@@ -329,8 +330,7 @@ def evaluate_tokens(
     more: Document = {"model": name, "clips": CLIPS, "given": GIVEN, "seed": seed}
     if not timed:
         return document("atrium-tokens", rows, command, tokens=headline(rows), **more)
-    own = load(name, weights)
-    assert isinstance(own, VilaModel)
+    own = VilaModel.narrow(load(name, weights), fault)
     clip = make_clip("pan", 1, seed, model.config.size[0])
     rounds = QUICK_FRAMES if quick else len(clip.actions) - GIVEN
     speed = clock(own, clip, rounds)

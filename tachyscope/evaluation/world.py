@@ -277,7 +277,7 @@ def evaluate_model(
     frames and no recall. watch: is told how many worlds are done. spread: shares the worlds out.
     """
     asked = ask(model, plans, seed, frames, quick, recall, world, own)
-    assert isinstance(model, WanModel) and (twin is None or isinstance(twin, WanModel))
+    model, twin = _world_model(model), None if twin is None else _world_model(twin)
     check("worlds", worlds)
     for number in (0, worlds - 1):
         make_world(seed, number)  # raises where there are not so many
@@ -308,16 +308,22 @@ def evaluate_model(
     return document("atrium", rows, command, **more)
 
 
+def _world_model(model: VideoModel) -> WanModel:
+    fault = (
+        f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
+        f"evaluate atrium-world"
+    )
+    if model.actions != atrium.ACTIONS:
+        raise TachyscopeError(fault)
+    return WanModel.narrow(model, fault)
+
+
 def ask(
     model: VideoModel, plans: Sequence[str], seed: int, frames: int, quick: bool, recall: bool,
     world: bool, own: bool,
 ) -> Asked:  # fmt: skip
     """The evaluation asked for; raises where it cannot be made."""
-    if model.actions != atrium.ACTIONS or not isinstance(model, WanModel):
-        raise TachyscopeError(
-            f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
-            f"evaluate atrium-world"
-        )
+    _world_model(model)
     if frames < TURN:
         raise TachyscopeError(f"frames must be {TURN} or more, a full turn, got {frames}")
     for plan in plans:

@@ -43,6 +43,13 @@ class VideoModel(abc.ABC):
     # how often noise is drawn for a chunk; 0 where it cannot be handed in instead
     draws: int = 0
 
+    @classmethod
+    def narrow(cls, model: Any, fault: str) -> Self:
+        """The model as one of this family; raises with `fault` where it is none."""
+        if not isinstance(model, cls):
+            raise TachyscopeError(fault)
+        return model
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the weights; worked out when first asked for."""
