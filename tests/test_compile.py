@@ -60,5 +60,5 @@ def test_a_compiled_model_still_learns():
     model.model.compile_layers("aot_eager")
     block = model.model.blocks[0]
     x, time = torch.randn(1, 6, 96), torch.randn(1, 1, 6, 96)
-    block.remember(lambda layer, q, k, v: (q.sum() + k.sum() + v.sum()).backward(), 0, x, time)
+    block.prefill(lambda layer, q, k, v: (q.sum() + k.sum() + v.sum()).backward(), 0, x, time)
     assert block.self_attn.k.weight.grad is not None

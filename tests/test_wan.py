@@ -306,7 +306,7 @@ def test_the_work_of_a_clean_pass_is_counted_as_it_is():
     flops = []
     for call in (
         lambda: adapter.model(Nothing(), x, t),
-        lambda: adapter.model.remember(Nothing(), lambda *given: entered.append(given), x, t),
+        lambda: adapter.model.prefill(Nothing(), lambda *given: entered.append(given), x, t),
     ):
         with FlopCounterMode(display=False) as counter:
             call()

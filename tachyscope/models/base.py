@@ -1,4 +1,4 @@
-"""What a rollout needs of a model. Adapters know the session, no method."""
+"""What a stream needs of a model. Models know the session, no method."""
 
 from __future__ import annotations
 

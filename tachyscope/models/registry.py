@@ -30,7 +30,7 @@ class Entry:
     """What `load` makes of a name."""
 
     about: str
-    kind: str  # of its adapter
+    kind: str  # of the model it makes
     make: Callable[..., VideoModel]
     weights: bool = False  # whether a checkpoint must be given
     wan: bool = False  # a Wan-type checkpoint, which takes a LoRA and a tiny decoder

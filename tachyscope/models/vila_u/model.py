@@ -1,4 +1,4 @@
-"""VILA-U as a rollout drives it, and its checkpoints' files.
+"""VILA-U as a stream drives it, and its checkpoints' files.
 
 Containers are the published ones: `config.json` and the folders `llm`, `vision_tower` and
 `mm_projector`, each with a `config.json` and its weights.
@@ -273,18 +273,18 @@ def load_vila(
     return VilaModel(model.eval(), config, tokenizer, name=folder.resolve().name)
 
 
-def save_vila(adapter: VilaModel, folder: Path | str) -> None:
+def save_vila(model: VilaModel, folder: Path | str) -> None:
     """Write the model as the published folders hold it."""
     folder = Path(folder)
-    files = adapter.config.files()
-    files[""]["model_dtype"] = str(adapter.dtype)
+    files = model.config.files()
+    files[""]["model_dtype"] = str(model.dtype)
     for part in PARTS:
         (folder / part).mkdir(parents=True, exist_ok=True)
-        tensors = getattr(adapter.model, part).state_dict()
+        tensors = getattr(model.model, part).state_dict()
         # a file cannot say that two names are one tensor
         write_tensors(folder / part / WEIGHTS[0], {k: v.clone() for k, v in tensors.items()})
         write_json(folder / part / "config.json", files[part])
-    adapter.tokenizer.save(folder / "llm")
+    model.tokenizer.save(folder / "llm")
     write_json(folder / "config.json", files[""])
 
 

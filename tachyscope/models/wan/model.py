@@ -32,7 +32,7 @@ COMPILED_CHUNKS, COMPILED_WIDTH = 75, 1024
 
 
 class WanModel(VideoModel):
-    """A Wan-type causal model as a rollout drives it."""
+    """A Wan-type causal model: its transformer, its text encoder and its decoder."""
 
     model: WanCausal
     frame_dim = 2

@@ -119,7 +119,7 @@ def clean_pass(
     read = len(pos) + (session.total_entries if past else 0)
     session.meter.add("pairs_dense", -shape.batch * shape.heads * len(pos) * read)
     t = torch.zeros(len(x), x.shape[2], dtype=torch.float32, device=model.device)
-    model.model.remember(session, session.write_kv, x, t, actions)
+    model.model.prefill(session, session.write_kv, x, t, actions)
 
 
 def begin_pass(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tachyscope.models.wan.config import WanConfig
 
 # layer, q, k, v, as `attend` takes them
-Enter = Callable[[int, Tensor, Tensor, Tensor], object]
+WriteKV = Callable[[int, Tensor, Tensor, Tensor], object]
 
 
 class Calls(Protocol):
@@ -212,9 +212,9 @@ class Block(nn.Module):
         x, a = stages.to_mlp(x, y, *six, second.o.weight, second.o.bias, self.eps)
         return stages.from_mlp(x, session.mlp(layer, a, self.ffn), *six)
 
-    def remember(self, enter: Enter, layer: int, x: Tensor, time: Tensor) -> None:
+    def prefill(self, write_kv: WriteKV, layer: int, x: Tensor, time: Tensor) -> None:
         """Hand over what attention would be given, and compute nothing from it."""
-        enter(layer, *self._to_attention(x, time))
+        write_kv(layer, *self._to_attention(x, time))
 
     def _to_attention(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         part = self.self_attn
@@ -269,10 +269,10 @@ class WanCausal(nn.Module):
     ) -> Tensor:
         """The prediction [B, C, F, h, w] for latents at timesteps t [B, F], from 0 to 1000.
 
-        actions [F] or [B, F] are indices; without them no action is told.
+        actions [F] or [B, F] are indices; None for a model without actions.
         """
         frames, rows = latents.shape[2], latents.shape[3] // self.config.patch[1]
-        x, time, six = self._enter(latents, t, actions)
+        x, time, six = self._embed(latents, t, actions)
         for layer, block in enumerate(self.blocks):
             x = block(session, layer, x, six)
         y = self.head(x, time).unflatten(1, (frames, rows, -1))
@@ -280,23 +280,23 @@ class WanCausal(nn.Module):
         y = y.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
         return y.to(latents.dtype)
 
-    def remember(
+    def prefill(
         self,
         session: Calls,
-        enter: Enter,
+        write_kv: WriteKV,
         latents: Tensor,
         t: Tensor,
         actions: Tensor | None = None,
     ) -> None:
         """`forward` for the sake of what it leaves in the session.
 
-        It ends in the last layer, where `enter` takes in what attention would, and reads nothing.
+        It ends in the last layer, where `write_kv` takes what attention would, and reads nothing.
         """
-        x, _, six = self._enter(latents, t, actions)
+        x, _, six = self._embed(latents, t, actions)
         *blocks, last = cast(list[Block], self.blocks)
         for layer, block in enumerate(blocks):
             x = block(session, layer, x, six)
-        last.remember(enter, len(blocks), x, six)
+        last.prefill(write_kv, len(blocks), x, six)
 
     def fuse(self) -> Self:
         """The model with q, k and v of self-attention as one linear; names and numbers stay."""
@@ -311,7 +311,7 @@ class WanCausal(nn.Module):
             block.stages = block.ffn.stages = compiled(backend)
         return self
 
-    def _enter(
+    def _embed(
         self, latents: Tensor, t: Tensor, actions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The stream [B, S, W] before the first layer; times [B, F, W], and [B, F, 6, W]."""
