@@ -11,18 +11,19 @@ if TYPE_CHECKING:
     from tachyscope.errors import TachyscopeError
     from tachyscope.models.registry import load
     from tachyscope.plan import Plan
-    from tachyscope.rollout import open_session, refill, rollout
+    from tachyscope.rollout import rollout
     from tachyscope.session import Session
+    from tachyscope.stream import Stream, open
 
 __version__ = "0.1.0"
 __all__ = [
     "Plan",
     "Session",
+    "Stream",
     "TachyscopeError",
     "__version__",
     "load",
-    "open_session",
-    "refill",
+    "open",
     "rollout",
 ]
 
@@ -30,10 +31,10 @@ __all__ = [
 _HOMES = {
     "Plan": "plan",
     "Session": "session",
+    "Stream": "stream",
     "TachyscopeError": "errors",
     "load": "models.registry",
-    "open_session": "rollout",
-    "refill": "rollout",
+    "open": "stream",
     "rollout": "rollout",
 }
 

@@ -250,7 +250,8 @@ def generate(
     from tachyscope.rates import Clock, rates, tell_rates
     from tachyscope.report import Run
     from tachyscope.results import check_json, document, emit, size_of
-    from tachyscope.rollout import change_frames, open_session, rollout, runs_beside
+    from tachyscope.rollout import change_frames, rollout, runs_beside
+    from tachyscope.stream import open as open_stream
     from tachyscope.tables import show_runs
     from tachyscope.video import VideoWriter, read_frames
 
@@ -278,10 +279,10 @@ def generate(
     rows, size, name = [], "", label(text)
     with Clock() as clock:
         compiled = _compile(adapter, compile, asked)
-        session = open_session(adapter, text, **asked, noise=noise)
-        changes = change_frames(adapter, session, wanted, video.frames)
+        stream = open_stream(adapter, text, **asked, noise=noise)
+        changes = change_frames(adapter, stream.session, wanted, video.frames)
         chunks = rollout(
-            adapter, frames=video.frames, actions=actions, then=changes, session=session,
+            adapter, frames=video.frames, actions=actions, then=changes, stream=stream,
             overlap_decode=True,
         )  # fmt: skip
         with (
@@ -296,7 +297,7 @@ def generate(
                 watch(name, chunk)
     found = rates(rows)
     sums = summary(rows) | found | {"load_s": load_s}
-    run = Run(name, str(session.plan), rows, sums, notes(session, rows))
+    run = Run(name, str(stream.session.plan), rows, sums, notes(stream.session, rows))
     if not video.quiet:
         print(tell_rates(name, found, load_s))
         show_runs([run])
@@ -498,7 +499,7 @@ def evaluate(
 
 def _compile(model: VideoModel, wanted: bool | None, asked: dict[str, Any]) -> bool:
     """Compile the model's layers where that is asked for, or pays; whether it was done."""
-    from tachyscope.rollout import chunks_for
+    from tachyscope.stream import chunks_for
 
     if wanted is None:
         chunks = chunks_for(model, model.shape(asked["size"]).chunk, 0, asked["frames"])

@@ -23,8 +23,10 @@ from tachyscope.quality import FLOOR_DB, Quality, horizon
 from tachyscope.rates import Clock, frame_rate, rates, warm_up
 from tachyscope.report import Floor, Run, decibels, percent, write_report
 from tachyscope.results import Document, document, size_of, to_json
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
+from tachyscope.stream import Stream
+from tachyscope.stream import open as open_stream
 from tachyscope.types import Chunk
 from tachyscope.video import VideoWriter, beside
 
@@ -55,7 +57,7 @@ class _Take:
     """One rollout under way."""
 
     name: str
-    session: Session
+    stream: Stream
     chunks: Generator[Chunk]
     rows: list[dict[str, float]] = field(default_factory=list)  # of the meter
     looks: list[dict[str, float]] = field(default_factory=list)  # of the frames, for the plots
@@ -121,13 +123,13 @@ def compare(
     if first is not None:
         given = {"first": parse_first(first), "first_actions": first_actions}
 
-    def take(name: str, of: VideoModel, by: Plan | str, like: Session | None = None) -> _Take:
+    def take(name: str, of: VideoModel, by: Plan | str, like: Stream | None = None) -> _Take:
         with Clock() as clock:
-            session = open_session(of, by, **asked, **({} if like else given))
+            stream = open_stream(of, by, **asked, **({} if like else given))
             if like is not None:
-                session.restore(like.state())
-            chunks = rollout(of, frames=frames, actions=actions, session=session)
-        return _Take(name, session, chunks, clock=clock)
+                stream.restore(like.snapshot())
+            chunks = rollout(of, frames=frames, actions=actions, stream=stream)
+        return _Take(name, stream, chunks, clock=clock)
 
     takes = {"dense": take("dense", model, "dense"), "plan": take(label(plan), model, plan)}
     if twin is not None:
@@ -135,10 +137,12 @@ def compare(
     warmed: dict[str, float] = {}
     if aa:
         # prefilled once: given frames may be many
-        takes["again"] = take("dense again", model, "dense", takes["dense"].session)
+        takes["again"] = take("dense again", model, "dense", takes["dense"].stream)
         newest = {"first": given["first"][-1:]} if given else {}
         for role in ("dense", "plan"):
-            warmed[role] = warm(model, takes[role].session.plan, actions=actions, **asked, **newest)
+            warmed[role] = warm(
+                model, takes[role].stream.session.plan, actions=actions, **asked, **newest
+            )
     video_size = _play(takes, frames, model.fps, truth, out, watch)
     found = _conclude(takes, model, video_size, warmed, load_s, command, about)
     if out is not None:
@@ -242,7 +246,7 @@ def _conclude(
     for run in runs:
         named: Document = {"name": run.name, "plan": run.plan, "model": model.name, "size": size}
         rows.append(named | dict(run.summary) | {"notes": list(run.notes)})
-    lead = " ".join(filter(None, (_speed(*runs, aa, plan.session), _work(*runs), about)))
+    lead = " ".join(filter(None, (_speed(*runs, aa, plan.stream.session), _work(*runs), about)))
     result = document("compare", rows, command, aa, **more, lead=lead)
     return Comparison(result, runs, floor, aa, lead)
 
@@ -278,10 +282,10 @@ def _run(take: _Take, more: Mapping[str, float], warmed: float) -> Run:
     found["warm_s"] += warmed
     return Run(
         take.name,
-        str(take.session.plan),
+        str(take.stream.session.plan),
         [row | look for row, look in zip(take.rows, take.looks, strict=True)],
         found,
-        notes(take.session, take.rows),
+        notes(take.stream.session, take.rows),
     )
 
 

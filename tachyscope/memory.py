@@ -21,8 +21,8 @@ from tachyscope.models.registry import DTYPES, MODELS, SIZED, load
 from tachyscope.peak_memory import peak, tensor_bytes
 from tachyscope.plan import Plan, spell
 from tachyscope.results import Document, document
-from tachyscope.rollout import chunks_for
 from tachyscope.session import Session
+from tachyscope.stream import chunks_for
 from tachyscope.types import LayerCache, PassContext, Size
 
 # of a GPU's memory; the rest is left to CUDA's own and to gaps between tensors

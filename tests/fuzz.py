@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import toys
+
 SECONDS, BYTES = 20, 2 * 2**30
 WALL = 6 * SECONDS  # a loaded machine is slow, but nothing may wait for ever
 LONGEST = 1_100  # letters of a line
@@ -664,7 +666,7 @@ def of_states(rng: random.Random, shared: Shared) -> Case:
         import tachyscope
 
         session.restore(state)
-        for _ in tachyscope.rollout(model, frames=1, session=session):
+        for _ in tachyscope.rollout(model, frames=1, stream=tachyscope.Stream(model, session)):
             pass
 
     return Case(call=call, about=f"of_states {name} {key} {pick:.2f}")
@@ -698,8 +700,8 @@ def shared_parts() -> Iterator[Shared]:
         save_vila(models["toy-tokens"], vila)
         sessions = {}
         for name, model in models.items():
-            session = tachyscope.open_session(model, "fast", prompt="a", seed=1)
-            list(tachyscope.rollout(model, frames=2, session=session))
+            session = toys.open_session(model, "fast", prompt="a", seed=1)
+            list(tachyscope.rollout(model, frames=2, stream=tachyscope.Stream(model, session)))
             sessions[name] = (model, session, session.state())
         yield Shared(wan, vila, sessions)
 

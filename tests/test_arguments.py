@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import toys
 from faults import refused
 from PIL import Image
 
@@ -76,7 +77,7 @@ ROLLOUT_ONLY = [
     ),
     ({"then": [(24, None)]}, "a prompt of then must be text, got None"),
     ({"overlap_decode": "no"}, "overlap_decode must be True, False or None, got 'no'"),
-    ({"session": "s"}, "session must be a Session, got a str: use open_session"),
+    ({"stream": "s"}, "stream must be a Stream, got a str: use tachyscope.open"),
 ]
 
 
@@ -88,11 +89,11 @@ def test_a_wrong_argument_is_told_when_rollout_is_called(chunks, asked, words):
 
 
 @pytest.mark.parametrize(
-    "call", [ts.open_session, compare, inspect_model], ids=["open_session", "compare", "inspect"]
+    "call", [ts.open, compare, inspect_model], ids=["open", "compare", "inspect"]
 )
 def test_the_same_checks_stand_at_the_other_doors(chunks, call):
     for asked, words in WRONG:
-        if call is ts.open_session and ("actions" in asked or asked == {"frames": None}):
+        if call is ts.open and ("actions" in asked or asked == {"frames": None}):
             continue
         if call is compare and "first_actions" in asked:
             continue
@@ -118,8 +119,8 @@ def test_every_fault_of_the_video_shows_when_rollout_is_called(chunks, tokens):
 @pytest.mark.parametrize("name", ["toy-chunks", "toy-tokens"])
 def test_a_refill_is_checked_before_anything_is_forgotten(name):
     model = ts.load(name)
-    session = ts.open_session(model)
-    list(ts.rollout(model, frames=3, session=session))
+    session = toys.open_session(model)
+    list(ts.rollout(model, frames=3, stream=ts.Stream(model, session)))
     before, good = session.state(), session.latents
     codes = not good.is_floating_point()
     for latents, prompt, actions, words in [
@@ -131,7 +132,9 @@ def test_a_refill_is_checked_before_anything_is_forgotten(name):
         (good, None, "", "prompt must be text"),
         (good, "", [9], "from 0 to 6, got 9"),
     ]:
-        refused(lambda x=latents, p=prompt, a=actions: ts.refill(model, session, x, p, a), words)
+        refused(
+            lambda x=latents, p=prompt, a=actions: ts.Stream(model, session).refill(x, p, a), words
+        )
     assert all(torch.equal(x, before[name]) for name, x in session.state().items())
 
 
@@ -162,9 +165,9 @@ def test_actions_as_a_list_make_the_video_of_the_text(chunks, tokens):
     want = _video(tokens, **given, first_actions="w e")
     assert np.array_equal(_video(tokens, **given, first_actions=np.array([1, 6])), want)
     assert not np.array_equal(_video(tokens, **given), want)
-    sessions = [ts.open_session(tokens, first=RGB) for _ in range(2)]
+    sessions = [toys.open_session(tokens, first=RGB) for _ in range(2)]
     for session, actions in zip(sessions, ("w e", [1, "e"]), strict=True):
-        ts.refill(tokens, session, session.latents, "", actions)
+        ts.Stream(tokens, session).refill(session.latents, "", actions)
     one, other = (session.state() for session in sessions)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -265,13 +268,13 @@ def test_a_wrong_size_names_the_models_and_how_to_resize(tokens):
     )
 
 
-def _session(model, **asked):
-    session = ts.open_session(model, **asked)
-    return session, lambda **more: ts.rollout(model, **{"frames": 3, "session": session} | more)
+def _stream(model, **asked):
+    stream = ts.open(model, **asked)
+    return stream, lambda **more: ts.rollout(model, **{"frames": 3, "stream": stream} | more)
 
 
-def test_a_session_is_not_asked_for_what_it_is_not(chunks, tokens):
-    _, go_on = _session(chunks, plan="fast", prompt="a", seed=3, size=(32, 64))
+def test_a_stream_is_not_asked_for_what_it_is_not(chunks, tokens):
+    _, go_on = _stream(chunks, plan="fast", prompt="a", seed=3, size=(32, 64))
     for name, other in {
         "plan": "dense", "prompt": "b", "seed": 4, "size": (64, 96), "first": RGB,
     }.items():  # fmt: skip
@@ -284,23 +287,23 @@ def test_a_session_is_not_asked_for_what_it_is_not(chunks, tokens):
     list(go_on(frames=6, then=[(3, "b")]))
     refused(lambda: go_on(prompt="a"), "another prompt")
     assert go_on(prompt="b")
-    _, go_on = _session(tokens, first=RGB)
+    _, go_on = _stream(tokens, first=RGB)
     refused(lambda: go_on(first=RGB[:1]), "another first")
     assert go_on(first=RGB)
 
 
-def test_a_session_goes_on_with_its_own_model(chunks, tokens):
+def test_a_stream_goes_on_with_its_own_model(chunks, tokens):
     from tachyscope.models.wan.toy import toy_chunks
 
-    session = ts.open_session(chunks)
+    stream = ts.open(chunks)
     for other in (tokens, toy_chunks(seed=1), ts.load("toy-chunks", dtype="float64")):
-        refused(lambda m=other: ts.rollout(m, frames=3, session=session), "another model")
-    assert ts.rollout(toy_chunks(), frames=3, session=session)
+        refused(lambda m=other: ts.rollout(m, frames=3, stream=stream), "another model")
+    assert ts.rollout(toy_chunks(), frames=3, stream=stream)
 
 
 def test_one_rollout_at_a_time_plays_a_session(chunks):
     whole = _video(chunks, frames=12)
-    session, go_on = _session(chunks)
+    session, go_on = _stream(chunks)
     busy = "this session is being played by another rollout"
     running = go_on()
     refused(go_on, busy)  # called, not begun

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 import toys
+from toys import open_session
 
+import tachyscope as ts
 from tachyscope.bench import (
     bench,
     bench_asked,
@@ -27,7 +29,7 @@ from tachyscope.models.registry import load
 from tachyscope.plan import NAMES, Plan
 from tachyscope.plan_notes import notes
 from tachyscope.results import check_json, document, emit, to_json
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 
 TOY = ["wan", "--model", "toy-chunks", "--device", "cpu", "--dtype", "float32", "--size", "64x96"]
 KEYS = ["schema", "suite", "date", "machine", "versions", "command"]
@@ -51,7 +53,9 @@ def found(chunks):
 
 def played(model, plan, frames, prompt="a red room"):
     session = open_session(model, plan, frames=frames, prompt=prompt)
-    return session, [chunk.stats for chunk in rollout(model, frames=frames, session=session)]
+    return session, [
+        chunk.stats for chunk in rollout(model, frames=frames, stream=ts.Stream(model, session))
+    ]
 
 
 def test_noise_is_the_widest_ratio_taken_both_ways():
@@ -181,7 +185,7 @@ def test_what_was_given_counts_as_held(tokens):
     plan = "dense attention=window:tokens=9999"
     (before,) = [c.frames for c in rollout(tokens, "dense", frames=1)]
     session = open_session(tokens, plan, frames=2, first=before)
-    rows = [chunk.stats for chunk in rollout(tokens, frames=2, session=session)]
+    rows = [chunk.stats for chunk in rollout(tokens, frames=2, stream=ts.Stream(tokens, session))]
     assert notes(session, rows) == [
         "attention policy 'window' saved under 1 %: it read 100.0% of what the cache held"
     ]
@@ -316,7 +320,7 @@ def test_a_filled_session_counts_what_a_made_one_counts(chunks):
         filled = open_session(chunks, plan, prompt="a red room")
         filled.fill(9)
         assert filled.latent_frame == 9
-        made = list(rollout(chunks, session=filled, frames=12))
+        made = list(rollout(chunks, stream=ts.Stream(chunks, filled), frames=12))
         for key in ("macs", "pairs", "pairs_dense", "entries"):
             assert made[0].stats[key] == stats[-1][key], key
 

@@ -5,7 +5,9 @@ import json
 
 import pytest
 import torch
+from toys import open_session
 
+import tachyscope as ts
 import tachyscope.bench.wan as wan
 from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
@@ -14,7 +16,7 @@ from tachyscope.bench import rollout as rollout_rate
 from tachyscope.bench.breakdown import parts, watched
 from tachyscope.bench.recorded_kv import Recorder, Traced, enlarge, record
 from tachyscope.bench.rollout import bench_rollout, finite, flat_lines, flatness
-from tachyscope.bench.single_chunk import make_chunk, repeat_chunk
+from tachyscope.bench.single_chunk import repeat_chunk
 from tachyscope.bench.wan import (
     ALL,
     HEADLINE,
@@ -27,14 +29,13 @@ from tachyscope.bench.wan import (
     load_sized,
     wan_lines,
 )
-from tachyscope.graph_runner import ChunkRunner
 from tachyscope.memory import need
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
 
 PARTS = ["read", "choose", "enter", "cross", "mlp", "commit", "index", "rest"]
@@ -130,14 +131,14 @@ def test_what_was_measured_before_memory_ran_out_is_kept(model, monkeypatch):
 def test_a_repeated_chunk_leaves_an_unbounded_cache_as_long_as_it_was(model):
     session = open_session(model, "dense", frames=30)
     with torch.inference_mode():
-        made = [make_chunk(ChunkRunner(model, session)) for _ in range(3)]
+        made = [ts.Stream(model, session).generate().stats for _ in range(3)]
         before = (session.past, session.latent_frame, session.chunk, session.total_entries)
-        again = [repeat_chunk(ChunkRunner(model, session)) for _ in range(2)]
+        again = [repeat_chunk(ts.Stream(model, session)) for _ in range(2)]
     assert (session.past, session.latent_frame, session.chunk, session.total_entries) == before
     assert again[0]["pairs"] == again[1]["pairs"] > made[-1]["pairs"]
     assert made[0]["frames"] == 3 and made[0]["host_ms"] > 0
     with torch.inference_mode(), watched(session):
-        repeat_chunk(ChunkRunner(model, session))
+        repeat_chunk(ts.Stream(model, session))
     assert session.latent_frame == before[1]
 
 
@@ -156,9 +157,9 @@ def test_a_watched_chunk_is_the_same_chunk(model, plan):
         session.fill(12)
         with torch.inference_mode():
             if not watch:
-                return session, make_chunk(ChunkRunner(model, session))
+                return session, ts.Stream(model, session).generate().stats
             with watched(session):
-                return session, make_chunk(ChunkRunner(model, session))
+                return session, ts.Stream(model, session).generate().stats
 
     (plain, row), (seen, spans) = video(False), video(True)
     assert torch.equal(plain.latents, seen.latents)
@@ -228,7 +229,7 @@ def test_memory_that_runs_out_at_once_is_one_line(monkeypatch, capsys):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
 
-    monkeypatch.setattr(wan, "open_session", full)
+    monkeypatch.setattr(wan, "open_stream", full)
     assert main(["wan", "--model", "toy-chunks", "--device", "cpu", "--dtype", "float32"]) == 2
     assert capsys.readouterr().err.startswith("tachyscope: the memory is not enough: give")
 
@@ -259,7 +260,7 @@ def test_flat_is_time_work_and_memory():
 
 def test_a_number_that_is_none_is_found(model):
     session = open_session(model, "dense", frames=12)
-    for _ in rollout(model, frames=6, session=session):
+    for _ in rollout(model, frames=6, stream=ts.Stream(model, session)):
         pass
     assert finite(session)
     with torch.inference_mode():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from toys import open_session
 
 from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.models.wan.transformer import EAGER, compiled
-from tachyscope.rollout import open_session
 
 pytestmark = pytest.mark.slow
 

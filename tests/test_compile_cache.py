@@ -6,11 +6,11 @@ import tempfile
 
 import pytest
 import torch
+from toys import open_session
 
 from tachyscope.compile_cache import VARIABLES, keep_programs, programs_folder
 from tachyscope.models.wan.model import COMPILED_CHUNKS, COMPILED_WIDTH
 from tachyscope.models.wan.toy import toy_chunks
-from tachyscope.rollout import open_session
 
 
 @pytest.fixture(autouse=True)

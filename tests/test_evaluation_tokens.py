@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from toys import open_session
 
 from tachyscope.arguments import parse_actions
 from tachyscope.errors import TachyscopeError
@@ -9,7 +10,6 @@ from tachyscope.evaluation import clips, replay_scores, token_timing
 from tachyscope.evaluation import tokens as ev
 from tachyscope.models.registry import load
 from tachyscope.quality import psnr
-from tachyscope.rollout import open_session
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import toys
 from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, session
 from test_flash import listed_reference
 
@@ -106,7 +107,7 @@ def test_nothing_inside_a_chunk_waits_for_the_device(plan, kind):
 @pytest.mark.parametrize("plan", ["dense", "fast", "fastcar"])
 def test_a_whole_model_makes_a_chunk_without_a_wait(name, plan):
     model = ts.load(name, device="cuda")
-    session = ts.open_session(model, plan, prompt="a red room", frames=30)
+    session = toys.open_session(model, plan, prompt="a red room", frames=30)
     with torch.inference_mode():
         for _ in range(4):
             with no_waits():
@@ -410,7 +411,7 @@ def test_the_warm_up_ends_where_a_graph_is_replayed():
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # float32 is meant here
 def test_compiled_layers_give_what_they_gave(plan):
     def latents(model):
-        session = ts.open_session(model, plan, prompt="a red room")
+        session = toys.open_session(model, plan, prompt="a red room")
         made = []
         with torch.inference_mode():
             for _ in range(3):
@@ -424,7 +425,7 @@ def test_compiled_layers_give_what_they_gave(plan):
 
 def test_a_compiled_chunk_makes_the_host_wait_for_nothing():
     model = ts.load("toy-chunks", device="cuda", dtype="bfloat16").compile()
-    session = ts.open_session(model, "dense", prompt="a red room", frames=12)
+    session = toys.open_session(model, "dense", prompt="a red room", frames=12)
     with torch.inference_mode():
         model.sample(session, [0] * 3)  # compiles
         session.commit()
@@ -437,8 +438,8 @@ def test_a_compiled_chunk_makes_the_host_wait_for_nothing():
 def test_decoding_beside_the_next_chunk_changes_nothing(plan):
     model = ts.load("toy-chunks", device="cuda")
     asked = {"frames": 24, "prompt": "a red room"}
-    held = ts.open_session(model, plan, **asked)
-    alone = [chunk.frames for chunk in ts.rollout(model, frames=24, session=held)]
+    held = toys.open_session(model, plan, **asked)
+    alone = [chunk.frames for chunk in ts.rollout(model, frames=24, stream=ts.Stream(model, held))]
     beside = [chunk.frames for chunk in ts.rollout(model, plan, **asked)]
     for one, other in zip(alone, beside, strict=True):
         assert (one == other).all()
@@ -490,7 +491,7 @@ def test_repeated_launches_make_the_chunks_that_would_have_been_asked_for(plan, 
     model = random_wan(config, device="cuda", dtype=dtype)
 
     def video(record):
-        session = ts.open_session(model, plan, prompt="a b", seed=3)
+        session = toys.open_session(model, plan, prompt="a b", seed=3)
         make, rows = ChunkRunner(model, session, record), []
         with torch.inference_mode():
             for i in range(11):

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
+import toys
 
-import tachyscope as ts
 from tachyscope.bench.recorded_kv import Recorder
 from tachyscope.evaluation.recall import Probed
 from tachyscope.graph_runner import ChunkRunner
@@ -44,7 +44,7 @@ class Again:
 
 def _open(plan, seed=0, **changes):
     model = random_wan(dataclasses.replace(CONFIG, **changes))
-    return model, ts.open_session(model, plan, prompt="a b", seed=seed)
+    return model, toys.open_session(model, plan, prompt="a b", seed=seed)
 
 
 def _play(model, session, make, count):
@@ -134,7 +134,7 @@ def test_what_the_host_looks_at_is_never_recorded(make):
         raise AssertionError("recorded")
 
     model = random_wan(CONFIG)
-    session = ts.open_session(model, "cache=window:budget=9f", make=make)
+    session = toys.open_session(model, "cache=window:budget=9f", make=make)
     _play(model, session, ChunkRunner(model, session, record), 8)
     assert session.past == 6 * session.shape.tokens_per_frame
 

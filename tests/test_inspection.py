@@ -9,6 +9,7 @@ import streams
 import torch
 import toys
 
+import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection import (
@@ -22,7 +23,7 @@ from tachyscope.inspection import (
     mass,
 )
 from tachyscope.plan import Plan
-from tachyscope.rollout import refill, rollout
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
 
@@ -128,9 +129,10 @@ def test_an_observed_session_keeps_and_counts_what_a_plain_one_does(models):
     states, rows = [], []
     for make in (Session, Observed):
         session = make(shape, Plan(), model.rope(shape), lengths=(2, 2), seed=1)
-        refill(model, session, first, "x", "w w")
+        ts.Stream(model, session).refill(first, "x", "w w")
         rows += [
-            chunk.stats | {"chunk_ms": 0} for chunk in rollout(model, session=session, frames=1)
+            chunk.stats | dict.fromkeys(("chunk_ms", "host_ms", "decode_ms"), 0)
+            for chunk in rollout(model, stream=ts.Stream(model, session), frames=1)
         ]
         states.append(session.state())
     assert rows[0] == rows[1]
@@ -173,7 +175,7 @@ def test_a_token_at_a_time_is_compared_like_a_frame_at_once(models):
     sessions = []
     for one_by_one in (False, True):
         session = Observed(shape, Plan(), model.rope(shape), lengths=(2, 2), places=5, queries=3)
-        refill(model, session, latents[:, :2], "x", "w w")
+        ts.Stream(model, session).refill(latents[:, :2], "x", "w w")
         with torch.inference_mode():
             (model.score if one_by_one else model.prefill_latents)(session, latents[:, 2:], [1])
             session.commit()

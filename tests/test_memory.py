@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 import toys
+from toys import open_session
 
+import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
 from tachyscope.memory import ROOM, fit, largest, lines, need, sized
@@ -15,7 +17,7 @@ from tachyscope.models.wan.presets import SIZES
 from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.peak_memory import peak
 from tachyscope.plan import NAMES
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 
 CUSTOM = {
     "toy-chunks": [
@@ -86,7 +88,7 @@ def test_the_cache_is_predicted_to_the_byte(models):
 def test_it_is_what_a_rollout_ends_with(plan, name, frames):
     model = toys.load(name)
     session = open_session(model, plan, prompt="a", frames=frames)
-    for _ in rollout(model, frames=frames, session=session):
+    for _ in rollout(model, frames=frames, stream=ts.Stream(model, session)):
         pass
     found = need(model.on_meta(), plan, frames=frames, prompt="a")
     assert sum(found.cache.values()) == session.cache_bytes()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import toys
 from faults import refused
 from safetensors.torch import save_file
 
@@ -75,17 +76,23 @@ def test_noise_is_that_of_generated_frames_and_goes_on_with_the_session(monkeypa
     asked = {"frames": 3, "first": first}
     noise, want = _noise_of_seed(monkeypatch, model, 1, **asked)
     assert noise.shape[1] == 3
-    session = ts.open_session(model, first=first, noise=noise)
-    made = _video(model, 1, session=session)
+    session = toys.open_session(model, first=first, noise=noise)
+    made = _video(model, 1, stream=ts.Stream(model, session))
     state = session.state()
-    fresh = ts.open_session(model, first=first, noise=noise)
+    fresh = toys.open_session(model, first=first, noise=noise)
     fresh.restore(state)
-    assert np.array_equal(np.concatenate([made, _video(model, 2, session=fresh)]), want)
-    refused(lambda: ts.open_session(model, first=first).restore(state), "with other noise")
-    refused(
-        lambda: ts.rollout(model, frames=1, session=fresh), "the 4 latent frames to be made, got 3"
+    assert np.array_equal(
+        np.concatenate([made, _video(model, 2, stream=ts.Stream(model, fresh))]), want
     )
-    refused(lambda: ts.rollout(model, frames=1, session=session, noise=noise + 1), "another noise")
+    refused(lambda: toys.open_session(model, first=first).restore(state), "with other noise")
+    refused(
+        lambda: ts.rollout(model, frames=1, stream=ts.Stream(model, fresh)),
+        "the 4 latent frames to be made, got 3",
+    )
+    refused(
+        lambda: ts.rollout(model, frames=1, stream=ts.Stream(model, session), noise=noise + 1),
+        "another noise",
+    )
 
 
 def test_a_fault_in_noise_is_told_when_rollout_is_called(tmp_path):
@@ -117,7 +124,7 @@ def test_a_fault_in_noise_is_told_when_rollout_is_called(tmp_path):
 
 def test_noise_that_ends_in_an_open_session_is_one_line():
     model = _model("plain")
-    session = ts.open_session(model, noise=torch.zeros(1, 3, 4, 4, 4))
+    session = toys.open_session(model, noise=torch.zeros(1, 3, 4, 4, 4))
     with torch.inference_mode():
         model.sample(session, ())
         session.commit()

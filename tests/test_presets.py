@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from faults import refused
 from torch import nn
+from toys import open_session
 
 import tachyscope as ts
 from tachyscope.cli import main
@@ -23,7 +24,7 @@ from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
-from tachyscope.rollout import open_session, refill, rollout
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
 
 # heads of 128, so that shapes tell them; all else of a preset stays as it is
@@ -337,7 +338,7 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
     session = open_session(model, "stock", prompt="a", seed=7)
     found, shown = [], []
     for chunk in rollout(
-        model, frames=model.pixel_frames(chunks * protocol.chunk), session=session
+        model, frames=model.pixel_frames(chunks * protocol.chunk), stream=ts.Stream(model, session)
     ):
         found.append(session.latents)
         shown.append(chunk.frames)
@@ -368,7 +369,7 @@ def test_given_latents_are_run_clean_and_gone_on_from(name, shrunk, tmp_path):
     # a chunk more than the window holds
     given = [drawn(9 + i, protocol.chunk)() for i in range(protocol.window // protocol.chunk + 1)]
     session = open_session(model, "stock", prompt="a", seed=7)
-    refill(model, session, torch.cat(given, 2), "b")
+    ts.Stream(model, session).refill(torch.cat(given, 2), "b")
     found = latents_of(model, session, 2)
     noise = drawn(7, protocol.chunk)
     assert_same(found, play(model, protocol, len(found), "b", noise, given))
@@ -383,7 +384,7 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
     monkeypatch.setattr(model.decoder, "encode", lambda frames: whole(frames[:, ::8, ::8]))
     given, noise = [model.encode_frames(image)], drawn(7, 1)
     session = open_session(model, "stock", prompt="a", seed=7, first=image)
-    found = [session.latents for _ in rollout(model, frames=12, session=session)]
+    found = [session.latents for _ in rollout(model, frames=12, stream=ts.Stream(model, session))]
     expected = play(model, protocol, 3, "a", noise, given)
     assert_same(found, expected)
     for change in ("restored", "refilled", "changed"):
@@ -397,8 +398,11 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
         before = [*given, *expected]
         if change == "refilled":
             prompt = "b"
-            refill(model, other, torch.cat(before, 2), prompt)
-        on = [other.latents[:, :, -1:] for _ in rollout(model, frames=8, session=other, then=then)]
+            ts.Stream(model, other).refill(torch.cat(before, 2), prompt)
+        on = [
+            other.latents[:, :, -1:]
+            for _ in rollout(model, frames=8, stream=ts.Stream(model, other), then=then)
+        ]
         told = play(model, later, 1 if then else 2, prompt, draw, before)
         if then:
             # of a session that is gone on with, the last chunks are remembered again
@@ -406,7 +410,7 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
         assert_same(on, told)
     filled = open_session(model, "stock", prompt="a", seed=7)
     filled.fill(2)
-    (stats,) = [chunk.stats for chunk in rollout(model, frames=4, session=filled)]
+    (stats,) = [chunk.stats for chunk in rollout(model, frames=4, stream=ts.Stream(model, filled))]
     (first,) = [chunk.stats for chunk in rollout(model, "stock", frames=1)]
     assert stats["macs"] < first["macs"]
 
@@ -424,7 +428,7 @@ def test_given_latents_need_not_be_whole_chunks(name, count, shrunk, tmp_path):
     protocol, model = PROTOCOLS[name], published(name, tmp_path)
     given = torch.cat([drawn(9, 1)() for _ in range(count)], 2)
     session = open_session(model, "stock", prompt="a", seed=7)
-    refill(model, session, given, "a")
+    ts.Stream(model, session).refill(given, "a")
     found = latents_of(model, session, 5)
     expected = play(model, protocol, 5, "a", drawn(7, 3), list(given.split(3, 2)))
     assert_same(found, expected)
@@ -432,7 +436,7 @@ def test_given_latents_need_not_be_whole_chunks(name, count, shrunk, tmp_path):
         # at 0.999 a fold hardly shows: that one is held to the statement with a strong one too
         strong = dataclasses.replace(protocol, fold=0.5)
         session = open_session(model, model.stock.replace("0.999", "0.5"), prompt="a", seed=7)
-        refill(model, session, given, "a")
+        ts.Stream(model, session).refill(given, "a")
         found = latents_of(model, session, 5)
         assert_same(found, play(model, strong, 5, "a", drawn(7, 3), list(given.split(3, 2))))
         assert (found[-1] - expected[-1]).abs().max() > 0.01
@@ -459,7 +463,7 @@ def test_a_change_of_prompt_remembers_the_window_again(changes, shrunk, tmp_path
     noise, unchanged_noise = drawn(7, 3), drawn(7, 3)
     before, expected = latents_of(model, session, 6), play(stated, protocol, 6, "a", noise)
     assert_same(before, expected)
-    refill(model, session, torch.cat(before[-4:], 2), "b")
+    ts.Stream(model, session).refill(torch.cat(before[-4:], 2), "b")
     after = latents_of(model, session, 3)
     expected += play(stated, protocol, 3, "b", noise, expected[-4:])
     assert_same(after, expected[-3:])
@@ -469,7 +473,9 @@ def test_a_change_of_prompt_remembers_the_window_again(changes, shrunk, tmp_path
     for frames in changes:
         session = open_session(model, "stock", prompt="a", seed=7, frames=model.pixel_frames(27))
         then = [(model.pixel_frames(frames) - 2, "b")]
-        chunks = rollout(model, frames=model.pixel_frames(27), then=then, session=session)
+        chunks = rollout(
+            model, frames=model.pixel_frames(27), then=then, stream=ts.Stream(model, session)
+        )
         found = [session.latents[:, :, -3:] for _ in chunks]
         noise, more = drawn(7, 3), 9 - frames // 3
         expected = play(stated, protocol, frames // 3, "a", noise)
@@ -522,9 +528,9 @@ def test_a_rolled_window_is_the_authors_protocol(given, shrunk, tmp_path):
         model, "stock", prompt="a", seed=7, frames=model.pixel_frames(3 * chunks)
     )
     if given:
-        refill(model, session, torch.cat(latents, 2), "a")
+        ts.Stream(model, session).refill(torch.cat(latents, 2), "a")
     frames, found = model.pixel_frames(3 * (given + chunks)) - model.pixel_frames(3 * given), []
-    for _ in rollout(model, frames=frames, session=session):
+    for _ in rollout(model, frames=frames, stream=ts.Stream(model, session)):
         found.append(session.latents)
     assert session.features.keys() == {"last"}
     assert_same(found, roll(model, chunks, "a", 7, latents))
@@ -541,7 +547,9 @@ def latents_of(model, session, chunks):
     frames = model.pixel_frames(session.latent_frame + 3 * chunks) - model.pixel_frames(
         session.latent_frame
     )
-    return [session.latents for _ in rollout(model, frames=frames, session=session)]
+    return [
+        session.latents for _ in rollout(model, frames=frames, stream=ts.Stream(model, session))
+    ]
 
 
 def test_policies_wide_open_leave_a_rolled_window_as_it_is(shrunk, tmp_path):
@@ -605,13 +613,16 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
 def test_what_a_rolled_window_reads_is_counted(shrunk, tmp_path):
     model = published("rolling-forcing", tmp_path)
     session = open_session(model, "stock", prompt="a")
-    rows = [chunk.stats for chunk in rollout(model, frames=model.pixel_frames(30), session=session)]
+    rows = [
+        chunk.stats
+        for chunk in rollout(model, frames=model.pixel_frames(30), stream=ts.Stream(model, session))
+    ]
     heads, places = model.config.heads, 4
     # two layers; the clean pass reads in the first alone
     assert rows[-1]["pairs"] == heads * places**2 * (2 * 15 * 21 + 3 * 21)
     assert rows[-1]["pairs_dense"] == heads * places**2 * (2 * 15 * (27 + 15) + 3 * 30)
     dense = open_session(model, "dense", prompt="a")
-    for chunk in rollout(model, frames=model.pixel_frames(30), session=dense):
+    for chunk in rollout(model, frames=model.pixel_frames(30), stream=ts.Stream(model, dense)):
         assert chunk.stats["pairs"] == chunk.stats["pairs_dense"]
 
 
@@ -619,7 +630,8 @@ def test_a_chunk_remembered_alone_is_counted_alone(shrunk, tmp_path):
     model = published("krea", tmp_path)
     session = open_session(model, "dense", prompt="a")
     *_, row = [
-        chunk.stats for chunk in rollout(model, frames=model.pixel_frames(9), session=session)
+        chunk.stats
+        for chunk in rollout(model, frames=model.pixel_frames(9), stream=ts.Stream(model, session))
     ]
     # five passes of two layers over three chunks, and one layer over the chunk itself
     pairs = model.config.heads * 12**2 * (5 * 2 * 3 + 1)
@@ -630,7 +642,7 @@ def test_a_video_that_starts_again_forgets(shrunk, tmp_path):
     model = published("causvid", tmp_path)
     session = open_session(model, "dense", prompt="a")
     held = [chunk.stats["entries"] // 4 for chunk in rollout(
-        model, frames=model.pixel_frames(27), session=session)]  # fmt: skip
+        model, frames=model.pixel_frames(27), stream=ts.Stream(model, session))]  # fmt: skip
     assert held == [3, 6, 9, 12, 15, 18, 3, 6, 9]
     assert session.latent_frame == 27 and session.chunk == 9
 
@@ -642,7 +654,7 @@ def test_what_is_encoded_again_is_so_when_given(shrunk, tmp_path):
         session = open_session(model, "stock", prompt="a")
         made = latents_of(model, session, chunks)
         other = open_session(model, "stock", prompt="a")
-        refill(model, other, torch.cat(made, 2), "a")
+        ts.Stream(model, other).refill(torch.cat(made, 2), "a")
         used = slice(0, session.past)
         assert other.past == session.past and other.features.keys() == {"last"}
         for ours, theirs in zip(other.layers, session.layers, strict=True):

@@ -4,11 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from toys import open_session
 
+import tachyscope as ts
 import tachyscope.rates
 from tachyscope.models.registry import load
 from tachyscope.rates import Clock, rates, tell_rates, warm_up
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 from tachyscope.types import Chunk
 
 
@@ -102,7 +104,7 @@ def test_over_a_whole_rollout_a_clock_goes_from_chunk_to_chunk(monkeypatch):
 def test_a_row_tells_whole_chunks_and_bytes_in_use():
     model = load("toy-chunks")
     session = open_session(model, "dense", frames=10)
-    rows = [chunk.stats for chunk in rollout(model, session=session, frames=10)]
+    rows = [chunk.stats for chunk in rollout(model, stream=ts.Stream(model, session), frames=10)]
     assert [row["frames"] for row in rows] == [3, 3, 3, 1]
     assert [row["frames_made"] for row in rows] == [3] * 4
     assert all(row["cuda_graph"] == 0 for row in rows)
@@ -117,7 +119,7 @@ def test_a_row_tells_whole_chunks_and_bytes_in_use():
 def test_a_bounded_cache_in_use_is_what_it_takes():
     model = load("toy-chunks")
     session = open_session(model, "balanced cache=merge:budget=9f", frames=15)
-    rows = [chunk.stats for chunk in rollout(model, session=session, frames=15)]
+    rows = [chunk.stats for chunk in rollout(model, stream=ts.Stream(model, session), frames=15)]
     assert rows[-1]["cache_mb"] == pytest.approx(rows[-1]["cache_allocated_mb"])
     assert rows[0]["cache_mb"] < rows[-1]["cache_mb"]
     assert warm_up(rows) == 2

@@ -115,12 +115,15 @@ def test_a_stream_goes_on_from_its_state(model, tmp_path):
 
     plan, frames = PLANS[model.name], FRAMES[model.name]
     whole = _video(model, plan, frames=2 * frames)
-    session = ts.open_session(model, plan, prompt="a red room")
-    head = [c.frames for c in ts.rollout(model, frames=frames, actions="w*3 q", session=session)]
+    session = toys.open_session(model, plan, prompt="a red room")
+    head = [
+        c.frames
+        for c in ts.rollout(model, frames=frames, actions="w*3 q", stream=ts.Stream(model, session))
+    ]
     save_file(session.state(), tmp_path / "state.safetensors")
-    fresh = ts.open_session(model, plan, prompt="a red room", seed=5)
+    fresh = toys.open_session(model, plan, prompt="a red room", seed=5)
     fresh.restore(load_file(tmp_path / "state.safetensors"))
-    tail = [c.frames for c in ts.rollout(model, frames=frames, session=fresh)]
+    tail = [c.frames for c in ts.rollout(model, frames=frames, stream=ts.Stream(model, fresh))]
     assert np.array_equal(np.concatenate(head + tail), whole)
 
 
@@ -128,13 +131,15 @@ def test_refilling_with_its_own_latents_changes_nothing(model):
     """Clean passes over what was made leave the same keys: the next chunk is the same."""
 
     def run(refilled):
-        session = ts.open_session(model, "dense", prompt="a red room")
+        session = toys.open_session(model, "dense", prompt="a red room")
         latents = []
-        for _ in ts.rollout(model, frames=2 * session.shape.chunk, session=session):
+        for _ in ts.rollout(
+            model, frames=2 * session.shape.chunk, stream=ts.Stream(model, session)
+        ):
             latents.append(session.latents)
         if refilled:
-            ts.refill(model, session, torch.cat(latents, model.frame_dim), "a red room")
-        more = ts.rollout(model, frames=session.shape.chunk, session=session)
+            ts.Stream(model, session).refill(torch.cat(latents, model.frame_dim), "a red room")
+        more = ts.rollout(model, frames=session.shape.chunk, stream=ts.Stream(model, session))
         return next(more).frames.astype(int)
 
     assert np.abs(run(True) - run(False)).max() <= 1
@@ -142,11 +147,11 @@ def test_refilling_with_its_own_latents_changes_nothing(model):
 
 def test_a_refill_goes_on_with_the_noise(model):
     """Neither the video's noise nor a policy's draws begin again."""
-    session = ts.open_session(model, "replay=random:share=0.5", frames=30)
-    list(ts.rollout(model, frames=9, session=session))
+    session = toys.open_session(model, "replay=random:share=0.5", frames=30)
+    list(ts.rollout(model, frames=9, stream=ts.Stream(model, session)))
     before = [x.get_state() for x in (session.generator, session.policy_rng)]
     coming = session.latent_frames - session.latent_frame
-    ts.refill(model, session, session.latents, "")
+    ts.Stream(model, session).refill(session.latents, "")
     after = [x.get_state() for x in (session.generator, session.policy_rng)]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     session.reset()
@@ -158,7 +163,7 @@ def test_a_refill_goes_on_with_the_noise(model):
 def _changed(model, plan, held, first=None):
     """A video by hand: some frames, the newest `held` chunks remembered anew, and as many more."""
     count = FRAMES[model.name]
-    session = ts.open_session(
+    session = toys.open_session(
         model, plan, prompt="a red room", frames=2 * count, first=first, seed=2
     )
     parts, moves, frames = [], [], []
@@ -166,14 +171,18 @@ def _changed(model, plan, held, first=None):
         parts.append(session.latents)
         moves += ["."] * session.latents.shape[model.frame_dim]
     before, after = _actions(count)
-    for chunk in ts.rollout(model, frames=count, actions=" ".join(before), session=session):
+    for chunk in ts.rollout(
+        model, frames=count, actions=" ".join(before), stream=ts.Stream(model, session)
+    ):
         frames.append(chunk.frames)
         parts.append(session.latents)
     moves += before
     kept = torch.cat(parts[-held:], model.frame_dim)
     actions = " ".join(moves[-kept.shape[model.frame_dim] :])
-    ts.refill(model, session, kept, "a blue room", actions)
-    more = ts.rollout(model, frames=count, actions=" ".join(after), session=session)
+    ts.Stream(model, session).refill(kept, "a blue room", actions)
+    more = ts.rollout(
+        model, frames=count, actions=" ".join(after), stream=ts.Stream(model, session)
+    )
     frames += [c.frames for c in more]
     return np.concatenate(frames)
 
@@ -220,13 +229,13 @@ def test_a_cache_that_the_memory_does_not_hold_is_one_line(model, monkeypatch):
 
     monkeypatch.setattr(ts.Session, "_empty_layer", full)
     with pytest.raises(TachyscopeError) as fault:
-        ts.open_session(model, "dense", frames=9)
+        toys.open_session(model, "dense", frames=9)
     said = str(fault.value)
     assert said.startswith("the memory of cpu does not hold the cache of cache=keep_all")
     assert "budget=21f" in said and "\n" not in said
     monkeypatch.setattr(ts.Session, "_empty_layer", lambda session, slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        ts.open_session(model, "dense", frames=9)
+        toys.open_session(model, "dense", frames=9)
 
 
 class Afterglow:
@@ -251,9 +260,11 @@ class Afterglow:
 def test_a_change_of_prompt_leaves_no_seam_in_what_is_shown():
     model = ts.load("toy-chunks")
     model.decoder = Afterglow()
-    session = ts.open_session(model, "cache=window:budget=6f,sink=0", frames=24)
+    session = toys.open_session(model, "cache=window:budget=6f,sink=0", frames=24)
     chunks, made = [], []
-    for chunk in ts.rollout(model, frames=24, then=[(15, "a blue room")], session=session):
+    for chunk in ts.rollout(
+        model, frames=24, then=[(15, "a blue room")], stream=ts.Stream(model, session)
+    ):
         made.append(session.latents[:, :, -model.shape().chunk :])
         chunks.append(chunk.frames)
     whole = model.decoder(torch.cat(made, 2), {})
@@ -284,11 +295,11 @@ def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
 
 def test_a_change_happens_where_a_chunk_begins():
     model = ts.load("toy-chunks")
-    session = ts.open_session(model)
+    session = toys.open_session(model)
     then = [(20, "c"), (1, "a"), (6, "b")]
     assert change_frames(model, session, then, 24) == [(3, "a"), (6, "b"), (21, "c")]
     assert parse_change(" 24 : a room: blue ") == (24, "a room: blue")
-    list(ts.rollout(model, frames=3, session=session))
+    list(ts.rollout(model, frames=3, stream=ts.Stream(model, session)))
     for frames, change, words in [
         (24, [(22, "x")], "begins, from frame 1 to 21 of 24, got frame 22: choose another, or"),
         (24, [(0, "x")], "got frame 0"),
@@ -321,8 +332,8 @@ def test_first_frames_have_the_videos_size():
         "image.resize((128, 128)), or set `size` to 64x96"
     )
     with pytest.raises(TachyscopeError, match=re.escape(words)):
-        ts.open_session(model, first=frames)
-    assert ts.open_session(model, first=frames, size=(64, 96)).latent_frame == 1
+        toys.open_session(model, first=frames)
+    assert toys.open_session(model, first=frames, size=(64, 96)).latent_frame == 1
 
 
 @MOSTLY_CHUNKS
@@ -418,12 +429,12 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
         counted = {name for name in one.stats if not name.endswith("_ms")}
         assert {n: one.stats[n] for n in counted} == {n: other.stats[n] for n in counted}
     # a session that the caller holds stands where its last chunk stands
-    session = ts.open_session(model, plan, **asked)
-    first = next(ts.rollout(model, frames=frames, session=session))
+    session = toys.open_session(model, plan, **asked)
+    first = next(ts.rollout(model, frames=frames, stream=ts.Stream(model, session)))
     assert session.chunk == first.index + 1
     # unless they ask for more
-    session = ts.open_session(model, plan, **asked)
-    chunks = ts.rollout(model, frames=frames, session=session, overlap_decode=True)
+    session = toys.open_session(model, plan, **asked)
+    chunks = ts.rollout(model, frames=frames, stream=ts.Stream(model, session), overlap_decode=True)
     first = next(chunks)
     assert session.chunk == first.index + 2
     last = list(chunks)[-1]
@@ -432,13 +443,13 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
 
 def test_a_refill_that_is_refused_leaves_the_session_as_it_was():
     model = ts.load("toy-tokens")
-    session = ts.open_session(model, "cache=window:budget=3f", prompt="a")
-    made = [chunk.frames for chunk in ts.rollout(model, frames=1, session=session)]
+    session = toys.open_session(model, "cache=window:budget=3f", prompt="a")
+    made = [chunk.frames for chunk in ts.rollout(model, frames=1, stream=ts.Stream(model, session))]
     before = session.state()
     with pytest.raises(TachyscopeError, match="raise budget to"):
-        ts.refill(
-            model, session, model.encode_frames(made[0]), "a prompt that fills the cache " * 3
+        ts.Stream(model, session).refill(
+            model.encode_frames(made[0]), "a prompt that fills the cache " * 3
         )
     after = session.state()
     assert all(torch.equal(after[name], x) for name, x in before.items())
-    assert len(list(ts.rollout(model, frames=1, session=session))) == 1
+    assert len(list(ts.rollout(model, frames=1, stream=ts.Stream(model, session)))) == 1

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import toys
 from faults import refused
 from safetensors.torch import load, save
 
@@ -24,13 +25,15 @@ COUNTS = (
 
 
 def _open(model, **asked):
-    return ts.open_session(model, **{"plan": PLANS[model.name], "prompt": PROMPT} | asked)
+    return toys.open_session(model, **{"plan": PLANS[model.name], "prompt": PROMPT} | asked)
 
 
 def _video(model, session, frames=None):
     """Two chunks, or so many frames."""
     frames = frames or 2 * session.shape.chunk
-    return np.concatenate([c.frames for c in ts.rollout(model, frames=frames, session=session)])
+    return np.concatenate(
+        [c.frames for c in ts.rollout(model, frames=frames, stream=ts.Stream(model, session))]
+    )
 
 
 def _meta(state):
@@ -243,7 +246,7 @@ def test_messages_name_what_differs():
 def test_the_prompt_of_a_state_is_the_one_it_was_last_told():
     model = ts.load("toy-chunks")
     session = _open(model)
-    list(ts.rollout(model, frames=6, then=[(3, "a blue room")], session=session))
+    list(ts.rollout(model, frames=6, then=[(3, "a blue room")], stream=ts.Stream(model, session)))
     state = session.state()
     refused(lambda: _open(model).restore(state), "another prompt")
     fresh = _open(model, prompt="a blue room")

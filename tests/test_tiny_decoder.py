@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults import refused
+from toys import open_session
 
 import tachyscope as ts
 from tachyscope.cli import main
@@ -27,7 +28,7 @@ from tachyscope.models.wan.tiny_decoder import (
     decoder_note,
 )
 from tachyscope.models.wan.toy import random_wan
-from tachyscope.rollout import open_session, refill, rollout
+from tachyscope.rollout import rollout
 
 SMALL = (8, 6, 4, 5)  # widths; each its own, so that none can stand for another
 CONFIG = WanConfig(
@@ -316,7 +317,7 @@ def test_a_model_shows_its_latents_by_a_tiny_decoder(folder, small, monkeypatch)
     assert isinstance(model.decoder, TinyDecoder) and model.decoder_name == "taew2_1"
     session = open_session(model, prompt="a", frames=33)
     shown, made = [], []
-    for chunk in rollout(model, frames=33, session=session):
+    for chunk in rollout(model, frames=33, stream=ts.Stream(model, session)):
         shown.append(chunk.frames)
         made.append(session.latents)
     assert [len(frames) for frames in shown] == [9, 12, 12]
@@ -326,24 +327,24 @@ def test_a_model_shows_its_latents_by_a_tiny_decoder(folder, small, monkeypatch)
     assert sum(name.startswith("tiny.") for name in session.features) == 9
     # and from a state, which holds its memory
     state = session.state()
-    on = [c.frames for c in rollout(model, frames=12, session=session)]
+    on = [c.frames for c in rollout(model, frames=12, stream=ts.Stream(model, session))]
     again = open_session(model, prompt="a", frames=33)
     again.restore(state)
-    back = [c.frames for c in rollout(model, frames=12, session=again)]
+    back = [c.frames for c in rollout(model, frames=12, stream=ts.Stream(model, again))]
     assert np.array_equal(np.concatenate(on), np.concatenate(back))
 
 
 def test_a_change_of_prompt_leaves_no_seam(folder, small):
     model = ts.load("wan_causal", folder, decoder=small[0] / "taew2_1.pth")
     session, made, shown = open_session(model, prompt="a", frames=33), [], []
-    for chunk in rollout(model, frames=33, session=session, then=[(9, "b")]):
+    for chunk in rollout(model, frames=33, stream=ts.Stream(model, session), then=[(9, "b")]):
         made.append(session.latents[:, :, -3:])
         shown.append(chunk.frames)
     with torch.no_grad():
         assert np.array_equal(np.concatenate(shown), model.decoder(torch.cat(made, 2), {}))
     # what is remembered by hand is shown as a video that begins with it
-    refill(model, session, made[0], "a")
-    (chunk,) = rollout(model, frames=12, session=session)
+    ts.Stream(model, session).refill(made[0], "a")
+    (chunk,) = rollout(model, frames=12, stream=ts.Stream(model, session))
     with torch.no_grad():
         whole = model.decoder(torch.cat([made[0], session.latents], 2), {})
     assert np.array_equal(chunk.frames, whole[9:])
@@ -354,7 +355,7 @@ def test_given_frames_are_encoded_by_the_vae(folder, small):
     plain, tiny = load_wan(folder), load_wan(folder, decoder=small[0] / "taew2_1.pth")
     session = open_session(tiny, prompt="a", first=first)
     assert plain.encode_frames(first).equal(session.latents)
-    (chunk,) = rollout(tiny, frames=12, session=session)
+    (chunk,) = rollout(tiny, frames=12, stream=ts.Stream(tiny, session))
     whole = torch.cat([plain.encode_frames(first), session.latents], 2)
     with torch.no_grad():
         assert np.array_equal(tiny.decoder(whole, {})[5:], chunk.frames)
@@ -370,14 +371,14 @@ def test_both_decoders_of_a_video_are_compared(folder, small):
     films = []
     for model in (tiny, both, plain):
         session = open_session(model, prompt="a", first=first)
-        chunks = rollout(model, frames=24, session=session, then=[(12, "b")])
+        chunks = rollout(model, frames=24, stream=ts.Stream(model, session), then=[(12, "b")])
         films.append(np.concatenate([chunk.frames for chunk in chunks]))
         note = decoder_note(session.features)
         assert (ERROR in session.features) == (model is both) == (note is not None)
     checked = both.decoder.reference
     assert isinstance(checked, wan_vae.WanVae) and np.array_equal(films[0], films[1])
     session = open_session(both, prompt="a", first=first)
-    list(rollout(both, frames=24, session=session, then=[(12, "b")]))
+    list(rollout(both, frames=24, stream=ts.Stream(both, session), then=[(12, "b")]))
     error = np.square(films[0].astype(float) - films[2]).mean()
     expected = f"those of Wan's VAE: {10 * np.log10(255**2 / error):.1f} dB, over all frames"
     assert expected in decoder_note(session.features)

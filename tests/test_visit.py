@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import toys
 
 import tachyscope as ts
 from tachyscope import weights
@@ -54,7 +55,7 @@ def test_given_frames_are_gone_on_from(world):
 
 def test_given_frames_count_as_frames_of_the_video(world):
     visit = Visit(11, [5] * 3)
-    session = ts.open_session(
+    session = toys.open_session(
         world, prompt=visit.prompt, first=visit.frames(0, 3), first_actions=". q q", frames=2
     )
     assert session.latent_frame == 3 and session.past == 3 * 64
@@ -63,7 +64,7 @@ def test_given_frames_count_as_frames_of_the_video(world):
 
 def test_a_model_that_cannot_encode_says_so():
     with pytest.raises(TachyscopeError, match="a preview shows latents and cannot make them"):
-        ts.open_session(ts.load("toy-chunks"), first=np.zeros((1, 64, 96, 3), np.uint8))
+        toys.open_session(ts.load("toy-chunks"), first=np.zeros((1, 64, 96, 3), np.uint8))
 
 
 @pytest.mark.slow

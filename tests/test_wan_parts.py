@@ -17,7 +17,9 @@ import torch
 from faults import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
+from toys import open_session
 
+import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeWarning
 from tachyscope.models.checkpoint import read_tensors, write_tensors
@@ -32,7 +34,7 @@ from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.text import UMT5, PromptFile, embed_prompt
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.vae import WanVae
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 
 CONFIG = WanConfig(
     dim=96, ffn_dim=160, layers=2, heads=4, text_dim=32, text_len=24, size=(4, 6), freq_dim=32
@@ -367,13 +369,13 @@ def test_parts_are_saved_with_their_model(folder, tmp_path):
 def test_a_saved_state_streams_on(folder):
     model = load_wan(folder)
     session = open_session(model, prompt="a", frames=33)
-    list(rollout(model, frames=9, session=session))
+    list(rollout(model, frames=9, stream=ts.Stream(model, session)))
     state = session.state()
     assert any(name.startswith("features.vae.") for name in state)
-    on = list(rollout(model, frames=12, session=session))
+    on = list(rollout(model, frames=12, stream=ts.Stream(model, session)))
     again = open_session(model, prompt="a", frames=33)
     again.restore(state)
-    for a, b in zip(on, rollout(model, frames=12, session=again), strict=True):
+    for a, b in zip(on, rollout(model, frames=12, stream=ts.Stream(model, again)), strict=True):
         assert np.array_equal(a.frames, b.frames)
 
 
@@ -382,7 +384,7 @@ def test_a_video_goes_on_from_first_frames(folder):
     first = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
     session = open_session(model, prompt="a", first=first)
     assert session.latent_frame == 2
-    (chunk,) = rollout(model, frames=12, session=session)
+    (chunk,) = rollout(model, frames=12, stream=ts.Stream(model, session))
     assert len(chunk.frames) == 12
     # shown as part of the whole video, whose first frames are the given ones
     whole = torch.cat([model.encode_frames(first), session.latents], 2)

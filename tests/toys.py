@@ -17,3 +17,8 @@ def load(name, **asked):
     with own_numerics(0):
         small = Vila(config).eval().to(model.device, model.dtype)
     return VilaModel(small, config, model.tokenizer, name=name)
+
+
+def open_session(*args, **asked):
+    """The session of a stream that is opened so."""
+    return ts.open(*args, **asked).session

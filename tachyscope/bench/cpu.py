@@ -22,8 +22,9 @@ from tachyscope.plan import Plan
 from tachyscope.plan_notes import notes
 from tachyscope.rates import WARM_CHUNKS, Clock, frame_rate, rates, warm_up
 from tachyscope.results import Document, document, size_of
-from tachyscope.rollout import open_session, rollout
-from tachyscope.session import Session
+from tachyscope.rollout import rollout
+from tachyscope.stream import Stream
+from tachyscope.stream import open as open_stream
 
 LABEL = 40  # letters of a plan's text that still serve as its name
 
@@ -51,7 +52,7 @@ def bench(
     turns = _turns(model, plans)
     for _, plan in turns:
         # every plan's faults show before the first is timed
-        open_session(model, plan, **asked)
+        open_stream(model, plan, **asked)
     for _, plan in turns:
         warm(model, plan, **asked)
     takes: list[list[_Take]] = [[] for _ in turns]
@@ -99,17 +100,14 @@ def bench_lengths(
     widest = (1.0, 1.0)
     shuffle = random.Random(seed)
     for done, length in enumerate(lengths):
-        sessions = []
-        for _, plan in turns:
-            session: Session = open_session(model, plan, prompt=prompt, seed=seed)
-            session.fill(length)
-            sessions.append(session)
-        for session in sessions:
-            _chunk(model, session)  # what is done once, a policy's first work among it
+        streams = [open_stream(model, plan, prompt=prompt, seed=seed) for _, plan in turns]
+        for stream in streams:
+            stream.session.fill(length)
+            _chunk(stream)  # what is done once, a policy's first work among it
         takes: list[list[Document]] = [[] for _ in turns]
         for _ in range(rounds):
             for i in shuffle.sample(range(len(turns)), len(turns)):
-                takes[i].append(_chunk(model, sessions[i]))
+                takes[i].append(_chunk(streams[i]))
         times = [[take["chunk_ms"] for take in of_plan] for of_plan in takes]
         aa = noise(times[0], times[1])
         widest = (min(widest[0], aa[0]), max(widest[1], aa[1]))
@@ -134,14 +132,10 @@ def _turns(model: VideoModel, plans: Sequence[str]) -> list[tuple[str, Plan]]:
     return turns + [(text, parse_plan(model, text)) for text in plans]
 
 
-def _chunk(model: VideoModel, session: Session) -> Document:
+def _chunk(stream: Stream) -> Document:
     """One chunk more, and what it took."""
-    latents = model.pixel_frames(session.latent_frame + session.shape.chunk) - model.pixel_frames(
-        session.latent_frame
-    )
-    chunks = list(rollout(model, session=session, frames=latents))
-    stats = [chunk.stats for chunk in chunks]
-    return {"size": size_of(chunks[0]), **summary(stats)}
+    chunk = stream.step()
+    return {"size": size_of(chunk), **summary([chunk.stats])}
 
 
 def length_lines(found: Document) -> list[str]:
@@ -185,13 +179,13 @@ def _timed(model: VideoModel, plan: Plan, asked: Mapping[str, Any]) -> _Take:
     count_peak(model.device)
     rows, size = [], ""
     with Clock() as clock:
-        session = open_session(model, plan, **asked)
-        for chunk in rollout(model, session=session, frames=asked["frames"]):
+        stream = open_stream(model, plan, **asked)
+        for chunk in rollout(model, stream=stream, frames=asked["frames"]):
             clock.lap(chunk)
             rows.append(chunk.stats)
             size = size_of(chunk)
     more = {"peak_gb": peak_gb(model.device)} if model.device.type == "cuda" else {}
-    return _Take(size, rows, notes(session, rows), more)
+    return _Take(size, rows, notes(stream.session, rows), more)
 
 
 def _row(turn: tuple[str, Plan], takes: Sequence[_Take], model: VideoModel, start: int) -> Document:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tachyscope.models.registry import load
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
+from tachyscope.stream import open as open_stream
 from tachyscope.types import Shape
 from tachyscope.worlds.visit import Visit
 
@@ -67,13 +68,14 @@ def record(seed: int = 0) -> tuple[Trace, Shape]:
     model = load("atrium-world")
     moves = [model.actions.index(word[0]) for word in WALK.split() for _ in range(int(word[2:]))]
     visit = Visit(seed, moves)
-    session = open_session(
+    stream = open_stream(
         model, "dense", prompt=visit.prompt, frames=FRAMES, seed=seed, first=visit.frames(0, 1),
         make=Recorder,
     )  # fmt: skip
-    for _ in rollout(model, frames=FRAMES, actions=WALK, session=session):
+    for _ in rollout(model, frames=FRAMES, actions=WALK, stream=stream):
         pass
-    return session.kept, session.shape
+    assert isinstance(stream.session, Recorder)
+    return stream.session.kept, stream.session.shape
 
 
 def enlarge(trace: Trace, small: Shape, shape: Shape, like: Session) -> Chunks:

@@ -14,18 +14,17 @@ from tachyscope.bench.single_chunk import (
     PROMPT,
     clear,
     count_peak,
-    make_chunk,
     peak_gb,
     shown_size,
 )
 from tachyscope.bounds import check
-from tachyscope.graph_runner import repeating
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.transformer import wider
 from tachyscope.rates import Clock, rates
 from tachyscope.results import Document, document
-from tachyscope.rollout import open_session, rollout
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
+from tachyscope.stream import open as open_stream
 
 SETTLED = 300  # pixel frames, after which a bounded plan must cost the same for ever
 STRETCHES = 10  # parts of the rest, whose median times are compared
@@ -73,17 +72,15 @@ def play(
     """One rollout's row."""
     parsed = parse_plan(model, plan)
     clear(model.device)
-    session: Session = open_session(
-        model, parsed, prompt=PROMPT, frames=frames, size=size, seed=seed
-    )
-    make, chunks, peaks = repeating(model, session), [], [0.0, 0.0]
+    stream = open_stream(model, parsed, prompt=PROMPT, frames=frames, size=size, seed=seed)
+    session, chunks, peaks = stream.session, [], [0.0, 0.0]
     begun = time.perf_counter()
     while model.pixel_frames(session.latent_frame) < frames:
         settled = model.pixel_frames(session.latent_frame) >= SETTLED
         if settled and not peaks[0]:
             peaks[0] = peak_gb(model.device)
             count_peak(model.device)
-        chunks.append(make_chunk(make))
+        chunks.append(stream.generate().stats)
     wall = time.perf_counter() - begun
     peaks[1] = peak_gb(model.device)
     made = model.pixel_frames(session.latent_frame)

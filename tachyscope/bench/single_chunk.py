@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import torch
 
-from tachyscope.graph_runner import ChunkRunner
 from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import Plan
+from tachyscope.stream import Stream
 from tachyscope.types import Shape
 
 PROMPT = "a red room with a window, seen by a camera that turns slowly"
 
 
-def make_chunk(make: ChunkRunner) -> dict[str, float]:
-    """One chunk more, undecoded; its row of the meter."""
-    model, session = make.model, make.session
-    before = model.pixel_frames(session.latent_frame)
-    moves = [0] * session.shape.chunk if model.actions else []
-    begun = time.perf_counter()
-    with session.meter.span("chunk"):
-        make(moves)
-    # on CUDA, what asking for it took: near the chunk's own time, the device waits for the host
-    session.meter.add("host_ms", 1e3 * (time.perf_counter() - begun))
-    session.meter.add("frames", model.pixel_frames(session.latent_frame) - before)
-    return session.meter.take()
-
-
-def repeat_chunk(make: ChunkRunner) -> dict[str, float]:
-    """`make_chunk`, after which an unbounded cache is as long as it was.
+def repeat_chunk(stream: Stream) -> dict[str, float]:
+    """One chunk more, undecoded, after which an unbounded cache is as long as it was.
 
     So every repetition has the same shapes, for which a library chose its kernels once. A bounded
     cache is no longer after a chunk than before.
     """
-    session, counts = make.session, ("chunk", "latent_frame", "past", "total_entries")
+    session, counts = stream.session, ("chunk", "latent_frame", "past", "total_entries")
     before = {name: getattr(session, name) for name in counts}
-    row = make_chunk(make)
+    row = stream.generate().stats
     if taken_back(session.plan):
         for name, value in before.items():
             setattr(session, name, value)

@@ -27,7 +27,6 @@ from tachyscope.bench.rollout import bench_rollout, flat_lines
 from tachyscope.bench.single_chunk import (
     PROMPT,
     clear,
-    make_chunk,
     peak_gb,
     repeat_chunk,
     shown_size,
@@ -36,7 +35,6 @@ from tachyscope.bench.single_chunk import (
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import is_stream, user_path
-from tachyscope.graph_runner import ChunkRunner, repeating
 from tachyscope.memory import ROOM, need
 from tachyscope.meter import summary
 from tachyscope.models.registry import DTYPES, MODELS, load
@@ -47,8 +45,9 @@ from tachyscope.models.wan.toy import random_wan, with_toy_parts
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, emit
-from tachyscope.rollout import open_session
 from tachyscope.session import Session
+from tachyscope.stream import Stream
+from tachyscope.stream import open as open_stream
 from tachyscope.types import Shape
 
 FULL = "the GPU's memory ran out: ask for shorter lengths, or a smaller budget"
@@ -98,12 +97,11 @@ class Clock:
     seed: int
     make: Callable[..., Session] = Session
 
-    def open(self, model: WanModel, plan: Plan, frames: int) -> Session:
-        session: Session = open_session(
+    def open(self, model: WanModel, plan: Plan, frames: int) -> Stream:
+        return open_stream(
             model, plan, prompt=PROMPT, frames=frames, size=self.size, seed=self.seed,
             make=self.make,
         )  # fmt: skip
-        return session
 
 
 def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanModel:
@@ -163,13 +161,13 @@ def bench_wan(
     started = time.perf_counter()
     clock = Clock(size, rounds, seed)
     with torch.inference_mode():
-        session: Session = open_session(model, "dense", prompt=PROMPT, size=size, seed=seed)
+        stream = open_stream(model, "dense", prompt=PROMPT, size=size, seed=seed)
         if traced:
-            trace = enlarge(*record(seed), session.shape, session)
+            trace = enlarge(*record(seed), stream.session.shape, stream.session)
             clock = dataclasses.replace(clock, make=functools.partial(Traced, trace))
         for _ in range(2):
-            make_chunk(ChunkRunner(model, session))  # what a process does once
-        del session
+            stream.generate()  # what a process does once
+        del stream
     warm_s = time.perf_counter() - started
     rows: list[Document] = []
 
@@ -291,9 +289,9 @@ def _measure(
     begun = time.perf_counter()
     chunk = model.config.chunk
     reserve = model.pixel_frames(_latents(model, plan, lengths, clock.rounds))
-    session = clock.open(model, plan, reserve)
-    make = repeating(model, session)
-    first = make_chunk(make)  # waits for the device at its end
+    stream = clock.open(model, plan, reserve)
+    session = stream.session
+    first = stream.generate().stats  # waits for the device at its end
     row["first_chunk_ms"] = 1e3 * (time.perf_counter() - begun)
     row["size"] = shown_size(model, session.shape)
     row["frames_chunk"] = model.pixel_frames(2 * chunk) - model.pixel_frames(chunk)
@@ -301,16 +299,16 @@ def _measure(
     row["points"] = [_point(0, [first], session)]
     for length in sorted(lengths):
         session.fill(length)
-        _warm(make)
+        _warm(stream)
         at = session.latent_frame
-        takes = [repeat_chunk(make) for _ in range(clock.rounds)]
+        takes = [repeat_chunk(stream) for _ in range(clock.rounds)]
         row["points"].append(_point((at + session.latent_frame) / 2, takes, session))
     row["peak_gb"] = peak_gb(model.device)
     with watched(session):
-        make = repeating(model, session)
+        stream = Stream(model, session)
         # the third of a bounded plan is recorded with its spans, and runs without the host
-        repeated = make.record is not None and session.graph_capturable
-        taken = [repeat_chunk(make) for _ in range(3 if repeated else 1)][-1]
+        repeated = stream.runner.record is not None and session.graph_capturable
+        taken = [repeat_chunk(stream) for _ in range(3 if repeated else 1)][-1]
     if repeated:
         taken |= {"chunk_ms": row["points"][-1]["chunk_ms"]}
     row["parts_ms"] = parts(session, taken)
@@ -325,11 +323,11 @@ def _measure(
 def _build(model: WanModel, plan: Plan, clock: Clock) -> None:
     """Have a plan's kernels built, which a process does once: a first chunk must not count it."""
     chunk = model.config.chunk
-    session = clock.open(model, plan, model.pixel_frames(4 * chunk))
-    make_chunk(ChunkRunner(model, session))
+    stream = clock.open(model, plan, model.pixel_frames(4 * chunk))
+    stream.generate()
     if not plan.cache.grows:
-        session.fill(chunk * (_held(plan, session.shape) + 1))
-    make_chunk(ChunkRunner(model, session))
+        stream.session.fill(chunk * (_held(plan, stream.session.shape) + 1))
+    stream.generate()
 
 
 def _begin(model: WanModel, plan: Plan, clock: Clock) -> list[float]:
@@ -338,10 +336,9 @@ def _begin(model: WanModel, plan: Plan, clock: Clock) -> list[float]:
     They are asked for launch by launch, which no length tells.
     """
     chunk = model.config.chunk
-    session = clock.open(model, plan, model.pixel_frames(4 * chunk))
-    make = repeating(model, session)
-    count = _held(plan, session.shape) + WARM
-    return [make_chunk(make)["chunk_ms"] for _ in range(count)]
+    stream = clock.open(model, plan, model.pixel_frames(4 * chunk))
+    count = _held(plan, stream.session.shape) + WARM
+    return [stream.generate().stats["chunk_ms"] for _ in range(count)]
 
 
 def _held(plan: Plan, shape: Shape) -> int:
@@ -349,12 +346,12 @@ def _held(plan: Plan, shape: Shape) -> int:
     return -(-plan.cache.capacity(shape, 0, None) // shape.max_pass_tokens)
 
 
-def _warm(make: ChunkRunner) -> None:
+def _warm(stream: Stream) -> None:
     """A library chooses its kernels at the first pass of a length; a policy does its first work.
 
     The third chunk of a bounded plan is recorded, the next ones repeat it.
     """
-    model, session = make.model, make.session
+    model, session = stream.model, stream.session
     plan = session.plan
     if taken_back(plan) and isinstance(plan.attention, Dense):
         # nothing is done once a chunk, and a long one takes seconds: a fifth of it is enough
@@ -364,7 +361,7 @@ def _warm(make: ChunkRunner) -> None:
         session.meter.take()
     else:
         for _ in range(WARM):
-            repeat_chunk(make)
+            repeat_chunk(stream)
 
 
 def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session) -> Document:

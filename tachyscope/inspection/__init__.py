@@ -30,8 +30,10 @@ from tachyscope.inspection.timing import PARTS, Timed, overall, times
 from tachyscope.models.base import VideoModel
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, size_of
-from tachyscope.rollout import chunks_for, open_session, rollout
+from tachyscope.rollout import rollout
 from tachyscope.session import Session
+from tachyscope.stream import chunks_for
+from tachyscope.stream import open as open_stream
 from tachyscope.types import Chunk
 
 if TYPE_CHECKING:
@@ -95,16 +97,16 @@ def inspect_model(
         raise TachyscopeError("adjacent frames need two latent frames, got 1: raise frames")
 
     def play(name: str, make: Callable[..., Session]) -> tuple[Any, list[Chunk]]:
-        session = open_session(
+        stream = open_stream(
             model, parsed, prompt=prompt, frames=frames, seed=seed, size=pixels, first=pictures,
             first_actions=first_actions, make=make,
         )  # fmt: skip
         made = []
-        for chunk in rollout(model, frames=frames, actions=actions, session=session):
+        for chunk in rollout(model, frames=frames, actions=actions, stream=stream):
             made.append(chunk)
             if watch is not None:
                 watch(name, chunk)
-        return session, made
+        return stream.session, made
 
     # observing comes first, so that what a process does once is done before the clock runs
     observed, chunks = play("observed", partial(Observed, places=places, queries=queries))

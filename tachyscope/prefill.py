@@ -1,0 +1,87 @@
+"""Prompts and given latents put into a session's cache, before a video and in the midst of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tachyscope.models.base import VideoModel
+from tachyscope.numerics import own_numerics
+from tachyscope.session import Session
+
+# latents that are remembered in one pass, and the action of each of their frames
+Part = tuple[Tensor, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as the model reads it, and the hash by which a session knows it."""
+
+    encoded: Any
+    key: str
+
+    @classmethod
+    def read(cls, model: VideoModel, text: str) -> Self:
+        with own_numerics():
+            return cls(model.encode_prompt(text), model.prompt_key(text))
+
+
+def switch_prompt(
+    model: VideoModel, session: Session, prompt: Prompt, held: Sequence[Part]
+) -> None:
+    """Go on under another prompt, with the newest latents prefilled again under it."""
+    again = model.switch_prompt(session, [latents for latents, _ in held]) if held else None
+    if again is None:
+        decoding = model.decoder_state(session)
+        refill(model, session, prompt, held, shown=True)
+        session.features |= decoding  # the VAE's streaming state goes on
+        return
+    session.source = replace(session.source, prompt=prompt.key)
+    model.prefill_prompt(session, prompt.encoded)
+    prefill(model, session, [(again, [])], shown=True)
+    session.meter.take()
+
+
+def refill(
+    model: VideoModel, session: Session, prompt: Prompt, parts: Sequence[Part], shown: bool = False
+) -> None:
+    """Forget, then prefill a prompt and latents; the noise goes on where it was."""
+    session.slots_for(prompt.encoded.lengths)  # raises while the session is still as it was
+    if session.latent_frames is not None:
+        known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
+        session.latent_frames = known + max(0, session.latent_frames - session.latent_frame)
+    session.lengths = tuple(prompt.encoded.lengths)
+    session.source = replace(session.source, prompt=prompt.key)
+    # a video goes on: the noise and the steps of its first chunk must not come again
+    generator, policy_rng, made = session.generator, session.policy_rng, session.made
+    session.layers.clear()  # else the old and the new would be in memory together
+    session.reset()
+    session.generator, session.policy_rng, session.made = generator, policy_rng, made
+    model.prefill_prompt(session, prompt.encoded)
+    prefill(model, session, parts, shown)
+    session.meter.take()
+
+
+def prefill(
+    model: VideoModel, session: Session, parts: Sequence[Part], shown: bool = False
+) -> None:
+    """Run given latents through the model, a clean pass a chunk, to fill the cache."""
+    for latents, told in parts:
+        model.prefill_latents(session, latents, told, shown)
+        session.commit()
+    if parts:
+        session.latents = torch.cat([latents for latents, _ in parts], model.frame_dim)
+
+
+def by_chunk(model: VideoModel, latents: Tensor, chunk: int, moves: Sequence[int]) -> list[Part]:
+    """Latents of a video's beginning by chunks, with actions that are given by frames."""
+    count = latents.shape[model.frame_dim]
+    told = [moves[model.pixel_frames(i)] for i in range(count)] if model.actions else []
+    return [
+        (part, told[i * chunk :][: part.shape[model.frame_dim]])
+        for i, part in enumerate(latents.to(model.device).split(chunk, model.frame_dim))
+    ]

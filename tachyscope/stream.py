@@ -1,0 +1,344 @@
+"""A video under way, advanced chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tachyscope.arguments import (
+    check_first_size,
+    check_frames,
+    check_model,
+    check_prompt,
+    check_seed,
+    parse_actions,
+    parse_first,
+    parse_noise,
+    parse_plan,
+    parse_size,
+)
+from tachyscope.errors import TachyscopeError, is_out_of_memory
+from tachyscope.fingerprint import digest, of_tensors
+from tachyscope.graph_runner import repeating
+from tachyscope.models.base import VideoModel
+from tachyscope.numerics import no_autocast, own_numerics
+from tachyscope.plan import Plan
+from tachyscope.prefill import Part, Prompt, by_chunk, prefill, refill, switch_prompt
+from tachyscope.session import Session, Source
+from tachyscope.types import Chunk
+
+if TYPE_CHECKING:
+    from tachyscope.arguments import Actions, Noise, Pictures, PixelSize
+
+
+def open(
+    model: VideoModel,
+    plan: Plan | str = "dense",
+    *,
+    prompt: str = "",
+    frames: int | None = None,
+    seed: int = 0,
+    size: PixelSize | None = None,
+    first: Pictures | None = None,
+    first_actions: Actions = "",
+    noise: Noise | None = None,
+    make: Callable[..., Session] = Session,
+) -> Stream:
+    """A stream that has read the prompt and stands before its first new chunk.
+
+    `frames` is how many new frames will come, where that is known. `size` is (height, width) or
+    "HEIGHTxWIDTH". `first` are given frames that the video goes on from: a path, PIL images, or
+    uint8 or floats from 0 to 1 as [F, H, W, 3]; `first_actions` are the actions that led to each of
+    them, as `rollout` takes actions. `noise` is used instead of the seed's, where a model is made
+    from noise: a tensor [draws, latent frames, C, h, w], or a path of a file that holds it as
+    `noise`. Each latent frame that is generated takes the next; the first draw is what a chunk
+    begins as, the others are added before its later passes, and come from the seed where they are
+    not given. `make` is called for the session: a class that also looks on.
+    """
+    check_model(model)
+    parsed = parse_plan(model, plan)
+    check_prompt(prompt)
+    seed, pixels = check_seed(seed), parse_size(size)
+    frames = None if frames is None else check_frames(frames)
+    pictures = None if first is None else parse_first(first)
+    shape = model.shape(pixels)
+    if pictures is not None:
+        check_first_size(model, pictures, pixels)
+    with torch.inference_mode(), no_autocast():
+        read = Prompt.read(model, prompt)
+        with own_numerics():
+            given = None if pictures is None else model.encode_frames(pictures)
+        known = 0 if given is None else given.shape[model.frame_dim]
+        moves = parse_actions(first_actions, model.actions, model.pixel_frames(known))
+        drawn = None if noise is None else parse_noise(noise, model, shape)
+        coming = None
+        if frames is not None:
+            coming = known + chunks_for(model, shape.chunk, known, frames) * shape.chunk
+            check_noise(drawn, coming - known)
+        try:
+            session = make(
+                shape,
+                parsed,
+                model.rope(shape),
+                latent_frames=coming,
+                lengths=read.encoded.lengths,
+                seed=seed,
+                device=model.device,
+                dtype=model.dtype,
+            )
+        except RuntimeError as fault:
+            if not is_out_of_memory(fault):
+                raise
+            raise TachyscopeError(
+                f"the memory of {model.device} does not hold the cache of {parsed}: give it a "
+                f"budget, for example cache=merge:budget=21f, or take a smaller size; "
+                f"tachyscope bench fit tells what fits"
+            ) from fault
+        session.noise = drawn
+        keys = read.key, first_key(pictures), noise_key(drawn)
+        session.source = Source(model.fingerprint, *keys, model.decoder_name)
+        model.prefill_prompt(session, read.encoded)
+        if given is not None:
+            prefill(model, session, by_chunk(model, given, shape.chunk, moves))
+        session.meter.take()
+        return Stream(model, session, moves)
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """A chunk before it is decoded: its number, latents, and row of the meter."""
+
+    index: int
+    latents: Tensor
+    stats: dict[str, float]
+
+    @property
+    def frames(self) -> int:
+        """Pixel frames that it decodes to."""
+        return int(self.stats["frames"])
+
+
+class Stream:
+    """A video that is advanced chunk by chunk: `step` is the one way.
+
+    It owns the session, the runner that replays a chunk's launches as a CUDA graph once the cache
+    is full, and the CUDA stream that decodes beside the next chunk. As a context manager it frees
+    what it holds at its end.
+    """
+
+    def __init__(self, model: VideoModel, session: Session, actions: Sequence[int] = ()) -> None:
+        """Go on with a session; `actions` are those that led to its latents, one a frame."""
+        self.model, self.session = model, session
+        self.runner = repeating(model, session)
+        self.next_prompt: Prompt | None = None  # what the next chunk begins with
+        self.rollout: ref[Generator[Chunk]] | None = None  # the loop that advances it
+        self._beside: torch.cuda.Stream | None = None
+        self._closed = False
+        self._stand(actions)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    @property
+    def next_frames(self) -> int:
+        """Pixel frames that the next chunk decodes to."""
+        known, chunk = self.session.latent_frame, self.session.shape.chunk
+        return self.model.pixel_frames(known + chunk) - self.model.pixel_frames(known)
+
+    def step(self, actions: Actions | None = None) -> Chunk:
+        """Make the next chunk.
+
+        `actions` are as `rollout` takes them, for the frames of this chunk; a single one is held
+        for all of them. The same actions, in steps or in a rollout, make the same video.
+        """
+        frames = self.next_frames
+        moves = parse_actions("" if actions is None else actions, self.model.actions, frames)
+        if actions is not None and len(actions) == 1:
+            moves = moves[:1] * frames
+        return self.decode(self.generate(moves))
+
+    @torch.inference_mode()
+    @no_autocast()
+    def generate(self, actions: Sequence[int] = ()) -> Latents:
+        """The next chunk's latents: `step` without decoding.
+
+        `actions` are indices, one a frame; the frames after them stay where they are.
+        """
+        self._check_open()
+        self._switch_prompt()
+        model, session = self.model, self.session
+        begun, before = time.perf_counter(), session.latent_frame
+        start = model.pixel_frames(before)
+        told = []
+        if model.actions:
+            # a latent frame's action is that of its first pixel frame
+            at = [model.pixel_frames(before + i) - start for i in range(session.shape.chunk)]
+            told = [actions[i] if i < len(actions) else 0 for i in at]
+        session.meter.add("entries_before", session.past)
+        with session.meter.span("chunk"):
+            latents = self.runner(told)
+        # on CUDA, what the launches took: near the chunk's own time, the device waits for the host
+        session.meter.add("host_ms", 1e3 * (time.perf_counter() - begun))
+        session.meter.add("cuda_graph", self.runner.replayed)
+        self._hold([(latents, told)])
+        frames = model.pixel_frames(session.latent_frame) - start
+        session.meter.add("frames", frames)
+        session.meter.add("frames_made", frames)
+        session.meter.add("cache_mb", session.used_bytes() / 1e6)
+        session.meter.add("cache_allocated_mb", session.cache_bytes() / 1e6)
+        session.meter.add("entries", session.past)
+        # waits for the chunk, so that decoding it need not
+        made = Latents(self._index, latents, session.meter.take())
+        self._index += 1
+        return made
+
+    @torch.inference_mode()
+    @no_autocast()
+    def decode(self, made: Latents, beside: bool = False) -> Chunk:
+        """A generated chunk's frames; on a GPU, `beside` what was launched after it."""
+        self._check_open()
+        if beside and self._beside is None and self.model.device.type == "cuda":
+            self._beside = torch.cuda.Stream(self.model.device)
+        begun = time.perf_counter()
+        with torch.cuda.stream(self._beside if beside else None):
+            frames = self.model.decode_latents(self.session, made.latents)
+        spent = {"decode_ms": 1e3 * (time.perf_counter() - begun)}
+        return Chunk(made.index, frames, made.stats | spent)
+
+    def set_prompt(self, prompt: str) -> None:
+        """Go on under another prompt from the next chunk on.
+
+        The newest latents that the cache has room for are then prefilled again under it: all that
+        this stream made, or after `restore` its last chunk.
+        """
+        self.next_prompt = self.read_prompt(prompt)
+
+    @torch.inference_mode()
+    @no_autocast()
+    def read_prompt(self, prompt: str) -> Prompt:
+        """A prompt encoded; raises where the plan has no room for it."""
+        self._check_open()
+        read = Prompt.read(self.model, check_prompt(prompt))
+        self.session.slots_for(read.encoded.lengths)
+        return read
+
+    @torch.inference_mode()
+    @no_autocast()
+    def refill(self, latents: Tensor, prompt: str, actions: Actions = "") -> None:
+        """Forget, then prefill given latents chunk by chunk under a prompt.
+
+        latents are as `session.latents`; the last chunk of them need not be whole. `actions` are
+        those that led to each of their frames, as `rollout` takes actions. Noise goes on where it
+        was, and where the video's end is known, as much is to come as before.
+        """
+        model, session = self.model, self.session
+        model.check_latents(session.shape, latents)
+        frames = model.pixel_frames(latents.shape[model.frame_dim])
+        moves = parse_actions(actions, model.actions, frames)
+        parts = by_chunk(model, latents, session.shape.chunk, moves)
+        refill(model, session, self.read_prompt(prompt), parts)
+        self.next_prompt = None
+        self.runner.forget()
+        self._stand(moves)
+
+    @torch.inference_mode()
+    @no_autocast()
+    def snapshot(self) -> dict[str, Tensor]:
+        """Everything between two chunks, as tensors by name, ready for a safetensors file."""
+        self._check_open()
+        self._switch_prompt()
+        return self.session.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where a snapshot was taken, in a stream of the same model, size, plan and prompt.
+
+        A snapshot that does not fit is refused, and the stream goes on as if nothing happened.
+        """
+        self._check_open()
+        self.session.restore(state)
+        self.next_prompt = None
+        self.runner.forget()
+        with torch.inference_mode():
+            self._stand()
+
+    def close(self) -> None:
+        """Free the cache, the prompt and the CUDA graph; the session's numbers stay readable."""
+        self._closed = True
+        self.runner.forget()
+        self._held.clear()
+        self.session.layers.clear()
+        self.session.texts.clear()
+        self.session.features.clear()
+        self.session.latents = self.next_prompt = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TachyscopeError("this stream is closed: open another")
+
+    def _stand(self, actions: Sequence[int] = ()) -> None:
+        """Count and hold from where the session stands."""
+        model, session = self.model, self.session
+        self._index = session.chunk
+        self._held: list[Part] = []
+        if session.latents is not None:
+            count = model.pixel_frames(session.latents.shape[model.frame_dim])
+            moves = [*actions, *[0] * (count - len(actions))]
+            self._hold(by_chunk(model, session.latents, session.shape.chunk, moves))
+
+    def _hold(self, parts: Sequence[Part]) -> None:
+        """Keep the newest latents, as many as the cache has room for: a prompt may change."""
+        session, shape = self.session, self.session.shape
+        self._held += parts
+        if not session.plan.cache.grows:
+            room = session.slots_for(session.lengths) - session.prompt
+            most = room // shape.tokens_per_frame // shape.chunk
+            del self._held[: max(0, len(self._held) - most)]
+
+    def _switch_prompt(self) -> None:
+        if self.next_prompt is None:
+            return
+        self.runner.forget()
+        switch_prompt(self.model, self.session, self.next_prompt, self._held)
+        self.next_prompt = None
+
+
+def chunks_for(model: VideoModel, chunk: int, start: int, frames: int) -> int:
+    """Chunks that give `frames` more frames, after `start` latent frames."""
+    wanted, enough = model.pixel_frames(start) + frames, 1
+
+    def shown_by(chunks: int) -> int:
+        return model.pixel_frames(start + chunks * chunk)
+
+    while shown_by(enough) < wanted:
+        enough *= 2
+    return bisect_left(range(enough), wanted, key=shown_by)
+
+
+def first_key(pictures: np.ndarray | None) -> str:
+    """The hash by which a session knows its first frames."""
+    return "" if pictures is None else digest(str(pictures.shape), pictures.tobytes())
+
+
+def noise_key(noise: Tensor | None) -> str:
+    """The hash by which a session knows noise that was handed in."""
+    return "" if noise is None else of_tensors({"noise": noise})
+
+
+def check_noise(noise: Tensor | None, frames: int) -> None:
+    """Raise where noise does not last for so many latent frames."""
+    if noise is not None and noise.shape[1] < frames:
+        raise TachyscopeError(
+            f"`noise` must be for the {frames} latent frames to be made, got {noise.shape[1]}: "
+            f"give more, or take fewer `frames`"
+        )
