@@ -301,10 +301,10 @@ def test_a_stream_goes_on_with_its_own_model(chunks, tokens):
     assert ts.rollout(toy_chunks(), frames=3, stream=stream)
 
 
-def test_one_rollout_at_a_time_plays_a_session(chunks):
+def test_one_rollout_at_a_time_plays_a_stream(chunks):
     whole = _video(chunks, frames=12)
-    session, go_on = _stream(chunks)
-    busy = "this session is being played by another rollout"
+    stream, go_on = _stream(chunks)
+    busy = "this stream is being played by another rollout"
     running = go_on()
     refused(go_on, busy)  # called, not begun
     made = [next(running).frames]
@@ -323,7 +323,7 @@ def test_one_rollout_at_a_time_plays_a_session(chunks):
     with pytest.raises(KeyError):
         failing.throw(KeyError("mine"))
     assert len(list(go_on())) == 1
-    assert session.chunk == 6
+    assert stream.session.chunk == 6
 
 
 def test_a_rollout_leaves_the_callers_modes_alone(chunks):

@@ -1,0 +1,136 @@
+"""A stream's steps are a rollout's chunks, and a key a step gets the CUDA graph."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import toys
+from faults import refused
+from test_graph_runner import CONFIG, Again
+
+import tachyscope as ts
+from tachyscope.models.wan.model import random_wan
+
+ASKED = {"prompt": "a red room", "seed": 2}
+PLANS = {
+    "toy-chunks": "cache=merge:budget=9f attention=ann:read=0.5",
+    "toy-tokens": "cache=window:budget=5f",
+}
+
+
+@pytest.fixture(params=["toy-chunks", "toy-tokens"])
+def model(request):
+    return toys.load(request.param)
+
+
+def _video(chunks):
+    return np.concatenate([chunk.frames for chunk in chunks])
+
+
+def _counts(chunk):
+    return {name: x for name, x in chunk.stats.items() if not name.endswith("_ms")}
+
+
+def test_steps_are_the_chunks_of_a_rollout(model):
+    each, count = model.shape().chunk, 4
+    want = list(
+        ts.rollout(
+            model, PLANS[model.name], frames=each * count, actions=f"w*{each} q*{each}", **ASKED
+        )
+    )
+    with ts.open(model, PLANS[model.name], frames=each * count, **ASKED) as stream:
+        got = [stream.step(f"w*{each}"), stream.step([5] * each), stream.step(""), stream.step()]
+    for one, other in zip(got, want, strict=True):
+        assert one.index == other.index and np.array_equal(one.frames, other.frames)
+        assert _counts(one) == _counts(other)
+        assert one.stats["chunk_ms"] > 0 and one.stats["decode_ms"] > 0
+
+
+def test_one_action_is_held_for_the_chunk_and_several_are_one_a_frame():
+    model = ts.load("toy-chunks")
+    held, spelled, other = (ts.open(model, **ASKED).step(x) for x in ("w", "w*3", "w ."))
+    assert np.array_equal(held.frames, spelled.frames)
+    assert not np.array_equal(held.frames, other.frames)
+    stream = ts.open(model, **ASKED)
+    refused(lambda: stream.step("w*4"), "`actions` are given for 4 frames, but only 3 are made")
+    refused(lambda: stream.step("z"), "got 'z'")
+    assert stream.step("w").index == 0, "what is refused makes nothing"
+
+
+def test_a_key_a_step_is_answered_by_the_graph_from_the_fourth_full_chunk_on():
+    model = random_wan(dataclasses.replace(CONFIG, actions=".wsa"))
+    plan, keys, found = "cache=window:budget=9f", "wsa.wwsa", []
+
+    def record(session, make):
+        found.append(Again(session, make))
+        return found[-1]
+
+    stream = ts.open(model, plan, prompt="a b")
+    stream.runner.record = record
+    got = [stream.step(key) for key in keys]
+    # two chunks fill the cache, two more are compared, the third full one is recorded
+    assert [chunk.stats["cuda_graph"] for chunk in got] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert [x.repeats for x in found] == [3]
+    actions = " ".join(f"{key}*3" for key in keys)
+    want = ts.rollout(model, plan, prompt="a b", frames=24, actions=actions)
+    assert np.array_equal(_video(got), _video(want))
+
+
+def test_a_prompt_that_is_set_is_read_at_the_next_chunk(model):
+    each = model.shape().chunk
+    want = ts.rollout(model, frames=4 * each, then=[(2 * each, "a blue room")], **ASKED)
+    stream = ts.open(model, frames=4 * each, **ASKED)
+    got = [stream.step(), stream.step()]
+    before = stream.session.source
+    stream.set_prompt("a green room")
+    stream.set_prompt("a blue room")
+    assert stream.session.source == before, "until the next chunk nothing changes"
+    got += [stream.step(), stream.step()]
+    assert np.array_equal(_video(got), _video(want))
+    refused(lambda: stream.set_prompt(3), "prompt must be text")
+
+
+def test_a_prompt_that_is_set_before_the_first_chunk_is_the_videos(model):
+    stream = ts.open(model, prompt="a green room", seed=2)
+    stream.set_prompt("a red room")
+    want = ts.open(model, **ASKED)
+    assert np.array_equal(stream.step().frames, want.step().frames)
+
+
+def test_a_snapshot_goes_on_in_another_stream(model):
+    plan = PLANS[model.name]
+    stream = ts.open(model, plan, **ASKED)
+    stream.step()
+    state = {name: x.clone() for name, x in stream.snapshot().items()}
+    want = [stream.step(), stream.step()]
+    other = ts.open(model, plan, prompt="a red room", seed=9)
+    other.step("w")
+    other.restore(state)
+    got = [other.step(), other.step()]
+    assert [c.index for c in got] == [c.index for c in want] == [1, 2]
+    assert np.array_equal(_video(got), _video(want))
+    # a prompt that waits for the next chunk is in the snapshot
+    stream.set_prompt("a blue room")
+    state = stream.snapshot()
+    refused(lambda: other.restore(state), "prompt")
+    blue = ts.open(model, plan, prompt="a blue room")
+    blue.restore(state)
+    assert np.array_equal(blue.step().frames, stream.step().frames)
+
+
+def test_a_closed_stream_holds_nothing_and_says_so(model):
+    with ts.open(model, **ASKED) as stream:
+        stream.step()
+        stream.set_prompt("a blue room")
+    assert stream.session.chunk == 1 and not stream.session.layers and not stream.session.texts
+    for call in (stream.step, stream.snapshot, lambda: stream.set_prompt("a"),
+                 lambda: stream.restore({})):  # fmt: skip
+        refused(call, "this stream is closed: open another")
+
+
+def test_a_step_leaves_the_callers_modes_alone(model):
+    stream = ts.open(model, **ASKED)
+    with torch.enable_grad():
+        stream.step()
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
