@@ -10,7 +10,7 @@ from faults import refused
 from test_graph_runner import CONFIG, Again
 
 import tachyscope as ts
-from tachyscope.models.wan.model import random_wan
+from tachyscope.models.wan.toy import random_wan
 
 ASKED = {"prompt": "a red room", "seed": 2}
 PLANS = {
