@@ -593,9 +593,7 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
 
     class Watched(Session):
         def begin(self, pos, step, steps, noise, past=True):
-            widths.append(
-                (len(pos) // self.shape.tokens_per_frame, step, len(set(noise, past=True)))
-            )
+            widths.append((len(pos) // self.shape.tokens_per_frame, step, len(set(noise))))
             super().begin(pos, step, steps, noise, past=True)
 
     session = open_session(model, "stock", frames=model.pixel_frames(6), make=Watched)
