@@ -29,8 +29,8 @@ from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention import triton as any_gpu
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.torch import attention_by_channels, bias
-from tachyscope.kernels.block_sparse import Listed, flash_listed
-from tachyscope.kernels.block_sparse import triton as any_gpu_listed
+from tachyscope.kernels.block_sparse import BlockTable, block_sparse_attention
+from tachyscope.kernels.block_sparse import triton as any_gpu_sparse
 from tachyscope.kernels.replay import replay_rows
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit
@@ -187,8 +187,7 @@ def listed(rows: Rows, entries: int, block: int) -> None:
     blocks = policy._cut(SHAPE, 0, entries)
     tile, most = policy._tile(SHAPE), policy._blocks_read(blocks, first)
     own = layer.extra
-    assert "ann_count" in own, "the kernels do not serve this device"
-    past = Listed(
+    past = BlockTable(
         k, v, own["ann_log_count"], own["ann_map"][..., :most], own["ann_count"], tile, block
     )
     pairs = q.shape[:3].numel() * (most * block + tokens)
@@ -214,6 +213,9 @@ def listed(rows: Rows, entries: int, block: int) -> None:
                 worst = max(worst, (got.double() - want.double()).abs().max().item())
         return worst
 
+    def ours(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Tensor:
+        return block_sparse_attention(q, k, v, past).out
+
     # the share of blocks that two neighbouring tiles, or the same tiles of two heads, both read
     read = torch.zeros(*past.ids.shape[1:3], blocks.all, device=DEVICE)
     read.scatter_(2, past.ids[0].long(), 1.0)
@@ -224,7 +226,7 @@ def listed(rows: Rows, entries: int, block: int) -> None:
         f"too, {heads_share:.0%} the next head's",
         flush=True,
     )
-    for form, call in (("ours", flash_listed), ("for any GPU", any_gpu_listed.flash_listed)):
+    for form, call in (("ours", ours), ("for any GPU", any_gpu_sparse.block_sparse_attention)):
         measure(
             rows, f"{form}, blocks of {block}", entries, pairs,
             # the map is queries[0]'s: other queries read by it as well

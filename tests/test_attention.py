@@ -5,7 +5,6 @@ import pytest
 import torch
 from streams import CHUNKS, TOKENS, assert_same, play, session
 
-from tachyscope.attention import ann
 from tachyscope.attention.ann import Ann
 from tachyscope.attention.ann_text import AnnText
 from tachyscope.attention.dense import DenseText
@@ -13,6 +12,7 @@ from tachyscope.attention.pads import Pads
 from tachyscope.attention.window import Window
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.block_index import Codes, encode_blocks
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 
@@ -365,9 +365,9 @@ def test_a_cache_that_appends_keeps_its_blocks(shape):
         noted = [layer.extra[name].clone() for name in ("ann_code", "ann_scale", "ann_weight")]
         for name in ("ann_code", "ann_scale", "ann_weight"):
             layer.extra[name].zero_()
-        policy._encode(
-            layer, layer.extra["ann_log_count"][:, :, : blocks.all * blocks.size], blocks, 0
-        )
+        weights = layer.extra["ann_log_count"][:, :, : blocks.all * blocks.size]
+        codes = Codes(*(layer.extra[f"ann_{name}"] for name in ("code", "scale", "weight")))
+        encode_blocks(layer.k, weights, blocks.size, codes)
         for name, want in zip(("ann_code", "ann_scale", "ann_weight"), noted, strict=True):
             assert torch.equal(layer.extra[name][:, :, : blocks.all], want[:, :, : blocks.all])
 
@@ -376,7 +376,9 @@ def test_a_cache_that_appends_keeps_its_blocks(shape):
 def test_what_is_gathered_once_a_chunk_is_what_every_pass_would_gather(plan, monkeypatch):
     plan += "attention=ann:read=0.6,block=2,tile=3"
     once = play(session(CHUNKS, plan), 8)
-    monkeypatch.setattr(ann, "AT_ONCE", 1)  # a tile at a time, none kept
+    monkeypatch.setattr(
+        "tachyscope.kernels.block_sparse.torch.AT_ONCE", 1
+    )  # a tile at a time, none kept
     assert_same(once, play(session(CHUNKS, plan), 8), 1e-12)
 
 

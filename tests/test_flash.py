@@ -16,8 +16,8 @@ from streams import CHUNKS, assert_same, play, session
 from tachyscope.kernels import device
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention.reference import attention_reference
-from tachyscope.kernels.block_sparse.reference import listed_attention_reference
-from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
+from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.device import has_large_smem
 from tachyscope.kernels.hashing import buckets, int8_scores, order_of, quantise
 from tachyscope.types import Rope
@@ -30,14 +30,10 @@ from tachyscope.kernels.attention.triton import (
     flash_attention,
     setting_of,
 )
-from tachyscope.kernels.block_index.triton import (
-    block_buckets,
-    block_mass,
-    carry,
-    encode_blocks,
-    shift,
-)
-from tachyscope.kernels.block_sparse.triton import flash_listed
+from tachyscope.kernels.block_index import triton as block_index
+from tachyscope.kernels.block_index.torch import Codes
+from tachyscope.kernels.block_sparse.triton import block_sparse_attention
+from tachyscope.kernels.slots import triton as slots
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
 
@@ -117,31 +113,7 @@ def _listed(rng, b, h, kv, blocks, block, tiles, most, d, tile, slots=None):
     counts = torch.randint(0, most + 1, (b, h, tiles), generator=rng, dtype=torch.int32)
     counts[0, 0, 0] = 0
     ids[torch.arange(most) >= counts.unsqueeze(-1)] = -1  # behind a list's end stands anything
-    return Listed(k, v, log_count, ids, counts, tile, block)
-
-
-def listed_reference(q, k, v, past):
-    """Tile by tile: `listed_attention_reference` over the past's entries and the present ones."""
-    group, named = q.shape[1] // k.shape[1], past.log_count.shape[2]
-    # as many slots as the blocks name
-    past_k, past_v = (F.pad(x, (0, 0, 0, named - x.shape[2])) for x in (past.k, past.v))
-    keys, values = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
-    log_count = torch.cat([past.log_count, torch.zeros(k.shape[:3], device=k.device)], 2)
-    now, entry = slice(named, keys.shape[2]), torch.arange(past.block, device=q.device)
-    out = torch.empty_like(q)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            kv, row = slice(h // group, h // group + 1), slice(b, b + 1)
-            parts = q[row, h : h + 1].split(past.tile, 2)
-            for i, part in enumerate(parts):
-                blocks = past.ids[b, h, i, : past.counts[b, h, i]].long()
-                listed = (blocks[:, None] * past.block + entry).flatten()[None, None]
-                out[row, h : h + 1, i * past.tile : (i + 1) * past.tile] = (
-                    listed_attention_reference(
-                        part, keys[row, kv], values[row, kv], log_count[row, kv], listed, now
-                    )
-                )
-    return out
+    return BlockTable(k, v, log_count, ids, counts, tile, block)
 
 
 @EACH
@@ -152,14 +124,14 @@ def listed_reference(q, k, v, past):
         (1, 2, 2, 20, 5, 16, 32),  # a block is two steps, now less than one
     ],
 )
-def test_flash_listed_equals_its_reference(rng, b, h, kv, s, now, tile, block, setting):
+def test_block_sparse_attention_equals_its_reference(rng, b, h, kv, s, now, tile, block, setting):
     q, k, v, _ = _inputs(rng, b, h, kv, s, now, 16)
     past = _listed(rng, b, h, kv, 7, block, -(-s // tile) + 1, 5, 16, tile)
-    got = flash_listed(q, k, v, past, setting)
-    torch.testing.assert_close(got, listed_reference(q, k, v, past))
+    got = block_sparse_attention(q, k, v, past, setting)
+    torch.testing.assert_close(got, block_sparse_attention_reference(q, k, v, past))
     # a map is a part of a longer one, whose lists end where they will
     wide = torch.cat([past.ids, past.ids], -1)[..., : past.ids.shape[3]]
-    assert torch.equal(flash_listed(q, k, v, past._replace(ids=wide), setting), got)
+    assert torch.equal(block_sparse_attention(q, k, v, past._replace(ids=wide), setting), got)
 
 
 @ONE
@@ -170,12 +142,12 @@ def test_listed_blocks_may_lie_in_a_cache(rng, slots, setting):
     ids = torch.rand(2, 2, 2, 7, generator=rng).argsort(-1).int()  # the last block among them
     past = past._replace(ids=ids, counts=torch.full_like(past.counts, 7))
     assert not (past.k.is_contiguous() or past.v.is_contiguous())
-    want = listed_reference(q, k, v, past)
-    torch.testing.assert_close(flash_listed(q, k, v, past, setting), want)
+    want = block_sparse_attention_reference(q, k, v, past)
+    torch.testing.assert_close(block_sparse_attention(q, k, v, past, setting), want)
     wide = torch.full((2, 2, 7 * 16 + 3), math.nan)  # its rows begin anywhere
     wide[:, :, 3:] = past.log_count
     past = past._replace(log_count=wide[:, :, 3:])
-    torch.testing.assert_close(flash_listed(q, k, v, past, setting), want)
+    torch.testing.assert_close(block_sparse_attention(q, k, v, past, setting), want)
 
 
 # bytes that a program can share, by GPU
@@ -217,19 +189,19 @@ def test_order_of_sorts_every_head_and_keeps_ties(rng):
 
 def test_block_buckets_equals_buckets(rng):
     x = torch.randn(2, 3, 110, 16, generator=rng)[:, :, 5:105]
-    assert torch.equal(block_buckets(x, 8).long(), buckets(x, 8))
+    assert torch.equal(block_index.buckets(x, 8).long(), buckets(x, 8))
 
 
 def test_entries_are_carried_there_and_back(rng):
     held = torch.randn(2, 3, 110, 16, generator=rng)
     x, before = held[:, :, 5:105], held.clone()
     order = torch.rand(2, 3, 120, generator=rng)[:, :, :100].argsort(-1).int()
-    carry(x, order, back=False)
+    slots.permute(x, order)
     want = before[:, :, 5:105].gather(2, order.long().unsqueeze(-1).expand_as(x))
     assert torch.equal(x, want) and not torch.equal(x, before[:, :, 5:105])
     assert torch.equal(held[:, :, :5], before[:, :, :5])
     assert torch.equal(held[:, :, 105:], before[:, :, 105:])
-    carry(x, order, back=True)
+    slots.permute(x, order, back=True)
     assert torch.equal(held, before)
 
 
@@ -238,7 +210,7 @@ def test_entries_are_shifted_though_they_overlap(rng, source, target, count):
     x = torch.randn(2, 3, 110, 16, generator=rng)[:, :, :100]
     want = x.clone()
     want[:, :, target : target + count] = x[:, :, source : source + count].clone()
-    shift(x, source, target, count)
+    slots.shift(x, source, target, count)
     assert torch.equal(x, want)
 
 
@@ -251,7 +223,7 @@ def test_blocks_are_encoded_where_they_stand(rng):
     k[:, :, 16:32] = math.nan  # a block of none
     code = torch.zeros(2, 3, 9, 16, dtype=torch.int8)
     scale, weight = torch.full((2, 3, 9, 1), math.nan), torch.full((2, 3, 9), math.nan)
-    encode_blocks(k, log_count, 16, (code, scale, weight))
+    block_index.encode_blocks(k, log_count, 16, Codes(code, scale, weight))
     weights = log_count.unflatten(2, (6, 16))
     live = (weights > -math.inf).unsqueeze(-1)
     keys = F.pad(k, (0, 0, 0, 6)).unflatten(2, (6, 16)).masked_fill(~live, 0.0)
@@ -268,7 +240,7 @@ def test_block_mass_sums_a_softmax_over_blocks(rng, tile):
     code, scale = quantise(torch.randn(2, 3, 90, 16, generator=rng))
     weight = torch.randn(2, 3, 90, generator=rng)
     weight[:, :, 7] = -1e30  # a block of empty slots
-    got = block_mass(q, code, scale, weight, 70, tile)
+    got = block_index.block_mass(q, Codes(code, scale, weight), 70, tile)
     used = (x[:, :, :70].repeat_interleave(2, 1) for x in (code, scale, weight))
     code, scale, weight = used
     share = (int8_scores(q, code, scale) + weight.unsqueeze(2)).softmax(-1)
@@ -309,7 +281,6 @@ def test_ann_reads_the_same_through_the_kernels(cache, attention, request):
     stock, want = _play(plan)
     request.getfixturevalue("kernels_on_the_cpu")
     at, got = _play(plan)
-    assert "ann_count" in at.layers[0].extra and "ann_count" not in stock.layers[0].extra
     assert_same(got, want, 1e-4)
     ours, theirs = at.meter.take(), stock.meter.take()
     if "top_p" not in attention:  # there stock torch, on the CPU, reads no empty place of a block
@@ -363,7 +334,7 @@ def test_what_the_kernels_hold_is_declared_without_data():
     at = session(shape, "attention=ann:read=0.2", torch.bfloat16, latent_frames=21)
     meta = at.plan.attention.tensors(shape, at.layers[0].k.shape[2], torch.device("meta"))
     own = at.layers[0].extra
-    assert set(meta) - set(own) == {"ann_count"}
+    assert set(meta) == set(own)
     held = sum(x.numel() * x.element_size() for x in meta.values())
     assert held < 0.04 * 2 * 2 * at.layers[0].k.numel()  # beside keys and values, next to nothing
     for name in own:

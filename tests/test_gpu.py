@@ -12,7 +12,6 @@ import pytest
 import torch
 import toys
 from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, session
-from test_flash import listed_reference
 
 import tachyscope as ts
 from tachyscope.attention.ann import Ann
@@ -23,8 +22,9 @@ from tachyscope.kernels import device
 from tachyscope.kernels.attention import attention, hopper_backend
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.triton import Setting, flash_attention
-from tachyscope.kernels.block_sparse.triton import flash_listed
-from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
+from tachyscope.kernels.block_sparse.triton import block_sparse_attention
+from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.rotary import turn_into
 from tachyscope.meter import Meter
 from tachyscope.models.wan.config import WanConfig
@@ -185,7 +185,7 @@ def _listed(tile, block, head_dim, more):
     order[..., 0] = 19  # the last block, a part, is read first
     counts = torch.randint(0, 9, (2, 4, tiles), generator=rng, device="cuda", dtype=torch.int32)
     counts[0, 0, 0] = 0
-    return q, k, v, Listed(*cached, log_count, order.int()[..., :8], counts, tile, block)
+    return q, k, v, BlockTable(*cached, log_count, order.int()[..., :8], counts, tile, block)
 
 
 IN_CACHE = pytest.mark.parametrize("more", [-5, 37])
@@ -196,7 +196,7 @@ IN_CACHE = pytest.mark.parametrize("more", [-5, 37])
 @pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (64, 32)])
 def test_listed_blocks_equal_their_reference(tile, block, head_dim, more):
     q, k, v, past = _listed(tile, block, head_dim, more)
-    _close(flash_listed(q, k, v, past), listed_reference(q, k, v, past))
+    _close(block_sparse_attention(q, k, v, past), block_sparse_attention_reference(q, k, v, past))
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_the_hopper_kernel_equals_its_reference(hopper, b, h, kv, s, n, head_dim
 @pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (128, 32), (256, 128)])
 def test_the_hopper_kernel_reads_listed_blocks(hopper, tile, block, head_dim, more):
     q, k, v, past = _listed(tile, block, head_dim, more)
-    _close(hopper.flash(q, k, v, None, past), listed_reference(q, k, v, past))
+    _close(hopper.flash(q, k, v, None, past), block_sparse_attention_reference(q, k, v, past))
 
 
 # tiles of 128, the last of them a part
@@ -290,9 +290,11 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
         own["ann_map"][..., : policy._blocks_read(blocks, ctx._context)],
         own["ann_count"],
     )
-    past = Listed(layer.k, layer.v, own["ann_log_count"], chosen, counts, policy.tile, size)
+    past = BlockTable(layer.k, layer.v, own["ann_log_count"], chosen, counts, policy.tile, size)
     turned = ctx.rope.apply(q, *ctx._cos_sin)
-    _close(got, listed_reference(turned, layer.k[:, :, now], layer.v[:, :, now], past))
+    _close(
+        got, block_sparse_attention_reference(turned, layer.k[:, :, now], layer.v[:, :, now], past)
+    )
     queries = [
         min(policy.tile, LARGE.max_pass_tokens - i * policy.tile) for i in range(counts.shape[2])
     ]
@@ -317,7 +319,7 @@ def test_blocks_that_a_tile_reads_stand_first_in_its_list():
     assert torch.equal(listed, first)
 
 
-def test_the_kernels_choose_as_stock_torch_does():
+def test_the_kernels_choose_as_stock_torch_does(monkeypatch):
     ctx = _large(LARGE_PLANS[0])
     play(ctx, 5)
     layer, policy = ctx.layers[1], ctx.plan.attention
@@ -326,10 +328,12 @@ def test_the_kernels_choose_as_stock_torch_does():
     moment = ctx._context.for_layer(1)._replace(past=ctx.past, before=())
     stock = replace(
         layer, k=layer.k.clone(), v=layer.v.clone(),
-        extra={name: x.clone() for name, x in ours.items() if name != "ann_count"},
+        extra={name: x.clone() for name, x in ours.items()},
     )  # fmt: skip
     policy.restore_order(stock, moment, ctx.past)
-    policy.build_index(stock, moment, ctx.past, Meter())
+    with monkeypatch.context() as here:
+        here.setattr(device, "HAS_TRITON", False)
+        policy.build_index(stock, moment, ctx.past, Meter())
     # a key on a plane may fall on either side, and ties of a rounding either way
     assert (stock.extra["ann_order"] == ours["ann_order"]).float().mean() > 0.98
     assert (stock.extra["ann_code"] == ours["ann_code"]).float().mean() > 0.98
@@ -337,7 +341,10 @@ def test_the_kernels_choose_as_stock_torch_does():
         stock.extra[name].copy_(ours[name])
     q = torch.randn(1, 4, LARGE.max_pass_tokens, 128, device="cuda", dtype=torch.bfloat16)
     blocks = policy._cut(LARGE, 0, ctx.past)
-    got, want = (policy._mass(q, x, moment, blocks.all) for x in (layer, stock))
+    got = policy._mass(q, layer, moment, blocks.all)
+    with monkeypatch.context() as here:
+        here.setattr(device, "HAS_TRITON", False)
+        want = policy._mass(q, stock, moment, blocks.all)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-4)
     assert (got - want).abs().mean() < 1e-4 * want.mean()
 

@@ -15,9 +15,9 @@ from tachyscope.kernels import attention as operation
 from tachyscope.kernels import device
 from tachyscope.kernels.attention import attention, hopper, hopper_backend
 from tachyscope.kernels.attention.reference import attention_reference
-from tachyscope.kernels.block_sparse import flash_listed
+from tachyscope.kernels.block_sparse import block_sparse_attention
 from tachyscope.kernels.block_sparse import hopper as listed_hopper
-from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.block_table import BlockTable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
 TILE = hopper.TILE.value
@@ -127,14 +127,14 @@ def _meta(tile):
     q = torch.empty(1, 12, 4680, 128, dtype=torch.bfloat16, device="meta")
     log_count = torch.empty(1, 12, 9984, device="meta")
     ids = torch.empty(1, 12, -(-4680 // tile), 20, dtype=torch.int32, device="meta")
-    return q, Listed(q, q, log_count, ids, ids[..., 0], tile, 128)
+    return q, BlockTable(q, q, log_count, ids, ids[..., 0], tile, 128)
 
 
 @pytest.fixture
 def served(monkeypatch):
     """Which of its functions were called."""
     calls = []
-    for module, name in ((hopper, "flash_attention"), (listed_hopper, "flash_listed")):
+    for module, name in ((hopper, "flash_attention"), (listed_hopper, "block_sparse_attention")):
         real = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *args, name=name, real=real: calls.append(name) or real(*args)
@@ -146,11 +146,11 @@ def served(monkeypatch):
 
 def test_it_serves_tiles_of_128(served):
     q, past = _meta(128)
-    flash_listed(q, q, q, _meta(64)[1])
+    block_sparse_attention(q, q, q, _meta(64)[1])
     assert served == []
     assert attention(q, q, q, past.log_count).shape == q.shape
-    assert flash_listed(q, q, q, past).shape == q.shape
-    assert served == ["flash_attention", "flash_listed"]
+    assert block_sparse_attention(q, q, q, past).out.shape == q.shape
+    assert served == ["flash_attention", "block_sparse_attention"]
 
 
 @pytest.mark.parametrize("capability, serves", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
@@ -165,7 +165,7 @@ def test_without_gluon_triton_serves(served, monkeypatch):
     monkeypatch.setitem(sys.modules, "tachyscope.kernels.attention.hopper", None)
     q, past = _meta(128)
     assert attention(q, q, q, past.log_count).shape == q.shape
-    assert flash_listed(q, q, q, past).shape == q.shape
+    assert block_sparse_attention(q, q, q, past).out.shape == q.shape
     assert served == []
 
 

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.torch import attention_by_channels, high_and_low
-from tachyscope.kernels.block_sparse import listed_attention
-from tachyscope.kernels.block_sparse.reference import listed_attention_reference
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
 from tachyscope.kernels.match import alike_features, best_older
 from tachyscope.kernels.match.reference import best_older_reference
@@ -79,18 +77,6 @@ def test_empty_slots_filled_with_large_numbers_change_nothing(rng):
 def test_a_row_of_empty_slots_stays_finite(rng):
     q, k, v, log_count = _inputs(rng, 1, 2, 2, 3, 6, 8)
     assert attention(q, k, v, torch.full_like(log_count, -math.inf)).isfinite().all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=IDS[1:])
-def test_listed_attention_equals_its_reference(rng, shape, causal):
-    q, k, v, log_count = _inputs(rng, *shape, groups=shape[2])
-    b, h, _, s, n, _ = shape
-    now = slice(n - s, n)
-    listed = torch.rand(b, h, n - s, generator=rng).argsort(-1)[:, :, :9]
-    listed[:, :, -2:] = -1
-    args = (q, k, v, log_count, listed, now, causal)
-    torch.testing.assert_close(listed_attention(*args), listed_attention_reference(*args))
 
 
 @pytest.mark.parametrize("at_once", [2**26, 2 * 3 * 41 * 5])

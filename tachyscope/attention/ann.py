@@ -7,39 +7,21 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy, count
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels import device as kernel_device
-from tachyscope.kernels import gpu
-from tachyscope.kernels.attention import attention
-from tachyscope.kernels.block_sparse import (
-    Listed,
-    flash_listed,
-    gather_entries,
-    listed_attention,
-)
-from tachyscope.kernels.hashing import (
-    buckets,
-    int8_scores,
-    lsh_scores,
-    order_of,
-    planes,
-    quantise,
-    signs,
-)
+from tachyscope.kernels.block_index import Codes, block_mass, buckets, encode_blocks, entry_mass
+from tachyscope.kernels.block_sparse import BlockTable, block_sparse_attention
+from tachyscope.kernels.hashing import order_of, planes
+from tachyscope.kernels.slots import permute
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import LayerCache, PassContext, Shape
 
 # sign bits that order the past, so that a block's entries are alike
 BUCKET_BITS = 8
-# elements of listed keys gathered at once: bounds memory, not the result
-AT_ONCE = 2**24
-LOG2E = math.log2(math.e)
 
 
 # What a block and a tile are of a latent frame unless asked for: on Atrium, whose frames have 64
@@ -170,7 +152,7 @@ class Ann(AttentionPolicy):
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
         fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
         tile = (shape.batch, shape.heads, tiles)
-        found = {
+        return {
             # whose key and value each slot between sink and newest holds, counted from the sink
             "ann_order": torch.zeros(*block[:2], slots, **whole),
             # the weights of what the slots hold; a part block ends in empty ones
@@ -178,18 +160,10 @@ class Ann(AttentionPolicy):
             "ann_code": torch.zeros(*block, width, dtype=code, device=device),
             "ann_scale": torch.zeros(*block, 1, **fine),
             "ann_weight": torch.zeros(block, **fine),
+            # the blocks that each tile reads, -1 behind them, and how many
             "ann_map": torch.zeros(*tile, most, **whole),
+            "ann_count": torch.zeros(tile, **whole),
         }
-        if self._by_kernel(shape, device):
-            found["ann_count"] = torch.zeros(tile, **whole)
-        return found
-
-    def _by_kernel(self, shape: Shape, device: torch.device) -> bool:
-        """Whether blocks are read by the GPU's own kernels there, or gathered by stock torch."""
-        sizes = self._cut(shape, 0, 0).size in kernel_device.BLOCKS
-        tiles = self._tile(shape) in kernel_device.TILES and not shape.token_by_token
-        dtype = kernel_device.DTYPE
-        return sizes and tiles and kernel_device.has_kernel(device, dtype, shape.head_dim)
 
     def _tile(self, shape: Shape) -> int:
         return (
@@ -213,11 +187,10 @@ class Ann(AttentionPolicy):
         if kept:
             known = self._between(ctx.shape, ctx.prompt, kept).stop
             between = slice(max(sink, known), between.stop)
-        keys, own, served = layer.k[:, :, between], layer.extra, _is_served(layer)
-        number = (gpu.blocks.block_buckets if served else buckets)(keys, BUCKET_BITS)
-        order = order_of(number, 2**BUCKET_BITS)
+        keys, own = layer.k[:, :, between], layer.extra
+        order = order_of(buckets(keys, BUCKET_BITS), 2**BUCKET_BITS)
         for x in (layer.k, layer.v):
-            _carry(x[:, :, between], order, served)
+            permute(x[:, :, between], order)
         own["ann_order"][:, :, between.start - sink : between.stop - sink] = (
             order + between.start - sink
         )
@@ -228,10 +201,7 @@ class Ann(AttentionPolicy):
         log_count[:, :, between] = held.gather(2, order)
         log_count[:, :, past:] = -math.inf
         first = changed.start // blocks.size  # the first block that has changed
-        if served and self.hash == "int8":
-            gpu.blocks.encode_blocks(layer.k, log_count, blocks.size, _codes(layer))
-        else:
-            self._encode(layer, log_count, blocks, first)
+        encode_blocks(layer.k, log_count, blocks.size, _codes(layer), first)
         meter.add("macs", keys.numel() * BUCKET_BITS)
 
     def restore_order(self, layer: LayerCache, ctx: PassContext, past: int) -> None:
@@ -239,7 +209,7 @@ class Ann(AttentionPolicy):
             between = self._between(ctx.shape, ctx.prompt, past)
             order = layer.extra["ann_order"][:, :, : between.stop - between.start]
             for x in (layer.k, layer.v):
-                _carry(x[:, :, between], order, _is_served(layer), back=True)
+                permute(x[:, :, between], order, back=True)
 
     def grow(self, layer: LayerCache, shape: Shape, slots: int, kept: int) -> None:
         old = {name: x for name, x in layer.extra.items() if name.startswith("ann_")}
@@ -252,27 +222,8 @@ class Ann(AttentionPolicy):
         if not self._dense_layer(ctx):
             x, between = x.clone(), self._between(ctx.shape, ctx.prompt, ctx.past)
             order = layer.extra["ann_order"][:, :, : between.stop - between.start]
-            _carry(x[:, :, between], order, False)
+            permute(x[:, :, between], order)
         return x
-
-    def _encode(self, layer: LayerCache, log_count: Tensor, blocks: Blocks, first: int) -> None:
-        """Codes of the blocks of layer.k from `first` on, of weights log_count [B, Hkv, slots]."""
-        keys = layer.k[:, :, first * blocks.size : log_count.shape[2]].float()
-        log_count = log_count[:, :, first * blocks.size :]
-        keys = F.pad(keys, (0, 0, 0, log_count.shape[2] - keys.shape[2]))
-        keys = keys.unflatten(2, (-1, blocks.size))  # [B, Hkv, blocks, block, D]
-        log_count = log_count.unflatten(2, (-1, blocks.size))
-        live = (log_count > -math.inf).float().unsqueeze(-1)
-        members = live.sum(3).clamp(min=1)
-        used = slice(first, blocks.all)
-        layer.extra["ann_weight"][:, :, used] = log_count.logsumexp(-1).clamp(min=-1e30)
-        if self.hash == "int8":
-            code, scale = quantise((keys * live).sum(3) / members)
-        else:
-            code = (signs(keys, self.bits) * live).sum(3) / members
-            scale = (keys.norm(dim=-1, keepdim=True) * live).sum(3) / members
-        layer.extra["ann_code"][:, :, used] = code
-        layer.extra["ann_scale"][:, :, used] = scale
 
     def _dense_layer(self, ctx: PassContext) -> bool:
         return ctx.layer < math.ceil(self.dense_layers * ctx.shape.layers)
@@ -295,12 +246,7 @@ class Ann(AttentionPolicy):
             return torch.cat(parts, 2)
         if ctx.shape.token_by_token or all(step < first for step in ctx.before):
             self._choose(q, layer, ctx, blocks, meter)
-        if _is_served(layer):
-            return self._read_blocks(q, layer, ctx, blocks, meter)
-        if self.top_p is not None and not q.is_cuda:
-            layer = replace(layer, log_count=self.log_weights(layer, ctx))
-            return self._read_ragged(q, layer, ctx, blocks, meter)
-        return self._read_tiles(q, layer, ctx, blocks, meter)
+        return self._read_blocks(q, layer, ctx, blocks, meter)
 
     def log_weights(self, layer: LayerCache, ctx: PassContext) -> Tensor:
         if self._dense_layer(ctx):
@@ -312,79 +258,25 @@ class Ann(AttentionPolicy):
     def _read_blocks(
         self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
     ) -> Tensor:
-        """All tiles in one kernel, which reads no more than what each has chosen."""
-        most, tile, own = self._blocks_read(blocks, ctx), self._tile(ctx.shape), layer.extra
-        counts, present = own["ann_count"], ctx.end - ctx.past
-        past = Listed(
-            layer.k, layer.v, own["ann_log_count"], own["ann_map"][..., :most], counts,
-            tile, blocks.size,
+        """Attention over the blocks that each tile has chosen, and all present entries."""
+        most, own = self._blocks_read(blocks, ctx), layer.extra
+        past, now = slice(0, ctx.past), slice(ctx.past, ctx.end)
+        table = BlockTable(
+            layer.k[:, :, past], layer.v[:, :, past], own["ann_log_count"],
+            own["ann_map"][..., :most], own["ann_count"], self._tile(ctx.shape), blocks.size,
+            ragged=self.top_p is not None,
+            plain=ctx.plain and not ctx.past % blocks.size and self.top_p is None,
         )  # fmt: skip
-        if self.top_p is None:
-            count(meter, "pairs", q, most * blocks.size + present)
-        else:
-            count(meter, "pairs", q, present)
-            starts = torch.arange(0, q.shape[2], tile, device=q.device)
-            queries = (q.shape[2] - starts).clamp(max=tile)
-            pairs = (counts[:, :, : len(starts)] * queries).sum() * blocks.size
-            meter.add("pairs", pairs)
-            meter.add("macs", 2 * pairs * q.shape[3])
-        # in a chunk model each present entry stands for itself alone
-        now = slice(ctx.past, ctx.end)
-        return flash_listed(q, layer.k[:, :, now], layer.v[:, :, now], past)
-
-    def _read_tiles(
-        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
-    ) -> Tensor:
-        """Attention by stock torch over gathered entries, as many tiles at once as AT_ONCE allows.
-
-        Where one gather serves all tiles, it is kept for the chunk's other passes.
-        """
-        tile, most = self._tile(ctx.shape), self._blocks_read(blocks, ctx)
-        read, present = most * blocks.size, ctx.end - ctx.past
-        per_tile = q.shape[:2].numel() * (read + present) * q.shape[3]
-        group, whole = max(1, AT_ONCE // per_tile), q.shape[2] // tile
-        cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
-        if q.shape[2] % tile:  # the last tile is a part
-            cuts.append((whole, whole + 1))
-        keeps = len(cuts) == 1 and not ctx.shape.token_by_token
-        now, out = slice(ctx.past, ctx.end), []
-        for start, stop in cuts:
-            size = (q.shape[0], stop - start, q.shape[1], read + present)
-            if not layer.scratch or layer.scratch[0].shape[:4] != size:
-                layer.scratch = self._gather(layer, ctx, blocks, slice(start, stop), most)
-            k, v, log_count = layer.scratch
-            if not keeps:
-                layer.scratch = ()
-            for entries, x in ((k, layer.k), (v, layer.v)):
-                mine = x[:, None, :, now].repeat_interleave(q.shape[1] // x.shape[1], 2)
-                entries[..., read:, :] = mine
-            part = q[:, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
-            part = part.transpose(1, 2)  # [B, tiles, H, tile, D]
-            full = ctx.plain and not ctx.past % blocks.size and self.top_p is None
-            part, k, v, log_count = (x.flatten(0, 1) for x in (part, k, v, log_count))
-            answer = attention(part, k, v, None if full else log_count)
-            count(meter, "pairs", part, read + present)
-            out.append(answer.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3))
-            if self.top_p is not None:
-                chosen = layer.extra["ann_map"][:, :, start:stop, :most]
-                skipped = (chosen < 0).sum() * blocks.size * part.shape[2]
-                meter.add("simulated_pairs_skipped", skipped)
-        return out[0] if len(out) == 1 else torch.cat(out, 2)
-
-    def _gather(
-        self, layer: LayerCache, ctx: PassContext, blocks: Blocks, tiles: slice, most: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values [B, tiles, H, N, D] and log-weights of what tiles read, with room for now.
-
-        Room for as many entries as the widest pass has; the present ones stand for themselves.
-        """
-        ids = layer.extra["ann_map"][:, :, tiles, :most]
-        listed = _listed(ids, blocks.size, ctx.past).transpose(1, 2)  # [B, tiles, H, entries]
-        present = ctx.end - ctx.past
-        log_count = gather_entries(layer.extra["ann_log_count"][..., None], listed)[..., 0]
-        log_count = F.pad(log_count.masked_fill(listed < 0, -math.inf), (0, present))
-        k, v = (F.pad(gather_entries(x, listed), (0, 0, 0, present)) for x in (layer.k, layer.v))
-        return k, v, log_count
+        # present entries stand for themselves alone
+        read = block_sparse_attention(
+            q, layer.k[:, :, now], layer.v[:, :, now], table, layer.scratch
+        )
+        layer.scratch = () if ctx.shape.token_by_token else read.kept
+        meter.add("pairs", read.pairs)
+        meter.add("macs", 2 * read.pairs * q.shape[3])
+        if read.masked is not None:
+            meter.add("simulated_pairs_skipped", read.masked)
+        return read.out
 
     def _blocks_read(self, blocks: Blocks, ctx: PassContext) -> int:
         if self.top_p is not None:
@@ -422,73 +314,14 @@ class Ann(AttentionPolicy):
         chosen[..., : blocks.head] = torch.arange(blocks.head, device=q.device)
         chosen[..., blocks.head : blocks.always] = torch.arange(last, blocks.all, device=q.device)
         chosen[..., blocks.always :] = ids
-        if "ann_count" in own:
-            own["ann_count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
+        own["ann_count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
 
     def _mass(self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: int) -> Tensor:
         """Each tile's estimated attention mass on each past block, [B, H, tiles, blocks]."""
-        if _is_served(layer) and self.hash == "int8":
-            return gpu.blocks.block_mass(q, *_codes(layer), blocks, self._tile(ctx.shape))
-        code, scale, weight = (x[:, :, :blocks] for x in _codes(layer))
-        grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
         if self.hash == "int8" and self._cut(ctx.shape, ctx.prompt, ctx.past).size == 1:
-            return self._mass_of_entries(grouped, layer, ctx, q.shape[2])
-        if self.hash == "int8":
-            scores = int8_scores(grouped, code, scale)
-        else:
-            scores = lsh_scores(grouped, code, scale.squeeze(-1))
-        share = (scores + weight.unsqueeze(2)).softmax(-1)
-        return self._sum_tiles(share, ctx, q.shape[2])
-
-    def _mass_of_entries(
-        self, q: Tensor, layer: LayerCache, ctx: PassContext, tokens: int
-    ) -> Tensor:
-        """`_mass` of q [B, Hkv, group * S, D] where a block is one entry: its own best code.
-
-        Two heads at once in one buffer that stays in a CPU's cache; keys down, queries across,
-        since tall matrices are multiplied twice as fast as wide ones; exp2, since it is twice as
-        fast as exp.
-        """
-        q, keys = q.float() * (LOG2E / math.sqrt(q.shape[3])), layer.k[:, :, : ctx.past].float()
-        rows, heads, queries, _ = q.shape
-        buffer = q.new_empty(rows, min(heads, 2), ctx.past, queries)
-        found = []
-        for pair in (slice(head, head + 2) for head in range(0, heads, 2)):
-            scores = buffer[:, : len(range(heads)[pair])]
-            torch.matmul(keys[:, pair], q[:, pair].mT, out=scores)
-            if not ctx.plain:
-                scores += LOG2E * layer.extra["ann_weight"][:, pair, : ctx.past, None]
-            scores.sub_(scores.amax(2, keepdim=True)).exp2_()
-            scores /= scores.sum(2, keepdim=True)
-            found.append(self._sum_tiles(scores.mT, ctx, tokens))
-        return torch.cat(found, 1)
-
-    def _sum_tiles(self, share: Tensor, ctx: PassContext, tokens: int) -> Tensor:
-        """Each tile's sum [B, H, tiles, blocks] of its queries' shares [B, Hkv, group * S, n]."""
-        share = share.unflatten(2, (-1, tokens)).flatten(1, 2)  # [B, H, S, blocks]
-        return torch.stack([part.sum(2) for part in share.split(self._tile(ctx.shape), 2)], 2)
-
-    def _read_ragged(
-        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
-    ) -> Tensor:
-        """Each head and tile reads as many blocks as it chose: a shape from data, for the CPU."""
-        out = torch.empty_like(q)
-        tile = self._tile(ctx.shape)
-        group = q.shape[1] // layer.k.shape[1]
-        for b in range(q.shape[0]):
-            for h in range(q.shape[1]):
-                kv = slice(h // group, h // group + 1)
-                for i in range(-(-q.shape[2] // tile)):
-                    ids = layer.extra["ann_map"][b : b + 1, h : h + 1, i : i + 1, : blocks.all]
-                    listed = _listed(ids, blocks.size, ctx.past)
-                    listed = listed[listed >= 0][None, None]
-                    part = q[b : b + 1, h : h + 1, i * tile : (i + 1) * tile]
-                    out[b, h, i * tile : (i + 1) * tile] = listed_attention(
-                        part, layer.k[b : b + 1, kv], layer.v[b : b + 1, kv],
-                        layer.log_count[b : b + 1, kv], listed, slice(ctx.past, ctx.end),
-                    )[0, 0]  # fmt: skip
-                    count(meter, "pairs", part, listed.shape[2] + ctx.end - ctx.past)
-        return out
+            weight = None if ctx.plain else layer.extra["ann_weight"][:, :, : ctx.past]
+            return entry_mass(q, layer.k[:, :, : ctx.past], weight, self._tile(ctx.shape))
+        return block_mass(q, _codes(layer), blocks, self._tile(ctx.shape))
 
 
 def _power(most: int) -> int:
@@ -496,25 +329,5 @@ def _power(most: int) -> int:
     return 1 << min(max(most, 1), LARGEST).bit_length() - 1
 
 
-def _is_served(layer: LayerCache) -> bool:
-    """Whether the GPU's kernels serve the layer."""
-    return "ann_count" in layer.extra and layer.k.dtype == kernel_device.DTYPE
-
-
-def _carry(x: Tensor, order: Tensor, served: bool, back: bool = False) -> None:
-    """Bring x [B, Hkv, n, D] in an order [B, Hkv, n] of its own slots, or back from it."""
-    if served:
-        gpu.blocks.carry(x, order, back)
-        return
-    index = order.long().unsqueeze(-1).expand_as(x)
-    x.copy_(torch.empty_like(x).scatter_(2, index, x) if back else x.gather(2, index))
-
-
-def _codes(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
-    return layer.extra["ann_code"], layer.extra["ann_scale"], layer.extra["ann_weight"]
-
-
-def _listed(ids: Tensor, size: int, past: int) -> Tensor:
-    """The slots of blocks ids [B, H, tiles, M], -1 where there is none: [B, H, tiles, M * size]."""
-    slot = ids.long().unsqueeze(-1) * size + torch.arange(size, device=ids.device)
-    return slot.masked_fill((slot < 0) | (slot >= past), -1).flatten(3)
+def _codes(layer: LayerCache) -> Codes:
+    return Codes(layer.extra["ann_code"], layer.extra["ann_scale"], layer.extra["ann_weight"])

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
-import torch
 from torch import Tensor
 
 from tachyscope.attention import TextPolicy, count
 from tachyscope.attention.pads import collapse
-from tachyscope.kernels import gpu
 from tachyscope.kernels.attention import attention
-from tachyscope.kernels.device import has_kernel
-from tachyscope.kernels.hashing import buckets, int8_scores, planes, quantise
+from tachyscope.kernels.device import host_may_read
+from tachyscope.kernels.hashing import buckets, planes
+from tachyscope.kernels.prompt_hits import count_nearest
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import Text
@@ -55,8 +54,8 @@ class AnnText(TextPolicy):
         hits = self._hits(q, text.k, log_count)  # [B, H, L]
         log_count = log_count.masked_fill(hits == 0, -math.inf)
         size = min(self.keep, hits.shape[2])
-        if not q.is_cuda:
-            # the host may look: nothing that every head drops is scored
+        if host_may_read(q):
+            # nothing that every head drops is scored
             size = min(size, int((log_count > -math.inf).sum(-1).max()))
         count(meter, "text_pairs", q, size)
         if size == hits.shape[2]:
@@ -70,21 +69,9 @@ class AnnText(TextPolicy):
     def _hits(self, q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
         """How many queries fall into each token's bucket; 0 for an empty slot."""
         if self.hash == "int8":
-            return hits_by_code(q, k, log_count)
+            return count_nearest(q, k, log_count)
         hit = buckets(q, self.bits).unsqueeze(-1) == buckets(k, self.bits).unsqueeze(-2)
         hits = hit.sum(2)
         # where none is hit all are read
         hits += hits.sum(-1, keepdim=True) == 0
         return hits.masked_fill(log_count == -math.inf, 0)
-
-
-def hits_by_code(q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
-    """How many of q [B, H, S, D] are nearest to each of k [B, H, L, D], by int8 codes."""
-    if has_kernel(q.device, q.dtype, q.shape[3]):
-        return gpu.nearest.count_nearest(q, k, log_count)
-    scores = int8_scores(q, *quantise(k)) + log_count.clamp(min=-1e30).unsqueeze(2)
-    near = scores.argmax(-1)
-    hits = torch.zeros_like(log_count, dtype=torch.int64).scatter_add_(
-        2, near, torch.ones_like(near)
-    )
-    return hits.masked_fill(log_count == -math.inf, 0)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels import gpu
-from tachyscope.kernels.device import has_kernel
+from tachyscope.kernels.slots import shift
 from tachyscope.meter import Meter
 from tachyscope.types import LayerCache, PassContext, Shape, Size
 
@@ -111,8 +110,4 @@ def shift_slots(layer: LayerCache, source: int, target: int, count: int) -> None
         return
     own = (x for name, x in layer.extra.items() if name.startswith("slot_"))
     for x in (*layer.entries().values(), *own):
-        if x.dim() == 4 and has_kernel(x.device, x.dtype, x.shape[3]):
-            gpu.blocks.shift(x, source, target, count)
-        else:
-            # the ranges may overlap, so through a copy
-            x[:, :, target : target + count] = x[:, :, source : source + count].clone()
+        shift(x, source, target, count)

@@ -7,13 +7,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Listed(NamedTuple):
+class BlockTable(NamedTuple):
     """Past entries, so many to a block, and which blocks each tile of queries reads.
 
-    k, v [B, Hkv, C, D] may be a cache itself: where the last block reaches beyond the past, or
-    beyond C, its weights are minus infinity. log_count [B, Hkv, blocks * block] has rows of its own
-    length. ids [B, H, tiles, most] name a tile's blocks, of which it reads the first `counts`
-    [B, H, tiles]; both are int32.
+    k, v [B, Hkv, C, D] may be a part of a cache. log_count [B, Hkv, blocks * block] has rows of its
+    own length; where the last block reaches beyond C it is minus infinity. ids [B, H, tiles, most]
+    name a tile's blocks, of which it reads the first `counts` [B, H, tiles]; both are int32, and
+    an id behind those is -1.
     """
 
     k: Tensor
@@ -23,3 +23,5 @@ class Listed(NamedTuple):
     counts: Tensor
     tile: int
     block: int
+    ragged: bool = False  # whether counts differ from `most`
+    plain: bool = False  # whether every slot of every block holds one entry

@@ -40,3 +40,8 @@ def has_large_smem(device: torch.device) -> bool:
     found = torch.cuda.get_device_properties(device)
     # AMD's do not tell
     return int(getattr(found, "shared_memory_per_block_optin", 0)) >= LARGE_SMEM
+
+
+def host_may_read(x: torch.Tensor) -> bool:
+    """Whether the host may look at data without a wait, to make a shape of it."""
+    return not x.is_cuda

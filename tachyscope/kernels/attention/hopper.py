@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tachyscope.kernels.attention.triton import aligned, one_row
-from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.device import multiprocessors
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
@@ -71,7 +71,9 @@ def _shares(tiles: int, units: int, processors: int) -> Shares:
     return Shares(tiles - left, left, programs, units)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Listed | None) -> Tensor:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: BlockTable | None
+) -> Tensor:
     rows, heads, queries, width = q.shape
     out = torch.empty_like(q)
     tile, n = TILE.value, 128 if past is None else past.block
@@ -87,12 +89,11 @@ def flash(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Liste
         return out
     assert past is None or past.tile % tile == 0
     weighted, listed = log_count is not None, past is not None
-    w = (
-        aligned(log_count) if log_count is not None else k
-    )  # where none is read, any tensor stands in
-    there = (
-        past._replace(log_count=aligned(past.log_count)) if past else Listed(k, v, w, w, w, tile, n)
-    )
+    # where none is read, any tensor stands in
+    w = k if log_count is None else aligned(log_count)
+    there = BlockTable(k, v, w, w, w, tile, n)
+    if past is not None:
+        there = past._replace(log_count=aligned(past.log_count))
     _launch(
         cut.whole + (cut.programs if cut.left else 0),
         (there.ids, there.counts,

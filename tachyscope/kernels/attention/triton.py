@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.device import has_large_smem, multiprocessors
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -54,7 +54,12 @@ def flash_attention(
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None, past: Listed | None, setting: Setting
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_count: Tensor | None,
+    past: BlockTable | None,
+    setting: Setting,
 ) -> Tensor:
     rows, heads, queries, width = q.shape
     out = torch.empty_like(q)
@@ -71,10 +76,9 @@ def flash(
         return out
     assert past is None or (setting.queries <= past.tile and setting.keys <= past.block)
     n, weighted, listed = k.shape[2], log_count is not None, past is not None
-    w = (
-        aligned(log_count) if log_count is not None else k
-    )  # where none is read, any tensor stands in
-    there = Listed(k, v, w, w, w, setting.queries, setting.keys)
+    # where none is read, any tensor stands in
+    w = k if log_count is None else aligned(log_count)
+    there = BlockTable(k, v, w, w, w, setting.queries, setting.keys)
     if past is not None:
         there = past._replace(log_count=aligned(past.log_count))
     _flash[tiles, rows * heads, parts](

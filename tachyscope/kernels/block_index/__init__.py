@@ -1,1 +1,47 @@
-"""Bring entries in the order of blocks, and guess which blocks a tile of queries attends to."""
+"""Index past entries by blocks: buckets that order them, codes of blocks, a tile's mass on each."""
+
+from __future__ import annotations
+
+from torch import Tensor, int8
+
+from tachyscope.kernels import hashing
+from tachyscope.kernels.block_index import torch as torch_backend
+from tachyscope.kernels.block_index.torch import Codes, entry_mass
+from tachyscope.kernels.device import BLOCKS, HAS_TRITON, TILES, has_kernel
+
+if HAS_TRITON:
+    from tachyscope.kernels.block_index import triton as triton_backend
+
+__all__ = ["Codes", "block_mass", "buckets", "encode_blocks", "entry_mass"]
+
+
+def buckets(x: Tensor, bits: int) -> Tensor:
+    """The pattern of signs of x [B, H, n, D] on so many random planes, as one number."""
+    if has_kernel(x.device, x.dtype, x.shape[3]):
+        return triton_backend.buckets(x, bits)
+    return hashing.buckets(x, bits)
+
+
+def encode_blocks(k: Tensor, log_count: Tensor, block: int, codes: Codes, first: int = 0) -> None:
+    """Write the code [B, Hkv, most, E] of every block of slots of k from `first` on, its scale
+    [B, Hkv, most, 1], and the log of its weight [B, Hkv, most].
+
+    A code of int8 is the block's mean key; one of floats the mean signs of its keys on E planes,
+    whose scale is the keys' mean norm. k [B, Hkv, C, D]; log_count [B, Hkv, blocks * block], -inf
+    for a slot without an entry.
+    """
+    if codes.code.dtype == int8 and block in BLOCKS and has_kernel(k.device, k.dtype, k.shape[3]):
+        triton_backend.encode_blocks(k, log_count, block, codes)  # all: it is one launch
+    else:
+        torch_backend.encode_blocks(k, log_count, block, codes, first)
+
+
+def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
+    """Each tile's sum over its queries q [B, H, S, D] of their softmax over the first blocks.
+
+    A query's score of a block is estimated by the block's code, plus the block's weight. The
+    masses are [B, H, tiles, blocks].
+    """
+    if codes.code.dtype == int8 and tile in TILES and has_kernel(q.device, q.dtype, q.shape[3]):
+        return triton_backend.block_mass(q, codes, blocks, tile)
+    return torch_backend.block_mass(q, codes, blocks, tile)

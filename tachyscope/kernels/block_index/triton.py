@@ -1,4 +1,4 @@
-"""Past entries in blocks, for a GPU: bucket and carry them, guess their mass (Triton)."""
+"""Index past entries by blocks on a GPU (Triton)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,14 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.block_index.torch import Codes
 from tachyscope.kernels.hashing import planes
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-1e30)
 
 
-def block_buckets(x: Tensor, bits: int) -> Tensor:
-    """`buckets` of x [B, H, n, D] as int32, with no wide copy of x."""
+def buckets(x: Tensor, bits: int) -> Tensor:
+    """`buckets` as int32, with no wide copy of x."""
     rows, heads, n, width = x.shape
     out = torch.empty(rows, heads, n, dtype=torch.int32, device=x.device)
     if x.is_meta or n == 0:
@@ -30,41 +31,8 @@ def block_buckets(x: Tensor, bits: int) -> Tensor:
     return out
 
 
-def carry(x: Tensor, order: Tensor, back: bool) -> None:
-    """Entry order[i] of x [B, H, n, D] to place i, order [B, H, n]; or `back` from there."""
-    kept = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _copy(x, kept, order, "target" if back else "source")
-    _copy(kept, x)
-
-
-def shift(x: Tensor, source: int, target: int, count: int) -> None:
-    """Entries of x [B, H, n, D] from `source` on to where `target` is; the two may overlap."""
-    come, to = (x[:, :, start : start + count] for start in (source, target))
-    kept = torch.empty(come.shape, dtype=x.dtype, device=x.device)
-    _copy(come, kept)
-    _copy(kept, to)
-
-
-def _copy(source: Tensor, target: Tensor, order: Tensor | None = None, ordered: str = "") -> None:
-    """Between stretches of a cache, which are no one piece: torch does that at half the rate."""
-    rows, heads, n, width = source.shape
-    if source.is_meta or n == 0:
-        return
-    order = source if order is None else order  # where none is read, any tensor stands in
-    _carry[triton.cdiv(n, 64), rows * heads](
-        source, target, order, *source.stride()[:3], *target.stride()[:3], *order.stride()[:2],
-        heads, n, ORDERED=ordered, D=width, N=64, num_warps=4,
-    )  # fmt: skip
-
-
-def encode_blocks(
-    k: Tensor, log_count: Tensor, block: int, codes: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Write the int8 centroid [B, Hkv, most, D] of every block of slots of k, its scale
-    [B, Hkv, most, 1], and the log of its weight [B, Hkv, most].
-
-    k [B, Hkv, C, D]; log_count [B, Hkv, blocks * block], -inf for a slot without an entry.
-    """
+def encode_blocks(k: Tensor, log_count: Tensor, block: int, codes: Codes) -> None:
+    """`encode_blocks` by int8 means, of all blocks."""
     rows, heads, places = log_count.shape
     if k.is_meta:
         return
@@ -75,14 +43,9 @@ def encode_blocks(
     )  # fmt: skip
 
 
-def block_mass(
-    q: Tensor, code: Tensor, scale: Tensor, weight: Tensor, blocks: int, tile: int
-) -> Tensor:
-    """Each tile's sum over its queries q [B, H, S, D] of their softmax over the first blocks.
-
-    A query's score of a block is `int8_scores` plus the block's weight. Codes [B, Hkv, most, D]
-    int8, scale [B, Hkv, most, 1] and weight [B, Hkv, most]; the masses are [B, H, tiles, blocks].
-    """
+def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
+    """`block_mass` by int8 codes: the scores are never written."""
+    code, scale, weight = codes
     rows, heads, queries, width = q.shape
     tiles = triton.cdiv(queries, tile)
     out = torch.empty(rows, heads, tiles, blocks, dtype=torch.float32, device=q.device)
@@ -112,28 +75,6 @@ def _buckets(
         side = tl.sum(found * tl.load(normals + at_d * BITS + bit)[None, :], 1) >= 0
         number = number * 2 + side.to(tl.int32)
     tl.store(out + row.to(tl.int64) * n + at, number, mask=there)
-
-
-@triton.jit(do_not_specialize=["heads", "n"])
-def _carry(
-    source, target, order, s_b, s_h, s_n, t_b, t_h, t_n, r_b, r_h, heads, n,
-    ORDERED: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Copy entries, the source's or the target's in order."""
-    row = tl.program_id(1)
-    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    place, at_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)[None, :]
-    there = (place < n)[:, None]
-    taken = place.to(tl.int64)[:, None]
-    given = taken
-    if ORDERED != "":
-        entry = tl.load(order + b * r_b + h * r_h + place, mask=place < n, other=0)
-        if ORDERED == "source":
-            taken = entry.to(tl.int64)[:, None]
-        else:
-            given = entry.to(tl.int64)[:, None]
-    found = tl.load(source + b * s_b + h * s_h + taken * s_n + at_d, mask=there)
-    tl.store(target + b * t_b + h * t_h + given * t_n + at_d, found, mask=there)
 
 
 @triton.jit(do_not_specialize=["most", "slots", "heads"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tachyscope.kernels.attention.hopper import flash
-from tachyscope.kernels.block_table import Listed
+from tachyscope.kernels.block_table import BlockTable
 
 
-def flash_listed(q: Tensor, k: Tensor, v: Tensor, past: Listed) -> Tensor:
+def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Tensor:
     """Attention over listed blocks of the past and all present entries k, v, of weight one."""
     return flash(q, k, v, None, past)

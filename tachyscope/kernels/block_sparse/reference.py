@@ -1,4 +1,4 @@
-"""The definition of attention over listed entries, in float64."""
+"""The definition of block-sparse attention, in float64."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 import torch
 from torch import Tensor
 
+from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.block_table import BlockTable
 
-def listed_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_count: Tensor,
-    listed: Tensor,
-    now: slice,
-    causal: bool = False,
-) -> Tensor:
-    """The definition: all scores in float64, then minus infinity for what is not listed."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    log_count = log_count if log_count.shape[1] == 1 else log_count.repeat_interleave(group, 1)
-    scores = q.double() @ k.mT / math.sqrt(q.shape[-1]) + log_count.double().unsqueeze(2)
-    read = torch.zeros(*listed.shape[:2], k.shape[2] + 1, dtype=torch.bool, device=q.device)
-    read.scatter_(2, torch.where(listed < 0, k.shape[2], listed), True)
-    read = read[:, :, None, :-1].repeat(1, 1, q.shape[2], 1)
-    read[..., now] = True
-    if causal:
-        own = torch.arange(k.shape[2], device=q.device)
-        last = torch.arange(now.stop - q.shape[2], now.stop, device=q.device)
-        read = read & (own <= last[:, None])
-    return (scores.masked_fill(~read, -math.inf).softmax(-1) @ v).to(q.dtype)
+
+def block_sparse_attention_reference(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Tensor:
+    """Tile by tile: attention over the entries of its blocks, and the present ones."""
+    group, slots = q.shape[1] // k.shape[1], past.k.shape[2]
+    out = torch.empty_like(q)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            g = h // group
+            for i, part in enumerate(q[b, h].split(past.tile)):
+                ids = past.ids[b, h, i, : past.counts[b, h, i]].tolist()
+                read = [s for j in ids for s in range(j * past.block, (j + 1) * past.block)]
+                read = [s for s in read if s < slots and past.log_count[b, g, s] > -math.inf]
+                keys = torch.cat([past.k[b, g, read], k[b, g]])
+                values = torch.cat([past.v[b, g, read], v[b, g]])
+                log_count = torch.zeros(len(keys), dtype=torch.float64, device=q.device)
+                log_count[: len(read)] = past.log_count[b, g, read].double()
+                rows = slice(i * past.tile, (i + 1) * past.tile)
+                out[b, h, rows] = attention_reference(
+                    part[None, None], keys[None, None], values[None, None], log_count[None, None]
+                )[0, 0]
+    return out

@@ -1,43 +1,109 @@
-"""Attention over listed entries only."""
+"""Block-sparse attention by stock torch: gather a tile's entries, then attend to them."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.kernels.attention import attention
+from tachyscope.kernels.block_table import BlockTable
+
+# elements of keys gathered at once: bounds memory, not the result
+AT_ONCE = 2**24
 
 
-def gather_entries(x: Tensor, listed: Tensor) -> Tensor:
-    """Entries `listed` [B, T, H, M] (below 0: the first) of x [B, Hkv, N, D]: [B, T, H, M, D].
+class Read(NamedTuple):
+    """An answer [B, H, S, D], and what it took."""
+
+    out: Tensor
+    pairs: int | Tensor  # query-key pairs that were scored
+    masked: Tensor | None = None  # of them, those of blocks that a tile does not read
+    kept: tuple[Tensor, ...] = ()  # gathered entries, for a later call with the same table
+
+
+def read_tiles(
+    q: Tensor, k: Tensor, v: Tensor, past: BlockTable, kept: tuple[Tensor, ...] = ()
+) -> Read:
+    """As many tiles at once as AT_ONCE allows; every tile gathers as many blocks as the longest.
+
+    Where one gather serves all tiles, it is kept.
+    """
+    tile, read, present = past.tile, past.ids.shape[3] * past.block, k.shape[2]
+    per_tile = q.shape[:2].numel() * (read + present) * q.shape[3]
+    group, whole = max(1, AT_ONCE // per_tile), q.shape[2] // tile
+    cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
+    if q.shape[2] % tile:  # the last tile is a part
+        cuts.append((whole, whole + 1))
+    out, masked = [], torch.zeros((), dtype=torch.int64, device=q.device)
+    for start, stop in cuts:
+        size = (q.shape[0], stop - start, q.shape[1], read + present)
+        if not kept or kept[0].shape[:4] != size:
+            kept = _gather(past, slice(start, stop), present)
+        for entries, x in zip(kept[:2], (k, v), strict=True):
+            entries[..., read:, :] = x[:, None].repeat_interleave(q.shape[1] // x.shape[1], 2)
+        part = q[:, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
+        part = part.transpose(1, 2)  # [B, tiles, H, tile, D]
+        part, keys, values, log_count = (x.flatten(0, 1) for x in (part, *kept))
+        answer = attention(part, keys, values, None if past.plain else log_count)
+        out.append(answer.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3))
+        if past.ragged:
+            masked += (past.ids[:, :, start:stop] < 0).sum() * past.block * part.shape[2]
+        if len(cuts) > 1:
+            kept = ()
+    whole_out = out[0] if len(out) == 1 else torch.cat(out, 2)
+    pairs = q.shape[:3].numel() * (read + present)
+    return Read(whole_out, pairs, masked if past.ragged else None, kept)
+
+
+def _gather(past: BlockTable, tiles: slice, present: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values [B, tiles, H, N, D] and log_count of what tiles read, with room for now."""
+    slots = slots_of(past, past.ids[:, :, tiles]).transpose(1, 2)  # [B, tiles, H, entries]
+    log_count = gather_entries(past.log_count[..., None], slots)[..., 0]
+    log_count = F.pad(log_count.masked_fill(slots < 0, -math.inf), (0, present))
+    k, v = (F.pad(gather_entries(x, slots), (0, 0, 0, present)) for x in (past.k, past.v))
+    return k, v, log_count
+
+
+def read_ragged(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Read:
+    """Each head and tile reads as many blocks as it lists: a shape from data, for the CPU."""
+    out = v.new_empty(*q.shape[:3], v.shape[3])
+    group, pairs = q.shape[1] // k.shape[1], 0
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            own, kv = slice(b, b + 1), slice(h // group, h // group + 1)
+            for i, part in enumerate(q[own, h : h + 1].split(past.tile, 2)):
+                slots = slots_of(past, past.ids[b, h, i])
+                slots = slots[slots >= 0]
+                keys, values = (
+                    torch.cat([old[own, kv].index_select(2, slots), new[own, kv]], 2)
+                    for old, new in ((past.k, k), (past.v, v))
+                )
+                log_count = past.log_count[own, kv].index_select(2, slots)
+                log_count = F.pad(log_count, (0, k.shape[2]))
+                rows = slice(i * past.tile, (i + 1) * past.tile)
+                out[own, h : h + 1, rows] = attention(part, keys, values, log_count)
+                pairs += part.shape[2] * keys.shape[2]
+    return Read(out, pairs)
+
+
+def slots_of(past: BlockTable, ids: Tensor) -> Tensor:
+    """The slots of blocks ids [..., M], -1 where there is none: [..., M * block]."""
+    slot = ids.long().unsqueeze(-1) * past.block + torch.arange(past.block, device=ids.device)
+    return slot.masked_fill((slot < 0) | (slot >= past.k.shape[2]), -1).flatten(-2)
+
+
+def gather_entries(x: Tensor, slots: Tensor) -> Tensor:
+    """Entries `slots` [B, T, H, M] (below 0: the first) of x [B, Hkv, N, D]: [B, T, H, M, D].
 
     Whole rows by one list of numbers: an index a number would be slow.
     """
-    rows, groups, entries, width = x.shape
-    device, heads = listed.device, listed.shape[2]
+    batch, groups, entries, width = x.shape
+    device, heads = slots.device, slots.shape[2]
     group = torch.arange(groups, device=device).repeat_interleave(heads // groups)
-    first = (torch.arange(rows, device=device)[:, None] * groups + group) * entries  # [B, H]
-    at = listed.clamp(min=0) + first[:, None, :, None]
-    return x.reshape(-1, width).index_select(0, at.flatten()).view(*listed.shape, width)
-
-
-def listed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_count: Tensor,
-    listed: Tensor,
-    now: slice,
-    causal: bool = False,
-) -> Tensor:
-    """Attention of q [B, H, S, D] over entries `listed` [B, H, M] (-1: none) and all of `now`.
-
-    k, v [B, Hkv, N, D], log_count [B, Hkv or 1, N]. With `causal` the
-    last S of now are the queries'.
-    """
-    mine = torch.arange(now.start, now.stop, device=q.device).expand(*listed.shape[:2], -1)
-    at = torch.cat([listed, mine], 2)
-    k, v, weights = (gather_entries(x, at[:, None])[:, 0] for x in (k, v, log_count[..., None]))
-    return attention(q, k, v, weights[..., 0].masked_fill(at < 0, -math.inf), causal)
+    first = (torch.arange(batch, device=device)[:, None] * groups + group) * entries  # [B, H]
+    at = slots.clamp(min=0) + first[:, None, :, None]
+    return x.reshape(-1, width).index_select(0, at.flatten()).view(*slots.shape, width)

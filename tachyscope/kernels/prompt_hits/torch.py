@@ -1,0 +1,18 @@
+"""Count the queries that are nearest to each prompt token, by stock torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tachyscope.kernels.hashing import int8_scores, quantise
+
+
+def count_nearest(q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
+    scores = int8_scores(q, *quantise(k)) + log_count.clamp(min=-1e30).unsqueeze(2)
+    near = scores.argmax(-1)
+    hits = torch.zeros_like(log_count, dtype=torch.int64)
+    hits.scatter_add_(2, near, torch.ones_like(near))
+    return hits.masked_fill(log_count == -math.inf, 0)
