@@ -53,7 +53,7 @@ EPS = Bound(1e-30, 0.1)
 ASKED = {
     "frames": Bound(1, 1_000_000),
     "seed": Bound(0, 2**63 - 1),
-    "world": Bound(0, 99_999_999),
+    "world": Bound(0, 1_294_967_295),
     "worlds": Bound(1, 10_000),
     "given": Bound(1, 2_000),
     "rounds": Bound(1, 1_000),

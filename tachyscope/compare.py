@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tachyscope.arguments import check_model, parse_first, parse_plan
-from tachyscope.bench import label, noise, verdict, warm
+from tachyscope.bench import noise, verdict, warm
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
 from tachyscope.meter import summary
 from tachyscope.models.base import VideoModel
-from tachyscope.plan import Plan
+from tachyscope.plan import Plan, label
 from tachyscope.plan_notes import notes
 from tachyscope.quality import FLOOR_DB, Quality, horizon
 from tachyscope.rates import Clock, frame_rate, rates, warm_up

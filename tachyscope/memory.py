@@ -23,6 +23,7 @@ from tachyscope.plan import Plan, spell
 from tachyscope.results import Document, document
 from tachyscope.session import Session
 from tachyscope.stream import chunks_for
+from tachyscope.tables import format_table
 from tachyscope.types import LayerCache, PassContext, Size
 
 # of a GPU's memory; the rest is left to CUDA's own and to gaps between tensors
@@ -291,15 +292,14 @@ def lines(found: Document) -> list[str]:
         ("or the cache's upkeep", row["committing_bytes"]),
         ("beside, decoding" if row["decoding_beside"] else "or decoding", row["decoding_bytes"]),
     ]
+    sizes = [(name, size) for name, size in stays.items() if size]
+    sizes += [("stays", sum(stays.values())), *turns, ("peak", row["peak_bytes"])]
     high, wide = row["grid"]
     out = [
         f"{row['model']} {row['dtype']}, {row['frames']} frames",
         f"{high}x{wide} tokens a latent frame",
         row["plan"],
-        *(_line(name, size) for name, size in stays.items() if size),
-        _line("stays", sum(stays.values())),
-        *(_line(name, size) for name, size in turns),
-        _line("peak", row["peak_bytes"]),
+        *format_table(["", "GB"], [[name, f"{size / 1e9:.3f}"] for name, size in sizes]),
     ]
     if "fits" not in row:
         return out
@@ -311,5 +311,3 @@ def lines(found: Document) -> list[str]:
     return [*out, f"does not fit {gpu}: {advice}"]
 
 
-def _line(name: str, size: int) -> str:
-    return f"{name:28}{size / 1e9:9.3f} GB"

@@ -34,6 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
+LABEL = 40  # letters of a plan's text that still serve as its name
 # parts that a plan may do without
 OPTIONAL = ("text", "replay")
 # what a bounded plan for chunks remembers
@@ -274,3 +275,8 @@ def _value(what: str, kind: Any, text: str) -> Any:
     if number != number:
         raise TachyscopeError(f"{what} must be a number, got {shown(text)}")
     return number
+
+
+def label(plan: Plan | str) -> str:
+    """A short name for a plan: its own, its text where that is short, or `plan`."""
+    return plan if isinstance(plan, str) and len(plan) <= LABEL else "plan"

@@ -7,16 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from typing import Any
 
 from tachyscope.rates import frame_rate
 from tachyscope.types import Chunk
@@ -24,15 +15,30 @@ from tachyscope.types import Chunk
 SAY_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
+def _terminal() -> Any:
+    """rich's console where a person looks on; None elsewhere, and where rich is not installed."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(stderr=True)
+    return console if console.is_terminal else None
+
+
 @contextmanager
 def frames_bar(frames: int, quiet: bool = False) -> Iterator[Callable[[str, Chunk], None]]:
     """A bar a run on stderr, where a person looks on; the value takes a run's name and a chunk."""
-    console = Console(stderr=True)
+    console = None if quiet else _terminal()
+    if console is None:
+        yield lambda name, chunk: None
+        return
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
     columns = ("{task.completed:.0f}/{task.total:.0f} frames", "{task.fields[told]}")
     bars = Progress(
         TextColumn("{task.description}"), BarColumn(), *map(TextColumn, columns),
         TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[left]}"),
-        console=console, disable=quiet or not console.is_terminal,
+        console=console,
     )  # fmt: skip
     tasks: dict[str, TaskID] = {}
     sums: dict[str, defaultdict[str, float]] = {}
@@ -61,8 +67,13 @@ def frames_bar(frames: int, quiet: bool = False) -> Iterator[Callable[[str, Chun
 @contextmanager
 def rounds_bar(rounds: int) -> Iterator[Callable[[int], None]]:
     """A bar of rounds on stderr, where a person looks on; the value takes how many are done."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bars:
+    console = _terminal()
+    if console is None:
+        yield lambda done: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console) as bars:
         task = bars.add_task("rounds", total=rounds)
         yield lambda done: bars.update(task, completed=done)
 
@@ -73,23 +84,29 @@ def parts_bar() -> Iterator[Callable[[str, int], None]]:
 
     Where no person looks on, a new line now and then: the work takes minutes.
     """
-    console = Console(stderr=True)
-    count = TextColumn("{task.completed:.0f} {task.description}")
-    bars = Progress(count, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
-    tasks: dict[str, TaskID] = {}
-    begun = said = time.monotonic()
-    if not console.is_terminal:
+    console = _terminal()
+    if console is None:
         print("measuring, which takes minutes; lines will say how far it is", file=sys.stderr)
+        begun = said = time.monotonic()
 
-    def watch(name: str, done: int) -> None:
-        nonlocal said
-        if name not in tasks:
-            tasks[name] = bars.add_task(name, total=None)
-        bars.update(tasks[name], completed=done)
-        now = time.monotonic()
-        if not console.is_terminal and now - said >= SAY_EVERY:
-            said = now
-            print(f"{done} {name} after {now - begun:.0f} s", file=sys.stderr, flush=True)
+        def tell(name: str, done: int) -> None:
+            nonlocal said
+            now = time.monotonic()
+            if now - said >= SAY_EVERY:
+                said = now
+                print(f"{done} {name} after {now - begun:.0f} s", file=sys.stderr, flush=True)
 
-    with bars:
+        yield tell
+        return
+    from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    count = TextColumn("{task.completed:.0f} {task.description}")
+    tasks: dict[str, TaskID] = {}
+    with Progress(count, TimeElapsedColumn(), console=console) as bars:
+
+        def watch(name: str, done: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=None)
+            bars.update(tasks[name], completed=done)
+
         yield watch

@@ -299,7 +299,7 @@ def of_options(rng: random.Random, shared: Shared) -> Case:
         "--replay": ["none", "every_k", *TEXTS],
         "--prompt": ["a red room", *TEXTS],
         "--actions": ["w q", "w*2", "w*999999", "jump", "w*999999 " * 500, *TEXTS],
-        "--world": ["1", "99999999", "100000000", *WHOLES],
+        "--world": ["1", "1294967295", "1294967296", *WHOLES],
         "--given": ["1", "2", "2001", *WHOLES],
         "--frames": ["1", "2", "3", *WHOLES],
         "--seed": ["1", str(2**63), *WHOLES],
@@ -681,7 +681,7 @@ def shared_parts() -> Iterator[Shared]:
     # what verbs import, so that children need not
     import tachyscope
     import tachyscope.bench
-    import tachyscope.cli
+    import tachyscope.cli.app
     import tachyscope.compare
     import tachyscope.evaluation.atrium
     import tachyscope.inspection

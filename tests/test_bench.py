@@ -13,20 +13,19 @@ from toys import open_session
 import tachyscope as ts
 from tachyscope.bench import (
     bench,
-    bench_asked,
     bench_lengths,
-    label,
     lines,
-    main,
     noise,
     speed_word,
     split_plans,
     verdict,
 )
+from tachyscope.bench.__main__ import main
+from tachyscope.bench.cpu import split_lengths
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.models.registry import load
-from tachyscope.plan import NAMES, Plan
+from tachyscope.plan import NAMES, Plan, label
 from tachyscope.plan_notes import notes
 from tachyscope.results import check_json, document, emit, to_json
 from tachyscope.rollout import rollout
@@ -265,7 +264,7 @@ def test_plans_are_set_apart_by_semicolons():
         (["wan", "--model", "toy-tokens", "--device", "cpu"], "toy-tokens is no Wan-type model"),
         ([*TOY, "--rounds", "1"], "--rounds must be 2 or more here, got 1: give as many"),
         ([*TOY, "--rollout", "0"], "--rollout must be from 1 to 1,000,000, got 0"),
-        (["cpu", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
+        (["cpu", "--rounds", "x"], "--rounds must be a whole number, got 'x': give its digits"),
         (["cpu", "--frames", "0"], "--frames must be from 1 to 1,000,000, got 0"),
         (["cpu", "--model", "x"], "no model 'x'; there are: "),
         (["cpu", "--plans", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
@@ -285,7 +284,7 @@ def test_a_benchmark_runs_without_the_command_lines_packages():
         "import sys\n"
         "for name in ('cyclopts', 'rich', 'av', 'matplotlib', 'jinja2'): sys.modules[name] = None\n"
         "import torch; torch.set_num_threads(1)\n"
-        "from tachyscope.bench import main\n"
+        "from tachyscope.bench.__main__ import main\n"
         "sys.exit(main('cpu --plans fast --frames 3 --rounds 1 --json -'.split()))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -329,6 +328,6 @@ def test_lengths_are_numbers(chunks):
     with pytest.raises(
         TachyscopeError, match="`at` is latent frames set apart by commas, got '3,x'"
     ):
-        bench_asked(chunks, ["fast"], at="3,x", frames=12)
+        split_lengths("3,x", "at")
     with pytest.raises(TachyscopeError, match=r"`at` must be from 1 to 10,000, got"):
         bench_lengths(chunks, ["fast"], lengths=[0])

@@ -11,8 +11,8 @@ import tachyscope as ts
 import tachyscope.bench.wan as wan
 from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
-from tachyscope.bench import main
 from tachyscope.bench import rollout as rollout_rate
+from tachyscope.bench.__main__ import main
 from tachyscope.bench.breakdown import parts, watched
 from tachyscope.bench.recorded_kv import Recorder, Traced, enlarge, record
 from tachyscope.bench.rollout import bench_rollout, finite, flat_lines, flatness

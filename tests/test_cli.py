@@ -1,7 +1,5 @@
 """Every verb, the exact words of its faults, and no half of a file after any of them."""
 
-import dataclasses
-import inspect
 import json
 import os
 import re
@@ -17,16 +15,19 @@ import torch
 
 # a verb imports these when it runs; first met in a test that replaces `load`, they would keep that
 import tachyscope.bench
-import tachyscope.compare
-import tachyscope.tables  # noqa: F401
+import tachyscope.compare  # noqa: F401
 from tachyscope import __version__
-from tachyscope.cli import VIDEO, app, main
+from tachyscope.cli import main
+from tachyscope.cli.app import BENCH, app
+from tachyscope.cli.app import VERBS as CLASSES
+from tachyscope.cli.verb import options_of
 from tachyscope.models.registry import MODELS
 from tachyscope.models.wan.loading import save_wan
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.toy import toy_chunks
 from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.plan import NAMED, NAMES, POLICIES
+from tachyscope.session import Session
 from tachyscope.settings import settings
 from tachyscope.video import VideoWriter, read_frames, read_video
 
@@ -62,24 +63,54 @@ def test_every_verb_is_in_the_readme_and_in_the_manual(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_is_in_the_manual_and_has_help(verb, capsys):
-    found = app
-    for word in verb.split():
-        found = found[word]
-    names = [p for p in inspect.signature(found.default_command).parameters if p != "said"]
-    if "video" in names:
-        names.remove("video")
-        names += [field.name for field in dataclasses.fields(VIDEO)]
+    options = options_of((CLASSES | BENCH)[verb.split()[-1]])
     assert main([*verb.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     section = MANUAL.split(f"## tachyscope {verb}")[1].split("\n## ")[0]
     if verb in ("compare", "inspect"):
         section += MANUAL.split("## tachyscope generate")[1].split("\n## ")[0]
-    for name in names:
-        stands = {"what": "WHAT"}
-        if verb not in ("bench cpu", "bench wan"):
-            stands["model"] = "MODEL"
-        option = stands.get(name, f"--{name.replace('_', '-')}")
-        assert option in shown and option in section, option
+    for one in options:
+        named = one.name.upper() if one.positional else one.flag
+        assert named in shown and named in section, named
+        assert one.help.split()[0] in shown
+
+
+def test_every_kind_of_policy_is_an_option_of_a_video():
+    """A plan may be changed kind by kind: a new kind needs an option."""
+    assert {one.name for one in options_of(CLASSES["generate"])} >= set(POLICIES)
+
+
+def test_to_generate_a_video_imports_no_benchmark(tmp_path):
+    code = (
+        "import sys\n"
+        "from tachyscope.cli import main\n"
+        f"code = main('generate toy-chunks --frames 1 --quiet --out {tmp_path}'.split())\n"
+        "assert code == 0 and 'torch' in sys.modules\n"
+        "assert not [name for name in sys.modules if name.startswith('tachyscope.bench')]"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_help_waits_for_no_torch():
+    code = (
+        "import sys; from tachyscope.cli import main; main(['generate', '--help'])\n"
+        "assert 'cyclopts' in sys.modules and 'torch' not in sys.modules"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_list_of_models_runs_none(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "tachyscope.models.registry.load", lambda *a, **k: pytest.fail("a model was loaded")
+    )
+    monkeypatch.setattr(Session, "__init__", lambda *a, **k: pytest.fail("a model ran"))
+    assert main(["models", "--json", "-"]) == 0
+    rows = {row["name"]: row for row in last_line(capsys)["models"]}
+    assert (rows["atrium-tokens"]["size"], rows["atrium-tokens"]["chunk"]) == ("128x128", 1)
+    assert (rows["toy-chunks"]["size"], rows["self-forcing"]["size"]) == ("64x96", "480x832")
+    assert rows["wan_causal"]["size"] is None
 
 
 def test_help_and_version_are_no_faults(capsys):
@@ -142,8 +173,8 @@ def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, 
         (["generate", "vila_u", "--out", "x"], "model 'vila_u' needs a checkpoint: give its path as --weights"),
         (["generate", "--out", "x"], "tachyscope generate needs a value for MODEL, got none: tachyscope generate --help tells more"),
         (["generate", "toy-chunks"], "tachyscope generate needs a value for --out, got none: tachyscope generate --help tells more"),
-        (["conjure"], "tachyscope has no verb 'conjure'; there are: bench, fpga, generate, compare, inspect, eval, methods, models, doctor"),
-        (["--nope"], "tachyscope has no verb '--nope'; there are: bench, fpga, generate, compare, inspect, eval, methods, models, doctor"),
+        (["conjure"], "tachyscope has no verb 'conjure'; there are: generate, compare, inspect, eval, methods, models, doctor, bench, fpga"),
+        (["--nope"], "tachyscope has no verb '--nope'; there are: generate, compare, inspect, eval, methods, models, doctor, bench, fpga"),
         (["eval", "moon"], "no WHAT 'moon'; there are: atrium"),
         (["eval", "atrium", "--only", "moon"], "no --only 'moon'; there are: both, world, tokens, views"),
         (["bench", "cpu", "--rounds", "0"], "--rounds must be from 1 to 1,000, got 0"),
@@ -592,8 +623,8 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
     def broken():
         raise OSError("no such codec")
 
-    monkeypatch.setattr("tachyscope.tables._try_codec", broken)
-    monkeypatch.setattr("tachyscope.tables._try_rollouts", lambda: "made some")
+    monkeypatch.setattr("tachyscope.cli.doctor._try_codec", broken)
+    monkeypatch.setattr("tachyscope.cli.doctor._try_rollouts", lambda: "made some")
     assert main(["doctor"]) == 2
     said = capsys.readouterr()
     assert "OSError: no such codec" in said.out

@@ -18,7 +18,7 @@ from tachyscope.plan import Plan
 from tachyscope.quality import psnr
 from tachyscope.rollout import rollout
 from tachyscope.session import Session
-from tachyscope.worlds import atrium
+from tachyscope.worlds import atrium, visit
 
 MERGES = [
     f"merge:budget=5f,match={match},keep={keep},heads={heads}"
@@ -129,9 +129,17 @@ def test_a_world_is_the_same_alone_and_apart_from_those_of_training():
     assert not torch.equal(a.rooms.phase, scenes.make_world(1, 3).rooms.phase)
     assert not torch.equal(a.rooms.phase, scenes.make_world(0, 4).rooms.phase)
     # a CPU generator keeps 32 bits, and training's own scores begin at 2^31
-    assert scenes.UNSEEN > 2**31 + 10**6 and scenes.UNSEEN + 1_000 * scenes.WORLDS_A_SEED < 2**32
-    with pytest.raises(TachyscopeError, match="from 0 to 999, got seed 1000"):
+    assert visit.UNSEEN > 2**31 + 10**6 and visit.UNSEEN + visit.WORLDS == 2**32
+    with pytest.raises(TachyscopeError, match="from 0 to 999, got 1000 and 0"):
         scenes.make_world(1000, 0)
+
+
+def test_world_3_of_an_evaluation_is_world_3_of_the_command_line():
+    one = scenes.make_scene(scenes.make_world(0, 3), ".qqw")
+    walk = visit.Visit(3, [5, 5, 1])
+    assert one.world.prompt == walk.prompt
+    assert np.array_equal(one.frames, walk.frames(0, 4))
+    assert scenes.make_world(2, 3).number == 2003
 
 
 def test_the_walk_shows_a_turn_again_and_then_leaves_its_place():

@@ -522,7 +522,7 @@ import tachyscope as ts
 from tachyscope.worlds.visit import Visit
 
 model = ts.load("atrium-world", device="cuda")
-visit = Visit(3, [4] * 36)
+visit = Visit(1_000_000_003, [4] * 36)
 given = np.ascontiguousarray(visit.frames(0, 25))
 for plan in sys.argv[1:]:
     videos = [

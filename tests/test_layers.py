@@ -10,7 +10,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"errors", "machine", "compile_cache"},
     {"bounds", "process", "fpga"},
     {"types", "files", "weights", "fingerprint", "numerics"},
-    {"settings", "options"},
+    {"settings", "options", "tables"},
     {"meter", "rates", "peak_memory"},
     {"kernels"},
     {"cache", "attention", "replay"},
@@ -24,7 +24,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"stream"},
     {"rollout"},
     {"quality", "report", "results", "plan_notes", "progress"},
-    {"memory", "tables", "fpga"},
+    {"memory", "fpga"},
     {"bench"},
     {"evaluation", "inspection", "compare"},
     {"__init__"},
@@ -49,6 +49,8 @@ def _room(path):
     parts = path.relative_to(PACKAGE).parts
     if parts == ("models", "registry.py"):  # names of models and plans meet there
         return "registry"
+    if path.name == "__main__.py":
+        return "__main__"
     return parts[0].removesuffix(".py")
 
 

@@ -18,7 +18,7 @@ STATS = {"frames": 3.0, "frames_made": 3.0, "chunk_ms": 100.0, "wall_ms": 120.0,
 def terminal(monkeypatch):
     file = io.StringIO()
     made = functools.partial(Console, file=file, force_terminal=True, width=160)
-    monkeypatch.setattr(progress, "Console", lambda stderr: made())
+    monkeypatch.setattr(progress, "_terminal", made)
     return file
 
 

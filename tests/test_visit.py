@@ -31,9 +31,9 @@ def test_a_part_of_a_visit_is_that_part_of_the_whole():
 
 
 def test_things_move_at_a_tempo_of_their_own():
-    """In room 5 something moves in view; after a whole period it is where it was."""
-    quick = Visit(5, [0] * 32, pace=1 / 30, tempo=0.5)
-    slow = Visit(5, [0] * 32, pace=1 / 30)
+    """In room 1000000005 something moves in view; after a whole period it is where it was."""
+    quick = Visit(1_000_000_005, [0] * 32, pace=1 / 30, tempo=0.5)
+    slow = Visit(1_000_000_005, [0] * 32, pace=1 / 30)
     first = quick.frames(0, 1)
     assert np.array_equal(first, slow.frames(0, 1))
     assert psnr(quick.frames(32, 33), first)[0] > 60
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_encode_says_so():
 def test_the_world_model_remembers_what_a_short_window_forgets(world):
     """A full turn and back to the start: dense memory finds it, a window of 8 frames does not."""
     moves = parse_actions(TURN, world.actions, 24)
-    visit = Visit(2, moves, motion=0.0)
+    visit = Visit(1_000_000_002, moves, motion=0.0)
     found = {}
     for plan in ("dense", "cache=window:budget=9f,sink=0"):
         chunks = ts.rollout(

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from tachyscope.arguments import parse_plan
-from tachyscope.bench.noise import columns, noise, speed_word, verdict
+from tachyscope.bench.noise import noise, speed_word, verdict
 from tachyscope.bench.single_chunk import count_peak, peak_gb
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, shown
@@ -25,8 +25,7 @@ from tachyscope.results import Document, document, size_of
 from tachyscope.rollout import rollout
 from tachyscope.stream import Stream
 from tachyscope.stream import open as open_stream
-
-LABEL = 40  # letters of a plan's text that still serve as its name
+from tachyscope.tables import format_table
 
 
 def bench(
@@ -151,7 +150,7 @@ def length_lines(found: Document) -> list[str]:
     out = [
         f"{rows[0]['model']} {rows[0]['size']}, one chunk after so many latent frames, "
         f"torch {found['versions']['torch']}, {found['machine']['gpu'] or found['machine']['cpu']}",
-        *columns(head, cells),
+        *format_table(head, cells),
     ]
     spread = "; ".join(
         f"{row['length']}: {row['aa'][0]:.2f}x to {row['aa'][1]:.2f}x"
@@ -214,11 +213,6 @@ def warm(model: VideoModel, plan: Plan | str, **asked: Any) -> float:
     return time.perf_counter() - begun
 
 
-def label(plan: Plan | str) -> str:
-    """A short name for a plan: its own, its text where that is short, or `plan`."""
-    return plan if isinstance(plan, str) and len(plan) <= LABEL else "plan"
-
-
 def lines(found: Document) -> list[str]:
     """A bench document as a reader wants it: the noise, then time beside counted work."""
     if "length" in found["rows"][0]:
@@ -246,18 +240,9 @@ def lines(found: Document) -> list[str]:
         f"{rows[0]['model']} {rows[0]['size']}, {rows[0]['frames']:.0f} frames, "
         f"torch {found['versions']['torch']}, {gpu or cpu}",
         f"dense against itself: {aa['low']:.2f}x to {aa['high']:.2f}x; a ratio inside is noise",
-        *columns(head, cells),
+        *format_table(head, cells),
     ]
     return out + [f"{row['name']}: {note}" for row in rows for note in row["notes"]]
-
-
-def bench_asked(
-    model: VideoModel, plans: Sequence[str], *, at: str | None, frames: int, **asked: Any
-) -> Document:
-    """`bench` over whole rollouts, or `bench_lengths` at the lengths of a text: `25,100,600`."""
-    if at is None:
-        return bench(model, plans, frames=frames, **asked)
-    return bench_lengths(model, plans, lengths=split_lengths(at, "at"), **asked)
 
 
 def split_lengths(text: str, option: str) -> list[int]:

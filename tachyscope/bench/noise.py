@@ -34,15 +34,3 @@ def speed_word(row: Mapping[str, Any]) -> str:
     if not row["real"]:
         return "no verdict"
     return "faster" if row["ratio_dense"] > 1 else "slower"
-
-
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, set right but for the first column; a row's last cells may be left out."""
-    widths = [max(len(row[i]) for row in (head, *rows) if i < len(row)) for i in range(len(head))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in (head, *rows)
-    ]

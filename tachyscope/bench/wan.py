@@ -9,21 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tachyscope.arguments import parse_plan, parse_size
+from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
 from tachyscope.bench.breakdown import parts, watched
-from tachyscope.bench.cpu import split_lengths
 from tachyscope.bench.noise import noise
 from tachyscope.bench.recorded_kv import Traced, enlarge, record
-from tachyscope.bench.rollout import bench_rollout, flat_lines
+from tachyscope.bench.rollout import flat_lines
 from tachyscope.bench.single_chunk import (
     PROMPT,
     clear,
@@ -34,20 +31,18 @@ from tachyscope.bench.single_chunk import (
 )
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
-from tachyscope.files import is_stream, user_path
 from tachyscope.memory import ROOM, need
 from tachyscope.meter import summary
 from tachyscope.models.registry import DTYPES, MODELS, load
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.presets import PRESETS, SIZES
-from tachyscope.models.wan.tiny_decoder import TinyDecoder
+from tachyscope.models.wan.presets import SIZES
 from tachyscope.models.wan.toy import random_wan, with_toy_parts
-from tachyscope.models.wan.vae import WanVae
 from tachyscope.plan import Plan
-from tachyscope.results import Document, document, emit
+from tachyscope.results import Document, document
 from tachyscope.session import Session
 from tachyscope.stream import Stream
 from tachyscope.stream import open as open_stream
+from tachyscope.tables import format_table
 from tachyscope.types import Shape
 
 FULL = "the GPU's memory ran out: ask for shorter lengths, or a smaller budget"
@@ -189,63 +184,6 @@ def bench_wan(
         if told is not None:
             told(found())
     return found()
-
-
-def bench_wan_asked(
-    name: str,
-    weights: str | None = None,
-    *,
-    table: str,
-    rows: str | None,
-    size: str | None,
-    lengths: str | None,
-    rounds: int,
-    rollout: int | None,
-    decode: bool,
-    decoder: str | None,
-    traced: bool,
-    compile: bool | None,
-    device: str,
-    dtype: str,
-    seed: int,
-    json: str | None,
-    command: str,
-) -> Document:
-    """What the words of a command line ask for; every row is told, and written, when it is done."""
-    if rows is None and rollout is not None:
-        rows = "headline"
-    plans, pixels = choose_rows(table, rows), parse_size(size)
-    latents = split_lengths(lengths, "lengths") if lengths is not None else []
-    if decode and rollout is None:
-        raise TachyscopeError("a rollout is decoded, got --decode alone: give --rollout too")
-    if decoder is not None and not decode:
-        raise TachyscopeError(f"{decoder} would decode nothing: give --decode, or leave it out")
-    model = load_sized(name, weights, device, dtype)
-    if decoder is not None:
-        model.decoder = TinyDecoder.read(decoder, model.config, model.device, model.dtype)
-    elif decode and weights is None and name in (SIZES | PRESETS):
-        # of random weights too, but as large as the published one
-        model.decoder = WanVae.sized(model.config.in_channels, model.dtype)
-    if model.device.type == "cuda" if compile is None else compile:
-        model.compile()
-
-    def told(found: Document) -> None:
-        print(_short(found["rows"][-1]), file=sys.stderr, flush=True)
-        if json is not None and json != "-" and not is_stream(user_path(json)):
-            emit(found, json)  # the machine may go before the last row is done
-
-    asked: Any = {"size": pixels, "seed": seed, "command": command, "told": told}
-    if rollout is not None:
-        return bench_rollout(model, plans, frames=rollout, decode=decode, **asked)
-    return bench_wan(model, plans, lengths=latents, rounds=rounds, traced=traced, **asked)
-
-
-def _short(row: Document) -> str:
-    if "failed" in row:
-        return f"{row['name']}: {row['failed']}"
-    if "fps" in row:
-        return f"{row['name']}: {row['fps']:.1f} frames/s"
-    return f"{row['name']}: {row['chunk_ms']:.1f} ms a chunk"
 
 
 def default_lengths(
@@ -462,7 +400,6 @@ def wan_lines(found: Document) -> list[str]:
     if "rollout" in found["suite"]:
         return flat_lines(found)
     machine, rows = found["machine"], found["rows"]
-    width = max(len(row["name"]) for row in rows)
     done = [row for row in rows if "failed" not in row]
     out = [
         f"{rows[0]['model']} {rows[0].get('size', '')}, torch {found['versions']['torch']}, "
@@ -470,50 +407,58 @@ def wan_lines(found: Document) -> list[str]:
         + (", caches traced from atrium-world" if found["traced"] else ""),
         "",
         "ms a chunk after so many latent frames (how far two halves of the rounds lie apart)",
-        *(f"{row['name']:{width}}  {_points(row)}" for row in rows),
-        "",
-        "frames/s over a video of so many frames (at its end); memory; counted work",
-        *(f"{row['name']:{width}}  {_speeds(row)}" for row in done),
-        "",
-        "ms of one chunk by part; TF/s of attention alone, and with choosing and ordering",
-        f"{'':{width}} " + "".join(f"{name:>8}" for name in (done or [{}])[0].get("parts_ms", {})),
-        *(f"{row['name']:{width}} {_parts(row)}" for row in done),
-        "",
-        "times as fast over the longest video that both were measured for (at its end)",
-        *(f"{row['name']:{width}}  {_times(row)}" for row in done if row["times"]),
+        *format_table(["", ""], [[row["name"], _points(row)] for row in rows])[1:],
     ]
+    if done:
+        out += [
+            "",
+            "frames/s over a video of so many frames (at its end); memory; counted work",
+            *format_table(SPEEDS, [[row["name"], *_speeds(row)] for row in done]),
+            "",
+            "ms of one chunk by part; TF/s of attention alone, and with choosing and ordering",
+            *format_table(
+                ["", *done[0]["parts_ms"], "TF/s", "TF/s, all"],
+                [[row["name"], *_parts(row)] for row in done],
+            ),
+            "",
+            "times as fast over the longest video that both were measured for (at its end)",
+            *format_table(["", *RIVALS], [[row["name"], *_times(row)] for row in done]),
+        ]
     return out + [f"{row['name']} failed: {row['failed']}" for row in rows if "failed" in row]
 
 
 def _points(row: Document) -> str:
-    def told(point: Document) -> str:
+    def written(point: Document) -> str:
         apart = f" ({point['aa'][1] - 1:.1%})" if point["aa"] else ""
         return f"{point['length']:g}: {point['chunk_ms']:.1f}{apart}"
 
-    return "  ".join(told(point) for point in row.get("points", []))
+    return ", ".join(written(point) for point in row.get("points", []))
 
 
-def _speeds(row: Document) -> str:
-    rates = "  ".join(
-        f"{frames}: {rate['fps']:.1f} ({rate['fps_end']:.1f})"
-        for frames, rate in row["rates"].items()
-    )
-    return (
-        f"{rates}  first chunk {row['first_chunk_ms']:.0f} ms  host {row['host_ms']:.0f} ms  "
-        f"peak {row['peak_gb']:.2f} GB (predicted {row['fit_gb']:.2f})  "
-        f"pairs scored, of dense's: {row['density']:.1%}  {row['macs'] / 1e12:.1f} TMAC"
-    )
+SPEEDS = (
+    "", *map(str, FRAMES), "first chunk, ms", "host, ms", "peak GB", "predicted",
+    "pairs, % of dense", "TMAC",
+)  # fmt: skip
 
 
-def _parts(row: Document) -> str:
-    parts_ms = "".join(f"{ms:8.1f}" for ms in row["parts_ms"].values())
-    return f"{parts_ms}  {row['read_tflops']:.0f}, {row['chosen_tflops']:.0f} TF/s"
+def _speeds(row: Document) -> list[str]:
+    rates = [row["rates"].get(str(frames)) for frames in FRAMES]
+    return [
+        *(f"{rate['fps']:.1f} ({rate['fps_end']:.1f})" if rate else "–" for rate in rates),
+        f"{row['first_chunk_ms']:.0f}", f"{row['host_ms']:.0f}", f"{row['peak_gb']:.2f}",
+        f"{row['fit_gb']:.2f}", f"{row['density']:.1%}", f"{row['macs'] / 1e12:.1f}",
+    ]  # fmt: skip
 
 
-def _times(row: Document) -> str:
-    def told(name: str, times: Document) -> str:
+def _parts(row: Document) -> list[str]:
+    spent = [f"{ms:.1f}" for ms in row["parts_ms"].values()]
+    return [*spent, f"{row['read_tflops']:.0f}", f"{row['chosen_tflops']:.0f}"]
+
+
+def _times(row: Document) -> list[str]:
+    def written(times: Document) -> str:
         last = times[[key for key in times if key != "real"][-1]]
         word = "" if times["real"] else ", within noise"
-        return f"{name} {last['fps']:.2f}x ({last['fps_end']:.2f}x{word})"
+        return f"{last['fps']:.2f}x ({last['fps_end']:.2f}x{word})"
 
-    return "  ".join(told(name, times) for name, times in row["times"].items())
+    return [written(row["times"][name]) if name in row["times"] else "–" for name in RIVALS]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tachyscope.evaluation.scenes import World, levels, make_world
+from tachyscope.evaluation.scenes import make_world
 from tachyscope.models.registry import MODELS
 from tachyscope.models.vila_u.model import Prompt, VilaModel
 from tachyscope.quality import Frames
 from tachyscope.worlds import atrium
+from tachyscope.worlds.visit import World, as_frames
 
 GIVEN = 8
 PACE = MODELS["atrium-tokens"].pace
@@ -50,7 +51,7 @@ def make_clip(name: str, worlds: int, seed: int = 0, size: int = atrium.SIZE) ->
 def _film(world: World, actions: str, pace: float, size: int) -> Frames:
     pose = atrium.walk(world.start, atrium.letters(actions)[None], pace)[0]
     rooms = world.rooms.rows(torch.zeros(len(actions), dtype=torch.long))
-    return levels(atrium.render(rooms, pose, pace * torch.arange(len(actions)), size))
+    return as_frames(atrium.render(rooms, pose, pace * torch.arange(len(actions)), size))
 
 
 def batch_prompts(model: VilaModel, texts: Iterable[str]) -> Prompt:

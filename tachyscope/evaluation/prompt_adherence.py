@@ -12,6 +12,7 @@ from tachyscope.evaluation.scenes import make_scene, make_world
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.results import Document, document
+from tachyscope.tables import format_table
 from tachyscope.worlds.atrium import TURN
 
 AT_ONCE = {"cpu": 1, "cuda": 64}  # worlds that share passes
@@ -59,9 +60,9 @@ def evaluate_views(
 def lines(found: Document) -> list[str]:
     """The shares as a reader wants them."""
     views = found["views"]
-    out = []
+    rows = []
     for key in ("right", *(f"right_{side}" for side in SIDES[1:])):
         told = [x for x in views["by_world"][key] if x == x]
         low, high = views[f"{key}_low"], views[f"{key}_high"]
-        out.append(f"{key:12} {views[key]:6.1%} ({low:.1%} to {high:.1%}), {len(told)} worlds")
-    return out
+        rows.append([key, f"{views[key]:.1%}", f"{low:.1%} to {high:.1%}", str(len(told))])
+    return format_table(["named walls", "share", "95 % interval", "worlds"], rows)

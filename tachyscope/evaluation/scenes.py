@@ -6,42 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.quality import Frames
-from tachyscope.worlds import atrium
+from tachyscope.worlds import atrium, visit
 from tachyscope.worlds.atrium import STRIDE, Rooms
+from tachyscope.worlds.visit import World, as_frames
 
-# Training draws from seeds up to about 10^8, and its own scores from 2^31. torch's CPU generator
-# keeps 32 bits of a seed, so these are the ones left: from here to 2^32.
-UNSEEN = 3_000_000_000
 WORLDS_A_SEED = 1_000
 MOVED = 0.9 * STRIDE  # from every place of the given frames; a stride, rounded, may be less
 
 
-@dataclass(frozen=True)
-class World:
-    """A room, where the walk begins in it, and what the prompt says."""
-
-    number: int
-    rooms: Rooms  # of one row
-    start: Tensor  # [1, 3]
-    prompt: str
-
-
 def make_world(seed: int, number: int, motion: float = 1.0) -> World:
-    """World `number` of an evaluation's seed: the same whatever other worlds are asked for."""
+    """World `number` of an evaluation's seed: unseen room 1000 seed + number."""
     if not (0 <= seed < 1_000 and 0 <= number < WORLDS_A_SEED):
-        raise TachyscopeError(
-            f"seed and world must be from 0 to 999, got seed {seed} and world {number}: "
-            f"others may have been trained on"
-        )
-    generator = Generator().manual_seed(UNSEEN + WORLDS_A_SEED * seed + number)
-    rooms = atrium.make_rooms(1, generator, motion)
-    start = atrium.make_starts(1, generator)
-    prompt = atrium.descriptions(rooms, 0)[int(atrium.facing(start[0]))]
-    return World(number, rooms, start, prompt)
+        raise TachyscopeError(f"seed and world must be from 0 to 999, got {seed} and {number}")
+    return visit.make_world(WORLDS_A_SEED * seed + number, motion)
 
 
 @dataclass(frozen=True)
@@ -68,14 +49,7 @@ def make_scene(world: World, actions: str, device: torch.device | str = "cpu") -
     clips = atrium.Clips(
         world.rooms, scene, scene, pose, torch.arange(len(actions)).expand_as(scene)
     )
-    return Scene(world, actions, pose[0], levels(atrium.film(clips.to(device))[0]))
-
-
-def levels(pictures: Tensor) -> Frames:
-    """Pictures [F, 3, S, S] in 0..1 as frames."""
-    stretched = (255 * pictures.clamp(0, 1)).round().to(torch.uint8)
-    # laid out as frames are: an encoder rounds otherwise for another layout of the same numbers
-    return stretched.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    return Scene(world, actions, pose[0], as_frames(atrium.film(clips.to(device))[0]))
 
 
 def pictures(frames: Frames) -> Tensor:

@@ -27,6 +27,7 @@ from tachyscope.process import spread
 from tachyscope.quality import psnr
 from tachyscope.results import Document, document
 from tachyscope.session import Session
+from tachyscope.tables import format_table
 from tachyscope.worlds import atrium
 
 SHIFTS = range(-4, 5)  # columns by which a picture may have moved since the last frame
@@ -383,12 +384,13 @@ def speedups(speed: Mapping[str, Any]) -> Document:
 
 def lines(found: Document) -> list[str]:
     """An evaluation as a reader wants it: the claims' numbers, then every row."""
-    out = []
+    claims = []
     for key, value in found["tokens"].items():
-        if isinstance(value, tuple | list):
-            out.append(f"{key:32} {value[0]:9.4f}  ({value[1]:.4f} to {value[2]:.4f})")
-        else:
-            out.append(f"{key:32} {value:9.4f}")
+        several = isinstance(value, tuple | list)
+        mean, *rest = value if several else (value,)
+        interval = f"{rest[0]:.4f} to {rest[1]:.4f}" if rest else ""
+        claims.append([key, f"{mean:.4f}", interval])
+    out = format_table(["measure", "mean", "95 % interval"], claims)
     for row in found["rows"]:
         named = row.get("plan", f"layer {row['layer']}" if "layer" in row else "")
         shown = []
@@ -402,11 +404,16 @@ def lines(found: Document) -> list[str]:
     for part in ("trunk", "whole") if speed else ():
         low, high = speed[f"{part}_aa"]
         out.append(f"{part}: dense against itself {low:.2f}x to {high:.2f}x, inside is noise")
-    for name, row in speed.items():
-        if isinstance(row, Mapping):
-            out.append(
-                f"{name:14} trunk {row['trunk_ms']:.3f} ms a token ({row['trunk_ratio']:.2f}x, "
-                f"{row['trunk_ratio_low']:.2f} to {row['trunk_ratio_high']:.2f}), whole "
-                f"{row['whole_ms']:.3f} ({row['whole_ratio']:.2f}x)"
-            )
+    times = [
+        [
+            name, f"{row['trunk_ms']:.3f}", f"{row['trunk_ratio']:.2f}x",
+            f"{row['trunk_ratio_low']:.2f}x to {row['trunk_ratio_high']:.2f}x",
+            f"{row['whole_ms']:.3f}", f"{row['whole_ratio']:.2f}x",
+        ]
+        for name, row in speed.items()
+        if isinstance(row, Mapping)
+    ]  # fmt: skip
+    if times:
+        head = ["ms a token", "trunk", "ratio", "range", "whole model", "ratio"]
+        out += format_table(head, times)
     return out

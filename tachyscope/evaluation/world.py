@@ -33,6 +33,7 @@ from tachyscope.plan import NAMES
 from tachyscope.process import spread as over_processes
 from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
 from tachyscope.results import Document, document
+from tachyscope.tables import format_table
 from tachyscope.worlds import atrium
 from tachyscope.worlds.atrium import TURN
 
@@ -468,41 +469,42 @@ def table(name: str) -> list[str]:
 
 
 COLUMNS_SHOWN = {
-    "revisit_db": ("revisit", 1.0, "5.1f"),
-    "revisit_db_worst": ("worst", 1.0, "5.1f"),
-    "new_place_db": ("anew", 1.0, "5.1f"),
-    "psnr_truth_24": ("to 24", 1.0, "5.1f"),
-    "psnr_truth_48": ("to 48", 1.0, "5.1f"),
-    "psnr_truth_96": ("to 96", 1.0, "5.1f"),
-    "revisit_own_db": ("own", 1.0, "5.1f"),
-    "identity": ("same %", 100.0, "4.0f"),
-    "identity_last": ("at end %", 100.0, "4.0f"),
-    "density": ("pairs %", 100.0, "4.0f"),
-    "cache_mb": ("cache MB", 1.0, "5.1f"),
-    "work_dense": ("work %", 100.0, "4.0f"),
-    "recall": ("recall %", 100.0, "5.1f"),
+    "revisit_db": ("revisit", 1.0, 1),
+    "revisit_db_worst": ("worst", 1.0, 1),
+    "new_place_db": ("anew", 1.0, 1),
+    "psnr_truth_24": ("to 24", 1.0, 1),
+    "psnr_truth_48": ("to 48", 1.0, 1),
+    "psnr_truth_96": ("to 96", 1.0, 1),
+    "revisit_own_db": ("own", 1.0, 1),
+    "identity": ("same %", 100.0, 0),
+    "identity_last": ("at end %", 100.0, 0),
+    "density": ("pairs %", 100.0, 0),
+    "cache_mb": ("cache MB", 1.0, 1),
+    "work_dense": ("work %", 100.0, 0),
+    "recall": ("recall %", 100.0, 1),
 }
 
 
 def lines(found: Document) -> list[str]:
     """An evaluation as a reader wants it: the model's measures, then plans beside dense."""
-    out = []
+    measures = []
     for key, value in found.get("world", {}).items():
         if key == "by_world" or key.endswith(("_low", "_high", "_worst")):
             continue
         low, high = found["world"].get(f"{key}_low"), found["world"].get(f"{key}_high")
-        told = f"  ({low:.3f} to {high:.3f})" if math.isfinite(low) else ""  # one world has none
-        out.append(f"{key:24} {value:8.3f}{told}")
+        interval = f"{low:.3f} to {high:.3f}" if math.isfinite(low) else ""  # one world has none
+        measures.append([key, f"{value:.3f}", interval])
     rows = found["rows"]
     shown = [key for key in COLUMNS_SHOWN if any(key in row for row in rows)]
-    width = max(len(row["asked"]) for row in rows)
-    out.append(f"{'plan':{width}}  " + "  ".join(f"{COLUMNS_SHOWN[key][0]:>8}" for key in shown))
+    cells = []
     for row in rows:
-        cells = []
+        line = [row["asked"]]
         for key in shown:
-            _, scale, form = COLUMNS_SHOWN[key]
-            cells.append(f"{scale * row.get(key, math.nan):{form}}".rjust(8))
-        out.append(f"{row['asked']:{width}}  " + "  ".join(cells))
+            _, scale, digits = COLUMNS_SHOWN[key]
+            line.append(f"{scale * row.get(key, math.nan):.{digits}f}")
+        cells.append(line)
+    out = format_table(["the model", "mean", "95 % interval"], measures) if measures else []
+    out += format_table(["plan", *(COLUMNS_SHOWN[key][0] for key in shown)], cells)
     count, made = rows[0]["worlds"], rows[0]["frames"]
     out.append(
         f"{count} unseen worlds, {made} frames after one full turn; dB to the truth (anew: from "

@@ -34,6 +34,7 @@ from tachyscope.rollout import rollout
 from tachyscope.session import Session
 from tachyscope.stream import chunks_for
 from tachyscope.stream import open as open_stream
+from tachyscope.tables import format_table
 from tachyscope.types import Chunk
 
 if TYPE_CHECKING:
@@ -140,32 +141,37 @@ def lines(found: Document) -> list[str]:
         f"torch {found['versions']['torch']}, {gpu or cpu}",
         "",
         "Share of the time, by how many keys a query sees:",
-        f"{'keys':>8}{'MLP':>8}{'attention':>11}{'prompt':>8}{'rest':>8}{'ms a chunk':>12}",
+        *format_table(
+            ["keys", *(NAMES[part] for part in PARTS), "ms a chunk"],
+            [
+                [
+                    f"{part['context']:.0f}",
+                    *(f"{part[f'time_{name}']:.1%}" for name in PARTS),
+                    f"{part['chunk_ms']:.1f}",
+                ]
+                for part in _stretches(found["time"], 6)
+            ],
+        ),
     ]
-    for part in _stretches(found["time"], 6):
-        out.append(
-            f"{part['context']:8.0f}{part['time_mlp']:8.1%}{part['time_attention']:11.1%}"
-            f"{part['time_prompt']:8.1%}{part['time_rest']:8.1%}{part['chunk_ms']:12.1f}"
-        )
     work = ", ".join(f"{NAMES[part]} {row[f'work_{part}']:.1%}" for part in PARTS)
     out += [f"Counted work: {work}.", ""]
     kinds = [kind for kind in ALIKE if f"{kind}_cosine" in row]
     out += ["Cosine to the same place one latent frame before (to another place), by layer:"]
-    out += [f"{'layer':>8}" + "".join(f"{NAMES[kind]:>17}" for kind in kinds)]
-    for name, part in [*((str(part["layer"]), part) for part in layers), ("all", row)]:
-        cells = [f"{part[f'{k}_cosine']:.3f} ({part[f'{k}_elsewhere']:.3f})" for k in kinds]
-        out.append(f"{name:>8}" + "".join(f"{cell:>17}" for cell in cells))
+    several = [*((str(part["layer"]), part) for part in layers), ("all", row)]
+    cells = [
+        [name, *(f"{part[f'{k}_cosine']:.3f} ({part[f'{k}_elsewhere']:.3f})" for k in kinds)]
+        for name, part in several
+    ]
+    out += format_table(["layer", *(NAMES[kind] for kind in kinds)], cells)
     apart = ", ".join(f"{NAMES[kind]} {row[f'{kind}_difference']:.3f}" for kind in kinds)
     out += [f"Difference over norm: {apart}.", ""]
     out += ["Attention mass in the strongest keys, by layer:"]
     shown = (5, 10, 20, 30, 50)
-    out += [f"{'layer':>8}" + "".join(f"{f'{p} %':>8}" for p in shown)]
-    several = [*((str(part["layer"]), "mass", part) for part in layers), ("all", "mass", row)]
+    masses = [(name, "mass", part) for name, part in several]
     if "prompt_mass_5" in row:
-        several.append(("prompt", "prompt_mass", row))
-    for name, kind, part in several:
-        out.append(f"{name:>8}" + "".join(f"{part[f'{kind}_{p}']:8.1%}" for p in shown))
-    return out
+        masses.append(("prompt", "prompt_mass", row))
+    cells = [[name, *(f"{part[f'{kind}_{p}']:.1%}" for p in shown)] for name, kind, part in masses]
+    return out + format_table(["layer", *(f"{p} %" for p in shown)], cells)
 
 
 def _stretches(rows: Sequence[Document], most: int) -> list[Document]:

@@ -1,23 +1,50 @@
-"""A walk through one room that no training has seen, with its true frames."""
+"""Rooms that no training has seen, by number; and a walk through one, with its true frames."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.worlds import atrium
 
-# Training draws its rooms from seeds far below. torch's CPU generator keeps 32 bits of a seed, so
-# the offset must leave room under 2**32.
-UNSEEN, WORLDS = 4_000_000_000, 100_000_000
+# Training draws its rooms from seeds up to about 10^8, and its own scores from 2^31. torch's CPU
+# generator keeps 32 bits of a seed, so these are the ones left: from here to 2^32.
+UNSEEN = 3_000_000_000
+WORLDS = 2**32 - UNSEEN
 AT_ONCE = 16  # frames drawn together
 
 
+@dataclass(frozen=True)
+class World:
+    """A room, where the walk begins in it, and what the prompt says."""
+
+    number: int
+    rooms: atrium.Rooms  # of one row
+    start: Tensor  # [1, 3]
+    prompt: str
+
+
+def make_world(number: int, motion: float = 1.0) -> World:
+    """Unseen room `number`: the same one for `--world`, `tachyscope eval` and Python.
+
+    motion: how far things move on their own.
+    """
+    if not 0 <= number < WORLDS:
+        raise TachyscopeError(f"a world is a number from 0 to {WORLDS - 1}, got {number}")
+    generator = torch.Generator().manual_seed(UNSEEN + number)
+    rooms = atrium.make_rooms(1, generator, motion)
+    start = atrium.make_starts(1, generator)
+    prompt = atrium.descriptions(rooms, 0)[int(atrium.facing(start[0]))]
+    return World(number, rooms, start, prompt)
+
+
 class Visit:
-    """Room `seed` of the unseen ones: frame 0 is its start, frame i follows action i.
+    """A walk through unseen room `number`: frame 0 is its start, frame i follows action i.
 
     motion: how far things move on their own. pace: steps that a frame takes. tempo: steps by
     which things move on in a frame; as many as the walker's, if none is given.
@@ -25,21 +52,16 @@ class Visit:
 
     def __init__(
         self,
-        seed: int,
-        moves: Sequence[int],
+        number: int,
+        actions: Sequence[int],
         motion: float = 1.0,
         pace: float = 1.0,
         tempo: float | None = None,
     ) -> None:
-        if not 0 <= seed < WORLDS:
-            raise TachyscopeError(f"a world is a number from 0 to {WORLDS - 1}, got {seed}")
-        generator = torch.Generator().manual_seed(UNSEEN + seed)
-        self.rooms = atrium.make_rooms(1, generator, motion)
-        start = atrium.make_starts(1, generator)
-        actions = torch.tensor([[0, *moves]])
+        world = make_world(number, motion)
+        self.rooms, self.prompt = world.rooms, world.prompt
         self.tempo = pace if tempo is None else tempo
-        self.pose = atrium.walk(start, actions, pace)  # [1, T, 3]
-        self.prompt = atrium.descriptions(self.rooms, 0)[int(atrium.facing(start[0]))]
+        self.pose = atrium.walk(world.start, torch.tensor([[0, *actions]]), pace)  # [1, T, 3]
 
     def __len__(self) -> int:
         return self.pose.shape[1]
@@ -57,7 +79,11 @@ class Visit:
     def _draw(self, start: int, stop: int) -> np.ndarray:
         frame = torch.arange(start, stop)
         rooms = self.rooms.rows(torch.zeros_like(frame))
-        pixels = atrium.render(rooms, self.pose[0, start:stop], self.tempo * frame)  # [F, 3, H, W]
-        levels = (255 * pixels.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1)
-        # laid out as frames are: an encoder rounds otherwise for another layout of the same numbers
-        return levels.contiguous().numpy()
+        return as_frames(atrium.render(rooms, self.pose[0, start:stop], self.tempo * frame))
+
+
+def as_frames(pictures: Tensor) -> np.ndarray:
+    """Pictures [F, 3, H, W] in 0..1 as frames uint8 [F, H, W, 3]."""
+    levels = (255 * pictures.clamp(0, 1)).round().to(torch.uint8)
+    # laid out as frames are: an encoder rounds otherwise for another layout of the same numbers
+    return levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()

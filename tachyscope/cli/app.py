@@ -1,0 +1,150 @@
+"""The command `tachyscope`: every verb by cyclopts, and every fault one line on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter, Token
+
+from tachyscope import __version__
+from tachyscope.cli.bench_cpu import BenchCpu
+from tachyscope.cli.bench_fit import BenchFit
+from tachyscope.cli.bench_wan import BenchWan
+from tachyscope.cli.compare import Compare
+from tachyscope.cli.doctor import Doctor
+from tachyscope.cli.evaluate import Evaluate
+from tachyscope.cli.generate import Generate
+from tachyscope.cli.inspect import Inspect
+from tachyscope.cli.methods import Methods
+from tachyscope.cli.models import Models
+from tachyscope.cli.verb import TRACEBACK, Option, Verb, choices_of, options_of, read_word
+from tachyscope.errors import TachyscopeError, TachyscopeWarning, as_typed
+from tachyscope.options import option_names, worded
+from tachyscope.process import run_command
+
+VERBS: dict[str, type[Verb]] = {
+    "generate": Generate,
+    "compare": Compare,
+    "inspect": Inspect,
+    "eval": Evaluate,
+    "methods": Methods,
+    "models": Models,
+    "doctor": Doctor,
+}
+BENCH: dict[str, type[Verb]] = {"cpu": BenchCpu, "wan": BenchWan, "fit": BenchFit}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; its exit code, as `run_command` tells it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = [word for word in words if word != TRACEBACK]
+    return run_command(lambda: _run(given), show_traceback=len(given) < len(words))
+
+
+def _run(words: Sequence[str]) -> None:
+    try:
+        verb, given, unparsed = app.parse_args(words)
+    except CycloptsError as error:
+        raise TachyscopeError(worded(error)) from error
+    # what a verb takes and cyclopts does not read is the words that were typed
+    more = dict.fromkeys(unparsed, shlex.join(["tachyscope", *words]))
+    try:
+        with _printing_warnings():
+            verb(*given.args, **given.kwargs, **more)
+    except TachyscopeError as error:
+        raise TachyscopeError(as_typed(str(error), option_names(verb))) from error
+
+
+def as_function(verb: type[Verb]) -> Callable[..., None]:
+    """A function with the verb's options as its parameters, for cyclopts to read."""
+
+    def run(*args: Any, command: str = "", **options: Any) -> None:
+        verb(**dict(zip(positional, args, strict=True)), **options).run(command)
+
+    options = options_of(verb)
+    positional = [one.name for one in options if one.positional]
+    parameters = sorted((_parameter(one) for one in options), key=lambda one: one.kind)
+    unread = Annotated[str, Parameter(parse=False)]
+    parameters.append(
+        inspect.Parameter("command", inspect.Parameter.KEYWORD_ONLY, default="", annotation=unread)
+    )
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__doc__ = verb.__doc__
+    return run
+
+
+def _parameter(one: Option) -> inspect.Parameter:
+    kind: Any = one.type
+    if one.many:
+        kind = tuple[one.type, ...]  # type: ignore[name-defined]
+    elif one.optional:
+        kind = one.type | None
+    more: dict[str, Any] = {"help": one.help}
+    if one.type is bool:
+        # a flag that is off by default needs no word that switches it off
+        more["negative"] = () if one.default is False else None
+    elif not one.many and not choices_of(one.type):
+
+        def read(kind: Any, tokens: Sequence[Token]) -> Any:
+            return read_word(one.type, tokens[0].value, tokens[0].keyword or "it")
+
+        more["converter"] = read
+    if one.name == "json":
+        more["allow_leading_hyphen"] = True  # a lone "-" would be taken for an option
+    missing = one.default is dataclasses.MISSING
+    return inspect.Parameter(
+        one.name,
+        inspect.Parameter.POSITIONAL_ONLY if one.positional else inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if missing else one.default,
+        annotation=Annotated[kind, Parameter(**more)],
+    )
+
+
+@contextmanager
+def _printing_warnings() -> Iterator[None]:
+    """Our own warnings as a line each on stderr, every one once."""
+    with warnings.catch_warnings():
+        # Python's own "once" begins anew with every other change of filters
+        warnings.simplefilter("always", TachyscopeWarning)
+        others, printed = warnings.showwarning, set[str]()
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+            if not issubclass(category, TachyscopeWarning):
+                others(message, category, *rest, **more)
+            elif str(message) not in printed:
+                printed.add(str(message))
+                print(f"tachyscope: note: {message}", file=sys.stderr)
+
+        warnings.showwarning = show
+        yield
+
+
+app = App(
+    "tachyscope",
+    help="Fast autoregressive video generation without retraining, and what the speed cost. "
+    f"With {TRACEBACK}, any verb also shows where in the code a fault came up.",
+    version=__version__,
+    help_format="plaintext",  # else the stars of 'w*20 a*24' are taken for emphasis
+    exit_on_error=False,
+    print_error=False,
+    suppress_keyboard_interrupt=False,
+)
+bench_app = App("bench", help="Time plans against dense, and dense against itself.")
+for name, verb in VERBS.items():
+    app.command(as_function(verb), name=name)
+for name, verb in BENCH.items():
+    bench_app.command(as_function(verb), name=name)
+app.command(bench_app)
+app.command(
+    "tachyscope.fpga.cli:app",
+    name="fpga",
+    help="The accelerator: build, simulate, synthesise, estimate.",
+)

@@ -1,0 +1,104 @@
+"""`tachyscope bench wan`, and `python -m tachyscope.bench wan`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tachyscope.cli.verb import PathText, Verb, option
+from tachyscope.errors import TachyscopeError
+from tachyscope.files import is_stream, user_path
+
+if TYPE_CHECKING:
+    from tachyscope.results import Document
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchWan(Verb):
+    """Time a Wan-type model of full size: single chunks after filled caches, or whole rollouts."""
+
+    model: str = option(
+        "self-forcing", "A name that `tachyscope models` lists, or a size: wan_1.3b, wan_14b."
+    )
+    weights: PathText | None = option(
+        None, "The checkpoint; left out, weights are random, which changes no time."
+    )
+    table: str = option("main", "Which rows: main or all.")
+    rows: str | None = option(
+        None, "Names of rows, or plans, set apart by ';', instead of a table's."
+    )
+    size: str = option("480x832", "HEIGHTxWIDTH in pixels.")
+    lengths: str | None = option(
+        None, "Latent frames, set apart by commas, before the chunks that are timed."
+    )
+    rounds: int = option(5, "Chunks timed at each length.")
+    rollout: int | None = option(
+        None,
+        "Make so many pixel frames by each row (the headline's) instead, one chunk after the "
+        "other.",
+    )
+    decode: bool = option(
+        False, "Of a rollout, also make it as a user meets it: decoded, beside the next chunk."
+    )
+    decoder: str | None = option(
+        None, "Decode by a tiny decoder's file, or by random-tiny, one of random weights."
+    )
+    traced: bool = option(False, "Fill caches from a trained model instead of at random.")
+    compile: bool | None = option(
+        None, "Compile the transformer's layers; on CUDA unless told not to."
+    )
+    device: str = option("cuda", "cuda, cuda:N or cpu.")
+    dtype: str = option("bfloat16", "float32, float64 or bfloat16.")
+    seed: int = option(0, "Of noise and random entries.")
+    json: str | None = option(
+        None, "A file for the results, written after every row, or - for the last line of stdout."
+    )
+
+    def run(self, command: str) -> None:
+        from tachyscope.arguments import parse_size
+        from tachyscope.bench.cpu import split_lengths
+        from tachyscope.bench.rollout import bench_rollout
+        from tachyscope.bench.wan import bench_wan, choose_rows, load_sized, wan_lines
+        from tachyscope.models.wan.presets import PRESETS, SIZES
+        from tachyscope.models.wan.tiny_decoder import TinyDecoder
+        from tachyscope.models.wan.vae import WanVae
+
+        self.check_json()
+        rows = "headline" if self.rows is None and self.rollout is not None else self.rows
+        plans, size = choose_rows(self.table, rows), parse_size(self.size)
+        lengths = split_lengths(self.lengths, "lengths") if self.lengths is not None else []
+        if self.decode and self.rollout is None:
+            raise TachyscopeError("a rollout is decoded, got --decode alone: give --rollout too")
+        if self.decoder is not None and not self.decode:
+            raise TachyscopeError(
+                f"{self.decoder} would decode nothing: give --decode, or leave it out"
+            )
+        model = load_sized(self.model, self.weights, self.device, self.dtype)
+        if self.decoder is not None:
+            model.decoder = TinyDecoder.read(self.decoder, model.config, model.device, model.dtype)
+        elif self.decode and self.weights is None and self.model in (SIZES | PRESETS):
+            # of random weights too, but as large as the published one
+            model.decoder = WanVae.sized(model.config.in_channels, model.dtype)
+        if model.device.type == "cuda" if self.compile is None else self.compile:
+            model.compile()
+        options: Any = {"size": size, "seed": self.seed, "command": command, "told": self._on_row}
+        if self.rollout is not None:
+            results = bench_rollout(
+                model, plans, frames=self.rollout, decode=self.decode, **options
+            )
+        else:
+            results = bench_wan(
+                model, plans, lengths=lengths, rounds=self.rounds, traced=self.traced, **options
+            )
+        print(*wan_lines(results), sep="\n")
+        self.emit(results)
+
+    def _on_row(self, results: Document) -> None:
+        """Print a row when it is done, and write the file: the machine may go before the last."""
+        row = results["rows"][-1]
+        rate = f"{row['fps']:.1f} frames/s" if "fps" in row else ""
+        done = row.get("failed") or rate or f"{row['chunk_ms']:.1f} ms a chunk"
+        print(f"{row['name']}: {done}", file=sys.stderr, flush=True)
+        if self.json is not None and self.json != "-" and not is_stream(user_path(self.json)):
+            self.emit(results)

@@ -1,0 +1,91 @@
+"""`tachyscope doctor`: what this machine has, and whether it can make and write a video."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from tachyscope.cli.verb import Verb
+from tachyscope.errors import TachyscopeError
+from tachyscope.tables import cell, format_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Verb):
+    """Say what this machine has, and whether it can make and write a video."""
+
+    def run(self, command: str) -> None:
+        from tachyscope.results import document
+
+        self.check_json()
+        results = document("doctor", examine(), command)
+        if self.prints:
+            print(*_lines(results), sep="\n")
+        self.emit(results)
+        broken = [row["check"] for row in results["rows"] if row["needed"] and not row["ok"]]
+        if broken:
+            raise TachyscopeError(
+                f"this machine cannot serve: {', '.join(broken)} failed, see above"
+            )
+
+
+def examine() -> list[dict[str, Any]]:
+    """What this machine has, and whether it can make and write a video."""
+    import torch
+
+    from tachyscope.compile_cache import programs_folder
+
+    rows = []
+
+    def note(check: str, needed: bool, ok: bool, what: str) -> None:
+        rows.append({"check": check, "needed": needed, "ok": ok, "found": what})
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device is usable"
+    note("cuda", False, torch.cuda.is_available(), gpu)
+    for package in ("triton", "diffusers", "transformers"):
+        try:
+            note(package, False, True, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            note(package, False, False, "not installed")
+    folder = programs_folder()
+    kept = f"kept in {folder}" if folder else "no folder of the user's cache can be written"
+    note("compiled programs", False, folder is not None, kept)
+    for check, attempt in (("libx264", _try_codec), ("rollout", _try_rollouts)):
+        try:
+            note(check, True, True, attempt())
+        except Exception as error:  # whatever is wrong with the machine is the result
+            note(check, True, False, f"{type(error).__name__}: {error}".splitlines()[0])
+    return rows
+
+
+def _try_codec() -> str:
+    import av
+
+    return f"{av.Codec('libx264', 'w').long_name}, av {av.__version__}"
+
+
+def _try_rollouts() -> str:
+    from tachyscope.models.registry import MODELS, load
+    from tachyscope.rollout import rollout
+
+    names = [name for name, entry in MODELS.items() if not entry.weights]
+    for name in names:
+        for _ in rollout(load(name), "fast", frames=2):
+            pass
+    return f"{', '.join(names)} made 2 frames each"
+
+
+def _lines(results: Mapping[str, Any]) -> list[str]:
+    """The machine and its versions, then what was checked."""
+    checks = {row["check"]: row for row in results["rows"]}
+    facts = results["machine"] | results["versions"]
+    rows = [
+        [name, "", cell(value)]
+        for name, value in facts.items()
+        if value is not None and name not in checks
+    ]
+    words = {True: "yes", False: "no"}
+    rows += [[name, words[row["ok"]], row["found"]] for name, row in checks.items()]
+    return format_table(["", "usable", "found"], rows)

@@ -1,0 +1,68 @@
+"""`tachyscope eval`, and `python -m tachyscope.evaluation`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tachyscope.bounds import check
+from tachyscope.cli.verb import Verb, option, required
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Verb):
+    """Measure the shipped models and plans in unseen worlds whose truth is known."""
+
+    what: Literal["atrium"] = required("The world.", positional=True)
+    plan: tuple[str, ...] = option(
+        (),
+        "A plan of the world model, a name or one with changes; may be given several times. "
+        "Without any: dense, balanced, fast.",
+    )
+    table: str | None = option(
+        None, "Plans of a table, beside dense: readme, budgets, matching, long or methods."
+    )
+    only: Literal["both", "world", "tokens", "views"] = option(
+        "both",
+        "One of the two models; or views: what a prompt names at first sight, in 200 worlds.",
+    )
+    worlds: int | None = option(
+        None,
+        "How many worlds; intervals are over them. 16 if not given, 4 when it must be quick.",
+    )
+    seed: int = option(0, "Another seed, other worlds: world N of seed S is room 1000 S + N.")
+    frames: int = option(48, "Pixel frames that each plan makes in a world.")
+    quick: bool = option(False, "Fewer worlds, frames and measures.")
+    recall: bool = option(True, "Measure each plan's recall of dense attention's mass.")
+    plans_only: bool = option(False, "Measure plans, and nothing of the model itself.")
+    own: bool = option(False, "Measure plans' memory of what the model made up itself.")
+    clock: bool = option(True, "Take the time of a token.")
+    device: str = option("cpu", "cpu, cuda or cuda:N; a token's time is always taken on the CPU.")
+    jobs: int | None = option(None, "Processes; as many as cores if not given.")
+
+    def run(self, command: str) -> None:
+        from tachyscope.evaluation.atrium import evaluate_atrium, lines
+        from tachyscope.evaluation.world import table
+        from tachyscope.models.registry import find_device
+        from tachyscope.plan import check_text
+        from tachyscope.progress import parts_bar
+
+        # faults show before it is said that this takes minutes
+        if self.worlds is not None:
+            check("worlds", self.worlds)
+        check("seed", self.seed)
+        plans = [*(table(self.table) if self.table else []), *self.plan]
+        for text in plans:
+            check_text(text)
+        find_device(self.device)
+        self.check_json()
+        with parts_bar() as watch:
+            results = evaluate_atrium(
+                plans, only=self.only, worlds=self.worlds, device=self.device, seed=self.seed,
+                quick=self.quick, command=command, watch=watch, frames=self.frames,
+                recall=self.recall, world=not self.plans_only, own=self.own, jobs=self.jobs,
+                timed=self.clock,
+            )  # fmt: skip
+        if self.prints:
+            print(*lines(results), sep="\n")
+        self.emit(results)
