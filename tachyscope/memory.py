@@ -309,5 +309,3 @@ def lines(found: Document) -> list[str]:
     budget = row["largest_budget"]
     advice = f"use cache={budget}" if budget else "no budget of the cache would: shrink the size"
     return [*out, f"does not fit {gpu}: {advice}"]
-
-

@@ -57,8 +57,8 @@ class VideoVerb(Verb):
     )
     weights: PathText | None = option(
         None,
-        "The checkpoint, where the model's name stands for one; 'random' to time a published "
-        "model.",
+        "The checkpoint, where the model's name stands for one; 'download' to fetch a published "
+        "model's files, 'random' to time it.",
     )
     decoder: PathText | None = option(
         None,
