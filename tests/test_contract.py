@@ -1,0 +1,171 @@
+"""What every registered policy owes, with every family of models.
+
+A policy that is registered and not listed here fails the first test. Its line gives two settings:
+wide open, which must equal dense, and a bound small enough to act on a short video.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from test_graph_runner import CONFIG, Again
+from toys import load
+
+import tachyscope as ts
+from tachyscope.graph_runner import ChunkRunner
+from tachyscope.models.wan.context import Absolute, Rolling
+from tachyscope.models.wan.toy import random_wan
+from tachyscope.plan import POLICIES
+
+# kind: policy: (wide open, acting)
+CONTRACT = {
+    "cache": {
+        "keep_all": ("keep_all", "keep_all"),
+        "window": ("window:budget=99f", "window:budget=9f"),
+        "merge": ("merge:budget=99f", "merge:budget=9f"),
+    },
+    "attention": {
+        "dense": ("dense", "dense"),
+        "window": ("window:tokens=100000", "window:tokens=20"),
+        "ann": ("ann:read=1", "ann:read=0.5,block=2"),
+    },
+    "text": {
+        "dense": ("dense", "dense"),
+        "pads": ("pads", "pads"),
+        "ann": ("ann:hash=lsh,bits=1", "ann:keep=2"),
+    },
+    "replay": {
+        "attentive": ("attentive:share=0", "attentive:share=0.5"),
+        "random": ("random:share=0", "random:share=0.5"),
+        "every_k": ("every_k:k=1", "every_k:k=2"),
+    },
+}
+FAMILIES = ("chunks", "rolling", "tokens")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = [
+    (kind, name, family)
+    for kind, policies in CONTRACT.items()
+    for name in policies
+    for family in FAMILIES
+    if not (kind == "text" and family == "tokens")  # a token model has no cross-attention
+]
+every = pytest.mark.parametrize("kind, name, family", CASES, ids=str)
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+CHUNKS = 5
+
+
+@functools.cache
+def model_of(family, device):
+    if family == "tokens":
+        return load("toy-tokens", device=device)
+    rule = Rolling() if family == "rolling" else Absolute()
+    return random_wan(dataclasses.replace(CONFIG, context=rule), device=device)
+
+
+def plan_of(kind, setting, family):
+    # a rolling window's budget counts the five chunks under way
+    setting = setting.replace("budget=9f", "budget=15f") if family == "rolling" else setting
+    return f"dense {kind}={setting}"
+
+
+def stream(plan, family, device, seed=0):
+    return ts.open(model_of(family, device), plan, prompt="a b", seed=seed)
+
+
+def play(stream, chunks=CHUNKS):
+    """The frames of so many chunks, and what each counted."""
+    made = [stream.step() for _ in range(chunks)]
+    return np.concatenate([chunk.frames for chunk in made]), [chunk.stats for chunk in made]
+
+
+@functools.cache
+def dense(family, device):
+    return play(stream("dense", family, device))
+
+
+def test_every_registered_policy_is_held_to_the_contract():
+    assert {kind: list(found) for kind, found in CONTRACT.items()} == {
+        kind: list(found) for kind, found in POLICIES.items()
+    }
+
+
+@on_every_device
+@every
+def test_off_equals_dense(kind, name, family, device):
+    plan = plan_of(kind, CONTRACT[kind][name][0], family)
+    (frames, rows), (want, counted) = play(stream(plan, family, device)), dense(family, device)
+    assert np.array_equal(frames, want)
+    # what is left out may be counted as less, where it changed nothing: padding of the prompt
+    for row, other in zip(rows, counted, strict=True):
+        assert row["pairs"] == other["pairs"] == row["pairs_dense"]
+        assert row["rows_computed"] == other["rows_computed"]
+
+
+@on_every_device
+@every
+def test_a_bound_is_kept_and_its_state_is_whole(kind, name, family, device):
+    plan = plan_of(kind, CONTRACT[kind][name][1], family)
+    one = stream(plan, family, device)
+    _, before = play(one, 3)
+    state = one.snapshot()
+    frames, rows = play(one)
+    session = one.session
+    if not session.plan.cache.grows:
+        slots = session.slots_for(session.lengths)
+        assert all(layer.k.shape[2] == slots for layer in session.layers)
+        assert session.past <= slots - session.shape.max_pass_tokens
+        sizes = {row["cache_allocated_mb"] for row in [*before, *rows]}
+        assert len(sizes) == 1
+    # a stream that takes the state over goes on with the same frames and the same work
+    other = stream(plan, family, device)
+    other.restore(state)
+    again, counted = play(other)
+    assert np.array_equal(frames, again)
+    for row, twin in zip(rows, counted, strict=True):
+        for key in ("pairs", "macs", "rows_computed", "rows_replayed"):
+            assert row[key] == twin[key], key
+        # work that is not done is counted as such, none of it twice
+        assert 0 < row["pairs"] <= row["pairs_dense"]
+        assert (
+            row["rows_computed"] + row["rows_replayed"]
+            == rows[0]["rows_computed"] + (rows[0]["rows_replayed"])
+        )
+
+
+# only full chunks of a bounded cache ask for the same launches each time
+CAPTURED = [
+    (kind, name) for kind, name, family in CASES if family == "chunks" and name != "keep_all"
+]
+# chunks that differ from each other: by turns, or by draws of the host
+DIFFER = {"every_k", "random"}
+
+
+def bounded(kind, name):
+    setting = f"{kind}={CONTRACT[kind][name][1]}"
+    return f"dense {setting}" if kind == "cache" else f"dense cache=window:budget=9f {setting}"
+
+
+@pytest.mark.parametrize("kind, name", CAPTURED)
+def test_a_replayed_chunk_equals_one_made_anew(kind, name):
+    """With a stand-in for the device: what is recorded once is right for every later chunk."""
+    films, replayed = [], []
+    for record in (None, Again):
+        one = stream(bounded(kind, name), "chunks", "cpu")
+        one.runner = ChunkRunner(one.model, one.session, record)
+        frames, rows = play(one, 9)
+        films.append(frames)
+        replayed.append([row["cuda_graph"] for row in rows])
+    assert np.array_equal(*films)
+    assert not any(replayed[0])
+    assert replayed[1][-1] == (name not in DIFFER)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind, name", CAPTURED)
+def test_a_cuda_graph_equals_single_launches(kind, name):
+    one, other = (stream(bounded(kind, name), "chunks", "cuda") for _ in range(2))
+    other.runner = ChunkRunner(other.model, other.session, None)
+    (frames, rows), (want, _) = play(one, 9), play(other, 9)
+    assert np.array_equal(frames, want)
+    assert rows[-1]["cuda_graph"] == (name not in DIFFER)
