@@ -47,7 +47,7 @@ MATCHES = [
     Setting(),
     Setting(registers=255),
     Setting(registers=255, stages=3),
-    Setting(described=False),
+    Setting(use_tma=False),
     Setting(columns=64, stages=3),
     Setting(rows=64, warps=4),
     Setting(span=8192),

@@ -38,7 +38,7 @@ from tachyscope.kernels.slots import triton as slots
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
 
 # by pointers and by descriptors, whole and in parts that are joined
-SMALL = [Setting(16, 16, 4, 2, described, parts) for described in (0, 1) for parts in (1, 3)]
+SMALL = [Setting(16, 16, 4, 2, use_tma, parts) for use_tma in (0, 1) for parts in (1, 3)]
 
 
 def _settings(*quick):
@@ -46,9 +46,7 @@ def _settings(*quick):
     marked = [
         pytest.param(s, marks=() if i in quick else pytest.mark.slow) for i, s in enumerate(SMALL)
     ]
-    return pytest.mark.parametrize(
-        "setting", marked, ids=lambda s: f"described{s.described}x{s.parts}"
-    )
+    return pytest.mark.parametrize("setting", marked, ids=lambda s: f"tma{s.use_tma}x{s.parts}")
 
 
 EACH, ONE = _settings(1, 2), _settings(2)
@@ -163,9 +161,9 @@ def test_settings_fit_the_gpu_they_are_chosen_for(name, monkeypatch):
         setting = setting_of(torch.device("cuda"), tile, block)
         assert tile % setting.queries == 0 and setting.warps % 4 == 0
         assert block % setting.keys == 0
-        assert setting.described == (name in ("H200", "B200"))
+        assert setting.use_tma == (name in ("H200", "B200"))
         # keys and values of every stage under way; what pointers load, one stage less
-        stages = setting.stages if setting.described else setting.stages - 1
+        stages = setting.stages if setting.use_tma else setting.stages - 1
         held = 4 * max(device.HEAD_DIMS) * setting.keys * stages
         assert held + 2 * max(device.HEAD_DIMS) * setting.queries <= SHARED[name]
     has_large_smem.cache_clear()

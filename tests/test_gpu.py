@@ -153,17 +153,17 @@ def _close(got, want):
     assert error.max() < 0.03 and error.mean() < 0.002
 
 
-@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("use_tma", [True, False])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("keys", [64, 128])
-def test_every_way_to_build_the_kernel_gives_the_same(keys, parts, described):
+def test_every_way_to_build_the_kernel_gives_the_same(keys, parts, use_tma):
     rng = torch.Generator("cuda").manual_seed(1)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(2, 300, 6, 128, **like).transpose(1, 2)
     k, v = (torch.randn(2, 3, 2100, 128, **like)[:, :, :2003] for _ in range(2))
     log_count = torch.rand(2, 3, 2101, generator=rng, device="cuda")[:, :, :2003] * 4
     log_count[:, :, 40:50] = log_count[:, :, 128:300] = -math.inf
-    setting = Setting(128, keys, 8, 2, described, parts)
+    setting = Setting(128, keys, 8, 2, use_tma, parts)
     for w in (log_count, log_count[:, :1], None):
         _close(flash_attention(q, k, v, w, setting), attention_reference(q, k, v, w))
 

@@ -104,7 +104,7 @@ def test_joined_shares_are_the_whole(rng, monkeypatch, b, h, s, units, processor
         answers[place, there] = scores.softmax(-1) @ v[at][entries]
         sums[place, there] = scores.logsumexp(-1) / math.log(2)
         out[at][rows] = math.nan
-    hopper._join[cut.left, TILE // 16](
+    hopper.join_shares[cut.left, TILE // 16](
         answers, sums, out, *out.stride()[:3], tiles, h, s, *cut, D=d, T=TILE, M=16
     )
     torch.testing.assert_close(out, want)
@@ -116,10 +116,10 @@ def test_a_share_of_empty_slots_counts_for_nothing():
     answers[1], sums[1] = 0.0, -1e30 * math.log2(math.e)  # as the kernel leaves them
     out = torch.full((1, 1, TILE, 16), math.nan)
     numbers = (*out.stride()[:3], 1, 1, TILE, *cut)
-    hopper._join[1, TILE // 16](answers, sums, out, *numbers, D=16, T=TILE, M=16)
+    hopper.join_shares[1, TILE // 16](answers, sums, out, *numbers, D=16, T=TILE, M=16)
     torch.testing.assert_close(out[0, 0], answers[0])
     sums[0], answers[0] = sums[1], 0.0
-    hopper._join[1, TILE // 16](answers, sums, out, *numbers, D=16, T=TILE, M=16)
+    hopper.join_shares[1, TILE // 16](answers, sums, out, *numbers, D=16, T=TILE, M=16)
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -189,7 +189,7 @@ def test_what_is_built_is_launched_again_without_asking_triton(monkeypatch, rng)
             return lambda *args, **options: asked.append(args) or Built()
 
     monkeypatch.setattr(hopper, "_flash", Asked())
-    monkeypatch.setattr(hopper, "_join", {(4, 8): lambda *args, **options: None})
+    monkeypatch.setattr(hopper, "join_shares", {(4, 8): lambda *args, **options: None})
     monkeypatch.setattr(hopper, "_built", {})
 
     def builds(*args):

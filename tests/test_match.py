@@ -43,12 +43,12 @@ QUICK = [((2, 2, 140, 64), 131, True), *(((1, 1, 140, 128), *x) for x in [(0, Fa
 
 
 @pytest.mark.parametrize(
-    "shape, first, described",
+    "shape, first, use_tma",
     [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in MATCHES],
 )
-def test_match_equals_its_reference(rng, shape, first, described):
+def test_match_equals_its_reference(rng, shape, first, use_tma):
     k = _keys(rng, *shape)
-    setting = SMALL._replace(described=described)
+    setting = SMALL._replace(use_tma=use_tma)
     cosine, partner = match(k, first, setting)
     features = alike_features(k, shared=False).double().cpu()
     want, want_partner = best_older_reference(features, first)

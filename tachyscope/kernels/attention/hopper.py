@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +30,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tachyscope.kernels.attention.triton import aligned, one_row
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.device import multiprocessors
+from tachyscope.kernels.launch import launch
+from tachyscope.kernels.online_softmax import LOG2E, LOWEST, join_shares
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     raise ImportError(f"Triton 3.6 or later is needed, got {triton.__version__}")
@@ -38,9 +39,6 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
 # its name in Triton 3.6, and since
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-LOG2E = gl.constexpr(math.log2(math.e))
-# a running maximum's start: finite, so that the difference to minus infinity is no NaN
-LOWEST = gl.constexpr(-1e30)
 # queries of a group of warps, and of a program's tile
 HALF, TILE = gl.constexpr(64), gl.constexpr(128)
 # entries met at once, and how many times so many keys and values are held or under way
@@ -81,38 +79,37 @@ def flash(
     units = triton.cdiv(k.shape[2], n) + (0 if past is None else past.ids.shape[3])
     cut = _shares(tiles * rows * heads, units, multiprocessors(q.device))
     slots = cut.left + cut.programs if cut.left else 0
-    answers, sums = out, out
+    parts, lse_parts = out, out
     if slots:
-        answers = torch.empty(slots, tile, width, dtype=torch.float32, device=q.device)
-        sums = torch.empty(slots, tile, dtype=torch.float32, device=q.device)
-    if q.is_meta:
-        return out
+        parts = torch.empty(slots, tile, width, dtype=torch.float32, device=q.device)
+        lse_parts = torch.empty(slots, tile, dtype=torch.float32, device=q.device)
     assert past is None or past.tile % tile == 0
     weighted, listed = log_count is not None, past is not None
     # where none is read, any tensor stands in
     w = k if log_count is None else aligned(log_count)
-    there = BlockTable(k, v, w, w, w, tile, n)
+    table = BlockTable(k, v, w, w, w, tile, n)
     if past is not None:
-        there = past._replace(log_count=aligned(past.log_count))
+        table = past._replace(log_count=aligned(past.log_count))
     _launch(
         cut.whole + (cut.programs if cut.left else 0),
-        (there.ids, there.counts,
-            out, answers, sums, *(() if weighted else (w,))),
+        (table.ids, table.counts,
+            out, parts, lse_parts, *(() if weighted else (w,))),
         (
             _entries(q, HALF.value), _entries(k, n), _entries(v, n),
             _weights(w, n) if weighted else w,
-            _entries(there.k, n) if listed else k, _entries(there.v, n) if listed else v,
-            _weights(there.log_count, n) if listed else w, there.ids, there.counts,
-            out, answers, sums, *out.stride()[:3], w.stride(0),
+            _entries(table.k, n) if listed else k, _entries(table.v, n) if listed else v,
+            _weights(table.log_count, n) if listed else w, table.ids, table.counts,
+            out, parts, lse_parts, *out.stride()[:3], w.stride(0),
             w.stride(1) if w.shape[1] > 1 else 0,
-            *there.log_count.stride()[:2], there.ids.stride(2), there.ids.shape[2],
+            *table.log_count.stride()[:2], table.ids.stride(2), table.ids.shape[2],
             tiles, heads, heads // k.shape[1], queries, k.shape[2], *cut, 1 / math.sqrt(width),
         ),
-        (weighted, listed, there.tile, width, n, STAGES[n]),
+        (weighted, listed, table.tile, width, n, STAGES[n]),
     )  # fmt: skip
     if cut.left:
-        _join[cut.left, tile // 16](
-            answers, sums, out, *out.stride()[:3], tiles, heads, queries, *cut,
+        launch(
+            join_shares, (cut.left, tile // 16),
+            parts, lse_parts, out, *out.stride()[:3], tiles, heads, queries, *cut,
             D=width, T=tile, M=16, num_warps=4,
         )  # fmt: skip
     return out
@@ -127,6 +124,8 @@ def _launch(
 ) -> None:
     """Launch `_flash`. To find out that it is built Triton takes longer than the launch itself."""
     out = pointers[2]
+    if out.is_meta:  # as `launch`
+        return
     like = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in pointers)
     wide = tuple(x >= 2**31 for x in given if isinstance(x, int))
     key = (out.device, fixed, like, wide, tuple((n == 1, n % 16 == 0) for n in out.stride()[:3]))
@@ -169,35 +168,35 @@ def _work(whole, left, programs, units):
 
 
 @gluon.jit
-def _fill(
+def _load_kv(
     k, v, log_count, b, head, at, place, step, rings, bars,
     WEIGHTED: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Send for the entries from `at` on, as soon as there is room."""
-    keys, values, weights = rings
+    k_smem, v_smem, bias_smem = rings
     k_ready, k_free, v_ready, v_free = bars
     slot, old = step % STAGES, (step // STAGES & 1) ^ 1
     ready = k_ready.index(slot)
     mbarrier.wait(k_free.index(slot), old)
     mbarrier.expect(ready, N * D * 2 + N * 4 * WEIGHTED)
-    load_async(k, [b, head, at, 0], ready, keys.index(slot))
+    load_async(k, [b, head, at, 0], ready, k_smem.index(slot))
     if WEIGHTED:
         fence_async_shared()  # the groups read the last weights there themselves
-        load_async(log_count, [place], ready, weights.index(slot))
+        load_async(log_count, [place], ready, bias_smem.index(slot))
     ready = v_ready.index(slot)
     mbarrier.wait(v_free.index(slot), old)
     mbarrier.expect(ready, N * D * 2)
-    load_async(v, [b, head, at, 0], ready, values.index(slot))
+    load_async(v, [b, head, at, 0], ready, v_smem.index(slot))
 
 
 @gluon.jit
-def _produce(
-    given, ids, counts, numbers, cut, asked, rings, bars, q_ready, q_free,
-    WEIGHTED: gl.constexpr, LISTED: gl.constexpr, SPAN: gl.constexpr,
+def _producer(
+    given, ids, counts, numbers, cut, q_smem, rings, bars, q_ready, q_free,
+    WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, SPAN: gl.constexpr,
     D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: queries, then present entries from the last on, then listed ones."""
-    q, k, v, log_count, past_k, past_v, past_logw = given
+    q, k, v, log_count, past_k, past_v, past_log_count = given
     w_b, w_h, p_b, p_h, most, spans, tiles, heads, group, queries, entries = numbers
     whole, left, programs, units = cut
     start, stop = _work(whole, left, programs, units)
@@ -214,14 +213,14 @@ def _produce(
         mbarrier.expect(q_ready, TILE * D * 2)
         for half in gl.static_range(2):
             at = tile * TILE + half * HALF
-            load_async(q, [b, h, at, 0], q_ready, asked.index(half))
+            load_async(q, [b, h, at, 0], q_ready, q_smem.index(half))
         low, high = blocks * first // units, blocks * last // units
         for i in range(gl.maximum(high - low, 1)):
             at = gl.maximum(high - 1 - i, 0) * N
             place = b * w_b + head * w_h + at
-            _fill(k, v, log_count, b, head, at, place, step, rings, bars, WEIGHTED, N, D, STAGES)
+            _load_kv(k, v, log_count, b, head, at, place, step, rings, bars, WEIGHTED, N, D, STAGES)
             step += 1
-        if LISTED:
+        if SPARSE:
             listed = row * spans + tile * TILE // SPAN
             steps = gl.load(counts + listed)
             mine = ids + listed.to(gl.int64) * most
@@ -232,59 +231,59 @@ def _produce(
             for i in range(begin, end):
                 at = block * N
                 block = gl.load(mine + i + 1, mask=i + 1 < end, other=0)
-                _fill(
-                    past_k, past_v, past_logw, b, head, at, base + at, step, rings, bars,
+                _load_kv(
+                    past_k, past_v, past_log_count, b, head, at, base + at, step, rings, bars,
                     True, N, D, STAGES,
                 )  # fmt: skip
                 step += 1
 
 
 @gluon.jit
-def _weigh(scores, scale, best, total):
-    """Shares of scores · scale in a running softmax, and what it then stands at."""
-    higher = gl.maximum(best, gl.max(scores, 1) * scale)
-    share = gl.exp2(scores * (scale * LOG2E) - (higher * LOG2E)[:, None])
-    shrink = gl.exp2((best - higher) * LOG2E)
-    return share, higher, total * shrink + gl.sum(share, 1), shrink
+def _online_softmax(scores, scale, m_i, l_i):
+    """As `kernels/online_softmax.py`, which Gluon cannot call; alpha is left to apply."""
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
+    p = gl.exp2(scores * (scale * LOG2E) - (m_new * LOG2E)[:, None])
+    alpha = gl.exp2((m_i - m_new) * LOG2E)
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def _await(ready, step, needed, STAGES: gl.constexpr):
+def _wait(ready, step, needed, STAGES: gl.constexpr):
     mbarrier.wait(ready.index(step % STAGES), step // STAGES & 1, pred=needed)
 
 
 @gluon.jit
 def _step(
-    asked, rings, bars, step, more, scale, state,
+    q_smem, rings, bars, step, more, scale, state,
     WEIGHTED: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Weigh the next scores while the last shares meet their values."""
-    keys, values, weights = rings
+    k_smem, v_smem, bias_smem = rings
     k_ready, k_free, v_ready, v_free = bars
-    share, best, total, shrink, answer = state
+    p, m_i, l_i, alpha, acc = state
     like: gl.constexpr = _mma(N)
     slot, before = step % STAGES, (step - 1) % STAGES
-    nothing = gl.zeros([HALF, N], gl.float32, like)
-    key = keys.index(slot).permute([1, 0])
-    scores = warpgroup_mma(asked, key, nothing, use_acc=False, is_async=True)
-    answer = answer * gl.convert_layout(shrink, gl.SliceLayout(1, _mma(D)))[:, None]
-    _await(v_ready, step - 1, True, STAGES)
-    answer = warpgroup_mma(share, values.index(before), answer, is_async=True)
+    zeros = gl.zeros([HALF, N], gl.float32, like)
+    key = k_smem.index(slot).permute([1, 0])
+    scores = warpgroup_mma(q_smem, key, zeros, use_acc=False, is_async=True)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, _mma(D)))[:, None]
+    _wait(v_ready, step - 1, True, STAGES)
+    acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if WEIGHTED:
-        weight = weights.index(slot).load(gl.SliceLayout(0, like))
+        bias = bias_smem.index(slot).load(gl.SliceLayout(0, like))
         mbarrier.arrive(k_free.index(slot), count=1)
-        scores = scores * scale + weight[None, :]
-        fresh, best, total, shrink = _weigh(scores, 1.0, best, total)
+        scores = scores * scale + bias[None, :]
+        p_next, m_i, l_i, alpha = _online_softmax(scores, 1.0, m_i, l_i)
     else:
         mbarrier.arrive(k_free.index(slot), count=1)
-        fresh, best, total, shrink = _weigh(scores, scale, best, total)
+        p_next, m_i, l_i, alpha = _online_softmax(scores, scale, m_i, l_i)
     # this wait branches, and over a branch the compiler moves the next wait not ahead of the shares
-    _await(k_ready, step + 1, more, STAGES)
-    answer, share, fresh = warpgroup_mma_wait(0, deps=(answer, share, fresh))
+    _wait(k_ready, step + 1, more, STAGES)
+    acc, p, p_next = warpgroup_mma_wait(0, deps=(acc, p, p_next))
     mbarrier.arrive(v_free.index(before), count=1)
-    fresh = gl.convert_layout(fresh.to(gl.bfloat16), gl.DotOperandLayout(0, _mma(D), 2))
-    return fresh, best, total, shrink, answer
+    p_next = gl.convert_layout(p_next.to(gl.bfloat16), gl.DotOperandLayout(0, _mma(D), 2))
+    return p_next, m_i, l_i, alpha, acc
 
 
 @gluon.constexpr_function
@@ -293,38 +292,38 @@ def _mma(n):
 
 
 @gluon.jit
-def _give(out, strides, b, h, first, queries, answer):
+def _store_out(out, strides, b, h, first, queries, acc):
     """Write the answers of the queries from the first on."""
     o_b, o_h, o_s = strides
-    like: gl.constexpr = answer.type.layout
-    rows = first + gl.arange(0, answer.shape[0], gl.SliceLayout(1, like))
-    at_d = gl.arange(0, answer.shape[1], gl.SliceLayout(0, like))[None, :]
+    like: gl.constexpr = acc.type.layout
+    offs_m = first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, like))
+    offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, like))[None, :]
     out += b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
-    at = rows.to(gl.int64)[:, None] * o_s + at_d
-    gl.store(out + at, answer.to(out.dtype.element_ty), mask=(rows < queries)[:, None])
+    at = offs_m.to(gl.int64)[:, None] * o_s + offs_d
+    gl.store(out + at, acc.to(out.dtype.element_ty), mask=(offs_m < queries)[:, None])
 
 
 @gluon.jit
-def _set_aside(answers, sums, first, answer, summed):
+def _store_part(parts, lse_parts, first, acc, lse):
     """Write a share's answers and the logarithms of their sums, to be joined."""
-    like: gl.constexpr = answer.type.layout
-    rows = first + gl.arange(0, answer.shape[0], gl.SliceLayout(1, like))
-    at_d = gl.arange(0, answer.shape[1], gl.SliceLayout(0, like))[None, :]
-    at = rows[:, None] * answer.shape[1] + at_d
-    gl.store(answers + at, answer.to(answers.dtype.element_ty))
-    rows = first + gl.arange(0, answer.shape[0], summed.type.layout)
-    gl.store(sums + rows, summed.to(sums.dtype.element_ty))
+    like: gl.constexpr = acc.type.layout
+    offs_m = first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, like))
+    offs_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, like))[None, :]
+    at = offs_m[:, None] * acc.shape[1] + offs_d
+    gl.store(parts + at, acc.to(parts.dtype.element_ty))
+    offs_m = first + gl.arange(0, acc.shape[0], lse.type.layout)
+    gl.store(lse_parts + offs_m, lse.to(lse_parts.dtype.element_ty))
 
 
 @gluon.jit
-def _consume(
-    half: gl.constexpr, counts, out, answers, sums, strides, numbers, cut, scale,
-    asked, rings, bars, q_ready, q_free,
-    WEIGHTED: gl.constexpr, LISTED: gl.constexpr, SPAN: gl.constexpr,
+def _consumer(
+    half: gl.constexpr, counts, out, parts, lse_parts, strides, numbers, cut, scale,
+    q_smem, rings, bars, q_ready, q_free,
+    WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, SPAN: gl.constexpr,
     D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A group that computes: half of a tile's queries meet all that is loaded."""
-    keys, values, weights = rings
+    k_smem, v_smem, bias_smem = rings
     k_ready, k_free, v_ready, v_free = bars
     w_b, w_h, p_b, p_h, most, spans, tiles, heads, group, queries, entries = numbers
     whole, left, programs, units = cut
@@ -332,7 +331,7 @@ def _consume(
     wide: gl.constexpr = _mma(D)
     start, stop = _work(whole, left, programs, units)
     blocks = (entries + N - 1) // N
-    asked = asked.index(half)
+    q_smem = q_smem.index(half)
     step = 0
     for each in range(start // units, (stop + units - 1) // units):
         lap = each - start // units
@@ -340,63 +339,63 @@ def _consume(
         first = gl.maximum(start - each * units, 0)
         last = gl.minimum(stop - each * units, units)
         low, high = blocks * first // units, blocks * last // units
-        listed = 0
-        if LISTED:
+        sparse_steps = 0
+        if SPARSE:
             steps = gl.load(counts + row * spans + tile * TILE // SPAN)
-            listed = steps * last // units - steps * first // units
-        best = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(1, like))
-        total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, like))
-        answer = gl.zeros([HALF, D], gl.float32, wide)
-        nothing = gl.zeros([HALF, N], gl.float32, like)
+            sparse_steps = steps * last // units - steps * first // units
+        m_i = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(1, like))
+        l_i = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, like))
+        acc = gl.zeros([HALF, D], gl.float32, wide)
+        zeros = gl.zeros([HALF, N], gl.float32, like)
         mbarrier.wait(q_ready, lap & 1)
         # the first block may be a part, or none at all
         slot, phase = step % STAGES, step // STAGES & 1
         mbarrier.wait(k_ready.index(slot), phase)
-        key = keys.index(slot).permute([1, 0])
-        scores = warpgroup_mma(asked, key, nothing, use_acc=False, is_async=True)
+        key = k_smem.index(slot).permute([1, 0])
+        scores = warpgroup_mma(q_smem, key, zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         at = gl.maximum(high - 1, 0) * N + gl.arange(0, N, gl.SliceLayout(0, like))
         there = (at < entries) & (low < high)
-        weight = gl.zeros([N], gl.float32, gl.SliceLayout(0, like))
+        bias = gl.zeros([N], gl.float32, gl.SliceLayout(0, like))
         if WEIGHTED:
-            weight = weights.index(slot).load(gl.SliceLayout(0, like))
+            bias = bias_smem.index(slot).load(gl.SliceLayout(0, like))
         mbarrier.arrive(k_free.index(slot), count=1)
-        scores = scores * scale + gl.where(there, weight, float("-inf"))[None, :]
-        fresh, best, total, shrink = _weigh(scores, 1.0, best, total)
-        share = gl.convert_layout(fresh.to(gl.bfloat16), gl.DotOperandLayout(0, wide, 2))
+        scores = scores * scale + gl.where(there, bias, float("-inf"))[None, :]
+        p_next, m_i, l_i, alpha = _online_softmax(scores, 1.0, m_i, l_i)
+        p = gl.convert_layout(p_next.to(gl.bfloat16), gl.DotOperandLayout(0, wide, 2))
         step += 1
-        end = step + gl.maximum(high - low - 1, 0) + listed
-        _await(k_ready, step, step < end, STAGES)
-        state = (share, best, total, shrink, answer)
+        end = step + gl.maximum(high - low - 1, 0) + sparse_steps
+        _wait(k_ready, step, step < end, STAGES)
+        state = (p, m_i, l_i, alpha, acc)
         for _ in range(high - low - 1):
             state = _step(
-                asked, rings, bars, step, step + 1 < end, scale, state, WEIGHTED, N, D, STAGES,
+                q_smem, rings, bars, step, step + 1 < end, scale, state, WEIGHTED, N, D, STAGES,
             )  # fmt: skip
             step += 1
-        if LISTED:
-            for _ in range(listed):
+        if SPARSE:
+            for _ in range(sparse_steps):
                 state = _step(
-                    asked, rings, bars, step, step + 1 < end, scale, state, True, N, D, STAGES,
+                    q_smem, rings, bars, step, step + 1 < end, scale, state, True, N, D, STAGES,
                 )  # fmt: skip
                 step += 1
         mbarrier.arrive(q_free, count=1)
-        share, best, total, shrink, answer = state
-        answer = answer * gl.convert_layout(shrink, gl.SliceLayout(1, wide))[:, None]
+        p, m_i, l_i, alpha, acc = state
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, wide))[:, None]
         slot = (step - 1) % STAGES
-        _await(v_ready, step - 1, True, STAGES)
-        answer = warpgroup_mma(share, values.index(slot), answer, is_async=True)
-        answer = warpgroup_mma_wait(0, deps=(answer,))
+        _wait(v_ready, step - 1, True, STAGES)
+        acc = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_free.index(slot), count=1)
-        total = gl.maximum(total, 1e-30)  # nothing but empty slots: zero, not NaN
-        answer = answer / gl.convert_layout(total, gl.SliceLayout(1, wide))[:, None]
+        l_i = gl.maximum(l_i, 1e-30)  # nothing but empty slots: zero, not NaN
+        acc = acc / gl.convert_layout(l_i, gl.SliceLayout(1, wide))[:, None]
         if each < whole:
             top = tile * TILE + half * HALF
-            _give(out, strides, row // heads, row % heads, top, queries, answer)
+            _store_out(out, strides, row // heads, row % heads, top, queries, acc)
         else:
             # shares and tiles both go on along the row of work, so that their sum is a share's own
             part = gl.program_id(0) - whole + each - whole
-            summed = best * LOG2E + gl.log2(total)
-            _set_aside(answers, sums, part * TILE + half * HALF, answer, summed)
+            lse = m_i * LOG2E + gl.log2(l_i)
+            _store_part(parts, lse_parts, part * TILE + half * HALF, acc, lse)
 
 
 @gluon.jit(
@@ -406,19 +405,19 @@ def _consume(
     ]
 )  # fmt: skip
 def _flash(
-    q, k, v, log_count, past_k, past_v, past_logw, ids, counts, out, answers, sums,
+    q, k, v, log_count, past_k, past_v, past_log_count, ids, counts, out, parts, lse_parts,
     o_b, o_h, o_s, w_b, w_h, p_b, p_h, most, spans, tiles, heads, group, queries, entries,
     whole, left, programs, units, scale,
-    WEIGHTED: gl.constexpr, LISTED: gl.constexpr, SPAN: gl.constexpr,
+    WEIGHTED: gl.constexpr, SPARSE: gl.constexpr, SPAN: gl.constexpr,
     D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of queries, or shares of them, meet entries in a row and listed blocks of the past."""
     plane: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, D], q.dtype)
     line: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N], gl.float32)
-    asked = gl.allocate_shared_memory(q.dtype, [2, HALF, D], plane)
-    keys = gl.allocate_shared_memory(q.dtype, [STAGES, N, D], plane)
-    values = gl.allocate_shared_memory(q.dtype, [STAGES, N, D], plane)
-    weights = gl.allocate_shared_memory(gl.float32, [STAGES, N], line)
+    q_smem = gl.allocate_shared_memory(q.dtype, [2, HALF, D], plane)
+    k_smem = gl.allocate_shared_memory(q.dtype, [STAGES, N, D], plane)
+    v_smem = gl.allocate_shared_memory(q.dtype, [STAGES, N, D], plane)
+    bias_smem = gl.allocate_shared_memory(gl.float32, [STAGES, N], line)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -434,59 +433,27 @@ def _flash(
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=2)
     fence_async_shared()
-    given = (q, k, v, log_count, past_k, past_v, past_logw)
+    given = (q, k, v, log_count, past_k, past_v, past_log_count)
     numbers = (w_b, w_h, p_b, p_h, most, spans, tiles, heads, group, queries, entries)
     cut = (whole, left, programs, units)
     strides = (o_b, o_h, o_s)
-    rings = (keys, values, weights)
+    rings = (k_smem, v_smem, bias_smem)
     bars = (k_ready, k_free, v_ready, v_free)
     gl.warp_specialize(
         [
-            (_consume, (
-                0, counts, out, answers, sums, strides, numbers, cut, scale, asked, rings, bars,
-                q_ready, q_free, WEIGHTED, LISTED, SPAN, D, N, STAGES,
+            (_consumer, (
+                0, counts, out, parts, lse_parts, strides, numbers, cut, scale, q_smem, rings, bars,
+                q_ready, q_free, WEIGHTED, SPARSE, SPAN, D, N, STAGES,
             )),
-            (_consume, (
-                1, counts, out, answers, sums, strides, numbers, cut, scale, asked, rings, bars,
-                q_ready, q_free, WEIGHTED, LISTED, SPAN, D, N, STAGES,
+            (_consumer, (
+                1, counts, out, parts, lse_parts, strides, numbers, cut, scale, q_smem, rings, bars,
+                q_ready, q_free, WEIGHTED, SPARSE, SPAN, D, N, STAGES,
             )),
-            (_produce, (
-                given, ids, counts, numbers, cut, asked, rings, bars, q_ready, q_free,
-                WEIGHTED, LISTED, SPAN, D, N, STAGES,
+            (_producer, (
+                given, ids, counts, numbers, cut, q_smem, rings, bars, q_ready, q_free,
+                WEIGHTED, SPARSE, SPAN, D, N, STAGES,
             )),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["tiles", "heads", "queries", "whole", "left", "programs", "units"])
-def _join(
-    answers, sums, out, o_b, o_h, o_s, tiles, heads, queries, whole, left, programs, units,
-    D: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """One answer from its shares, by the logarithm of each share's sum."""
-    mine = tl.program_id(0)
-    each = whole + mine
-    row, tile = each // tiles, each % tiles
-    at = tl.program_id(1) * M + tl.arange(0, M)
-    rows, at_d = tile * T + at, tl.arange(0, D)[None, :]
-    # the shares that hold the tile's first unit and its last
-    low = ((mine * units + 1) * programs - 1) // (left * units)
-    high = ((mine + 1) * units * programs - 1) // (left * units)
-    best = tl.full([M], -2e30, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    answer = tl.zeros([M, D], tl.float32)
-    for share in range(low, high + 1):
-        place = (share + mine) * T + at
-        found = tl.load(sums + place)
-        higher = tl.maximum(best, found)
-        shrink, grown = tl.exp2(best - higher), tl.exp2(found - higher)
-        total = total * shrink + grown
-        answer *= shrink[:, None]
-        answer += grown[:, None] * tl.load(answers + place[:, None] * D + at_d)
-        best = higher
-    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    place = b * o_b + h * o_h + rows.to(tl.int64)[:, None] * o_s + at_d
-    answer = (answer / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + place, answer, mask=(rows < queries)[:, None])

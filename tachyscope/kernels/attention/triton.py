@@ -17,10 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.device import has_large_smem, multiprocessors
-
-LOG2E = tl.constexpr(math.log2(math.e))
-# a running maximum's start: finite, so that the difference to minus infinity is no NaN
-LOWEST = tl.constexpr(-1e30)
+from tachyscope.kernels.launch import launch
+from tachyscope.kernels.online_softmax import LOG2E, LOWEST, join_parts, online_softmax
 
 
 class Setting(NamedTuple):
@@ -30,7 +28,7 @@ class Setting(NamedTuple):
     keys: int  # entries met at once
     warps: int
     stages: int  # of the pipeline that loads them
-    described: bool = True  # loaded by the copy engine (TMA), else by pointers
+    use_tma: bool = True  # loaded by the copy engine (TMA), else by pointers
     parts: int | None = None  # programs that share a tile's entries; None: as fills the device
 
 
@@ -43,7 +41,7 @@ def setting_of(device: torch.device, tile: int = 128, block: int = 128) -> Setti
     queries = min(tile, 128)
     if has_large_smem(device):
         return Setting(queries, block, queries // 16, 3 if block == 128 else 4)
-    return Setting(queries, min(block, 64), queries // 16, 3, described=False)
+    return Setting(queries, min(block, 64), queries // 16, 3, use_tma=False)
 
 
 def flash_attention(
@@ -68,35 +66,35 @@ def flash(
     parts = setting.parts or _parts(
         tiles * rows * heads, k.shape[2] + read, width, setting, multiprocessors(q.device)
     )
-    answers, sums = out, out
+    out_parts, lse = out, out
     if parts > 1:
-        answers = torch.empty(parts, *q.shape, dtype=torch.float32, device=q.device)
-        sums = torch.empty(parts, *q.shape[:3], dtype=torch.float32, device=q.device)
-    if q.is_meta:
-        return out
+        out_parts = torch.empty(parts, *q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(parts, *q.shape[:3], dtype=torch.float32, device=q.device)
     assert past is None or (setting.queries <= past.tile and setting.keys <= past.block)
     n, weighted, listed = k.shape[2], log_count is not None, past is not None
     # where none is read, any tensor stands in
     w = k if log_count is None else aligned(log_count)
-    there = BlockTable(k, v, w, w, w, setting.queries, setting.keys)
+    table = BlockTable(k, v, w, w, w, setting.queries, setting.keys)
     if past is not None:
-        there = past._replace(log_count=aligned(past.log_count))
-    _flash[tiles, rows * heads, parts](
-        q, _given(k, setting), _given(v, setting), _given(w, setting, weighted),
-        _given(there.k, setting, listed), _given(there.v, setting, listed),
-        _given(there.log_count, setting, listed), there.ids, there.counts, answers, sums,
+        table = past._replace(log_count=aligned(past.log_count))
+    launch(
+        _flash, (tiles, rows * heads, parts),
+        q, _operand(k, setting), _operand(v, setting), _operand(w, setting, weighted),
+        _operand(table.k, setting, listed), _operand(table.v, setting, listed),
+        _operand(table.log_count, setting, listed), table.ids, table.counts, out_parts, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], w.stride(0),
-        w.stride(1) if w.shape[1] > 1 else 0, *answers.stride()[-4:-1],
-        *there.k.stride()[:3], *there.v.stride()[:3], *there.log_count.stride()[:2],
-        there.ids.stride(2), there.ids.shape[2], there.k.shape[2],
+        w.stride(1) if w.shape[1] > 1 else 0, *out_parts.stride()[-4:-1],
+        *table.k.stride()[:3], *table.v.stride()[:3], *table.log_count.stride()[:2],
+        table.ids.stride(2), table.ids.shape[2], table.k.shape[2],
         heads, heads // k.shape[1], queries, n, 1 / math.sqrt(width),
-        WEIGHTED=weighted, LISTED=listed, TILE=there.tile, BLOCK=there.block, PARTS=parts,
-        D=width, M=setting.queries, N=setting.keys, DESCRIBED=setting.described,
+        WEIGHTED=weighted, SPARSE=listed, TILE=table.tile, BLOCK=table.block, PARTS=parts,
+        D=width, M=setting.queries, N=setting.keys, USE_TMA=setting.use_tma,
         num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
     if parts > 1:
-        _join[triton.cdiv(queries, 16), rows * heads](
-            answers, sums, out, *out.stride()[:3], heads, queries,
+        launch(
+            join_parts, (triton.cdiv(queries, 16), rows * heads),
+            out_parts, lse, out, *out.stride()[:3], heads, queries,
             PARTS=parts, D=width, M=16, num_warps=4,
         )  # fmt: skip
     return out
@@ -115,9 +113,9 @@ def _parts(programs: int, entries: int, width: int, setting: Setting, count: int
     return min(range(1, 1 + min(4, triton.cdiv(entries, 8 * setting.keys))), key=seconds)
 
 
-def _given(x: Tensor, setting: Setting, read: bool = True) -> Any:
+def _operand(x: Tensor, setting: Setting, read: bool = True) -> Any:
     """Entries [B, Hkv, n, D], or weights [B, Hkv or 1, n] in one row, as the kernel takes them."""
-    if not (setting.described and read):
+    if not (setting.use_tma and read):
         return x
     if x.dim() == 4:
         box = [1, 1, setting.keys, x.shape[3]]
@@ -147,95 +145,96 @@ def aligned(x: Tensor) -> Tensor:
     ]
 )  # fmt: skip
 def _flash(
-    q, k, v, log_count, past_k, past_v, past_logw, ids, counts, out, sums,
+    q_ptr, k_ptr, v_ptr, log_count_ptr, past_k_ptr, past_v_ptr, past_log_count_ptr,
+    ids_ptr, counts_ptr, out_ptr, lse_ptr,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, w_b, w_h, o_b, o_h, o_s,
     pk_b, pk_h, pk_s, pv_b, pv_h, pv_s, pw_b, pw_h,
     most, tiles, slots, heads, group, queries, entries, scale,
-    WEIGHTED: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr, SPARSE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of one head's queries meets its listed blocks of the past, then entries in a row."""
     tile, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = row // heads, row % heads
     kv = h // group
-    rows = tile * M + tl.arange(0, M)
-    mine, at_d = (rows < queries)[:, None], tl.arange(0, D)[None, :]
-    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-    asked = tl.load(q + rows.to(tl.int64)[:, None] * q_s + at_d, mask=mine, other=0.0)
-    best = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    answer = tl.zeros([M, D], tl.float32)
-    if not DESCRIBED:
-        k += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_h
-        v += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_h
-        past_k += b.to(tl.int64) * pk_b + kv.to(tl.int64) * pk_h
-        past_v += b.to(tl.int64) * pv_b + kv.to(tl.int64) * pv_h
-    if LISTED:
+    offs_m = tile * M + tl.arange(0, M)
+    mask_m, offs_d = (offs_m < queries)[:, None], tl.arange(0, D)[None, :]
+    q_ptr += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    q = tl.load(q_ptr + offs_m.to(tl.int64)[:, None] * q_s + offs_d, mask=mask_m, other=0.0)
+    m_i = tl.full([M], LOWEST, tl.float32)
+    l_i = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    if not USE_TMA:
+        k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_h
+        v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_h
+        past_k_ptr += b.to(tl.int64) * pk_b + kv.to(tl.int64) * pk_h
+        past_v_ptr += b.to(tl.int64) * pv_b + kv.to(tl.int64) * pv_h
+    if SPARSE:
         per: tl.constexpr = BLOCK // N
-        listed = (row * tiles + tile * M // TILE).to(tl.int64)
-        ids += listed * most
-        steps = tl.load(counts + listed) * per
+        tile_row = (row * tiles + tile * M // TILE).to(tl.int64)
+        ids_ptr += tile_row * most
+        steps = tl.load(counts_ptr + tile_row) * per
         first, last = steps * part // PARTS, steps * (part + 1) // PARTS
         # a block's number is fetched one step ahead, so that its keys need not wait for it
-        block = tl.load(ids + first // per, mask=first < last, other=0)
+        block = tl.load(ids_ptr + first // per, mask=first < last, other=0)
         for step in tl.range(first, last):
-            at = block * BLOCK + step % per * N
-            block = tl.load(ids + (step + 1) // per, mask=step + 1 < last, other=0)
-            keys = _load(past_k, b, kv, at, pk_s, slots, N, D, DESCRIBED, True)
-            place = b * pw_b + kv * pw_h + at
-            weights = _load_weights(past_logw, place, 0, N, DESCRIBED, False)
-            scores = tl.dot(asked, keys.T) * scale + weights[None, :]
-            share, best, total, answer = _weigh(scores, 1.0, best, total, answer)
-            values = _load(past_v, b, kv, at, pv_s, slots, N, D, DESCRIBED, True)
-            answer = tl.dot(share.to(values.dtype), values, answer)
+            start = block * BLOCK + step % per * N
+            block = tl.load(ids_ptr + (step + 1) // per, mask=step + 1 < last, other=0)
+            k = _load(past_k_ptr, b, kv, start, pk_s, slots, N, D, USE_TMA, True)
+            bias_at = b * pw_b + kv * pw_h + start
+            bias = _load_bias(past_log_count_ptr, bias_at, 0, N, USE_TMA, False)
+            scores = tl.dot(q, k.T) * scale + bias[None, :]
+            p, m_i, l_i, acc = online_softmax(scores, 1.0, m_i, l_i, acc)
+            v = _load(past_v_ptr, b, kv, start, pv_s, slots, N, D, USE_TMA, True)
+            acc = tl.dot(p.to(v.dtype), v, acc)
     whole = entries // N
     for step in tl.range(whole * part // PARTS, whole * (part + 1) // PARTS):
-        at = step * N
-        keys = _load(k, b, kv, at, k_s, 0, N, D, DESCRIBED, False)
-        scores = tl.dot(asked, keys.T)
+        start = step * N
+        k = _load(k_ptr, b, kv, start, k_s, 0, N, D, USE_TMA, False)
+        scores = tl.dot(q, k.T)
         if WEIGHTED:
-            weights = _load_weights(log_count, b * w_b + kv * w_h + at, 0, N, DESCRIBED, False)
-            scores = scores * scale + weights[None, :]
-            share, best, total, answer = _weigh(scores, 1.0, best, total, answer)
+            bias = _load_bias(log_count_ptr, b * w_b + kv * w_h + start, 0, N, USE_TMA, False)
+            scores = scores * scale + bias[None, :]
+            p, m_i, l_i, acc = online_softmax(scores, 1.0, m_i, l_i, acc)
         else:
-            share, best, total, answer = _weigh(scores, scale, best, total, answer)
-        values = _load(v, b, kv, at, v_s, 0, N, D, DESCRIBED, False)
-        answer = tl.dot(share.to(values.dtype), values, answer)
-    at = whole * N
-    if (part == PARTS - 1) & (at < entries):
-        keys = _load(k, b, kv, at, k_s, entries, N, D, DESCRIBED, True)
-        scores = tl.dot(asked, keys.T) * scale
-        there = at + tl.arange(0, N) < entries
+            p, m_i, l_i, acc = online_softmax(scores, scale, m_i, l_i, acc)
+        v = _load(v_ptr, b, kv, start, v_s, 0, N, D, USE_TMA, False)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+    start = whole * N
+    if (part == PARTS - 1) & (start < entries):
+        k = _load(k_ptr, b, kv, start, k_s, entries, N, D, USE_TMA, True)
+        scores = tl.dot(q, k.T) * scale
+        inside = start + tl.arange(0, N) < entries
         if WEIGHTED:
-            place = b * w_b + kv * w_h + at
-            weights = _load_weights(log_count, place, entries - at, N, DESCRIBED, True)
-            scores += tl.where(there, weights, float("-inf"))[None, :]
+            bias_at = b * w_b + kv * w_h + start
+            bias = _load_bias(log_count_ptr, bias_at, entries - start, N, USE_TMA, True)
+            scores += tl.where(inside, bias, float("-inf"))[None, :]
         else:
-            scores += tl.where(there, 0.0, float("-inf"))[None, :]
-        share, best, total, answer = _weigh(scores, 1.0, best, total, answer)
-        values = _load(v, b, kv, at, v_s, entries, N, D, DESCRIBED, True)
-        answer = tl.dot(share.to(values.dtype), values, answer)
-    total = tl.maximum(total, 1e-30)  # nothing but empty slots: zero, not NaN
+            scores += tl.where(inside, 0.0, float("-inf"))[None, :]
+        p, m_i, l_i, acc = online_softmax(scores, 1.0, m_i, l_i, acc)
+        v = _load(v_ptr, b, kv, start, v_s, entries, N, D, USE_TMA, True)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+    l_i = tl.maximum(l_i, 1e-30)  # nothing but empty slots: zero, not NaN
     if PARTS > 1:
-        out += part.to(tl.int64) * tl.num_programs(1) * queries * D
-        sums += (part * tl.num_programs(1) + row).to(tl.int64) * queries
-        tl.store(sums + rows, best * LOG2E + tl.log2(total), mask=rows < queries)
-    out += b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
-    answer = (answer / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + rows.to(tl.int64)[:, None] * o_s + at_d, answer, mask=mine)
+        out_ptr += part.to(tl.int64) * tl.num_programs(1) * queries * D
+        lse_ptr += (part * tl.num_programs(1) + row).to(tl.int64) * queries
+        tl.store(lse_ptr + offs_m, m_i * LOG2E + tl.log2(l_i), mask=offs_m < queries)
+    out_ptr += b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
+    acc = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offs_m.to(tl.int64)[:, None] * o_s + offs_d, acc, mask=mask_m)
 
 
 @triton.jit
 def _load(
-    x, b, head, at, stride, end,
-    N: tl.constexpr, D: tl.constexpr, DESCRIBED: tl.constexpr, LAST: tl.constexpr,
+    x, b, head, start, stride, end,
+    N: tl.constexpr, D: tl.constexpr, USE_TMA: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Entries from `at` on, [N, D]; the last ones may be fewer, and zeros follow them."""
-    if DESCRIBED:
-        return x.load([b, head, at, 0]).reshape(N, D)
+    if USE_TMA:
+        return x.load([b, head, start, 0]).reshape(N, D)
     else:
-        rows = (at + tl.arange(0, N))[:, None]
+        rows = (start + tl.arange(0, N))[:, None]
         x += rows.to(tl.int64) * stride + tl.arange(0, D)[None, :]
         if LAST:
             return tl.load(x, mask=rows < end, other=0.0)
@@ -244,45 +243,11 @@ def _load(
 
 
 @triton.jit
-def _load_weights(x, at, end, N: tl.constexpr, DESCRIBED: tl.constexpr, LAST: tl.constexpr):
+def _load_bias(x, start, end, N: tl.constexpr, USE_TMA: tl.constexpr, LAST: tl.constexpr):
     """Weights from `at` on, [N]; what follows the last ones is anything."""
-    if DESCRIBED:
-        return x.load([at])
+    if USE_TMA:
+        return x.load([start])
     elif LAST:
-        return tl.load(x + at + tl.arange(0, N), mask=tl.arange(0, N) < end, other=0.0)
+        return tl.load(x + start + tl.arange(0, N), mask=tl.arange(0, N) < end, other=0.0)
     else:
-        return tl.load(x + at + tl.arange(0, N))
-
-
-@triton.jit
-def _weigh(scores, scale, best, total, answer):
-    """Shares of scores · scale in a running softmax, and what it then stands at."""
-    higher = tl.maximum(best, tl.max(scores, 1) * scale)
-    share = tl.exp2(scores * (scale * LOG2E) - (higher * LOG2E)[:, None])
-    shrink = tl.exp2((best - higher) * LOG2E)
-    return share, higher, total * shrink + tl.sum(share, 1), answer * shrink[:, None]
-
-
-@triton.jit(do_not_specialize=["heads", "queries"])
-def _join(
-    answers, sums, out, o_b, o_h, o_s, heads, queries,
-    PARTS: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """One answer from those over parts of the entries, by the logarithm of each part's sum."""
-    row, every = tl.program_id(1), tl.num_programs(1).to(tl.int64) * queries
-    rows, at_d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)[None, :]
-    mine = rows < queries
-    at = row.to(tl.int64) * queries + rows
-    best = tl.full([M], LOWEST * 2, tl.float32)
-    for part in tl.static_range(PARTS):
-        best = tl.maximum(best, tl.load(sums + part * every + at, mask=mine, other=0.0))
-    total = tl.zeros([M], tl.float32)
-    answer = tl.zeros([M, D], tl.float32)
-    for part in tl.static_range(PARTS):
-        share = tl.exp2(tl.load(sums + part * every + at, mask=mine, other=0.0) - best)
-        found = answers + (part * every + at)[:, None] * D + at_d
-        total += share
-        answer += share[:, None] * tl.load(found, mask=mine[:, None], other=0.0)
-    out += (row // heads).to(tl.int64) * o_b + (row % heads).to(tl.int64) * o_h
-    answer = (answer / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + rows.to(tl.int64)[:, None] * o_s + at_d, answer, mask=mine[:, None])
+        return tl.load(x + start + tl.arange(0, N))

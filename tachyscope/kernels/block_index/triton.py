@@ -13,18 +13,18 @@ from torch import Tensor
 
 from tachyscope.kernels.block_index.torch import Codes
 from tachyscope.kernels.hashing import planes
-
-LOG2E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(-1e30)
+from tachyscope.kernels.launch import launch
+from tachyscope.kernels.online_softmax import LOG2E, LOWEST
 
 
 def buckets(x: Tensor, bits: int) -> Tensor:
     """`buckets` as int32, with no wide copy of x."""
     rows, heads, n, width = x.shape
     out = torch.empty(rows, heads, n, dtype=torch.int32, device=x.device)
-    if x.is_meta or n == 0:
+    if n == 0:
         return out
-    _buckets[triton.cdiv(n, 64), rows * heads](
+    launch(
+        _buckets, (triton.cdiv(n, 64), rows * heads),
         x, planes(bits, width, x.device), out, *x.stride()[:3], heads, n,
         D=width, BITS=bits, N=64, num_warps=4,
     )  # fmt: skip
@@ -34,10 +34,9 @@ def buckets(x: Tensor, bits: int) -> Tensor:
 def encode_blocks(k: Tensor, log_count: Tensor, block: int, codes: Codes) -> None:
     """`encode_blocks` by int8 means, of all blocks."""
     rows, heads, places = log_count.shape
-    if k.is_meta:
-        return
     code, scale, weight = codes
-    _encode[places // block, rows * heads](
+    launch(
+        _encode, (places // block, rows * heads),
         k, log_count, code, scale, weight, *k.stride()[:3], *log_count.stride()[:2], code.shape[2],
         k.shape[2], heads, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
     )  # fmt: skip
@@ -49,9 +48,8 @@ def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
     rows, heads, queries, width = q.shape
     tiles = triton.cdiv(queries, tile)
     out = torch.empty(rows, heads, tiles, blocks, dtype=torch.float32, device=q.device)
-    if q.is_meta:
-        return out
-    _mass[tiles, rows * heads](
+    launch(
+        _mass, (tiles, rows * heads),
         q, code, scale, weight, out, *q.stride()[:3], code.shape[2], heads,
         heads // code.shape[1], queries, blocks, 1 / math.sqrt(width),
         D=width, M=tile, N=64, num_warps=max(1, tile // 16),
@@ -65,16 +63,16 @@ def _buckets(
     D: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
-    at, at_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
+    at, offs_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
     x += (row // heads).to(tl.int64) * x_b + (row % heads).to(tl.int64) * x_h
-    there = at < n
-    where = at.to(tl.int64)[:, None] * x_s + at_d[None, :]
-    found = tl.load(x + where, mask=there[:, None], other=0.0).to(tl.float32)
-    number = tl.zeros([N], tl.int32)
+    inside = at < n
+    where = at.to(tl.int64)[:, None] * x_s + offs_d[None, :]
+    vector = tl.load(x + where, mask=inside[:, None], other=0.0).to(tl.float32)
+    bucket = tl.zeros([N], tl.int32)
     for bit in tl.static_range(BITS):
-        side = tl.sum(found * tl.load(normals + at_d * BITS + bit)[None, :], 1) >= 0
-        number = number * 2 + side.to(tl.int32)
-    tl.store(out + row.to(tl.int64) * n + at, number, mask=there)
+        bit_set = tl.sum(vector * tl.load(normals + offs_d * BITS + bit)[None, :], 1) >= 0
+        bucket = bucket * 2 + bit_set.to(tl.int32)
+    tl.store(out + row.to(tl.int64) * n + at, bucket, mask=inside)
 
 
 @triton.jit(do_not_specialize=["most", "slots", "heads"])
@@ -85,10 +83,10 @@ def _encode(
     """One block of one head."""
     block, row = tl.program_id(0), tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    at, at_d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
+    at, offs_d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
     live = tl.load(log_count + b * w_b + h * w_h + at)
     kept = ((live > float("-inf")) & (at < slots))[:, None]
-    keys = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_s + at_d
+    keys = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_s + offs_d
     keys = tl.load(keys, mask=kept, other=0.0).to(tl.float32)
     members = tl.maximum(tl.sum((live > float("-inf")).to(tl.float32), 0), 1.0)
     centre = tl.sum(keys, 0) / members
@@ -103,50 +101,55 @@ def _encode(
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "blocks", "most"])
 def _mass(
-    q, code, scale, weight, out, q_b, q_h, q_s, most, heads, group, queries, blocks, factor,
+    q_ptr, code_ptr, scale_ptr, weight_ptr, out_ptr, q_b, q_h, q_s, most,
+    heads, group, queries, blocks, factor,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's queries: a pass over all blocks for the softmax's sum, one for it."""
     tile, row = tl.program_id(0), tl.program_id(1)
     b, h = row // heads, row % heads
     head = (b * (heads // group) + h // group).to(tl.int64)
-    rows = tile * M + tl.arange(0, M)
-    mine, at_d = rows < queries, tl.arange(0, D)[None, :]
-    q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-    asked = tl.load(q + rows.to(tl.int64)[:, None] * q_s + at_d, mask=mine[:, None], other=0.0)
-    asked = asked.to(tl.float32)
-    step = tl.maximum(tl.max(tl.abs(asked), 1), 1e-12) / 127
-    asked = tl.floor(asked / step[:, None] + 0.5).to(tl.int8)
-    step = step * factor
-    code += head * most * D
-    scale += head * most
-    weight += head * most
-    best = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    offs_m = tile * M + tl.arange(0, M)
+    mask_m, offs_d = offs_m < queries, tl.arange(0, D)[None, :]
+    q_ptr += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    q = tl.load(
+        q_ptr + offs_m.to(tl.int64)[:, None] * q_s + offs_d, mask=mask_m[:, None], other=0.0
+    )
+    q = q.to(tl.float32)
+    q_scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-12) / 127
+    q = tl.floor(q / q_scale[:, None] + 0.5).to(tl.int8)
+    q_scale = q_scale * factor
+    code_ptr += head * most * D
+    scale_ptr += head * most
+    weight_ptr += head * most
+    m_i = tl.full([M], LOWEST, tl.float32)
+    l_i = tl.zeros([M], tl.float32)
     for start in tl.range(0, blocks, N):
-        scores = _score(asked, step, code, scale, weight, start, blocks, N, D)
-        higher = tl.maximum(best, tl.max(scores, 1))
-        shares = tl.exp2((scores - higher[:, None]) * LOG2E)
-        total = total * tl.exp2((best - higher) * LOG2E) + tl.sum(shares, 1)
-        best = higher
-    inverse = tl.where(mine, 1 / total, 0.0)
-    out += (row * tl.num_programs(0) + tile).to(tl.int64) * blocks
+        scores = _score(q, q_scale, code_ptr, scale_ptr, weight_ptr, start, blocks, N, D)
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        p = tl.exp2((scores - m_new[:, None]) * LOG2E)
+        l_i = l_i * tl.exp2((m_i - m_new) * LOG2E) + tl.sum(p, 1)
+        m_i = m_new
+    inverse = tl.where(mask_m, 1 / l_i, 0.0)
+    out_ptr += (row * tl.num_programs(0) + tile).to(tl.int64) * blocks
     for start in tl.range(0, blocks, N):
-        scores = _score(asked, step, code, scale, weight, start, blocks, N, D)
-        shares = tl.exp2((scores - best[:, None]) * LOG2E) * inverse[:, None]
-        at = start + tl.arange(0, N)
-        tl.store(out + at, tl.sum(shares, 0), mask=at < blocks)
+        scores = _score(q, q_scale, code_ptr, scale_ptr, weight_ptr, start, blocks, N, D)
+        p = tl.exp2((scores - m_i[:, None]) * LOG2E) * inverse[:, None]
+        offs_n = start + tl.arange(0, N)
+        tl.store(out_ptr + offs_n, tl.sum(p, 0), mask=offs_n < blocks)
 
 
 @triton.jit
 def _score(
-    asked, step, code, scale, weight, start, blocks, N: tl.constexpr, D: tl.constexpr
+    q, q_scale, code_ptr, scale_ptr, weight_ptr, start, blocks, N: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """Scores [M, N] of blocks from `start` on; minus infinity behind the last."""
-    at = start + tl.arange(0, N)
-    there = at < blocks
-    codes = tl.load(code + at[:, None] * D + tl.arange(0, D)[None, :], mask=there[:, None], other=0)
-    scales = tl.load(scale + at, mask=there, other=0.0)
-    weights = tl.load(weight + at, mask=there, other=float("-inf"))
-    exact = tl.dot(asked, codes.T).to(tl.float32)
-    return exact * step[:, None] * scales[None, :] + weights[None, :]
+    offs_n = start + tl.arange(0, N)
+    inside = offs_n < blocks
+    k = tl.load(
+        code_ptr + offs_n[:, None] * D + tl.arange(0, D)[None, :], mask=inside[:, None], other=0
+    )
+    k_scale = tl.load(scale_ptr + offs_n, mask=inside, other=0.0)
+    bias = tl.load(weight_ptr + offs_n, mask=inside, other=float("-inf"))
+    dots = tl.dot(q, k.T).to(tl.float32)
+    return dots * q_scale[:, None] * k_scale[None, :] + bias[None, :]

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tachyscope.kernels.device import has_large_smem
+from tachyscope.kernels.launch import launch
 
 # below any cosine times a norm, and finite: bits are put into it
 LOWEST = tl.constexpr(-3e38)
@@ -29,7 +30,7 @@ class Setting(NamedTuple):
     stages: int = 2  # of the pipeline that loads them
     registers: int = 128  # of a thread: two programs share a multiprocessor, one adds, one compares
     span: int = 4096  # older entries that one program meets in all
-    described: bool = True  # loaded by the copy engine (TMA), else by pointers
+    use_tma: bool = True  # loaded by the copy engine (TMA), else by pointers
 
 
 def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor, Tensor]:
@@ -38,36 +39,45 @@ def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor
     Cosines are compared to within 2^-16 of their size (a column's number takes the lowest bits),
     the oldest first where they agree so far; the winner's is then measured in float32.
     """
-    s = setting or Setting(described=has_large_smem(k.device))
+    s = setting or Setting(use_tma=has_large_smem(k.device))
     rows, heads, n, width = k.shape
-    found, tiles = n - first, triton.cdiv(n - first, s.rows)
+    looking, tiles = n - first, triton.cdiv(n - first, s.rows)
     parts = triton.cdiv(n, s.span)
     fine: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
     scale = torch.empty(rows * heads, n, **fine)
-    best = torch.empty(parts, rows * heads, found, **fine)
+    best = torch.empty(parts, rows * heads, looking, **fine)
     index = torch.empty_like(best, dtype=torch.int32)
-    cosine = torch.empty(rows, heads, found, **fine)
+    cosine = torch.empty(rows, heads, looking, **fine)
     partner = torch.empty_like(cosine, dtype=torch.int64)
-    if k.is_meta:
-        return cosine, partner
     strides = k.stride()[:3]
-    keys = _described(k, s.columns) if s.described else None
-    _norms[triton.cdiv(n, 64), rows * heads](
-        k, scale, *strides, heads, n, D=width, N=64, num_warps=4
+    table = _tma_table(k, s.columns) if s.use_tma else None
+    launch(
+        _norms,
+        (triton.cdiv(n, 64), rows * heads),
+        k,
+        scale,
+        *strides,
+        heads,
+        n,
+        D=width,
+        N=64,
+        num_warps=4,
     )
-    _match[tiles, parts, rows * heads](
-        k, keys or k, scale, best, index, *strides, heads, n, first, -s.columns,
-        D=width, M=s.rows, N=s.columns, DESCRIBED=keys is not None,
+    launch(
+        _match, (tiles, parts, rows * heads),
+        k, table or k, scale, best, index, *strides, heads, n, first, -s.columns,
+        D=width, M=s.rows, N=s.columns, USE_TMA=table is not None,
         num_warps=s.warps, num_stages=s.stages, maxnreg=s.registers,
     )  # fmt: skip
-    _settle[triton.cdiv(found, 32), rows * heads](
+    launch(
+        _settle, (triton.cdiv(looking, 32), rows * heads),
         k, best, index, cosine, partner, *strides, heads, n, first, parts,
         D=width, M=32, num_warps=4,
     )  # fmt: skip
     return cosine, partner
 
 
-def _described(k: Tensor, columns: int) -> TensorDescriptor | None:
+def _tma_table(k: Tensor, columns: int) -> TensorDescriptor | None:
     """All heads' keys as rows of one table, where they lie so; a tile may run into the next head's.
 
     The kernel makes nothing of those.
@@ -87,9 +97,8 @@ def measure(k: Tensor, partner: Tensor, alike: Tensor) -> None:
     """
     rows, heads, _, width = k.shape
     m = alike.shape[2]
-    if k.is_meta:
-        return
-    _measure[triton.cdiv(m, 32), rows * heads](
+    launch(
+        _measure, (triton.cdiv(m, 32), rows * heads),
         k, partner, alike, *k.stride()[:3], *partner.stride()[:2], *alike.stride()[:2], heads, m,
         D=width, M=32, num_warps=4,
     )  # fmt: skip
@@ -110,72 +119,72 @@ def _norms(k, scale, k_b, k_h, k_n, heads, n, D: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "n", "first", "high"])
 def _match(
-    k, keys, scale, best, index, k_b, k_h, k_n, heads, n, first, high,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DESCRIBED: tl.constexpr,
+    k_ptr, k_desc, scale_ptr, best_ptr, index_ptr, k_b, k_h, k_n, heads, n, first, high,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of entries meets one part of those older: its largest cosines, times own norm."""
     row, part, parts = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
     start_of_head = (row // heads).to(tl.int64) * k_b + (row % heads).to(tl.int64) * k_h
     head = (start_of_head // k_n).to(tl.int32)
-    k += start_of_head
-    scale += row.to(tl.int64) * n
+    k_ptr += start_of_head
+    scale_ptr += row.to(tl.int64) * n
     low = first + tl.program_id(0) * M
-    mine = low + tl.arange(0, M)
-    place = mine[:, None] * k_n + tl.arange(0, D)[None, :]
-    asked = tl.load(k + place, mask=(mine < n)[:, None], other=0.0)
+    offs_m = low + tl.arange(0, M)
+    place = offs_m[:, None] * k_n + tl.arange(0, D)[None, :]
+    q = tl.load(k_ptr + place, mask=(offs_m < n)[:, None], other=0.0)
     # the last entry sees all before it, and parts share that evenly
     steps = (tl.minimum(low + M, n) - 1 + N - 1) // N
     start, stop = steps * part // parts, steps * (part + 1) // parts
     whole = tl.maximum(start, tl.minimum(stop, low // N))
-    top = tl.full([M], LOWEST, tl.float32)
-    at = tl.zeros([M], tl.int32)
+    best = tl.full([M], LOWEST, tl.float32)
+    index = tl.zeros([M], tl.int32)
     for step in tl.range(start, whole):
-        top, at = _look(
-            asked, k, keys, scale, step * N, mine, top, at, k_n, head, n, high,
-            False, D, N, DESCRIBED,
+        best, index = _best_of_tile(
+            q, k_ptr, k_desc, scale_ptr, step * N, offs_m, best, index, k_n, head, n, high,
+            False, D, N, USE_TMA,
         )  # fmt: skip
     for step in tl.range(whole, stop):  # here not all are older than all of the tile
-        top, at = _look(
-            asked, k, keys, scale, step * N, mine, top, at, k_n, head, n, high,
-            True, D, N, DESCRIBED,
+        best, index = _best_of_tile(
+            q, k_ptr, k_desc, scale_ptr, step * N, offs_m, best, index, k_n, head, n, high,
+            True, D, N, USE_TMA,
         )  # fmt: skip
-    found = n - first
-    out = (part * tl.num_programs(2) + row).to(tl.int64) * found + mine - first
-    tl.store(best + out, top, mask=mine < n)
-    tl.store(index + out, at, mask=mine < n)
+    looking = n - first
+    out = (part * tl.num_programs(2) + row).to(tl.int64) * looking + offs_m - first
+    tl.store(best_ptr + out, best, mask=offs_m < n)
+    tl.store(index_ptr + out, index, mask=offs_m < n)
 
 
 @triton.jit
-def _look(
-    asked, k, keys, scale, low, mine, top, at, k_n, head, n, high,
-    EDGE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, DESCRIBED: tl.constexpr,
+def _best_of_tile(
+    q, k_ptr, k_desc, scale_ptr, low, offs_m, best, index, k_n, head, n, high,
+    EDGE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """The running best after N more older entries, from `low` on."""
     column = tl.arange(0, N)
-    others = low + column
+    offs_n = low + column
     # loaded before the product, to arrive while it runs
-    there = (others < n) if EDGE else (column >= 0)
-    norms = tl.load(scale + others, mask=there, other=0.0)
-    if DESCRIBED:
-        met = keys.load([head + low, 0])
+    inside = (offs_n < n) if EDGE else (column >= 0)
+    k_scale = tl.load(scale_ptr + offs_n, mask=inside, other=0.0)
+    if USE_TMA:
+        k = k_desc.load([head + low, 0])
     else:
-        place = others[:, None] * k_n + tl.arange(0, D)[None, :]
-        met = tl.load(k + place, mask=there[:, None], other=0.0)
-    score = tl.dot(asked, met.T) * norms[None, :]
+        place = offs_n[:, None] * k_n + tl.arange(0, D)[None, :]
+        k = tl.load(k_ptr + place, mask=inside[:, None], other=0.0)
+    score = tl.dot(q, k.T) * k_scale[None, :]
     if EDGE:
-        score = tl.where(others[None, :] < mine[:, None], score, LOWEST)
+        score = tl.where(offs_n[None, :] < offs_m[:, None], score, LOWEST)
     # One maximum finds value and column: the column takes the value's lowest bits, so that the
     # older wins where values agree. That is one instruction a value, if all else is known: bits 1
     # and 2 of a column are a thread's own in the product's layout, so they are left for last; and
     # of two constants one must be in a register, so the mask is handed in.
     bits = (score.to(tl.int32, bitcast=True) & high) | ((N - 1 - column) & ~6)[None, :]
-    best = bits.to(tl.float32, bitcast=True).reshape(score.shape[0], N // 8, 4, 2)
-    bits = tl.max(tl.max(best, 3), 1).to(tl.int32, bitcast=True)
-    best = (bits | (6 - 2 * tl.arange(0, 4))[None, :]).to(tl.float32, bitcast=True)
-    won = tl.max(best, 1).to(tl.int32, bitcast=True)
+    packed = bits.to(tl.float32, bitcast=True).reshape(score.shape[0], N // 8, 4, 2)
+    bits = tl.max(tl.max(packed, 3), 1).to(tl.int32, bitcast=True)
+    packed = (bits | (6 - 2 * tl.arange(0, 4))[None, :]).to(tl.float32, bitcast=True)
+    won = tl.max(packed, 1).to(tl.int32, bitcast=True)
     value = (won & -N).to(tl.float32, bitcast=True)
-    better = value > top
-    return tl.where(better, value, top), tl.where(better, low + N - 1 - (won & (N - 1)), at)
+    better = value > best
+    return tl.where(better, value, best), tl.where(better, low + N - 1 - (won & (N - 1)), index)
 
 
 @triton.jit(do_not_specialize=["heads", "n", "first", "parts"])

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.launch import launch
+
 PIECE = 64  # of a list of folded entries, read at once
 
 
@@ -51,13 +53,15 @@ def choose(alike: Tensor, partner: Tensor, excess: int) -> Folds:
 
     parent, slot = made(n), made(n)
     source, place, order, heir = made(excess), made(excess), made(stay), made(stay)
-    if not alike.is_meta:
-        strides = (*alike.stride()[:2], *partner.stride()[:2])
-        _choose[rows,](alike, partner, parent, slot, *strides, h, n, excess, N=8192, num_warps=32)
-        _trace[triton.cdiv(n, 256), rows](
-            partner, parent, slot, source, place, order, heir, *partner.stride()[:2], h, n, excess,
-            N=256, num_warps=4,
-        )  # fmt: skip
+    strides = (*alike.stride()[:2], *partner.stride()[:2])
+    launch(
+        _choose, (rows,), alike, partner, parent, slot, *strides, h, n, excess, N=8192, num_warps=32
+    )
+    launch(
+        _trace, (triton.cdiv(n, 256), rows),
+        partner, parent, slot, source, place, order, heir, *partner.stride()[:2], h, n, excess,
+        N=256, num_warps=4,
+    )  # fmt: skip
     # one sort of all rows, since a place names the row too; stable, so members stay in order of age
     places, found = place.flatten().sort(stable=True)
     grouped = source.flatten().gather(0, found)
@@ -77,17 +81,17 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
     means = torch.empty(rows, pieces, width, dtype=torch.float32, device=k.device)
     weights = torch.empty(rows, pieces, dtype=torch.float32, device=k.device)
     times = torch.empty(rows, pieces, dtype=torch.int64, device=k.device)
-    if k.is_meta:
-        return
     other = k if unrotated is None else unrotated
     lists, into = (folds.source, folds.root), (means, weights, times)
     inner = (*v.stride()[:3], *log_count.stride()[:2], *pos.stride()[:3])
     if pieces:
-        _sum_pieces[pieces, rows](
+        launch(
+            _sum_pieces, (pieces, rows),
             v, log_count, pos, *lists, *into, *inner, k.shape[1], n, excess,
             MEAN=mean, D=width, M=PIECE, num_warps=4,
         )  # fmt: skip
-    _fold[excess, rows](
+    launch(
+        _fold, (excess, rows),
         k, v, other, log_count, pos, *lists, *into, *k.stride()[:3], *other.stride()[:3], *inner,
         k.shape[1], n, excess,
         NEWEST=newest, MEAN=mean, UNROTATED=unrotated is not None, D=width, M=PIECE, num_warps=4,
@@ -108,14 +112,13 @@ def slide(held: Entries, folds: Folds, setting: Setting | None = None) -> None:
     What is held may go on behind the entries that folds speak of; it follows.
     """
     k, v, log_count, pos, unrotated = held
-    if k.is_meta:
-        return
     s = setting or Setting()
     stay, excess = folds.order.shape[1], folds.source.shape[1]
     rows, width = k.shape[0] * k.shape[1], k.shape[3]
     other = k if unrotated is None else unrotated
     channels = min(s.channels, width)
-    _slide[rows, width // channels, 4 if unrotated is not None else 3](
+    launch(
+        _slide, (rows, width // channels, 4 if unrotated is not None else 3),
         k, v, other, log_count, pos, folds.order,
         *k.stride()[:3], *v.stride()[:3], *other.stride()[:3],
         *log_count.stride()[:2], *pos.stride()[:3],

@@ -8,16 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.launch import launch
+
 TOKENS, HEADS = 8, 4  # of a program: angles are read once for its heads
 
 
 def turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """`turn_into`; the last dimension of every tensor is contiguous, cos and sin lie alike."""
     rows, heads, tokens, width = x.shape
-    if x.is_meta or not tokens:
+    if not tokens:
         return out
     by_row = cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0
-    _turn[triton.cdiv(tokens, TOKENS), rows, triton.cdiv(heads, HEADS)](
+    launch(
+        _turn, (triton.cdiv(tokens, TOKENS), rows, triton.cdiv(heads, HEADS)),
         out, x, cos, sin, *out.stride()[:3], *x.stride()[:3], by_row, cos.stride(-2),
         heads, tokens, D=width, INTERLEAVED=interleaved, TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
     )  # fmt: skip

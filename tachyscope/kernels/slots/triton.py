@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.launch import launch
+
 
 def permute(x: Tensor, order: Tensor, back: bool = False) -> None:
     """Entry order[i] of x [B, H, n, D] to place i, order [B, H, n]; or `back` from there."""
@@ -28,10 +30,11 @@ def shift(x: Tensor, source: int, target: int, count: int) -> None:
 def _copy(source: Tensor, target: Tensor, order: Tensor | None = None, ordered: str = "") -> None:
     """Between stretches of a cache, which are no one piece: torch does that at half the rate."""
     rows, heads, n, width = source.shape
-    if source.is_meta or n == 0:
+    if n == 0:
         return
     order = source if order is None else order  # where none is read, any tensor stands in
-    _copy_entries[triton.cdiv(n, 64), rows * heads](
+    launch(
+        _copy_entries, (triton.cdiv(n, 64), rows * heads),
         source, target, order, *source.stride()[:3], *target.stride()[:3], *order.stride()[:2],
         heads, n, ORDERED=ordered, D=width, N=64, num_warps=4,
     )  # fmt: skip
