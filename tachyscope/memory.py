@@ -20,6 +20,7 @@ from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import DTYPES, MODELS, SIZED, load
 from tachyscope.peak_memory import peak, tensor_bytes
 from tachyscope.plan import Plan, spell
+from tachyscope.replay.runner import ReplayRunner
 from tachyscope.results import Document, document
 from tachyscope.session import Session
 from tachyscope.stream import chunks_for
@@ -41,6 +42,7 @@ class Shapes(Session):
         shape, cache = self.shape, self.plan.cache
         self.prompt, self.past, self.now = max(self.lengths, default=0), 0, shape.max_pass_tokens
         self.left_padding = tuple(self.prompt - n for n in self.lengths)
+        self.replay = ReplayRunner(self.plan.replay, shape, self.dtype, self.device)
         self._origin = torch.zeros(shape.batch, 1, 1, 1, dtype=torch.float64, device=self.device)
         slots = self.slots_for(self.lengths)
         self.layers = [self._empty_layer(slots)]  # one stands for all

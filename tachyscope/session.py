@@ -12,23 +12,14 @@ from torch import Tensor
 from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention
-from tachyscope.kernels.replay import (
-    follow_drift,
-    grow_older,
-    replay_gated,
-    replay_masked,
-    replay_rows,
-    temporal_score,
-)
 from tachyscope.kernels.rotary import turn_into
 from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
-from tachyscope.replay import Choice
+from tachyscope.replay.runner import ReplayRunner
 from tachyscope.state import (
     AGAIN,
     COUNTS,
-    MAX_COUNT,
     check_finite,
     check_range,
     check_tensor,
@@ -36,11 +27,9 @@ from tachyscope.state import (
     pack,
     refuse,
     unpack,
+    whole_numbers,
 )
 from tachyscope.types import LayerCache, Mlp, PassContext, Rope, Shape, Text
-
-# Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
-DRIFT_ROWS = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +114,11 @@ class Session:
         self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
-        self._ready: set[int] = set()  # passes whose ring holds the last chunk's outputs
+        self.replay = ReplayRunner(self.plan.replay, self.shape, self.dtype, self.device)
         self._context: PassContext | None = None
         self._reads_past = True  # of the present pass
         self._cos_sin: tuple[Tensor, Tensor] | None = None
         self._pos: Tensor | None = None
-        self._scores: dict[int, Tensor] = {}
         origin = torch.tensor(self.lengths or (0,), dtype=torch.float64, device=self.device)
         self._origin = origin.view(-1, 1, 1, 1)
         self._frequencies = self.rope.frequencies(self.device)
@@ -162,23 +150,10 @@ class Session:
         raw = torch.zeros_like(k) if plan.cache.keeps_unrotated else None
         own = plan.cache.tensors(shape, slots, self.device)
         own |= plan.attention.tensors(shape, slots, self.device)
-        if plan.replay is not None:
-            own |= plan.replay.tensors(shape, self.device)
-            place = (shape.passes, shape.batch, shape.tokens_per_frame)
-            own["ring_mlp"] = torch.zeros(*place, shape.width, dtype=self.dtype, device=self.device)
-            own["ring_age"] = torch.zeros(place, dtype=torch.int32, device=self.device)
-            if plan.replay.drift:
-                mean = (shape.passes, shape.batch, 1, shape.width)
-                own["ring_drift"] = torch.zeros(mean, dtype=self.dtype, device=self.device)
-            if plan.replay.score:
-                size = (
-                    shape.passes,
-                    shape.batch,
-                    shape.kv_heads,
-                    shape.tokens_per_frame,
-                    shape.head_dim,
-                )
-                own["ring_key"] = torch.zeros(size, dtype=self.dtype, device=self.device)
+        own |= self.replay.tensors()
+        if plan.cache.wants_queries:
+            size = (shape.batch, shape.heads, shape.max_pass_tokens, shape.head_dim)
+            own["queries"] = torch.zeros(size, **fine)
         return LayerCache(k, v, log_count, pos, raw, own)
 
     @property
@@ -260,8 +235,8 @@ class Session:
             self._context = ctx._replace(hidden_slots=hidden_slots)
         self._pos = pos.to(self.device)
         self._cos_sin = self.rope.cos_sin(self._pos, self.dtype, self._origin, self._frequencies)
-        self._scores = {}
-        self._begun.update(self._context.rings)
+        self.replay.begin()
+        self._begun.update(self._context.chunk_passes)
         rows = self.shape.batch
         self.meter.add("macs", rows * tokens * self.shape.macs)
         # entries that the unbounded dense model would score in this pass, in all its layers
@@ -328,15 +303,12 @@ class Session:
         here.pos[:, :, slots] = self._pos
         if here.unrotated is not None:
             here.unrotated[:, :, slots] = k
-        if self._prefilling:
+        if ctx.prefilling:
             for row, pads in enumerate(self.left_padding):
                 here.log_count[row, :, :pads] = -torch.inf
-        elif "queries" in here.extra:
+        elif self.plan.cache.wants_queries:
             here.extra["queries"][:, :, ctx.start : ctx.start + ctx.tokens] = turned_q
-        if "ring_key" in here.extra and not self._prefilling:
-            assert self.plan.replay is not None
-            mixed = self.plan.replay.score == "mixed"
-            self._score(here, ctx, q if mixed else turned_q, turned_k)
+        self.replay.score(here.extra, ctx, q, turned_q, turned_k)
         return turned_q
 
     @property
@@ -348,18 +320,6 @@ class Session:
         )  # a bounded cache has folded nothing yet
         return not any(self.left_padding) and (whole or not cache.merges)
 
-    @property
-    def _prefilling(self) -> bool:
-        return bool(self.lengths) and self.past == 0
-
-    def _score(self, here: LayerCache, ctx: PassContext, q: Tensor, k: Tensor) -> None:
-        """Measure each token against its place one frame back, then put its key in the ring."""
-        ring = _parts(here.extra["ring_key"], ctx, 2)
-        if self._ready.issuperset(ctx.rings):
-            self._scores[ctx.layer] = temporal_score(q, _met(ring, ctx, 2))
-        for part, last in zip(ring, _lasts(k, ctx, 2), strict=True):
-            part.copy_(last)
-
     def cross(self, layer: int, q: Tensor) -> Tensor:
         """Attention over the prompt of q [B, H, S, D]."""
         assert self.plan.text is not None
@@ -369,67 +329,14 @@ class Session:
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
         assert self._context is not None
-        rows = x.shape[:2].numel()
-        if self.plan.replay is None or self._prefilling:
-            self._count_rows(fn, rows, rows)
-            return fn(x)
         ctx, own = self._context.for_layer(layer), self.layers[layer].extra
-        ring, ages = _parts(own["ring_mlp"], ctx, 1), _parts(own["ring_age"], ctx, 1)
-        old = _met(ring, ctx, 1)
-        ready = self._ready.issuperset(ctx.rings)
-        choice = None
-        # what is given is computed whole: the video rests on it
-        if ready and not ctx.given:
-            self.meter.add("rows_eligible", rows)
-            score, age = self._scores.get(layer), _met(ages, ctx, 1)
-            choice = self.plan.replay.choose(score, age, own, ctx, self.policy_rng)
-        y, ran = self._run_rows(x, old, choice, fn)
-        if self.plan.replay.drift and ready:
-            drift = own["ring_drift"][ctx.pass_index]
-            y, moved = follow_drift(drift, y, old, ran, DRIFT_ROWS)
-            drift.copy_(moved)
-        for part, last in zip(ring, _lasts(y, ctx, 1), strict=True):
-            part.copy_(last)
-        for i, age in enumerate(ages):
-            grow_older(age, ran if isinstance(ran, bool) else _lasts(ran, ctx, 1)[i])
-        return y
-
-    def _run_rows(
-        self, x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp
-    ) -> tuple[Tensor, Tensor | bool]:
-        """Outputs, and which were computed: a mask [B, S], or one word where all rows agree."""
-        rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
-        if gate is not None and x.is_cuda:
-            self._count_rows(fn, rows, rows)
-            self.meter.add("simulated_rows_replayed", (~gate).sum())
-            return replay_masked(x, old, gate, fn), gate
-        picked = None if choice is None else choice.rows
-        if gate is not None:
-            computed = int(gate.count_nonzero())
-        else:
-            computed = rows if picked is None else picked.numel()
-        self._count_rows(fn, computed, rows)
-        # rows that agree, as one alone does, need not be picked out and put back
-        if computed == rows:
-            return fn(x), True
-        if computed == 0:
-            return old.clone(), False
-        if gate is not None:
-            return replay_gated(x, old, gate, fn), gate
-        assert picked is not None
-        ran = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device).scatter(1, picked, True)
-        return replay_rows(x, old, picked, fn), ran
-
-    def _count_rows(self, fn: Mlp, computed: int, rows: int) -> None:
-        self.meter.add("rows_computed", computed)
-        self.meter.add("rows_replayed", rows - computed)
-        self.meter.add("macs", computed * fn.macs)
+        return self.replay.mlp(x, fn, own, ctx, self.meter, self.policy_rng)
 
     def commit(self, n: int | None = None) -> None:
         """The first n tokens of now (all of them) are final: they become past, within budget."""
         assert self._context is not None
         n = self.now if n is None else n
-        prefill = self._prefilling
+        prefill = self._context.prefilling
         past, kept = 0, self.past if self.plan.cache.appends else 0
         for i, layer in enumerate(self.layers):
             ctx = self._context.for_layer(i)
@@ -444,7 +351,7 @@ class Session:
         self.past = past
         if not prefill:
             self._time += n // self.shape.tokens_per_frame
-            self._ready |= self._begun
+            self.replay.commit(self._begun)
         self._count(n, prefill)
         self._begun = set()
 
@@ -550,7 +457,7 @@ class Session:
         self._begin_anew()
         for name in COUNTS:
             setattr(self, name, meta[name])
-        self._ready = set(meta["ready"])
+        self.replay.ready = set(meta["ready"])
         self.layers = layers
         self.texts = [
             Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.log_count"))
@@ -584,11 +491,9 @@ class Session:
     def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[LayerCache]:
         """A state's layers, on the device."""
         like = self._empty_layer(slots)
-        # of the others, whole numbers are those of slots
-        whole = {"ring_age": (0, MAX_COUNT), "ann_map": (-1, slots - 1), "ann_count": (0, slots)}
         for i in range(self.shape.layers):
             for name, x in (like.entries() | like.extra).items():
-                check_tensor(tensors, f"layers.{i}.{name}", x, whole.get(name, (0, slots - 1)))
+                check_tensor(tensors, f"layers.{i}.{name}", x, whole_numbers(name, slots))
         found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
         for i, layer in enumerate(found):
             for name, x in (layer.entries() | layer.extra).items():
@@ -629,7 +534,7 @@ class Session:
 
     def _counts(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
-        found |= {"ready": sorted(self._ready), "texts": len(self.texts)}
+        found |= {"ready": sorted(self.replay.ready), "texts": len(self.texts)}
         return found | {"first": self.source.first}
 
     def cache_bytes(self) -> int:
@@ -651,30 +556,3 @@ class Session:
                 size = x.numel() * x.element_size()
                 found += share * size if name in by_slot else size
         return round(found)
-
-
-def _parts(ring: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
-    """What of a ring this pass reads and writes: in token models, its tokens' own places.
-
-    Else the last latent frame that came to the same noise level, one for each chunk of the pass.
-    """
-    if ctx.shape.token_by_token:
-        return [ring[ctx.pass_index].narrow(dim, ctx.start, ctx.tokens)]
-    return [ring[step] for step in ctx.rings]
-
-
-def _met(parts: list[Tensor], ctx: PassContext, dim: int) -> Tensor:
-    """A ring's parts as this pass's tokens meet them, along `dim`."""
-    frames = 1 if ctx.shape.token_by_token else ctx.tokens // ctx.shape.tokens_per_frame
-    # every latent frame of a chunk compares with the same one: the last of the chunk before
-    met = [parts[min(i // ctx.shape.chunk, len(parts) - 1)] for i in range(frames)]
-    return met[0] if frames == 1 else torch.cat(met, dim)
-
-
-def _lasts(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
-    """Of this pass's tokens, those that the next frame will meet: in chunk models each last one."""
-    if ctx.shape.token_by_token:
-        return [x]
-    places, chunks = ctx.shape.tokens_per_frame, len(ctx.rings)
-    ends = [ctx.shape.chunk * places * (i + 1) for i in range(chunks - 1)] + [ctx.tokens]
-    return [x.narrow(dim, end - places, places) for end in ends]

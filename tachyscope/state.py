@@ -105,6 +105,12 @@ def check_tensor(
         check_range(f"numbers in {name} up to", int(x.max()), *whole)
 
 
+def whole_numbers(name: str, slots: int) -> tuple[int, int]:
+    """The least and the greatest whole number in a layer's tensor; most are numbers of slots."""
+    known = {"replay_age": (0, MAX_COUNT), "ann_map": (-1, slots - 1), "ann_count": (0, slots)}
+    return known.get(name, (0, slots - 1))
+
+
 def check_finite(name: str, x: Tensor, like: Tensor | None = None) -> None:
     """Raise where x has NaN or infinity that `like` has not; -inf of log counts: an empty slot."""
     fine = x.isfinite()

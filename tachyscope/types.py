@@ -184,6 +184,11 @@ class PassContext(NamedTuple):
         return self.past + self.start + self.tokens
 
     @property
+    def prefilling(self) -> bool:
+        """Whether the tokens are the prompt's, in models that hold it in their cache."""
+        return self.prompt > 0 and self.past == 0
+
+    @property
     def given(self) -> bool:
         """Whether the tokens were not made here but handed in: a prompt, first frames."""
         if self.shape.token_by_token:
@@ -191,8 +196,8 @@ class PassContext(NamedTuple):
         return self.pass_index > 0 and not self.before and not any(self.noise)
 
     @property
-    def rings(self) -> tuple[int, ...]:
-        """The passes whose ring each chunk of this one meets: a chunk behind is a pass behind."""
+    def chunk_passes(self) -> tuple[int, ...]:
+        """The index of this pass for each of its chunks: a chunk behind is a pass behind."""
         if not self.shape.rolling_frames:
             return (self.pass_index,)
         chunks = -(-self.tokens // (self.shape.chunk * self.shape.tokens_per_frame))

@@ -109,7 +109,7 @@ def test_the_score_is_the_attention_logit_with_the_place_one_frame_back(kind):
     ctx.attend(0, q, k, v)
     turned = ctx.rope.apply(q, *ctx._cos_sin)
     want = temporal_score_reference(turned, before.repeat(1, 1, q.shape[2] // before.shape[2], 1))
-    torch.testing.assert_close(ctx._scores[0], want)
+    torch.testing.assert_close(ctx.replay.scores[0], want)
 
 
 def test_authors_mixes_an_unrotated_query_with_a_rotated_key():
@@ -119,7 +119,7 @@ def test_authors_mixes_an_unrotated_query_with_a_rotated_key():
     ctx.begin(TOKENS.positions(ctx.latent_frame, 1)[:1], 0, 1, (0.0,))
     q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
     ctx.attend(0, q, q[:, :2], q[:, :2])
-    torch.testing.assert_close(ctx._scores[0], temporal_score_reference(q, before))
+    torch.testing.assert_close(ctx.replay.scores[0], temporal_score_reference(q, before))
 
 
 def test_the_lowest_scores_are_computed():
@@ -154,7 +154,7 @@ def test_no_value_serves_longer_than_its_age(replay, kind):
             else:
                 play_pass(ctx, layers, pos, step, shape.passes)
         ctx.commit()
-        oldest = max(oldest, *(int(layer.extra["ring_age"].max()) for layer in ctx.layers))
+        oldest = max(oldest, *(int(layer.extra["replay_age"].max()) for layer in ctx.layers))
     assert oldest == 3
 
 
@@ -163,7 +163,7 @@ def test_a_tied_pair_decides_together(cfg):
     ctx = session(TOKENS, f"replay=attentive:threshold=0.2,cfg={cfg}")
     play(ctx, 20, drift=1.0)
     together = all(
-        torch.equal(layer.extra["ring_age"][0, 0], layer.extra["ring_age"][0, 1])
+        torch.equal(layer.extra["replay_age"][0, 0], layer.extra["replay_age"][0, 1])
         for layer in ctx.layers
     )
     assert together == (cfg == "tied")

@@ -30,6 +30,11 @@ class CachePolicy(abc.ABC):
         return False
 
     @property
+    def wants_queries(self) -> bool:
+        """Whether a commit reads the chunk's rotated queries: extra["queries"] [B, H, S, D]."""
+        return False
+
+    @property
     def view_depends_on_pass(self) -> bool:
         """Whether what is seen of the past, and where it stands, hangs on the pass."""
         return False

@@ -134,6 +134,10 @@ class Merge(CachePolicy):
         return self.others == "folded"
 
     @property
+    def wants_queries(self) -> bool:
+        return self.budget is None  # their top-1 names an entry's partner
+
+    @property
     def keeps_unrotated(self) -> bool:
         return self.match != "rotated"
 
@@ -154,9 +158,7 @@ class Merge(CachePolicy):
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         if self.budget is None:
-            # the finished chunk's rotated queries: their top-1 names an entry's partner
-            size = (shape.batch, shape.heads, shape.max_pass_tokens, shape.head_dim)
-            return {"queries": torch.zeros(size, dtype=torch.float32, device=device)}
+            return {}
         slot = (shape.batch, self.cache_heads(shape), slots)
         return {
             "slot_partner": torch.zeros(slot, dtype=torch.int64, device=device),

@@ -79,7 +79,7 @@ class Probed(Session):
         ctx = self._context
         assert ctx is not None and self._cos_sin is not None
         ends = ctx.pass_index in (0, ctx.pass_count - 1)
-        if self.chunk in self.wanted and ends and self.past and not self._prefilling:
+        if self.chunk in self.wanted and ends and self.past and not ctx.prefilling:
             turned = self.rope.apply(q, *self._cos_sin)
             self.recalls.setdefault(self.chunk, []).append(
                 self._recall(turned, ctx.for_layer(layer))

@@ -13,6 +13,7 @@ from torch import Tensor
 from tachyscope.arguments import parse_plan
 from tachyscope.evaluation.clips import GIVEN, Clip, batch_prompts
 from tachyscope.models.vila_u.model import VilaModel
+from tachyscope.replay.runner import ReplayRunner
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Shape
 
@@ -79,22 +80,22 @@ class Ranked(Session):
         return out
 
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
-        if self.plan.replay is None or self._prefilling:
-            return super().mlp(layer, x, fn)
-        if self.within is not None and layer not in self.within:
-            self._count_rows(fn, x.shape[:2].numel(), x.shape[:2].numel())
-            return fn(x)
         assert self._context is not None
         ctx = self._context
+        if self.plan.replay is None or ctx.prefilling:
+            return super().mlp(layer, x, fn)
+        if self.within is not None and layer not in self.within:
+            whole = ReplayRunner(None, self.shape, self.dtype, self.device)
+            return whole.mlp(x, fn, {}, ctx, self.meter, self.policy_rng)
         here = slice(ctx.start, ctx.start + ctx.tokens)
-        if ctx.tokens == 1 and ctx.pass_index in self._ready:
+        if ctx.tokens == 1 and ctx.pass_index in self.replay.ready:
             found = {name: self._rank(name, layer, x, fn, here) for name in self.watch}
             for name, value in found.items():
                 self.watched[name][layer, :, here] = value
             if self.rank != "tas":
-                self._scores[layer] = self._rank(self.rank, layer, x, fn, here)
+                self.replay.scores[layer] = self._rank(self.rank, layer, x, fn, here)
         out = super().mlp(layer, x, fn)
-        fresh = self.layers[layer].extra["ring_age"][ctx.pass_index][:, here] == 0
+        fresh = self.layers[layer].extra["replay_age"][ctx.pass_index][:, here] == 0
         kept = self._inputs[layer][:, here]
         # the input that made the kept output, which may be frames old
         self._inputs[layer][:, here] = torch.where(fresh[..., None], x, kept)
@@ -102,14 +103,14 @@ class Ranked(Session):
 
     def _rank(self, name: str, layer: int, x: Tensor, fn: Mlp, here: slice) -> Tensor:
         if name == "tas":
-            return self._scores[layer]
+            return self.replay.scores[layer]
         if name == "reversed":
-            return -self._scores[layer]
+            return -self.replay.scores[layer]
         if name == "mass":
             return self._masses[layer]
         if name == "input":
             return torch.cosine_similarity(x, self._inputs[layer][:, here], -1)
-        old = self.layers[layer].extra["ring_mlp"][0][:, here]
+        old = self.layers[layer].extra["replay_output"][0][:, here]
         return -changes(fn(x), old)
 
 

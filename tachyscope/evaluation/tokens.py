@@ -162,7 +162,7 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
     change_nearest: to whichever place of the last frame had the most alike output.
     """
     codes = true_codes(model, clip)
-    # a share of nothing: all is computed, and the rings still turn
+    # a share of nothing: all is computed, and the last outputs are still kept
     session = begin(model, Way("replay=attentive:share=0"), clip, codes)
     session.watch = RANKS
     session.watched = {
@@ -177,12 +177,12 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
     layers, worlds = len(session.layers), len(clip.worlds)
     sums: list[list[Values]] = [[{} for _ in range(worlds)] for _ in range(layers)]
     for i in range(GIVEN, GIVEN + frames):
-        before = [layer.extra["ring_mlp"][0].clone() for layer in session.layers]
+        before = [layer.extra["replay_output"][0].clone() for layer in session.layers]
         model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
         session.commit()
         for n, layer in enumerate(session.layers):
             for world in range(worlds):
-                new, old = layer.extra["ring_mlp"][0][world], before[n][world]
+                new, old = layer.extra["replay_output"][0][world], before[n][world]
                 found = _compare(new, old, session.shape.grid)
                 own = changes(new, old)
                 for name, scores in session.watched.items():

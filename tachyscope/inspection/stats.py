@@ -61,7 +61,7 @@ class Observed(Session):
         out = super().attend(layer, q, k, v)
         assert self._context is not None and self._cos_sin is not None
         ctx, here = self._context.for_layer(layer), self.layers[layer]
-        if self._prefilling:
+        if ctx.prefilling:
             return out
         slots = slice(ctx.past + ctx.start, ctx.end)
         kept = {"query": q, "key": k, "key_rotated": here.k[:, :, slots]}
@@ -90,7 +90,7 @@ class Observed(Session):
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         y = super().mlp(layer, x, fn)
         assert self._context is not None
-        if not self._prefilling:
+        if not self._context.prefilling:
             self._keep("mlp", self._context.for_layer(layer), y)
         return y
 

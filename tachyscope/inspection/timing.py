@@ -33,10 +33,6 @@ class Timed(Session):
         with self.meter.span("mlp"):
             return super().mlp(layer, x, fn)
 
-    def _count_rows(self, fn: Mlp, computed: int, rows: int) -> None:
-        super()._count_rows(fn, computed, rows)
-        self.meter.add("mlp_macs", computed * fn.macs)
-
 
 def times(timed: Sequence[Rows], known: int, shape: Shape) -> list[Document]:
     """A row a chunk: of all rounds its quickest, which others disturbed least."""

@@ -1,0 +1,179 @@
+"""Runs MLPs under a replay policy: what the last frame left, its score, its age and its drift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tachyscope.kernels.replay import (
+    follow_drift,
+    grow_older,
+    replay_gated,
+    replay_masked,
+    replay_rows,
+    temporal_score,
+)
+from tachyscope.meter import Meter
+from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.types import Mlp, PassContext, Shape
+
+# Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
+DRIFT_ROWS = 16.0
+
+
+class ReplayRunner:
+    """Replays MLP outputs of the last frame as a policy chooses; without one it computes all.
+
+    A pass goes so: `begin`; in every layer `score`, once the keys are rotated, then `mlp`. After
+    the chunk's last pass `commit`. Each layer keeps, for every pass over a chunk and every place
+    of a latent frame, what the last frame left there:
+
+    replay_output  [passes, B, N, W]       the MLP's output
+    replay_age     [passes, B, N]          how often in a row it was replayed
+    replay_key     [passes, B, Hkv, N, D]  the rotated key, where the policy scores
+    replay_drift   [passes, B, 1, W]       the mean change of computed outputs, where it is followed
+    """
+
+    def __init__(
+        self, policy: ReplayPolicy | None, shape: Shape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.policy, self.shape, self.dtype, self.device = policy, shape, dtype, device
+        self.ready: set[int] = set()  # passes for which the last chunk left outputs
+        self.scores: dict[int, Tensor] = {}  # of the present pass, by layer: [B, S]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Fixed tensors to keep beside a layer."""
+        policy, shape = self.policy, self.shape
+        if policy is None:
+            return {}
+        place = (shape.passes, shape.batch, shape.tokens_per_frame)
+        kind: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        found = policy.tensors(shape, self.device)
+        found["replay_output"] = torch.zeros(*place, shape.width, **kind)
+        found["replay_age"] = torch.zeros(place, dtype=torch.int32, device=self.device)
+        if policy.drift:
+            found["replay_drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
+        if policy.score:
+            size = (*place[:2], shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
+            found["replay_key"] = torch.zeros(size, **kind)
+        return found
+
+    def begin(self) -> None:
+        """A pass starts."""
+        self.scores = {}
+
+    def score(
+        self, own: dict[str, Tensor], ctx: PassContext, q: Tensor, rotated_q: Tensor, k: Tensor
+    ) -> None:
+        """Score each token against its place one frame back, and keep its rotated key k."""
+        if self.policy is None or not self.policy.score or ctx.prefilling:
+            return
+        kept = _kept(own["replay_key"], ctx, 2)
+        if self.ready.issuperset(ctx.chunk_passes):
+            query = q if self.policy.score == "mixed" else rotated_q
+            self.scores[ctx.layer] = temporal_score(query, _for_tokens(kept, ctx, 2))
+        for part, last in zip(kept, _last_frames(k, ctx, 2), strict=True):
+            part.copy_(last)
+
+    def mlp(
+        self,
+        x: Tensor,
+        fn: Mlp,
+        own: dict[str, Tensor],
+        ctx: PassContext,
+        meter: Meter,
+        rng: torch.Generator,
+    ) -> Tensor:
+        """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
+        rows = x.shape[:2].numel()
+        if self.policy is None or ctx.prefilling:
+            _count_rows(meter, fn, rows, rows)
+            return fn(x)
+        outputs, ages = _kept(own["replay_output"], ctx, 1), _kept(own["replay_age"], ctx, 1)
+        old = _for_tokens(outputs, ctx, 1)
+        ready = self.ready.issuperset(ctx.chunk_passes)
+        choice = None
+        # what is given is computed whole: the video rests on it
+        if ready and not ctx.given:
+            meter.add("rows_eligible", rows)
+            score, age = self.scores.get(ctx.layer), _for_tokens(ages, ctx, 1)
+            choice = self.policy.choose(score, age, own, ctx, rng)
+        y, computed = _run_rows(x, old, choice, fn, meter)
+        if self.policy.drift and ready:
+            drift = own["replay_drift"][ctx.pass_index]
+            y, moved = follow_drift(drift, y, old, computed, DRIFT_ROWS)
+            drift.copy_(moved)
+        for part, last in zip(outputs, _last_frames(y, ctx, 1), strict=True):
+            part.copy_(last)
+        for i, age in enumerate(ages):
+            grow_older(
+                age, computed if isinstance(computed, bool) else _last_frames(computed, ctx, 1)[i]
+            )
+        return y
+
+    def commit(self, passes: set[int]) -> None:
+        """The chunk is final, after these passes over it."""
+        self.ready |= passes
+
+
+def _run_rows(
+    x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp, meter: Meter
+) -> tuple[Tensor, Tensor | bool]:
+    """Outputs, and which were computed: a mask [B, S], or one bool where all rows agree."""
+    rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
+    if gate is not None and x.is_cuda:
+        _count_rows(meter, fn, rows, rows)
+        meter.add("simulated_rows_replayed", (~gate).sum())
+        return replay_masked(x, old, gate, fn), gate
+    picked = None if choice is None else choice.rows
+    if gate is not None:
+        computed = int(gate.count_nonzero())
+    else:
+        computed = rows if picked is None else picked.numel()
+    _count_rows(meter, fn, computed, rows)
+    # rows that agree, as one alone does, need not be picked out and put back
+    if computed == rows:
+        return fn(x), True
+    if computed == 0:
+        return old.clone(), False
+    if gate is not None:
+        return replay_gated(x, old, gate, fn), gate
+    assert picked is not None
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device).scatter(1, picked, True)
+    return replay_rows(x, old, picked, fn), mask
+
+
+def _count_rows(meter: Meter, fn: Mlp, computed: int, rows: int) -> None:
+    meter.add("rows_computed", computed)
+    meter.add("rows_replayed", rows - computed)
+    meter.add("macs", computed * fn.macs)
+    meter.add("mlp_macs", computed * fn.macs)
+
+
+def _kept(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
+    """What of a layer's tensor this pass reads and writes: in token models, its tokens' places.
+
+    Else the last latent frame that came to the same noise level, one for each chunk of the pass.
+    """
+    if ctx.shape.token_by_token:
+        return [x[ctx.pass_index].narrow(dim, ctx.start, ctx.tokens)]
+    return [x[index] for index in ctx.chunk_passes]
+
+
+def _for_tokens(kept: list[Tensor], ctx: PassContext, dim: int) -> Tensor:
+    """What was kept, as this pass's tokens meet it, along `dim`."""
+    frames = 1 if ctx.shape.token_by_token else ctx.tokens // ctx.shape.tokens_per_frame
+    # every latent frame of a chunk compares with the same one: the last of the chunk before
+    met = [kept[min(i // ctx.shape.chunk, len(kept) - 1)] for i in range(frames)]
+    return met[0] if frames == 1 else torch.cat(met, dim)
+
+
+def _last_frames(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
+    """Of this pass's tokens, those that the next frame will meet: in chunk models each last one."""
+    if ctx.shape.token_by_token:
+        return [x]
+    places, chunks = ctx.shape.tokens_per_frame, len(ctx.chunk_passes)
+    ends = [ctx.shape.chunk * places * (i + 1) for i in range(chunks - 1)] + [ctx.tokens]
+    return [x.narrow(dim, end - places, places) for end in ends]
