@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.cache import matching
 from tachyscope.cache.merge import Merge
 from tachyscope.kernels.match import best_older
 from tachyscope.kernels.match.triton import Setting, match, measure
@@ -112,7 +113,7 @@ class Bench:
         ctx = PassContext(
             self.shape, 0, 1, self.past, 0, self.shape.max_pass_tokens, 4, 5, (0.0,) * 3
         )
-        with mock.patch.object(Merge, "_kernels_suit", lambda *_: by_kernels):
+        with mock.patch.object(matching, "kernels_suit", lambda *_: by_kernels):
             return self.policy.commit(
                 layer, ctx, self.shape.max_pass_tokens, lambda raw, pos: raw, Meter(self.device)
             )

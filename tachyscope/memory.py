@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from tachyscope.arguments import parse_plan
 from tachyscope.bounds import check
 from tachyscope.cache.merge import Merge
-from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.models.base import VideoModel
@@ -255,9 +254,10 @@ def fit(
 def bounded(plan: Plan, count: int) -> Plan:
     """The plan with a cache of so many latent frames; one without a budget merges instead."""
     cache = plan.cache
-    if isinstance(cache, Window) or (isinstance(cache, Merge) and cache.budget is not None):
-        return dataclasses.replace(plan, cache=dataclasses.replace(cache, budget=Size(count, True)))
-    return dataclasses.replace(plan, cache=Merge(budget=Size(count, True)))
+    budget: Any = {"budget": Size(count, True)}
+    if getattr(cache, "budget", None) is None:
+        return dataclasses.replace(plan, cache=Merge(**budget))
+    return dataclasses.replace(plan, cache=dataclasses.replace(cast(Any, cache), **budget))
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int | None:

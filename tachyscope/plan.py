@@ -16,6 +16,7 @@ from tachyscope.attention.dense import Dense, DenseText
 from tachyscope.attention.pads import Pads
 from tachyscope.attention.window import Window as ReadWindow
 from tachyscope.cache import CachePolicy
+from tachyscope.cache.dedup import Dedup
 from tachyscope.cache.keep_all import KeepAll
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
@@ -28,7 +29,7 @@ from tachyscope.settings import settings as settings_of
 from tachyscope.types import Shape, Size
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "cache": {"keep_all": KeepAll, "window": Window, "merge": Merge},
+    "cache": {"keep_all": KeepAll, "window": Window, "merge": Merge, "dedup": Dedup},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann},
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
@@ -38,14 +39,14 @@ LABEL = 40  # letters of a plan's text that still serve as its name
 # parts that a plan may do without
 OPTIONAL = ("text", "replay")
 # what a bounded plan for chunks remembers
-MERGED = "cache=merge:budget=21f,newest=3,others=dropped"
+BOUNDED = "cache=dedup:budget=21f,newest=3"
 # "stock" is the model's own; docs/eval.md and eval_tokens.md tell why the others are as they are
 NAMED: dict[str, dict[str, str]] = {
     "chunks": {
         "dense": "cache=keep_all attention=dense text=dense replay=none",
         "lossless": "cache=keep_all attention=dense text=pads replay=none",
-        "balanced": f"{MERGED} attention=dense text=pads replay=none",
-        "fast": f"{MERGED} attention=ann:read=0.3 text=pads replay=none",
+        "balanced": f"{BOUNDED} attention=dense text=pads replay=none",
+        "fast": f"{BOUNDED} attention=ann:read=0.3 text=pads replay=none",
         "fastcar": "cache=keep_all attention=dense text=dense replay=attentive:share=0.8",
         "fast-ar": "cache=merge:threshold=0.9,heads=shared "
         "attention=ann:read=0.28,hash=lsh,block=1,tile=1,sink=0,newest=0,"
@@ -83,7 +84,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, kind: str = "chunks", stock: str = "") -> Plan:
-        """A base name, then changes: `fast cache=merge:budget=12f replay=none`.
+        """A base name, then changes: `fast cache=dedup:budget=12f replay=none`.
 
         A change within the base's policy keeps its other settings; another policy starts from its
         own defaults. The base is `dense` where none is named; `kind` (one of NAMED) and the model's

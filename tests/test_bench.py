@@ -209,7 +209,7 @@ def test_a_simulated_saving_is_told_as_such(tokens):
 def test_a_plan_is_labelled_by_its_name_or_short_text():
     assert [label(name) for name in NAMES] == list(NAMES)
     assert label("fast replay=none") == "fast replay=none"
-    assert label("fast cache=merge:budget=24f attention=ann:read=0.2") == "plan"
+    assert label("fast cache=dedup:budget=24f attention=ann:read=0.2") == "plan"
     assert label(Plan.parse("fast")) == "plan"
 
 

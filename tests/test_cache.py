@@ -5,6 +5,7 @@ import pytest
 import torch
 from streams import CHUNKS, TOKENS, assert_same, play, session
 
+from tachyscope.cache.matching import features
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError
@@ -18,7 +19,7 @@ BOUNDED = [
     "merge:budget=31,keep=newest,heads=each",
     "merge:budget=6f,match=unrotated,newest=2",
     "merge:budget=7f,match=key_value,sink=0,heads=each",
-    "merge:budget=6f,others=dropped",
+    "dedup:budget=6f",
 ]
 
 
@@ -29,7 +30,7 @@ BOUNDED = [
         ("window:budget=99f", 0.0),
         ("window:budget=99f,positions=reindexed", 0.0),
         ("merge:budget=99f", 0.0),
-        ("merge:budget=99f,others=dropped", 0.0),
+        ("dedup:budget=99f", 0.0),
         ("merge:threshold=1.0", 1e-6),
     ],
 )
@@ -77,7 +78,7 @@ def test_a_budget_is_never_exceeded_and_nothing_becomes_nan(cache, shape, commit
             assert not used["log_count"].isnan().any()
     # every entry ever seen is still counted by a merged cache; a window forgets
     live = at.layers[0].log_count[:, :, : at.past].double().exp().sum(-1)
-    if "merge" in cache and "dropped" not in cache:
+    if "merge" in cache:
         seen = torch.tensor([float(at.total_entries - pads) for pads in at.left_padding or (0,)])
         torch.testing.assert_close(live, seen.double()[:, None].expand_as(live), rtol=1e-4, atol=0)
     else:
@@ -100,12 +101,8 @@ def test_merging_conserves_the_weighted_sum_of_values():
         torch.testing.assert_close(mass.sum(2), total, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("keep", ["newest", "partner"])
-def test_where_others_are_dropped_entries_stay_as_they_were(keep):
-    at, all_of_it = (
-        session(CHUNKS, f"cache={cache}")
-        for cache in (f"merge:budget=6f,others=dropped,keep={keep}", "keep_all")
-    )
+def test_entries_that_dedup_keeps_stay_as_they_were():
+    at, all_of_it = (session(CHUNKS, f"cache={cache}") for cache in ("dedup:budget=6f", "keep_all"))
     for one in (at, all_of_it):
         play(one, 9)
     assert at.past < all_of_it.past
@@ -169,7 +166,7 @@ def test_a_running_partner_is_as_good_as_a_full_search():
 
                 old = slice(0, max(0, at.past - 6))
                 here = at.layers[0]
-                cosine, partner = best_older(at.plan.cache._features(here, old), 0)
+                cosine, partner = best_older(features(at.plan.cache._matching, here, old), 0)
                 here.extra["slot_alike"][:, :, old] = cosine
                 here.extra["slot_partner"][:, :, old] = partner
         here = at.layers[0]
@@ -291,8 +288,8 @@ def test_a_partner_that_is_folded_away_leaves_its_heir():
         for layer in range(2):
             at.attend(layer, torch.zeros(1, 4, 12, 12, dtype=torch.float64), part, part)
         if at.past:
-            features = at.plan.cache._features(at.layers[0], slice(0, 24))
-            assert (features[0, 0, 21] @ features[0, 0, :21].T).argmax() == 17
+            found = features(at.plan.cache._matching, at.layers[0], slice(0, 24))
+            assert (found[0, 0, 21] @ found[0, 0, :21].T).argmax() == 17
         at.commit()
     here = at.layers[0]
     assert at.past == 23 and here.log_count[0, 0, 2].exp().item() == pytest.approx(2)

@@ -125,7 +125,7 @@ def test_help_and_version_are_no_faults(capsys):
     "words, message",
     [
         (["--plan", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
-        (["--cache", "magic"], "no cache policy 'magic'; there are: keep_all, window, merge"),
+        (["--cache", "magic"], "no cache policy 'magic'; there are: keep_all, window, merge, dedup"),
         (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, none"),
         (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
@@ -436,12 +436,12 @@ def test_what_a_change_of_a_plan_undoes_is_told(tmp_path, capsys):
     asked = ["generate", "toy-chunks", "--frames", "3", "--out", str(tmp_path), "--plan", "fast"]
     assert main([*asked, "--cache", "window:budget=12f"]) == 0
     assert capsys.readouterr().err == (
-        "tachyscope: note: plan 'fast cache=window:budget=12f': cache=window replaces cache=merge and "
-        "its budget=21f, newest=3, others=dropped\n"
+        "tachyscope: note: plan 'fast cache=window:budget=12f': cache=window replaces cache=dedup and "
+        "its budget=21f, newest=3\n"
     )
-    assert main([*asked, "--cache", "merge:budget=24f"]) == 0
+    assert main([*asked, "--cache", "dedup:budget=24f"]) == 0
     out, said = capsys.readouterr()
-    assert said == "" and "budget=24f,sink=1,newest=3" in out and "others=dropped" in out
+    assert said == "" and "dedup:budget=24f,sink=1,newest=3" in out
 
 
 def test_first_frames_are_resized_where_asked_for_and_an_old_video_is_told(tmp_path, capsys):

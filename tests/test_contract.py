@@ -24,6 +24,7 @@ CONTRACT = {
         "keep_all": ("keep_all", "keep_all"),
         "window": ("window:budget=99f", "window:budget=9f"),
         "merge": ("merge:budget=99f", "merge:budget=9f"),
+        "dedup": ("dedup:budget=99f", "dedup:budget=9f"),
     },
     "attention": {
         "dense": ("dense", "dense"),

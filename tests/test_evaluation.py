@@ -185,7 +185,7 @@ def test_every_entry_is_followed_into_its_group(cache):
 
 
 def test_who_is_dropped_is_followed_to_who_stands_for_it():
-    at, _ = probed("cache=merge:budget=5f,others=dropped", chunks=9)
+    at, _ = probed("cache=dedup:budget=5f", chunks=9)
     folded, _ = probed("cache=merge:budget=5f", chunks=9)
     # the same keys are kept, so the first layer's groups are the same; here weights do not tell
     assert torch.equal(at.slots[0], folded.slots[0])

@@ -414,7 +414,7 @@ def test_the_warm_up_ends_where_a_graph_is_replayed():
 # full-size models: compiled layers, decoding beside, the benchmark itself
 
 
-@pytest.mark.parametrize("plan", ["dense", "fast cache=merge:budget=9f attention=ann:read=0.7"])
+@pytest.mark.parametrize("plan", ["dense", "fast cache=dedup:budget=9f attention=ann:read=0.7"])
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # float32 is meant here
 def test_compiled_layers_give_what_they_gave(plan):
     def latents(model):
@@ -484,7 +484,7 @@ def test_the_benchmark_predicts_its_own_peak():
     [
         "cache=window:budget=9f,sink=2,positions=reindexed",
         "cache=merge:budget=9f text=pads",
-        "cache=merge:budget=9f,others=dropped attention=ann:read=0.5,block=32,tile=64",
+        "cache=dedup:budget=9f attention=ann:read=0.5,block=32,tile=64",
         "cache=window:budget=9f replay=attentive:share=0.5",
     ],
 )

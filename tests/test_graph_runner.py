@@ -62,7 +62,7 @@ PLANS = [
     "cache=window:budget=9f,sink=2,positions=reindexed",
     "cache=window:budget=9f,max_distance=6",
     "cache=merge:budget=9f",
-    "cache=merge:budget=9f,keep=partner,others=dropped text=pads",
+    "cache=dedup:budget=9f text=pads",
     "cache=merge:budget=9f,match=unrotated,max_distance=7",
     "cache=merge:budget=9f attention=ann:read=0.5,block=2,tile=4 text=pads",
     "cache=merge:budget=9f attention=ann:read=0.5,hash=lsh,block=2",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from streams import CHUNKS, ROPE
 
-from tachyscope.cache.merge import Merge
+from tachyscope.cache import matching
 from tachyscope.kernels.match import alike_features
 from tachyscope.kernels.match.reference import best_older_reference
 from tachyscope.kernels.merge import roots
@@ -211,15 +211,14 @@ SHAPE = dataclasses.replace(CHUNKS, head_dim=64 if DEVICE == "cuda" else 16)
 @pytest.mark.parametrize(
     "cache, layers",
     [
-        ("merge:budget=8f,others=dropped,keep=partner", 1),
+        ("dedup:budget=8f", 1),
         *(
             pytest.param(each, 2, marks=pytest.mark.slow)
             for each in (
                 "merge:budget=8f",
                 "merge:budget=8f,newest=2,keep=partner",
                 "merge:budget=45,sink=0,newest=0,match=unrotated",
-                "merge:budget=8f,others=dropped",
-                "merge:budget=8f,others=dropped,keep=partner",
+                "dedup:budget=8f",
             )
         ),
     ],
@@ -232,7 +231,7 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
     dtype, tolerance = (DTYPE, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
 
     def run(by_kernels):
-        monkeypatch.setattr(Merge, "_kernels_suit", lambda *_: by_kernels)
+        monkeypatch.setattr(matching, "kernels_suit", lambda *_: by_kernels)
         at = Session(shape, plan, rope, device=DEVICE, dtype=dtype)
         rng = torch.Generator().manual_seed(0)
         size = (shape.batch, shape.kv_heads, shape.max_pass_tokens, shape.head_dim)

@@ -73,26 +73,24 @@ def test_any_plan_spelled_out_parses_back(kind, count):
 
 
 def test_a_change_within_a_policy_keeps_its_other_settings():
-    plan, base = Plan.parse("fast cache=merge:budget=24f"), Plan.parse("fast")
+    plan, base = Plan.parse("fast cache=dedup:budget=24f"), Plan.parse("fast")
     assert plan == replace(base, cache=replace(base.cache, budget=Size(24, True)))
-    assert (base.cache.newest, base.cache.others) == (3, "dropped")
-    assert Plan.parse("fast cache=merge:newest=1").cache.newest == 1
-    assert Plan.parse("fast cache=merge") == base
+    assert base.cache.newest == 3
+    assert Plan.parse("fast cache=dedup:newest=1").cache.newest == 1
+    assert Plan.parse("fast cache=dedup") == base
     # without a base's name nothing is there to keep
-    assert Plan.parse("cache=merge:budget=24f").cache.others == "folded"
+    assert Plan.parse("cache=dedup:budget=24f").cache.newest == 1
     # the authors' own plan is a base like any other
     stock = "cache=window:budget=9f,sink=3,positions=reindexed"
     longer = Plan.parse("stock cache=window:budget=12f", stock=stock).cache
     assert (longer.budget, longer.sink, longer.positions) == (Size(12, True), 3, "reindexed")
-    assert replaced("fast cache=merge:budget=24f") == replaced("fast") == []
+    assert replaced("fast cache=dedup:budget=24f") == replaced("fast") == []
 
 
 def test_another_policy_starts_from_its_defaults_and_what_it_undoes_is_told():
     text = "fast cache=window replay=every_k"
     assert Plan.parse(text).cache == Plan.parse("cache=window").cache
-    assert replaced(text) == [
-        "cache=window replaces cache=merge and its budget=21f, newest=3, others=dropped"
-    ]
+    assert replaced(text) == ["cache=window replaces cache=dedup and its budget=21f, newest=3"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,7 @@ def test_another_policy_starts_from_its_defaults_and_what_it_undoes_is_told():
     [
         ("fast attention=ann:k=400", "k=400", "attention=ann:k=400 replaces read=0.3 of attention=ann"),
         ("fast-ar attention=ann:top_p=0.9", "hash=lsh", "attention=ann:top_p=0.9 replaces read=0.28 of attention=ann"),
-        ("fast cache=merge:threshold=0.9", "threshold=0.9,sink=0,newest=0", "cache=merge:threshold=0.9 replaces budget=21f, newest=3, others=dropped of cache=merge"),
+        ("fast cache=merge:threshold=0.9", "threshold=0.9,sink=0,newest=0", "cache=merge replaces cache=dedup and its budget=21f, newest=3"),
         ("fast-ar cache=merge:budget=9f", "budget=9f,sink=1,newest=1", "cache=merge:budget=9f replaces threshold=0.9 of cache=merge"),
         ("fastcar replay=attentive:threshold=-2", "threshold=-2.0", "replay=attentive:threshold=-2 replaces share=0.8 of replay=attentive"),
     ],
@@ -148,9 +146,9 @@ def test_every_policy_names_its_paper_or_none():
     [
         ("quick", "no plan 'quick'; there are: dense, stock, lossless, balanced, fast, fastcar, fast-ar"),
         ("cash=all", "a plan has no 'cash'; it has: cache, attention, text, replay"),
-        ("cache=magic", "no cache policy 'magic'; there are: keep_all, window, merge"),
+        ("cache=magic", "no cache policy 'magic'; there are: keep_all, window, merge, dedup"),
         ("replay=magic", "no replay policy 'magic'; there are: attentive, random, every_k, none"),
-        ("cache=none", "no cache policy 'none'; there are: keep_all, window, merge"),
+        ("cache=none", "no cache policy 'none'; there are: keep_all, window, merge, dedup"),
         ("cache=window:snk=3", "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         ("cache=keep_all:x=1", "cache policy 'keep_all' has no 'x'; it takes: nothing"),
         ("cache=window:sink=1,sink=2", "cache policy 'window' is given 'sink' twice: leave one out"),

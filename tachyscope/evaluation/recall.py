@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.ann import Ann
-from tachyscope.cache.merge import Merge
+from tachyscope.cache import matching, merge
+from tachyscope.cache.matching import Matching
 from tachyscope.meter import Meter
 from tachyscope.session import Session
 from tachyscope.types import LayerCache, PassContext, Shape
@@ -113,14 +114,19 @@ class Probed(Session):
             before.append(self._labels(layer, total))
         folds: list[tuple[Tensor, Tensor]] = []
 
-        joined = Merge._fold
+        joined = matching.join_entries
 
-        def note(cache: Merge, layer: LayerCache, ctx: slice, source: Tensor, root: Tensor) -> None:
+        def note(
+            how: Matching, layer: LayerCache, entries: slice, source: Tensor, root: Tensor
+        ) -> None:
             folds.append((source, root))
-            joined(cache, layer, ctx, source, root)
+            joined(how, layer, entries, source, root)
 
         # the one moment at which entries' groups are known
-        with mock.patch.object(Merge, "_fold", note):
+        with (
+            mock.patch.object(matching, "join_entries", note),
+            mock.patch.object(merge, "join_entries", note),
+        ):
             super().commit(n)
         for i, layer in enumerate(self.layers):
             self._follow(i, layer, before[i], folds[i] if folds else None, past, n)

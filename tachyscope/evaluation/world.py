@@ -426,10 +426,9 @@ TABLES = {
     ],
     "long": ["balanced", "fast", "cache=window:budget=21f"]
     + [
-        f"cache=merge:budget=21f,newest=3,keep={keep},others={others}"
-        for keep in ("partner", "newest")
-        for others in ("folded", "dropped")
-    ],
+        f"cache=merge:budget=21f,newest=3,keep={keep}" for keep in ("partner", "newest")
+    ]
+    + ["cache=dedup:budget=21f,newest=3"],
     "methods": [
         "lossless",
         "cache=merge:threshold=0.95",
