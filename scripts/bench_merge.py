@@ -35,10 +35,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tachyscope.cache import matching
 from tachyscope.cache.merge import Merge
-from tachyscope.kernels.match import best_older
+from tachyscope.kernels import device as kernel_device
+from tachyscope.kernels.match.torch import best_older
 from tachyscope.kernels.match.triton import Setting, match, measure
+from tachyscope.kernels.merge import Entries
 from tachyscope.kernels.merge import triton as folding
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit, to_json
@@ -113,7 +114,7 @@ class Bench:
         ctx = PassContext(
             self.shape, 0, 1, self.past, 0, self.shape.max_pass_tokens, 4, 5, (0.0,) * 3
         )
-        with mock.patch.object(matching, "kernels_suit", lambda *_: by_kernels):
+        with mock.patch.object(kernel_device, "HAS_TRITON", by_kernels):
             return self.policy.commit(
                 layer, ctx, self.shape.max_pass_tokens, lambda raw, pos: raw, Meter(self.device)
             )
@@ -221,7 +222,7 @@ def check_slide(b: Bench, setting: folding.Setting) -> None:
     order = torch.cat([folds.order.view(1, 12, -1), tail], 2)
     for _ in range(10):
         part = {name: x[:, :, used].clone() for name, x in b.layer.entries().items()}
-        held = folding.Entries(**{name: x.clone() for name, x in part.items()})
+        held = Entries(**{name: x.clone() for name, x in part.items()})
         folding.slide(held, folds, setting)
         for name, x in part.items():
             index = order if x.dim() == 3 else order[..., None].expand(-1, -1, -1, x.shape[3])
@@ -324,7 +325,7 @@ def run(found: dict[str, Any], b: Bench) -> None:
     alike[:, :, left:], partner[:, :, left:] = match(k, left)
     folds = folding.choose(alike, partner, b.excess)
     used = slice(old.start, b.total)
-    held = folding.Entries(**{name: x[:, :, used].clone() for name, x in layer.entries().items()})
+    held = Entries(**{name: x[:, :, used].clone() for name, x in layer.entries().items()})
     # what was moved or folded before changes the content, not how much there is to do
     found["slide"] = [
         {**s._asdict(), "ms": tried(lambda s=s: b.ms(lambda: folding.slide(held, folds, s)))}

@@ -5,10 +5,11 @@ import pytest
 import torch
 from streams import CHUNKS, TOKENS, assert_same, play, session
 
-from tachyscope.cache.matching import features
+from tachyscope.cache.matching import vectors
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.match import best_older, features
 from tachyscope.types import Size
 
 BOUNDED = [
@@ -162,11 +163,9 @@ def test_a_running_partner_is_as_good_as_a_full_search():
         at.reset()
         for _ in _random_commits(at, 60, seed=2):
             if fresh:  # search anew for every entry: what the running partner stands in for
-                from tachyscope.kernels.match import best_older
-
                 old = slice(0, max(0, at.past - 6))
                 here = at.layers[0]
-                cosine, partner = best_older(features(at.plan.cache._matching, here, old), 0)
+                cosine, partner = best_older(vectors(at.plan.cache._matching, here, old), 0)
                 here.extra["slot_alike"][:, :, old] = cosine
                 here.extra["slot_partner"][:, :, old] = partner
         here = at.layers[0]
@@ -288,7 +287,7 @@ def test_a_partner_that_is_folded_away_leaves_its_heir():
         for layer in range(2):
             at.attend(layer, torch.zeros(1, 4, 12, 12, dtype=torch.float64), part, part)
         if at.past:
-            found = features(at.plan.cache._matching, at.layers[0], slice(0, 24))
+            found = features(vectors(at.plan.cache._matching, at.layers[0], slice(0, 24)), False)
             assert (found[0, 0, 21] @ found[0, 0, :21].T).argmax() == 17
         at.commit()
     here = at.layers[0]

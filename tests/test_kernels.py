@@ -9,10 +9,10 @@ from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.torch import attention_by_channels, high_and_low
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
-from tachyscope.kernels.match import alike_features, best_older
 from tachyscope.kernels.match.reference import best_older_reference
-from tachyscope.kernels.merge import fold, roots
+from tachyscope.kernels.match.torch import alike_features, best_older
 from tachyscope.kernels.merge.reference import fold_reference
+from tachyscope.kernels.merge.torch import fold, roots
 from tachyscope.kernels.replay import (
     replay_gated,
     replay_masked,

@@ -11,11 +11,12 @@ import pytest
 import torch
 from streams import CHUNKS, ROPE
 
-from tachyscope.cache import matching
-from tachyscope.kernels.match import alike_features
+from tachyscope.kernels import device
 from tachyscope.kernels.match.reference import best_older_reference
-from tachyscope.kernels.merge import roots
+from tachyscope.kernels.match.torch import alike_features
+from tachyscope.kernels.merge import Entries
 from tachyscope.kernels.merge.reference import fold_reference
+from tachyscope.kernels.merge.torch import roots
 from tachyscope.memory import need, sized
 from tachyscope.plan import Plan
 from tachyscope.session import Session
@@ -145,7 +146,7 @@ def _layer(rng, b, h, n, d, dtype):
     k, v, raw = (torch.randn(b, h, n, d, generator=rng).to(DEVICE, dtype) for _ in range(3))
     log_count = torch.rand(b, h, n, generator=rng).to(DEVICE)
     pos = torch.randint(9, (b, h, n, 3), generator=rng).to(DEVICE, torch.float32)
-    return folding.Entries(k, v, log_count, pos, raw)
+    return Entries(k, v, log_count, pos, raw)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,10 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
     dtype, tolerance = (DTYPE, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
 
     def run(by_kernels):
-        monkeypatch.setattr(matching, "kernels_suit", lambda *_: by_kernels)
+        # on a CPU Triton is interpreted
+        monkeypatch.setattr(device, "DEVICES", (DEVICE,) if by_kernels else ())
+        monkeypatch.setattr(device, "DTYPE", dtype)
+        monkeypatch.setattr(device, "HEAD_DIMS", (shape.head_dim,))
         at = Session(shape, plan, rope, device=DEVICE, dtype=dtype)
         rng = torch.Generator().manual_seed(0)
         size = (shape.batch, shape.kv_heads, shape.max_pass_tokens, shape.head_dim)

@@ -13,14 +13,16 @@ from tachyscope.cache import CachePolicy, Rotate, clamp_distance
 from tachyscope.cache.matching import (
     Match,
     Matching,
-    features,
-    join_entries,
+    entries,
     keep_within,
     partner_tensors,
     slots_within,
-    take,
+    vectors,
 )
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.device import host_may_read
+from tachyscope.kernels.match import features
+from tachyscope.kernels.merge import join_entries, take
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import LayerCache, PassContext, Shape, Size
@@ -184,22 +186,23 @@ class Merge(CachePolicy):
         best = (q.float() @ k.float().mT / math.sqrt(ctx.shape.head_dim) + live).argmax(-1)
         meter.add("macs", q.shape[0] * n * (ctx.past - first) * q[0, :, 0].numel())
         everything = slice(first, total)
-        found, past = features(self._matching, layer, everything), ctx.past - first
+        compared = vectors(self._matching, layer, everything)
+        found, past = features(compared, self.heads == "shared"), ctx.past - first
         cosine = (found[:, :, past:] * take(found, best)).sum(-1)
         new = torch.arange(past, total - first, device=best.device).expand_as(best)
         root = torch.where(cosine >= self.threshold, best, new)
-        join_entries(self._matching, layer, everything, new, root)
+        join_entries(entries(layer, everything), new, root, self._matching.newest, True)
         return first + self._close_gaps(layer, everything)
 
-    def _close_gaps(self, layer: LayerCache, entries: slice) -> int:
+    def _close_gaps(self, layer: LayerCache, used: slice) -> int:
         """Bring live entries to the front; how many slots are in use after.
 
         The number is data. On CUDA the host does not look: empty slots stay in use there.
         """
-        empty = layer.log_count[:, :, entries] == -math.inf
+        empty = layer.log_count[:, :, used] == -math.inf
         order = empty.to(torch.int8).argsort(dim=2, stable=True)
         for x in layer.entries().values():
-            x[:, :, entries] = take(x[:, :, entries], order)
-        if empty.is_cuda:
+            x[:, :, used] = take(x[:, :, used], order)
+        if not host_may_read(empty):
             return empty.shape[2]
         return int((~empty).sum(2).max())

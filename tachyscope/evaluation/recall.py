@@ -14,7 +14,7 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.ann import Ann
 from tachyscope.cache import matching, merge
-from tachyscope.cache.matching import Matching
+from tachyscope.kernels.merge import Entries, join_entries, merge_entries
 from tachyscope.meter import Meter
 from tachyscope.session import Session
 from tachyscope.types import LayerCache, PassContext, Shape
@@ -114,18 +114,19 @@ class Probed(Session):
             before.append(self._labels(layer, total))
         folds: list[tuple[Tensor, Tensor]] = []
 
-        joined = matching.join_entries
+        def note_merge(*args: Any) -> tuple[Tensor, Tensor]:
+            source, root = merge_entries(*args)
+            folds.append((source.long(), root.long()))
+            return source, root
 
-        def note(
-            how: Matching, layer: LayerCache, entries: slice, source: Tensor, root: Tensor
-        ) -> None:
+        def note_join(held: Entries, source: Tensor, root: Tensor, *how: bool) -> None:
             folds.append((source, root))
-            joined(how, layer, entries, source, root)
+            join_entries(held, source, root, *how)
 
         # the one moment at which entries' groups are known
         with (
-            mock.patch.object(matching, "join_entries", note),
-            mock.patch.object(merge, "join_entries", note),
+            mock.patch.object(matching, "merge_entries", note_merge),
+            mock.patch.object(merge, "join_entries", note_join),
         ):
             super().commit(n)
         for i, layer in enumerate(self.layers):

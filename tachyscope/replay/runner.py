@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tachyscope.kernels.device import host_may_read
 from tachyscope.kernels.replay import (
     follow_drift,
     grow_older,
@@ -123,7 +124,7 @@ def _run_rows(
 ) -> tuple[Tensor, Tensor | bool]:
     """Outputs, and which were computed: a mask [B, S], or one bool where all rows agree."""
     rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
-    if gate is not None and x.is_cuda:
+    if gate is not None and not host_may_read(x):
         _count_rows(meter, fn, rows, rows)
         meter.add("simulated_rows_replayed", (~gate).sum())
         return replay_masked(x, old, gate, fn), gate

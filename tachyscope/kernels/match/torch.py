@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,12 @@ def alike_features(x: Tensor, shared: bool) -> Tensor:
     if not shared:
         return unit
     return unit.transpose(1, 2).flatten(2).unsqueeze(1) / math.sqrt(x.shape[1])
+
+
+def features(vectors: Sequence[Tensor], shared: bool) -> Tensor:
+    """Vectors [B, G, n, E] whose dot product is the mean cosine of two entries' `vectors`."""
+    found = [alike_features(x, shared) for x in vectors]
+    return found[0] if len(found) == 1 else torch.cat(found, -1).div_(math.sqrt(len(found)))
 
 
 def best_older(features: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -42,3 +49,9 @@ def best_older(features: Tensor, first: int) -> tuple[Tensor, Tensor]:
     if first == 0:
         partner[:, :, 0] = 0
     return torch.cat(cosines, 2), partner
+
+
+def measure(features: Tensor, partner: Tensor, alike: Tensor) -> None:
+    theirs = features.gather(2, partner.unsqueeze(-1).expand_as(features))
+    alike.copy_((features * theirs).sum(-1))
+    alike[:, :, 0] = -math.inf

@@ -1,6 +1,34 @@
-"""Fold alike entries into one another."""
+"""Merge alike entries: fold them into one another and close the gaps, in place."""
 
-from tachyscope.kernels.match.torch import alike_features, best_older
-from tachyscope.kernels.merge.torch import fold, roots
+from __future__ import annotations
 
-__all__ = ["alike_features", "best_older", "fold", "roots"]
+from torch import Tensor
+
+from tachyscope.kernels.device import HAS_TRITON, has_kernel
+from tachyscope.kernels.merge import torch as torch_backend
+from tachyscope.kernels.merge.torch import Entries, join_entries, take
+
+if HAS_TRITON:
+    from tachyscope.kernels.merge import triton as triton_backend
+
+__all__ = ["Entries", "join_entries", "merge_entries", "take"]
+
+
+def merge_entries(
+    held: Entries, alike: Tensor, partner: Tensor, excess: int, newest: bool, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """Fold the `excess` most alike of the first n entries into their partners; close the gaps.
+
+    alike, partner [B, G, n], G = H or 1; a partner is older, and the first entry has none and is
+    never folded. One whose partner is itself folded passes on to the partner's. What is held may
+    go on behind the n entries, and follows. With `mean` who stays gets its group's weight and mean
+    value; with `newest` the key and position of its newest member, and without `mean` its value.
+    Partners then point to where theirs went. Returns who was folded and into whom, [B, G, excess],
+    both counted before.
+    """
+    k = held.k
+    by_head = alike.shape[1] == k.shape[1]
+    backend = (
+        triton_backend if by_head and has_kernel(k.device, k.dtype, k.shape[3]) else torch_backend
+    )
+    return backend.merge_entries(held, alike, partner, excess, newest, mean)

@@ -1,9 +1,83 @@
-"""Fold entries into one another, by stock torch."""
+"""Merge alike entries, by stock torch."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from tachyscope.kernels.slots import shift
+
+
+class Entries(NamedTuple):
+    """A stretch of a cache: k, v, unrotated [B, H, n, D], log_count [B, G, n], pos [B, G, n, 3]."""
+
+    k: Tensor
+    v: Tensor
+    log_count: Tensor
+    pos: Tensor
+    unrotated: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self if x is not None]
+
+    def first(self, n: int) -> Entries:
+        k, v, log_count, pos = (x[:, :, :n] for x in self[:4])
+        unrotated = None if self.unrotated is None else self.unrotated[:, :, :n]
+        return Entries(k, v, log_count, pos, unrotated)
+
+
+def merge_entries(
+    held: Entries, alike: Tensor, partner: Tensor, excess: int, newest: bool, mean: bool
+) -> tuple[Tensor, Tensor]:
+    n = alike.shape[2]
+    stay = n - excess
+    source = alike.topk(excess, 2).indices
+    parent = torch.arange(n, device=partner.device).expand_as(partner)
+    end = roots(parent.scatter(2, source, partner.gather(2, source)))
+    root = end.gather(2, source)
+    join_entries(held.first(n), source, root, newest, mean)
+    gone = torch.zeros_like(end, dtype=torch.bool).scatter_(2, source, True)
+    order = gone.to(torch.int8).argsort(dim=2, stable=True)[:, :, :stay]
+    slot_now = (~gone).long().cumsum(2) - 1
+    # a partner that was folded has passed on to its root, older still
+    heir = slot_now.gather(2, end.gather(2, partner))
+    for x in held.tensors():
+        x[:, :, :stay] = take(x[:, :, :n], order)
+        shift(x, n, stay, x.shape[2] - n)
+    partner[:, :, :stay] = heir.gather(2, order)
+    return source, root
+
+
+def join_entries(held: Entries, source: Tensor, root: Tensor, newest: bool, mean: bool) -> None:
+    """Join entries `source` with `root`, both [B, G, e]; the sources stay where they are."""
+    joined = fold(held.v, held.log_count, source, root) if mean else None
+    if newest:
+        _take_newest(held, source, root, mean)
+    if joined is not None:
+        held.v.copy_(joined[0])
+        held.log_count.copy_(joined[1])
+
+
+def _take_newest(held: Entries, source: Tensor, root: Tensor, mean: bool) -> None:
+    """Give every root its newest member's key and position, and value where it is no mean."""
+    slots = torch.arange(held.pos.shape[2], device=root.device)
+    order = held.pos[..., 0].long() * len(slots) + slots
+    newest = order.scatter_reduce(2, root, order.gather(2, source), "amax")
+    member = newest.gather(2, root) % len(slots)
+    for x in (held.k, held.unrotated, held.pos, None if mean else held.v):
+        if x is not None:
+            index = root.expand(-1, x.shape[1], -1).unsqueeze(-1)
+            x.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), take(x, member))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Entries `index` [B, G, m] of x [B, H, n, ...]; G = 1 serves all heads."""
+    index = index.expand(-1, x.shape[1], -1)
+    if x.dim() == 4:
+        index = index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
+    return x.gather(2, index)
 
 
 def roots(parent: Tensor) -> Tensor:

@@ -12,18 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tachyscope.kernels.launch import launch
+from tachyscope.kernels.merge.torch import Entries
 
 PIECE = 64  # of a list of folded entries, read at once
-
-
-class Entries(NamedTuple):
-    """A stretch of a cache: k, v, unrotated [B, H, n, D], log_count [B, H, n], pos [B, H, n, 3]."""
-
-    k: Tensor
-    v: Tensor
-    log_count: Tensor
-    pos: Tensor
-    unrotated: Tensor | None = None
 
 
 class Folds(NamedTuple):
@@ -38,6 +29,18 @@ class Folds(NamedTuple):
     root: Tensor
     order: Tensor
     heir: Tensor
+
+
+def merge_entries(
+    held: Entries, alike: Tensor, partner: Tensor, excess: int, newest: bool, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """`merge_entries` of every head by itself; nothing as large as the keys is made."""
+    b, h, n = alike.shape
+    folds = choose(alike, partner, excess)
+    fold_groups(held, folds, newest, mean)
+    slide(held, folds)
+    partner[:, :, : n - excess] = folds.heir.view(b, h, -1)
+    return folds.source.view(b, h, excess), folds.root.view(b, h, excess)
 
 
 def choose(alike: Tensor, partner: Tensor, excess: int) -> Folds:
