@@ -60,8 +60,8 @@ def export(args: argparse.Namespace) -> None:
 
     model = load("atrium-tokens", dtype=torch.float32)
     assert isinstance(model, VilaModel)
-    model.model.requires_grad_(False)
-    config, trunk = model.config, model.model.trunk
+    model.transformer.requires_grad_(False)
+    config, trunk = model.config, model.transformer.trunk
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
 
@@ -90,10 +90,10 @@ def export(args: argparse.Namespace) -> None:
     }
     np.savez(out / "trunk.npz", shape=json.dumps(shape), eps=config.eps, steps=rope.steps, **found)
 
-    head, projector = model.model.head, model.model.mm_projector
+    head, projector = model.transformer.head, model.transformer.mm_projector
     arrays = {
         "codebooks": torch.stack(
-            [book.weight[:-1] for book in model.model.vae.quantizer.codebooks]
+            [book.weight[:-1] for book in model.transformer.vae.quantizer.codebooks]
         ),
         "norm.weight": trunk.norm.weight,
         "embed_tokens": trunk.embed_tokens.weight,
@@ -311,8 +311,8 @@ def draw_float(args: argparse.Namespace) -> None:
                 move = [int(clip["moves"][GIVEN + frame])]
                 for i in range(places):
                     hidden = session.features["hidden"]
-                    books = model.model.vae.quantizer
-                    codes = model.model.head.generate(
+                    books = model.transformer.vae.quantizer
+                    codes = model.transformer.head.generate(
                         hidden, books, config.sampler, noise[i : i + 1]
                     )
                     drawn.append(codes[0].numpy())

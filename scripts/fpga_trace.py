@@ -25,7 +25,7 @@ from tachyscope.types import Mlp
 
 
 def workload(model: VilaModel, prompt: int, frames: int) -> Workload:
-    config, head = model.config, model.model.head
+    config, head = model.config, model.transformer.head
     depth = sum(
         value.numel()
         for part in (head.head_transformer, head.classifier_mlp)

@@ -347,7 +347,7 @@ def play(
     temperature: Tensor, told: Tensor, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Codes [B, T, N, D] whose first `given` frames are true; rows `told` get first places too."""
-    model, config, shape = adapter.model, adapter.config, adapter.shape()
+    model, config, shape = adapter.transformer, adapter.config, adapter.shape()
     device = str(codes.device)
     rows, frames, places, depth = codes.shape
     session = Playing(adapter.rope(shape), shape, rows, frames, device)
@@ -374,7 +374,7 @@ def judge(
     adapter: VilaModel, worlds: int, out: Path, given: int, made: int, seed: int = 2**31
 ) -> dict[str, float]:
     """Scores and sheets on unseen rooms, so many of each kind of camera."""
-    model, config = adapter.model, adapter.config
+    model, config = adapter.transformer, adapter.config
     device, size = str(adapter.device), config.size[0]
     generator = Generator().manual_seed(seed)
     cameras = [kind for kind in atrium.CAMERAS for _ in range(worlds)]
@@ -425,7 +425,7 @@ def judge(
 def write_model(out: Path, adapter: VilaModel, average: Average) -> None:
     """A folder that loads as a model."""
     model = Vila(adapter.config)
-    model.load_state_dict(adapter.model.state_dict())
+    model.load_state_dict(adapter.transformer.state_dict())
     for name, module in parts_of(model).items():
         module.load_state_dict(average.weights(name))
     save_vila(VilaModel(model.half(), adapter.config, adapter.tokenizer), out)
@@ -442,7 +442,7 @@ def load(folder: Path, average: Average, optimizer: Optimizer) -> int:
     step = load_state(folder, average, optimizer)
     if step is not None:
         return step
-    for name, module in parts_of(load_vila(folder, dtype=torch.float32).model).items():
+    for name, module in parts_of(load_vila(folder, dtype=torch.float32).transformer).items():
         average.modules[name].load_state_dict(module.state_dict())
     for live, mean in zip(average.live, average.mean, strict=True):
         mean.copy_(live)

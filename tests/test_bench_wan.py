@@ -217,7 +217,7 @@ def test_a_checkpoint_alone_is_enough_for_a_clock(name, tmp_path, monkeypatch, c
         PRESETS[name].config, dim=256, ffn_dim=64, layers=2, heads=2, text_dim=16
     )
     monkeypatch.setitem(PRESETS, name, dataclasses.replace(PRESETS[name], config=small))
-    torch.save(random_wan(small).model.state_dict(), tmp_path / "model.pt")
+    torch.save(random_wan(small).transformer.state_dict(), tmp_path / "model.pt")
     words = f"wan --model {name} --weights {tmp_path / 'model.pt'} --device cpu --dtype float32"
     words += f" --rows stock --size 64x96 --rounds 2 --lengths 24 --json {tmp_path / 'x.json'}"
     assert main(words.split()) == 0

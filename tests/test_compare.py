@@ -246,10 +246,10 @@ def test_a_method_that_saved_nothing_is_in_the_document_and_the_report(model, tm
 
 
 def test_a_comparison_leaves_the_model_as_it_was(model):
-    before = {name: value.clone() for name, value in model.model.state_dict().items()}
+    before = {name: value.clone() for name, value in model.transformer.state_dict().items()}
     attributes = {name: value for name, value in vars(model).items() if name != "model"}
     compare(model, "fast", **ASKED, aa=False)
-    after = model.model.state_dict()
+    after = model.transformer.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert attributes == {name: value for name, value in vars(model).items() if name != "model"}
 

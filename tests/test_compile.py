@@ -35,19 +35,19 @@ def latents(model, plan, chunks, size=None):
 @pytest.mark.parametrize("plan", ["dense", "fast cache=dedup:budget=9f attention=ann:read=0.7"])
 def test_a_compiled_model_makes_the_same_video(plan):
     model, plain = toy_chunks(), toy_chunks()
-    model.model.compile_layers("aot_eager")
+    model.transformer.compile_layers("aot_eager")
     torch.testing.assert_close(latents(model, plan, 3), latents(plain, plan, 3))
 
 
 def test_all_layers_chunks_and_passes_share_one_program(counters):
     model = toy_chunks()
-    model.model.compile_layers("aot_eager")
+    model.transformer.compile_layers("aot_eager")
     latents(model, "dense", 3)
     assert counters["stats"]["unique_graphs"] == len(EAGER)
     assert not counters["graph_break"]
     # a second model and another plan run what is there, another size its own
     other = toy_chunks(seed=1)
-    other.model.compile_layers("aot_eager")
+    other.transformer.compile_layers("aot_eager")
     latents(other, "cache=window:budget=6f text=pads", 2)
     assert counters["stats"]["unique_graphs"] == len(EAGER)
     latents(other, "dense", 1, size=(32, 48))
@@ -57,8 +57,8 @@ def test_all_layers_chunks_and_passes_share_one_program(counters):
 
 def test_a_compiled_model_still_learns():
     model = toy_chunks()
-    model.model.compile_layers("aot_eager")
-    block = model.model.blocks[0]
+    model.transformer.compile_layers("aot_eager")
+    block = model.transformer.blocks[0]
     x, time = torch.randn(1, 6, 96), torch.randn(1, 1, 6, 96)
     block.prefill(lambda layer, q, k, v: (q.sum() + k.sum() + v.sum()).backward(), 0, x, time)
     assert block.self_attn.k.weight.grad is not None

@@ -138,15 +138,17 @@ def test_a_moved_picture_is_found_where_it_went():
 
 
 def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
-    before = [x.clone() for x in model.model.parameters()]
+    before = [x.clone() for x in model.transformer.parameters()]
     empty = token_timing.hollow(model, projections=True)
-    for layer in empty.model.trunk.layers:
+    for layer in empty.transformer.trunk.layers:
         assert isinstance(layer.mlp, token_timing.Nothing) and isinstance(
             layer.self_attn.q_proj, token_timing.Nothing
         )
     x = torch.ones(2, 3, 64)
-    assert empty.model.trunk.layers[0].mlp(x).shape == (2, 3, 64)
-    assert all(torch.equal(x, y) for x, y in zip(before, model.model.parameters(), strict=True))
+    assert empty.transformer.trunk.layers[0].mlp(x).shape == (2, 3, 64)
+    assert all(
+        torch.equal(x, y) for x, y in zip(before, model.transformer.parameters(), strict=True)
+    )
 
 
 # --- the whole

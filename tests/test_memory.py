@@ -62,7 +62,9 @@ def test_the_cache_is_predicted_to_the_byte(models):
         assert sum(found.cache.values()) == session.cache_bytes(), plan
         layer = session.layers[0]
         assert found.cache.keys() == (layer.entries() | layer.extra).keys(), plan
-        assert found.weights == sum(p.numel() * p.element_size() for p in model.model.parameters())
+        assert found.weights == sum(
+            p.numel() * p.element_size() for p in model.transformer.parameters()
+        )
         stored = {x.untyped_storage() for text in session.texts for x in (text.k, text.v)}
         assert found.prompt == sum(len(storage) for storage in stored)
         assert found.activations > 0 and found.decoding > 0

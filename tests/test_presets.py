@@ -109,7 +109,7 @@ class Told:
         self.shape = adapter.shape()
         self.own = [size * self.shape.tokens_per_frame for size in sizes]
         self.rope = adapter.rope(self.shape)
-        self.texts = [adapter.model.keys_values(context) for context in contexts]
+        self.texts = [adapter.transformer.keys_values(context) for context in contexts]
         self.views = []
         for entries in views:
             mixes = torch.zeros(len(entries), sum(sizes), dtype=torch.float64)
@@ -165,7 +165,7 @@ def denoised(adapter, p, told, done, steps, draw):
         latents = torch.cat([*done, x], 2)
         times = torch.zeros(1, latents.shape[2])
         times[:, -p.chunk :] = t
-        clean = x - sigma * adapter.model(told, latents, times)[:, :, -p.chunk :]
+        clean = x - sigma * adapter.transformer(told, latents, times)[:, :, -p.chunk :]
     return clean
 
 
@@ -250,7 +250,7 @@ def roll(adapter, chunks, prompt, seed, given=()):
         times = torch.zeros(1, before + width)
         for i in blocks:
             times[:, before + 3 * (i - start) :][:, :3] = ROLLED[window - i]
-        said = adapter.model(told, torch.cat([*finished, x], 2), times)[:, :, before:]
+        said = adapter.transformer(told, torch.cat([*finished, x], 2), times)[:, :, before:]
         for i, flow in zip(blocks, said.split(3, 2), strict=True):
             step = window - i
             clean = noisy[i] - sigma_of(ROLLED[step], 5.0) * flow
@@ -447,7 +447,7 @@ def test_given_latents_need_not_be_whole_chunks(name, count, shrunk, tmp_path):
 def test_a_change_of_prompt_remembers_the_window_again(changes, shrunk, tmp_path):
     """LongLive, its LoRA merged: the last 12 latent frames run clean under the new text, and on."""
     made, protocol = ts.load("longlive", "random"), PROTOCOLS["longlive"]
-    parts = made.model.blocks.named_modules(prefix="blocks")
+    parts = made.transformer.blocks.named_modules(prefix="blocks")
     sizes = {name: x.weight.shape for name, x in parts if isinstance(x, nn.Linear)}
     tensors = {name: x / 8 for name, x in lora("peft", sizes)[0].items()}
     save_wan(made, tmp_path / "base.pt")
@@ -456,7 +456,7 @@ def test_a_change_of_prompt_remembers_the_window_again(changes, shrunk, tmp_path
     stated = ts.load("longlive", tmp_path / "base.pt", dtype="float64")
     for name in sizes:
         up, down = (tensors[f"base_model.model.model.{name}.lora_{x}.weight"] for x in "BA")
-        stated.model.get_parameter(f"{name}.weight").data += up.double() @ down.double()
+        stated.transformer.get_parameter(f"{name}.weight").data += up.double() @ down.double()
     for one in (model, stated):
         one.text, one.decoder = made.text, Pixels()
     session = open_session(model, "stock", prompt="a", seed=7)
@@ -736,7 +736,7 @@ def test_random_weights_are_drawn_on_the_device(monkeypatch, shrunk):
     assert model.dtype == torch.bfloat16 and model.name == "krea"
     # the two that name no device are the prompt's table and the preview
     assert drawn.count(None) == 2
-    assert drawn.count(torch.device("cpu")) == len(model.model.state_dict())
+    assert drawn.count(torch.device("cpu")) == len(model.transformer.state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -757,7 +757,7 @@ def sharded(tensors, folder):
 
 def store(kind, made, path):
     """The model in a container; where it is then."""
-    tensors = made.model.state_dict()
+    tensors = made.transformer.state_dict()
     if kind == "folder":
         save_wan(made, path)
     elif kind == "shards":
@@ -784,8 +784,8 @@ def store(kind, made, path):
 )  # fmt: skip
 def test_every_container_brings_the_weights_back(kind, made, shrunk, tmp_path):
     model = ts.load("self-forcing", store(kind, made, tmp_path / "x"))
-    tensors = made.model.state_dict()
-    assert all(x.equal(tensors[name]) for name, x in model.model.state_dict().items())
+    tensors = made.transformer.state_dict()
+    assert all(x.equal(tensors[name]) for name, x in model.transformer.state_dict().items())
     assert (model.name, model.config) == ("self-forcing", small("self-forcing"))
 
 
@@ -797,7 +797,7 @@ def wan_freqs(theta=10000, places=1024):
 
 
 def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, capsys):
-    tensors, path = made.model.state_dict(), tmp_path / "x.pt"
+    tensors, path = made.transformer.state_dict(), tmp_path / "x.pt"
 
     def load(name, table):
         torch.save({"generator_ema": tensors | {name: table}}, path)
@@ -810,7 +810,7 @@ def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, caps
     ]:
         with pytest.warns(TachyscopeWarning, match="is not read, RoPE's angles are computed"):
             model = load(name, table)
-        assert all(x.equal(tensors[key]) for key, x in model.model.state_dict().items())
+        assert all(x.equal(tensors[key]) for key, x in model.transformer.state_dict().items())
     words = ["generate", "self-forcing", "--weights", str(path), "--frames", "1"]
     assert main([*words, "--out", str(tmp_path)]) == 2  # it has no text encoder
     note, fault = capsys.readouterr().err.splitlines()
@@ -824,7 +824,7 @@ def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, caps
 
 
 def test_a_tensor_under_both_names_is_refused(made, shrunk, tmp_path):
-    tensors = made.model.state_dict()
+    tensors = made.transformer.state_dict()
     tensors |= {"blocks.1.attn2.to_k.bias": tensors["blocks.1.cross_attn.k.bias"] + 1}
     write_tensors(tmp_path / "x.safetensors", tensors)
     names = ("'blocks.1.cross_attn.k.bias'", "'blocks.1.attn2.to_k.bias'")
@@ -833,13 +833,13 @@ def test_a_tensor_under_both_names_is_refused(made, shrunk, tmp_path):
 
 
 def test_of_several_copies_the_authors_own_is_taken(made, shrunk, tmp_path):
-    tensors = made.model.state_dict()
+    tensors = made.transformer.state_dict()
     other = {name: x + 1 for name, x in tensors.items()}
     torch.save({"generator": other, "generator_ema": tensors}, tmp_path / "x.pt")
     for name in PRESETS:
         model = ts.load(name, tmp_path / "x.pt")
         shift = name in ("causal-forcing", "causvid", "longlive")
-        assert model.model.head.head.bias.equal(tensors["head.head.bias"] + shift)
+        assert model.transformer.head.head.bias.equal(tensors["head.head.bias"] + shift)
         assert model.fps == 16  # as Wan 2.1 is trained
 
 
@@ -877,8 +877,8 @@ def test_a_diffusers_folder_is_read(place, shard, shrunk, tmp_path):
     plain, preset = load_wan(tmp_path), ts.load("self-forcing", tmp_path)
     assert plain.config == dataclasses.replace(small("self-forcing"), text_len=512, size=(60, 104))
     for name, x in model.state_dict().items():
-        assert plain.model.state_dict()[wan_name(name)].equal(x)
-        assert preset.model.state_dict()[wan_name(name)].equal(x)
+        assert plain.transformer.state_dict()[wan_name(name)].equal(x)
+        assert preset.transformer.state_dict()[wan_name(name)].equal(x)
 
 
 @pytest.mark.parametrize(
@@ -928,16 +928,16 @@ def test_a_lora_is_merged_before_rounding(form, alpha, dtype, made, shrunk, tmp_
     tensors, added = lora(form, LAYERS, alpha=alpha)
     torch.save({"generator_lora": tensors, "step": 1}, tmp_path / "lora.pt")
     merged = ts.load("longlive", tmp_path / "base.pt", lora=tmp_path / "lora.pt", dtype=dtype)
-    for name, x in made.model.named_parameters():
+    for name, x in made.transformer.named_parameters():
         layer = name.removesuffix(".weight")
-        held = merged.model.get_parameter(name)
+        held = merged.transformer.get_parameter(name)
         exact = x.detach() + added.get(layer, 0)
         torch.testing.assert_close(held, exact.to(held.dtype), rtol=1e-6, atol=1e-6)
     if dtype == "bfloat16":
         return
-    layer, rows = merged.model.get_submodule("blocks.1.ffn.0"), torch.randn(5, 256)
-    weight = made.model.get_parameter("blocks.1.ffn.0.weight") + added["blocks.1.ffn.0"]
-    expected = rows @ weight.T + made.model.get_parameter("blocks.1.ffn.0.bias")
+    layer, rows = merged.transformer.get_submodule("blocks.1.ffn.0"), torch.randn(5, 256)
+    weight = made.transformer.get_parameter("blocks.1.ffn.0.weight") + added["blocks.1.ffn.0"]
+    expected = rows @ weight.T + made.transformer.get_parameter("blocks.1.ffn.0.bias")
     torch.testing.assert_close(layer(rows), expected, rtol=0, atol=1e-4)
 
 
@@ -946,11 +946,11 @@ def test_a_loras_alpha_can_be_given(made, shrunk, tmp_path, capsys):
     file, rank = tmp_path / "lora.safetensors", 3
     tensors, added = lora("peft", LAYERS, rank=rank)
     write_tensors(file, tensors)
-    base = made.model.state_dict()
+    base = made.transformer.state_dict()
 
     def change(alpha):
         model = ts.load("longlive", tmp_path / "base.pt", lora=file, lora_alpha=alpha)
-        held = model.model.state_dict()
+        held = model.transformer.state_dict()
         return {name: held[f"{name}.weight"] - base[f"{name}.weight"] for name in LAYERS}
 
     for alpha, scale in ((None, 1), (rank, 1), (2 * rank, 2), (1.5, 0.5)):
@@ -1003,7 +1003,7 @@ def test_a_lora_that_does_not_fit_is_refused(made, shrunk, tmp_path):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_are_no_numbers_are_refused(value, dtype, made, shrunk, tmp_path):
-    tensors = {name: x.clone() for name, x in made.model.state_dict().items()}
+    tensors = {name: x.clone() for name, x in made.transformer.state_dict().items()}
     tensors["blocks.1.ffn.2.weight"][3, 4] = value
     path = tmp_path / "x.safetensors"
     write_tensors(path, tensors)
@@ -1012,7 +1012,7 @@ def test_weights_that_are_no_numbers_are_refused(value, dtype, made, shrunk, tmp
 
 
 def test_faults_of_a_checkpoint_are_one_line(made, shrunk, tmp_path):
-    whole, path = made.model.state_dict(), tmp_path / "x.safetensors"
+    whole, path = made.transformer.state_dict(), tmp_path / "x.safetensors"
 
     def load(tensors):
         write_tensors(path, tensors)

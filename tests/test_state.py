@@ -258,10 +258,10 @@ def test_a_fingerprint_tells_weights_apart_and_is_the_same_for_the_same():
     one = ts.load("toy-chunks")
     assert one.fingerprint == ts.load("toy-chunks").fingerprint
     changed = ts.load("toy-chunks")
-    name, weight = next(iter(changed.model.named_parameters()))
+    name, weight = next(iter(changed.transformer.named_parameters()))
     weight.data.view(-1)[0] += 1
     prints = {m.fingerprint for m in (one, changed, toy_chunks(seed=1), toy_tokens())}
     assert len(prints | {ts.load("toy-chunks", dtype="bfloat16").fingerprint}) == 5
     fused = ts.load("toy-chunks")
-    fused.model.fuse()
+    fused.transformer.fuse()
     assert fused.fingerprint == one.fingerprint

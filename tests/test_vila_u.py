@@ -101,14 +101,14 @@ def test_the_trunk_equals_the_llama_that_transformers_reads_from_the_same_folder
     x = torch.randn(2, 3 * shape.tokens_per_frame, shape.width)
     session = WholeSession(adapter.rope(shape), shape.positions(0, 3))
     with torch.no_grad():
-        ours = adapter.model.trunk(session, x)
+        ours = adapter.transformer.trunk(session, x)
         theirs = oracle.model(inputs_embeds=x).last_hidden_state
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_reach_every_weight_that_makes_a_code():
     adapter = made(toy_tokens().config)
-    model, shape = adapter.model, adapter.shape()
+    model, shape = adapter.transformer, adapter.shape()
     codes = torch.randint(32, (1, shape.tokens_per_frame, 4))
     session = WholeSession(adapter.rope(shape), shape.positions(0, 1))
     hidden = model.trunk(session, model.embed(codes, torch.randint(7, codes.shape[:2])))
@@ -120,7 +120,7 @@ def test_gradients_reach_every_weight_that_makes_a_code():
 
 
 def test_an_mlp_opens_to_its_weights_and_counts_its_work(toy):
-    mlp, x = toy.model.trunk.layers[0].mlp, torch.randn(5, 64)
+    mlp, x = toy.transformer.trunk.layers[0].mlp, torch.randn(5, 64)
     opened = (F.silu(x @ mlp.gate.T) * (x @ mlp.up.T)) @ mlp.down.T
     torch.testing.assert_close(mlp(x), opened)
     assert mlp.macs == sum(w.numel() for w in (mlp.gate, mlp.up, mlp.down))
@@ -216,10 +216,10 @@ def test_a_place_costs_four_token_passes_of_the_depth_transformer(head):
 def test_drawing_a_place_never_looks_at_the_data(toy):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         hidden, noise = torch.randn(2, 64), torch.ones(1, 4, 32)
-        books, sampler = toy.model.vae.quantizer, toy.config.sampler
-        codes = toy.model.head.generate(hidden, books, sampler, noise)
+        books, sampler = toy.transformer.vae.quantizer, toy.config.sampler
+        codes = toy.transformer.head.generate(hidden, books, sampler, noise)
         # a fake tensor has no data, so any look at it would have raised
-        x = toy.model.embed(codes[:, None], 3)
+        x = toy.transformer.embed(codes[:, None], 3)
     assert x.shape == (1, 1, 64)
 
 
@@ -228,7 +228,7 @@ def test_drawing_a_place_never_looks_at_the_data(toy):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_drawing_a_place_never_waits_for_the_device(folder):
     adapter = load_vila(folder, "cuda", torch.bfloat16)
-    model, device = adapter.model, adapter.device
+    model, device = adapter.transformer, adapter.device
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(2, 64, device=device, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -457,7 +457,7 @@ def test_frames_become_codes_of_every_place(toy):
     assert codes.shape == (1, 3, 4, 4, 4)
     assert codes.dtype == torch.int64
     pixels = torch.from_numpy(frames).movedim(-1, 1) / 127.5 - 1
-    vae = toy.model.vae
+    vae = toy.transformer.vae
     assert torch.equal(codes[0], vae.quantizer.quantise(vae.encode(pixels)))
 
 
@@ -472,7 +472,7 @@ def test_shape_and_rotation_are_the_configs(toy):
     shape, rope = toy.shape(), toy.rope(toy.shape())
     assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (3, 4, 2, 16)
     assert (shape.batch, shape.paired, shape.token_by_token) == (2, True, True)
-    linears = [p for n, p in toy.model.trunk.layers.named_parameters() if "self_attn" in n]
+    linears = [p for n, p in toy.transformer.trunk.layers.named_parameters() if "self_attn" in n]
     assert shape.macs == sum(p.numel() for p in linears)
     assert rope.axes == ((16, (16.0, 4.0, 1.0)),)
     assert not rope.interleaved
@@ -499,7 +499,9 @@ def test_without_guidance_a_video_is_one_row():
 def test_token_by_token_equals_each_row_run_whole_and_alone(toy):
     """Also: the shorter row's left pads change nothing, for alone it has none."""
     states = []
-    hook = toy.model.trunk.register_forward_hook(lambda module, inputs, out: states.append(out))
+    hook = toy.transformer.trunk.register_forward_hook(
+        lambda module, inputs, out: states.append(out)
+    )
     codes, session = play(toy)
     hook.remove()
     prompt, shape = toy.encode_prompt("a red room"), toy.shape()
@@ -511,8 +513,10 @@ def test_token_by_token_equals_each_row_run_whole_and_alone(toy):
         pos = torch.cat([session.prompt_positions()[-length:], shape.positions(0, 3)])
         with torch.no_grad():
             ids = prompt.ids[row : row + 1, -length:]
-            x = torch.cat([toy.model.trunk.embed_tokens(ids), toy.model.embed(flat, actions)], 1)
-            whole = toy.model.trunk(WholeSession(toy.rope(shape), pos, length), x)
+            x = torch.cat(
+                [toy.transformer.trunk.embed_tokens(ids), toy.transformer.embed(flat, actions)], 1
+            )
+            whole = toy.transformer.trunk(WholeSession(toy.rope(shape), pos, length), x)
         ours = stepped[row : row + 1, -whole.shape[1] :]
         torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5)
 
@@ -556,7 +560,7 @@ def test_the_same_seed_and_actions_make_the_same_video(toy):
 def test_a_pair_of_rows_is_decoded_once(toy):
     codes, session = play(toy, frames=1)
     seen = []
-    hook = toy.model.vae.decoder.register_forward_hook(
+    hook = toy.transformer.vae.decoder.register_forward_hook(
         lambda module, inputs, out: seen.append(inputs[0].shape[0])
     )
     frames = toy.decode_latents(session, codes[0])
@@ -569,18 +573,18 @@ def test_a_pair_of_rows_is_decoded_once(toy):
 
 def test_pixels_run_from_minus_one_to_one(toy):
     codes, session = play(toy, frames=1)
-    pixels = toy.model.vae.decode(toy.model.vae.quantizer.sum(codes[0][0]))
+    pixels = toy.transformer.vae.decode(toy.transformer.vae.quantizer.sum(codes[0][0]))
     levels = ((pixels.detach() + 1) * 127.5).clamp(0, 255).round().movedim(1, -1).numpy()
     np.testing.assert_array_equal(toy.decode_latents(session, codes[0]), levels)
 
 
 def test_the_model_is_bit_identical_after_a_session(toy):
-    before = {name: x.clone() for name, x in toy.model.state_dict().items()}
-    keys = [set(vars(module)) for module in toy.model.modules()]
+    before = {name: x.clone() for name, x in toy.transformer.state_dict().items()}
+    keys = [set(vars(module)) for module in toy.transformer.modules()]
     codes, session = play(toy)
     toy.decode_latents(session, codes[0])
-    assert all(torch.equal(x, before[name]) for name, x in toy.model.state_dict().items())
-    assert [set(vars(module)) for module in toy.model.modules()] == keys
+    assert all(torch.equal(x, before[name]) for name, x in toy.transformer.state_dict().items())
+    assert [set(vars(module)) for module in toy.transformer.modules()] == keys
 
 
 @pytest.mark.parametrize("actions", [[], [7], [1, 1]])
@@ -605,7 +609,7 @@ def test_an_action_may_be_a_number_of_the_device(toy):
 
 def test_a_model_without_actions_refuses_them():
     adapter = made(replace(toy_tokens().config, actions=""))
-    assert adapter.model.mm_projector.action_embedding is None
+    assert adapter.transformer.mm_projector.action_embedding is None
     assert play(adapter, frames=1, actions=())[0][0].shape == (1, 1, 4, 4, 4)
     with pytest.raises(TachyscopeError, match="takes no actions, got"):
         play(adapter, frames=1, actions=(2,))
@@ -614,8 +618,8 @@ def test_a_model_without_actions_refuses_them():
 def test_a_model_saved_and_loaded_is_the_same_to_the_bit(toy):
     made = toy_tokens()
     assert toy.config == made.config
-    theirs = toy.model.state_dict()
-    assert all(torch.equal(x, theirs[name]) for name, x in made.model.state_dict().items())
+    theirs = toy.transformer.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in made.transformer.state_dict().items())
     assert toy.dtype == torch.float32
 
 
@@ -672,7 +676,7 @@ def copied(folder, tmp_path):
 
 
 def same_model(folder, toy):
-    ours, theirs = load_vila(folder).model.state_dict(), toy.model.state_dict()
+    ours, theirs = load_vila(folder).transformer.state_dict(), toy.transformer.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
@@ -723,9 +727,9 @@ def test_one_stored_table_serves_a_shared_codebook(tmp_path):
     for d in range(1, 4):
         del tensors[f"rqvaesiglip.quantizer.codebooks.{d}.weight"]
     write_tensors(path, tensors)
-    books = load_vila(tmp_path).model.vae.quantizer.codebooks
+    books = load_vila(tmp_path).transformer.vae.quantizer.codebooks
     assert all(book is books[0] for book in books)
-    assert torch.equal(books[0].weight, adapter.model.vae.quantizer.codebooks[0].weight)
+    assert torch.equal(books[0].weight, adapter.transformer.vae.quantizer.codebooks[0].weight)
 
 
 def test_tied_word_embeddings_need_no_head_in_the_file(folder, tmp_path):
@@ -735,13 +739,13 @@ def test_tied_word_embeddings_need_no_head_in_the_file(folder, tmp_path):
     del tensors["lm_head.weight"]
     write_tensors(path, tensors)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
-    llm = load_vila(copy).model.llm
+    llm = load_vila(copy).transformer.llm
     assert torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight)
 
 
 def test_a_model_is_loaded_in_the_dtype_that_is_asked_for_or_written(folder, tmp_path):
     half = load_vila(folder, dtype=torch.bfloat16)
-    assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in half.transformer.parameters()} == {torch.bfloat16}
     codes, session = play(half, frames=2)
     assert half.decode_latents(session, codes[1]).shape == (1, 32, 32, 3)
     save_vila(half, tmp_path)

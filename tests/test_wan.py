@@ -41,7 +41,7 @@ class WholeSession:
         self.shape = adapter.shape()
         self.rope, self.mask = adapter.rope(self.shape), None
         self.pos = self.shape.positions(0, frames)[None, None]
-        self.keys, self.values = adapter.model.keys_values(context)
+        self.keys, self.values = adapter.transformer.keys_values(context)
         if chunk:
             index = self.pos[0, 0, :, 0] // chunk
             self.mask = index[:, None] >= index[None, :]
@@ -118,7 +118,7 @@ def test_predictions_equal_diffusers(stored, inputs, times, exact, tolerance):
     # one time a video, or one a token
     spread = t[:, 0] if len(times) == 1 else t.repeat_interleave(6, 1)
     expected = theirs(latents, spread, context, return_dict=False)[0]
-    ours = adapter.model(WholeSession(adapter, 3, context), latents, t.expand(2, 3))
+    ours = adapter.transformer(WholeSession(adapter, 3, context), latents, t.expand(2, 3))
     assert expected.std() > 0.5
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
 
@@ -127,12 +127,12 @@ def test_predictions_equal_diffusers(stored, inputs, times, exact, tolerance):
 def test_half_precision_errs_no_more_than_diffusers(small, inputs):
     latents, context = inputs
     t = torch.tensor([[1000.0, 625.0, 0.0]]).expand(2, 3)
-    exact = small.model(WholeSession(small, 3, context), latents, t)
+    exact = small.transformer(WholeSession(small, 3, context), latents, t)
     half = random_wan(SMALL, seed=1, dtype=torch.bfloat16)
-    ours = half.model(WholeSession(half, 3, context), latents, t)
+    ours = half.transformer(WholeSession(half, 3, context), latents, t)
     assert ours.dtype == latents.dtype
-    assert half.model.blocks[0].modulation.dtype == torch.float32
-    theirs = oracle(small.model.state_dict(), SMALL, torch.bfloat16)
+    assert half.transformer.blocks[0].modulation.dtype == torch.float32
+    theirs = oracle(small.transformer.state_dict(), SMALL, torch.bfloat16)
     spread = t.repeat_interleave(6, 1)
     theirs = theirs(latents.bfloat16(), spread, context.bfloat16(), return_dict=False)[0].float()
     assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
@@ -229,9 +229,9 @@ def test_chunk_by_chunk_equals_all_at_once():
                 noise=(sigma,) * 3,
             )
             times = torch.full((1, 3), t)
-            part = adapter.model(session, x, times, flat[now])
+            part = adapter.transformer(session, x, times, flat[now])
             padded = torch.cat([torch.zeros(1, 3 * i), times], 1)
-            full = adapter.model(whole, torch.cat([before, x], 2), padded, flat)
+            full = adapter.transformer(whole, torch.cat([before, x], 2), padded, flat)
             torch.testing.assert_close(part, full[:, :, now], rtol=0, atol=1e-5)
         session.commit()
 
@@ -250,7 +250,7 @@ def test_a_sampled_chunk_is_what_the_scheduler_makes_of_the_model():
     same = torch.Generator().manual_seed(5)
     x = torch.randn(1, 16, 3, 8, 12, generator=same)
     for t in scheduler.timesteps:
-        said = adapter.model(whole, x, t.expand(1, 3), actions)
+        said = adapter.transformer(whole, x, t.expand(1, 3), actions)
         x = scheduler.step(said, t, x, generator=same, return_dict=False)[0]
     # rounding grows over four passes of a random model
     torch.testing.assert_close(adapter.sample(session, [1, 2, 3]), x, rtol=0, atol=1e-4)
@@ -271,7 +271,7 @@ def test_a_clean_pass_leaves_what_sampling_left():
 def whole_clean_pass(model, session, x, actions):
     """The clean pass as any other: up to a prediction that nobody uses."""
     sampler.begin_pass(model, session, x, len(model.schedule), [0.0])
-    model.model(session, x, torch.zeros(len(x), x.shape[2]), actions)
+    model.transformer(session, x, torch.zeros(len(x), x.shape[2]), actions)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +305,8 @@ def test_the_work_of_a_clean_pass_is_counted_as_it_is():
     x, t = torch.randn(1, 16, 3, 8, 12), torch.zeros(1, 3)
     flops = []
     for call in (
-        lambda: adapter.model(Nothing(), x, t),
-        lambda: adapter.model.prefill(Nothing(), lambda *given: entered.append(given), x, t),
+        lambda: adapter.transformer(Nothing(), x, t),
+        lambda: adapter.transformer.prefill(Nothing(), lambda *given: entered.append(given), x, t),
     ):
         with FlopCounterMode(display=False) as counter:
             call()
@@ -322,7 +322,7 @@ def test_the_work_of_a_clean_pass_is_counted_as_it_is():
         row = session.meter.take()
         # attention, the prompt's and the MLPs are the session's, not the transformer's
         counts.append(row["macs"] - 2 * 24 * (row["pairs"] + row["text_pairs"]))
-        counts[-1] -= row["rows_computed"] * adapter.model.blocks[0].ffn.macs
+        counts[-1] -= row["rows_computed"] * adapter.transformer.blocks[0].ffn.macs
     assert flops[0] - flops[1] == 2 * (counts[0] - counts[1]) > 0
 
 
@@ -331,28 +331,28 @@ def test_three_linears_as_one_give_the_same(small, inputs, tmp_path):
     latents, context = inputs
     t = torch.tensor([[1000.0, 625.0, 0.0]]).expand(2, 3)
     fused = random_wan(SMALL, seed=1)
-    fused.model.fuse()
-    attention = fused.model.blocks[0].self_attn
+    fused.transformer.fuse()
+    attention = fused.transformer.blocks[0].self_attn
     assert attention.fused[0].data_ptr() == attention.q.weight.data_ptr()  # no second copy
-    ours, theirs = (m.model(WholeSession(m, 3, context), latents, t) for m in (fused, small))
+    ours, theirs = (m.transformer(WholeSession(m, 3, context), latents, t) for m in (fused, small))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     x = torch.randn(2, 18, 256)
     for a, b in zip(
         attention.query_key_value(x),
-        small.model.blocks[0].self_attn.query_key_value(x),
+        small.transformer.blocks[0].self_attn.query_key_value(x),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     save_wan(fused, tmp_path / "a.safetensors")
     again = read_tensors(tmp_path / "a.safetensors")
-    assert again.keys() == small.model.state_dict().keys()
-    assert all(again[name].equal(x) for name, x in small.model.state_dict().items())
-    fused.model.to(torch.float64)
+    assert again.keys() == small.transformer.state_dict().keys()
+    assert all(again[name].equal(x) for name, x in small.transformer.state_dict().items())
+    fused.transformer.to(torch.float64)
     assert attention.fused is None
 
 
 def test_gradients_reach_weights_that_are_fused(small, inputs):
-    model = random_wan(SMALL, seed=1).model.fuse()
+    model = random_wan(SMALL, seed=1).transformer.fuse()
     x = torch.randn(1, 5, 256)
     sum(part.sum() for part in model.blocks[0].self_attn.query_key_value(x)).backward()
     assert all(getattr(model.blocks[0].self_attn, name).weight.grad is not None for name in "kv")
@@ -369,13 +369,13 @@ def film(adapter, chunks, seed=0, prompt="a red ball"):
 
 def test_a_session_leaves_the_model_as_it_was():
     adapter = toy_chunks()
-    before = {name: tensor.clone() for name, tensor in adapter.model.state_dict().items()}
-    held = [dict(vars(module)) for module in adapter.model.modules()]
+    before = {name: tensor.clone() for name, tensor in adapter.transformer.state_dict().items()}
+    held = [dict(vars(module)) for module in adapter.transformer.modules()]
     first = np.concatenate(list(film(adapter, 2)))
     assert np.array_equal(first, np.concatenate(list(film(adapter, 2))))
-    for name, tensor in adapter.model.state_dict().items():
+    for name, tensor in adapter.transformer.state_dict().items():
         assert tensor.equal(before[name])
-    assert [dict(vars(module)) for module in adapter.model.modules()] == held
+    assert [dict(vars(module)) for module in adapter.transformer.modules()] == held
 
 
 def test_the_toy_moves_and_depends_on_seed_and_prompt():
@@ -473,8 +473,8 @@ def test_an_action_reaches_its_latent_frame_and_none_before():
     adapter = toy_chunks()
     whole = WholeSession(adapter, 4, torch.zeros(1, 64, 24), chunk=1)
     x, t = torch.randn(1, 16, 4, 8, 12), torch.full((1, 4), 500.0)
-    stay = adapter.model(whole, x, t, torch.tensor([0, 0, 0, 0]))
-    turn = adapter.model(whole, x, t, torch.tensor([[0, 0, 3, 0]]))
+    stay = adapter.transformer(whole, x, t, torch.tensor([0, 0, 0, 0]))
+    turn = adapter.transformer(whole, x, t, torch.tensor([[0, 0, 3, 0]]))
     torch.testing.assert_close(turn[:, :, :2], stay[:, :, :2])
     assert (turn - stay)[:, :, 2:].abs().mean() > 0.05
 
@@ -483,13 +483,15 @@ def test_an_action_reaches_its_latent_frame_and_none_before():
 def test_a_model_that_gains_actions_starts_as_it_was(small, inputs):
     latents, context = inputs
     more = WanModel("more", WanCausal(dataclasses.replace(SMALL, actions=".w")))
-    more.model.load_state_dict(
-        small.model.state_dict()
-        | {"action_embedding.weight": more.model.state_dict()["action_embedding.weight"]}
+    more.transformer.load_state_dict(
+        small.transformer.state_dict()
+        | {"action_embedding.weight": more.transformer.state_dict()["action_embedding.weight"]}
     )
     t = torch.full((2, 3), 625.0)
-    with_action = more.model(WholeSession(more, 3, context), latents, t, torch.tensor([0, 1, 1]))
-    assert with_action.equal(small.model(WholeSession(small, 3, context), latents, t))
+    with_action = more.transformer(
+        WholeSession(more, 3, context), latents, t, torch.tensor([0, 1, 1])
+    )
+    assert with_action.equal(small.transformer(WholeSession(small, 3, context), latents, t))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -498,10 +500,10 @@ def test_every_parameter_learns(mixed):
     x, t = torch.randn(2, 16, 2, 8, 12), torch.tensor([[900.0, 300.0], [0.0, 20.0]])
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         session = WholeSession(adapter, 2, torch.randn(2, 5, 24), chunk=1)
-        said = adapter.model(session, x, t, torch.tensor([[0, 1], [2, 3]]))
+        said = adapter.transformer(session, x, t, torch.tensor([[0, 1], [2, 3]]))
     assert said.dtype == torch.float32
     said.square().mean().backward()
-    for name, parameter in adapter.model.named_parameters():
+    for name, parameter in adapter.transformer.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
 
@@ -514,7 +516,7 @@ def test_a_training_step_is_one_graph():
 
     def step(context, x, t, actions):
         session = WholeSession(adapter, 3, context, chunk=1)
-        return adapter.model(session, x, t, actions).square().mean()
+        return adapter.transformer(session, x, t, actions).square().mean()
 
     whole = torch.compile(step, fullgraph=True, backend="eager")
     torch.testing.assert_close(whole(context, x, t, actions), step(context, x, t, actions))
@@ -539,11 +541,11 @@ def test_counted_work_is_the_work():
     counts = []
     for rows in (8, 16):
         with FlopCounterMode(display=False) as counter:
-            adapter.model(Nothing(), torch.randn(1, 16, 3, rows, 12), torch.zeros(1, 3))
+            adapter.transformer(Nothing(), torch.randn(1, 16, 3, rows, 12), torch.zeros(1, 3))
         counts.append(counter.get_total_flops())
     # the difference leaves out what each frame's time costs
     assert counts[1] - counts[0] == 2 * 72 * adapter.shape().macs
-    mlp = adapter.model.blocks[0].ffn
+    mlp = adapter.transformer.blocks[0].ffn
     assert mlp.macs == mlp.up.weight.numel() + mlp.down.weight.numel()
 
 
@@ -596,7 +598,7 @@ def test_a_model_without_actions_takes_none(small):
 
 
 def test_parts_that_are_missing_are_named(small):
-    bare = WanModel("bare", small.model)
+    bare = WanModel("bare", small.transformer)
     refused(
         lambda: bare.encode_prompt(""),
         "bare was loaded without a text encoder",
@@ -622,11 +624,11 @@ def test_weights_beyond_the_memory_are_told_in_one_line(small, tmp_path):
 def test_a_prompts_keys_and_values_are_computed_once(monkeypatch):
     adapter, calls, whole = toy_chunks(), [], WanCausal.keys_values
     monkeypatch.setattr(WanCausal, "keys_values", lambda self, x: calls.append(1) or whole(self, x))
-    for block in adapter.model.blocks:
+    for block in adapter.transformer.blocks:
         for part in (block.cross_attn.k, block.cross_attn.v):
             part.register_forward_hook(lambda *_: calls.append(0))
     assert len(list(rollout(adapter, "fast", frames=9, prompt="a"))) == 3
-    assert (calls.count(1), calls.count(0)) == (1, 2 * len(adapter.model.blocks))
+    assert (calls.count(1), calls.count(0)) == (1, 2 * len(adapter.transformer.blocks))
 
 
 def test_a_folder_comes_back_whole(tmp_path):
@@ -649,7 +651,7 @@ def test_a_folder_comes_back_whole(tmp_path):
 def test_a_single_file_tells_its_shape(small, tmp_path):
     save_wan(small, tmp_path / "a.pt")
     save_wan(small, tmp_path / "a.safetensors")
-    assert read_tensors(tmp_path / "a.safetensors").keys() == small.model.state_dict().keys()
+    assert read_tensors(tmp_path / "a.safetensors").keys() == small.transformer.state_dict().keys()
     for name in ("a.pt", "a.safetensors"):
         adapter = load_wan(tmp_path / name)
         inferred = dataclasses.replace(SMALL, size=(60, 104), stride=(4, 8, 8))
@@ -660,7 +662,7 @@ def test_a_single_file_tells_its_shape(small, tmp_path):
 
 def test_a_sharded_folder_is_read(small, tmp_path):
     save_wan(small, tmp_path)
-    tensors = small.model.state_dict()
+    tensors = small.transformer.state_dict()
     (tmp_path / WEIGHTS).unlink()
     halves = list(tensors)[::2], list(tensors)[1::2]
     places = {}
@@ -668,7 +670,7 @@ def test_a_sharded_folder_is_read(small, tmp_path):
         write_tensors(tmp_path / f"part-{i}.safetensors", {name: tensors[name] for name in names})
         places |= dict.fromkeys(names, f"part-{i}.safetensors")
     (tmp_path / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": places}))
-    again = load_wan(tmp_path).model.state_dict()
+    again = load_wan(tmp_path).transformer.state_dict()
     assert all(again[name].equal(tensor) for name, tensor in tensors.items())
 
 

@@ -134,7 +134,7 @@ def folder(tmp_path_factory, umt5, vae):
     import transformers
 
     path = tmp_path_factory.mktemp("published")
-    save_wan(WanModel("small", random_wan(CONFIG).model), path)
+    save_wan(WanModel("small", random_wan(CONFIG).transformer), path)
     write_tensors(path / wan_text.PUBLISHED, original_umt5(umt5))
     model = tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
     inner = tokenizers.Tokenizer(model)

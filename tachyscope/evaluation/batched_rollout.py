@@ -26,7 +26,7 @@ class Together(WanModel):
     """A model whose rows are worlds: each draws the noise that it would draw alone."""
 
     def __init__(self, model: WanModel, scenes: Sequence[Scene]) -> None:
-        super().__init__(model.name, model.model, model.text, model.decoder)
+        super().__init__(model.name, model.transformer, model.text, model.decoder)
         self.scenes = scenes
         numbers = [scene.world.number for scene in scenes]
         self.generators = [Generator(self.device).manual_seed(number) for number in numbers]
@@ -43,7 +43,7 @@ class Together(WanModel):
         prompts = [self.encode_prompt(scene.world.prompt) for scene in self.scenes]
         context = torch.cat([prompt.context for prompt in prompts])
         session.set_prompt_kv(
-            *self.model.keys_values(context), [prompt.length for prompt in prompts]
+            *self.transformer.keys_values(context), [prompt.length for prompt in prompts]
         )
         latents = self.true_latents(0, given)
         for i in range(given):

@@ -31,7 +31,7 @@ class Timed(VilaModel):
     """The model, with a clock on every run of its trunk over a token."""
 
     def __init__(self, model: VilaModel, weights: nn.Module | None = None) -> None:
-        weights = model.model if weights is None else weights
+        weights = model.transformer if weights is None else weights
         super().__init__(cast(Any, weights), model.config, model.tokenizer, model.name)
         self.trunk_ms: list[float] = []
 
@@ -81,7 +81,7 @@ class NoRead(AttentionPolicy):
 
 def hollow(model: VilaModel, projections: bool) -> VilaModel:
     """The model with its trunk's MLPs, and on demand its projections, replaced by nothing."""
-    weights = copy.deepcopy(model.model)
+    weights = copy.deepcopy(model.transformer)
     for layer in weights.trunk.layers:
         layer.mlp = Nothing(model.config.hidden)
         if projections:

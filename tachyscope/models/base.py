@@ -31,7 +31,7 @@ class VideoModel(abc.ABC):
     """A model, frozen: all that changes during a video lives in the session."""
 
     name: str
-    model: nn.Module
+    transformer: nn.Module
     kind: str  # "chunks", "tokens" or "rolling": which named plans are meant
     device: torch.device
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class VideoModel(abc.ABC):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the weights; worked out when first asked for."""
-        return of_tensors(self.model.state_dict())
+        return of_tensors(self.transformer.state_dict())
 
     def prompt_key(self, prompt: str) -> str:
         """A hash by which a state knows its prompt."""

@@ -189,7 +189,7 @@ def with_prompt(model: VideoModel, file: Path | str, later: Sequence[str] = ()) 
             f"{model.name} takes no embedded prompt, got {file}: give the prompt in words"
         )
     text = PromptFile.read(Path(file), model.config, later)
-    return WanModel(model.name, model.model, text, model.decoder)
+    return WanModel(model.name, model.transformer, text, model.decoder)
 
 
 def find_device(device: str | torch.device) -> torch.device:

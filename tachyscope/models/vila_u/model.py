@@ -58,19 +58,19 @@ class Prompt:
 class VilaModel(VideoModel):
     """VILA-U behind the session: one pass a place, all of a frame's codes as its latents."""
 
-    model: Vila
+    transformer: Vila
     kind = "tokens"
     frame_dim = 1
     stock = "cache=keep_all attention=dense text=none replay=none"
 
     def __init__(
-        self, model: Vila, config: VilaConfig, tokenizer: Tokenizer, name: str = "vila-u"
+        self, transformer: Vila, config: VilaConfig, tokenizer: Tokenizer, name: str = "vila-u"
     ) -> None:
-        self.model = model
+        self.transformer = transformer
         self.config = config
         self.tokenizer = tokenizer
         self.name = name
-        weight = model.trunk.norm.weight
+        weight = transformer.trunk.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.fps, self.size = config.fps, config.size
         self.actions = config.actions
@@ -99,18 +99,18 @@ class VilaModel(VideoModel):
     def on_meta(self) -> Self:
         found = copy.copy(self)
         found.device = torch.device("meta")
-        found.model = copy.deepcopy(self.model).to("meta")
+        found.transformer = copy.deepcopy(self.transformer).to("meta")
         return found
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
-        c, vae = self.config, self.model.vae
+        c, vae = self.config, self.transformer.vae
         x = torch.empty(shape.batch, max(prompt, 1), c.hidden, dtype=self.dtype, device="meta")
         codes = torch.empty(1, *c.grid, c.depth, dtype=torch.int64, device="meta")
         return MemoryParts(
-            weights=tensor_bytes(self.model.parameters()),
+            weights=tensor_bytes(self.transformer.parameters()),
             decoder=0,  # among the weights
             prompt=0,  # in the cache
-            activations=peak(lambda: self.model.trunk(FreeAttention(), x)),
+            activations=peak(lambda: self.transformer.trunk(FreeAttention(), x)),
             decoding=peak(lambda: vae.decode(vae.quantizer.sum(codes))),
         )
 
@@ -146,7 +146,7 @@ class VilaModel(VideoModel):
 
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: Prompt) -> None:
-        x = self.model.trunk.embed_tokens(prompt.ids)
+        x = self.transformer.trunk.embed_tokens(prompt.ids)
         self._run(session, x, session.prompt_positions())
         session.commit()
 
@@ -154,15 +154,15 @@ class VilaModel(VideoModel):
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         """Codes [V, 1, rows, columns, D]."""
         c, shape = self.config, session.shape
-        session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.model.head.macs)
+        session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.transformer.head.macs)
         sizes = self._videos(shape), shape.tokens_per_frame, c.depth, c.codes
         noise = draw_noise(session.generator, sizes, self.device)
         pos = shape.positions(session.latent_frame, 1, self.device)
         codes = []
         for i in range(shape.tokens_per_frame):
             hidden = session.features["hidden"]
-            books = self.model.vae.quantizer
-            codes.append(self.model.head.generate(hidden, books, c.sampler, noise[:, i]))
+            books = self.transformer.vae.quantizer
+            codes.append(self.transformer.head.generate(hidden, books, c.sampler, noise[:, i]))
             self._feed(session, codes[-1][:, None], pos[i : i + 1], actions)
         return torch.stack(codes, 1).reshape(-1, 1, *c.grid, c.depth)
 
@@ -185,13 +185,15 @@ class VilaModel(VideoModel):
         for i in range(session.shape.tokens_per_frame):
             states.append(session.features["hidden"])
             self._feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
-        sums = self.model.vae.quantizer.sums(codes)
+        sums = self.transformer.vae.quantizer.sums(codes)
         sums = sums.repeat(len(states[0]) // len(sums), 1, 1, 1)
-        return self.config.sampler.guide(self.model.head(torch.stack(states, 1), sums))
+        return self.config.sampler.guide(self.transformer.head(torch.stack(states, 1), sums))
 
     @torch.no_grad()
     def decode_latents(self, session: Session, latents: Tensor) -> np.ndarray:
-        pixels = self.model.vae.decode(self.model.vae.quantizer.sum(latents.flatten(0, 1)))
+        pixels = self.transformer.vae.decode(
+            self.transformer.vae.quantizer.sum(latents.flatten(0, 1))
+        )
         levels = pixels.float().add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
         return levels.movedim(1, -1).cpu().numpy()
 
@@ -205,8 +207,8 @@ class VilaModel(VideoModel):
                 f"got {frames.shape[1]}x{frames.shape[2]}: resize them"
             )
         levels = torch.from_numpy(np.ascontiguousarray(frames)).to(self.device, self.dtype)
-        vectors = self.model.vae.encode(levels.movedim(-1, 1) / 127.5 - 1)
-        return self.model.vae.quantizer.quantise(vectors)[None]
+        vectors = self.transformer.vae.encode(levels.movedim(-1, 1) / 127.5 - 1)
+        return self.transformer.vae.quantizer.quantise(vectors)[None]
 
     def _videos(self, shape: Shape) -> int:
         return shape.batch // (2 if shape.paired else 1)
@@ -215,7 +217,7 @@ class VilaModel(VideoModel):
         self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
     ) -> None:
         """Run the trunk over tokens of codes [V, S, D], in both rows of a pair."""
-        x = self.model.embed(codes, self._action(actions))
+        x = self.transformer.embed(codes, self._action(actions))
         self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos)
 
     def _action(self, actions: Sequence[int] | Tensor) -> int | Tensor | None:
@@ -237,7 +239,7 @@ class VilaModel(VideoModel):
     def _run(self, session: Session, x: Tensor, pos: Tensor) -> None:
         session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
         # the last token's state predicts the next token, which may be the next frame's first
-        session.features["hidden"] = self.model.trunk(session, x)[:, -1]
+        session.features["hidden"] = self.transformer.trunk(session, x)[:, -1]
 
 
 def load_vila(
@@ -280,7 +282,7 @@ def save_vila(model: VilaModel, folder: Path | str) -> None:
     files[""]["model_dtype"] = str(model.dtype)
     for part in PARTS:
         (folder / part).mkdir(parents=True, exist_ok=True)
-        tensors = getattr(model.model, part).state_dict()
+        tensors = getattr(model.transformer, part).state_dict()
         # a file cannot say that two names are one tensor
         write_tensors(folder / part / WEIGHTS[0], {k: v.clone() for k, v in tensors.items()})
         write_json(folder / part / "config.json", files[part])

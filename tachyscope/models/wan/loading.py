@@ -153,7 +153,7 @@ def _parts_folder(path: Path) -> Path:
 def save_wan(made: WanModel, path: Path | str) -> None:
     """Write a folder, or the weights alone: to .safetensors, or to a .pt as trainers do."""
     path = Path(path)
-    tensors = made.model.state_dict()
+    tensors = made.transformer.state_dict()
     if path.suffix in SAFE:
         return write_tensors(path, tensors)
     if path.suffix in PICKLED:

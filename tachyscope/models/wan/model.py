@@ -34,22 +34,22 @@ COMPILED_CHUNKS, COMPILED_WIDTH = 75, 1024
 class WanModel(VideoModel):
     """A Wan-type causal model: its transformer, its text encoder and its decoder."""
 
-    model: WanCausal
+    transformer: WanCausal
     frame_dim = 2
 
     def __init__(
         self,
         name: str,
-        model: WanCausal,
+        transformer: WanCausal,
         text: TextEncoder | None = None,
         decoder: Decoder | None = None,
     ) -> None:
-        self.name, self.model, self.text, self.decoder = name, model, text, decoder
-        self.config = model.config
-        self.device = model.patch_embedding.weight.device
-        self.dtype = model.patch_embedding.weight.dtype
+        self.name, self.transformer, self.text, self.decoder = name, transformer, text, decoder
+        self.config = transformer.config
+        self.device = transformer.patch_embedding.weight.device
+        self.dtype = transformer.patch_embedding.weight.dtype
         if self.device.type == "cuda":
-            model.fuse()
+            transformer.fuse()
         self.kind, self.fps = self.config.kind, self.config.fps
         (high, wide), (_, down, across) = self.config.size, self.config.stride
         self.size = high * down, wide * across
@@ -64,7 +64,7 @@ class WanModel(VideoModel):
         return self.device.type == "cuda" and large and chunks >= COMPILED_CHUNKS
 
     def compile(self) -> Self:
-        self.model.compile_layers()
+        self.transformer.compile_layers()
         if isinstance(self.decoder, WanVae):
             self.decoder.compile_norms()
         elif isinstance(self.decoder, TinyDecoder):
@@ -78,7 +78,7 @@ class WanModel(VideoModel):
         for part in _modules(found.decoder):
             part.to("meta")
         with found.device:  # made anew: a copy would first take the weights' memory again
-            found.model = WanCausal(self.config).cast(self.dtype)
+            found.transformer = WanCausal(self.config).cast(self.dtype)
         return found
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
@@ -88,7 +88,7 @@ class WanModel(VideoModel):
         t = torch.empty(shape.batch, frames, **meta)
         actions = torch.empty(frames, dtype=torch.int64, **meta) if c.actions else None
         with torch.no_grad():
-            keys, values = self.model.keys_values(
+            keys, values = self.transformer.keys_values(
                 torch.empty(shape.batch, c.text_len, c.text_dim, **meta)
             )
         features: dict[str, Tensor] = {}
@@ -99,10 +99,10 @@ class WanModel(VideoModel):
                 decoding = max(decoding, peak(lambda: decoder(x[:1, :, : shape.chunk], features)))
             held = sum(tensor_bytes(part.parameters()) for part in _modules(decoder))
         return MemoryParts(
-            weights=tensor_bytes(self.model.parameters()),
+            weights=tensor_bytes(self.transformer.parameters()),
             decoder=held + tensor_bytes(features.values()),
             prompt=tensor_bytes((*keys, *values)),
-            activations=peak(lambda: self.model(FreeAttention(), x, t, actions)),
+            activations=peak(lambda: self.transformer(FreeAttention(), x, t, actions)),
             decoding=decoding,
         )
 
@@ -187,7 +187,7 @@ class WanModel(VideoModel):
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: EncodedPrompt) -> None:
         rows = session.shape.batch
-        keys, values = self.model.keys_values(prompt.context.expand(rows, -1, -1))
+        keys, values = self.transformer.keys_values(prompt.context.expand(rows, -1, -1))
         session.set_prompt_kv(keys, values, (prompt.length,) * rows)
 
     @torch.no_grad()

@@ -98,7 +98,7 @@ def denoise_pass(
     begin_pass(model, session, x, levels[0], sigmas)
     fine: dict[str, Any] = {"dtype": torch.float32, "device": model.device}
     times = [torch.full((len(x), frames), model.schedule[level][0], **fine) for level in levels]
-    predictions = model.model(session, x, torch.cat(times, 1), actions).split(frames, 2)
+    predictions = model.transformer(session, x, torch.cat(times, 1), actions).split(frames, 2)
     return [
         clean_from(model.config, *each) for each in zip(chunks, predictions, sigmas, strict=True)
     ]
@@ -119,7 +119,7 @@ def clean_pass(
     read = len(pos) + (session.total_entries if past else 0)
     session.meter.add("pairs_dense", -shape.batch * shape.heads * len(pos) * read)
     t = torch.zeros(len(x), x.shape[2], dtype=torch.float32, device=model.device)
-    model.model.prefill(session, session.write_kv, x, t, actions)
+    model.transformer.prefill(session, session.write_kv, x, t, actions)
 
 
 def begin_pass(

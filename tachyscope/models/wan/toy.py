@@ -158,4 +158,4 @@ def toy_chunks(
     )  # fmt: skip
     # drawn on the CPU, so that it is the same model on every device
     made = random_wan(config, seed, dtype=dtype)
-    return WanModel("toy-chunks", made.model.to(device), made.text, made.decoder)
+    return WanModel("toy-chunks", made.transformer.to(device), made.text, made.decoder)
