@@ -77,11 +77,10 @@ def load_wan(
     A folder may be diffusers', of the transformer or of the pipeline around it. `text`, and the
     tiny decoder in the file `decoder`, go before the parts that the folder holds, and these before
     Wan's own as they are published, which may also lie beside a file, in the folder above it, or in
-    `parts`. `decoder_check` has a tiny
-    decoder's frames compared with the VAE's. `lora` is merged into the weights, by `lora_alpha`
-    where the file does not tell its alpha.
-    `preset` is the name of the model that `config` describes, `entry` the copy its authors run
-    where a file holds several.
+    `parts`. `decoder_check` has a tiny decoder's frames compared with the VAE's. `lora` is merged
+    into the weights, by `lora_alpha` where the file does not tell its alpha. `preset` is the name
+    of the model that `config` describes, `entry` the copy its authors run where a file holds
+    several.
     """
     path, shown = Path(path), None
     if path.is_dir():
