@@ -1,4 +1,4 @@
-"""What README says of quality is what was measured on the weights that are shipped."""
+"""What README and docs/results.md say was measured, by the command beside it, on the shipped weights."""
 
 import json
 import re
@@ -10,31 +10,75 @@ from tachyscope.results import document
 from tachyscope.weights import RECORD, weights_hashes
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "atrium-world-readme-2026-11-15-h200.json"
+README, RESULTS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results.md").read_text()
+FILES = ROOT / "bench" / "results"
 
 
 @pytest.fixture(scope="module")
-def measured():
-    return json.loads(RESULTS.read_text())
+def quality():
+    return json.loads((FILES / "atrium-world-readme-2026-11-15-h200.json").read_text())
 
 
-def test_the_readme_table_is_of_the_shipped_weights(measured):
-    assert measured["weights"] == weights_hashes(["atrium-world"])
-    assert all(row["worlds"] >= 16 for row in measured["rows"])
+@pytest.fixture(scope="module")
+def speed():
+    return json.loads((FILES / "wan-all-2026-11-15-h200.json").read_text())
 
 
-def test_every_number_of_the_readme_table_was_measured(measured):
-    text = (ROOT / "README.md").read_text()
-    head = "| plan | revisit, dB | worst room | frames 49-96, dB | identity | worst room |"
+def table(text, head):
+    """The cells of the table with this head, row by row."""
     lines = text[text.index(head) :].split("\n\n")[0].splitlines()[2:]
-    rows = measured["rows"]
-    assert len(lines) == len(rows) == 7
-    for line, row in zip(lines, rows, strict=True):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_every_file_of_the_index_is_there_and_was_made_by_the_command_beside_it():
+    rows = table(RESULTS, "| number | file | command |")
+    assert len(rows) > 10
+    for number, file, command in rows:
+        if file == "predicted, no file":
+            assert "bench fit" in command
+            continue
+        assert json.loads((ROOT / file.strip("`")).read_text())["command"] == command.strip("`"), (
+            number
+        )
+
+
+def test_the_tables_are_of_the_shipped_weights(quality):
+    assert quality["weights"] == weights_hashes(["atrium-world"])
+    assert all(row["worlds"] >= 16 for row in quality["rows"])
+
+
+def test_every_number_of_the_readme_table_was_measured(quality, speed):
+    head = "| plan | frames/s | x stock | GB | dB | worst room | identity | worst room |"
+    fast = {row["name"]: row for row in speed["rows"]}
+    good = {row["asked"]: row for row in quality["rows"]}
+    names = ["dense", "window21", "balanced", "fast"]
+    rows = table(README, head)
+    assert len(rows) == len(names)
+    for cells, name in zip(rows, names, strict=True):
+        row = good.get(name, good["cache=window:budget=21f"])
+        fps = fast[name]["rates"]["1880"]["fps"]
+        assert cells[1:] == [
+            f"{fps:.1f}", f"{fps / fast['stock']['rates']['1880']['fps']:.2f}x",
+            f"{fast[name]['peak_gb']:.1f}", f"{row['revisit_db']:.1f}",
+            f"{row['revisit_db_worst']:.1f}", f"{row['identity']:.0%}",
+            f"{row['identity_worst']:.0%}",
+        ]  # fmt: skip
+        assert ("window of 21" if name == "window21" else f"`{name}`") in cells[0]
+
+
+def test_every_number_of_the_quality_table_was_measured(quality):
+    head = "| plan | revisit, dB | worst room | frames 49-96, dB | identity | worst room |"
+    cells_by_row, rows = table(RESULTS, head), quality["rows"]
+    assert len(cells_by_row) == len(rows) == 7
+    for cells, row in zip(cells_by_row, rows, strict=True):
 
         def spread(key, row=row):
             return f"{row[key]:.1f} ({row[f'{key}_low']:.1f} to {row[f'{key}_high']:.1f})"
 
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[1:] == [
             spread("revisit_db"), f"{row['revisit_db_worst']:.1f}", spread("psnr_truth_96"),
             f"{row['identity']:.0%}", f"{row['identity_worst']:.0%}", f"{row['cache_mb']:.0f}",
