@@ -12,7 +12,7 @@ from torch import Tensor
 from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention
-from tachyscope.kernels.rotary import turn_into
+from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
@@ -297,8 +297,8 @@ class Session:
         assert self._context is not None and self._cos_sin is not None and self._pos is not None
         ctx, here = self._context.for_layer(layer), self.layers[layer]
         slots = slice(ctx.past + ctx.start, ctx.end)
-        turned_k = turn_into(here.k[:, :, slots], k, *self._cos_sin, self.rope)
-        turned_q = turn_into(None, q, *self._cos_sin, self.rope)
+        turned_k = apply_rotary(here.k[:, :, slots], k, *self._cos_sin, self.rope)
+        turned_q = apply_rotary(None, q, *self._cos_sin, self.rope)
         here.v[:, :, slots] = v
         here.pos[:, :, slots] = self._pos
         if here.unrotated is not None:

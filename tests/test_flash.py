@@ -19,7 +19,7 @@ from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.device import has_large_smem
-from tachyscope.kernels.hashing import buckets, int8_scores, order_of, quantise
+from tachyscope.kernels.hashing import order_of, quantise
 from tachyscope.types import Rope
 
 pytest.importorskip("triton")
@@ -185,24 +185,6 @@ def test_order_of_sorts_every_head_and_keeps_ties(rng):
     assert order_of(number[:, :, :0], most).shape == (2, 80, 0)
 
 
-def test_block_buckets_equals_buckets(rng):
-    x = torch.randn(2, 3, 110, 16, generator=rng)[:, :, 5:105]
-    assert torch.equal(block_index.buckets(x, 8).long(), buckets(x, 8))
-
-
-def test_entries_are_carried_there_and_back(rng):
-    held = torch.randn(2, 3, 110, 16, generator=rng)
-    x, before = held[:, :, 5:105], held.clone()
-    order = torch.rand(2, 3, 120, generator=rng)[:, :, :100].argsort(-1).int()
-    slots.permute(x, order)
-    want = before[:, :, 5:105].gather(2, order.long().unsqueeze(-1).expand_as(x))
-    assert torch.equal(x, want) and not torch.equal(x, before[:, :, 5:105])
-    assert torch.equal(held[:, :, :5], before[:, :, :5])
-    assert torch.equal(held[:, :, 105:], before[:, :, 105:])
-    slots.permute(x, order, back=True)
-    assert torch.equal(held, before)
-
-
 @pytest.mark.parametrize("source, target, count", [(30, 10, 70), (60, 10, 40), (40, 0, 1)])
 def test_entries_are_shifted_though_they_overlap(rng, source, target, count):
     x = torch.randn(2, 3, 110, 16, generator=rng)[:, :, :100]
@@ -230,21 +212,6 @@ def test_blocks_are_encoded_where_they_stand(rng):
     torch.testing.assert_close(scale[:, :, :6], want_scale)
     torch.testing.assert_close(weight[:, :, :6], weights.logsumexp(-1).clamp(min=-1e30))
     assert not code[:, :, 6:].any() and weight[:, :, 6:].isnan().all()
-
-
-@pytest.mark.parametrize("tile", [16, 32])
-def test_block_mass_sums_a_softmax_over_blocks(rng, tile):
-    q = torch.randn(2, 40, 6, 16, generator=rng).transpose(1, 2)
-    code, scale = quantise(torch.randn(2, 3, 90, 16, generator=rng))
-    weight = torch.randn(2, 3, 90, generator=rng)
-    weight[:, :, 7] = -1e30  # a block of empty slots
-    got = block_index.block_mass(q, Codes(code, scale, weight), 70, tile)
-    used = (x[:, :, :70].repeat_interleave(2, 1) for x in (code, scale, weight))
-    code, scale, weight = used
-    share = (int8_scores(q, code, scale) + weight.unsqueeze(2)).softmax(-1)
-    want = torch.stack([part.sum(2) for part in share.split(tile, 2)], 2)
-    torch.testing.assert_close(got, want)
-    assert got[..., 7].max() == 0
 
 
 # two tiles a pass, the last of them a part; several blocks a frame

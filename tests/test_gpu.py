@@ -25,7 +25,7 @@ from tachyscope.kernels.attention.triton import Setting, flash_attention
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
 from tachyscope.kernels.block_sparse.triton import block_sparse_attention
 from tachyscope.kernels.block_table import BlockTable
-from tachyscope.kernels.rotary import turn_into
+from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.meter import Meter
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
@@ -462,7 +462,7 @@ def test_heads_are_turned_into_a_cache(dtype, interleaved):
     cos, sin = rope.cos_sin(pos, dtype)
     cache = torch.zeros(1, 12, 9000, 128, device="cuda", dtype=dtype)
     with no_waits():
-        turn_into(cache[:, :, 1234 : 1234 + 4680], x, cos, sin, rope)
+        apply_rotary(cache[:, :, 1234 : 1234 + 4680], x, cos, sin, rope)
     want = torch.zeros_like(cache)
     want[:, :, 1234 : 1234 + 4680] = rope.apply(x, cos, sin)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5

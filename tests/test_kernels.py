@@ -1,25 +1,74 @@
+"""Every operation of kernels/ by every backend against its definition, then what each promises.
+
+Where there is no GPU, Triton is interpreted; the interpreter multiplies no bfloat16.
+"""
+
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tachyscope.kernels import hashing
 from tachyscope.kernels.attention import attention
+from tachyscope.kernels.attention import torch as attention_torch
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.torch import attention_by_channels, high_and_low
+from tachyscope.kernels.block_index import torch as block_index_torch
+from tachyscope.kernels.block_index.reference import (
+    block_mass_reference,
+    buckets_reference,
+    encode_blocks_reference,
+)
+from tachyscope.kernels.block_index.torch import Codes
+from tachyscope.kernels.block_sparse import pairs_of
+from tachyscope.kernels.block_sparse import torch as block_sparse_torch
+from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
+from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
 from tachyscope.kernels.match.reference import best_older_reference
 from tachyscope.kernels.match.torch import alike_features, best_older
-from tachyscope.kernels.merge.reference import fold_reference
-from tachyscope.kernels.merge.torch import fold, roots
+from tachyscope.kernels.merge import torch as merge_torch
+from tachyscope.kernels.merge.reference import fold_reference, merge_entries_reference
+from tachyscope.kernels.merge.torch import Entries, fold, roots
+from tachyscope.kernels.prompt_hits import torch as hits_torch
+from tachyscope.kernels.prompt_hits.reference import count_nearest_reference
 from tachyscope.kernels.replay import (
+    follow_drift,
     replay_gated,
     replay_masked,
     replay_rows,
     temporal_score,
 )
-from tachyscope.kernels.replay.reference import temporal_score_reference
+from tachyscope.kernels.replay.reference import follow_drift_reference, temporal_score_reference
+from tachyscope.kernels.rotary.reference import apply_rotary_reference
+from tachyscope.kernels.slots import torch as slots_torch
+from tachyscope.kernels.slots.reference import permute_reference, shift_reference
+from tachyscope.types import Rope
+
+pytest.importorskip("triton")
+from tachyscope.kernels.attention import triton as flash
+from tachyscope.kernels.block_index import triton as block_index_triton
+from tachyscope.kernels.block_sparse import triton as block_sparse_triton
+from tachyscope.kernels.match import triton as match_triton
+from tachyscope.kernels.merge import triton as merge_triton
+from tachyscope.kernels.prompt_hits import triton as hits_triton
+from tachyscope.kernels.rotary import triton as rotary_triton
+from tachyscope.kernels.slots import triton as slots_triton
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 2e-5, "atol": 2e-5}
+
+
+def _moved(*tensors):
+    """As a kernel gets them there; weights stay in float32."""
+    return tuple(x.to(DEVICE, DTYPE) if x.dim() == 4 else x.to(DEVICE) for x in tensors)
+
 
 # B, H, Hkv, S, N, D
 SHAPES = [(1, 1, 1, 1, 1, 8), (2, 6, 3, 7, 63, 20), (1, 4, 1, 33, 50, 24)]
@@ -158,13 +207,6 @@ def test_an_entry_that_is_alone_keeps_its_bits(rng):
     torch.testing.assert_close(weights, log_count)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_temporal_score_equals_its_reference(rng, heads):
-    q = torch.randn(2, heads[0], 7, 12, generator=rng)
-    k = torch.randn(2, heads[1], 7, 12, generator=rng)
-    torch.testing.assert_close(temporal_score(q, k), temporal_score_reference(q, k))
-
-
 @pytest.mark.parametrize("r", [0, 1, 5, 9])
 def test_replay_rows_computes_only_the_rows_it_must(rng, r):
     x, old = (torch.randn(2, 9, 4, generator=rng) for _ in range(2))
@@ -214,3 +256,262 @@ def test_a_bucket_is_the_pattern_of_signs(rng):
 def test_coarse_buckets_are_the_first_bits_of_fine_ones(rng):
     x = torch.randn(50, 16, generator=rng)
     assert torch.equal(buckets(x, 8) >> 2, buckets(x, 6))
+
+
+# every operation by every backend against its definition
+
+
+def _case_attention(rng, backend):
+    q, k, v, log_count = _inputs(rng, 2, 4, 2, 37, 101, 64, 2)
+    log_count[:, :, 5:9] = log_count[:, 1:, 64:96] = -math.inf
+    k[log_count.isinf()] = v[log_count.isinf()] = 1e4
+    args = _moved(q, k, v, log_count)
+    want = attention_reference(*args)
+    if backend == "torch":
+        return attention_torch.sdpa(*args), want
+    if backend == "hopper":
+        from tachyscope.kernels.attention import hopper
+
+        return hopper.flash_attention(*args), want
+    setting = None if ON_GPU else flash.Setting(32, 32, 4, 2, False, 2)
+    return flash.flash_attention(*args, setting), want
+
+
+def _case_block_sparse(rng, backend):
+    tile, block, tiles, blocks = 128, 32, 2, 5
+    q, k, v, _ = _moved(*_inputs(rng, 2, 4, 2, 150, 21, 64))
+    slots = blocks * block - 3
+    past_k, past_v = _moved(*(torch.randn(2, 2, slots + 9, 64, generator=rng) for _ in range(2)))
+    log_count = torch.randn(2, 2, blocks * block, generator=rng)
+    log_count[:, :, slots:] = log_count[:, :, block : 2 * block] = -math.inf
+    ids = torch.rand(2, 4, tiles + 1, blocks, generator=rng).argsort(-1).int()
+    counts = torch.randint(0, blocks + 1, ids.shape[:3], generator=rng, dtype=torch.int32)
+    ids[torch.arange(blocks) >= counts.unsqueeze(-1)] = -1
+    past = BlockTable(
+        past_k[:, :, :slots], past_v[:, :, :slots], *(x.to(DEVICE) for x in (log_count, ids, counts)),
+        tile, block, ragged=True,
+    )  # fmt: skip
+    want = block_sparse_attention_reference(q, k, v, past)
+    if backend == "torch":
+        read = block_sparse_torch.read_tiles(q, k, v, past)
+        assert torch.equal(read.pairs - read.masked, pairs_of(q, k, past))
+        torch.testing.assert_close(
+            block_sparse_torch.read_ragged(q, k, v, past).out, read.out, **TOLERANCE
+        )
+        return read.out, want
+    if backend == "hopper":
+        from tachyscope.kernels.block_sparse import hopper
+
+        return hopper.block_sparse_attention(q, k, v, past), want
+    setting = None if ON_GPU else flash.Setting(32, 32, 4, 2, True, 1)
+    return block_sparse_triton.block_sparse_attention(q, k, v, past, setting), want
+
+
+def _case_rotary(rng, backend, rope=None):
+    rope = rope or Rope(((24, (1.0, 0, 0)), (20, (0, 1.0, 0)), (20, (0, 0, 1.0))))
+    # as they come: queries beside keys in one linear's output, and slots inside a cache
+    qkv = torch.randn(2, 37, 2 * 3 * 64, generator=rng).to(DEVICE, DTYPE)
+    x = qkv.chunk(2, -1)[1].unflatten(-1, (3, 64)).transpose(1, 2)
+    origin = torch.arange(2, dtype=torch.float64, device=DEVICE).view(-1, 1, 1, 1)
+    pos = torch.rand(37, 3, generator=rng).to(DEVICE) * 50
+    cos, sin = rope.cos_sin(pos, x.dtype, origin)
+    caches = [torch.full((2, 3, 60, 64), 7.0, device=DEVICE, dtype=x.dtype) for _ in range(2)]
+    got, want = (cache[:, :, 9:46] for cache in caches)
+    apply_rotary_reference(want, x, cos, sin, rope)
+    if backend == "torch":
+        got.copy_(rope.apply(x, cos, sin))
+    else:
+        rotary_triton.apply_rotary(got, x, cos, sin, rope.interleaved)
+    return caches
+
+
+def _case_rotary_halves(rng, backend):
+    return _case_rotary(rng, backend, Rope(((64, (24.0, 6.0, 1.0)),), interleaved=False))
+
+
+def _case_permute(rng, backend, back=False):
+    (held,) = _moved(torch.randn(2, 3, 110, 64, generator=rng))
+    got, want = held.clone(), held.clone()
+    order = torch.rand(2, 3, 120, generator=rng)[:, :, :95].argsort(-1).int().to(DEVICE)
+    slots = {"torch": slots_torch, "triton": slots_triton}[backend]
+    slots.permute(got[:, :, 7:102], order, back)
+    permute_reference(want[:, :, 7:102], order, back)
+    return got, want
+
+
+def _case_permute_back(rng, backend):
+    return _case_permute(rng, backend, back=True)
+
+
+def _case_shift(rng, backend):
+    (held,) = _moved(torch.randn(2, 3, 110, 64, generator=rng))
+    got, want = held.clone(), held.clone()
+    {"torch": slots_torch, "triton": slots_triton}[backend].shift(got, 31, 10, 70)
+    shift_reference(want, 31, 10, 70)
+    return got, want
+
+
+def _case_buckets(rng, backend):
+    (x,) = _moved(torch.randn(2, 3, 101, 64, generator=rng))
+    got = {"torch": hashing, "triton": block_index_triton}[backend].buckets(x[:, :, 5:], 8)
+    want = buckets_reference(x[:, :, 5:], 8)
+    same = (got.cpu() == want).double().mean()
+    return same.round(decimals=2), torch.ones_like(same)  # a key on a plane may fall on either side
+
+
+def _case_encode_blocks(rng, backend):
+    (k,) = _moved(torch.randn(2, 3, 90, 64, generator=rng))
+    log_count = torch.randn(2, 3, 96, generator=rng)
+    log_count[:, :, 90:] = log_count[:, :, ::7] = log_count[:, :, 32:64] = -math.inf
+    log_count = log_count.to(DEVICE)
+    code = torch.zeros(2, 3, 5, 64, dtype=torch.int8, device=DEVICE)
+    scale, weight = (
+        torch.full(size, math.nan, device=DEVICE) for size in ((2, 3, 5, 1), (2, 3, 5))
+    )
+    codes = Codes(code, scale, weight)
+    {"torch": block_index_torch, "triton": block_index_triton}[backend].encode_blocks(
+        k, log_count, 32, codes
+    )
+    assert weight[:, :, 3:].isnan().all()
+    means, weights = encode_blocks_reference(k, log_count, 32)
+    error = (code * scale)[:, :, :3].double().cpu() - means
+    assert (error.abs() <= 0.51 * scale[:, :, :3].double().cpu()).all()
+    return weight[:, :, :3].double().cpu(), weights
+
+
+def _case_block_mass(rng, backend):
+    (q,) = _moved(torch.randn(2, 150, 6, 64, generator=rng).transpose(1, 2))
+    code, scale = hashing.quantise(torch.randn(2, 3, 90, 64, generator=rng))
+    weight = torch.randn(2, 3, 90, generator=rng)
+    weight[:, :, 7] = -1e30  # a block of empty slots
+    codes = Codes(*(x.to(DEVICE) for x in (code, scale, weight)))
+    operation = {"torch": block_index_torch, "triton": block_index_triton}[backend].block_mass
+    return operation(q, codes, 70, 64), block_mass_reference(q, codes, 70, 64)
+
+
+def _case_match(rng, backend):
+    base = torch.randn(2, 2, 20, 64, generator=rng)
+    pick = torch.randint(20, (141,), generator=rng)
+    (k,) = _moved(base[:, :, pick] + 0.3 * torch.randn(2, 2, 141, 64, generator=rng))
+    features = alike_features(k, shared=False)
+    want, partner = best_older_reference(features.double().cpu(), 1)
+    if backend == "torch":
+        cosine, index = best_older(features, 1)
+    else:
+        setting = None if ON_GPU else match_triton.Setting(64, 32, 4, span=100, use_tma=False)
+        cosine, index = match_triton.match(k, 1, setting)
+    assert (index.cpu() == partner).double().mean() > 0.99
+    return cosine, want
+
+
+def _case_merge(rng, backend, newest=True, mean=True):
+    b, h, n, excess, behind = 2, 2, 41, 25, 5
+    k, v, raw = _moved(*(torch.randn(b, h, n + behind, 64, generator=rng) for _ in range(3)))
+    log_count = torch.rand(b, h, n + behind, generator=rng)
+    pos = torch.randint(9, (b, h, n + behind, 3), generator=rng).float()
+    held = Entries(k, v, log_count.to(DEVICE), pos.to(DEVICE), raw)
+    alike = torch.rand(b, h, n, generator=rng)
+    alike[:, :, 0] = -math.inf
+    partner = (torch.rand(b, h, n, generator=rng) * torch.arange(n)).long()
+    alike, partner = alike.to(DEVICE), partner.to(DEVICE)
+    want, heir = merge_entries_reference(held, alike, partner, excess, newest, mean)
+    operation = {"torch": merge_torch, "triton": merge_triton}[backend].merge_entries
+    operation(held, alike, partner, excess, newest, mean)
+    assert torch.equal(partner[:, :, : n - excess], heir)
+    got = [x[:, :, : n + behind - excess] for x in held.tensors()]
+    return [
+        torch.cat([x if x.dim() == 4 else x.unsqueeze(-1) for x in part], -1)
+        for part in (got, want)
+    ]
+
+
+def _case_merge_drops(rng, backend):
+    return _case_merge(rng, backend, mean=False)
+
+
+def _case_prompt_hits(rng, backend):
+    q, k = _moved(*(torch.randn(2, 3, n, 64, generator=rng) for n in (131, 77)))
+    log_count = torch.randn(2, 3, 77, generator=rng)
+    log_count[1, :, 40:] = -math.inf
+    log_count = log_count.to(DEVICE)
+    operation = {"torch": hits_torch, "triton": hits_triton}[backend].count_nearest
+    got = operation(q, k, log_count).cpu()
+    want = count_nearest_reference(*(x.cpu() for x in (q, k, log_count)))
+    assert got[log_count.cpu().isinf()].eq(0).all() and torch.equal(got.sum(-1), want.sum(-1))
+    # halves may round to another code, and two scores then change places
+    off = (got - want).abs().sum() / want.sum()
+    return off.round(decimals=1), torch.zeros_like(off)
+
+
+def _case_temporal_score(rng, backend):
+    q, k = _moved(*(torch.randn(2, h, 7, 12, generator=rng) for h in (6, 2)))
+    return temporal_score(q, k), temporal_score_reference(q, k)
+
+
+def _case_drift(rng, backend):
+    drift, y, old = (torch.randn(2, s, 5, generator=rng) for s in (1, 7, 7))
+    computed = torch.rand(2, 7, generator=rng) < 0.5
+    y = torch.where(computed.unsqueeze(-1), y, old)
+    args = (drift, y, old, computed, 16.0)
+    got, want = follow_drift(*args), follow_drift_reference(*args)
+    return torch.cat(got, 1), torch.cat(want, 1)
+
+
+CASES = {
+    "attention": (_case_attention, ("torch", "triton", "hopper")),
+    "block_sparse": (_case_block_sparse, ("torch", "triton", "hopper")),
+    "rotary": (_case_rotary, ("torch", "triton")),
+    "rotary_halves": (_case_rotary_halves, ("torch", "triton")),
+    "slots_permute": (_case_permute, ("torch", "triton")),
+    "slots_permute_back": (_case_permute_back, ("torch", "triton")),
+    "slots_shift": (_case_shift, ("torch", "triton")),
+    "block_index_buckets": (_case_buckets, ("torch", "triton")),
+    "block_index_encode": (_case_encode_blocks, ("torch", "triton")),
+    "block_index_mass": (_case_block_mass, ("torch", "triton")),
+    "match": (_case_match, ("torch", "triton")),
+    "merge": (_case_merge, ("torch", "triton")),
+    "merge_drops": (_case_merge_drops, ("torch", "triton")),
+    "prompt_hits": (_case_prompt_hits, ("torch", "triton")),
+    "replay_score": (_case_temporal_score, ("torch",)),
+    "replay_drift": (_case_drift, ("torch",)),
+}
+
+
+@pytest.mark.parametrize(
+    "operation, backend",
+    [
+        pytest.param(name, backend, marks=pytest.mark.gpu if backend == "hopper" else ())
+        for name, (_, backends) in CASES.items()
+        for backend in backends
+    ],
+)
+def test_an_operation_equals_its_reference(rng, operation, backend):
+    """At odd shapes; memory handed out is NaN (conftest), and so is what stands behind a cache."""
+    if backend == "hopper" and not (ON_GPU and torch.cuda.get_device_capability() == (9, 0)):
+        pytest.skip("needs a Hopper GPU")
+    got, want = CASES[operation][0](rng, backend)
+    torch.testing.assert_close(got.double().cpu(), want.double().cpu(), **TOLERANCE)
+
+
+def test_every_operation_is_in_the_table():
+    folders = {
+        path.parent.name for path in Path(attention_torch.__file__).parents[1].glob("*/*.py")
+    }
+    named = {
+        next(f for f in sorted(folders, key=len)[::-1] if name.startswith(f)) for name in CASES
+    }
+    assert named == folders - {"__pycache__"}
+
+
+@pytest.mark.slow
+def test_without_triton_stock_torch_serves():
+    """In a process of its own: which backends there are is found out at import."""
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import tachyscope as ts\n"
+        "from tachyscope.kernels import device\n"
+        "assert not device.HAS_TRITON\n"
+        "plan = 'cache=merge:budget=6f attention=ann:read=0.8'\n"
+        "assert sum(1 for _ in ts.rollout(ts.load('toy-chunks'), plan, frames=40)) > 2\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

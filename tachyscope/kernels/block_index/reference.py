@@ -1,4 +1,4 @@
-"""The definitions of a block's code and of a tile's mass on blocks, in float64."""
+"""The definitions of buckets, of a block's code and of a tile's mass on blocks, in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 from tachyscope.kernels.block_index.torch import Codes
+from tachyscope.kernels.hashing import planes
+
+
+def buckets_reference(x: Tensor, bits: int) -> Tensor:
+    """Plane by plane: which side x [..., D] lies on, as binary digits."""
+    number = torch.zeros(x.shape[:-1], dtype=torch.int64)
+    for normal in planes(bits, x.shape[-1], x.device).double().mT:
+        number = number * 2 + (x.double() @ normal >= 0).long().cpu()
+    return number
 
 
 def encode_blocks_reference(k: Tensor, log_count: Tensor, block: int) -> tuple[Tensor, Tensor]:

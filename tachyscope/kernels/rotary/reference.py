@@ -7,7 +7,7 @@ from torch import Tensor
 from tachyscope.types import Rope
 
 
-def turn_into_reference(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
+def apply_rotary_reference(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     """The definition, pair by pair in float64."""
     half = x.shape[3] // 2
     for i in range(half):

@@ -1,4 +1,4 @@
-"""Turn heads by their positions in one reading and one writing (Triton)."""
+"""Rotary embedding in one reading and one writing (Triton)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,14 +13,14 @@ from tachyscope.kernels.launch import launch
 TOKENS, HEADS = 8, 4  # of a program: angles are read once for its heads
 
 
-def turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`turn_into`; the last dimension of every tensor is contiguous, cos and sin lie alike."""
+def apply_rotary(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`apply_rotary`; the last dimension of every tensor is contiguous, cos and sin lie alike."""
     rows, heads, tokens, width = x.shape
     if not tokens:
         return out
     by_row = cos.stride(0) if cos.dim() == 4 and cos.shape[0] > 1 else 0
     launch(
-        _turn, (triton.cdiv(tokens, TOKENS), rows, triton.cdiv(heads, HEADS)),
+        _rotate, (triton.cdiv(tokens, TOKENS), rows, triton.cdiv(heads, HEADS)),
         out, x, cos, sin, *out.stride()[:3], *x.stride()[:3], by_row, cos.stride(-2),
         heads, tokens, D=width, INTERLEAVED=interleaved, TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
     )  # fmt: skip
@@ -28,7 +28,7 @@ def turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
 
 
 @triton.jit(do_not_specialize=["heads", "tokens"])
-def _turn(
+def _rotate(
     out, x, cos, sin, out_row, out_head, out_token, x_row, x_head, x_token,
     angle_row, angle_token, heads, tokens,
     D: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
@@ -47,13 +47,13 @@ def _turn(
         mine = token < tl.where(head < heads, tokens, 0)
         found = tl.load(x + head.to(tl.int64) * x_head, mask=mine, other=0.0).to(tl.float32)
         a, b = _pairs(found, INTERLEAVED)
-        turned = _channels(a * cos_a + b * sin_a, b * cos_b + a * sin_b, INTERLEAVED)
-        tl.store(out + head.to(tl.int64) * out_head, turned.to(out.dtype.element_ty), mask=mine)
+        rotated = _channels(a * cos_a + b * sin_a, b * cos_b + a * sin_b, INTERLEAVED)
+        tl.store(out + head.to(tl.int64) * out_head, rotated.to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit
 def _pairs(x, INTERLEAVED: tl.constexpr):
-    """Of each pair of channels that turn together the first, and the second."""
+    """Of each pair of channels that rotate together the first, and the second."""
     if INTERLEAVED:
         return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
     else:
