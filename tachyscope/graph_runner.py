@@ -29,7 +29,8 @@ class Graph:
     def __init__(self, session: Session, make: Make) -> None:
         self.graph = torch.cuda.CUDAGraph()
         # noise goes on from repetition to repetition
-        self.graph.register_generator_state(session.generator)
+        for generator in session.generators:
+            self.graph.register_generator_state(generator)
         with torch.cuda.graph(self.graph):
             self.latents = make()
         self.graph.replay()  # nothing ran while it was recorded

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tachyscope.fingerprint import digest
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import own_numerics
 from tachyscope.session import Session
@@ -19,15 +20,22 @@ Part = tuple[Tensor, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the model reads it, and the hash by which a session knows it."""
+    """Prompts as the model reads them, one a video, and the hash by which a session knows them."""
 
     encoded: Any
     key: str
 
     @classmethod
-    def read(cls, model: VideoModel, text: str) -> Self:
+    def read(cls, model: VideoModel, texts: Sequence[str]) -> Self:
         with own_numerics():
-            return cls(model.encode_prompt(text), model.prompt_key(text))
+            encoded = [model.encode_prompt(text) for text in texts]
+            joined = encoded[0] if len(encoded) == 1 else model.join_prompts(encoded)
+            return cls(joined, cls.key_of(model, texts))
+
+    @staticmethod
+    def key_of(model: VideoModel, texts: Sequence[str]) -> str:
+        keys = [model.prompt_key(text) for text in texts]
+        return keys[0] if len(keys) == 1 else digest(*keys)
 
 
 def switch_prompt(
@@ -57,10 +65,10 @@ def refill(
     session.lengths = tuple(prompt.encoded.lengths)
     session.source = replace(session.source, prompt=prompt.key)
     # a video goes on: the noise and the steps of its first chunk must not come again
-    generator, policy_rng, made = session.generator, session.policy_rng, session.made
+    generators, policy_rng, made = session.generators, session.policy_rng, session.made
     session.layers.clear()  # else the old and the new would be in memory together
     session.reset()
-    session.generator, session.policy_rng, session.made = generator, policy_rng, made
+    session.generators, session.policy_rng, session.made = generators, policy_rng, made
     model.prefill_prompt(session, prompt.encoded)
     prefill(model, session, parts, shown)
     session.meter.take()

@@ -13,10 +13,7 @@ from tachyscope.arguments import (
     check_changes,
     check_frames,
     check_model,
-    check_prompt,
-    check_seed,
     parse_actions,
-    parse_first,
     parse_noise,
     parse_plan,
     parse_size,
@@ -26,7 +23,15 @@ from tachyscope.models.base import VideoModel
 from tachyscope.plan import Plan
 from tachyscope.prefill import Prompt
 from tachyscope.session import Session
-from tachyscope.stream import Stream, check_noise, chunks_for, first_key, noise_key
+from tachyscope.stream import (
+    Stream,
+    check_noise,
+    chunks_for,
+    first_key,
+    noise_key,
+    parse_batch,
+    parse_firsts,
+)
 from tachyscope.stream import open as open_stream
 from tachyscope.types import Chunk
 
@@ -44,11 +49,11 @@ def rollout(
     plan: Plan | str | None = None,
     *,
     frames: int,
-    prompt: str | None = None,
+    prompt: str | Sequence[str] | None = None,
     actions: Actions = "",
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     size: PixelSize | None = None,
-    first: Pictures | None = None,
+    first: Pictures | Sequence[Pictures] | None = None,
     first_actions: Actions = "",
     then: Sequence[tuple[int, str]] = (),
     noise: Noise | None = None,
@@ -119,17 +124,19 @@ def _chunks(
         if overlap_decode and done < frames and not changing:
             coming = stream.generate(moves[done:])
         chunk = stream.decode(made, beside=overlap_decode)
-        yield replace(chunk, frames=chunk.frames[:count], stats=chunk.stats | {"frames": count})
+        counted = {"frames": float(count * (stream.batch or 1))}
+        shown = chunk.frames[..., :count, :, :, :]
+        yield replace(chunk, frames=shown, stats=chunk.stats | counted)
 
 
 def _check_stream(
     model: VideoModel,
     stream: Stream,
     plan: Plan | str | None,
-    prompt: str | None,
-    seed: int | None,
+    prompt: str | Sequence[str] | None,
+    seed: int | Sequence[int] | None,
     size: PixelSize | None,
-    first: Pictures | None,
+    first: Pictures | Sequence[Pictures] | None,
     noise: Noise | None,
 ) -> None:
     """Raise where a stream cannot be gone on with, or is asked for what it is not."""
@@ -152,10 +159,11 @@ def _check_stream(
             or (session.device, session.dtype) != (model.device, model.dtype),
             "plan": plan is not None and parse_plan(model, plan) != session.plan,
             "prompt": prompt is not None
-            and model.prompt_key(check_prompt(prompt)) != source.prompt,
-            "seed": seed is not None and check_seed(seed) != session.seed,
-            "size": size is not None and model.shape(parse_size(size)) != session.shape,
-            "first": first is not None and first_key(parse_first(first)) != source.first,
+            and Prompt.key_of(model, stream.parse_prompt(prompt)) != source.prompt,
+            "seed": seed is not None and tuple(parse_batch("", seed)[1]) != session.seeds,
+            "size": size is not None and model.shape(parse_size(size)).grid != session.shape.grid,
+            "first": first is not None
+            and first_key(*parse_firsts(first, stream.batch)) != source.first,
             "noise": noise is not None
             and noise_key(parse_noise(noise, model, session.shape)) != source.noise,
         }.items()

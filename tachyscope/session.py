@@ -62,13 +62,14 @@ class Session:
         *,
         latent_frames: int | None = None,
         lengths: Sequence[int] = (),
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         plan.check(shape)
         self.shape, self.plan, self.rope = shape, plan, rope
-        self.latent_frames, self.lengths, self.seed = latent_frames, tuple(lengths), seed
+        self.latent_frames, self.lengths = latent_frames, tuple(lengths)
+        self.seeds = (seed,) if isinstance(seed, int) else tuple(seed)  # one a video
         # with its number: "cuda" and "cuda:0" are one device and not equal
         self.device, self.dtype = torch.empty(0, dtype=dtype, device=device).device, dtype
         if self.device.type == "cuda":
@@ -108,9 +109,10 @@ class Session:
         self.made = 0  # latent frames generated: given ones are only remembered
         self.texts: list[Text] = []
         self.text_tokens = 0
-        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+        # one a video: each draws the noise that it would draw alone
+        self.generators = [torch.Generator(self.device).manual_seed(seed) for seed in self.seeds]
         # a policy's own draws: sharing the noise's would change the video by being asked
-        self.policy_rng = torch.Generator(self.device).manual_seed(self.seed)
+        self.policy_rng = torch.Generator(self.device).manual_seed(self.seeds[0])
         self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
@@ -407,7 +409,7 @@ class Session:
         shape = self.shape
         if self.plan.cache.grows:
             self._check_memory(self.prompt + frames * shape.tokens_per_frame)
-        rng = torch.Generator(self.device).manual_seed(self.seed + self.latent_frame)
+        rng = torch.Generator(self.device).manual_seed(self.seeds[0] + self.latent_frame)
 
         def draw(heads: int, tokens: int) -> Tensor:
             size = (shape.batch, heads, tokens, shape.head_dim)
@@ -433,7 +435,8 @@ class Session:
                 f"a session's state can be taken between chunks, and {self.now} tokens of one are "
                 f"under way: finish the chunk first"
             )
-        drawn = {"generator": self.generator.get_state(), "policy_rng": self.policy_rng.get_state()}
+        noise = torch.cat([x.get_state() for x in self.generators])
+        drawn = {"generator": noise, "policy_rng": self.policy_rng.get_state()}
         return pack(self._tensors() | drawn, self._shared() | self._counts())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -452,12 +455,12 @@ class Session:
         for name, x in rest.items():
             check_finite(name, x)
         rest = {name: x.to(self.device, copy=True) for name, x in rest.items()}
-        generator, policy_rng = generators(tensors, self.device)
+        (*noise, policy_rng) = generators(tensors, self.device, len(meta["seeds"]))
         # from here on nothing can fail
         self._begin_anew()
         for name in COUNTS:
             setattr(self, name, meta[name])
-        self.replay.ready = set(meta["ready"])
+        self.replay.ready, self.seeds = set(meta["ready"]), tuple(meta["seeds"])
         self.layers = layers
         self.texts = [
             Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.log_count"))
@@ -466,7 +469,7 @@ class Session:
         self.latents = rest.get("kept.latents")
         prefix = "features."
         self.features = {k[len(prefix) :]: x for k, x in rest.items() if k.startswith(prefix)}
-        self.generator, self.policy_rng = generator, policy_rng
+        self.generators, self.policy_rng = noise, policy_rng
         self.source = replace(self.source, first=meta["first"])
 
     def _check_counts(self, meta: Mapping[str, Any], slots: int) -> None:
@@ -535,6 +538,7 @@ class Session:
     def _counts(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
         found |= {"ready": sorted(self.replay.ready), "texts": len(self.texts)}
+        found["seeds"] = list(self.seeds)
         return found | {"first": self.source.first}
 
     def cache_bytes(self) -> int:

@@ -21,7 +21,6 @@ COUNTS = (
     "made",
     "text_tokens",
     "latent_frames",
-    "seed",
 )
 MAX_COUNT = 2**40
 META_BYTES = 2**22  # 40 layers take about 2^16
@@ -70,7 +69,7 @@ def unpack(
     version = meta.get("version")
     if type(version) is not int or version != VERSION:
         refuse(f"has version {_short(version)}, and {VERSION} is read here", AGAIN)
-    wanted = {"version", "tensors", "texts", "ready", "first", *COUNTS, *SHARED}
+    wanted = {"version", "tensors", "texts", "ready", "first", "seeds", *COUNTS, *SHARED}
     for name in sorted(wanted ^ set(meta)):
         lacks = "lacks" if name in wanted else "has an unknown"
         refuse(f"{lacks} {shown(name)} in its meta", AGAIN)
@@ -123,18 +122,20 @@ def check_finite(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def generators(
-    tensors: Mapping[str, Tensor], device: torch.device
-) -> tuple[torch.Generator, torch.Generator]:
-    """The generators of noise and of policies' draws, as they stood."""
+    tensors: Mapping[str, Tensor], device: torch.device, videos: int
+) -> list[torch.Generator]:
+    """The generators of each video's noise, then that of policies' draws, as they stood."""
     found = []
-    for name in ("generator", "policy_rng"):
-        generator = torch.Generator(device)
+    for name, count in (("generator", videos), ("policy_rng", 1)):
         try:
-            generator.set_state(tensors[name].cpu())
+            for state in tensors[name].cpu().chunk(count):
+                found.append(torch.Generator(device))
+                found[-1].set_state(state.clone())  # it reads a view from its storage
         except (KeyError, RuntimeError, TypeError):
             refuse(f"has no state of a {device.type} generator as {name!r}", AGAIN)
-        found.append(generator)
-    return found[0], found[1]
+    if len(found) != videos + 1:
+        refuse(f"has noise of other than {videos} videos", AGAIN)
+    return found
 
 
 def _read_meta(packed: Tensor | None) -> dict[str, Any]:
@@ -173,9 +174,12 @@ def _check_types(meta: Mapping[str, Any]) -> None:
             continue
         if type(value) is not int:
             refuse(f"has {name} {_short(value)}, and it must be a whole number", AGAIN)
-        # torch takes negative seeds too
-        least, most = (-(2**63), 2**64 - 1) if name == "seed" else (0, MAX_COUNT)
-        check_range(name, value, least, most)
+        check_range(name, value, 0, MAX_COUNT)
+    seeds = meta["seeds"]
+    if type(seeds) is not list or not seeds or any(type(seed) is not int for seed in seeds):
+        refuse(f"has seeds {_short(seeds)}, and they must be whole numbers, one a video", AGAIN)
+    for seed in seeds:
+        check_range("seeds", seed, -(2**63), 2**64 - 1)  # torch takes negative ones too
     ready = meta["ready"]
     if not isinstance(ready, list) or any(type(x) is not int for x in ready):
         refuse(f"has ready {_short(ready)}, and it must be a list of whole numbers", AGAIN)

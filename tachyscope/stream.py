@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
 import numpy as np
@@ -33,7 +34,7 @@ from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.plan import Plan
 from tachyscope.prefill import Part, Prompt, by_chunk, prefill, refill, switch_prompt
 from tachyscope.session import Session, Source
-from tachyscope.types import Chunk
+from tachyscope.types import Chunk, Shape
 
 if TYPE_CHECKING:
     from tachyscope.arguments import Actions, Noise, Pictures, PixelSize
@@ -43,11 +44,11 @@ def open(
     model: VideoModel,
     plan: Plan | str = "dense",
     *,
-    prompt: str = "",
+    prompt: str | Sequence[str] = "",
     frames: int | None = None,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     size: PixelSize | None = None,
-    first: Pictures | None = None,
+    first: Pictures | Sequence[Pictures] | None = None,
     first_actions: Actions = "",
     noise: Noise | None = None,
     make: Callable[..., Session] = Session,
@@ -62,20 +63,25 @@ def open(
     `noise`. Each latent frame that is generated takes the next; the first draw is what a chunk
     begins as, the others are added before its later passes, and come from the seed where they are
     not given. `make` is called for the session: a class that also looks on.
+
+    Where `prompt` or `seed` is a list, one video is made of each, all in the same passes, with the
+    same actions; `first` is then a list of each one's frames. A video of a batch is the video that
+    is made alone, but for rounding where a kernel sums in another order for more rows.
     """
     check_model(model)
-    parsed = parse_plan(model, plan)
-    check_prompt(prompt)
-    seed, pixels = check_seed(seed), parse_size(size)
+    parsed, pixels = parse_plan(model, plan), parse_size(size)
+    texts, seeds, batch = parse_batch(prompt, seed)
     frames = None if frames is None else check_frames(frames)
-    pictures = None if first is None else parse_first(first)
+    pictures = parse_firsts(first, batch)
     shape = model.shape(pixels)
-    if pictures is not None:
-        check_first_size(model, pictures, pixels)
+    for each in pictures:
+        check_first_size(model, each, pixels)
+    if batch is not None:
+        shape = _batched(model, shape, batch, noise)
     with torch.inference_mode(), no_autocast():
-        read = Prompt.read(model, prompt)
+        read = Prompt.read(model, texts)
         with own_numerics():
-            given = None if pictures is None else model.encode_frames(pictures)
+            given = torch.cat([model.encode_frames(x) for x in pictures]) if pictures else None
         known = 0 if given is None else given.shape[model.frame_dim]
         moves = parse_actions(first_actions, model.actions, model.pixel_frames(known))
         drawn = None if noise is None else parse_noise(noise, model, shape)
@@ -90,7 +96,7 @@ def open(
                 model.rope(shape),
                 latent_frames=coming,
                 lengths=read.encoded.lengths,
-                seed=seed,
+                seed=seeds,
                 device=model.device,
                 dtype=model.dtype,
             )
@@ -103,27 +109,23 @@ def open(
                 f"tachyscope bench fit tells what fits"
             ) from fault
         session.noise = drawn
-        keys = read.key, first_key(pictures), noise_key(drawn)
+        keys = read.key, first_key(*pictures), noise_key(drawn)
         session.source = Source(model.fingerprint, *keys, model.decoder_name)
         model.prefill_prompt(session, read.encoded)
         if given is not None:
             prefill(model, session, by_chunk(model, given, shape.chunk, moves))
         session.meter.take()
-        return Stream(model, session, moves)
+        return Stream(model, session, moves, batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """A chunk before it is decoded: its number, latents, and row of the meter."""
+    """A chunk before it is decoded: its number, latents, pixel frames, and row of the meter."""
 
     index: int
     latents: Tensor
+    frames: int
     stats: dict[str, float]
-
-    @property
-    def frames(self) -> int:
-        """Pixel frames that it decodes to."""
-        return int(self.stats["frames"])
 
 
 class Stream:
@@ -134,9 +136,18 @@ class Stream:
     what it holds at its end.
     """
 
-    def __init__(self, model: VideoModel, session: Session, actions: Sequence[int] = ()) -> None:
-        """Go on with a session; `actions` are those that led to its latents, one a frame."""
-        self.model, self.session = model, session
+    def __init__(
+        self,
+        model: VideoModel,
+        session: Session,
+        actions: Sequence[int] = (),
+        batch: int | None = None,
+    ) -> None:
+        """Go on with a session; `actions` are those that led to its latents, one a frame.
+
+        `batch` is how many videos it makes at once; chunks then have a frame for each of them.
+        """
+        self.model, self.session, self.batch = model, session, batch
         self.runner = repeating(model, session)
         self.next_prompt: Prompt | None = None  # what the next chunk begins with
         self.rollout: ref[Generator[Chunk]] | None = None  # the loop that advances it
@@ -193,13 +204,13 @@ class Stream:
         session.meter.add("cuda_graph", self.runner.replayed)
         self._hold([(latents, told)])
         frames = model.pixel_frames(session.latent_frame) - start
-        session.meter.add("frames", frames)
-        session.meter.add("frames_made", frames)
+        session.meter.add("frames", frames * (self.batch or 1))
+        session.meter.add("frames_made", frames * (self.batch or 1))
         session.meter.add("cache_mb", session.used_bytes() / 1e6)
         session.meter.add("cache_allocated_mb", session.cache_bytes() / 1e6)
         session.meter.add("entries", session.past)
         # waits for the chunk, so that decoding it need not
-        made = Latents(self._index, latents, session.meter.take())
+        made = Latents(self._index, latents, frames, session.meter.take())
         self._index += 1
         return made
 
@@ -212,12 +223,20 @@ class Stream:
             self._beside = torch.cuda.Stream(self.model.device)
         begun = time.perf_counter()
         with torch.cuda.stream(self._beside if beside else None):
-            frames = self.model.decode_latents(self.session, made.latents)
+            frames = self.frames_of(made.latents)
         spent = {"decode_ms": 1e3 * (time.perf_counter() - begun)}
         return Chunk(made.index, frames, made.stats | spent)
 
-    def set_prompt(self, prompt: str) -> None:
-        """Go on under another prompt from the next chunk on.
+    def frames_of(self, latents: Tensor) -> np.ndarray:
+        """Latents decoded: [F, H, W, 3], in a batch [B, F, H, W, 3]."""
+        decode = self.model.decode_latents
+        if self.batch is None:
+            return decode(self.session, latents)
+        videos = enumerate(latents.split(1))
+        return np.stack([decode(self.session, part, video) for video, part in videos])
+
+    def set_prompt(self, prompt: str | Sequence[str]) -> None:
+        """Go on under another prompt from the next chunk on; in a batch, one for all or one each.
 
         The newest latents that the cache has room for are then prefilled again under it: all that
         this stream made, or after `restore` its last chunk.
@@ -226,16 +245,22 @@ class Stream:
 
     @torch.inference_mode()
     @no_autocast()
-    def read_prompt(self, prompt: str) -> Prompt:
+    def read_prompt(self, prompt: str | Sequence[str]) -> Prompt:
         """A prompt encoded; raises where the plan has no room for it."""
         self._check_open()
-        read = Prompt.read(self.model, check_prompt(prompt))
+        read = Prompt.read(self.model, self.parse_prompt(prompt))
         self.session.slots_for(read.encoded.lengths)
         return read
 
+    def parse_prompt(self, prompt: str | Sequence[str]) -> list[str]:
+        """Every video's prompt: one is for all."""
+        if self.batch is None:
+            return [check_prompt(prompt)]
+        return parse_batch(prompt, [0] * self.batch)[0]
+
     @torch.inference_mode()
     @no_autocast()
-    def refill(self, latents: Tensor, prompt: str, actions: Actions = "") -> None:
+    def refill(self, latents: Tensor, prompt: str | Sequence[str], actions: Actions = "") -> None:
         """Forget, then prefill given latents chunk by chunk under a prompt.
 
         latents are as `session.latents`; the last chunk of them need not be whole. `actions` are
@@ -325,9 +350,57 @@ def chunks_for(model: VideoModel, chunk: int, start: int, frames: int) -> int:
     return bisect_left(range(enough), wanted, key=shown_by)
 
 
-def first_key(pictures: np.ndarray | None) -> str:
+def parse_batch(prompt: Any, seed: Any) -> tuple[list[str], list[int], int | None]:
+    """Every video's prompt and seed, and how many videos a list was given for; None without one."""
+    given = {"prompt": prompt, "seed": seed}
+    lists = {name: list(x) for name, x in given.items() if isinstance(x, list | tuple)}
+    counts = {len(x) for x in lists.values()}
+    if counts == {0} or len(counts) > 1:
+        told = " and ".join(f"{len(x)} of `{name}`" for name, x in lists.items())
+        raise TachyscopeError(
+            f"a batch takes one prompt and one seed a video, got {told}: give as many of each"
+        )
+    batch = counts.pop() if counts else None
+    prompts, seeds = (lists.get(name, [x] * (batch or 1)) for name, x in given.items())
+    return [check_prompt(x) for x in prompts], [check_seed(x) for x in seeds], batch
+
+
+def parse_firsts(first: Any, batch: int | None) -> list[np.ndarray]:
+    """Every video's first frames; none where none are given."""
+    if first is None:
+        return []
+    if batch is None:
+        return [parse_first(first)]
+    if isinstance(first, str | PathLike) or len(first) != batch:
+        raise TachyscopeError(
+            f"`first` of a batch is a list of each video's frames, here {batch}, got "
+            f"{1 if isinstance(first, str | PathLike) else len(first)}: give as many"
+        )
+    found = [parse_first(each) for each in first]
+    if len({x.shape for x in found}) > 1:
+        raise TachyscopeError(
+            f"first frames of a batch have one size and number, got "
+            f"{', '.join(str(list(x.shape)) for x in found)}: cut them alike"
+        )
+    return found
+
+
+def _batched(model: VideoModel, shape: Shape, batch: int, noise: Noise | None) -> Shape:
+    """The shape of so many videos made at once."""
+    if not model.overlaps_decode and batch > 1:
+        raise TachyscopeError(
+            f"{model.name} encodes its own frames again and makes one video at a time, got "
+            f"{batch}: open a stream for each"
+        )
+    if noise is not None:
+        raise TachyscopeError("`noise` is for one video, got it for a batch: give seeds instead")
+    return replace(shape, batch=shape.batch * batch)
+
+
+def first_key(*pictures: np.ndarray) -> str:
     """The hash by which a session knows its first frames."""
-    return "" if pictures is None else digest(str(pictures.shape), pictures.tobytes())
+    parts = [part for x in pictures for part in (str(x.shape), x.tobytes())]
+    return digest(*parts) if parts else ""
 
 
 def noise_key(noise: Tensor | None) -> str:

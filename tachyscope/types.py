@@ -246,7 +246,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a rollout yields: frames uint8 [F, H, W, 3], and one row of the meter."""
+    """What a step makes: frames uint8 [F, H, W, 3], in a batch [B, F, H, W, 3], and their stats.
+
+    Stats are one row of the meter; names that end in _ms are times.
+    """
 
     index: int
     frames: np.ndarray

@@ -393,7 +393,7 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
         later, prompt = dataclasses.replace(protocol, first_times=()), "a"
         then = [(4, "b")] if change == "changed" else ()
         rng = torch.Generator()
-        rng.set_state(session.generator.get_state())
+        rng.set_state(session.generators[0].get_state())
         draw = lambda rng=rng: torch.randn(given[0].shape, generator=rng).double()  # noqa: E731
         before = [*given, *expected]
         if change == "refilled":

@@ -149,13 +149,13 @@ def test_a_refill_goes_on_with_the_noise(model):
     """Neither the video's noise nor a policy's draws begin again."""
     session = toys.open_session(model, "replay=random:share=0.5", frames=30)
     list(ts.rollout(model, frames=9, stream=ts.Stream(model, session)))
-    before = [x.get_state() for x in (session.generator, session.policy_rng)]
+    before = [x.get_state() for x in (session.generators[0], session.policy_rng)]
     coming = session.latent_frames - session.latent_frame
     ts.Stream(model, session).refill(session.latents, "")
-    after = [x.get_state() for x in (session.generator, session.policy_rng)]
+    after = [x.get_state() for x in (session.generators[0], session.policy_rng)]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     session.reset()
-    fresh = [x.get_state() for x in (session.generator, session.policy_rng)]
+    fresh = [x.get_state() for x in (session.generators[0], session.policy_rng)]
     assert not any(torch.equal(*pair) for pair in zip(before, fresh, strict=True))
     assert session.latent_frames - coming == session.shape.chunk, "as much is to come as before"
 

@@ -100,7 +100,7 @@ def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
     a, b = (rest(at, torch.Generator().manual_seed(1)) for at in (first, second))
     assert_same(a, b)
     assert torch.equal(
-        torch.rand(4, generator=first.generator), torch.rand(4, generator=second.generator)
+        torch.rand(4, generator=first.generators[0]), torch.rand(4, generator=second.generators[0])
     )
 
 

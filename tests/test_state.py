@@ -127,7 +127,8 @@ def _broken_meta(state):
         (key, meta[key] + 10**6)
         for key in ("chunk", "latent_frame", "past", "total_entries", "text_tokens")
     ]
-    values += [("seed", 2**64), ("seed", -(2**63) - 1), ("seed", "0"), ("first", 3)]
+    values += [("seeds", [2**64]), ("seeds", [-(2**63) - 1]), ("seeds", ["0"]), ("seeds", 0)]
+    values += [("seeds", []), ("seeds", [0, 0]), ("first", 3)]
     values += [("ready", x) for x in ([99], [-1], "x", [True], {"0": 1})]
     values += [("plan", "cache=keep_all"), ("dtype", "torch.float64"), ("lengths", [3])]
     values += [

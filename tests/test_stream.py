@@ -134,3 +134,88 @@ def test_a_step_leaves_the_callers_modes_alone(model):
     with torch.enable_grad():
         stream.step()
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+# --- batches
+
+BATCH = {"prompt": ["a red room", "a blue room with a long name", ""], "seed": [2, 7, 3]}
+FILM = np.random.default_rng(0).integers(0, 256, (3, 2, 32, 32, 3), np.uint8)
+
+
+def _alone(i, **asked):
+    return {**asked, "prompt": BATCH["prompt"][i], "seed": BATCH["seed"][i]}
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_video_of_a_batch_is_the_video_made_alone(model, bounded):
+    batch, each = BATCH, model.shape().chunk
+    if bounded and model.shape().token_by_token:
+        # the longest prompt, which a bounded cache of these models holds, leaves all the same room
+        batch = BATCH | {"prompt": ["a red room", "a big room", "ten bytes."]}
+    asked = {"plan": PLANS[model.name] if bounded else "dense", "actions": f"w*{2 * each} q"}
+    chunks = list(ts.rollout(model, frames=5 * each, **batch, **asked))
+    assert chunks[0].frames.shape[:2] == (3, each)
+    assert chunks[0].stats["frames"] == 3 * each
+    videos = np.concatenate([chunk.frames for chunk in chunks], 1)
+    work = 0.0
+    for i, video in enumerate(videos):
+        alone = {"prompt": batch["prompt"][i], "seed": batch["seed"][i]}
+        want = list(ts.rollout(model, frames=5 * each, **alone, **asked))
+        # a sum over more rows may be rounded otherwise: a level of 255
+        assert np.abs(video.astype(int) - _video(want)).max() <= 1, i
+        work += sum(chunk.stats["macs"] for chunk in want)
+    assert not np.array_equal(videos[0], videos[1])
+    # but for the padding of shorter prompts
+    assert sum(chunk.stats["macs"] for chunk in chunks) == pytest.approx(work, rel=0.05)
+
+
+def test_a_batch_goes_on_from_each_videos_own_frames():
+    model = toys.load("toy-tokens")
+    asked = {"frames": 2, "first_actions": "w q"}
+    (*chunks,) = ts.rollout(model, **BATCH, **asked, first=list(FILM))
+    for i, video in enumerate(np.concatenate([chunk.frames for chunk in chunks], 1)):
+        want = _video(ts.rollout(model, **_alone(i, **asked), first=FILM[i]))
+        assert np.abs(video.astype(int) - want).max() <= 1
+
+
+def test_one_prompt_is_for_every_seed_and_a_list_of_one_is_a_batch():
+    model = ts.load("toy-chunks")
+    both = ts.open(model, prompt="a red room", seed=[2, 3]).step("w").frames
+    (one,) = ts.open(model, prompt=["a red room"], seed=3).step("w").frames
+    assert both.shape == (2, *one.shape) and np.abs(both[1].astype(int) - one).max() <= 1
+    assert np.array_equal(one, ts.open(model, prompt="a red room", seed=3).step("w").frames)
+
+
+def test_a_batch_changes_its_prompts_and_goes_on_from_a_snapshot(model):
+    each = model.shape().chunk
+    stream = ts.open(model, **BATCH)
+    stream.step()
+    stream.set_prompt(["green", "a blue room with a long name", "black"])
+    state = {name: x.clone() for name, x in stream.snapshot().items()}
+    got = stream.step().frames
+    for i, prompt in ((0, "green"), (2, "black")):
+        chunks = list(ts.rollout(model, **_alone(i), frames=2 * each, then=[(each, prompt)]))
+        assert np.abs(got[i].astype(int) - chunks[1].frames).max() <= 1
+    other = ts.open(model, prompt=["green", BATCH["prompt"][1], "black"], seed=0)
+    other.restore(state)
+    assert np.array_equal(other.step().frames, got)
+    refused(lambda: stream.set_prompt(["green", "blue"]), "2 of `prompt` and 3 of `seed`")
+    fewer = ts.open(model, prompt=["green", "black"])
+    refused(lambda: fewer.restore(state), "this state was taken with batch=")
+
+
+def test_a_faulty_batch_is_one_line(model):
+    for asked, words in [
+        ({"prompt": ["a", "b"], "seed": [1]}, "got 2 of `prompt` and 1 of `seed`: give as many"),
+        ({"prompt": []}, "got 0 of `prompt`"),
+        ({"prompt": ["a", 3]}, "prompt must be text, got 3"),
+        ({"seed": [1, "x"]}, "`seed` must be a whole number"),
+        ({"seed": [1, 2], "first": [FILM[0]]}, "here 2, got 1: give as many"),
+        ({"seed": [1, 2], "first": "a.png"}, "here 2, got 1: give as many"),
+        ({"seed": [1, 2], "first": [FILM[0], FILM[1][:1]]}, "have one size and number, got [2, 3"),
+        ({"seed": [1, 2], "noise": torch.zeros(1)}, "`noise` is for one video"),
+    ]:
+        refused(lambda asked=asked: ts.open(model, **asked), words)
+    stream = ts.open(model, prompt=["a", "b"], seed=[1, 2])
+    refused(lambda: ts.rollout(model, frames=3, stream=stream, seed=[1, 3]), "another seed")
+    refused(lambda: ts.open(model).set_prompt(["a"]), "prompt must be text")

@@ -545,7 +545,7 @@ def test_a_frames_own_noise_picks_its_codes_again_from_its_scores(toy):
     toy.prefill_prompt(session, prompt)
     for latents, action in zip(codes, (1, 4, 2), strict=True):
         logits = toy.score(session, latents, [action])
-        noise = draw_noise(session.generator, logits.transpose(2, 3).mT.shape, toy.device)
+        noise = draw_noise(session.generators[0], logits.transpose(2, 3).mT.shape, toy.device)
         session.commit()
         assert torch.equal(toy.config.sampler.pick(logits, noise), latents.flatten(1, 3))
 

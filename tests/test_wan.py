@@ -573,7 +573,7 @@ def test_a_prompt_is_zero_after_its_end():
     adapter = toy_chunks()
     prompt = adapter.encode_prompt("é!")
     assert prompt.context.shape == (1, 64, 24)
-    assert (prompt.length, prompt.lengths) == (4, ())
+    assert (prompt.tokens, prompt.lengths) == ((4,), ())
     assert prompt.context[0, :4].abs().amin() > 0 and not prompt.context[0, 4:].any()
     assert adapter.encode_prompt("").length == 1
     adapter.encode_prompt("x" * 63)

@@ -2,67 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from tachyscope.arguments import parse_plan
 from tachyscope.evaluation.intervals import Values
 from tachyscope.evaluation.recall import Probed
 from tachyscope.evaluation.scenes import Scene
 from tachyscope.meter import summary
 from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import Plan
+from tachyscope.prefill import prefill
 from tachyscope.quality import Frames
 from tachyscope.session import Session
+from tachyscope.stream import Stream
+from tachyscope.stream import open as open_stream
 
 
-class Together(WanModel):
-    """A model whose rows are worlds: each draws the noise that it would draw alone."""
-
-    def __init__(self, model: WanModel, scenes: Sequence[Scene]) -> None:
-        super().__init__(model.name, model.transformer, model.text, model.decoder)
-        self.scenes = scenes
-        numbers = [scene.world.number for scene in scenes]
-        self.generators = [Generator(self.device).manual_seed(number) for number in numbers]
-        self.moves = [self.actions.index(letter) for letter in scenes[0].actions]
-
-    def open(self, plan: str | Plan, given: int, make: Any = Session) -> Session:
-        """A session that has read every prompt and seen the first `given` true frames."""
-        own = self.shape(self.scenes[0].frames.shape[1:3])
-        shape = replace(own, batch=len(self.scenes))
-        session: Session = make(
-            shape, parse_plan(self, plan), self.rope(shape), latent_frames=len(self.moves),
-            device=self.device, dtype=self.dtype,
-        )  # fmt: skip
-        prompts = [self.encode_prompt(scene.world.prompt) for scene in self.scenes]
-        context = torch.cat([prompt.context for prompt in prompts])
-        session.set_prompt_kv(
-            *self.transformer.keys_values(context), [prompt.length for prompt in prompts]
-        )
-        latents = self.true_latents(0, given)
-        for i in range(given):
-            self.prefill_latents(session, latents[:, :, i : i + 1], self.moves[i : i + 1])
-            session.commit()
-        session.meter.take()
-        return session
-
-    def true_latents(self, start: int, stop: int) -> Tensor:
-        """Latents [B, C, F, h, w] of the scenes' true frames."""
-        return torch.cat([self.encode_frames(scene.frames[start:stop]) for scene in self.scenes])
-
-    def show(self, session: Session, latents: Tensor) -> Frames:
-        """Frames [B, H, W, 3] of one latent frame [B, C, 1, h, w]."""
-        return self.decode_latents(session, latents.transpose(0, 2))
-
-    def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
-        one = replace(session.shape, batch=1)
-        return torch.cat([self._draw(one, generator) for generator in self.generators])
+def open_scenes(
+    model: WanModel,
+    plan: str | Plan,
+    scenes: Sequence[Scene],
+    given: int,
+    make: Callable[..., Session] = Session,
+) -> Stream:
+    """A stream of one video a scene that has seen the first `given` true frames."""
+    actions = list(scenes[0].actions)
+    return open_stream(
+        model, plan, prompt=[scene.world.prompt for scene in scenes],
+        seed=[scene.world.number for scene in scenes], size=scenes[0].frames.shape[1:3],
+        first=[scene.frames[:given] for scene in scenes], first_actions=actions[:given],
+        frames=len(actions) - given, make=make,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,23 +61,20 @@ def play(
 
     probed: numbers of made frames, from 1 on, at which recall is sampled.
     """
-    together = Together(model, scenes)
     wanted = [given + i - 1 for i in probed]
-    session = together.open(plan, given, partial(Probed, wanted=wanted) if probed else Session)
-    rows, stats, made = len(scenes), [], []
-    for move in together.moves[given:]:
-        latents = together.sample(session, [move])
-        session.commit()
-        made.append(together.show(session, latents))
-        session.meter.add("frames", rows)
-        session.meter.add("cache_mb", session.cache_bytes() / rows / 1e6)
-        stats.append(session.meter.take())
+    make = partial(Probed, wanted=wanted) if probed else Session
+    stream = open_scenes(model, plan, scenes, given, make)
+    session, rows, stats, made = stream.session, len(scenes), [], []
+    for action in scenes[0].actions[given:]:
+        chunk = stream.step(action)
+        made.append(chunk.frames)
+        stats.append(chunk.stats | {"cache_mb": chunk.stats["cache_allocated_mb"] / rows})
     cost = counted(stats, session)
     work = tuple(row["macs"] / rows for row in stats)
     recalls = session.recalls if isinstance(session, Probed) else {}
     return [
         Take(frames, cost | recall_values(recalls, row), work)
-        for row, frames in enumerate(np.stack(made, 1))
+        for row, frames in enumerate(np.concatenate(made, 1))
     ]
 
 
@@ -143,18 +115,16 @@ def teacher_forced(
     model: WanModel, scenes: Sequence[Scene], given: int, made: Sequence[int]
 ) -> list[Forced]:
     """Frames `made` of the scenes, each made after clean passes over all true ones before it."""
-    together = Together(model, scenes)
-    session = together.open("dense", given)
-    last = max(made) + 1
-    latents = together.true_latents(given, last)
+    stream = open_scenes(model, "dense", scenes, given)
+    session, last = stream.session, max(made) + 1
+    latents = torch.cat([model.encode_frames(scene.frames[given:last]) for scene in scenes])
     frames, shown = [], []
-    for i in range(given, last):
-        true, move = latents[:, :, i - given : i - given + 1], together.moves[i : i + 1]
+    for i, true in enumerate(latents.split(1, 2), given):
+        move = [model.actions.index(scenes[0].actions[i])]
         if i in made:
-            frames.append(together.show(session, together.sample(session, move)))
-            shown.append(together.show(session, true))
+            frames.append(stream.frames_of(model.sample(session, move)))
+            shown.append(stream.frames_of(true))
         # the true frame takes the place of the made one in now
-        together.prefill_latents(session, true, move)
-        session.commit()
-    pairs = zip(np.stack(frames, 1), np.stack(shown, 1), strict=True)
+        prefill(model, session, [(true, move)])
+    pairs = zip(np.concatenate(frames, 1), np.concatenate(shown, 1), strict=True)
     return [Forced(tuple(made), ours, theirs) for ours, theirs in pairs]

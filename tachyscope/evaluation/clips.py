@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tachyscope.evaluation.scenes import make_world
 from tachyscope.models.registry import MODELS
-from tachyscope.models.vila_u.model import Prompt, VilaModel
+from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.quality import Frames
 from tachyscope.worlds import atrium
 from tachyscope.worlds.visit import World, as_frames
@@ -52,18 +51,6 @@ def _film(world: World, actions: str, pace: float, size: int) -> Frames:
     pose = atrium.walk(world.start, atrium.letters(actions)[None], pace)[0]
     rooms = world.rooms.rows(torch.zeros(len(actions), dtype=torch.long))
     return as_frames(atrium.render(rooms, pose, pace * torch.arange(len(actions)), size))
-
-
-def batch_prompts(model: VilaModel, texts: Iterable[str]) -> Prompt:
-    """Prompts of several videos as one: rows are [conditional…, unconditional…]."""
-    found = [model.encode_prompt(text) for text in texts]
-    longest = max(x.ids.shape[1] for x in found)
-    rows, lengths = [], []
-    for row in range(len(found[0].lengths)):
-        for x in found:
-            rows.append(nn.functional.pad(x.ids[row], (longest - x.ids.shape[1], 0)))
-            lengths.append(x.lengths[row])
-    return Prompt(torch.stack(rows), tuple(lengths))
 
 
 @torch.inference_mode()

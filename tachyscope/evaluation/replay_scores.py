@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tachyscope.arguments import parse_plan
-from tachyscope.evaluation.clips import GIVEN, Clip, batch_prompts
+from tachyscope.evaluation.clips import GIVEN, Clip
 from tachyscope.models.vila_u.model import VilaModel
+from tachyscope.prefill import prefill
 from tachyscope.replay.runner import ReplayRunner
 from tachyscope.session import Session
+from tachyscope.stream import open as open_stream
 from tachyscope.types import Mlp, Shape
 
 
@@ -127,17 +129,14 @@ def begin(model: VilaModel, way: Way, clip: Clip, codes: Tensor, seed: int = 0) 
     Worlds share every pass: the rows never look at each other, and a pass over several costs
     little more than one.
     """
-    prompt = batch_prompts(model, (world.prompt for world in clip.worlds))
-    own = model.shape()
-    shape = replace(own, batch=own.batch * len(clip.worlds))
-    session = Ranked(
-        shape, parse_plan(model, way.plan), model.rope(shape), rank=way.rank, within=way.layers,
-        latent_frames=len(clip.actions), lengths=prompt.lengths, seed=seed, device=model.device,
-        dtype=model.dtype,
+    stream = open_stream(
+        model, way.plan, prompt=[world.prompt for world in clip.worlds],
+        seed=[seed + i for i in range(len(clip.worlds))], frames=len(clip.actions),
+        make=partial(Ranked, rank=way.rank, within=way.layers),
     )  # fmt: skip
-    model.prefill_prompt(session, prompt)
+    session = stream.session
+    assert isinstance(session, Ranked)
     for i in range(GIVEN):
-        model.prefill_latents(session, codes[:, i : i + 1], clip.moves[i : i + 1])
-        session.commit()
+        prefill(model, session, [(codes[:, i : i + 1], clip.moves[i : i + 1])])
     session.meter.take()
     return session

@@ -21,6 +21,7 @@ from tachyscope.meter import Meter, summary
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.results import Document
 from tachyscope.session import Session
+from tachyscope.stream import Stream
 from tachyscope.types import LayerCache, PassContext, Shape
 
 WINDOW = "attention=window:tokens=512,sink=4"
@@ -108,13 +109,15 @@ def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN, seed: int = 0) -> D
         "no_mlp": Way("dense"), "python": Way("dense"), "python_replay": Way(REPLAY),
     }  # fmt: skip
     players: dict[str, Timed] = {}
-    sessions: dict[str, Session] = {}
+    streams: dict[str, Stream] = {}
+    stats: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for name, way in ways.items():
         made_of = hollow(model, name.startswith("python")) if name[:2] in ("no", "py") else model
         players[name] = Timed(made_of)
-        sessions[name] = _plain(begin(model, way, clip, codes, seed), players[name], clip, codes)
+        session = _plain(begin(model, way, clip, codes, seed), players[name], clip, codes)
+        streams[name] = Stream(players[name], session)
         if name.startswith("python"):
-            sessions[name].plan = replace(sessions[name].plan, attention=NoRead())
+            session.plan = replace(session.plan, attention=NoRead())
     trunk: dict[str, list[float]] = {name: [] for name in ways}
     whole: dict[str, list[float]] = {name: [] for name in ways}
     token: dict[str, list[float]] = {name: [] for name in ways}
@@ -122,13 +125,11 @@ def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN, seed: int = 0) -> D
     names = list(ways)
     for i in range(GIVEN, GIVEN + rounds):
         for name in draw.sample(names, len(names)):
-            player, session = players[name], sessions[name]
+            player, stream = players[name], streams[name]
             player.trunk_ms = []
-            start = time.perf_counter()
-            player.sample(session, clip.moves[i : i + 1])
-            spent = (time.perf_counter() - start) * 1e3
-            session.commit()
-            whole[name].append(spent / session.shape.tokens_per_frame)
+            stats[name].append(stream.generate(clip.moves[i : i + 1]).stats)
+            spent = stats[name][-1]["chunk_ms"]
+            whole[name].append(spent / stream.session.shape.tokens_per_frame)
             trunk[name].append(statistics.fmean(player.trunk_ms))
             token[name] += player.trunk_ms
     out: Document = {
@@ -145,7 +146,7 @@ def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN, seed: int = 0) -> D
             row[f"{key}_ratio"] = statistics.median(ratios)
             row[f"{key}_ratio_low"], row[f"{key}_ratio_high"] = min(ratios), max(ratios)
         row["trunk_token_ms"] = statistics.median(token[name])
-        row["share_eligible"] = summary([sessions[name].meter.take()])["share_eligible"]
+        row["share_eligible"] = summary(stats[name])["share_eligible"]
         out[name] = row
     return out
 
@@ -154,8 +155,9 @@ def _plain(ranked: Session, player: VilaModel, clip: Clip, codes: Tensor) -> Ses
     """A session of the same plan without anything that only measuring needs."""
     session = Session(
         ranked.shape, ranked.plan, ranked.rope, latent_frames=ranked.latent_frames,
-        lengths=ranked.lengths,        seed=ranked.seed, device=ranked.device, dtype=ranked.dtype,
+        lengths=ranked.lengths, seed=ranked.seeds, device=ranked.device, dtype=ranked.dtype,
     )  # fmt: skip
+    session.source = ranked.source
     session.restore(ranked.state())
     player.prefill_latents(session, codes[:, GIVEN - 1 : GIVEN], clip.moves[GIVEN - 1 : GIVEN])
     session.restore(ranked.state())

@@ -27,6 +27,7 @@ from tachyscope.process import spread
 from tachyscope.quality import psnr
 from tachyscope.results import Document, document
 from tachyscope.session import Session
+from tachyscope.stream import Stream
 from tachyscope.tables import format_table
 from tachyscope.worlds import atrium
 
@@ -101,7 +102,7 @@ def forced(
                 first[row] = kl.cpu()
     out = []
     for session, found, start in zip(sessions, sums.tolist(), first.tolist(), strict=True):
-        share = skipped(session.meter.take())
+        share = skipped([session.meter.take()])
         keys = ("kl", "nll", "right", "kl_first")
         each = zip(*found, start, strict=True)
         out.append([dict(zip(keys, values, strict=True)) | share for values in each])
@@ -114,18 +115,14 @@ def made(model: VilaModel, clip: Clip, ways: Sequence[Way]) -> list[list[Values]
     codes = true_codes(model, clip)
     out = []
     for way in ways:
-        session = begin(model, way, clip, codes)
-        found = []
-        for i in range(GIVEN, len(clip.actions)):
-            latents = model.sample(session, clip.moves[i : i + 1])
-            session.commit()
-            found.append([model.decode_latents(session, row[None]) for row in latents])
-        share = skipped(session.meter.take())
+        stream = Stream(model, begin(model, way, clip, codes), batch=len(clip.worlds))
+        chunks = [stream.step(clip.moves[i : i + 1]) for i in range(GIVEN, len(clip.actions))]
+        share = skipped([chunk.stats for chunk in chunks])
         by_world: list[Values] = []
         for world, true in enumerate(clip.frames):
             near = [
-                float(psnr(frame[world], true[i : i + 1])[0])
-                for i, frame in enumerate(found, GIVEN)
+                float(psnr(chunk.frames[world], true[i : i + 1])[0])
+                for i, chunk in enumerate(chunks, GIVEN)
             ]
             ends = {"psnr_first": near[0], "psnr_last": near[-1]}
             by_world.append({"psnr_truth": statistics.fmean(near)} | ends | share)
@@ -147,8 +144,8 @@ def bounds(model: VilaModel, clip: Clip) -> list[Values]:
     return out
 
 
-def skipped(row: Mapping[str, float]) -> Values:
-    found = summary([row])
+def skipped(rows: Sequence[Mapping[str, float]]) -> Values:
+    found = summary(rows)
     return {"share_eligible": found["share_eligible"], "density": found["density"]}
 
 

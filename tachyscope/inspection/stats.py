@@ -49,7 +49,7 @@ class Observed(Session):
         super()._begin_anew()
         every = range(self.shape.tokens_per_frame)
         # draws of its own: the session's would change the video by being asked
-        drawn = random.Random(f"{self.seed} places")
+        drawn = random.Random(f"{self.seeds[0]} places")
         self.places = sorted(drawn.sample(every, min(self.wanted, len(every))))
         self.queries = min(self.queries, len(every))
         self.found: dict[str, list[Record]] = defaultdict(list)
@@ -106,7 +106,7 @@ class Observed(Session):
 
     def _drawn(self, ctx: PassContext) -> list[int]:
         """The places whose queries are weighed, seeded by chunk, layer and pass."""
-        drawn = random.Random(f"{self.seed} {ctx.chunk} {ctx.layer} {ctx.pass_index}")
+        drawn = random.Random(f"{self.seeds[0]} {ctx.chunk} {ctx.layer} {ctx.pass_index}")
         return sorted(drawn.sample(range(ctx.shape.tokens_per_frame), self.queries))
 
     def _tokens(self, ctx: PassContext, places: Sequence[int]) -> Tensor:

@@ -101,6 +101,10 @@ class VideoModel(abc.ABC):
         """The prompt as `prefill_prompt` takes it; `lengths`: cache entries a row of it fills."""
 
     @abc.abstractmethod
+    def join_prompts(self, prompts: Sequence[Any]) -> Any:
+        """Encoded prompts, one a video of a batch, as `prefill_prompt` takes them."""
+
+    @abc.abstractmethod
     def prefill_prompt(self, session: Session, prompt: Any) -> None:
         """Hand the prompt to the session: cross-attention's keys and values, or one prefill."""
 
@@ -173,5 +177,8 @@ class VideoModel(abc.ABC):
         """Given frames uint8 [F, H, W, 3] as `sample` would have returned them."""
 
     @abc.abstractmethod
-    def decode_latents(self, session: Session, latents: Tensor) -> np.ndarray:
-        """Frames uint8 [F, H, W, 3]; what streaming needs is kept in session.features."""
+    def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
+        """Frames uint8 [F, H, W, 3] of one video of the batch.
+
+        What streaming needs is kept in session.features, for each video by itself.
+        """

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
@@ -144,6 +144,17 @@ class VilaModel(VideoModel):
         padded = [[0] * (longest - len(row)) + row for row in rows]
         return Prompt(torch.tensor(padded, device=self.device), tuple(map(len, rows)))
 
+    def join_prompts(self, prompts: Sequence[Prompt]) -> Prompt:
+        """Rows are [conditional…, unconditional…]."""
+        longest = max(prompt.ids.shape[1] for prompt in prompts)
+        rows, lengths = [], []
+        for row in range(len(prompts[0].lengths)):
+            for prompt in prompts:
+                pads = longest - prompt.ids.shape[1]
+                rows.append(nn.functional.pad(prompt.ids[row], (pads, 0)))
+                lengths.append(prompt.lengths[row])
+        return Prompt(torch.stack(rows), tuple(lengths))
+
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: Prompt) -> None:
         x = self.transformer.trunk.embed_tokens(prompt.ids)
@@ -155,8 +166,10 @@ class VilaModel(VideoModel):
         """Codes [V, 1, rows, columns, D]."""
         c, shape = self.config, session.shape
         session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.transformer.head.macs)
-        sizes = self._videos(shape), shape.tokens_per_frame, c.depth, c.codes
-        noise = draw_noise(session.generator, sizes, self.device)
+        each = self._videos(shape) // len(session.generators)
+        sizes = each, shape.tokens_per_frame, c.depth, c.codes
+        drawn = [draw_noise(x, sizes, self.device) for x in session.generators]
+        noise = torch.cat(drawn)
         pos = shape.positions(session.latent_frame, 1, self.device)
         codes = []
         for i in range(shape.tokens_per_frame):
@@ -190,7 +203,7 @@ class VilaModel(VideoModel):
         return self.config.sampler.guide(self.transformer.head(torch.stack(states, 1), sums))
 
     @torch.no_grad()
-    def decode_latents(self, session: Session, latents: Tensor) -> np.ndarray:
+    def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
         pixels = self.transformer.vae.decode(
             self.transformer.vae.quantizer.sum(latents.flatten(0, 1))
         )

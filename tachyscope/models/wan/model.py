@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -175,7 +176,11 @@ class WanModel(VideoModel):
                 f"prompt file"
             )
         context, length = self.text(check_prompt(prompt))
-        return EncodedPrompt(context.to(self.device), length)
+        return EncodedPrompt(context.to(self.device), (length,))
+
+    def join_prompts(self, prompts: Sequence[EncodedPrompt]) -> EncodedPrompt:
+        context = torch.cat([prompt.context for prompt in prompts])
+        return EncodedPrompt(context, tuple(n for prompt in prompts for n in prompt.tokens))
 
     def prompt_key(self, prompt: str) -> str:
         if not isinstance(self.text, PromptFile):
@@ -186,9 +191,10 @@ class WanModel(VideoModel):
 
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: EncodedPrompt) -> None:
-        rows = session.shape.batch
-        keys, values = self.transformer.keys_values(prompt.context.expand(rows, -1, -1))
-        session.set_prompt_kv(keys, values, (prompt.length,) * rows)
+        each = session.shape.batch // len(prompt.tokens)
+        context = prompt.context.repeat_interleave(each, 0)
+        keys, values = self.transformer.keys_values(context)
+        session.set_prompt_kv(keys, values, [n for n in prompt.tokens for _ in range(each)])
 
     @torch.no_grad()
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
@@ -207,7 +213,9 @@ class WanModel(VideoModel):
         self.context.remember(self, session, latents, given)
         again = session.features.pop("shown", None) is not None
         if self.decoder is not None and not again and not shown:
-            self.decoder.skip(latents, session.features)
+            for video, part in enumerate(latents.split(1)):
+                with _decoder_features(session, video) as features:
+                    self.decoder.skip(part, features)
 
     def decoder_state(self, session: Session) -> dict[str, Tensor]:
         return {name: x for name, x in session.features.items() if name not in ("window", "shown")}
@@ -218,11 +226,12 @@ class WanModel(VideoModel):
         return self.require_decoder().encode(frames).to(self.device, wider(self.dtype))
 
     @torch.no_grad()
-    def decode_latents(self, session: Session, latents: Tensor) -> np.ndarray:
+    def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
         shown = session.features.pop("shown", None)
         if shown is not None:
             return shown.numpy()
-        return self.require_decoder()(latents, session.features)
+        with _decoder_features(session, video) as features:
+            return self.require_decoder()(latents, features)
 
     def restart_decoder(self, session: Session, latents: Tensor) -> None:
         """Decode what follows as a video that begins with these latents."""
@@ -266,14 +275,32 @@ class WanModel(VideoModel):
         """
         given = session.given_noise(draw, ahead)
         if given is None:
-            return self._draw(session.shape, session.generator)
+            return self._draw(session)
         return given.to(self.device, wider(self.dtype))
 
-    def _draw(self, shape: Shape, generator: torch.Generator) -> Tensor:
-        size = self.latent_size(shape, shape.chunk)
+    def _draw(self, session: Session) -> Tensor:
+        batch, *size = self.latent_size(session.shape, session.shape.chunk)
+        size = [batch // len(session.generators), *size]
         # drawn in float32 whatever the model's dtype, so that dtypes can be compared
-        drawn = torch.randn(size, generator=generator, dtype=torch.float32, device=self.device)
-        return drawn.to(wider(self.dtype))
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        drawn = [torch.randn(size, generator=each, **fine) for each in session.generators]
+        return torch.cat(drawn).to(wider(self.dtype))
+
+
+@contextmanager
+def _decoder_features(session: Session, video: int) -> Iterator[dict[str, Tensor]]:
+    """The streaming state of one video's decoding: of the first under its plain names."""
+    if video == 0:
+        yield session.features
+        return
+    prefix = f"video{video}."
+    features = {
+        name.removeprefix(prefix): x
+        for name, x in session.features.items()
+        if name.startswith(prefix)
+    }
+    yield features
+    session.features |= {prefix + name: x for name, x in features.items()}
 
 
 def _modules(part: object) -> list[nn.Module]:

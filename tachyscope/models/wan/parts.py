@@ -50,8 +50,8 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """An encoded prompt: it fills no cache entries, so `lengths` is empty."""
+    """Encoded prompts, one a video: they fill no cache entries, so `lengths` is empty."""
 
-    context: Tensor  # [1, text_len, text_dim]
-    length: int  # tokens of it that are not padding
+    context: Tensor  # [videos, text_len, text_dim]
+    tokens: tuple[int, ...]  # of each, those that are not padding
     lengths: tuple[int, ...] = ()
