@@ -575,7 +575,7 @@ def test_a_prompt_is_zero_after_its_end():
     assert prompt.context.shape == (1, 64, 24)
     assert (prompt.tokens, prompt.lengths) == ((4,), ())
     assert prompt.context[0, :4].abs().amin() > 0 and not prompt.context[0, 4:].any()
-    assert adapter.encode_prompt("").length == 1
+    assert adapter.encode_prompt("").tokens == (1,)
     adapter.encode_prompt("x" * 63)
     refused(lambda: adapter.encode_prompt("x" * 64), "at most 63 bytes, got 64: shorten it")
 
