@@ -219,6 +219,7 @@ SHAPE = dataclasses.replace(CHUNKS, head_dim=64 if DEVICE == "cuda" else 16)
                 "merge:budget=8f",
                 "merge:budget=8f,newest=2,keep=partner",
                 "merge:budget=45,sink=0,newest=0,match=unrotated",
+                "merge:budget=8f,match=key_value",  # matched by torch, merged by kernels
                 "dedup:budget=8f",
             )
         ),
