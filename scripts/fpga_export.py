@@ -242,6 +242,8 @@ def draw_rtl(args: argparse.Namespace) -> None:
         nonlocal bad
         want, got = model.step(x, token), sim.step(x, token)
         bad += not (np.array_equal(want[0], got[0]) and want[1] == got[1])
+        if len(sim.cycles) % 16 == 0:
+            print(f"{len(sim.cycles)} tokens in hardware, {bad} unlike the integers", flush=True)
         return got
 
     frames = []
@@ -347,8 +349,10 @@ def show(args: argparse.Namespace) -> None:
         "float-computed": "float, computed",
         "float": "float, replayed",
         "integer-computed": "int8, computed",
-        "rtl": "int8, replayed\n(hardware in Verilator)",
+        "integer": "int8, replayed",
     }
+    if (args.out / "rtl.npz").exists():
+        names["rtl"] = names.pop("integer") + "\n(hardware in Verilator)"
     frames = {name: decode(np.load(args.out / f"{name}.npz")["codes"]) for name in names}
     figure, axes = pyplot.subplots(MADE, len(names) + 1, figsize=(11, 5.6), layout="constrained")
     rows = []
@@ -379,7 +383,8 @@ def show(args: argparse.Namespace) -> None:
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.picture, dpi=110)
     if args.json:
-        rtl = json.loads((args.out / "rtl.json").read_text())
+        report = args.out / "rtl.json"
+        rtl = json.loads(report.read_text()) if report.exists() else None
         command = f"scripts/fpga_export.py export, draw, rtl, float, show --clip {args.clip} "
         command += f"--world {args.world} --seed {args.seed}"
         emit(document("fpga-draw", rows, command, model="atrium-tokens", rtl=rtl), args.json)
