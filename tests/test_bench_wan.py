@@ -211,7 +211,8 @@ def test_a_published_size_is_made_of_random_weights(monkeypatch):
     assert made.config == small and made.dtype == torch.bfloat16 and made.name == "wan_1.3b"
 
 
-@pytest.mark.parametrize("name", ["self-forcing", pytest.param("krea", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["self-forcing", "krea"])
 def test_a_checkpoint_alone_is_enough_for_a_clock(name, tmp_path, monkeypatch, capsys):
     small = dataclasses.replace(
         PRESETS[name].config, dim=256, ffn_dim=64, layers=2, heads=2, text_dim=16

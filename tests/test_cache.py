@@ -63,7 +63,7 @@ def _random_commits(at, commits, seed):
 
 
 # eight policies, two kinds of model, up to 720 commits each: over ten thousand
-@pytest.mark.parametrize("commits", [50, pytest.param(720, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("commits", [30, pytest.param(720, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [CHUNKS, TOKENS], ids=["chunks", "tokens"])
 @pytest.mark.parametrize("cache", BOUNDED)
 def test_a_budget_is_never_exceeded_and_nothing_becomes_nan(cache, shape, commits):

@@ -64,7 +64,7 @@ def _inputs(rng, b, h, kv, s, n, d, groups=1):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     "b, h, kv, s, n",
-    [(1, 1, 1, 16, 16), (1, 4, 2, 20, 35), (2, 2, 2, 5, 3)],
+    [pytest.param(1, 1, 1, 16, 16, marks=pytest.mark.slow), (1, 4, 2, 20, 35), (2, 2, 2, 5, 3)],
 )
 def test_flash_attention_equals_its_reference(rng, b, h, kv, s, n, weighted, setting):
     for groups in {1, kv}:

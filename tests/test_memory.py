@@ -136,6 +136,7 @@ def test_a_peak_counts_what_lives_together():
         peak(lambda: 1 / 0)
 
 
+@pytest.mark.slow
 def test_published_sizes_are_known_without_weights():
     found = need(sized("wan_1.3b"), "stock", frames=81, size=(480, 832))
     # 30 layers of 21 latent frames of 1,560 places, 12 heads of 128, two bytes

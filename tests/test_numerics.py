@@ -24,6 +24,7 @@ TOYS = [
 ]
 OFTEN = [case for case in TOYS if case[1] in ("dense", MERGED)]
 RARE = [case for case in TOYS if case[0] == "toy-tokens" and case not in OFTEN]
+SEVERAL = [case for case in TOYS if case[1] in ("dense", "fast", MERGED, WINDOW)]
 # the shipped models are of the same parts, so that a plan or two of theirs show the rest
 SHIPPED = [("atrium-world", "fast", 2), ("atrium-tokens", "fast", 1)]
 
@@ -79,7 +80,7 @@ def _cases():
     for setting in (FLOAT64, BFLOAT16):
         for case in [*SHIPPED, *TOYS]:
             # a toy's plans by one setting, of the slower toy a few of them
-            quick = case in (TOYS if setting is FLOAT64 else OFTEN) and case not in RARE
+            quick = case in (SEVERAL if setting is FLOAT64 else OFTEN) and case not in RARE
             marks = [] if quick else [pytest.mark.slow]
             yield pytest.param(*case, setting, marks=marks, id=f"{case[0]} {case[1]} {setting[0]}")
 

@@ -40,13 +40,28 @@ MOSTLY_CHUNKS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("plan", NAMES)
+@pytest.mark.parametrize(
+    "model, plan",
+    [
+        pytest.param(
+            name,
+            plan,
+            marks=pytest.mark.slow
+            if name == "toy-tokens" and plan not in ("dense", "fast", "fastcar")
+            else (),
+        )
+        for name in MODELS
+        for plan in NAMES
+    ],
+    indirect=["model"],
+)
 def test_every_named_plan_plays(model, plan):
     video = _video(model, plan)
     assert video.dtype == np.uint8 and video.shape[0] == FRAMES[model.name] and video.shape[3] == 3
     assert video.std() > 5, "a flat picture shows nothing"
 
 
+@MOSTLY_CHUNKS
 def test_the_same_seed_gives_the_same_video_and_another_seed_another(model):
     assert np.array_equal(_video(model), _video(model))
     assert not np.array_equal(_video(model), _video(model, seed=1))
@@ -199,7 +214,16 @@ def _changed_asked(model):
     return {"prompt": "a red room", "frames": 2 * count, "actions": actions, "seed": 2}
 
 
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize(
+    "model, bounded",
+    [
+        ("toy-chunks", False),
+        ("toy-chunks", True),
+        ("toy-tokens", True),
+        pytest.param("toy-tokens", False, marks=pytest.mark.slow),
+    ],
+    indirect=["model"],
+)
 def test_a_prompt_that_changes_remembers_what_the_cache_has_room_for(model, bounded):
     chunk = model.shape().chunk
     # of those frames, all; or two chunks, beside a prompt that is held with them
@@ -215,6 +239,7 @@ def test_a_prompt_that_changes_remembers_what_the_cache_has_room_for(model, boun
     assert same[:count].all() and not same[count:].all()
 
 
+@pytest.mark.slow
 def test_given_frames_are_remembered_again_too():
     model = toys.load("toy-tokens")
     first = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
@@ -411,6 +436,7 @@ def test_toys_play_in_other_types(dtype):
         assert len(_video(toys.load(name, dtype=dtype), frames=4)) == 4
 
 
+@MOSTLY_CHUNKS
 def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     """As on a GPU, where the next chunk is asked for before the last is decoded."""
     plan, frames = PLANS[model.name], FRAMES[model.name] + 1

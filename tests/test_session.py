@@ -19,6 +19,15 @@ PLANS = [
     "replay=every_k:k=2",
     "replay=attentive:threshold=0.1,age=2",
 ]
+# every plan with one kind of model; with both in the slow tests
+EACH_PLAN = pytest.mark.parametrize(
+    "plan, kind",
+    [
+        pytest.param(plan, kind, marks=() if i % 2 == j else pytest.mark.slow)
+        for i, plan in enumerate(PLANS)
+        for j, kind in enumerate(SHAPES)
+    ],
+)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -63,8 +72,7 @@ def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
     torch.testing.assert_close(torch.cat(got, 2), want[:, :, at.prompt :])
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("plan", PLANS)
+@EACH_PLAN
 def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -104,8 +112,7 @@ def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("plan", PLANS)
+@EACH_PLAN
 def test_reset_gives_what_a_new_session_gives(plan, kind):
     used = session(SHAPES[kind], plan)
     play(used, 5, seed=3)

@@ -165,7 +165,8 @@ def _others(model):
         yield f"{wrong!r}", wrong
 
 
-@pytest.mark.parametrize("name", [pytest.param("toy-chunks", marks=pytest.mark.slow), "toy-tokens"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["toy-chunks", "toy-tokens"])
 def test_a_damaged_state_is_refused_and_the_session_goes_on_unharmed(name):
     model = ts.load(name)
     session, control = _open(model), _open(model)

@@ -550,6 +550,7 @@ def test_a_frames_own_noise_picks_its_codes_again_from_its_scores(toy):
         assert torch.equal(toy.config.sampler.pick(logits, noise), latents.flatten(1, 3))
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_actions_make_the_same_video(toy):
     first, again = play(toy)[0], play(toy)[0]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

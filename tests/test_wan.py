@@ -422,9 +422,14 @@ def test_dtypes_make_the_same_video(dtype, atol):
     "plan",
     [
         "dense",
-        "cache=window:budget=9f,sink=3,positions=reindexed",
-        "cache=window:budget=9f,sink=3,max_distance=5",
         "cache=merge:budget=9f replay=attentive:share=0.5",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in (
+                "cache=window:budget=9f,sink=3,positions=reindexed",
+                "cache=window:budget=9f,sink=3,max_distance=5",
+            )
+        ),
         "cache=merge:budget=9f,match=unrotated,max_distance=4 attention=window:tokens=40,sink=8",
     ],
 )

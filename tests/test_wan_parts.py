@@ -421,6 +421,7 @@ def test_a_prompt_file_stands_for_its_prompt(folder, tmp_path, monkeypatch):
     refused(lambda: PromptFile.read(tmp_path / "bad.pt", CONFIG), "got other values in context")
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_prompt_file(folder, tmp_path, capsys):
     file = tmp_path / "prompt.safetensors"
     embed_prompt(folder, "a red room", file, length=24)
