@@ -31,7 +31,10 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
         ]
         folded = [""]
         if len(row) == len(columns) and not right[-1]:
-            folded = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
+            # words stay whole, to be copied
+            folded = textwrap.wrap(
+                row[-1], widths[-1], break_on_hyphens=False, break_long_words=False
+            ) or [""]
             cells[-1] = folded[0]
         lines.append(GAP.join(cells).rstrip())
         lines += [" " * before + line for line in folded[1:]]

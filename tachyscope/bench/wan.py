@@ -30,7 +30,7 @@ from tachyscope.bench.single_chunk import (
     taken_back,
 )
 from tachyscope.bounds import check
-from tachyscope.errors import TachyscopeError
+from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.memory import ROOM, need
 from tachyscope.meter import summary
 from tachyscope.models.registry import DTYPES, MODELS, load
@@ -324,8 +324,7 @@ def _fault(error: Exception) -> str:
         return FULL
     if isinstance(error, TachyscopeError):
         return str(error)
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _fit_gb(shapes: WanModel, plan: Plan, lengths: Sequence[int], clock: Clock) -> float:

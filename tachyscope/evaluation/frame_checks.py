@@ -15,7 +15,7 @@ from tachyscope.evaluation.intervals import mean
 from tachyscope.evaluation.scenes import Scene, pictures
 from tachyscope.quality import Frames, motion
 from tachyscope.worlds import atrium
-from tachyscope.worlds.atrium import FLOOR, OBJECTS, TURN, Rooms
+from tachyscope.worlds.atrium import FLOOR, OBJECTS, SIDES, TURN, Rooms
 
 # Where the search for a pose begins, off the truth: x, y, heading. From the truth itself it would
 # find the truth too easily.
@@ -134,9 +134,6 @@ def unsaid_db(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
             error = np.square(frame[mask].astype(np.float64) - scene.frames[i][mask]).mean()
             found.append(min(100.0, 10 * math.log10(255**2 / max(error, 1e-6))))
     return mean(found)
-
-
-SIDES = ("front", "left", "back", "right")  # as a prompt names walls, by the first frame
 
 
 def prompt_right(frames: Frames, scene: Scene, index: Sequence[int]) -> float:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from tachyscope.bounds import check
 from tachyscope.evaluation.batched_rollout import play
-from tachyscope.evaluation.frame_checks import SIDES, named_walls
+from tachyscope.evaluation.frame_checks import named_walls
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.scenes import make_scene, make_world
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.results import Document, document
 from tachyscope.tables import format_table
-from tachyscope.worlds.atrium import TURN
+from tachyscope.worlds.atrium import SIDES, TURN
 
 AT_ONCE = {"cpu": 1, "cuda": 64}  # worlds that share passes
 

@@ -41,7 +41,7 @@ BACK = dict(zip(ACTIONS, ".swdaeq", strict=True))  # what takes an action back
 
 KINDS = ("plain", "stripes", "bands", "checks", "dots")
 THINGS = ("", "ball", "box")
-SIDES = ("front", "left", "back", "right")
+SIDES = ("front", "left", "back", "right")  # as a prompt names walls, by the first frame
 PALETTE = {
     "red": (0.88, 0.14, 0.14),
     "orange": (0.98, 0.55, 0.10),
