@@ -277,7 +277,7 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     policy.restore_order(back, moment, ctx.past)
     assert not torch.equal(back.k, layer.k)
     for x, ordered in ((back.k, layer.k), (back.v, layer.v)):
-        assert torch.equal(policy.to_index_order(x, layer, moment), ordered)  # by stock torch
+        assert torch.equal(policy.to_index_order(x, layer, moment), ordered)
 
     rng = torch.Generator("cuda").manual_seed(3)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}

@@ -13,15 +13,16 @@ from tachyscope.kernels.block_table import BlockTable
 
 def block_sparse_attention_reference(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Tensor:
     """Tile by tile: attention over the entries of its blocks, and the present ones."""
-    group, slots = q.shape[1] // k.shape[1], past.k.shape[2]
+    group, slot = q.shape[1] // k.shape[1], torch.arange(past.block, device=q.device)
     out = torch.empty_like(q)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             g = h // group
             for i, part in enumerate(q[b, h].split(past.tile)):
-                ids = past.ids[b, h, i, : past.counts[b, h, i]].tolist()
-                read = [s for j in ids for s in range(j * past.block, (j + 1) * past.block)]
-                read = [s for s in read if s < slots and past.log_count[b, g, s] > -math.inf]
+                ids = past.ids[b, h, i, : past.counts[b, h, i]].long()
+                read = (ids[:, None] * past.block + slot).flatten()
+                read = read[read < past.k.shape[2]]
+                read = read[past.log_count[b, g, read] > -math.inf]
                 keys = torch.cat([past.k[b, g, read], k[b, g]])
                 values = torch.cat([past.v[b, g, read], v[b, g]])
                 log_count = torch.zeros(len(keys), dtype=torch.float64, device=q.device)
