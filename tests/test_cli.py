@@ -80,6 +80,7 @@ def test_every_kind_of_policy_is_an_option_of_a_video():
     assert {one.name for one in options_of(CLASSES["generate"])} >= set(POLICIES)
 
 
+@pytest.mark.slow
 def test_to_generate_a_video_imports_no_benchmark(tmp_path):
     code = (
         "import sys\n"
