@@ -130,7 +130,7 @@ def test_help_and_version_are_no_faults(capsys):
         (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, none"),
         (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
-        (["--cache", "merge:budget=2f,newest=1"], "cache policy 'merge': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
+        (["--cache", "dedup:budget=2f,newest=1"], "cache policy 'dedup': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
         (["--plan", "fast cache=window", "--cache", "merge"], "cache is given twice, 'cache=window' and 'cache=merge': leave one out"),
         (["--cache", "merge:budget=21f replay=every_k"], "--cache is one policy without spaces, got 'merge:budget=21f replay=every_k': give another part by its own option, or all of them in --plan"),
         (["--plan", "x" * 10**5], f"no plan '{'x' * 40}…{'x' * 19}'; there are: {', '.join(NAMES)}"),
@@ -474,7 +474,7 @@ def test_first_frames_come_from_local_files_alone(first, tmp_path, monkeypatch, 
 def test_generate_says_which_methods_saved_nothing(tmp_path, capsys):
     words = ["generate", "toy-chunks", "--plan", "fast", "--frames", "6", "--out", str(tmp_path)]
     assert main(words) == 0
-    note = "fast: cache policy 'merge' saved nothing: the video is shorter than its budget\n"
+    note = "fast: cache policy 'dedup' saved nothing: the video is shorter than its budget\n"
     assert note in capsys.readouterr().out
 
 
