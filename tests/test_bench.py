@@ -114,7 +114,7 @@ def test_a_benchmark_says_time_and_counted_work_in_one_line_a_plan(found):
     assert said[1].startswith("dense against itself: ")
     assert [line.split("  ")[0] for line in said[3:6]] == ["dense", "fast", "dense text=pads"]
     assert (
-        said[6] == "fast: cache policy 'merge' saved nothing: the video is shorter than its budget"
+        said[6] == "fast: cache policy 'dedup' saved nothing: the video is shorter than its budget"
     )
 
 
