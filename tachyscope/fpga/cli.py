@@ -77,7 +77,7 @@ TRUNK = DecoderShape(
     tokens_per_frame=256,
     context=8192,
 )
-"""The sizes of the shipped atrium-tokens: 32 frames of 256 tokens."""
+"""The sizes of the first atrium-tokens (the shipped one has 6 layers): 32 frames of 256 tokens."""
 THETA, EPS = 4294967296.0, 1e-5
 
 
