@@ -144,12 +144,7 @@ def _check_stream(
         raise TachyscopeError(
             f"stream must be a Stream, got a {type(stream).__name__}: use tachyscope.open"
         )
-    chunks = None if stream.rollout is None else stream.rollout()
-    if chunks is not None and chunks.gi_frame is not None:  # type: ignore[attr-defined]
-        raise TachyscopeError(
-            "this stream is being played by another rollout: go through that to its end, or "
-            "close() it, or open a second stream"
-        )
+    stream.check_free()
     session = stream.session
     source = session.source
     other = [

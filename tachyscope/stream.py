@@ -173,6 +173,7 @@ class Stream:
         `actions` are as `rollout` takes them, for the frames of this chunk; a single one is held
         for all of them. The same actions, in steps or in a rollout, make the same video.
         """
+        self.check_free()
         frames = self.next_frames
         moves = parse_actions("" if actions is None else actions, self.model.actions, frames)
         if actions is not None and len(actions) == 1:
@@ -306,6 +307,15 @@ class Stream:
         self.session.texts.clear()
         self.session.features.clear()
         self.session.latents = self.next_prompt = None
+
+    def check_free(self) -> None:
+        """Raise where a rollout goes on, which may be a chunk ahead of what it yielded."""
+        chunks = None if self.rollout is None else self.rollout()
+        if chunks is not None and chunks.gi_frame is not None:  # type: ignore[attr-defined]
+            raise TachyscopeError(
+                "this stream is being played by another rollout: go through that to its end, or "
+                "close() it, or open a second stream"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

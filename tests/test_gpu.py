@@ -452,6 +452,17 @@ def test_decoding_beside_the_next_chunk_changes_nothing(plan):
         assert (one == other).all()
 
 
+@pytest.mark.parametrize("batch", [{}, {"prompt": ["a red room", "a blue room"], "seed": [1, 2]}])
+def test_a_key_a_step_replays_the_cuda_graph(batch):
+    model, keys = ts.load("toy-chunks", device="cuda"), "wsa.wwsa"
+    streams = [ts.open(model, "cache=window:budget=9f", **batch) for _ in range(2)]
+    streams[1].runner.record = None
+    got, want = ([stream.step(key) for key in keys] for stream in streams)
+    assert [chunk.stats["cuda_graph"] for chunk in got] == [0, 0, 0, 0, 0, 1, 1, 1]
+    for one, other in zip(got, want, strict=True):
+        assert (one.frames == other.frames).all()
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_heads_are_turned_into_a_cache(dtype, interleaved):

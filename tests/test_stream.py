@@ -119,6 +119,16 @@ def test_a_snapshot_goes_on_in_another_stream(model):
     assert np.array_equal(blue.step().frames, stream.step().frames)
 
 
+def test_a_step_does_not_come_between_a_rollouts_chunks():
+    model = ts.load("toy-chunks")
+    stream = ts.open(model)
+    chunks = ts.rollout(model, frames=6, stream=stream)
+    refused(stream.step, "this stream is being played by another rollout")
+    assert [next(chunks).index, next(chunks).index] == [0, 1]
+    chunks.close()
+    assert stream.step().index == 2
+
+
 def test_a_closed_stream_holds_nothing_and_says_so(model):
     with ts.open(model, **ASKED) as stream:
         stream.step()
