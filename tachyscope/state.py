@@ -130,7 +130,7 @@ def generators(
         try:
             for state in tensors[name].cpu().chunk(count):
                 found.append(torch.Generator(device))
-                found[-1].set_state(state.clone())  # it reads a view from its storage
+                found[-1].set_state(state.clone())  # a view would crash torch
         except (KeyError, RuntimeError, TypeError):
             refuse(f"has no state of a {device.type} generator as {name!r}", AGAIN)
     if len(found) != videos + 1:
