@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,43 +14,54 @@ from tachyscope.arguments import parse_plan
 from tachyscope.bounds import check
 from tachyscope.cache.merge import Merge
 from tachyscope.errors import TachyscopeError
+from tachyscope.layers import empty_layer, make_room, slots_for
 from tachyscope.meter import Meter
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import DTYPES, MODELS, SIZED, load
 from tachyscope.peak_memory import peak, tensor_bytes
 from tachyscope.plan import Plan, spell
-from tachyscope.replay.runner import ReplayRunner
 from tachyscope.results import Document, document
-from tachyscope.session import Session
 from tachyscope.stream import chunks_for
 from tachyscope.tables import format_table
-from tachyscope.types import LayerCache, PassContext, Size
+from tachyscope.types import LayerCache, PassContext, Rope, Shape, Size
 
 # of a GPU's memory; the rest is left to CUDA's own and to gaps between tensors
 ROOM = 0.95
 
 
-class Shapes(Session):
+class Shapes:
     """A session's layers on the meta device, grown as a rollout of its length would grow them.
 
     A cache without a bound is taken to merge nothing, as it does on CUDA, where emptied slots stay
     in use.
     """
 
-    def reset(self) -> None:
-        shape, cache = self.shape, self.plan.cache
+    def __init__(
+        self,
+        shape: Shape,
+        plan: Plan,
+        rope: Rope,
+        *,
+        latent_frames: int,
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        plan.check(shape)
+        self.shape, self.plan, self.rope, self.dtype = shape, plan, rope, dtype
+        self.latent_frames, self.lengths, self.device = latent_frames, lengths, torch.device("meta")
+        cache = plan.cache
         self.prompt, self.past, self.now = max(self.lengths, default=0), 0, shape.max_pass_tokens
         self.left_padding = tuple(self.prompt - n for n in self.lengths)
-        self.replay = ReplayRunner(self.plan.replay, shape, self.dtype, self.device)
         self._origin = torch.zeros(shape.batch, 1, 1, 1, dtype=torch.float64, device=self.device)
-        slots = self.slots_for(self.lengths)
-        self.layers = [self._empty_layer(slots)]  # one stands for all
-        entries = self.prompt + (self.latent_frames or 0) * shape.tokens_per_frame
+        slots = slots_for(plan, shape, lengths, latent_frames)
+        # one stands for all
+        self.layers = [empty_layer(plan, shape, slots, dtype, self.device)]
+        entries = self.prompt + latent_frames * shape.tokens_per_frame
         step = 1 if shape.token_by_token else shape.max_pass_tokens
         while cache.grows and (slots := self.layers[0].k.shape[2]) < entries:
             # up to the first pass that finds no room
             self.past = self.prompt + (slots - self.prompt) // step * step
-            self._make_room(self.moment()._replace(start=0))
+            make_room(self.layers, plan, self.moment()._replace(start=0), Meter())
         slots = self.layers[0].k.shape[2]
         self.past = max(0, min(slots, entries) - shape.max_pass_tokens)
 
@@ -94,6 +105,9 @@ class Shapes(Session):
             peak(lambda: commit(layer)),
             peak(lambda: plan.attention.build_index(layer, ctx, self.past, Meter())),
         )
+
+    def _rotate(self, unrotated: Tensor, pos: Tensor) -> Tensor:
+        return self.rope.rotate(unrotated, pos, self._origin)
 
     def _empty(self, heads: int, tokens: int) -> Tensor:
         size = (self.shape.batch, heads, tokens, self.shape.head_dim)
@@ -182,7 +196,7 @@ def _shapes(
     latents = chunks_for(model, shape.chunk, 0, frames) * shape.chunk
     return Shapes(
         shape, parse_plan(model, plan), model.rope(shape), latent_frames=latents, lengths=lengths,
-        device="meta", dtype=model.dtype,
+        dtype=model.dtype,
     )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.rotary import apply_rotary
+from tachyscope.layers import empty_layer, make_room, slots_for
 from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
+from tachyscope.observers import Observer
 from tachyscope.plan import Plan
 from tachyscope.replay.runner import ReplayRunner
 from tachyscope.state import (
@@ -31,6 +34,8 @@ from tachyscope.state import (
 )
 from tachyscope.types import LayerCache, Mlp, PassContext, Rope, Shape, Text
 
+NO_SPAN: AbstractContextManager[None] = nullcontext()
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -43,16 +48,15 @@ class Source:
     decoder: str = ""
 
 
+@final
 class Session:
     """All state of one rollout. The model is never altered, and sessions can share it.
 
     An adapter calls `begin` before every pass; in it, layer by layer, `attend`, `cross` and `mlp`;
     and the rollout calls `commit` once the chunk's clean pass is done. `latent_frames` is how many
     latent frames are coming, where that is known; `lengths` each row's prompt, in entries, in
-    models that hold the prompt in their cache.
+    models that hold the prompt in their cache. `observers` are told of every call.
     """
-
-    watches: ClassVar[bool] = False  # whether the host looks at what passes through it
 
     def __init__(
         self,
@@ -65,8 +69,10 @@ class Session:
         seed: int | Sequence[int] = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        observers: Sequence[Observer] = (),
     ) -> None:
         plan.check(shape)
+        self.observers = tuple(observers)
         self.shape, self.plan, self.rope = shape, plan, rope
         self.latent_frames, self.lengths = latent_frames, tuple(lengths)
         self.seeds = (seed,) if isinstance(seed, int) else tuple(seed)  # one a video
@@ -82,10 +88,7 @@ class Session:
 
     def slots_for(self, lengths: Sequence[int]) -> int:
         """A layer's slots where prompts have these lengths; raises where the plan has no room."""
-        cache, prompt = self.plan.cache, max(lengths, default=0)
-        slots = cache.capacity(self.shape, prompt, self.latent_frames)
-        self.plan.attention.check(self.shape, prompt, None if cache.grows else slots)
-        return slots
+        return slots_for(self.plan, self.shape, lengths, self.latent_frames)
 
     def reset(self) -> None:
         """Forget everything: a new state, not the old one mended."""
@@ -116,7 +119,7 @@ class Session:
         self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
-        self.replay = ReplayRunner(self.plan.replay, self.shape, self.dtype, self.device)
+        self.replay = ReplayRunner(self.plan.replay)
         self._context: PassContext | None = None
         self._reads_past = True  # of the present pass
         self._cos_sin: tuple[Tensor, Tensor] | None = None
@@ -124,6 +127,20 @@ class Session:
         origin = torch.tensor(self.lengths or (0,), dtype=torch.float64, device=self.device)
         self._origin = origin.view(-1, 1, 1, 1)
         self._frequencies = self.rope.frequencies(self.device)
+        for observer in self.observers:
+            observer.on_open(self)
+
+    def watch(self, observer: Observer) -> None:
+        """Tell an observer of every call from here on."""
+        self.observers = (*self.observers, observer)
+        observer.on_open(self)
+
+    def unwatch(self, observer: Observer) -> None:
+        self.observers = tuple(x for x in self.observers if x is not observer)
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        timed = self.observers and any(observer.times for observer in self.observers)
+        return self.meter.span(name) if timed else NO_SPAN
 
     def _check_memory(self, slots: int) -> None:
         """Raise where keys and values of so many slots are more than the device's whole memory.
@@ -141,22 +158,7 @@ class Session:
             )
 
     def _empty_layer(self, slots: int) -> LayerCache:
-        shape, plan = self.shape, self.plan
-        kv = (shape.batch, shape.kv_heads, slots, shape.head_dim)
-        groups = plan.cache.cache_heads(shape)
-        k, v = (torch.zeros(kv, dtype=self.dtype, device=self.device) for _ in range(2))
-        # never torch's default, which is the caller's
-        fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        log_count = torch.zeros(shape.batch, groups, slots, **fine)
-        pos = torch.zeros(shape.batch, groups, slots, 3, **fine)
-        raw = torch.zeros_like(k) if plan.cache.keeps_unrotated else None
-        own = plan.cache.tensors(shape, slots, self.device)
-        own |= plan.attention.tensors(shape, slots, self.device)
-        own |= self.replay.tensors()
-        if plan.cache.wants_queries:
-            size = (shape.batch, shape.heads, shape.max_pass_tokens, shape.head_dim)
-            own["queries"] = torch.zeros(size, **fine)
-        return LayerCache(k, v, log_count, pos, raw, own)
+        return empty_layer(self.plan, self.shape, slots, self.dtype, self.device)
 
     @property
     def latent_frame(self) -> int:
@@ -229,7 +231,7 @@ class Session:
             self.prompt, self.left_padding, self._plain, tuple(self._begun) if known else (),
             (0, 0), self._room,
         )  # fmt: skip
-        self._make_room(self._context)
+        make_room(self.layers, self.plan, self._context, self.meter)
         if self.plan.cache.view_depends_on_pass:
             ctx, hidden_slots = self._context, (0, 0)
             for i, layer in enumerate(self.layers):
@@ -247,44 +249,24 @@ class Session:
         else:
             seen = tokens * (tokens + (self.total_entries if past else 0))
         self.meter.add("pairs_dense", rows * self.shape.heads * self.shape.layers * seen)
-
-    def _make_room(self, ctx: PassContext) -> None:
-        slots, needed = self.layers[0].k.shape[2], ctx.end
-        if needed <= slots:
-            return
-        if not self.plan.cache.grows:
-            raise TachyscopeError(
-                f"a pass of {self.now} tokens needs {needed} entries, the plan holds {slots}: "
-                f"raise the cache policy's budget"
-            )
-        more = max(needed, slots + slots // 4) - slots
-        for i, layer in enumerate(self.layers):
-            self._grow(layer, more, ctx.for_layer(i))
-
-    def _grow(self, layer: LayerCache, more: int, ctx: PassContext) -> None:
-        slots, attention = layer.k.shape[2], self.plan.attention
-        kept = self.past if self.plan.cache.appends else 0
-        if not kept:
-            attention.restore_order(layer, ctx, self.past)
-        fresh = self._empty_layer(slots + more)
-        for name, new in fresh.entries().items():
-            new[:, :, :slots] = layer.entries()[name]
-            setattr(layer, name, new)
-        for name, new in fresh.extra.items():
-            if name.startswith("slot_"):
-                new[:, :, :slots] = layer.extra[name]
-                layer.extra[name] = new
-        attention.grow(layer, self.shape, slots + more, kept)
-        attention.build_index(layer, ctx, self.past, self.meter, kept)
+        for observer in self.observers:
+            observer.on_pass(self._context)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
         assert self._context is not None
-        turned_q = self.write_kv(layer, q, k, v)
         ctx = self._context.for_layer(layer)
-        if not self._reads_past:
-            return self._attend_present(turned_q, self.layers[layer], ctx)
-        return self.plan.attention.attend(turned_q, self.layers[layer], ctx, self.meter)
+        here = self.layers[layer]
+        with self._span("attend"):
+            rotated_q = self.write_kv(layer, q, k, v)
+            with self._span(f"read_{ctx.pass_index}"):
+                if self._reads_past:
+                    out = self.plan.attention.attend(rotated_q, here, ctx, self.meter)
+                else:
+                    out = self._attend_present(rotated_q, here, ctx)
+        for observer in self.observers:
+            observer.on_attend(ctx, q, k, v, rotated_q)
+        return out
 
     def _attend_present(self, q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
         """Attention over the present chunk, which no attention policy is asked about."""
@@ -298,6 +280,8 @@ class Session:
         """Put a pass's keys and values behind the past; the rotated queries."""
         assert self._context is not None and self._cos_sin is not None and self._pos is not None
         ctx, here = self._context.for_layer(layer), self.layers[layer]
+        for observer in self.observers:
+            observer.on_write(ctx, q, k, v)
         slots = slice(ctx.past + ctx.start, ctx.end)
         turned_k = apply_rotary(here.k[:, :, slots], k, *self._cos_sin, self.rope)
         turned_q = apply_rotary(None, q, *self._cos_sin, self.rope)
@@ -324,38 +308,59 @@ class Session:
 
     def cross(self, layer: int, q: Tensor) -> Tensor:
         """Attention over the prompt of q [B, H, S, D]."""
-        assert self.plan.text is not None
+        assert self.plan.text is not None and self._context is not None
         self.meter.add("text_pairs_dense", q.shape[:3].numel() * self.text_tokens)
-        return self.plan.text.attend(q, self.texts[layer], self.meter)
+        with self._span("cross"):
+            out = self.plan.text.attend(q, self.texts[layer], self.meter)
+        for observer in self.observers:
+            observer.on_cross(self._context.for_layer(layer), q)
+        return out
 
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
         assert self._context is not None
         ctx, own = self._context.for_layer(layer), self.layers[layer].extra
-        return self.replay.mlp(x, fn, own, ctx, self.meter, self.policy_rng)
+        with self._span("mlp"):
+            y = self.replay.mlp(x, fn, own, ctx, self.meter, self.policy_rng)
+        for observer in self.observers:
+            observer.on_mlp(ctx, x, y)
+        return y
 
     def commit(self, n: int | None = None) -> None:
         """The first n tokens of now (all of them) are final: they become past, within budget."""
         assert self._context is not None
         n = self.now if n is None else n
-        prefill = self._context.prefilling
-        past, kept = 0, self.past if self.plan.cache.appends else 0
+        prefill, plan = self._context.prefilling, self.plan
+        for observer in self.observers:
+            observer.on_commit(self._context, n)
+        past, kept = 0, self.past if plan.cache.appends else 0
+        on_merge = self._on_merge if self.observers else None
         for i, layer in enumerate(self.layers):
             ctx = self._context.for_layer(i)
             if not kept:
-                self.plan.attention.restore_order(layer, ctx, self.past)
-            past = max(past, self.plan.cache.commit(layer, ctx, n, self._rotate, self.meter))
+                with self._span("index"):
+                    plan.attention.restore_order(layer, ctx, self.past)
+            with self._span("commit"):
+                held = plan.cache.commit(layer, ctx, n, self._rotate, self.meter, on_merge)
+            past = max(past, held)
         for i, layer in enumerate(self.layers):
             layer.log_count[:, :, past:] = 0.0  # here, so that no pass needs to
-            self.plan.attention.build_index(
-                layer, self._context.for_layer(i), past, self.meter, kept
-            )
+            with self._span("index"):
+                plan.attention.build_index(
+                    layer, self._context.for_layer(i), past, self.meter, kept
+                )
         self.past = past
         if not prefill:
             self._time += n // self.shape.tokens_per_frame
             self.replay.commit(self._begun)
         self._count(n, prefill)
         self._begun = set()
+        for observer in self.observers:
+            observer.on_committed()
+
+    def _on_merge(self, ctx: PassContext, source: Tensor, root: Tensor) -> None:
+        for observer in self.observers:
+            observer.on_merge(ctx, source, root)
 
     def _count(self, n: int, prefill: bool = False) -> None:
         """The host's numbers after n tokens were committed."""
@@ -371,7 +376,7 @@ class Session:
         A full cache moves the same entries each time; replay may take turns.
         """
         # noise that is handed in changes from chunk to chunk
-        if self.watches or self.noise is not None:
+        if self.noise is not None or any(observer.host for observer in self.observers):
             return False
         full = self._room is not None and self.past == self._room
         fixed = not (

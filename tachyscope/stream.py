@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
@@ -31,6 +31,7 @@ from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.graph_runner import repeating
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
+from tachyscope.observers import Observer
 from tachyscope.plan import Plan
 from tachyscope.prefill import Part, Prompt, by_chunk, prefill, refill, switch_prompt
 from tachyscope.session import Session, Source
@@ -51,7 +52,7 @@ def open(
     first: Pictures | Sequence[Pictures] | None = None,
     first_actions: Actions = "",
     noise: Noise | None = None,
-    make: Callable[..., Session] = Session,
+    observers: Sequence[Observer] = (),
 ) -> Stream:
     """A stream that has read the prompt and stands before its first new chunk.
 
@@ -62,7 +63,7 @@ def open(
     from noise: a tensor [draws, latent frames, C, h, w], or a path of a file that holds it as
     `noise`. Each latent frame that is generated takes the next; the first draw is what a chunk
     begins as, the others are added before its later passes, and come from the seed where they are
-    not given. `make` is called for the session: a class that also looks on.
+    not given. `observers` are told of all that the session does.
 
     Where `prompt` or `seed` is a list, one video is made of each, all in the same passes, with the
     same actions; `first` is then a list of each one's frames. A video of a batch is the video that
@@ -90,7 +91,7 @@ def open(
             coming = known + chunks_for(model, shape.chunk, known, frames) * shape.chunk
             check_noise(drawn, coming - known)
         try:
-            session = make(
+            session = Session(
                 shape,
                 parsed,
                 model.rope(shape),
@@ -99,6 +100,7 @@ def open(
                 seed=seeds,
                 device=model.device,
                 dtype=model.dtype,
+                observers=observers,
             )
         except RuntimeError as fault:
             if not is_out_of_memory(fault):

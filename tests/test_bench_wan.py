@@ -10,11 +10,10 @@ from toys import open_session
 import tachyscope as ts
 import tachyscope.bench.wan as wan
 from tachyscope.arguments import parse_plan
-from tachyscope.attention.dense import Dense
 from tachyscope.bench import rollout as rollout_rate
 from tachyscope.bench.__main__ import main
 from tachyscope.bench.breakdown import parts, watched
-from tachyscope.bench.recorded_kv import Recorder, Traced, enlarge, record
+from tachyscope.bench.recorded_kv import Traced, enlarge, record
 from tachyscope.bench.rollout import bench_rollout, finite, flat_lines, flatness
 from tachyscope.bench.single_chunk import repeat_chunk
 from tachyscope.bench.wan import (
@@ -287,10 +286,9 @@ def test_a_trace_fills_a_larger_model(model):
     dims = min(small.head_dim, shape.head_dim)
     torch.testing.assert_close(k[0, 3, at, :dims], want[1][0, 3, place, :dims] * factor**-0.25)
     torch.testing.assert_close(v[0, 3, at, :dims], want[2][0, 3, place, :dims])
-    told = open_session(model, "dense", make=lambda *a, **k: Traced(large, *a, **k))
+    told = open_session(model, "dense", observers=[Traced(large)])
     told.fill(3)
     torch.testing.assert_close(told.layers[0].v[:, :, : shape.max_pass_tokens], large[0][2][0])
-    assert isinstance(open_session(model, "dense", make=Recorder).plan.attention, Dense)
 
 
 def test_the_command_runs_it_and_leaves_a_file(tmp_path, capsys):

@@ -41,13 +41,17 @@ def model():
 
 def probed(plan, chunks=6, seed=0, **kwargs):
     """A probed session over random tokens, recall sampled at every chunk with a past."""
-    kwargs = {"dtype": torch.float64, "wanted": range(1, chunks)} | kwargs
-    at = recall.Probed(CHUNKS, Plan.parse(f"dense text=none {plan}"), ROPE, **kwargs)
+    kwargs = {"dtype": torch.float64} | kwargs
+    observers = [recall.RecallObserver(kwargs.pop("wanted", range(1, chunks)))]
+    plan = Plan.parse(f"dense text=none {plan}")
+    at = Session(CHUNKS, plan, ROPE, observers=observers, **kwargs)
     return at, stream(at, chunks, seed)
 
 
 def mean_recall(at):
-    return float(torch.cat([x.flatten() for xs in at.recalls.values() for x in xs]).mean())
+    return float(
+        torch.cat([x.flatten() for xs in at.observers[0].recalls.values() for x in xs]).mean()
+    )
 
 
 # --- what a frame shows
@@ -175,7 +179,7 @@ def test_recall_of_dense_is_one_and_probing_changes_nothing():
 @pytest.mark.parametrize("cache", [*MERGES, *BY_THRESHOLD])
 def test_every_entry_is_followed_into_its_group(cache):
     at, _ = probed(f"cache={cache}", chunks=9)
-    for layer, slots in zip(at.layers, at.slots, strict=True):
+    for layer, slots in zip(at.layers, at.observers[0].slots, strict=True):
         assert int(slots.min()) >= 0  # merging loses nobody
         weight = layer.log_count[:, :, : at.past].double().exp()
         count = torch.zeros_like(weight).scatter_add_(2, slots, torch.ones_like(slots).double())
@@ -188,7 +192,7 @@ def test_who_is_dropped_is_followed_to_who_stands_for_it():
     at, _ = probed("cache=dedup:budget=5f", chunks=9)
     folded, _ = probed("cache=merge:budget=5f", chunks=9)
     # the same keys are kept, so the first layer's groups are the same; here weights do not tell
-    assert torch.equal(at.slots[0], folded.slots[0])
+    assert torch.equal(at.observers[0].slots[0], folded.observers[0].slots[0])
     assert (at.layers[0].log_count == 0).all() and folded.layers[0].log_count.max() > 0
 
 
@@ -196,7 +200,7 @@ def test_who_is_dropped_is_followed_to_who_stands_for_it():
 def test_a_window_keeps_its_sink_and_newest_entries(positions):
     at, _ = probed(f"cache=window:budget=5f,positions={positions}", chunks=9)
     n = CHUNKS.tokens_per_frame
-    slots = at.slots[0][0, 0]
+    slots = at.observers[0].slots[0][0, 0]
     assert slots[:n].tolist() == list(range(n))
     assert slots[-2 * n :].tolist() == list(range(n, 3 * n))
     assert (slots[n : -2 * n] == -1).all()

@@ -17,6 +17,7 @@ import tachyscope as ts
 from tachyscope.attention.ann import Ann
 from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.compile_cache import VARIABLES
+from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.graph_runner import ChunkRunner, Graph
 from tachyscope.kernels import device
 from tachyscope.kernels.attention import attention, hopper_backend
@@ -30,6 +31,7 @@ from tachyscope.meter import Meter
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.toy import random_wan
+from tachyscope.plan import Plan
 from tachyscope.rates import warm_up
 from tachyscope.types import Rope
 
@@ -399,6 +401,29 @@ def test_spans_are_recorded_with_the_launches_around_them():
         x @ x
     graph.replay()
     assert 0 < meter.take()["work_ms"] < 100
+
+
+@pytest.mark.parametrize("attention", ["dense", "ann:read=0.5,block=32,tile=64"])
+def test_recall_by_kernels_in_bfloat16_is_what_torch_gives(attention, monkeypatch):
+    shape = replace(CHUNKS, head_dim=64, grid=(8, 8))
+    plan = Plan.parse(f"dense text=none cache=merge:budget=6f attention={attention}", "chunks")
+    rope = Rope(((64, (1, 0, 0)),))
+
+    def recalls(by_kernels):
+        if not by_kernels:
+            monkeypatch.setattr(device, "DEVICES", ())
+        recall = RecallObserver(range(1, 8))
+        at = ts.Session(shape, plan, rope, device="cuda", dtype=torch.bfloat16, observers=[recall])
+        play(at, 8)
+        for layer, slots in zip(at.layers, recall.slots, strict=True):
+            weight = layer.log_count[:, :, : at.past].double().exp()
+            count = torch.zeros_like(weight).scatter_add_(2, slots, torch.ones_like(slots).double())
+            torch.testing.assert_close(count, weight, rtol=1e-2, atol=1e-2)
+        return torch.cat([x.flatten() for xs in recall.recalls.values() for x in xs])
+
+    ours, theirs = recalls(True), recalls(False)
+    assert 0.2 < ours.mean() < 1.0 + 1e-2
+    torch.testing.assert_close(ours.mean(), theirs.mean(), rtol=0, atol=2e-2)
 
 
 def test_the_warm_up_ends_where_a_graph_is_replayed():

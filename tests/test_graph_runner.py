@@ -8,12 +8,13 @@ import torch
 import toys
 
 from tachyscope.bench.recorded_kv import Recorder
-from tachyscope.evaluation.recall import Probed
+from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.graph_runner import ChunkRunner
-from tachyscope.inspection import Observed, Timed
+from tachyscope.inspection import StatsObserver
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Restart
 from tachyscope.models.wan.toy import random_wan
+from tachyscope.observers import Timing
 
 CONFIG = WanConfig(
     dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=6, size=(4, 8), stride=(1, 8, 8),
@@ -128,13 +129,13 @@ def test_a_model_that_drops_its_past_at_times_is_never_recorded():
     )  # dropped at frame 21, and two chunks since
 
 
-@pytest.mark.parametrize("make", [Observed, Timed, Probed, Recorder])
-def test_what_the_host_looks_at_is_never_recorded(make):
+@pytest.mark.parametrize("observer", [StatsObserver, Timing, RecallObserver, Recorder])
+def test_what_the_host_looks_at_is_never_recorded(observer):
     def record(session, make):
         raise AssertionError("recorded")
 
     model = random_wan(CONFIG)
-    session = toys.open_session(model, "cache=window:budget=9f", make=make)
+    session = toys.open_session(model, "cache=window:budget=9f", observers=[observer()])
     _play(model, session, ChunkRunner(model, session, record), 8)
     assert session.past == 6 * session.shape.tokens_per_frame
 

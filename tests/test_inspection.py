@@ -16,7 +16,7 @@ from tachyscope.inspection import (
     ALIKE,
     PARTS,
     PERCENTS,
-    Observed,
+    StatsObserver,
     alike,
     inspect_model,
     lines,
@@ -87,16 +87,19 @@ def chunk_of(frames):
 
 
 def observed(shape=STILL, **more):
-    return Observed(shape, Plan(), Rope(((8, (1.0, 0.0, 0.0)),)), **more)
+    rope = Rope(((8, (1.0, 0.0, 0.0)),))
+    return Session(shape, Plan(), rope, observers=[StatsObserver(**more)])
 
 
 def test_mass_does_not_hang_on_how_a_policy_orders_the_past():
     weighed = []
     for attention in ("dense", "ann:read=0.5,block=2"):
         plan = Plan.parse(f"dense text=none cache=merge:budget=8f attention={attention}", "chunks")
-        session = Observed(streams.CHUNKS, plan, streams.ROPE, dtype=torch.float64)
+        session = Session(
+            streams.CHUNKS, plan, streams.ROPE, dtype=torch.float64, observers=[StatsObserver()]
+        )
         streams.play(session, 6)
-        weighed.append([x.values for x in session.found["mass"]])
+        weighed.append([x.values for x in session.observers[0].found["mass"]])
     assert len(weighed[0]) == len(weighed[1]) > 0
     for ours, theirs in zip(*weighed, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -127,8 +130,10 @@ def test_an_observed_session_keeps_and_counts_what_a_plain_one_does(models):
     shape = model.shape()
     first = model.encode_frames(np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8))
     states, rows = [], []
-    for make in (Session, Observed):
-        session = make(shape, Plan(), model.rope(shape), lengths=(2, 2), seed=1)
+    for observers in ([], [StatsObserver()]):
+        session = Session(
+            shape, Plan(), model.rope(shape), lengths=(2, 2), seed=1, observers=observers
+        )
         ts.Stream(model, session).refill(first, "x", "w w")
         rows += [
             chunk.stats | dict.fromkeys(("chunk_ms", "host_ms", "decode_ms"), 0)
@@ -144,26 +149,26 @@ def test_the_cosine_of_a_frozen_stream_is_one_and_its_difference_nought(rng):
     session = play(observed(), [frozen] * 3)
     for kind in ("mlp", "query", "key"):
         # five adjacent pairs of six latent frames, in each of two layers
-        assert len(session.found[kind]) == 10
-        values = torch.cat([record.values for record in session.found[kind]])
+        assert len(session.observers[0].found[kind]) == 10
+        values = torch.cat([record.values for record in session.observers[0].found[kind]])
         assert torch.allclose(values[:, 0], torch.ones(len(values), dtype=torch.float64))
         assert values[:, 1].abs().max() == 0
         # another place is another vector
         assert values[:, 2].abs().max() < 0.999
-    turned = torch.cat([record.values for record in session.found["key_rotated"]])
+    turned = torch.cat([record.values for record in session.observers[0].found["key_rotated"]])
     assert turned[:, 0].max() < 1  # the same key at a later time is turned away from itself
 
 
 def test_adjacent_frames_are_compared_within_chunks_and_across_them(rng):
     frames = [frame_of(STILL, rng) for _ in range(4)]
     session = play(observed(), [chunk_of(frames[:2]), chunk_of(frames[2:])])
-    assert session.places == list(range(STILL.tokens_per_frame))
-    for record in session.found["mlp"]:
+    assert session.observers[0].places == list(range(STILL.tokens_per_frame))
+    for record in session.observers[0].found["mlp"]:
         old, new = (2 * frames[record.frame - i][record.layer][3][0].double() for i in (1, 0))
         cosine = torch.cosine_similarity(old, new, -1)
         assert torch.allclose(record.values[:, 0], cosine)
         assert torch.allclose(record.values[:, 1], (old - new).norm(dim=-1) / new.norm(dim=-1))
-    assert sorted({record.frame for record in session.found["mlp"]}) == [1, 2, 3]
+    assert sorted({record.frame for record in session.observers[0].found["mlp"]}) == [1, 2, 3]
 
 
 def test_a_token_at_a_time_is_compared_like_a_frame_at_once(models):
@@ -174,7 +179,8 @@ def test_a_token_at_a_time_is_compared_like_a_frame_at_once(models):
     )
     sessions = []
     for one_by_one in (False, True):
-        session = Observed(shape, Plan(), model.rope(shape), lengths=(2, 2), places=5, queries=3)
+        observers = [StatsObserver(places=5, queries=3)]
+        session = Session(shape, Plan(), model.rope(shape), lengths=(2, 2), observers=observers)
         ts.Stream(model, session).refill(latents[:, :2], "x", "w w")
         with torch.inference_mode():
             (model.score if one_by_one else model.prefill_latents)(session, latents[:, 2:], [1])
@@ -182,7 +188,9 @@ def test_a_token_at_a_time_is_compared_like_a_frame_at_once(models):
         sessions.append(session)
     for kind in (*ALIKE, "mass"):
         whole, single = (
-            torch.cat([r.values for r in s.found[kind] if r.layer == 2 and r.frame == 2])
+            torch.cat(
+                [r.values for r in s.observers[0].found[kind] if r.layer == 2 and r.frame == 2]
+            )
             for s in sessions
         )
         assert len(whole) == (6 if kind == "mass" else 10)  # two rows

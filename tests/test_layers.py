@@ -11,11 +11,11 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"bounds", "process", "fpga"},
     {"types", "files", "weights", "fingerprint", "numerics"},
     {"settings", "options", "tables"},
-    {"meter", "rates", "peak_memory"},
+    {"meter", "rates", "peak_memory", "observers"},
     {"kernels"},
     {"cache", "attention", "replay"},
     {"plan"},
-    {"state"},
+    {"state", "layers"},
     {"session"},
     {"worlds"},
     {"models"},
@@ -35,7 +35,7 @@ ROW = {room: i for i, row in enumerate(ROWS) for room in row}
 NEVER = {"models": {"kernels", "cache", "attention", "replay", "plan"}}  # models know no method
 # the accelerator stands alone; only its verbs write files and results as all others do
 FPGA = {"errors", "fpga"}
-HOT = {"kernels", "cache", "attention", "replay", "session"}
+HOT = {"kernels", "cache", "attention", "replay", "layers", "session"}
 # each makes the host wait for the device
 SYNCS = {"item", "tolist", "cpu", "numpy", "nonzero", "print"}
 # where the host may look: on the CPU, and between chunks

@@ -18,6 +18,7 @@ from tachyscope.kernels.merge import Entries
 from tachyscope.kernels.merge.reference import fold_reference
 from tachyscope.kernels.merge.torch import roots
 from tachyscope.memory import need, sized
+from tachyscope.observers import Observer
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 
@@ -232,12 +233,24 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
     # a GPU multiplies float32 with fewer bits
     dtype, tolerance = (DTYPE, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
 
+    class Merges(Observer):
+        """Which slots joined which, a row of the batch and a head, whatever the order."""
+
+        host = False
+
+        def __init__(self):
+            self.found = []
+
+        def on_merge(self, ctx, source, root):
+            pairs = torch.stack([source, root], -1).flatten(0, 1).tolist()
+            self.found.append((ctx.layer, [sorted(row) for row in pairs]))
+
     def run(by_kernels):
         # on a CPU Triton is interpreted
         monkeypatch.setattr(device, "DEVICES", (DEVICE,) if by_kernels else ())
         monkeypatch.setattr(device, "DTYPE", dtype)
         monkeypatch.setattr(device, "HEAD_DIMS", (shape.head_dim,))
-        at = Session(shape, plan, rope, device=DEVICE, dtype=dtype)
+        at = Session(shape, plan, rope, device=DEVICE, dtype=dtype, observers=[Merges()])
         rng = torch.Generator().manual_seed(0)
         size = (shape.batch, shape.kv_heads, shape.max_pass_tokens, shape.head_dim)
         again = torch.randn(size, generator=rng)
@@ -255,6 +268,7 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
     got, want = run(True), run(False)
     assert got.past == want.past < 6 * shape.max_pass_tokens
     assert got.meter.take() == want.meter.take()
+    assert got.observers[0].found == want.observers[0].found != []
     for mine, theirs in zip(got.layers, want.layers, strict=True):
         end = got.past - got.plan.cache.newest * shape.tokens_per_frame
         for name, x in (mine.entries() | mine.extra).items():

@@ -24,8 +24,8 @@ from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
+from tachyscope.observers import Observer
 from tachyscope.rollout import rollout
-from tachyscope.session import Session
 
 # heads of 128, so that shapes tell them; all else of a preset stays as it is
 SMALL = {
@@ -591,12 +591,12 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
     model = published("rolling-forcing", tmp_path)
     widths = []
 
-    class Watched(Session):
-        def begin(self, pos, step, steps, noise, past=True):
-            widths.append((len(pos) // self.shape.tokens_per_frame, step, len(set(noise))))
-            super().begin(pos, step, steps, noise, past=True)
+    class Widths(Observer):
+        def on_pass(self, ctx):
+            frames = ctx.tokens // ctx.shape.tokens_per_frame
+            widths.append((frames, ctx.pass_index, len(set(ctx.noise))))
 
-    session = open_session(model, "stock", frames=model.pixel_frames(6), make=Watched)
+    session = open_session(model, "stock", frames=model.pixel_frames(6), observers=[Widths()])
     latents_of(model, session, 2)
     # two chunks make no window of five: each still takes five steps
     full = [(3, 0, 1), *((6, step, 2) for step in range(1, 5)), (3, 5, 1), (3, 4, 1), (3, 5, 1)]

@@ -6,16 +6,15 @@ chunk is timed with contents traced from a small model that was trained, `atrium
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tachyscope.models.registry import load
+from tachyscope.observers import Observer
 from tachyscope.rollout import rollout
 from tachyscope.session import Session
 from tachyscope.stream import open as open_stream
-from tachyscope.types import Shape
+from tachyscope.types import PassContext, Shape
 from tachyscope.worlds.visit import Visit
 
 WALK = "w*6 a*8 w*6"  # forward, a turn, forward
@@ -27,40 +26,41 @@ Trace = list[list[tuple[Tensor, Tensor, Tensor]]]
 Chunks = list[tuple[Tensor, ...]]
 
 
-class Recorder(Session):
-    """A session that keeps what its clean passes entered."""
+class Recorder(Observer):
+    """Keeps what clean passes wrote."""
 
-    watches = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self) -> None:
         self.kept: Trace = []
-        super().__init__(*args, **kwargs)
 
-    def write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx = self._context
-        assert ctx is not None
+    def on_write(self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor) -> None:
         if ctx.pass_index == ctx.pass_count - 1:
-            if layer == 0:
+            if ctx.layer == 0:
                 self.kept.append([])
             self.kept[-1].append((q, k, v))
-        return super().write_kv(layer, q, k, v)
 
 
-class Traced(Session):
-    """A session that is told a trace's queries, keys and values, whatever the model says.
+class Traced(Observer):
+    """Puts a trace's queries, keys and values in the place of the model's, in their own memory.
 
-    Which chunk of it, is told by the device's own time, so that launches can be repeated.
+    The device's own time says which chunk of it, so that a CUDA graph can be replayed.
     """
 
-    def __init__(self, trace: Chunks, *args: Any, **kwargs: Any) -> None:
-        self.trace = trace
-        super().__init__(*args, **kwargs)
+    host = False
 
-    def write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        told = self.trace[layer * len(self.trace) // self.shape.layers]
-        chunk = (self._time / self.shape.chunk).long() % len(told[0])
-        q, k, v = (x.index_select(0, chunk.view(1))[0] for x in told)
-        return super().write_kv(layer, q, k, v)
+    def __init__(self, trace: Chunks) -> None:
+        self.trace = trace
+
+    def on_open(self, session: Session) -> None:
+        self.session = session
+
+    def on_pass(self, ctx: PassContext) -> None:
+        time = self.session.positions(1)[:1, 0]
+        self.chunk = (time / ctx.shape.chunk).long() % len(self.trace[0][0])
+
+    def on_write(self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor) -> None:
+        traced = self.trace[ctx.layer * len(self.trace) // ctx.shape.layers]
+        for x, ours in zip((q, k, v), traced, strict=True):
+            x.copy_(ours.index_select(0, self.chunk)[0])
 
 
 def record(seed: int = 0) -> tuple[Trace, Shape]:
@@ -68,14 +68,14 @@ def record(seed: int = 0) -> tuple[Trace, Shape]:
     model = load("atrium-world")
     moves = [model.actions.index(word[0]) for word in WALK.split() for _ in range(int(word[2:]))]
     visit = Visit(1_000_000_000 + seed, moves)  # the room of the published traces
+    recorder = Recorder()
     stream = open_stream(
         model, "dense", prompt=visit.prompt, frames=FRAMES, seed=seed, first=visit.frames(0, 1),
-        make=Recorder,
+        observers=[recorder],
     )  # fmt: skip
     for _ in rollout(model, frames=FRAMES, actions=WALK, stream=stream):
         pass
-    assert isinstance(stream.session, Recorder)
-    return stream.session.kept, stream.session.shape
+    return recorder.kept, stream.session.shape
 
 
 def enlarge(trace: Trace, small: Shape, shape: Shape, like: Session) -> Chunks:

@@ -7,7 +7,6 @@ single chunks are timed at some lengths, and a rollout's rate is the sum over it
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
 from tachyscope.bench.breakdown import parts, watched
 from tachyscope.bench.noise import noise
-from tachyscope.bench.recorded_kv import Traced, enlarge, record
+from tachyscope.bench.recorded_kv import Chunks, Traced, enlarge, record
 from tachyscope.bench.rollout import flat_lines
 from tachyscope.bench.single_chunk import (
     PROMPT,
@@ -85,17 +84,17 @@ FRAMES = (480, 1880, 3000)  # pixel frames over which a rate is told
 
 @dataclass(frozen=True)
 class Clock:
-    """How a plan is timed: at what size, how often, by which kind of session."""
+    """How a plan is timed: at what size, how often, with which contents."""
 
     size: tuple[int, int] | None
     rounds: int
     seed: int
-    make: Callable[..., Session] = Session
+    trace: Chunks | None = None  # queries, keys and values in the place of the model's
 
     def open(self, model: WanModel, plan: Plan, frames: int) -> Stream:
         return open_stream(
             model, plan, prompt=PROMPT, frames=frames, size=self.size, seed=self.seed,
-            make=self.make,
+            observers=[] if self.trace is None else [Traced(self.trace)],
         )  # fmt: skip
 
 
@@ -159,7 +158,7 @@ def bench_wan(
         stream = open_stream(model, "dense", prompt=PROMPT, size=size, seed=seed)
         if traced:
             trace = enlarge(*record(seed), stream.session.shape, stream.session)
-            clock = dataclasses.replace(clock, make=functools.partial(Traced, trace))
+            clock = dataclasses.replace(clock, trace=trace)
         for _ in range(2):
             stream.generate()  # what a process does once
         del stream

@@ -16,6 +16,8 @@ from tachyscope.types import LayerCache, PassContext, Shape, Size
 
 # unrotated keys [B, Hkv, n, D] and their new positions -> rotated keys
 Rotate = Callable[[Tensor, Tensor], Tensor]
+# told that slots `source` joined slots `root`, both [B, Hkv or 1, e]
+OnMerge = Callable[[PassContext, Tensor, Tensor], None]
 
 
 class CachePolicy(abc.ABC):
@@ -63,9 +65,18 @@ class CachePolicy(abc.ABC):
 
     @abc.abstractmethod
     def commit(
-        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+        self,
+        layer: LayerCache,
+        ctx: PassContext,
+        n: int,
+        rotate: Rotate,
+        meter: Meter,
+        on_merge: OnMerge | None = None,
     ) -> int:
-        """Take the first n entries of now into the past, within budget; entries of past after."""
+        """Take the first n entries of now into the past, within budget; entries of past after.
+
+        `on_merge` is told of entries that joined, by the slots in which they stood before.
+        """
 
     def hidden_slots(self, layer: LayerCache, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
         """Before a pass, where the policy moves: bring entries to where the pass sees them.

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate
+from tachyscope.cache import CachePolicy, OnMerge, Rotate
 from tachyscope.cache.matching import Matching, keep_within, partner_tensors, slots_within
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
@@ -52,8 +52,15 @@ class Dedup(CachePolicy):
         return partner_tensors(shape.batch, shape.kv_heads, slots, device)
 
     def commit(
-        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+        self,
+        layer: LayerCache,
+        ctx: PassContext,
+        n: int,
+        rotate: Rotate,
+        meter: Meter,
+        on_merge: OnMerge | None = None,
     ) -> int:
         tokens = ctx.shape.tokens_per_frame
         first, budget = ctx.prompt + self.sink * tokens, self.budget.entries(ctx.shape)
-        return keep_within(NEWEST, layer, ctx, n, budget, first, self.newest * tokens, meter)
+        newest = self.newest * tokens
+        return keep_within(NEWEST, layer, ctx, n, budget, first, newest, meter, on_merge)

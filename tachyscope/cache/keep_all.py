@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate
+from tachyscope.cache import CachePolicy, OnMerge, Rotate
 from tachyscope.meter import Meter
 from tachyscope.types import LayerCache, PassContext, Shape
 
@@ -33,6 +33,12 @@ class KeepAll(CachePolicy):
         return {}
 
     def commit(
-        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+        self,
+        layer: LayerCache,
+        ctx: PassContext,
+        n: int,
+        rotate: Rotate,
+        meter: Meter,
+        on_merge: OnMerge | None = None,
     ) -> int:
         return ctx.past + n

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tachyscope.cache import checked_capacity
+from tachyscope.cache import OnMerge, checked_capacity
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.match import best_older, measure
 from tachyscope.kernels.merge import Entries, merge_entries
@@ -64,6 +64,7 @@ def keep_within(
     first: int,
     newest: int,
     meter: Meter,
+    on_merge: OnMerge | None,
 ) -> int:
     """Take n entries of now into the past, and let the most alike join until `budget` holds.
 
@@ -78,23 +79,31 @@ def keep_within(
     width = shape.head_dim * (2 if how.match == "key_value" else 1)
     pairs = shape.batch * looking * (old.stop - first)
     meter.add("macs", pairs * shape.kv_heads * width)
-    _join(how, layer, old, left, total, max(0, total - kept))
+    merged = _join(how, layer, old, left, total, max(0, total - kept))
+    if merged is not None and on_merge is not None:
+        on_merge(ctx, *(x.long() + first for x in merged))
     return min(total, kept)
 
 
-def _join(how: Matching, layer: LayerCache, old: slice, left: int, total: int, excess: int) -> None:
-    """Match entries from `left` of old on, then join `excess` of old and close the gaps."""
+def _join(
+    how: Matching, layer: LayerCache, old: slice, left: int, total: int, excess: int
+) -> tuple[Tensor, Tensor] | None:
+    """Match entries from `left` of old on, then join `excess` of old and close the gaps.
+
+    Returns who joined whom, counted from the first old one before the join.
+    """
     partner, alike = (layer.extra[name][:, :, old] for name in ("slot_partner", "slot_alike"))
     compared = vectors(how, layer, old)
     if left < partner.shape[2]:
         alike[:, :, left:], partner[:, :, left:] = best_older(compared, left, how.shared)
     if not excess:
-        return
+        return None
     held = entries(layer, slice(old.start, total))
-    merge_entries(held, alike, partner, excess, how.newest, how.mean)
+    merged = merge_entries(held, alike, partner, excess, how.newest, how.mean)
     # an heir is another entry than the one that was measured, and its key may have changed
     stay = slice(0, partner.shape[2] - excess)
     measure(compared, partner[:, :, stay], alike[:, :, stay], how.shared)
+    return merged
 
 
 def vectors(how: Matching, layer: LayerCache, used: slice) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate, clamp_distance
+from tachyscope.cache import CachePolicy, OnMerge, Rotate, clamp_distance
 from tachyscope.cache.matching import (
     Match,
     Matching,
@@ -157,22 +157,34 @@ class Merge(CachePolicy):
         return partner_tensors(shape.batch, self.cache_heads(shape), slots, device)
 
     def commit(
-        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+        self,
+        layer: LayerCache,
+        ctx: PassContext,
+        n: int,
+        rotate: Rotate,
+        meter: Meter,
+        on_merge: OnMerge | None = None,
     ) -> int:
         tokens, total = ctx.shape.tokens_per_frame, ctx.past + n
         first = ctx.prompt + self._sink * tokens
         newest = layer.pos[:, :, total - 1 : total, 0].clone()
         if self.budget is None:
-            past = self._by_threshold(layer, ctx, n, min(first, ctx.past), meter)
+            past = self._by_threshold(layer, ctx, n, min(first, ctx.past), meter, on_merge)
         else:
             budget, kept = self.budget.entries(ctx.shape), self._newest * tokens
-            past = keep_within(self._matching, layer, ctx, n, budget, first, kept, meter)
+            past = keep_within(self._matching, layer, ctx, n, budget, first, kept, meter, on_merge)
         if self.max_distance is not None:
             clamp_distance(layer, past, newest + 1 - self.max_distance, rotate)
         return past
 
     def _by_threshold(
-        self, layer: LayerCache, ctx: PassContext, n: int, first: int, meter: Meter
+        self,
+        layer: LayerCache,
+        ctx: PassContext,
+        n: int,
+        first: int,
+        meter: Meter,
+        on_merge: OnMerge | None,
     ) -> int:
         total = ctx.past + n
         if ctx.past == first:
@@ -192,6 +204,8 @@ class Merge(CachePolicy):
         new = torch.arange(past, total - first, device=best.device).expand_as(best)
         root = torch.where(cosine >= self.threshold, best, new)
         join_entries(entries(layer, everything), new, root, self._matching.newest, True)
+        if on_merge is not None:
+            on_merge(ctx, new + first, root + first)
         return first + self._close_gaps(layer, everything)
 
     def _close_gaps(self, layer: LayerCache, used: slice) -> int:

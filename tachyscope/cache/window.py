@@ -8,7 +8,14 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, Rotate, checked_capacity, clamp_distance, shift_slots
+from tachyscope.cache import (
+    CachePolicy,
+    OnMerge,
+    Rotate,
+    checked_capacity,
+    clamp_distance,
+    shift_slots,
+)
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
@@ -114,7 +121,13 @@ class Window(CachePolicy):
         return {}
 
     def commit(
-        self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate, meter: Meter
+        self,
+        layer: LayerCache,
+        ctx: PassContext,
+        n: int,
+        rotate: Rotate,
+        meter: Meter,
+        on_merge: OnMerge | None = None,
     ) -> int:
         past, total = self._drop(layer, ctx, n, rotate), ctx.past + n
         if self.max_distance is not None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tachyscope.evaluation.intervals import Values
-from tachyscope.evaluation.recall import Probed
+from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.evaluation.scenes import Scene
 from tachyscope.meter import summary
 from tachyscope.models.wan.model import WanModel
+from tachyscope.observers import Observer
 from tachyscope.plan import Plan
 from tachyscope.prefill import prefill
 from tachyscope.quality import Frames
@@ -28,7 +28,7 @@ def open_scenes(
     plan: str | Plan,
     scenes: Sequence[Scene],
     given: int,
-    make: Callable[..., Session] = Session,
+    observers: Sequence[Observer] = (),
 ) -> Stream:
     """A stream of one video a scene that has seen the first `given` true frames."""
     actions = list(scenes[0].actions)
@@ -36,7 +36,7 @@ def open_scenes(
         model, plan, prompt=[scene.world.prompt for scene in scenes],
         seed=[scene.world.number for scene in scenes], size=scenes[0].frames.shape[1:3],
         first=[scene.frames[:given] for scene in scenes], first_actions=actions[:given],
-        frames=len(actions) - given, make=make,
+        frames=len(actions) - given, observers=observers,
     )  # fmt: skip
 
 
@@ -62,8 +62,8 @@ def play(
     probed: numbers of made frames, from 1 on, at which recall is sampled.
     """
     wanted = [given + i - 1 for i in probed]
-    make = partial(Probed, wanted=wanted) if probed else Session
-    stream = open_scenes(model, plan, scenes, given, make)
+    recall = RecallObserver(wanted)
+    stream = open_scenes(model, plan, scenes, given, [recall] if probed else [])
     session, rows, stats, made = stream.session, len(scenes), [], []
     for action in scenes[0].actions[given:]:
         chunk = stream.step(action)
@@ -71,9 +71,8 @@ def play(
         stats.append(chunk.stats | {"cache_mb": chunk.stats["cache_allocated_mb"] / rows})
     cost = counted(stats, session)
     work = tuple(row["macs"] / rows for row in stats)
-    recalls = session.recalls if isinstance(session, Probed) else {}
     return [
-        Take(frames, cost | recall_values(recalls, row), work)
+        Take(frames, cost | recall_values(recall.recalls if probed else {}, row), work)
         for row, frames in enumerate(np.concatenate(made, 1))
     ]
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.ann import Ann
-from tachyscope.cache import matching, merge
-from tachyscope.kernels.merge import Entries, join_entries, merge_entries
 from tachyscope.meter import Meter
+from tachyscope.observers import Observer
 from tachyscope.session import Session
-from tachyscope.types import LayerCache, PassContext, Shape
+from tachyscope.types import LayerCache, PassContext
 
 COLUMNS = 1024  # slots whose attention is read off at once
 
@@ -40,8 +37,8 @@ def recall_of(method: Tensor, dense: Tensor, slot: Tensor) -> Tensor:
 def read_mass(policy: AttentionPolicy, q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
     """The attention [B, H, S, end] that a policy really pays: its answer to one-hot values."""
     width = COLUMNS
-    if isinstance(policy, Ann) and policy.top_p is not None:
-        width = q.shape[3]  # its ragged form writes into the queries' shape
+    if q.is_cuda or (isinstance(policy, Ann) and policy.top_p is not None):
+        width = q.shape[3]  # kernels, and the ragged form of ann, take values as wide as queries
     parts = []
     for lo in range(0, ctx.end, width):
         hot = torch.zeros(layer.k.shape[2], width, dtype=layer.v.dtype, device=layer.v.device)
@@ -53,42 +50,35 @@ def read_mass(policy: AttentionPolicy, q: Tensor, layer: LayerCache, ctx: PassCo
     return torch.cat(parts, -1)
 
 
-class Probed(Session):
-    """A session that also holds what `keep_all` would, and compares attention with it.
+class RecallObserver(Observer):
+    """Holds what `keep_all` would, beside a session, and compares attention with it.
 
-    Its outputs are those of a plain session; `recalls` gathers, by chunk, the recall of every
-    query of the first and the clean pass over the chunks in `wanted`, as [B, H, S] a layer.
+    `recalls` gathers, by chunk, the recall of every query of the first and the clean pass over the
+    chunks in `wanted`, as [B, H, S] a layer.
     """
 
-    watches = True
-
-    def __init__(self, shape: Shape, *args: Any, wanted: Collection[int] = (), **kwargs: Any):
+    def __init__(self, wanted: Collection[int] = ()) -> None:
         self.wanted = frozenset(wanted)
-        super().__init__(shape, *args, **kwargs)
 
-    def _begin_anew(self) -> None:
-        super()._begin_anew()
-        groups = (self.shape.batch, self.plan.cache.cache_heads(self.shape), 0)
+    def on_open(self, session: Session) -> None:
+        self.session, shape = session, session.shape
+        groups = (shape.batch, session.plan.cache.cache_heads(shape), 0)
         # by layer: keys and log-weights as they were committed, and the slot each went to
-        self.shadow: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(self.shape.layers)]
-        empty = torch.zeros(groups, dtype=torch.int64, device=self.device)
-        self.slots = [empty] * self.shape.layers
+        self.shadow: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(shape.layers)]
+        empty = torch.zeros(groups, dtype=torch.int64, device=session.device)
+        self.slots = [empty] * shape.layers
         self.recalls: dict[int, list[Tensor]] = {}
+        self._merges: dict[int, tuple[Tensor, Tensor]] = {}  # of the present commit, by layer
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = super().attend(layer, q, k, v)
-        ctx = self._context
-        assert ctx is not None and self._cos_sin is not None
+    def on_attend(
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+    ) -> None:
         ends = ctx.pass_index in (0, ctx.pass_count - 1)
-        if self.chunk in self.wanted and ends and self.past and not ctx.prefilling:
-            turned = self.rope.apply(q, *self._cos_sin)
-            self.recalls.setdefault(self.chunk, []).append(
-                self._recall(turned, ctx.for_layer(layer))
-            )
-        return out
+        if ctx.chunk in self.wanted and ends and ctx.past and not ctx.prefilling:
+            self.recalls.setdefault(ctx.chunk, []).append(self._recall(rotated_q, ctx))
 
     def _recall(self, q: Tensor, ctx: PassContext) -> Tensor:
-        here, heads = self.layers[ctx.layer], q.shape[1]
+        here, heads = self.session.layers[ctx.layer], q.shape[1]
         now = slice(ctx.past, ctx.end)
         parts = [*self.shadow[ctx.layer], (here.k[:, :, now], here.log_count[:, :, now])]
         keys, log_count = (torch.cat(x, 2) for x in zip(*parts, strict=True))
@@ -100,79 +90,60 @@ class Probed(Session):
         dense = (scores + log_count.double().unsqueeze(2)).softmax(-1)
         slots = self.slots[ctx.layer]
         slots = slots.repeat_interleave(heads // slots.shape[1], 1)
-        return recall_of(read_mass(self.plan.attention, q, here, ctx).double(), dense, slots)
+        paid = read_mass(self.session.plan.attention, q, here, ctx)
+        return recall_of(paid.double(), dense, slots)
 
-    def commit(self, n: int | None = None) -> None:
-        n = self.now if n is None else n
-        past, total = self.past, self.past + n
-        before = []
-        for i, layer in enumerate(self.layers):
-            new = slice(past, total)
+    def on_commit(self, ctx: PassContext, n: int) -> None:
+        total, self._merges = ctx.past + n, {}
+        self._before: list[Tensor] = []
+        self._prompt, self._past = ctx.prompt, ctx.past
+        for i, layer in enumerate(self.session.layers):
+            new = slice(ctx.past, total)
             # committed weights are those of one group a head where heads keep their own entries
             log_count = layer.log_count[:, :, new].clone()
             self.shadow[i].append((layer.k[:, :, new].clone(), log_count))
-            before.append(self._labels(layer, total))
-        folds: list[tuple[Tensor, Tensor]] = []
+            self._before.append(self._labels(layer, total))
 
-        def note_merge(*args: Any) -> tuple[Tensor, Tensor]:
-            source, root = merge_entries(*args)
-            folds.append((source.long(), root.long()))
-            return source, root
+    def on_merge(self, ctx: PassContext, source: Tensor, root: Tensor) -> None:
+        self._merges[ctx.layer] = source, root
 
-        def note_join(held: Entries, source: Tensor, root: Tensor, *how: bool) -> None:
-            folds.append((source, root))
-            join_entries(held, source, root, *how)
-
-        # the one moment at which entries' groups are known
-        with (
-            mock.patch.object(matching, "merge_entries", note_merge),
-            mock.patch.object(merge, "join_entries", note_join),
-        ):
-            super().commit(n)
-        for i, layer in enumerate(self.layers):
-            self._follow(i, layer, before[i], folds[i] if folds else None, past, n)
+    def on_committed(self) -> None:
+        for i, layer in enumerate(self.session.layers):
+            self._follow(i, layer, self._before[i], self._merges.get(i))
 
     def _labels(self, layer: LayerCache, count: int) -> Tensor:
         """One number an entry, from its position; another for each empty slot."""
         t, y, x = layer.pos[:, :, :count].long().unbind(-1)
-        label = t * self.shape.tokens_per_frame + y * self.shape.grid[1] + x
+        shape = self.session.shape
+        label = t * shape.tokens_per_frame + y * shape.grid[1] + x
         slot = torch.arange(count, device=label.device) + 2**50
         return torch.where(layer.log_count[:, :, :count] == -math.inf, slot, label)
 
     def _follow(
-        self,
-        i: int,
-        layer: LayerCache,
-        before: Tensor,
-        folded: tuple[Tensor, Tensor] | None,
-        past: int,
-        n: int,
+        self, i: int, layer: LayerCache, before: Tensor, merged: tuple[Tensor, Tensor] | None
     ) -> None:
         """Bring `slots` up to date: whose group each entry joined, and where that stands now."""
-        total = before.shape[2]
-        protected = (
-            self.prompt + (getattr(self.plan.cache, "sink", 0) or 0) * self.shape.tokens_per_frame
-        )
-        first = min(protected, past)
+        total, past, held_now = before.shape[2], self._past, self.session.past
+        sink = getattr(self.session.plan.cache, "sink", 0) or 0
+        first = min(self._prompt + sink * self.session.shape.tokens_per_frame, past)
         slot = torch.arange(total, device=before.device).expand_as(before)
         group = slot.clone()
-        if folded is not None:
-            source, root = folded
-            group.scatter_(2, source + first, root + first)
+        if merged is not None:
+            group.scatter_(2, *merged)
         # an entry stands where one of its group stood: find it by its position
         order = before[:, :, first:].contiguous().sort(-1)
-        after = self._labels(layer, self.past)
+        after = self._labels(layer, held_now)
         found = torch.searchsorted(order.values, after[:, :, first:].contiguous())
         member = order.indices.gather(2, found.clamp(max=total - first - 1)) + first
         # the sink never moves, though its positions may
-        member = torch.cat([slot[:, :, :first], member], 2)[:, :, : self.past]
+        member = torch.cat([slot[:, :, :first], member], 2)[:, :, :held_now]
         stands = torch.full((*before.shape[:2], total + 1), -1, device=before.device)
-        live = layer.log_count[:, :, : self.past] > -math.inf
+        live = layer.log_count[:, :, :held_now] > -math.inf
         target = torch.where(live, group.gather(2, member), total)
-        stands.scatter_(2, target, torch.arange(self.past, device=before.device).expand_as(target))
+        stands.scatter_(2, target, torch.arange(held_now, device=before.device).expand_as(target))
         stands[:, :, total] = -1
         old = self.slots[i]
-        fresh = slot[:, :, past : past + n].expand(*old.shape[:2], n)
+        fresh = slot[:, :, past:].expand(*old.shape[:2], -1)
         held = torch.cat([old, fresh], 2)
         now = stands.gather(2, group.gather(2, held.clamp(min=0)))
         self.slots[i] = torch.where(held < 0, -1, now)

@@ -16,7 +16,7 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
 from tachyscope.evaluation.intervals import Values, combined, versus
-from tachyscope.evaluation.replay_scores import Way, begin, changes
+from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, changes
 from tachyscope.evaluation.token_timing import REPLAY, WINDOW, clock
 from tachyscope.evaluation.world import Watch
 from tachyscope.machine import cores
@@ -160,17 +160,9 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
     """
     codes = true_codes(model, clip)
     # a share of nothing: all is computed, and the last outputs are still kept
-    session = begin(model, Way("replay=attentive:share=0"), clip, codes)
-    session.watch = RANKS
-    session.watched = {
-        name: torch.zeros(
-            len(session.layers),
-            session.shape.batch,
-            session.shape.tokens_per_frame,
-            device=model.device,
-        )
-        for name in RANKS
-    }
+    share = Way("replay=attentive:share=0")
+    session = begin(model, share, clip, codes, note=RANKS)
+    assert isinstance(session.replay, RankedReplay)
     layers, worlds = len(session.layers), len(clip.worlds)
     sums: list[list[Values]] = [[{} for _ in range(worlds)] for _ in range(layers)]
     for i in range(GIVEN, GIVEN + frames):
@@ -182,7 +174,7 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
                 new, old = layer.extra["replay_output"][0][world], before[n][world]
                 found = _compare(new, old, session.shape.grid)
                 own = changes(new, old)
-                for name, scores in session.watched.items():
+                for name, scores in session.replay.noted.items():
                     found[f"rank_{name}"] = spearman(scores[n, world], own)
                 for key, value in found.items():
                     sums[n][world][key] = sums[n][world].get(key, 0.0) + value / frames

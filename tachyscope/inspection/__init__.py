@@ -7,8 +7,7 @@ changes nothing: an observed rollout makes the frames of a plain one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,13 +24,13 @@ from tachyscope.arguments import (
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection.figures import NAMES, write
 from tachyscope.inspection.samples import Samples, table
-from tachyscope.inspection.stats import ALIKE, PERCENTS, Observed, alike, mass
-from tachyscope.inspection.timing import PARTS, Timed, overall, times
+from tachyscope.inspection.stats import ALIKE, PERCENTS, StatsObserver, alike, mass
+from tachyscope.inspection.timing import PARTS, overall, times
 from tachyscope.models.base import VideoModel
+from tachyscope.observers import Observer, Timing
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document, size_of
 from tachyscope.rollout import rollout
-from tachyscope.session import Session
 from tachyscope.stream import chunks_for
 from tachyscope.stream import open as open_stream
 from tachyscope.tables import format_table
@@ -44,9 +43,8 @@ __all__ = [
     "ALIKE",
     "PARTS",
     "PERCENTS",
-    "Observed",
     "Samples",
-    "Timed",
+    "StatsObserver",
     "Watch",
     "alike",
     "inspect_model",
@@ -97,22 +95,23 @@ def inspect_model(
     if known + chunks_for(model, shape.chunk, known, frames) * shape.chunk < 2:
         raise TachyscopeError("adjacent frames need two latent frames, got 1: raise frames")
 
-    def play(name: str, make: Callable[..., Session]) -> tuple[Any, list[Chunk]]:
+    def play(name: str, observer: Observer) -> list[Chunk]:
         stream = open_stream(
             model, parsed, prompt=prompt, frames=frames, seed=seed, size=pixels, first=pictures,
-            first_actions=first_actions, make=make,
+            first_actions=first_actions, observers=[observer],
         )  # fmt: skip
         made = []
         for chunk in rollout(model, frames=frames, actions=actions, stream=stream):
             made.append(chunk)
             if watch is not None:
                 watch(name, chunk)
-        return stream.session, made
+        return made
 
     # observing comes first, so that what a process does once is done before the clock runs
-    observed, chunks = play("observed", partial(Observed, places=places, queries=queries))
+    observed = StatsObserver(places, queries)
+    chunks = play("observed", observed)
     names = [f"timed {i + 1}" for i in range(rounds)]
-    timed = [[chunk.stats for chunk in play(name, Timed)[1]] for name in names]
+    timed = [[chunk.stats for chunk in play(name, Timing())] for name in names]
     by_chunk = times(timed, known, shape)
     samples = {kind: Samples.of(records) for kind, records in observed.found.items()}
     made_only = {kind: found.since(known) for kind, found in samples.items()}

@@ -1,4 +1,4 @@
-"""A session that looks at what passes through it: what repeats, and where attention lies."""
+"""Observe what repeats from frame to frame, and where attention lies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.observers import Observer
 from tachyscope.session import Session
-from tachyscope.types import Mlp, PassContext
+from tachyscope.types import PassContext
 
 ALIKE = ("mlp", "query", "key", "key_rotated")  # what is held against the frame before
 ASPECTS = ("cosine", "difference", "elsewhere")  # what `alike` tells, in its order
@@ -32,24 +32,21 @@ class Record:
     values: Tensor
 
 
-class Observed(Session):
-    """A session that looks at what passes through it; what it returns is a plain session's.
+class StatsObserver(Observer):
+    """Samples what passes through a session.
 
     `found` gathers records by kind: of `ALIKE` cosine, relative difference and the cosine to
     another place; of `MASS` the mass in the strongest `PERCENTS` of the keys.
     """
 
-    watches = True
-
-    def __init__(self, *args: Any, places: int = 64, queries: int = 16, **kwargs: Any) -> None:
+    def __init__(self, places: int = 64, queries: int = 16) -> None:
         self.wanted, self.queries = places, queries
-        super().__init__(*args, **kwargs)
 
-    def _begin_anew(self) -> None:
-        super()._begin_anew()
-        every = range(self.shape.tokens_per_frame)
-        # draws of its own: the session's would change the video by being asked
-        drawn = random.Random(f"{self.seeds[0]} places")
+    def on_open(self, session: Session) -> None:
+        self.session = session
+        every = range(session.shape.tokens_per_frame)
+        # draws of its own: the session's would change the video
+        drawn = random.Random(f"{session.seeds[0]} places")
         self.places = sorted(drawn.sample(every, min(self.wanted, len(every))))
         self.queries = min(self.queries, len(every))
         self.found: dict[str, list[Record]] = defaultdict(list)
@@ -57,56 +54,44 @@ class Observed(Session):
         self._last: dict[tuple[str, int, int], tuple[int, Tensor]] = {}
         self._weighed: list[tuple[str, Record]] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = super().attend(layer, q, k, v)
-        assert self._context is not None and self._cos_sin is not None
-        ctx, here = self._context.for_layer(layer), self.layers[layer]
+    def on_attend(
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+    ) -> None:
         if ctx.prefilling:
-            return out
+            return
+        here = self.session.layers[ctx.layer]
         slots = slice(ctx.past + ctx.start, ctx.end)
         kept = {"query": q, "key": k, "key_rotated": here.k[:, :, slots]}
         for kind, x in kept.items():
             self._keep(kind, ctx, x.transpose(1, 2))
         tokens = self._tokens(ctx, self._drawn(ctx))
         if tokens.numel():
-            cos, sin = (x[:, :, tokens] for x in self._cos_sin)
-            turned = self.rope.apply(q[:, :, tokens], cos, sin)
             seen = ctx.past + ctx.start + tokens + 1 if ctx.shape.token_by_token else None
-            used = slice(0, ctx.end)
-            log_count = self.plan.attention.log_weights(here, ctx)
-            held = mass(turned, here.k[:, :, used], log_count, seen)
+            log_count = self.session.plan.attention.log_weights(here, ctx)
+            held = mass(rotated_q[:, :, tokens], here.k[:, :, : ctx.end], log_count, seen)
             self._weigh("mass", ctx, held)
-        return out
 
-    def cross(self, layer: int, q: Tensor) -> Tensor:
-        out = super().cross(layer, q)
-        assert self._context is not None
-        ctx, text = self._context.for_layer(layer), self.texts[layer]
-        tokens = self._tokens(ctx, self._drawn(ctx))
+    def on_cross(self, ctx: PassContext, q: Tensor) -> None:
+        text, tokens = self.session.texts[ctx.layer], self._tokens(ctx, self._drawn(ctx))
         if tokens.numel():
             self._weigh("prompt_mass", ctx, mass(q[:, :, tokens], text.k, text.log_count))
-        return out
 
-    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
-        y = super().mlp(layer, x, fn)
-        assert self._context is not None
-        if not self._context.prefilling:
-            self._keep("mlp", self._context.for_layer(layer), y)
-        return y
+    def on_mlp(self, ctx: PassContext, x: Tensor, y: Tensor) -> None:
+        if not ctx.prefilling:
+            self._keep("mlp", ctx, y)
 
-    def commit(self, n: int | None = None) -> None:
-        frame = self.latent_frame
-        super().commit(n)
+    def on_commit(self, ctx: PassContext, n: int) -> None:
+        frame, frames = self.session.latent_frame, n // ctx.shape.tokens_per_frame
         for (kind, layer, step), parts in self._fresh.items():
             now = torch.cat(parts, 1).unflatten(1, (-1, len(self.places)))
-            self._compare(kind, layer, step, frame, now[:, : self.latent_frame - frame])
+            self._compare(kind, layer, step, frame, now[:, :frames])
         for kind, part in self._weighed:
             self.found[kind].append(_on_host(part))
         self._fresh, self._weighed = {}, []
 
     def _drawn(self, ctx: PassContext) -> list[int]:
         """The places whose queries are weighed, seeded by chunk, layer and pass."""
-        drawn = random.Random(f"{self.seeds[0]} {ctx.chunk} {ctx.layer} {ctx.pass_index}")
+        drawn = random.Random(f"{self.session.seeds[0]} {ctx.chunk} {ctx.layer} {ctx.pass_index}")
         return sorted(drawn.sample(range(ctx.shape.tokens_per_frame), self.queries))
 
     def _tokens(self, ctx: PassContext, places: Sequence[int]) -> Tensor:
@@ -115,7 +100,7 @@ class Observed(Session):
         frames = range(-(-(ctx.start + ctx.tokens) // size))
         found = [frame * size + place - ctx.start for frame in frames for place in places]
         inside = [i for i in found if 0 <= i < ctx.tokens]
-        return torch.tensor(inside, dtype=torch.int64, device=self.device)
+        return torch.tensor(inside, dtype=torch.int64, device=self.session.device)
 
     def _keep(self, kind: str, ctx: PassContext, x: Tensor) -> None:
         """Remember x [B, S, …] at the sampled places until the chunk is finished."""
@@ -142,8 +127,9 @@ class Observed(Session):
         """Note shares of mass [B, H, F · r, P] by latent frame, as the mean over heads."""
         frames = max(1, ctx.tokens // ctx.shape.tokens_per_frame)
         by_query = held.mean(1).unflatten(1, (frames, -1))
+        first = self.session.latent_frame
         for i, values in enumerate(by_query.unbind(1)):
-            record = Record(ctx.layer, self.latent_frame + i, ctx.pass_index, values.flatten(0, 1))
+            record = Record(ctx.layer, first + i, ctx.pass_index, values.flatten(0, 1))
             self._weighed.append((kind, record))
 
 

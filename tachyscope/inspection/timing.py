@@ -1,37 +1,16 @@
-"""A session that tells where time goes, and the shares of time and of counted work."""
+"""Where time goes: the shares of time and of counted work, from rows that `Timing` timed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from tachyscope.results import Document
-from tachyscope.session import Session
-from tachyscope.types import Mlp, Shape
+from tachyscope.types import Shape
 
 PARTS = ("mlp", "attention", "prompt", "rest")  # of the time and of the counted work
+SPANS = {"mlp": "mlp_ms", "attention": "attend_ms", "prompt": "cross_ms"}  # by Timing
 
 Rows = Sequence[Mapping[str, float]]  # of the meter, one a chunk
-
-
-class Timed(Session):
-    """A session whose meter also tells the time in attention, in the prompt's and in MLPs."""
-
-    watches = True
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.meter.add("queries", q.shape[:3].numel())
-        with self.meter.span("attention"):
-            return super().attend(layer, q, k, v)
-
-    def cross(self, layer: int, q: Tensor) -> Tensor:
-        with self.meter.span("prompt"):
-            return super().cross(layer, q)
-
-    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
-        with self.meter.span("mlp"):
-            return super().mlp(layer, x, fn)
 
 
 def times(timed: Sequence[Rows], known: int, shape: Shape) -> list[Document]:
@@ -61,7 +40,7 @@ def _shares(row: Mapping[str, float], shape: Shape) -> dict[str, float]:
 
     The rest is projections, norms, heads and samplers, and what policies themselves compute.
     """
-    time = {part: row.get(f"{part}_ms", 0.0) for part in PARTS[:-1]}
+    time = {part: row.get(span, 0.0) for part, span in SPANS.items()}
     pair = 2 * shape.head_dim
     work = {
         "mlp": row["mlp_macs"],

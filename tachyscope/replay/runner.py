@@ -37,29 +37,10 @@ class ReplayRunner:
     replay_drift   [passes, B, 1, W]       the mean change of computed outputs, where it is followed
     """
 
-    def __init__(
-        self, policy: ReplayPolicy | None, shape: Shape, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.policy, self.shape, self.dtype, self.device = policy, shape, dtype, device
+    def __init__(self, policy: ReplayPolicy | None) -> None:
+        self.policy = policy
         self.ready: set[int] = set()  # passes for which the last chunk left outputs
         self.scores: dict[int, Tensor] = {}  # of the present pass, by layer: [B, S]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Fixed tensors to keep beside a layer."""
-        policy, shape = self.policy, self.shape
-        if policy is None:
-            return {}
-        place = (shape.passes, shape.batch, shape.tokens_per_frame)
-        kind: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        found = policy.tensors(shape, self.device)
-        found["replay_output"] = torch.zeros(*place, shape.width, **kind)
-        found["replay_age"] = torch.zeros(place, dtype=torch.int32, device=self.device)
-        if policy.drift:
-            found["replay_drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
-        if policy.score:
-            size = (*place[:2], shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
-            found["replay_key"] = torch.zeros(size, **kind)
-        return found
 
     def begin(self) -> None:
         """A pass starts."""
@@ -90,7 +71,7 @@ class ReplayRunner:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
         rows = x.shape[:2].numel()
         if self.policy is None or ctx.prefilling:
-            _count_rows(meter, fn, rows, rows)
+            count_rows(meter, fn, rows, rows)
             return fn(x)
         outputs, ages = _kept(own["replay_output"], ctx, 1), _kept(own["replay_age"], ctx, 1)
         old = _for_tokens(outputs, ctx, 1)
@@ -119,13 +100,32 @@ class ReplayRunner:
         self.ready |= passes
 
 
+def replay_tensors(
+    policy: ReplayPolicy | None, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Fixed tensors to keep beside a layer: the policy's own, and those of `ReplayRunner`."""
+    if policy is None:
+        return {}
+    place = (shape.passes, shape.batch, shape.tokens_per_frame)
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    found = policy.tensors(shape, device)
+    found["replay_output"] = torch.zeros(*place, shape.width, **kind)
+    found["replay_age"] = torch.zeros(place, dtype=torch.int32, device=device)
+    if policy.drift:
+        found["replay_drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
+    if policy.score:
+        size = (*place[:2], shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
+        found["replay_key"] = torch.zeros(size, **kind)
+    return found
+
+
 def _run_rows(
     x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp, meter: Meter
 ) -> tuple[Tensor, Tensor | bool]:
     """Outputs, and which were computed: a mask [B, S], or one bool where all rows agree."""
     rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
     if gate is not None and not host_may_read(x):
-        _count_rows(meter, fn, rows, rows)
+        count_rows(meter, fn, rows, rows)
         meter.add("simulated_rows_replayed", (~gate).sum())
         return replay_masked(x, old, gate, fn), gate
     picked = None if choice is None else choice.rows
@@ -133,7 +133,7 @@ def _run_rows(
         computed = int(gate.count_nonzero())
     else:
         computed = rows if picked is None else picked.numel()
-    _count_rows(meter, fn, computed, rows)
+    count_rows(meter, fn, computed, rows)
     # rows that agree, as one alone does, need not be picked out and put back
     if computed == rows:
         return fn(x), True
@@ -146,7 +146,8 @@ def _run_rows(
     return replay_rows(x, old, picked, fn), mask
 
 
-def _count_rows(meter: Meter, fn: Mlp, computed: int, rows: int) -> None:
+def count_rows(meter: Meter, fn: Mlp, computed: int, rows: int) -> None:
+    """Add to the meter what an MLP did of so many rows."""
     meter.add("rows_computed", computed)
     meter.add("rows_replayed", rows - computed)
     meter.add("macs", computed * fn.macs)

@@ -1,0 +1,74 @@
+"""Watch a session: what an observer is told, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tachyscope.types import PassContext
+
+
+class Observer:
+    """Told of a session's calls, on every device; here every method does nothing.
+
+    It must leave the session's tensors as they are, and copy what it keeps: their memory is used
+    again. One observer watches one session.
+    """
+
+    host: bool = True  # the host reads what it is told, so that no CUDA graph is recorded
+    times: bool = False  # the meter's row gets a span of time for every part of a chunk
+
+    def on_open(self, session: Any) -> None:
+        """The session begins anew: it was opened, reset or restored."""
+
+    def on_pass(self, ctx: PassContext) -> None:
+        """A pass starts."""
+
+    def on_write(self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """q [B, H, S, D] and k, v [B, Hkv, S, D], unrotated, are about to enter the cache."""
+
+    def on_attend(
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+    ) -> None:
+        """They have entered, and attention is done."""
+
+    def on_cross(self, ctx: PassContext, q: Tensor) -> None:
+        """Attention over the prompt is done."""
+
+    def on_mlp(self, ctx: PassContext, x: Tensor, y: Tensor) -> None:
+        """An MLP of input x has output y [B, S, W], computed or replayed."""
+
+    def on_merge(self, ctx: PassContext, source: Tensor, root: Tensor) -> None:
+        """Slots `source` joined slots `root` [B, Hkv or 1, e], as they stood before the commit."""
+
+    def on_commit(self, ctx: PassContext, n: int) -> None:
+        """The first n tokens of now are final; nothing has moved yet."""
+
+    def on_committed(self) -> None:
+        """They are past, within budget."""
+
+
+class Timing(Observer):
+    """Times a session's calls: the meter's row gets the spans, and the number of queries.
+
+    attend  rotation, writing into the cache, attention; of it read_0, read_1, …: attention itself,
+            by pass
+    cross   attention over the prompt
+    mlp     MLPs, as far as they are computed
+    commit  bringing the past within budget
+    index   ordering it, for attention policies that do
+    """
+
+    times = True
+
+    def __init__(self, host: bool = True) -> None:
+        self.host = host
+
+    def on_open(self, session: Any) -> None:
+        self.meter = session.meter
+
+    def on_attend(
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+    ) -> None:
+        self.meter.add("queries", q.shape[:3].numel())
