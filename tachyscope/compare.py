@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tachyscope.arguments import check_model, parse_first, parse_plan
+from tachyscope.arguments import check_model, check_prompt, check_seed, parse_first, parse_plan
 from tachyscope.bench import noise, verdict, warm
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
@@ -111,6 +111,8 @@ def compare(
     Runs take turns at every chunk, so all their caches are in memory together.
     """
     check_model(model)
+    check_prompt(prompt)  # one video, no batch
+    check_seed(seed)
     parse_plan(model, plan)
     if twin is not None and check_model(twin).dtype == model.dtype:
         raise TachyscopeError(

@@ -41,7 +41,7 @@ WRONG = [
         {"frames": -(10**5000)},
         "`frames` must be from 1 to 1,000,000, got a number of more than 30 digits",
     ),
-    ({"prompt": ["a"]}, "prompt must be text, got a list: give one string, '' for no prompt"),
+    ({"prompt": b"a"}, "prompt must be text, got "),
     ({"prompt": 7}, "prompt must be text, got 7"),
     ({"prompt": b"a"}, "prompt must be text, got a bytes"),
     ({"plan": {}}, "plan must be text or a Plan, got a dict: try 'fast'"),
@@ -102,6 +102,12 @@ def test_the_same_checks_stand_at_the_other_doors(chunks, call):
         refused(lambda name=name: call(chunks, **{"frames": 3, name: None}), f"{name}", "must be")
     loaded = "model must be a loaded model, got 'toy-chunks': use tachyscope.load('toy-chunks')"
     refused(lambda: call("toy-chunks", frames=3), loaded)
+
+
+@pytest.mark.parametrize("call", [compare, inspect_model], ids=["compare", "inspect"])
+def test_one_video_is_compared_or_inspected_at_a_time(chunks, call):
+    refused(lambda: call(chunks, frames=3, prompt=["a", "b"]), "prompt must be text, got a list")
+    refused(lambda: call(chunks, frames=3, seed=[1, 2]), "`seed` must be a whole number")
 
 
 def test_every_fault_of_the_video_shows_when_rollout_is_called(chunks, tokens):

@@ -16,6 +16,8 @@ from tachyscope.arguments import (
     check_first_size,
     check_frames,
     check_model,
+    check_prompt,
+    check_seed,
     check_whole,
     parse_first,
     parse_plan,
@@ -82,6 +84,8 @@ def inspect_model(
     told every chunk, with its run's name.
     """
     check_model(model)
+    check_prompt(prompt)  # one video, no batch
+    check_seed(seed)
     frames, queries = check_frames(frames), check_whole("queries", queries)
     rounds, places = check_whole("rounds", rounds), check_whole("places", places)
     parsed, pixels = parse_plan(model, plan), parse_size(size)
