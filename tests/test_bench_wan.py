@@ -143,7 +143,7 @@ def test_a_repeated_chunk_leaves_an_unbounded_cache_as_long_as_it_was(model):
 
 def test_a_plan_that_keeps_an_index_is_given_room_for_all_its_chunks(model, monkeypatch):
     grown = []
-    monkeypatch.setattr(Session, "_grow", lambda *args: grown.append(args))
+    monkeypatch.setattr("tachyscope.layers._grow", lambda *args: grown.append(args))
     plan = "attention=ann:read=0.5,block=4"
     (row,) = bench_wan(model, {"ann": plan}, lengths=[9, 15], rounds=2)["rows"]
     assert "failed" not in row and not grown
