@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from tachyscope.evaluation.clips import CLIPS, GIVEN, make_clip, true_codes
-from tachyscope.evaluation.replay_scores import Ranked, Way, begin
+from tachyscope.evaluation.replay_scores import Way, begin
 from tachyscope.fpga.workload import Trace, Workload
 from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel
-from tachyscope.session import Choice
-from tachyscope.types import Mlp
+from tachyscope.observers import Observer
+from tachyscope.session import Session
+from tachyscope.types import PassContext
 
 
 def workload(model: VilaModel, prompt: int, frames: int) -> Workload:
@@ -46,24 +47,25 @@ def workload(model: VilaModel, prompt: int, frames: int) -> Workload:
     )
 
 
-def record(session: Ranked, model: VilaModel, moves: list[int]) -> np.ndarray:
+class ReplayFlags(Observer):
+    """Whether each token's MLP was replayed, layer by layer: its kept output is then older."""
+
+    def on_open(self, session: Session) -> None:
+        self.session, self.flags = session, list[np.ndarray]()
+
+    def on_mlp(self, ctx: PassContext, x: Tensor, y: Tensor) -> None:
+        age = self.session.layers[ctx.layer].extra["replay_age"][ctx.pass_index]
+        self.flags.append((age[:, ctx.start + ctx.tokens - 1] > 0).cpu().numpy())
+
+
+def record(session: Session, model: VilaModel, moves: list[int]) -> np.ndarray:
     """Flags [tokens, layers, rows] of one frame a move."""
-    flags: list[np.ndarray] = []
-    run_rows = session._run_rows
-
-    def recorded(
-        x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp
-    ) -> tuple[Tensor, Tensor | bool]:
-        y, ran = run_rows(x, old, choice, fn)
-        mask = ran.cpu().numpy() if isinstance(ran, Tensor) else np.full(x.shape[:2], ran)
-        flags.append(~mask[:, -1])
-        return y, ran
-
-    session._run_rows = recorded  # type: ignore[method-assign]
+    observer = ReplayFlags()
+    session.watch(observer)
     for move in moves:
         model.sample(session, [move])
         session.commit()
-    return np.array(flags).reshape(-1, session.shape.layers, session.shape.batch)
+    return np.array(observer.flags).reshape(-1, session.shape.layers, session.shape.batch)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -85,7 +86,7 @@ def judge(outcome: Outcome, seconds: float = SECONDS, most: int = BYTES) -> list
             found.append(f"told its fault in {len(lines)} lines")
         elif len(lines[0]) > LONGEST or max(map(len, lines[0].split())) > 220:
             found.append(f"told its fault in {len(lines[0])} letters")
-        elif "`" in lines[0]:
+        elif re.search(r"`\w+`", lines[0]):
             found.append("did not name an option as it is typed")
         if outcome.left:
             found.append(f"left {outcome.left[:3]} after a fault")
