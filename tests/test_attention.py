@@ -29,6 +29,7 @@ OPEN = [
 SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["keep_all", "merge:budget=8f"])
 @pytest.mark.parametrize(
     "attention, kind",
@@ -170,6 +171,7 @@ def test_guard_rails_keep_first_passes_and_layers_dense():
     ]
 
 
+@pytest.mark.slow
 def test_top_p_reads_less_where_attention_is_sharp():
     shares = []
     for sharp in (0.1, 3.0):

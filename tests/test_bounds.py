@@ -227,6 +227,7 @@ def test_every_model_that_is_shipped_is_within_the_bounds(name):
     assert load(name).name
 
 
+@pytest.mark.slow
 def test_no_memory_is_taken_for_a_configuration_that_its_file_does_not_bear_out(wan, monkeypatch):
     """Within its bounds a configuration may still ask for terabytes."""
     monkeypatch.setattr(
@@ -331,6 +332,7 @@ def test_a_cache_beyond_the_machines_memory_is_not_begun(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_lengths_and_worlds_are_bounded():
     model = toy_chunks()
     for lengths in ([0], [10**9], [10] * 1000, []):

@@ -102,6 +102,7 @@ def test_help_waits_for_no_torch():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_the_list_of_models_runs_none(monkeypatch, capsys):
     monkeypatch.setattr(
         "tachyscope.models.registry.load", lambda *a, **k: pytest.fail("a model was loaded")
@@ -326,6 +327,7 @@ def test_generate_changes_the_prompt_where_a_chunk_begins(tmp_path, monkeypatch,
     assert same[:6].all() and not same[6:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, model, side",
     [
@@ -499,6 +501,7 @@ def test_compare_ends_with_one_line_of_both_meters_sums(tmp_path, capsys):
     assert json.loads((tmp_path / "compare.json").read_text()) == found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plots")
 def test_compare_without_floor_and_noise_claims_neither(tmp_path, capsys):
     target = tmp_path / "a.json"

@@ -104,6 +104,7 @@ def test_a_twin_of_the_same_dtype_is_refused(model):
         compare(model, "fast", **ASKED, twin=model)
 
 
+@pytest.mark.slow
 def test_a_ratio_is_given_only_beside_its_noise(model):
     with_aa, without = (compare(model, "fast", **ASKED, aa=aa).document for aa in (True, False))
     assert 0 < with_aa["aa"]["low"] <= 1 <= with_aa["aa"]["high"]
@@ -145,6 +146,7 @@ def test_a_faster_plan_leads_with_by_how_much_and_at_what_cost(model, monkeypatc
     )
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_not_faster_leads_with_that_and_why(model, monkeypatch):
     clocked(monkeypatch, [100.0] * 10, [200.0] * 10)
     assert compare(model, "fast", **LONG).lead.startswith(
@@ -166,6 +168,7 @@ def test_a_plan_that_is_not_faster_leads_with_that_and_why(model, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_every_chunk_of_every_run_is_told(model, twin):
     told = []
     compare(model, "fast", **ASKED, twin=twin, watch=lambda name, chunk: told.append(name))
@@ -195,6 +198,7 @@ def test_the_folder_gets_videos_a_report_and_the_document(model, tmp_path):
     assert "toy-chunks: fast beside dense" in report and "a command" in report and "Toy." in report
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plots")
 def test_the_videos_show_the_runs_they_are_named_after(model, tmp_path):
     compare(model, "fast", **ASKED, out=tmp_path, aa=False)

@@ -57,6 +57,7 @@ def mean_recall(at):
 # --- what a frame shows
 
 
+@pytest.mark.slow
 def test_true_frames_are_right_in_everything(scene):
     index = list(range(0, 12, 3))
     assert frame_checks.identity(scene.frames[index], scene, index) == 1.0
@@ -273,6 +274,7 @@ def test_worlds_in_one_batch_are_what_they_are_alone(model, plan):
         assert {"recall", "density", "cache_mb", "gmacs_frame"} <= set(found.cost)
 
 
+@pytest.mark.slow
 def test_a_batch_draws_what_a_rollout_of_its_own_draws(model):
     scene = scenes.make_scene(scenes.make_world(0, 3), ".qq")
     (found,) = batched_rollout.play(model, "dense", [scene], 1)
@@ -339,6 +341,7 @@ def test_faults_are_one_line(capsys):
         world.evaluate_world("toy-tokens", floor=None)
 
 
+@pytest.mark.slow
 def test_named_walls_of_true_frames_are_right():
     found = []
     for number in (3, 4, 5):  # worlds that name walls beyond the first view

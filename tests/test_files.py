@@ -100,6 +100,7 @@ def test_a_device_in_a_folder_that_could_be_written_stays_one(tmp_path):
     assert stat.S_ISCHR(device.stat().st_mode) and names(tmp_path) == ["null"]
 
 
+@pytest.mark.slow
 def test_an_open_descriptor_is_written_to_and_not_replaced(tmp_path):
     out = tmp_path / "out.txt"
     code = (

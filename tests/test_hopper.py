@@ -83,6 +83,7 @@ def test_tiles_are_cut_where_that_fills_the_device():
     assert hopper._shares(1, 256, 132).programs == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("b, h, s, units, processors", [(1, 5, 200, 12, 4), (2, 3, 130, 8, 132)])
 def test_joined_shares_are_the_whole(rng, monkeypatch, b, h, s, units, processors):
     d, n = 16, 8

@@ -327,6 +327,7 @@ def test_the_lines_tell_time_likeness_and_mass_by_layer(documents):
     assert "  prompt  " not in "\n".join(lines(documents["toy-tokens"])).split("Attention mass")[1]
 
 
+@pytest.mark.slow
 def test_the_verb_writes_the_plots_and_a_document(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["inspect", "toy-tokens", "--frames", "2", "--rounds", "1", "--out", str(out)]

@@ -96,6 +96,7 @@ def test_it_is_what_a_rollout_ends_with(plan, name, frames):
     assert sum(found.cache.values()) == session.cache_bytes()
 
 
+@pytest.mark.slow
 def test_only_a_cache_without_a_bound_grows_with_the_video():
     model = sized("toy-chunks")
     for plan in ("dense", "fast-ar"):
@@ -165,6 +166,7 @@ def test_what_is_decoded_beside_the_next_chunk_comes_on_top_of_it():
         assert any(line.startswith(f"{words}  ") for line in lines(document))
 
 
+@pytest.mark.slow
 def test_the_largest_budget_that_fits_is_told():
     model = load("toy-chunks").on_meta()
     asked = {"frames": 300}

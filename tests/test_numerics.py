@@ -175,6 +175,7 @@ def test_inside_random_numbers_are_the_blocks_own():
     assert torch.equal(drawn[0][0], torch.rand(2, generator=torch.Generator().manual_seed(3)))
 
 
+@pytest.mark.slow
 def test_loading_leaves_the_global_generator_alone_and_works_under_another_device():
     for name in ("atrium-world", "atrium-tokens", "toy-chunks", "toy-tokens"):
         before = torch.get_rng_state()

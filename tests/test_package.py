@@ -17,6 +17,7 @@ def test_importing_the_package_imports_no_torch():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_rollout_is_the_function_though_its_module_is_imported_first():
     ran = _python("import tachyscope.rollout as it; assert callable(it), it")
     assert ran.returncode == 0, ran.stderr

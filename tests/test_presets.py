@@ -443,6 +443,7 @@ def test_given_latents_need_not_be_whole_chunks(name, count, shrunk, tmp_path):
 
 
 # after more than a window; after less, as much, and more still
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [(15,), pytest.param((6, 12, 18), marks=pytest.mark.slow)])
 def test_a_change_of_prompt_remembers_the_window_again(changes, shrunk, tmp_path):
     """LongLive, its LoRA merged: the last 12 latent frames run clean under the new text, and on."""
@@ -552,6 +553,7 @@ def latents_of(model, session, chunks):
     ]
 
 
+@pytest.mark.slow
 def test_policies_wide_open_leave_a_rolled_window_as_it_is(shrunk, tmp_path):
     model = published("rolling-forcing", tmp_path)
     dense, wide, narrow = (
@@ -562,6 +564,7 @@ def test_policies_wide_open_leave_a_rolled_window_as_it_is(shrunk, tmp_path):
     assert (narrow[-1] - dense[-1]).abs().max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -796,6 +799,7 @@ def wan_freqs(theta=10000, places=1024):
     return torch.polar(torch.ones_like(angles), angles)
 
 
+@pytest.mark.slow
 def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, capsys):
     tensors, path = made.transformer.state_dict(), tmp_path / "x.pt"
 
@@ -832,6 +836,7 @@ def test_a_tensor_under_both_names_is_refused(made, shrunk, tmp_path):
     refused(lambda: ts.load("self-forcing", tmp_path / "x.safetensors"), *words)
 
 
+@pytest.mark.slow
 def test_of_several_copies_the_authors_own_is_taken(made, shrunk, tmp_path):
     tensors = made.transformer.state_dict()
     other = {name: x + 1 for name, x in tensors.items()}
@@ -1060,6 +1065,7 @@ def test_a_fold_needs_a_sink_that_what_leaves_covers():
         refused(lambda change=change: open_session(model, words.format(*change)), message)
 
 
+@pytest.mark.slow
 def test_the_command_line_times_a_preset(shrunk, tmp_path, capsys):
     words = ["generate", "longlive", "--weights", "random", "--plan", "stock", "--frames", "9"]
     assert main([*words, "--out", str(tmp_path), "--json", "-"]) == 0

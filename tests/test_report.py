@@ -212,6 +212,7 @@ def test_one_chunk_is_enough_and_a_name_is_plain_text(tmp_path):
     assert len(pictures) == 3 and all(r"$\frac{$" in picture for picture in pictures)
 
 
+@pytest.mark.slow
 def test_two_reports_of_one_run_are_equal(tmp_path):
     first, second = (report(tmp_path, which=runs(drawn=True)) for _ in range(2))
     assert first == second

@@ -279,6 +279,7 @@ def test_a_streamed_video_is_the_whole_one(folder):
     assert vae.pixel_frames(0) == 0
 
 
+@pytest.mark.slow
 def test_the_vae_comes_back_from_diffusers_form(folder, tmp_path):
     vae = WanVae.read(folder)
     vae.write(tmp_path)
@@ -343,6 +344,7 @@ def test_parts_that_are_no_numbers_are_refused(folder, tmp_path):
     refused(lambda: PromptFile.read(tmp_path / "p.safetensors", CONFIG), "p.safetensors must give")
 
 
+@pytest.mark.slow
 def test_a_published_folder_makes_a_video(folder):
     model = load_wan(folder)
     assert isinstance(model.text, UMT5) and isinstance(model.decoder, WanVae)
