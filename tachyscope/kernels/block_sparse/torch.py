@@ -99,11 +99,9 @@ def slots_of(past: BlockTable, ids: Tensor) -> Tensor:
 def gather_entries(x: Tensor, slots: Tensor) -> Tensor:
     """Entries `slots` [B, T, H, M] (below 0: the first) of x [B, Hkv, N, D]: [B, T, H, M, D].
 
-    Whole rows by one list of numbers: an index a number would be slow.
+    x may be a slice of a cache: it is read where it stands.
     """
-    batch, groups, entries, width = x.shape
-    device, heads = slots.device, slots.shape[2]
-    group = torch.arange(groups, device=device).repeat_interleave(heads // groups)
-    first = (torch.arange(batch, device=device)[:, None] * groups + group) * entries  # [B, H]
-    at = slots.clamp(min=0) + first[:, None, :, None]
-    return x.reshape(-1, width).index_select(0, at.flatten()).view(*slots.shape, width)
+    heads, device = slots.shape[2], slots.device
+    batch = torch.arange(x.shape[0], device=device)[:, None, None, None]
+    group = torch.arange(heads, device=device)[:, None] // (heads // x.shape[1])
+    return x[batch, group, slots.clamp(min=0)]
