@@ -22,15 +22,14 @@ class AttentionPolicy(abc.ABC):
     paper: ClassVar[str]
     indexes: ClassVar[bool] = False  # whether it keeps anything of the past
 
-    @abc.abstractmethod
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
         """Raise where the policy cannot serve this shape; `slots` is a bounded cache's size."""
+        return
 
-    @abc.abstractmethod
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
         """Fixed tensors to keep beside a layer of that many slots."""
+        return {}
 
-    @abc.abstractmethod
     def build_index(
         self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
     ) -> None:
@@ -39,6 +38,7 @@ class AttentionPolicy(abc.ABC):
         Keys and values of the past may be put in another order, until `restore_order` is called.
         The first `kept` entries are as the last index left them, and stay so.
         """
+        return
 
     def restore_order(self, layer: LayerCache, ctx: PassContext, past: int) -> None:
         """The past is about to change: put its keys and values back in the cache's order."""

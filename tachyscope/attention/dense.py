@@ -12,7 +12,7 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy, TextPolicy, count
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
-from tachyscope.types import LayerCache, PassContext, Shape, Text
+from tachyscope.types import LayerCache, PassContext, Text
 
 
 @final
@@ -21,17 +21,6 @@ class Dense(AttentionPolicy):
     """Read every entry in use: the baseline, and the oracle of every other policy."""
 
     paper: ClassVar[str] = ""
-
-    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
-        pass
-
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        return {}
-
-    def build_index(
-        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
-    ) -> None:
-        pass
 
     def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
         first, rest = ctx.hidden_slots

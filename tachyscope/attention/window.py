@@ -13,7 +13,7 @@ from tachyscope.attention.dense import read_all
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import LayerCache, PassContext, Shape
+from tachyscope.types import LayerCache, PassContext
 
 
 @final
@@ -34,17 +34,6 @@ class Window(AttentionPolicy):
 
     def __post_init__(self) -> None:
         check_settings(self, "attention", "window")
-
-    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
-        pass
-
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        return {}
-
-    def build_index(
-        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
-    ) -> None:
-        pass
 
     def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
         near = self.tokens if ctx.shape.token_by_token else self.tokens + ctx.tokens

@@ -22,7 +22,7 @@ from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.results import Document
 from tachyscope.session import Session
 from tachyscope.stream import Stream
-from tachyscope.types import LayerCache, PassContext, Shape
+from tachyscope.types import LayerCache, PassContext
 
 WINDOW = "attention=window:tokens=512,sink=4"
 REPLAY = "replay=attentive:share=0.75,age=4,drift=true"
@@ -64,17 +64,6 @@ class NoRead(AttentionPolicy):
     """Attention that reads nothing: a query is its own answer."""
 
     paper: ClassVar[str] = ""
-
-    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
-        pass
-
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        return {}
-
-    def build_index(
-        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
-    ) -> None:
-        pass
 
     def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
         return q
