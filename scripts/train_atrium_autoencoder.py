@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import atrium_clips
 import torch
 from torch import Generator, Tensor, nn
 from training import Average, Clock, Log, read_weights, sheet, write_weights
@@ -47,8 +48,8 @@ def judge(
         clean = model.decode(latents).clamp(0, 1)
         noise = torch.randn(latents.shape, generator=generator).to(latents)
         noisy = model.decode(latents + 0.2 * noise).clamp(0, 1)
-        scores["psnr"].append(atrium.psnr(clean, truth))
-        scores["psnr_noisy"].append(atrium.psnr(noisy, truth))
+        scores["psnr"].append(atrium_clips.psnr(clean, truth))
+        scores["psnr_noisy"].append(atrium_clips.psnr(noisy, truth))
         scores["mean"].append(latents.mean((0, 2, 3)).abs())
         scores["var"].append(latents.var((0, 2, 3)))
         rows = [truth[:10], clean[:10], noisy[:10]]

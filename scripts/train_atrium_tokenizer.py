@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import atrium_clips
 import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
@@ -140,7 +141,7 @@ def judge(
         truth = atrium.render(*draw(32, generator, device), size)
         codes.append(model.quantizer.quantise(model.encode(truth * 2 - 1)))
         made = (model.decode(model.quantizer.sum(codes[-1])) * 0.5 + 0.5).clamp(0, 1)
-        found.append(atrium.psnr(made, truth))
+        found.append(atrium_clips.psnr(made, truth))
         rows = [truth[:12], made[:12], truth[12:24], made[12:24]]
     scores = {"psnr_tokenizer": torch.cat(found).mean().item()}
     for d, used in enumerate(torch.cat(codes).flatten(0, -2).unbind(-1)):

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import atrium_clips
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
@@ -53,11 +54,11 @@ from tachyscope.worlds import atrium
 
 PROMPT = atrium.LENGTH + 1  # ids of every prompt
 # what clips are drawn between, evenly by logarithm, so that no speed is learnt by heart
-PACES = atrium.degrees(0.35), atrium.degrees(5.0)
+PACES = atrium_clips.degrees(0.35), atrium_clips.degrees(5.0)
 TEMPOS = 1 / 30, 2 / 3  # of things that move on their own: periods of 480 to 24 frames
 SHARES = {"still": 0.15, "forward": 0.2, "reversing": 0.35, "walk": 0.3}
 LEARNT = 4.0  # loss that must be reached in 40 % of the time, else the run stops
-PACE, TEMPO = atrium.degrees(1.0), 1 / 3  # of the clips that scores are for
+PACE, TEMPO = atrium_clips.degrees(1.0), 1 / 3  # of the clips that scores are for
 
 
 def make_config(args: argparse.Namespace, tokenizer: dict[str, Any]) -> VilaConfig:
@@ -180,15 +181,15 @@ class Playing:
 
 def make_clips(
     cameras: list[str], frames: int, pace: Tensor, tempo: Tensor, generator: Generator
-) -> atrium.Clips:
+) -> atrium_clips.Clips:
     """Rooms of their own for clips of kinds of camera, at paces and tempos [B]."""
     count = len(cameras)
-    walks = [atrium.camera(kind, frames, generator) for kind in cameras]
+    walks = [atrium_clips.camera(kind, frames, generator) for kind in cameras]
     actions = torch.stack([atrium.letters(walk) for walk in walks])
     starts = atrium.make_starts(count, generator)
     still = torch.tensor([kind == "still" for kind in cameras])
-    return atrium.Clips(
-        rooms=atrium.stir(atrium.make_rooms(count, generator), starts, still),
+    return atrium_clips.Clips(
+        rooms=atrium_clips.stir(atrium.make_rooms(count, generator), starts, still),
         scene=torch.arange(count)[:, None].expand(count, frames),
         actions=actions,
         pose=atrium.walk(starts, actions, pace),
@@ -196,7 +197,7 @@ def make_clips(
     )
 
 
-def draw_clips(count: int, frames: int, generator: Generator) -> atrium.Clips:
+def draw_clips(count: int, frames: int, generator: Generator) -> atrium_clips.Clips:
     """Clips to learn from: kinds by SHARES, each at a pace and tempo of its own."""
     weights = torch.tensor(list(SHARES.values()))
     drawn = torch.multinomial(weights, count, True, generator=generator).tolist()
@@ -208,7 +209,7 @@ def draw_clips(count: int, frames: int, generator: Generator) -> atrium.Clips:
     return make_clips(cameras, frames, between(*PACES), between(*TEMPOS), generator)
 
 
-def make_ids(clips: atrium.Clips) -> Tensor:
+def make_ids(clips: atrium_clips.Clips) -> Tensor:
     """Each clip's prompt as ids [B, PROMPT]."""
     words = WordTokenizer(VOCAB)
     return torch.tensor([words.ids(clips.prompt(i)) for i in range(len(clips.actions))])
@@ -235,7 +236,7 @@ class Pool:
         )
 
     @torch.no_grad()
-    def put(self, clips: atrium.Clips, ids: Tensor, encode: Encode, batch: int = 512) -> None:
+    def put(self, clips: atrium_clips.Clips, ids: Tensor, encode: Encode, batch: int = 512) -> None:
         rows = slice(self.filled, self.filled + len(ids))
         self.actions[rows] = clips.actions.to(self.actions)
         self.ids[rows] = ids.to(self.ids)
@@ -377,13 +378,13 @@ def judge(
     model, config = adapter.transformer, adapter.config
     device, size = str(adapter.device), config.size[0]
     generator = Generator().manual_seed(seed)
-    cameras = [kind for kind in atrium.CAMERAS for _ in range(worlds)]
+    cameras = [kind for kind in atrium_clips.CAMERAS for _ in range(worlds)]
     rows, frames = len(cameras), given + made
     paces, tempos = torch.full((rows,), PACE), torch.full((rows,), TEMPO)
     clips = make_clips(cameras, frames, paces, tempos, generator)
     ids = make_ids(clips).to(device)
     clips = clips.to(device)
-    truth = atrium.film(clips, size)
+    truth = atrium_clips.film(clips, size)
     books, vae = model.vae.quantizer, model.vae
     parts = (truth * 2 - 1).flatten(0, 1).split(64)
     codes = torch.cat([books.quantise(vae.encode(part)) for part in parts])
@@ -407,12 +408,12 @@ def judge(
     same = (found[:rows] == codes)[:, given:].float().mean((1, 2))  # [rows, D]
     scores = {}
     for name, video in videos.items():
-        each = atrium.psnr(video[:, given:], truth[:, given:]).unflatten(0, (-1, worlds))
-        for kind, by_frame in zip(atrium.CAMERAS, each.mean(1), strict=True):
+        each = atrium_clips.psnr(video[:, given:], truth[:, given:]).unflatten(0, (-1, worlds))
+        for kind, by_frame in zip(atrium_clips.CAMERAS, each.mean(1), strict=True):
             scores[f"{kind}_{name}"] = by_frame.mean().item()
             if name == "dense":
                 scores[f"{kind}_first"], scores[f"{kind}_last"] = by_frame[[0, -1]].tolist()
-    for at, kind in enumerate(atrium.CAMERAS):
+    for at, kind in enumerate(atrium_clips.CAMERAS):
         here = slice(at * worlds, (at + 1) * worlds)
         for d, share in enumerate(same[here].mean(0).tolist()):
             scores[f"{kind}_same_{d}"] = share
@@ -538,7 +539,7 @@ def main() -> None:
     seed = args.seed * 1_000_003 + step
     generator = Generator().manual_seed(seed)
 
-    def fresh(count: int) -> tuple[atrium.Clips, Tensor]:
+    def fresh(count: int) -> tuple[atrium_clips.Clips, Tensor]:
         clips = draw_clips(count, args.frames, generator)
         return clips, make_ids(clips)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import atrium_clips
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
@@ -241,7 +242,7 @@ class Pool:
     def filled(self) -> int:
         return min(self.made, len(self.latents))
 
-    def put(self, latents: Tensor, clips: atrium.Clips, tokens: Tensor) -> None:
+    def put(self, latents: Tensor, clips: atrium_clips.Clips, tokens: Tensor) -> None:
         count = len(latents)
         at = self.made % len(self.latents)
         assert at + count <= len(self.latents)
@@ -279,10 +280,10 @@ Encode = Callable[[atrium.Rooms, Tensor, Tensor], Tensor]
 
 def make_batches(
     count: int, frames: int, generator: Generator, encode: Encode, device: str
-) -> Iterator[tuple[Tensor, atrium.Clips, Tensor]]:
+) -> Iterator[tuple[Tensor, atrium_clips.Clips, Tensor]]:
     """New clips for ever: latents, the clips, and their prompts by front wall."""
     while True:
-        clips = atrium.make_clips(count, frames, generator, still=0.03)
+        clips = atrium_clips.make_clips(count, frames, generator, still=0.03)
         texts = [text for i in range(count) for text in atrium.descriptions(clips.rooms, i)]
         tokens = atrium.pad([atrium.tokenize(text) for text in texts]).unflatten(0, (count, 4))
         clips = clips.to(device)
@@ -374,9 +375,9 @@ def judge(
     pose = atrium.walk(atrium.make_starts(worlds, generator), actions)
     scene = torch.arange(worlds)[:, None].expand(worlds, frames)
     time = torch.arange(frames).expand(worlds, frames)
-    clips = atrium.Clips(rooms, scene, actions, pose, time).to(device)
+    clips = atrium_clips.Clips(rooms, scene, actions, pose, time).to(device)
     tokens = atrium.pad([atrium.tokenize(clips.prompt(i)) for i in range(worlds)]).to(device)
-    truth = atrium.film(clips)
+    truth = atrium_clips.film(clips)
     with torch.no_grad():
         latents = autoencoder.encode(truth.flatten(0, 1)).unflatten(0, (worlds, frames))
     latents = latents.transpose(1, 2).contiguous()
@@ -397,19 +398,19 @@ def judge(
         "dense_shift1": {"given": 1, "shift": 1.0},
         "dense_shift5": {"given": 1, "shift": 5.0},
     }
-    scores = {"autoencoder_db": mean(atrium.psnr(show(latents), truth))}
+    scores = {"autoencoder_db": mean(atrium_clips.psnr(show(latents), truth))}
     still = torch.cat([truth[:, :1], truth[:, :-1]], 1)
-    scores["repeat_db"] = mean(atrium.psnr(still, truth)[:, 25:])
+    scores["repeat_db"] = mean(atrium_clips.psnr(still, truth)[:, 25:])
     videos = {"truth": truth}
     for name, options in runs.items():
         video = show(play(model, words, adapter, latents, actions.to(device), tokens, **options))
-        db = atrium.psnr(video, truth)
+        db = atrium_clips.psnr(video, truth)
         scores[f"{name}_seen_db"] = mean(db[:, 25:])
         scores[f"{name}_new_db"] = mean(db[:, 1:20])
         scores[f"{name}_revisit_db"] = mean(db[:, 24])
         scores[f"{name}_sharp"] = mean(
-            atrium.sharpness(video[:, 25:].flatten(0, 1))
-            / atrium.sharpness(truth[:, 25:].flatten(0, 1))
+            atrium_clips.sharpness(video[:, 25:].flatten(0, 1))
+            / atrium_clips.sharpness(truth[:, 25:].flatten(0, 1))
         )
         videos[name] = video
     shown = [0, 1, 2, 4, 8, 12, 16, 20, 22, 24, 26, 28, 34, 40, 48]

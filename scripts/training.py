@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import atrium_clips
 import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-
-from tachyscope.worlds import atrium
 
 LARGEST = 14 * 2**20  # bytes of a weights file; more is split
 
@@ -24,8 +23,8 @@ def check_device(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is usable here: give --device cpu")
     generator = torch.Generator().manual_seed(0)
-    clips = atrium.make_clips(4, 1, generator)
-    here, there = (atrium.film(c, 64)[:, 0].cpu() for c in (clips, clips.to(device)))
+    clips = atrium_clips.make_clips(4, 1, generator)
+    here, there = (atrium_clips.film(c, 64)[:, 0].cpu() for c in (clips, clips.to(device)))
     # a ray that meets an edge may fall to either side of it
     wrong = ((here - there).abs().amax(1) > 1e-3).float().mean().item()
     if wrong > 1e-3:

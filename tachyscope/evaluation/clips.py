@@ -12,7 +12,7 @@ from tachyscope.models.registry import MODELS
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.quality import Frames
 from tachyscope.worlds import atrium
-from tachyscope.worlds.visit import World, as_frames
+from tachyscope.worlds.visit import World, draw
 
 GIVEN = 8
 PACE = MODELS["atrium-tokens"].pace
@@ -43,14 +43,10 @@ def make_clip(name: str, worlds: int, seed: int = 0, size: int = atrium.SIZE) ->
     """A named clip's truth in so many unseen worlds."""
     given, made, pace = CLIPS[name]
     found = tuple(make_world(seed, number) for number in range(worlds))
-    films = tuple(_film(world, given + made, pace, size) for world in found)
-    return Clip(found, given + made, films)
-
-
-def _film(world: World, actions: str, pace: float, size: int) -> Frames:
-    pose = atrium.walk(world.start, atrium.letters(actions)[None], pace)[0]
-    rooms = world.rooms.rows(torch.zeros(len(actions), dtype=torch.long))
-    return as_frames(atrium.render(rooms, pose, pace * torch.arange(len(actions)), size))
+    moves, time = atrium.letters(given + made)[None], pace * torch.arange(len(given + made))
+    poses = [atrium.walk(world.start, moves, pace)[0] for world in found]
+    films = [draw(world.rooms, pose, time, size) for world, pose in zip(found, poses, strict=True)]
+    return Clip(found, given + made, tuple(films))
 
 
 @torch.inference_mode()

@@ -72,7 +72,7 @@ def _pattern_masks(rooms: Rooms, pose: Tensor, phases: int = 8) -> Tensor:
     """Where each kind at each phase shows its second colour: [kinds, phases, P]."""
     kinds = len(atrium.KINDS)
     count = kinds * phases
-    many = rooms.rows(torch.zeros(count, dtype=torch.long))
+    many = rooms.repeat(count)
     kind = torch.arange(kinds).repeat_interleave(phases)[:, None].expand(count, 6)
     phase = (torch.arange(phases) / phases).repeat(kinds)[:, None].expand(count, 6).clone()
     phase[:, FLOOR:] = 0
@@ -148,7 +148,7 @@ def named_walls(frames: Frames, scene: Scene, index: Sequence[int]) -> list[tupl
     """
     rooms = scene.world.rooms
     at = torch.tensor(list(index))
-    views = atrium.in_view(scene.rooms(len(at)), scene.pose[at], at.float())
+    views = atrium.in_view(rooms.repeat(len(at)), scene.pose[at], at.float())
     hidden = atrium.in_view(rooms, scene.pose[:1], torch.zeros(1))[0] < 0.05
     front = int(atrium.facing(scene.pose[:1])[0])
     found = []

@@ -11,8 +11,8 @@ from torch import Tensor
 from tachyscope.errors import TachyscopeError
 from tachyscope.quality import Frames
 from tachyscope.worlds import atrium, visit
-from tachyscope.worlds.atrium import STRIDE, Rooms
-from tachyscope.worlds.visit import World, as_frames
+from tachyscope.worlds.atrium import STRIDE
+from tachyscope.worlds.visit import World
 
 WORLDS_A_SEED = 1_000
 MOVED = 0.9 * STRIDE  # from every place of the given frames; a stride, rounded, may be less
@@ -34,22 +34,13 @@ class Scene:
     pose: Tensor  # [T, 3]
     frames: Frames  # [T, 128, 128, 3]
 
-    @property
-    def time(self) -> Tensor:
-        return torch.arange(len(self.pose))
-
-    def rooms(self, count: int) -> Rooms:
-        return self.world.rooms.rows(torch.zeros(count, dtype=torch.long))
-
 
 def make_scene(world: World, actions: str, device: torch.device | str = "cpu") -> Scene:
     """The truth of a walk, rendered on a device."""
-    pose = atrium.walk(world.start, atrium.letters(actions)[None])
-    scene = torch.zeros(1, len(actions), dtype=torch.long)
-    clips = atrium.Clips(
-        world.rooms, scene, scene, pose, torch.arange(len(actions)).expand_as(scene)
-    )
-    return Scene(world, actions, pose[0], as_frames(atrium.film(clips.to(device))[0]))
+    pose = atrium.walk(world.start, atrium.letters(actions)[None])[0]
+    time = torch.arange(len(actions), device=device)
+    frames = visit.draw(world.rooms.to(device), pose.to(device), time)
+    return Scene(world, actions, pose, frames)
 
 
 def pictures(frames: Frames) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,6 @@ EYE = 0.35
 SLOPE = 0.9  # tangent of half the field of view
 PERIOD = 16  # frames of a moving object's path
 SIZE = 128
-
-CAMERAS = ("still", "forward", "reversing", "walk")
-BACK = dict(zip(ACTIONS, ".swdaeq", strict=True))  # what takes an action back
 
 KINDS = ("plain", "stripes", "bands", "checks", "dots")
 THINGS = ("", "ball", "box")
@@ -87,26 +84,9 @@ class Rooms:
     def rows(self, index: Tensor | slice) -> Rooms:
         return Rooms(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
-
-@dataclass(frozen=True)
-class Clips:
-    """Walks through rooms: `scene` [B, T] says which row of `rooms` each frame shows."""
-
-    rooms: Rooms
-    scene: Tensor  # [B, T]
-    actions: Tensor  # [B, T]; the first of a scene is "stay"
-    pose: Tensor  # [B, T, 3] x, y and heading in steps of a turn
-    time: Tensor  # [B, T] steps by which things have moved on
-
-    def to(self, device: torch.device | str) -> Clips:
-        parts = (self.scene, self.actions, self.pose, self.time)
-        return Clips(self.rooms.to(device), *(part.to(device) for part in parts))
-
-    def prompt(self, row: int, frame: int = 0) -> str:
-        """What is said of the scene shown at `frame`, seen from where that scene begins."""
-        scene = self.scene[row]
-        first = int((scene == scene[frame]).int().argmax())
-        return descriptions(self.rooms, int(scene[frame]))[int(facing(self.pose[row, first]))]
+    def repeat(self, count: int) -> Rooms:
+        """The first room, so many times."""
+        return self.rows(torch.zeros(count, dtype=torch.long))
 
 
 def make_rooms(count: int, generator: Generator, motion: float = 1.0) -> Rooms:
@@ -145,28 +125,6 @@ def make_rooms(count: int, generator: Generator, motion: float = 1.0) -> Rooms:
         said=said,
         told=(choose(2, 4) == 1) & (thing > 0),
     )
-
-
-def stir(rooms: Rooms, pose: Tensor, which: Tensor) -> Rooms:
-    """The rooms, `which` [B] with something that moves before the wall that their pose looks at."""
-    ahead = F.one_hot(facing(pose), 4).bool() & which[:, None]
-    rests = ahead & ((rooms.thing == 0) | (rooms.slide + rooms.bob == 0))
-    slides = rooms.tint % 2 == 0
-    reach = 0.24 - SWING  # a sliding thing stays before its wall
-    changes = {
-        "thing": torch.where(ahead & (rooms.thing == 0), 1 + rooms.tint // 2 % 2, rooms.thing),
-        "slide": torch.where(rests, SWING * slides, rooms.slide),
-        "bob": torch.where(rests, SWING * ~slides, rooms.bob),
-        "place": torch.where(
-            rests & slides, rooms.place.clamp(0.5 - reach, 0.5 + reach), rooms.place
-        ),
-    }
-    return replace(rooms, **changes)
-
-
-def degrees(angle: float) -> float:
-    """The pace at which a frame turns by an angle in degrees."""
-    return angle * TURN / 360
 
 
 def letters(text: str) -> Tensor:
@@ -208,87 +166,6 @@ def make_starts(count: int, generator: Generator) -> Tensor:
     place = NEAR + (1 - 2 * NEAR) * torch.rand(count, 2, generator=generator)
     heading = torch.randint(TURN, (count, 1), generator=generator)
     return torch.cat([place, heading.to(place)], 1)
-
-
-def wander(count: int, frames: int, generator: Generator, still: float = 0.0) -> Tensor:
-    """Actions [B, T] that last: long turns (a quarter of them full), short walks, rests.
-
-    A share `still` of the rows never moves.
-    """
-    weights = torch.tensor([1.0, 2.0, 1.0, 0.7, 0.7, 2.0, 2.0])
-    last = torch.tensor([0.7, 0.7, 0.7, 0.7, 0.7, 0.94, 0.94])
-    drawn = torch.multinomial(weights, count * frames, True, generator=generator)
-    drawn = drawn.view(count, frames)
-    # after a turn, the turn back comes often: what was left is seen again
-    back = torch.rand(count, frames, generator=generator) < 0.3
-    go_on = torch.rand(count, frames, generator=generator)
-    rows = [drawn[:, 0]]
-    for t in range(1, frames):
-        before = rows[-1]
-        new = torch.where(back[:, t] & (before > 4), 11 - before, drawn[:, t])
-        rows.append(torch.where(go_on[:, t] < last[before], before, new))
-    actions = torch.stack(rows, 1)
-    actions[torch.rand(count, generator=generator) < still] = 0
-    return actions
-
-
-def camera(kind: str, frames: int, generator: Generator) -> str:
-    """Letters of a random clip of a kind among CAMERAS; the first is "stay".
-
-    forward: a turn that goes on. reversing: a turn away and back again, and past the start where
-    there is time. walk: steps, now and then a short turn.
-    """
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
-    turn = "qe"[number(0, 1)]
-    if kind == "still":
-        return "." * frames
-    if kind == "forward":
-        return "." + turn * (frames - 1)
-    if kind == "reversing":
-        away = number(max(frames // 5, 1), max(frames // 2, 1))
-        return ("." + turn * away + BACK[turn] * frames)[:frames]
-    if kind != "walk":
-        raise TachyscopeError(f"a camera is one of {', '.join(CAMERAS)}, got {kind!r}: use these")
-    found = "."
-    while len(found) < frames:
-        found += "wwwwsad"[number(0, 6)] * number(3, 10)
-        found += "qe"[number(0, 1)] * number(2, 5) * number(0, 1)
-    return found[:frames]
-
-
-def make_clips(
-    count: int,
-    frames: int,
-    generator: Generator,
-    still: float = 0.0,
-    motion: float = 1.0,
-    cuts: float = 0.0,
-    pace: float | Tensor = 1.0,
-    tempo: float | Tensor = 1.0,
-) -> Clips:
-    """Random walks through random rooms.
-
-    A share `still` of them has a resting camera; a share `cuts` has one cut to another room, with
-    a prompt of its own. pace, tempo: one for all, or each clip's own [B].
-    """
-    rooms = make_rooms(2 * count, generator, motion)
-    actions = wander(count, frames, generator, still)
-    starts = make_starts(2 * count, generator)
-    cut = torch.randint(1, max(frames, 2), (count, 1), generator=generator)
-    cut[torch.rand(count, generator=generator) >= cuts] = frames
-    late = torch.arange(frames) >= cut
-    scene = torch.arange(count)[:, None] + count * late
-    actions[:, 0] = 0
-    actions = torch.where(torch.arange(frames) == cut, 0, actions)
-    before = walk(starts[:count], actions, pace)
-    # the second room's walk stands at its start until the cut
-    after = walk(starts[count:], torch.where(late, actions, 0), pace)
-    pose = torch.where(late[..., None], after, before)
-    time = torch.as_tensor(tempo).reshape(-1, 1) * torch.arange(frames).expand(count, frames)
-    return Clips(rooms, scene, actions, pose, time)
 
 
 def facing(pose: Tensor) -> Tensor:
@@ -472,16 +349,6 @@ def render(rooms: Rooms, pose: Tensor, time: Tensor, size: int = SIZE, samples: 
     return picture.transpose(0, 1).unflatten(-1, (size, size))
 
 
-def film(clips: Clips, size: int = SIZE, samples: int = 2, batch: int = 16) -> Tensor:
-    """Every frame of clips: [B, T, 3, size, size], `batch` frames at a time."""
-    scene, pose, time = clips.scene.flatten(), clips.pose.flatten(0, 1), clips.time.flatten()
-    parts = [
-        render(clips.rooms.rows(s), p, t, size, samples)
-        for s, p, t in zip(scene.split(batch), pose.split(batch), time.split(batch), strict=True)
-    ]
-    return torch.cat(parts).unflatten(0, clips.scene.shape)
-
-
 def see(rooms: Rooms, pose: Tensor, time: Tensor, size: int = SIZE) -> Tensor:
     """Which surface each pixel's middle shows: [F, size, size]; 0..3 walls, 6..9 objects."""
     return cast(rooms, pose, time, size, 1)[2].view(len(pose), size, size)
@@ -491,25 +358,6 @@ def in_view(rooms: Rooms, pose: Tensor, time: Tensor, size: int = 32) -> Tensor:
     """The share of the picture that each surface takes: [F, 10]."""
     seen = see(rooms, pose, time, size).flatten(1)
     return F.one_hot(seen, OBJECTS + 4).to(pose.dtype).mean(1)
-
-
-def turned(rooms: Rooms, quarters: int) -> Rooms:
-    """The same rooms with walls and objects moved on by quarter turns; floor and ceiling stay."""
-    moved = {}
-    for f in fields(rooms):
-        value = getattr(rooms, f.name)
-        moved[f.name] = torch.cat([value[:, :4].roll(quarters, 1), value[:, 4:]], 1)
-    return Rooms(**moved)
-
-
-def quarter_errors(frames: Tensor, rooms: Rooms, pose: Tensor, time: Tensor) -> Tensor:
-    """Mean square error [F, 4] against the room as it is and as if turned by 1, 2, 3 quarters.
-
-    Identity is right where the first is least: the frame shows what is there, not another side.
-    """
-    size = frames.shape[-1]
-    pictures = [render(turned(rooms, i), pose, time, size) for i in range(4)]
-    return torch.stack([(frames - p).square().mean((1, 2, 3)) for p in pictures], 1)
 
 
 def locate(
@@ -528,12 +376,7 @@ def locate(
         grid = torch.cartesian_prod(offsets * spread, offsets * spread, offsets * angle)
         poses = best + grid
         poses[:, :2] = poses[:, :2].clamp(NEAR, 1 - NEAR)
-        pictures = render(
-            rooms.rows(torch.zeros(len(poses), dtype=torch.long, device=near.device)),
-            poses,
-            time.expand(len(poses)),
-            32,
-        )
+        pictures = render(rooms.repeat(len(poses)), poses, time.expand(len(poses)), 32)
         errors = (pictures - small).square().mean((1, 2, 3))
         at = errors.argmin()
         best, error = poses[at], errors[at]
@@ -554,18 +397,3 @@ def colour_shares(frames: Tensor, rooms: Rooms, pose: Tensor, time: Tensor, surf
     mask = (seen[..., 0] == surface).to(frames.dtype)
     share = (F.one_hot(name, len(COLOURS)) * mask[..., None]).sum(1)
     return share / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def sharpness(frames: Tensor) -> Tensor:
-    """The root mean square of what a 3 by 3 mean takes away, of each frame [F, 3, S, S]: [F]."""
-    return (
-        (frames - F.avg_pool2d(frames, 3, 1, 1, count_include_pad=False))
-        .square()
-        .mean((1, 2, 3))
-        .sqrt()
-    )
-
-
-def psnr(frames: Tensor, truth: Tensor) -> Tensor:
-    """Peak signal to noise ratio in dB of pictures [..., 3, S, S] in 0..1: [...]."""
-    return -10 * (frames - truth).square().mean((-3, -2, -1)).clamp(min=1e-10).log10()

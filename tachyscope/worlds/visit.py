@@ -72,18 +72,17 @@ class Visit:
 
     def frames(self, start: int, stop: int) -> np.ndarray:
         """True frames uint8 [F, H, W, 3]."""
-        # some at a time: drawing a frame takes 16 MB
-        edges = [*range(start, max(stop, start + 1), AT_ONCE), stop]
-        return np.concatenate([self._draw(a, b) for a, b in zip(edges, edges[1:], strict=False)])
-
-    def _draw(self, start: int, stop: int) -> np.ndarray:
-        frame = torch.arange(start, stop)
-        rooms = self.rooms.rows(torch.zeros_like(frame))
-        return as_frames(atrium.render(rooms, self.pose[0, start:stop], self.tempo * frame))
+        pose, time = self.pose[0, start:stop], self.tempo * torch.arange(start, stop)
+        return draw(self.rooms, pose, time)
 
 
-def as_frames(pictures: Tensor) -> np.ndarray:
-    """Pictures [F, 3, H, W] in 0..1 as frames uint8 [F, H, W, 3]."""
-    levels = (255 * pictures.clamp(0, 1)).round().to(torch.uint8)
+def draw(rooms: atrium.Rooms, pose: Tensor, time: Tensor, size: int = atrium.SIZE) -> np.ndarray:
+    """The true frames uint8 [F, size, size, 3] of the first room, at poses [F, 3] and times [F]."""
+    parts = []
+    # some at a time: drawing a frame takes 16 MB
+    for where, when in zip(pose.split(AT_ONCE), time.split(AT_ONCE), strict=True):
+        pictures = atrium.render(rooms.repeat(len(when)), where, when, size)
+        levels = (255 * pictures.clamp(0, 1)).round().to(torch.uint8)
+        parts.append(levels.permute(0, 2, 3, 1).cpu().numpy())
     # laid out as frames are: an encoder rounds otherwise for another layout of the same numbers
-    return levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    return np.ascontiguousarray(np.concatenate(parts))
