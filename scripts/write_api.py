@@ -60,7 +60,8 @@ def _described(name: str, one: Any, level: str = "##") -> str:
     out = [f"{level} `{name}`", "", f"```python\n{name}{_signature(one)}\n```", ""]
     out += ["\n\n".join(_paragraphs(one)), ""]
     if inspect.isclass(one) and not issubclass(one, Exception):
-        for key, method in vars(one).items():
+        found = {k: x for part in reversed(one.__mro__[:-1]) for k, x in vars(part).items()}
+        for key, method in found.items():
             method = getattr(method, "__func__", method)
             if key.startswith("_") or not inspect.isfunction(method) or not method.__doc__:
                 continue

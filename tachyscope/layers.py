@@ -1,4 +1,4 @@
-"""The layers' caches: made empty for a plan, and made larger."""
+"""The layers' caches: made empty for a plan, made larger, and their bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tachyscope.errors import TachyscopeError
+from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 from tachyscope.replay.runner import replay_tensors
@@ -41,6 +42,42 @@ def empty_layer(
         size = (shape.batch, shape.heads, shape.max_pass_tokens, shape.head_dim)
         extra["queries"] = torch.zeros(size, **fine)
     return LayerCache(k, v, log_count, pos, unrotated, extra)
+
+
+def check_memory(
+    plan: Plan, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise where keys and values of so many slots are more than the device's whole memory.
+
+    The system itself may grant what it does not have, and end the process when it is used.
+    """
+    limit = memory_of(device)
+    numbers = 2 * shape.layers * shape.batch * shape.kv_heads * slots * shape.head_dim
+    if limit is not None and numbers * dtype.itemsize > limit:
+        raise TachyscopeError(
+            f"the memory of {device} does not hold the cache of {plan}: "
+            f"{numbers * dtype.itemsize / 1e9:.3g} GB of {limit / 1e9:.3g}: give it a "
+            f"budget, for example cache=merge:budget=21f, or take fewer `frames` or a smaller "
+            f"`size`; tachyscope bench fit tells what fits"
+        )
+
+
+def cache_bytes(layers: Sequence[LayerCache]) -> int:
+    """What the layers' tensors take."""
+    held = (x for layer in layers for x in (layer.entries() | layer.extra).values())
+    return sum(x.numel() * x.element_size() for x in held)
+
+
+def used_bytes(layers: Sequence[LayerCache], entries: int) -> int:
+    """Of these, what so many entries take."""
+    share = min(1.0, entries / layers[0].k.shape[2])
+    found = 0.0
+    for layer in layers:
+        by_slot = layer.entries().keys() | {x for x in layer.extra if x.startswith("slot_")}
+        for name, x in (layer.entries() | layer.extra).items():
+            size = x.numel() * x.element_size()
+            found += share * size if name in by_slot else size
+    return round(found)
 
 
 def make_room(layers: Sequence[LayerCache], plan: Plan, ctx: PassContext, meter: Meter) -> None:

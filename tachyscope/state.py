@@ -1,220 +1,292 @@
-"""A session's state as tensors by name: packed, and checked before anything of it is used."""
+"""What a session holds between two chunks: set up, saved as tensors by name, and restored."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError, shown
-
-VERSION = 2
-# the host's numbers that a state carries
-COUNTS = (
-    "chunk",
-    "latent_frame",
-    "past",
-    "total_entries",
-    "made",
-    "text_tokens",
-    "latent_frames",
+from tachyscope.compile_cache import keep_programs
+from tachyscope.errors import TachyscopeError
+from tachyscope.layers import check_memory, empty_layer, slots_for
+from tachyscope.meter import Meter
+from tachyscope.observers import Observer
+from tachyscope.plan import Plan
+from tachyscope.replay.runner import ReplayRunner
+from tachyscope.state_file import (
+    AGAIN,
+    COUNTS,
+    check_finite,
+    check_range,
+    check_tensor,
+    generators,
+    pack,
+    refuse,
+    unpack,
+    whole_numbers,
 )
-MAX_COUNT = 2**40
-META_BYTES = 2**22  # 40 layers take about 2^16
-# what a state shares with the session that takes it over, and what to do where it does not
-SHARED = {
-    "shape": "open the session with the same model and size",
-    "plan": "open the session with that plan",
-    "dtype": "load the model in that dtype",
-    "weights": "load the weights that it was taken with",
-    "prompt": "open the session with the prompt that it was last told",
-    "lengths": "open the session with the prompt that it was last told",
-    "noise": "open the session with the noise that it was opened with, or without any",
-    "decoder": "load the model with that decoder",
-}
-# hashes of these are compared, which tell a reader nothing
-HASHED = {"weights": "other weights", "prompt": "another prompt", "noise": "other noise"}
-AGAIN = "take the state again"
+from tachyscope.types import LayerCache, PassContext, Rope, Shape, Text
 
 
-def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of the tensors, and the meta with a list of them, as bytes of JSON."""
-    copied = torch.contiguous_format  # a file holds no strides
-    found = {name: x.clone(memory_format=copied) for name, x in tensors.items()}
-    text = json.dumps({"version": VERSION, **meta, "tensors": _listed(found)}, sort_keys=True)
-    return found | {"meta": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a session was opened with; empty in one that was made by hand."""
+
+    weights: str = ""  # this and the next three are hashes
+    prompt: str = ""
+    first: str = ""  # empty without given frames
+    noise: str = ""  # empty where it is drawn
+    decoder: str = ""
 
 
-def unpack(
-    state: Mapping[str, Tensor], own: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A state's tensors and meta.
+class State:
+    """All that one rollout remembers; `Session` adds the calls that a model makes."""
 
-    Raises unless they are complete, of the types that they must have, and share what `own` says.
-    """
-    if not isinstance(state, Mapping):
-        refuse(f"is a {type(state).__name__}", "give what state() returned")
-    for name, x in state.items():
-        if not isinstance(name, str) or not isinstance(x, Tensor):
-            refuse(f"has a {type(x).__name__} as {shown(str(name))}", "give what state() returned")
-        # a number that stands for many would take memory when it is copied
-        plain = x.layout is torch.strided and not (x.is_meta or x.is_quantized)
-        if not plain or x.numel() * x.element_size() > x.untyped_storage().nbytes():
-            refuse(f"has no tensor with memory as {shown(name)}", "give what state() returned")
-    meta = _read_meta(state.get("meta"))
-    tensors = {name: x for name, x in state.items() if name != "meta"}
-    version = meta.get("version")
-    if type(version) is not int or version != VERSION:
-        refuse(f"has version {_short(version)}, and {VERSION} is read here", AGAIN)
-    wanted = {"version", "tensors", "texts", "ready", "first", "seeds", *COUNTS, *SHARED}
-    for name in sorted(wanted ^ set(meta)):
-        lacks = "lacks" if name in wanted else "has an unknown"
-        refuse(f"{lacks} {shown(name)} in its meta", AGAIN)
-    _check_shared(meta, json.loads(json.dumps(own)))
-    _check_types(meta)
-    _check_listed(meta["tensors"], tensors)
-    return tensors, meta
+    def __init__(
+        self,
+        shape: Shape,
+        plan: Plan,
+        rope: Rope,
+        *,
+        latent_frames: int | None = None,
+        lengths: Sequence[int] = (),
+        seed: int | Sequence[int] = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        plan.check(shape)
+        self.observers = tuple(observers)
+        self.shape, self.plan, self.rope = shape, plan, rope
+        self.latent_frames, self.lengths = latent_frames, tuple(lengths)
+        self.seeds = (seed,) if isinstance(seed, int) else tuple(seed)  # one a video
+        # with its number: "cuda" and "cuda:0" are one device and not equal
+        self.device, self.dtype = torch.empty(0, dtype=dtype, device=device).device, dtype
+        if self.device.type == "cuda":
+            keep_programs()  # every kernel is built after this
+        self.meter = Meter(self.device)
+        self.source = Source()
+        # handed in: [draws, latent frames, C, h, w], counted over those that are generated
+        self.noise: Tensor | None = None
+        self.reset()
 
+    def slots_for(self, lengths: Sequence[int]) -> int:
+        """A layer's slots where prompts have these lengths; raises where the plan has no room."""
+        return slots_for(self.plan, self.shape, lengths, self.latent_frames)
 
-def check_range(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        refuse(f"has {name} {_short(value)}, and {least} to {most} is possible", AGAIN)
+    def reset(self) -> None:
+        """Forget everything: a new state, not the old one mended."""
+        self._begin_anew()
+        slots = self.slots_for(self.lengths)
+        check_memory(self.plan, self.shape, slots, self.dtype, self.device)
+        self.layers = [self._empty_layer(slots) for _ in range(self.shape.layers)]
 
+    def _begin_anew(self) -> None:
+        """`reset` of all but the layers."""
+        slots = self.slots_for(self.lengths)
+        self._room = None if self.plan.cache.grows else slots - self.shape.max_pass_tokens
+        self.prompt = max(self.lengths, default=0)
+        self.left_padding = tuple(self.prompt - n for n in self.lengths)
+        self.chunk = 0  # chunks committed
+        self._time = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.latent_frame = 0
+        self.past = 0  # entries of finished chunks
+        self.now = 0  # entries of the present one
+        self.total_entries = 0  # entries an unbounded cache would hold
+        self.made = 0  # latent frames generated: given ones are only remembered
+        self.texts: list[Text] = []
+        self.text_tokens = 0
+        # one a video: each draws the noise that it would draw alone
+        self.generators = [torch.Generator(self.device).manual_seed(seed) for seed in self.seeds]
+        # a policy's own draws: sharing the noise's would change the video by being asked
+        self.policy_rng = torch.Generator(self.device).manual_seed(self.seeds[0])
+        self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
+        self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
+        self._begun: set[int] = set()  # passes run over the present chunk
+        self.replay = ReplayRunner(self.plan.replay)
+        self._context: PassContext | None = None
+        self._reads_past = True  # of the present pass
+        self._cos_sin: tuple[Tensor, Tensor] | None = None
+        self._pos: Tensor | None = None
+        origin = torch.tensor(self.lengths or (0,), dtype=torch.float64, device=self.device)
+        self._origin = origin.view(-1, 1, 1, 1)
+        self._frequencies = self.rope.frequencies(self.device)
+        for observer in self.observers:
+            observer.on_open(self)
 
-def check_tensor(
-    tensors: Mapping[str, Tensor], name: str, like: Tensor, whole: tuple[int, int]
-) -> None:
-    """Raise unless a tensor is there, as `like`, and holds what it may hold.
+    def _empty_layer(self, slots: int) -> LayerCache:
+        return empty_layer(self.plan, self.shape, slots, self.dtype, self.device)
 
-    That is finite numbers, and NaN and -inf where `like` has some; whole numbers that are wider
-    than a byte are numbers or counts of something, the least and the greatest in `whole`.
-    """
-    if name not in tensors:
-        refuse(f"lacks {shown(name)}", AGAIN)
-    x = tensors[name]
-    if x.shape != like.shape or x.dtype != like.dtype:
-        refuse(f"has {name} as {_kind(x)}, and it must be {_kind(like)}", AGAIN)
-    if x.is_floating_point():
-        check_finite(name, x, like)
-    elif x.element_size() > 1 and x.numel():
-        check_range(f"numbers in {name} from", int(x.min()), *whole)
-        check_range(f"numbers in {name} up to", int(x.max()), *whole)
+    @property
+    def latent_frame(self) -> int:
+        """Latent frames committed."""
+        return self._latent_frame
 
+    @latent_frame.setter
+    def latent_frame(self, value: int) -> None:
+        self._latent_frame = value
+        self._time.fill_(value)
 
-def whole_numbers(name: str, slots: int) -> tuple[int, int]:
-    """The least and the greatest whole number in a layer's tensor; most are numbers of slots."""
-    known = {"replay_age": (0, MAX_COUNT), "ann_map": (-1, slots - 1), "ann_count": (0, slots)}
-    return known.get(name, (0, slots - 1))
+    def positions(self, frames: int) -> Tensor:
+        """(t, y, x) of every token of the next latent frames: [frames * N, 3].
 
+        The time is the device's own number, so that launches recorded once are right for ever.
+        """
+        pos = self.shape.positions(0, frames, self.device)
+        pos[:, 0] += self._time
+        return pos
 
-def check_finite(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Raise where x has NaN or infinity that `like` has not; -inf of log counts: an empty slot."""
-    fine = x.isfinite()
-    if name.endswith("log_count") or (like is not None and bool((like == -torch.inf).any())):
-        fine |= x == -torch.inf
-    if like is not None and bool(like.isnan().any()):
-        fine |= x.isnan()
-    if not bool(fine.all()):
-        refuse(f"has NaN or infinity in {name}", AGAIN)
+    def prompt_positions(self) -> Tensor:
+        """Where the prompt's entries stand, [L, 3]: before frame 0, ending right before it."""
+        pos = torch.zeros(self.prompt, 3, dtype=torch.float32, device=self.device)
+        pos[:, 0] = -1.0
+        pos[:, 2] = torch.arange(self.prompt, device=self.device) + (
+            self.shape.tokens_per_frame - self.prompt
+        )
+        return pos
 
+    def given_noise(self, draw: int, ahead: int = 0) -> Tensor | None:
+        """The draw-th noise [1, C, F, h, w] of the next chunk, or of one so many chunks ahead.
 
-def generators(
-    tensors: Mapping[str, Tensor], device: torch.device, videos: int
-) -> list[torch.Generator]:
-    """The generators of each video's noise, then that of policies' draws, as they stood."""
-    found = []
-    for name, count in (("generator", videos), ("policy_rng", 1)):
-        try:
-            for state in tensors[name].cpu().chunk(count):
-                found.append(torch.Generator(device))
-                found[-1].set_state(state.clone())  # a view would crash torch
-        except (KeyError, RuntimeError, TypeError):
-            refuse(f"has no state of a {device.type} generator as {name!r}", AGAIN)
-    if len(found) != videos + 1:
-        refuse(f"has noise of other than {videos} videos", AGAIN)
-    return found
+        None where it is to be drawn.
+        """
+        if self.noise is None or draw >= len(self.noise):
+            return None
+        start = self.made + ahead * self.shape.chunk
+        part = self.noise[draw, start : start + self.shape.chunk]
+        if len(part) < self.shape.chunk:
+            raise TachyscopeError(
+                f"`noise` was given for {self.noise.shape[1]} latent frames, and those up to "
+                f"{start + self.shape.chunk} are to be made: give more, or take fewer `frames`"
+            )
+        return part.transpose(0, 1)[None]
 
+    def forget(self) -> None:
+        """Drop every finished entry; the video goes on, and remembers from here."""
+        self.past = self.total_entries = 0
+        for layer in self.layers:
+            layer.log_count.zero_()
 
-def _read_meta(packed: Tensor | None) -> dict[str, Any]:
-    if packed is None:
-        refuse("lacks 'meta'", "give what state() returned")
-    if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) > META_BYTES:
-        refuse(f"has a meta of {_kind(packed)}, and it must be bytes of JSON", AGAIN)
-    try:
-        meta = json.loads(bytes(packed.tolist()))
-    except (ValueError, RecursionError):
-        refuse("has a meta that is not JSON", AGAIN)
-    if not isinstance(meta, dict):
-        refuse(f"has a meta that is {_short(meta)}, and it must be an object", AGAIN)
-    return meta
+    def rewind(self, frames: int, keep: int) -> None:
+        """Drop the newest latent frames, and all before them but the first `keep`."""
+        self.latent_frame -= frames
+        self.past, self.now = self.prompt + keep * self.shape.tokens_per_frame, 0
+        self.total_entries -= frames * self.shape.tokens_per_frame
+        for layer in self.layers:
+            layer.log_count[:, :, self.past :] = 0.0
 
+    def state(self) -> dict[str, Tensor]:
+        """Everything between two chunks, as tensors by name, ready for a safetensors file."""
+        if self.now:
+            raise TachyscopeError(
+                f"a session's state can be taken between chunks, and {self.now} tokens of one are "
+                f"under way: finish the chunk first"
+            )
+        noise = torch.cat([x.get_state() for x in self.generators])
+        drawn = {"generator": noise, "policy_rng": self.policy_rng.get_state()}
+        return pack(self._tensors() | drawn, self._shared() | self._counts())
 
-def _check_shared(meta: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for name, advice in SHARED.items():
-        theirs, ours = meta[name], own[name]
-        if theirs == ours:
-            continue
-        if name in HASHED:
-            refuse(f"was taken with {HASHED[name]}", advice)
-        if name == "shape":
-            # one of its numbers, not all of them
-            numbers = theirs if isinstance(theirs, dict) else {}
-            name = next((key for key in ours if numbers.get(key) != ours[key]), name)
-            theirs, ours = numbers.get(name), ours.get(name)
-        refuse(f"was taken with {name}={_short(theirs)}, the session has {_short(ours)}", advice)
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken, in a session of the same model, size, plan and prompt.
 
+        All of it is checked and copied before anything changes: a state that does not fit is
+        refused, and the session goes on as if it had not been asked.
+        """
+        tensors, meta = unpack(state, self._shared())
+        keys = tensors.get("layers.0.k")
+        slots = keys.shape[2] if keys is not None and keys.dim() == 4 else 0
+        self._check_counts(meta, slots)
+        layers = self._layers_of(tensors, slots)
+        self._check_texts(tensors, meta["texts"])
+        rest = {k: x for k, x in tensors.items() if k.startswith(("texts.", "features.", "kept."))}
+        for name, x in rest.items():
+            check_finite(name, x)
+        rest = {name: x.to(self.device, copy=True) for name, x in rest.items()}
+        (*noise, policy_rng) = generators(tensors, self.device, len(meta["seeds"]))
+        # from here on nothing can fail
+        self._begin_anew()
+        for name in COUNTS:
+            setattr(self, name, meta[name])
+        self.replay.ready, self.seeds = set(meta["ready"]), tuple(meta["seeds"])
+        self.layers = layers
+        self.texts = [
+            Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.log_count"))
+            for i in range(meta["texts"])
+        ]
+        self.latents = rest.get("kept.latents")
+        prefix = "features."
+        self.features = {k[len(prefix) :]: x for k, x in rest.items() if k.startswith(prefix)}
+        self.generators, self.policy_rng = noise, policy_rng
+        self.source = replace(self.source, first=meta["first"])
 
-def _check_types(meta: Mapping[str, Any]) -> None:
-    for name in (*COUNTS, "texts"):
-        value = meta[name]
-        if name == "latent_frames" and value is None:
-            continue
-        if type(value) is not int:
-            refuse(f"has {name} {_short(value)}, and it must be a whole number", AGAIN)
-        check_range(name, value, 0, MAX_COUNT)
-    seeds = meta["seeds"]
-    if type(seeds) is not list or not seeds or any(type(seed) is not int for seed in seeds):
-        refuse(f"has seeds {_short(seeds)}, and they must be whole numbers, one a video", AGAIN)
-    for seed in seeds:
-        check_range("seeds", seed, -(2**63), 2**64 - 1)  # torch takes negative ones too
-    ready = meta["ready"]
-    if not isinstance(ready, list) or any(type(x) is not int for x in ready):
-        refuse(f"has ready {_short(ready)}, and it must be a list of whole numbers", AGAIN)
-    if not isinstance(meta["first"], str):
-        refuse(f"has first {_short(meta['first'])}, and it must be text", AGAIN)
+    def _check_counts(self, meta: Mapping[str, Any], slots: int) -> None:
+        """Raise where a state's numbers cannot be."""
+        shape, cache, frame = self.shape, self.plan.cache, meta["latent_frame"]
+        least = cache.capacity(shape, self.prompt, meta["latent_frames"])
+        check_range("slots", slots, least, max(slots, least) if cache.grows else least)
+        # every chunk ends latent frames; a change of prompt may count it again
+        least = -(-frame // (shape.chunk + shape.rolling_frames))
+        check_range("chunk", meta["chunk"], least, 2 * frame + 2)
+        entries = self.prompt + shape.max_pass_tokens + frame * shape.tokens_per_frame
+        check_range("total_entries", meta["total_entries"], 0, entries)
+        room = slots if cache.grows else slots - shape.max_pass_tokens
+        check_range("past", meta["past"], 0, min(room, meta["total_entries"]))
+        texts = shape.layers if shape.text else 0
+        check_range("texts", meta["texts"], len(self.texts), texts)
+        tokens = (self.text_tokens, self.text_tokens) if self.texts else (0, shape.text)
+        check_range("text_tokens", meta["text_tokens"], *tokens)
+        for step in meta["ready"]:
+            check_range("ready", step, 0, shape.passes - 1)
 
+    def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[LayerCache]:
+        """A state's layers, on the device."""
+        like = self._empty_layer(slots)
+        for i in range(self.shape.layers):
+            for name, x in (like.entries() | like.extra).items():
+                check_tensor(tensors, f"layers.{i}.{name}", x, whole_numbers(name, slots))
+        found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
+        for i, layer in enumerate(found):
+            for name, x in (layer.entries() | layer.extra).items():
+                x.copy_(tensors[f"layers.{i}.{name}"])
+        return found
 
-def _check_listed(listed: Any, tensors: Mapping[str, Tensor]) -> None:
-    found = _listed(tensors)
-    if not isinstance(listed, dict):
-        refuse("has no list of its tensors", AGAIN)
-    for name in (*listed, *found):
-        if name not in found:
-            refuse(f"lacks {shown(name)}", AGAIN)
-        if name not in listed:
-            refuse(f"has {shown(name)}, which its list of tensors does not", AGAIN)
-        if listed[name] != found[name]:
-            kind = _kind(tensors[name])
-            refuse(f"has {shown(name)} as {kind}, and its list of tensors says otherwise", AGAIN)
+    def _check_texts(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        """Raise unless a state's prompt has the parts of this session's, or keys and values."""
+        own = {k: x for k, x in self._tensors().items() if k.startswith("texts.")}
+        for name, x in own.items():
+            check_tensor(tensors, name, x, (0, 0))
+        for name in [f"texts.{i}.{part}" for i in range(count) for part in ("k", "v")]:
+            if name not in tensors:
+                refuse(f"lacks {name!r}", AGAIN)
 
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {f"features.{name}": x for name, x in self.features.items()}
+        for i, layer in enumerate(self.layers):
+            held = layer.entries() | layer.extra
+            found |= {f"layers.{i}.{name}": x for name, x in held.items()}
+        for i, text in enumerate(self.texts):
+            parts = {"k": text.k, "v": text.v, "log_count": text.log_count}
+            found |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
+        return found if self.latents is None else found | {"kept.latents": self.latents}
 
-def _listed(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    return {name: [str(x.dtype), list(x.shape)] for name, x in tensors.items()}
+    def _shared(self) -> dict[str, Any]:
+        """What a session must share with the one whose state it takes over."""
+        return {
+            "shape": asdict(self.shape),
+            "plan": str(self.plan),
+            "lengths": self.lengths,
+            "dtype": str(self.dtype),
+            "weights": self.source.weights,
+            "prompt": self.source.prompt,
+            "noise": self.source.noise,
+            "decoder": self.source.decoder,
+        }
 
-
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-
-
-def _short(value: Any) -> str:
-    """A value of JSON in one line."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return "a very long number"
-    return shown(value) if isinstance(value, str) else shown(json.dumps(value))[1:-1]
-
-
-def refuse(what: str, advice: str) -> NoReturn:
-    raise TachyscopeError(f"this state {what}: {advice}")
+    def _counts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
+        found |= {"ready": sorted(self.replay.ready), "texts": len(self.texts)}
+        found["seeds"] = list(self.seeds)
+        return found | {"first": self.source.first}

@@ -29,12 +29,14 @@ from tachyscope.arguments import (
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.graph_runner import repeating
+from tachyscope.layers import cache_bytes, used_bytes
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.observers import Observer
 from tachyscope.plan import Plan
 from tachyscope.prefill import Part, Prompt, by_chunk, prefill, refill, switch_prompt
-from tachyscope.session import Session, Source
+from tachyscope.session import Session
+from tachyscope.state import Source
 from tachyscope.types import Chunk, Shape
 
 if TYPE_CHECKING:
@@ -209,8 +211,9 @@ class Stream:
         frames = model.pixel_frames(session.latent_frame) - start
         session.meter.add("frames", frames * (self.batch or 1))
         session.meter.add("frames_made", frames * (self.batch or 1))
-        session.meter.add("cache_mb", session.used_bytes() / 1e6)
-        session.meter.add("cache_allocated_mb", session.cache_bytes() / 1e6)
+        held = session.past + session.shape.max_pass_tokens
+        session.meter.add("cache_mb", used_bytes(session.layers, held) / 1e6)
+        session.meter.add("cache_allocated_mb", cache_bytes(session.layers) / 1e6)
         session.meter.add("entries", session.past)
         # waits for the chunk, so that decoding it need not
         made = Latents(self._index, latents, frames, session.meter.take())

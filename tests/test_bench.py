@@ -22,6 +22,7 @@ from tachyscope.bench import (
 )
 from tachyscope.bench.__main__ import main
 from tachyscope.bench.cpu import split_lengths
+from tachyscope.bench.fill import fill
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.models.registry import load
@@ -317,7 +318,7 @@ def test_a_filled_session_counts_what_a_made_one_counts(chunks):
     for plan in ("dense", "fast"):
         session, stats = played(chunks, plan, chunks.pixel_frames(12))
         filled = open_session(chunks, plan, prompt="a red room")
-        filled.fill(9)
+        fill(filled, 9)
         assert filled.latent_frame == 9
         made = list(rollout(chunks, stream=ts.Stream(chunks, filled), frames=12))
         for key in ("macs", "pairs", "pairs_dense", "entries"):

@@ -13,6 +13,7 @@ from tachyscope.arguments import parse_plan
 from tachyscope.bench import rollout as rollout_rate
 from tachyscope.bench.__main__ import main
 from tachyscope.bench.breakdown import parts, watched
+from tachyscope.bench.fill import fill
 from tachyscope.bench.recorded_kv import Traced, enlarge, record
 from tachyscope.bench.rollout import bench_rollout, finite, flat_lines, flatness
 from tachyscope.bench.single_chunk import repeat_chunk
@@ -35,7 +36,6 @@ from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.rollout import rollout
-from tachyscope.session import Session
 
 PARTS = ["read", "choose", "enter", "cross", "mlp", "commit", "index", "rest"]
 SMALL = "cache=merge:budget=8f attention=ann:read=0.6,block=4 text=pads"
@@ -114,14 +114,12 @@ def test_a_plan_that_fails_does_not_stop_the_others(model):
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(model, monkeypatch):
-    fill = Session.fill
-
-    def full(self, frames):
+    def full(session, frames):
         if frames > 20:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
-        fill(self, frames)
+        fill(session, frames)
 
-    monkeypatch.setattr(Session, "fill", full)
+    monkeypatch.setattr("tachyscope.bench.wan.fill", full)
     (row,) = bench_wan(model, {"dense": "dense"}, lengths=[9, 30], rounds=2)["rows"]
     assert [p["length"] for p in row["points"]] == [0, 9]
     assert row["failed"].startswith("the GPU's memory ran out: ask for shorter lengths")
@@ -153,7 +151,7 @@ def test_a_plan_that_keeps_an_index_is_given_room_for_all_its_chunks(model, monk
 def test_a_watched_chunk_is_the_same_chunk(model, plan):
     def video(watch):
         session = open_session(model, plan, seed=3)
-        session.fill(12)
+        fill(session, 12)
         with torch.inference_mode():
             if not watch:
                 return session, ts.Stream(model, session).generate().stats
@@ -287,7 +285,7 @@ def test_a_trace_fills_a_larger_model(model):
     torch.testing.assert_close(k[0, 3, at, :dims], want[1][0, 3, place, :dims] * factor**-0.25)
     torch.testing.assert_close(v[0, 3, at, :dims], want[2][0, 3, place, :dims])
     told = open_session(model, "dense", observers=[Traced(large)])
-    told.fill(3)
+    fill(told, 3)
     torch.testing.assert_close(told.layers[0].v[:, :, : shape.max_pass_tokens], large[0][2][0])
 
 

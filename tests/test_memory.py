@@ -10,6 +10,7 @@ from toys import open_session
 import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
+from tachyscope.layers import cache_bytes
 from tachyscope.memory import ROOM, fit, largest, lines, need, sized
 from tachyscope.models.registry import load
 from tachyscope.models.wan.loading import save_wan
@@ -59,7 +60,7 @@ def test_the_cache_is_predicted_to_the_byte(models):
     for plan in (*NAMES, *CUSTOM[model.name]):
         found = need(shapes, plan, **asked)
         session = open_session(model, plan, **asked)
-        assert sum(found.cache.values()) == session.cache_bytes(), plan
+        assert sum(found.cache.values()) == cache_bytes(session.layers), plan
         layer = session.layers[0]
         assert found.cache.keys() == (layer.entries() | layer.extra).keys(), plan
         assert found.weights == sum(
@@ -93,7 +94,7 @@ def test_it_is_what_a_rollout_ends_with(plan, name, frames):
     for _ in rollout(model, frames=frames, stream=ts.Stream(model, session)):
         pass
     found = need(model.on_meta(), plan, frames=frames, prompt="a")
-    assert sum(found.cache.values()) == session.cache_bytes()
+    assert sum(found.cache.values()) == cache_bytes(session.layers)
 
 
 @pytest.mark.slow
@@ -215,7 +216,7 @@ def test_the_command_line_tells_it(tmp_path, capsys):
     assert sum(row["cache_bytes"].values()) < row["peak_bytes"]
     model = load("toy-chunks", dtype="bfloat16")
     session = open_session(model, "dense", frames=300)
-    assert sum(row["cache_bytes"].values()) == session.cache_bytes()
+    assert sum(row["cache_bytes"].values()) == cache_bytes(session.layers)
     # a checkpoint is read for its shapes
     save_wan(toy_chunks(), tmp_path / "model")
     words = ["bench", "fit", "wan_causal", "--weights", str(tmp_path / "model"), "--json", "-"]

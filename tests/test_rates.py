@@ -8,6 +8,7 @@ from toys import open_session
 
 import tachyscope as ts
 import tachyscope.rates
+from tachyscope.layers import cache_bytes
 from tachyscope.models.registry import load
 from tachyscope.rates import Clock, rates, tell_rates, warm_up
 from tachyscope.rollout import rollout
@@ -110,7 +111,7 @@ def test_a_row_tells_whole_chunks_and_bytes_in_use():
     assert all(row["cuda_graph"] == 0 for row in rows)
     # the cache is allocated in advance, and is in use from chunk to chunk
     held = [row["cache_allocated_mb"] for row in rows]
-    assert held == [session.cache_bytes() / 1e6] * 4
+    assert held == [cache_bytes(session.layers) / 1e6] * 4
     assert [row["cache_mb"] for row in rows] == pytest.approx(
         [x * held[0] for x in (0.5, 0.75, 1, 1)], rel=1e-4
     )

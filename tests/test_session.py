@@ -4,6 +4,7 @@ import pytest
 import torch
 from streams import CHUNKS, INDEX, TOKENS, Square, assert_same, draw, play, play_pass, session
 
+from tachyscope.bench.fill import fill
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.types import Rope, Shape, Size
@@ -228,7 +229,7 @@ def test_tokens_that_came_later_choose_what_they_read():
     layers = draw(rng, shape, shape.max_pass_tokens)
     grown, fresh = (session(shape, "attention=ann:read=0.4,block=2,tile=3") for _ in range(2))
     for at in (grown, fresh):
-        at.fill(12)
+        fill(at, 12)
     play_window(grown, layers, 0, 1)
     assert_same(play_window(grown, layers, 1, 2), play_window(fresh, layers, 1, 2))
     maps = [layer.extra["ann_map"].clone() for layer in grown.layers]

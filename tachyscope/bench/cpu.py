@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from tachyscope.arguments import parse_plan
+from tachyscope.bench.fill import fill
 from tachyscope.bench.noise import noise, speed_word, verdict
 from tachyscope.bench.single_chunk import count_peak, peak_gb
 from tachyscope.bounds import check
@@ -101,7 +102,7 @@ def bench_lengths(
     for done, length in enumerate(lengths):
         streams = [open_stream(model, plan, prompt=prompt, seed=seed) for _, plan in turns]
         for stream in streams:
-            stream.session.fill(length)
+            fill(stream.session, length)
             _chunk(stream)  # what is done once, a policy's first work among it
         takes: list[list[Document]] = [[] for _ in turns]
         for _ in range(rounds):

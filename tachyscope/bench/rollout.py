@@ -18,6 +18,7 @@ from tachyscope.bench.single_chunk import (
     shown_size,
 )
 from tachyscope.bounds import check
+from tachyscope.layers import cache_bytes
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.transformer import wider
 from tachyscope.rates import Clock, rates
@@ -93,7 +94,7 @@ def play(
         "latents": session.latent_frame,
         "fps": 1e3 * made / sum(ms),
         "fps_wall": made / wall,
-        "cache_mb": session.cache_bytes() / 1e6,
+        "cache_mb": cache_bytes(session.layers) / 1e6,
         "finite": finite(session),
         "chunk_ms": [round(x, 3) for x in ms],
         "macs": [chunk["macs"] for chunk in chunks],

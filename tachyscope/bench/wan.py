@@ -17,6 +17,7 @@ import torch
 from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
 from tachyscope.bench.breakdown import parts, watched
+from tachyscope.bench.fill import fill
 from tachyscope.bench.noise import noise
 from tachyscope.bench.recorded_kv import Chunks, Traced, enlarge, record
 from tachyscope.bench.rollout import flat_lines
@@ -30,6 +31,7 @@ from tachyscope.bench.single_chunk import (
 )
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, first_line
+from tachyscope.layers import cache_bytes
 from tachyscope.memory import ROOM, need
 from tachyscope.meter import summary
 from tachyscope.models.registry import DTYPES, MODELS, load
@@ -235,7 +237,7 @@ def _measure(
     row["grows"] = plan.cache.grows
     row["points"] = [_point(0, [first], session)]
     for length in sorted(lengths):
-        session.fill(length)
+        fill(session, length)
         _warm(stream)
         at = session.latent_frame
         takes = [repeat_chunk(stream) for _ in range(clock.rounds)]
@@ -263,7 +265,7 @@ def _build(model: WanModel, plan: Plan, clock: Clock) -> None:
     stream = clock.open(model, plan, model.pixel_frames(4 * chunk))
     stream.generate()
     if not plan.cache.grows:
-        stream.session.fill(chunk * (_held(plan, stream.session.shape) + 1))
+        fill(stream.session, chunk * (_held(plan, stream.session.shape) + 1))
     stream.generate()
 
 
@@ -311,7 +313,7 @@ def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session
         # the same session against itself, turn about
         "aa": noise(ms[0 : 2 * half : 2], ms[1 : 2 * half : 2]) if half else None,
         "host_ms": statistics.median(take["host_ms"] for take in takes),
-        "cache_mb": session.cache_bytes() / 1e6,
+        "cache_mb": cache_bytes(session.layers) / 1e6,
     }
     total = summary([takes[-1]])
     names = ("macs", "pairs", "density", "text_density", "rows_computed", "rows_replayed")

@@ -1,0 +1,220 @@
+"""A session's state as tensors by name: packed, and checked before anything of it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError, shown
+
+VERSION = 2
+# the host's numbers that a state carries
+COUNTS = (
+    "chunk",
+    "latent_frame",
+    "past",
+    "total_entries",
+    "made",
+    "text_tokens",
+    "latent_frames",
+)
+MAX_COUNT = 2**40
+META_BYTES = 2**22  # 40 layers take about 2^16
+# what a state shares with the session that takes it over, and what to do where it does not
+SHARED = {
+    "shape": "open the session with the same model and size",
+    "plan": "open the session with that plan",
+    "dtype": "load the model in that dtype",
+    "weights": "load the weights that it was taken with",
+    "prompt": "open the session with the prompt that it was last told",
+    "lengths": "open the session with the prompt that it was last told",
+    "noise": "open the session with the noise that it was opened with, or without any",
+    "decoder": "load the model with that decoder",
+}
+# hashes of these are compared, which tell a reader nothing
+HASHED = {"weights": "other weights", "prompt": "another prompt", "noise": "other noise"}
+AGAIN = "take the state again"
+
+
+def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies of the tensors, and the meta with a list of them, as bytes of JSON."""
+    copied = torch.contiguous_format  # a file holds no strides
+    found = {name: x.clone(memory_format=copied) for name, x in tensors.items()}
+    text = json.dumps({"version": VERSION, **meta, "tensors": _listed(found)}, sort_keys=True)
+    return found | {"meta": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def unpack(
+    state: Mapping[str, Tensor], own: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state's tensors and meta.
+
+    Raises unless they are complete, of the types that they must have, and share what `own` says.
+    """
+    if not isinstance(state, Mapping):
+        refuse(f"is a {type(state).__name__}", "give what state() returned")
+    for name, x in state.items():
+        if not isinstance(name, str) or not isinstance(x, Tensor):
+            refuse(f"has a {type(x).__name__} as {shown(str(name))}", "give what state() returned")
+        # a number that stands for many would take memory when it is copied
+        plain = x.layout is torch.strided and not (x.is_meta or x.is_quantized)
+        if not plain or x.numel() * x.element_size() > x.untyped_storage().nbytes():
+            refuse(f"has no tensor with memory as {shown(name)}", "give what state() returned")
+    meta = _read_meta(state.get("meta"))
+    tensors = {name: x for name, x in state.items() if name != "meta"}
+    version = meta.get("version")
+    if type(version) is not int or version != VERSION:
+        refuse(f"has version {_short(version)}, and {VERSION} is read here", AGAIN)
+    wanted = {"version", "tensors", "texts", "ready", "first", "seeds", *COUNTS, *SHARED}
+    for name in sorted(wanted ^ set(meta)):
+        lacks = "lacks" if name in wanted else "has an unknown"
+        refuse(f"{lacks} {shown(name)} in its meta", AGAIN)
+    _check_shared(meta, json.loads(json.dumps(own)))
+    _check_types(meta)
+    _check_listed(meta["tensors"], tensors)
+    return tensors, meta
+
+
+def check_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        refuse(f"has {name} {_short(value)}, and {least} to {most} is possible", AGAIN)
+
+
+def check_tensor(
+    tensors: Mapping[str, Tensor], name: str, like: Tensor, whole: tuple[int, int]
+) -> None:
+    """Raise unless a tensor is there, as `like`, and holds what it may hold.
+
+    That is finite numbers, and NaN and -inf where `like` has some; whole numbers that are wider
+    than a byte are numbers or counts of something, the least and the greatest in `whole`.
+    """
+    if name not in tensors:
+        refuse(f"lacks {shown(name)}", AGAIN)
+    x = tensors[name]
+    if x.shape != like.shape or x.dtype != like.dtype:
+        refuse(f"has {name} as {_kind(x)}, and it must be {_kind(like)}", AGAIN)
+    if x.is_floating_point():
+        check_finite(name, x, like)
+    elif x.element_size() > 1 and x.numel():
+        check_range(f"numbers in {name} from", int(x.min()), *whole)
+        check_range(f"numbers in {name} up to", int(x.max()), *whole)
+
+
+def whole_numbers(name: str, slots: int) -> tuple[int, int]:
+    """The least and the greatest whole number in a layer's tensor; most are numbers of slots."""
+    known = {"replay_age": (0, MAX_COUNT), "ann_map": (-1, slots - 1), "ann_count": (0, slots)}
+    return known.get(name, (0, slots - 1))
+
+
+def check_finite(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """Raise where x has NaN or infinity that `like` has not; -inf of log counts: an empty slot."""
+    fine = x.isfinite()
+    if name.endswith("log_count") or (like is not None and bool((like == -torch.inf).any())):
+        fine |= x == -torch.inf
+    if like is not None and bool(like.isnan().any()):
+        fine |= x.isnan()
+    if not bool(fine.all()):
+        refuse(f"has NaN or infinity in {name}", AGAIN)
+
+
+def generators(
+    tensors: Mapping[str, Tensor], device: torch.device, videos: int
+) -> list[torch.Generator]:
+    """The generators of each video's noise, then that of policies' draws, as they stood."""
+    found = []
+    for name, count in (("generator", videos), ("policy_rng", 1)):
+        try:
+            for state in tensors[name].cpu().chunk(count):
+                found.append(torch.Generator(device))
+                found[-1].set_state(state.clone())  # a view would crash torch
+        except (KeyError, RuntimeError, TypeError):
+            refuse(f"has no state of a {device.type} generator as {name!r}", AGAIN)
+    if len(found) != videos + 1:
+        refuse(f"has noise of other than {videos} videos", AGAIN)
+    return found
+
+
+def _read_meta(packed: Tensor | None) -> dict[str, Any]:
+    if packed is None:
+        refuse("lacks 'meta'", "give what state() returned")
+    if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) > META_BYTES:
+        refuse(f"has a meta of {_kind(packed)}, and it must be bytes of JSON", AGAIN)
+    try:
+        meta = json.loads(bytes(packed.tolist()))
+    except (ValueError, RecursionError):
+        refuse("has a meta that is not JSON", AGAIN)
+    if not isinstance(meta, dict):
+        refuse(f"has a meta that is {_short(meta)}, and it must be an object", AGAIN)
+    return meta
+
+
+def _check_shared(meta: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for name, advice in SHARED.items():
+        theirs, ours = meta[name], own[name]
+        if theirs == ours:
+            continue
+        if name in HASHED:
+            refuse(f"was taken with {HASHED[name]}", advice)
+        if name == "shape":
+            # one of its numbers, not all of them
+            numbers = theirs if isinstance(theirs, dict) else {}
+            name = next((key for key in ours if numbers.get(key) != ours[key]), name)
+            theirs, ours = numbers.get(name), ours.get(name)
+        refuse(f"was taken with {name}={_short(theirs)}, the session has {_short(ours)}", advice)
+
+
+def _check_types(meta: Mapping[str, Any]) -> None:
+    for name in (*COUNTS, "texts"):
+        value = meta[name]
+        if name == "latent_frames" and value is None:
+            continue
+        if type(value) is not int:
+            refuse(f"has {name} {_short(value)}, and it must be a whole number", AGAIN)
+        check_range(name, value, 0, MAX_COUNT)
+    seeds = meta["seeds"]
+    if type(seeds) is not list or not seeds or any(type(seed) is not int for seed in seeds):
+        refuse(f"has seeds {_short(seeds)}, and they must be whole numbers, one a video", AGAIN)
+    for seed in seeds:
+        check_range("seeds", seed, -(2**63), 2**64 - 1)  # torch takes negative ones too
+    ready = meta["ready"]
+    if not isinstance(ready, list) or any(type(x) is not int for x in ready):
+        refuse(f"has ready {_short(ready)}, and it must be a list of whole numbers", AGAIN)
+    if not isinstance(meta["first"], str):
+        refuse(f"has first {_short(meta['first'])}, and it must be text", AGAIN)
+
+
+def _check_listed(listed: Any, tensors: Mapping[str, Tensor]) -> None:
+    found = _listed(tensors)
+    if not isinstance(listed, dict):
+        refuse("has no list of its tensors", AGAIN)
+    for name in (*listed, *found):
+        if name not in found:
+            refuse(f"lacks {shown(name)}", AGAIN)
+        if name not in listed:
+            refuse(f"has {shown(name)}, which its list of tensors does not", AGAIN)
+        if listed[name] != found[name]:
+            kind = _kind(tensors[name])
+            refuse(f"has {shown(name)} as {kind}, and its list of tensors says otherwise", AGAIN)
+
+
+def _listed(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {name: [str(x.dtype), list(x.shape)] for name, x in tensors.items()}
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _short(value: Any) -> str:
+    """A value of JSON in one line."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a very long number"
+    return shown(value) if isinstance(value, str) else shown(json.dumps(value))[1:-1]
+
+
+def refuse(what: str, advice: str) -> NoReturn:
+    raise TachyscopeError(f"this state {what}: {advice}")
