@@ -20,13 +20,13 @@ from tachyscope.cli.bench_wan import BenchWan
 from tachyscope.cli.compare import Compare
 from tachyscope.cli.doctor import Doctor
 from tachyscope.cli.evaluate import Evaluate
+from tachyscope.cli.faults import worded
 from tachyscope.cli.generate import Generate
 from tachyscope.cli.inspect import Inspect
 from tachyscope.cli.methods import Methods
 from tachyscope.cli.models import Models
 from tachyscope.cli.verb import TRACEBACK, Option, Verb, choices_of, options_of, read_word
 from tachyscope.errors import TachyscopeError, TachyscopeWarning, as_typed
-from tachyscope.options import option_names, worded
 from tachyscope.process import run_command
 
 VERBS: dict[str, type[Verb]] = {
@@ -59,7 +59,7 @@ def _run(words: Sequence[str]) -> None:
         with _printing_warnings():
             verb(*given.args, **given.kwargs, **more)
     except TachyscopeError as error:
-        raise TachyscopeError(as_typed(str(error), option_names(verb))) from error
+        raise TachyscopeError(as_typed(str(error), inspect.signature(verb).parameters)) from error
 
 
 def as_function(verb: type[Verb]) -> Callable[..., None]:
