@@ -26,8 +26,8 @@ FLAT = 2.0  # levels: a picture whose contrast is below this shows nothing
 
 def psnr(a: Frames, b: Frames) -> Values:
     """Peak signal-to-noise ratio of each frame [F]: 10 log10(255² / MSE) dB, at most 100 dB."""
-    _check(a)
-    _check(b)
+    check_frames(a)
+    check_frames(b)
     if a.shape != b.shape:
         raise TachyscopeError(
             f"psnr compares frames of one shape, got {list(a.shape)} and {list(b.shape)}: "
@@ -42,7 +42,7 @@ def psnr(a: Frames, b: Frames) -> Values:
 
 def detail(frames: Frames) -> Values:
     """Mean absolute Laplacian (four neighbours) of each frame's grey picture [F], in levels."""
-    _check(frames)
+    check_frames(frames)
     if min(frames.shape[1:3]) < 3:
         raise TachyscopeError(
             f"a Laplacian needs 3 x 3 pixels, got {frames.shape[1]} x {frames.shape[2]}: "
@@ -56,20 +56,12 @@ def detail(frames: Frames) -> Values:
     return out
 
 
-def sharpness(frames: Frames, reference: Frames) -> float:
-    """Detail of the frames over that of the reference: 1 is as sharp, less is blurred.
-
-    A reference without any detail gives 1 against frames without any, else infinity.
-    """
-    return _ratio(float(detail(frames).sum()), float(detail(reference).sum()))
-
-
 def motion(frames: Frames, before: Frames | None = None) -> Values:
     """Mean absolute difference of each frame to the one before it, in levels.
 
     [F - 1] values; [F] where `before` [H, W, 3] gives the frame ahead of the first.
     """
-    _check(frames)
+    check_frames(frames)
     if before is not None:
         frames = np.concatenate([before[None], frames])
     steps = zip(frames[:-1], frames[1:], strict=True)
@@ -78,19 +70,8 @@ def motion(frames: Frames, before: Frames | None = None) -> Values:
 
 def contrast(frames: Frames) -> Values:
     """Standard deviation of each frame's grey picture [F], in levels."""
-    _check(frames)
+    check_frames(frames)
     return np.array([frame.mean(-1, dtype=np.float32).std() for frame in frames], np.float64)
-
-
-def frozen(frames: Frames) -> bool:
-    """Whether there are two frames or more, and none moves by 0.1 level from the one before."""
-    steps = motion(frames)
-    return len(steps) > 0 and bool((steps < FROZEN).all())
-
-
-def flat(frames: Frames) -> bool:
-    """Whether no frame has a contrast of 2 levels: all grey, black or one colour."""
-    return bool((contrast(frames) < FLAT).all())
 
 
 def horizon(psnrs: Iterable[float], floor_db: float = FLOOR_DB) -> int | None:
@@ -155,12 +136,14 @@ class Quality:
 
 
 def _ratio(value: float, reference: float) -> float:
+    """Detail over that of a reference: 1 is as sharp, less is blurred."""
     if reference:
         return value / reference
     return math.inf if value else 1.0
 
 
-def _check(frames: Frames) -> None:
+def check_frames(frames: Frames) -> None:
+    """Raise where these are no frames."""
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not frames.size:
         raise TachyscopeError(
             f"frames are uint8 [F, H, W, 3], got {frames.dtype} {list(frames.shape)}: convert them"

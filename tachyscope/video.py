@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import av
 import numpy as np
-import numpy.typing as npt
 from av.container import OutputContainer
 from av.video.reformatter import ColorRange
 from av.video.stream import VideoStream
@@ -25,8 +23,7 @@ from av.video.stream import VideoStream
 from tachyscope.bounds import ASKED, check
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import replacing, unwritable
-
-Frames = npt.NDArray[np.uint8]
+from tachyscope.quality import Frames, check_frames
 
 # how an address begins, or a protocol of ffmpeg's; a drive's letter is alone
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
@@ -57,7 +54,7 @@ class VideoWriter:
         background: bool = False,
     ) -> None:
         check("fps", fps, "fps")
-        _check_scale(scale)
+        check("scale", scale, "scale")
         self.path = Path(path)
         self.frames = 0
         self._fps = Fraction(fps).limit_denominator(1001)
@@ -67,12 +64,13 @@ class VideoWriter:
         self._encoded = 0
         self._container: OutputContainer
         self._stream: VideoStream
-        self._worker = _Worker(self._write) if background else None
+        self._pool = ThreadPoolExecutor(1) if background else None
+        self._waiting: deque[Future[None]] = deque()
         self._block = self._writing()
 
     def write(self, frames: Frames) -> None:
         """Encode frames uint8 [F, H, W, 3], all of the size of the first."""
-        _check(frames)
+        check_frames(frames)
         if not self._size:
             self._start(frames.shape[1:3])
         if frames.shape[1:3] != self._size:
@@ -81,10 +79,13 @@ class VideoWriter:
                 f"{_by(self._size)}: write another file"
             )
         self.frames += len(frames)
-        if self._worker is None:
+        if self._pool is None:
             self._write(frames)
-        else:
-            self._worker.put(frames.copy())  # the caller may use its memory again
+            return
+        while self._waiting and (self._waiting[0].done() or len(self._waiting) > QUEUE):
+            self._waiting.popleft().result()  # raises what went wrong with it
+        # the caller may use its memory again
+        self._waiting.append(self._pool.submit(self._write, frames.copy()))
 
     def _write(self, frames: Frames) -> None:
         for frame in enlarge(frames, self._scale):
@@ -95,9 +96,7 @@ class VideoWriter:
             picture.time_base = 1 / self._fps
             self._encode(
                 picture.reformat(
-                    format="yuv420p",
-                    dst_colorspace=BT709,
-                    dst_color_range=ColorRange.MPEG,
+                    format="yuv420p", dst_colorspace=BT709, dst_color_range=ColorRange.MPEG
                 )
             )
             self._encoded += 1
@@ -106,13 +105,8 @@ class VideoWriter:
         self._block.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._block.__exit__(kind, error, trace)
+    def __exit__(self, *fault: Any) -> None:
+        self._block.__exit__(*fault)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -126,18 +120,23 @@ class VideoWriter:
                 yield
                 if not self.frames:
                     raise TachyscopeError(f"{self.path} was given no frames: write at least one")
-                if self._worker is not None:
-                    self._worker.finish()
+                for chunk in self._waiting:
+                    chunk.result()
                 self._encode(None)
             except BaseException:
-                if self._worker is not None:
-                    self._worker.stop()
+                self._end_pool()
                 # what is wrong is already known, and the file goes anyway
                 with suppress(av.FFmpegError):
                     self._container.close()
                 raise
+            self._end_pool()
             with self._faults():
                 self._container.close()
+
+    def _end_pool(self) -> None:
+        """Wait for what is under way, and leave the rest."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def _start(self, size: tuple[int, ...]) -> None:
         height, width = (side * self._scale + side * self._scale % 2 for side in size)
@@ -162,50 +161,6 @@ class VideoWriter:
             yield
         except OSError as error:
             raise unwritable(self.path, error) from error
-
-
-class _Worker:
-    """A thread that does the same to each thing it is given, in order."""
-
-    def __init__(self, work: Callable[[Frames], None]) -> None:
-        self._work = work
-        self._queue: queue.Queue[Frames | None] = queue.Queue(QUEUE)
-        self._fault: Exception | None = None
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-
-    def put(self, frames: Frames) -> None:
-        """Wait where it is QUEUE things behind; raise what went wrong with an earlier one."""
-        if self._fault is not None:
-            raise self._fault
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-        self._queue.put(frames)
-
-    def finish(self) -> None:
-        """Wait for all that was put; raise what went wrong with any."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-        if self._fault is not None:
-            raise self._fault
-
-    def stop(self) -> None:
-        """Wait for what is under way, and leave the rest."""
-        self._stopped, self._fault = True, None
-        with suppress(Exception):
-            self.finish()
-
-    def _run(self) -> None:
-        while (frames := self._queue.get()) is not None:
-            if self._stopped or self._fault is not None:
-                continue  # whoever puts must not wait for ever
-            try:
-                self._work(frames)
-            except Exception as error:
-                self._fault = error
 
 
 def read_video(path: str | os.PathLike[str]) -> Iterator[Frames]:
@@ -279,7 +234,7 @@ def beside(
     differ. A label stands above each video and, where given, a caption below; a text too long for
     its video is cut.
     """
-    _check_scale(scale)
+    check("scale", scale, "scale")
     if not videos or len(videos) != len(labels):
         raise TachyscopeError(
             f"every video has one label, got {len(videos)} videos and {len(labels)} labels: "
@@ -291,7 +246,7 @@ def beside(
             f"videos: give as many"
         )
     for frames in videos:
-        _check(frames)
+        check_frames(frames)
     lengths = [len(frames) for frames in videos]
     if len(set(lengths)) > 1:
         raise TachyscopeError(
@@ -343,17 +298,6 @@ def _label(text: str, width: int, height: int, letters: int) -> Frames:
         line.set_text(text[:kept].rstrip() + "…")
     canvas.draw()
     return np.array(canvas.buffer_rgba())[..., :3]
-
-
-def _check(frames: Frames) -> None:
-    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
-        raise TachyscopeError(
-            f"frames are uint8 [F, H, W, 3], got {frames.dtype} {list(frames.shape)}: convert them"
-        )
-
-
-def _check_scale(scale: int) -> None:
-    check("scale", scale, "scale")
 
 
 def _by(size: tuple[int, ...]) -> str:

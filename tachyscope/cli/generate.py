@@ -12,7 +12,7 @@ from tachyscope.cli.video import CompiledVerb
 from tachyscope.errors import TachyscopeError
 
 if TYPE_CHECKING:
-    from tachyscope.video import Frames
+    from tachyscope.quality import Frames
 
 
 @dataclass(frozen=True, kw_only=True)
