@@ -1,11 +1,11 @@
-"""Which methods to use: four policies, their text form, and named plans."""
+"""Which methods to use: a policy of every kind, their text form, and named plans."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,23 +21,30 @@ from tachyscope.cache.keep_all import KeepAll
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, shown
+from tachyscope.passes import PassPolicy
+from tachyscope.passes.all import All
 from tachyscope.replay import ReplayPolicy
 from tachyscope.replay.attentive import Attentive
 from tachyscope.replay.every_k import EveryK
 from tachyscope.replay.random import Random
 from tachyscope.settings import settings as settings_of
+from tachyscope.store import StorePolicy
+from tachyscope.store.native import Native
 from tachyscope.types import Shape, Size
 
+# every kind of policy, as `Plan` has them, and its policies by name
 POLICIES: dict[str, dict[str, Any]] = {
     "cache": {"keep_all": KeepAll, "window": Window, "merge": Merge, "dedup": Dedup},
+    "store": {"native": Native},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann},
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
+    "passes": {"all": All},
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
 LABEL = 40  # letters of a plan's text that still serve as its name
-# parts that a plan may do without
-OPTIONAL = ("text", "replay")
+# kinds that a plan's text leaves out at their default: it stays as it was before there were such
+SHORT = ("store", "passes")
 # what a bounded plan for chunks remembers
 BOUNDED = "cache=dedup:budget=21f,newest=3"
 # "stock" is the model's own; docs/eval.md and eval_tokens.md tell why the others are as they are
@@ -74,13 +81,28 @@ NAMES = ("dense", "stock", "lossless", "balanced", "fast", "fastcar", "fast-ar")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to remember, what to read (of the video, of the prompt), what to compute again."""
+class Plan(Mapping[str, Any]):
+    """One policy of every kind: a mapping from kind to policy, None where there is none.
 
-    cache: CachePolicy = dataclasses.field(default_factory=KeepAll)
-    attention: AttentionPolicy = dataclasses.field(default_factory=Dense)
+    What to remember, how to store it, what to read (of the video, of the prompt), which passes to
+    run, what to compute again.
+    """
+
+    cache: CachePolicy = KeepAll()
+    store: StorePolicy = Native()
+    attention: AttentionPolicy = Dense()
     text: TextPolicy | None = None
+    passes: PassPolicy = All()
     replay: ReplayPolicy | None = None
+
+    def __getitem__(self, kind: str) -> Any:
+        return vars(self)[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
 
     @classmethod
     def parse(cls, text: str, kind: str = "chunks", stock: str = "") -> Plan:
@@ -111,8 +133,13 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        parts = (self.cache, self.attention, self.text, self.replay)
-        return " ".join(f"{p}={spell(x)}" for p, x in zip(POLICIES, parts, strict=True))
+        written = {k: x for k, x in self.items() if k not in SHORT or x != DEFAULT[k]}
+        return " ".join(f"{kind}={spell(policy)}" for kind, policy in written.items())
+
+
+DEFAULT = Plan()
+# kinds that a plan may do without
+OPTIONAL = tuple(kind for kind, policy in DEFAULT.items() if policy is None)
 
 
 def spell(policy: Any) -> str:
@@ -206,8 +233,9 @@ def _named(name: str, kind: str, stock: str) -> dict[str, Word]:
         if not stock:
             raise TachyscopeError("this model names no stock plan: use another base, dense for one")
         return _read(stock, kind, "")[0]
-    pairs = (word.partition("=") for word in NAMED[kind][name].split())
-    return {part: _word(part, spec) for part, _, spec in pairs}
+    words = {part: spell(policy) for part, policy in DEFAULT.items()}
+    words |= {part: spec for part, _, spec in (w.partition("=") for w in NAMED[kind][name].split())}
+    return {part: _word(part, spec) for part, spec in words.items()}
 
 
 def _word(part: str, spec: str) -> Word:

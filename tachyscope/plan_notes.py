@@ -2,57 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
+from tachyscope.attention.dense import Dense, DenseText
+from tachyscope.cache.keep_all import KeepAll
 from tachyscope.meter import summary
 from tachyscope.models.wan.tiny_decoder import decoder_note
 from tachyscope.plan import spell
 from tachyscope.session import Session
 
+Sums = Mapping[str, float]
 SAVED = 0.01  # a method that saves less has not paid for its name
 
 
 def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
     """What a reader must know of a finished rollout: every method that saved under 1 %, and how
     far a tiny decoder lay from the VAE where that was checked."""
-    plan, sums = session.plan, summary(rows)
+    sums = summary(rows) | {"pairs_held": _pairs_held(session, rows)}
     found = []
-    name, kept = _name(plan.cache), session.past / max(session.total_entries, 1)
-    if session.past == session.total_entries and not plan.cache.grows:
-        found.append(f"cache policy {name!r} saved nothing: the video is shorter than its budget")
-    elif name != "keep_all" and kept > 1 - SAVED:
-        found.append(_under("cache", name, f"it kept {kept:.1%} of the entries"))
-    name, read = _name(plan.attention), sums.get("pairs", 0.0) / _pairs_held(session, rows)
-    if sums.get("simulated_pairs_skipped"):
-        found.append(_simulated("attention", name, sums["simulated_pairs_skipped"], "pairs"))
-    elif name != "dense" and read > 1 - SAVED:
-        found.append(_under("attention", name, f"it read {read:.1%} of what the cache held"))
-    name, read = _name(plan.text), sums.get("text_density", 0.0)
-    if name not in ("none", "dense") and read > 1 - SAVED:
-        found.append(_under("text", name, f"it read {read:.1%} of the prompt's tokens"))
-    name, share = _name(plan.replay), sums["share_all"]
-    if sums.get("simulated_rows_replayed"):
-        found.append(_simulated("replay", name, sums["simulated_rows_replayed"], "MLP rows"))
-    elif name != "none" and share < SAVED:
-        found.append(_under("replay", name, f"it replayed {share:.1%} of the MLP rows"))
-    if note := decoder_note(session.features):
-        found.append(note)
-    return found
+    for kind, policy in session.plan.items():
+        if kind in SAVINGS and (note := SAVINGS[kind](session, sums)):
+            name = spell(policy).partition(":")[0]
+            found.append(f"{kind} policy {name!r} {note}")
+    return [*found, *filter(None, [decoder_note(session.features)])]
 
 
-def _name(policy: Any) -> str:
-    return spell(policy).partition(":")[0]
+def _cache(session: Session, sums: Sums) -> str:
+    if session.past == session.total_entries and not session.plan.cache.grows:
+        return "saved nothing: the video is shorter than its budget"
+    kept = session.past / max(session.total_entries, 1)
+    return _under(session.plan.cache != KeepAll(), 1 - kept, f"it kept {kept:.1%} of the entries")
 
 
-def _under(part: str, name: str, why: str) -> str:
-    return f"{part} policy {name!r} saved under 1 %: {why}"
+def _attention(session: Session, sums: Sums) -> str:
+    if skipped := sums.get("simulated_pairs_skipped"):
+        return _simulated(skipped, "pairs")
+    read = sums.get("pairs", 0.0) / sums["pairs_held"]
+    acts = session.plan.attention != Dense()
+    return _under(acts, 1 - read, f"it read {read:.1%} of what the cache held")
 
 
-def _simulated(part: str, name: str, count: float, what: str) -> str:
+def _text(session: Session, sums: Sums) -> str:
+    read = sums.get("text_density", 0.0)
+    acts = session.plan.text not in (None, DenseText())
+    return _under(acts, 1 - read, f"it read {read:.1%} of the prompt's tokens")
+
+
+def _replay(session: Session, sums: Sums) -> str:
+    if replayed := sums.get("simulated_rows_replayed"):
+        return _simulated(replayed, "MLP rows")
+    share = sums["share_all"]
+    acts = session.plan.replay is not None
+    return _under(acts, share, f"it replayed {share:.1%} of the MLP rows")
+
+
+# by kind: what is to be said of its policy, or nothing
+SAVINGS: dict[str, Callable[[Session, Sums], str]] = {
+    "cache": _cache, "attention": _attention, "text": _text, "replay": _replay,
+}  # fmt: skip
+
+
+def _under(acts: bool, saved: float, why: str) -> str:
+    return f"saved under 1 %: {why}" if acts and saved < SAVED else ""
+
+
+def _simulated(count: float, what: str) -> str:
     return (
-        f"{part} policy {name!r} only simulated its saving on this device: "
-        f"{count:,.0f} {what} were worked out and then left out"
+        f"only simulated its saving on this device: {count:,.0f} {what} were worked out and then "
+        f"left out"
     )
 
 

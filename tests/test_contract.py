@@ -26,6 +26,7 @@ CONTRACT = {
         "merge": ("merge:budget=99f", "merge:budget=9f"),
         "dedup": ("dedup:budget=99f", "dedup:budget=9f"),
     },
+    "store": {"native": ("native", "native")},
     "attention": {
         "dense": ("dense", "dense"),
         "window": ("window:tokens=100000", "window:tokens=20"),
@@ -36,6 +37,7 @@ CONTRACT = {
         "pads": ("pads", "pads"),
         "ann": ("ann:hash=lsh,bits=1", "ann:keep=2"),
     },
+    "passes": {"all": ("all", "all")},
     "replay": {
         "attentive": ("attentive:share=0", "attentive:share=0.5"),
         "random": ("random:share=0", "random:share=0.5"),

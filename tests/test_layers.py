@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tachyscope"
+METHODS = {"cache", "store", "attention", "passes", "replay"}
 ROWS = [  # a module may import from the rows above its own, and from its own folder
     {"errors", "machine", "compile_cache"},
     {"bounds", "process", "fpga"},
@@ -13,7 +14,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"settings", "tables"},
     {"meter", "rates", "peak_memory", "observers"},
     {"kernels"},
-    {"cache", "attention", "replay"},
+    METHODS,
     {"plan"},
     {"layers", "state_file"},
     {"state"},
@@ -33,10 +34,10 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"__main__"},
 ]
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}
-NEVER = {"models": {"kernels", "cache", "attention", "replay", "plan"}}  # models know no method
+NEVER = {"models": {"kernels", "plan", *METHODS}}  # models know no method
 # the accelerator stands alone; only its verbs write files and results as all others do
 FPGA = {"errors", "fpga"}
-HOT = {"kernels", "cache", "attention", "replay", "layers", "state", "session"}
+HOT = {"kernels", "layers", "state", "session", *METHODS}
 # each makes the host wait for the device
 SYNCS = {"item", "tolist", "cpu", "numpy", "nonzero", "print"}
 FILES = pytest.mark.parametrize(

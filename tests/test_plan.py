@@ -7,7 +7,7 @@ import pytest
 from streams import CHUNKS, TOKENS
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.plan import NAMED, NAMES, POLICIES, Plan, check_text, replaced
+from tachyscope.plan import NAMED, NAMES, OPTIONAL, POLICIES, Plan, check_text, replaced
 from tachyscope.settings import settings
 from tachyscope.types import Size
 
@@ -56,7 +56,7 @@ def test_any_plan_spelled_out_parses_back(kind, count):
         for part, known in POLICIES.items():
             if rng.random() < 0.3:
                 continue
-            name = rng.choice([*known, *(["none"] if part in ("text", "replay") else [])])
+            name = rng.choice([*known, *(["none"] if part in OPTIONAL else [])])
             given = settings(known[name]) if name in known else {}
             some = [key for key in given if rng.random() < 0.4]
             texts = [f"{key}={draw(rng, given[key])}" for key in some]
@@ -70,6 +70,18 @@ def test_any_plan_spelled_out_parses_back(kind, count):
         seen += 1
         none += "=none" in text.replace("text=none", "").replace("replay=none", "")
     assert seen > 0.26 * count and none > 0.03 * count
+
+
+def test_a_plan_is_a_mapping_from_every_registered_kind_to_a_policy():
+    plan = Plan.parse("fast")
+    assert list(plan) == list(POLICIES)
+    assert all(plan[kind] is getattr(plan, kind) for kind in plan)
+    assert Plan(**plan) == plan and "magic" not in plan
+
+
+def test_a_kind_that_came_later_is_written_only_where_it_does_something():
+    old = "cache=keep_all attention=dense text=pads replay=none"
+    assert str(Plan.parse(old)) == str(Plan.parse(old + " store=native passes=all")) == old
 
 
 def test_a_change_within_a_policy_keeps_its_other_settings():
@@ -145,7 +157,7 @@ def test_every_policy_names_its_paper_or_none():
     "text, message",
     [
         ("quick", "no plan 'quick'; there are: dense, stock, lossless, balanced, fast, fastcar, fast-ar"),
-        ("cash=all", "a plan has no 'cash'; it has: cache, attention, text, replay"),
+        ("cash=all", "a plan has no 'cash'; it has: cache, store, attention, text, passes, replay"),
         ("cache=magic", "no cache policy 'magic'; there are: keep_all, window, merge, dedup"),
         ("replay=magic", "no replay policy 'magic'; there are: attentive, random, every_k, none"),
         ("cache=none", "no cache policy 'none'; there are: keep_all, window, merge, dedup"),
@@ -161,7 +173,7 @@ def test_every_policy_names_its_paper_or_none():
         ("replay=none:x=1", "replay=none takes no settings, got 'x=1'"),
         ("cache=window cache=window:sink=2", "cache is given twice, 'cache=window' and 'cache=window:sink=2': leave one out"),
         ("q" * 1000, f"no plan '{'q' * 40}…{'q' * 19}'; there are: dense, stock, lossless, balanced, fast, fastcar, fast-ar"),
-        ("fast dense", "a plan is one base name, then part=policy words, got 'dense' behind: parts are cache, attention, text, replay"),
+        ("fast dense", "a plan is one base name, then part=policy words, got 'dense' behind: parts are cache, store, attention, text, passes, replay"),
     ],
 )  # fmt: skip
 def test_a_fault_in_a_plan_is_named(text, message):

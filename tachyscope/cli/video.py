@@ -24,10 +24,12 @@ class VideoVerb(Verb):
         "dense", "A name that `tachyscope methods` lists, or one with changes: 'fast replay=none'."
     )
     cache: str | None = option(None, "What to remember, a change of the plan: merge:budget=21f")
+    store: str | None = option(None, "How to store it, a change of the plan: native")
     attention: str | None = option(
         None, "What to read of the video, a change of the plan: ann:read=0.2"
     )
     text: str | None = option(None, "What to read of the prompt, a change of the plan: pads")
+    passes: str | None = option(None, "Which passes to run, a change of the plan: all")
     replay: str | None = option(
         None, "What to compute again, a change of the plan: attentive:share=0.5"
     )

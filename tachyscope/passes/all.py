@@ -1,0 +1,16 @@
+"""Run every pass: the baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from tachyscope.passes import PassPolicy
+
+
+@final
+@dataclass(frozen=True)
+class All(PassPolicy):
+    """Run every pass that the sampler asks for: the baseline."""
+
+    paper: ClassVar[str] = ""
