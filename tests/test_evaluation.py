@@ -323,8 +323,8 @@ def test_an_evaluation_has_the_rows_and_keys_it_promises(short, tmp_path, capsys
 
 @pytest.mark.slow
 def test_judging_elsewhere_is_judging_here(short, model):
-    asked = world.ask(model, ["dense"], 0, 24, True, False, True, False)
-    alone = list(world.one_by_one(model, asked, 2, None))
+    asked = world.Asked(("dense",), frames=3, quick=True, recall=False)
+    alone = [world.judge_world(asked, world.play_worlds(model, asked, [n])[0]) for n in range(2)]
     together = [world.judge_world(asked, x) for x in world.play_worlds(model, asked, [0, 1])]
     for a, b in zip(alone, together, strict=True):
         assert a["world"].keys() == b["world"].keys()

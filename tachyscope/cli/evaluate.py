@@ -42,7 +42,7 @@ class Evaluate(Verb):
 
     def run(self, command: str) -> None:
         from tachyscope.evaluation.atrium import evaluate_atrium, lines
-        from tachyscope.evaluation.world import table
+        from tachyscope.evaluation.plan_tables import table
         from tachyscope.models.registry import find_device
         from tachyscope.plan import check_text
         from tachyscope.progress import parts_bar

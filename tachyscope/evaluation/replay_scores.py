@@ -132,7 +132,7 @@ def changes(new: Tensor, old: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def begin(
-    model: VilaModel, way: Way, clip: Clip, codes: Tensor, seed: int = 0, note: Sequence[str] = ()
+    model: VilaModel, way: Way, clip: Clip, codes: Tensor, note: Sequence[str] = ()
 ) -> Session:
     """A session, one row a world, that has seen the prompts and the given frames.
 
@@ -141,7 +141,7 @@ def begin(
     """
     session = open_stream(
         model, way.plan, prompt=[world.prompt for world in clip.worlds],
-        seed=[seed + i for i in range(len(clip.worlds))], frames=len(clip.actions),
+        seed=list(range(len(clip.worlds))), frames=len(clip.actions),
     ).session  # fmt: skip
     session.replay = RankedReplay(session, way, note)
     for i in range(GIVEN):

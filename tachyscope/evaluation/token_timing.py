@@ -82,7 +82,7 @@ def hollow(model: VilaModel, projections: bool) -> VilaModel:
 
 
 @torch.inference_mode()
-def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN, seed: int = 0) -> Document:
+def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN) -> Document:
     """Time a token: of the trunk, and of the whole step; plans by turns, dense among them twice.
 
     A round is the next frame of one world, made by every plan in an order drawn anew; its time is
@@ -103,14 +103,14 @@ def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN, seed: int = 0) -> D
     for name, way in ways.items():
         made_of = hollow(model, name.startswith("python")) if name[:2] in ("no", "py") else model
         players[name] = Timed(made_of)
-        session = _plain(begin(model, way, clip, codes, seed), players[name], clip, codes)
+        session = _plain(begin(model, way, clip, codes), players[name], clip, codes)
         streams[name] = Stream(players[name], session)
         if name.startswith("python"):
             session.plan = replace(session.plan, attention=NoRead())
     trunk: dict[str, list[float]] = {name: [] for name in ways}
     whole: dict[str, list[float]] = {name: [] for name in ways}
     token: dict[str, list[float]] = {name: [] for name in ways}
-    draw = random.Random(seed)
+    draw = random.Random(0)
     names = list(ways)
     for i in range(GIVEN, GIVEN + rounds):
         for name in draw.sample(names, len(names)):

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -234,17 +235,18 @@ class Task:
     quick: bool
 
 
-_ready: dict[str, Any] = {}  # a process's model
+@cache
+def _model(name: str, weights: str | None, device: str) -> VilaModel:
+    """A process's model."""
+    fault = f"{name} is no token model of Atrium: try atrium-tokens"
+    model = VilaModel.narrow(load(name, weights, device=device), fault)
+    if model.actions != atrium.ACTIONS:
+        raise TachyscopeError(fault)
+    return model
 
 
-def _prepare(name: str, weights: str | None, device: str, threads: int | None = None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-    _ready["model"] = load(name, weights, device=device)
-
-
-def _work(task: Task) -> list[Document]:
-    model = _ready["model"]
+def _work(name: str, weights: str | None, device: str, task: Task) -> list[Document]:
+    model = _model(name, weights, device)
     clip = make_clip(task.clip, task.worlds, task.seed, model.config.size[0])
     head = {"measure": task.what, "clip": task.clip, "worlds": task.worlds}
     return [head | row for row in _measure(model, task, clip)]
@@ -298,32 +300,24 @@ def evaluate_tokens(
     token too, on the CPU whatever the device of the rest. watch: is told how many are done.
     """
     check("worlds", worlds)
-    _prepare(name, weights, device)
-    fault = f"{name} is no token model of Atrium: try atrium-tokens"
-    model = VilaModel.narrow(_ready["model"], fault)
-    if model.actions != atrium.ACTIONS:
-        raise TachyscopeError(fault)
+    _model(name, weights, device)  # its faults show here
     tasks = [Task(*t, worlds, seed, quick) for t in (QUICK_TASKS if quick else TASKS)]
     jobs = min(jobs or cores(), len(tasks))
-    rows: list[Document] = []
-
-    def gather(results: Iterable[list[Document]]) -> None:
-        for done, result in enumerate(results, 1):
-            rows.extend(result)
-            if watch is not None:
-                watch(done)
-
-    if jobs == 1:
-        gather(map(_work, tasks))
-    else:
-        gather(spread(_work, tasks, jobs, _prepare, name, weights, device, 1))
+    work, rows = partial(_work, name, weights, device), list[Document]()
+    results: Iterable[list[Document]] = map(work, tasks)
+    if jobs > 1:
+        results = spread(work, tasks, jobs, torch.set_num_threads, 1)
+    for done, result in enumerate(results, 1):
+        rows += result
+        if watch is not None:
+            watch(done)
     more: Document = {"model": name, "clips": CLIPS, "given": GIVEN, "seed": seed}
     if not timed:
         return document("atrium-tokens", rows, command, tokens=headline(rows), **more)
-    own = VilaModel.narrow(load(name, weights), fault)
+    model = _model(name, weights, "cpu")
     clip = make_clip("pan", 1, seed, model.config.size[0])
     rounds = QUICK_FRAMES if quick else len(clip.actions) - GIVEN
-    speed = clock(own, clip, rounds)
+    speed = clock(model, clip, rounds)
     more |= {"tokens": headline(rows) | speedups(speed), "speed": speed}
     return document("atrium-tokens", rows, command, speed["trunk_aa"], **more)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,11 +26,10 @@ from tachyscope.evaluation.frame_checks import (
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.scenes import Scene, make_scene, make_world, new_place
 from tachyscope.machine import cores
-from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import NAMES
-from tachyscope.process import spread as over_processes
+from tachyscope.process import spread
 from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
 from tachyscope.results import Document, document
 from tachyscope.tables import format_table
@@ -253,10 +252,13 @@ def revisit_own(take: Take) -> float:
     return mean(psnr(take.frames[at], take.frames[[i - TURN for i in at]]))
 
 
-def evaluate_model(
-    model: VideoModel,
+def evaluate_world(
+    name: str = "atrium-world",
     plans: Sequence[str] = ("dense", "balanced", "fast"),
     *,
+    weights: str | None = None,
+    device: str = "cpu",
+    floor: str | None = "bfloat16",
     worlds: int = 16,
     seed: int = 0,
     frames: int = 48,
@@ -264,26 +266,43 @@ def evaluate_model(
     recall: bool = True,
     world: bool = True,
     own: bool = False,
-    twin: VideoModel | None = None,
+    jobs: int | None = None,
     command: str = "",
     watch: Watch | None = None,
-    spread: Callable[..., Iterable[Document]] | None = None,
 ) -> Document:
     """Play plans through unseen worlds; a results document with 95 % intervals over worlds.
 
     Every rollout is shown one full turn of the room, then makes `frames` frames of a walk that
     sees all of it again. world: also measure the model itself, as `world`. own: also each plan's
-    memory of what the model makes up. recall: sample each plan's attention recall. twin: the same
-    model in another dtype, for the floor: until which frame two dense runs agree. quick: 26
-    frames and no recall. watch: is told how many worlds are done. spread: shares the worlds out.
+    memory of what the model makes up. recall: sample each plan's attention recall. floor: the
+    dtype of a second dense run, which tells until which frame two dense runs agree. quick: 26
+    frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
+    processes, as many as cores unless given; on a GPU one process plays many worlds at once, and
+    the others judge.
     """
-    asked = ask(model, plans, seed, frames, quick, recall, world, own)
-    model, twin = _world_model(model), None if twin is None else _world_model(twin)
     check("worlds", worlds)
+    if frames < TURN:
+        raise TachyscopeError(f"frames must be {TURN} or more, a full turn, got {frames}")
     for number in (0, worlds - 1):
         make_world(seed, number)  # raises where there are not so many
+    model, twin = _models(name, weights, device, floor)
+    for plan in plans:
+        parse_plan(model, plan).check(model.shape())
+    made = len(QUICK_WALK) if quick else frames
+    asked = Asked(tuple(plans), seed, made, quick, recall and not quick, world, own)
+    jobs = max(1, min(jobs or cores(), worlds))
+    measure = partial(_measure, asked, name, weights, device, floor)
+    found: Iterable[Document]
+    if jobs == 1:
+        found = map(measure, range(worlds))
+    elif device == "cpu":
+        # a process a core: two threads of one small model wait for each other more than they work
+        threads = max(1, cores() // jobs)
+        found = spread(measure, range(worlds), jobs, torch.set_num_threads, threads)
+    else:
+        found = _on_gpu(model, twin, asked, worlds, jobs)
     results: list[Document] = []
-    for result in (spread or one_by_one)(model, asked, worlds, twin):
+    for result in found:
         results.append(result)
         if watch is not None:
             watch(len(results))
@@ -309,162 +328,44 @@ def evaluate_model(
     return document("atrium", rows, command, **more)
 
 
-def _world_model(model: VideoModel) -> WanModel:
+@cache
+def _models(
+    name: str, weights: str | None, device: str, floor: str | None
+) -> tuple[WanModel, WanModel | None]:
+    """A process's models: that which is measured, and the same in another dtype."""
+    model = load(name, weights, device=device)
     fault = (
         f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
         f"evaluate atrium-world"
     )
     if model.actions != atrium.ACTIONS:
         raise TachyscopeError(fault)
-    return WanModel.narrow(model, fault)
+    narrow = partial(WanModel.narrow, fault=fault)
+    if floor is None:
+        return narrow(model), None
+    return narrow(model), narrow(load(name, weights, device=device, dtype=floor))
 
 
-def ask(
-    model: VideoModel, plans: Sequence[str], seed: int, frames: int, quick: bool, recall: bool,
-    world: bool, own: bool,
-) -> Asked:  # fmt: skip
-    """The evaluation asked for; raises where it cannot be made."""
-    _world_model(model)
-    if frames < TURN:
-        raise TachyscopeError(f"frames must be {TURN} or more, a full turn, got {frames}")
-    for plan in plans:
-        parse_plan(model, plan).check(model.shape())
-    if quick:
-        frames, recall = len(QUICK_WALK), False
-    return Asked(tuple(plans), seed, frames, quick, recall, world, own)
-
-
-def one_by_one(
-    model: WanModel, asked: Asked, worlds: int, twin: WanModel | None
-) -> Iterable[Document]:
-    """World after world, in this process."""
-    for number in range(worlds):
-        yield judge_world(asked, play_worlds(model, asked, [number], twin)[0])
-
-
-_ready: dict[str, Any] = {}  # a process's models
-
-
-def _prepare(
-    name: str, weights: str | None, device: str, floor: str | None, threads: int | None
-) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-    _ready["model"] = load(name, weights, device=device)
-    _ready["twin"] = None if floor is None else load(name, weights, device=device, dtype=floor)
-
-
-def _work(asked: Asked, number: int) -> Document:
-    played = play_worlds(_ready["model"], asked, [number], _ready["twin"])
-    return judge_world(asked, played[0])
-
-
-def evaluate_world(
-    name: str = "atrium-world",
-    plans: Sequence[str] = ("dense", "balanced", "fast"),
-    *,
-    weights: str | None = None,
-    device: str = "cpu",
-    floor: str | None = "bfloat16",
-    worlds: int = 16,
-    jobs: int | None = None,
-    **options: Any,
+def _measure(
+    asked: Asked, name: str, weights: str | None, device: str, floor: str | None, number: int
 ) -> Document:
-    """`evaluate_model` for a model by name, its worlds shared out to as many processes as cores.
+    """All of one world, in whatever process."""
+    model, twin = _models(name, weights, device, floor)
+    return judge_world(asked, play_worlds(model, asked, [number], twin)[0])
 
-    On a GPU one process plays many worlds at once, and the others judge. floor: the dtype of the
-    dense run that dense is compared with, for the horizon.
-    """
-    _prepare(name, weights, device, floor, None)
-    jobs = max(1, min(jobs or cores(), worlds))
-    # a process a core: two threads of one small model wait for each other more than they work
+
+def _on_gpu(
+    model: WanModel, twin: WanModel | None, asked: Asked, worlds: int, jobs: int
+) -> Iterator[Document]:
     fresh = multiprocessing.get_context("spawn")
-    threads = max(1, cores() // jobs)
-
-    def on_cores(model: Any, asked: Asked, worlds: int, twin: Any) -> Iterable[Document]:
-        spec = (name, weights, device, floor, threads)
-        return over_processes(partial(_work, asked), range(worlds), jobs, _prepare, *spec)
-
-    def on_gpu(model: Any, asked: Asked, worlds: int, twin: Any) -> Iterable[Document]:
-        with ProcessPoolExecutor(jobs, fresh, torch.set_num_threads, (1,)) as pool:
-            found = [
-                pool.submit(judge_world, asked, played)
-                for start in range(0, worlds, AT_ONCE)
-                for played in play_worlds(
-                    model, asked, range(start, min(worlds, start + AT_ONCE)), twin
-                )
-            ]
-            for one in found:
-                yield one.result()
-
-    spread = one_by_one if jobs == 1 else on_cores if device == "cpu" else on_gpu
-    return evaluate_model(
-        _ready["model"], plans, worlds=worlds, twin=_ready["twin"], spread=spread, **options
-    )
-
-
-TABLES = {
-    "readme": [
-        "cache=window:budget=21f",
-        "balanced",
-        "fast",
-        "lossless attention=ann:k=640",
-        "lossless attention=ann:k=1280",
-        "lossless attention=ann:k=640,tile=64,block=1",
-    ],
-    "budgets": [
-        f"cache={cache}:budget={frames}f{more}"
-        for frames in (9, 13, 17, 21, 25, 33)
-        for cache, more in (("window", ""), ("merge", ",heads=shared"), ("merge", ""))
-    ],
-    "matching": ["cache=window:budget=12f"]
-    + [
-        f"cache=merge:budget=12f,match={match},keep={keep},heads={heads}"
-        for match in ("rotated", "unrotated", "key_value")
-        for keep in ("partner", "newest")
-        for heads in ("shared", "each")
-    ],
-    "long": ["balanced", "fast", "cache=window:budget=21f"]
-    + [
-        f"cache=merge:budget=21f,newest=3,keep={keep}" for keep in ("partner", "newest")
-    ]
-    + ["cache=dedup:budget=21f,newest=3"],
-    "methods": [
-        "lossless",
-        "cache=merge:threshold=0.95",
-        "cache=merge:threshold=0.9",
-        *[
-            f"{cache}attention=ann:read={read},block=4,tile=8"
-            for cache, reads in (
-                ("", (0.1, 0.2, 0.3, 0.5)),
-                ("cache=merge:budget=21f ", (0.3, 0.5)),
-                ("cache=merge:budget=33f ", (0.2, 0.3)),
-            )
-            for read in reads
-        ],
-        "attention=ann:read=0.3,block=16,tile=64",
-        "text=ann:hash=lsh",
-        *[
-            f"replay={name}:share={share}{drift}"
-            for share in (0.25, 0.5, 0.75)
-            for name, drift in (("attentive", ""), ("attentive", ",drift=true"))
-        ],
-        "replay=random:share=0.5,drift=true",
-        "replay=every_k:k=2,drift=true",
-    ],
-}  # fmt: skip
-
-
-def table(name: str) -> list[str]:
-    """Plans of a trade-off table, beside dense.
-
-    readme: the plans of README's table. budgets: window and merge at equal budgets. matching: on
-    what merge compares, whom it keeps, by head or for all. long: what lasts over hundreds of
-    frames. methods: all the others.
-    """
-    if name not in TABLES:
-        raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
-    return ["dense", *TABLES[name]]
+    with ProcessPoolExecutor(jobs, fresh, torch.set_num_threads, (1,)) as pool:
+        found = []
+        for start in range(0, worlds, AT_ONCE):
+            numbers = range(start, min(worlds, start + AT_ONCE))
+            for played in play_worlds(model, asked, numbers, twin):
+                found.append(pool.submit(judge_world, asked, played))
+        for one in found:
+            yield one.result()
 
 
 COLUMNS_SHOWN = {

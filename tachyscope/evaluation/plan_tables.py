@@ -1,0 +1,68 @@
+"""Plans of the evaluation's trade-off tables."""
+
+from __future__ import annotations
+
+from tachyscope.errors import TachyscopeError
+
+TABLES = {
+    "readme": [
+        "cache=window:budget=21f",
+        "balanced",
+        "fast",
+        "lossless attention=ann:k=640",
+        "lossless attention=ann:k=1280",
+        "lossless attention=ann:k=640,tile=64,block=1",
+    ],
+    "budgets": [
+        f"cache={cache}:budget={frames}f{more}"
+        for frames in (9, 13, 17, 21, 25, 33)
+        for cache, more in (("window", ""), ("merge", ",heads=shared"), ("merge", ""))
+    ],
+    "matching": ["cache=window:budget=12f"]
+    + [
+        f"cache=merge:budget=12f,match={match},keep={keep},heads={heads}"
+        for match in ("rotated", "unrotated", "key_value")
+        for keep in ("partner", "newest")
+        for heads in ("shared", "each")
+    ],
+    "long": ["balanced", "fast", "cache=window:budget=21f"]
+    + [
+        f"cache=merge:budget=21f,newest=3,keep={keep}" for keep in ("partner", "newest")
+    ]
+    + ["cache=dedup:budget=21f,newest=3"],
+    "methods": [
+        "lossless",
+        "cache=merge:threshold=0.95",
+        "cache=merge:threshold=0.9",
+        *[
+            f"{cache}attention=ann:read={read},block=4,tile=8"
+            for cache, reads in (
+                ("", (0.1, 0.2, 0.3, 0.5)),
+                ("cache=merge:budget=21f ", (0.3, 0.5)),
+                ("cache=merge:budget=33f ", (0.2, 0.3)),
+            )
+            for read in reads
+        ],
+        "attention=ann:read=0.3,block=16,tile=64",
+        "text=ann:hash=lsh",
+        *[
+            f"replay={name}:share={share}{drift}"
+            for share in (0.25, 0.5, 0.75)
+            for name, drift in (("attentive", ""), ("attentive", ",drift=true"))
+        ],
+        "replay=random:share=0.5,drift=true",
+        "replay=every_k:k=2,drift=true",
+    ],
+}  # fmt: skip
+
+
+def table(name: str) -> list[str]:
+    """Plans of a trade-off table, beside dense.
+
+    readme: the plans of README's table. budgets: window and merge at equal budgets. matching: on
+    what merge compares, whom it keeps, by head or for all. long: what lasts over hundreds of
+    frames. methods: all the others.
+    """
+    if name not in TABLES:
+        raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
+    return ["dense", *TABLES[name]]
