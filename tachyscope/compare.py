@@ -21,9 +21,10 @@ from tachyscope.plan import Plan, label
 from tachyscope.plan_notes import notes
 from tachyscope.quality import FLOOR_DB, Quality, horizon
 from tachyscope.rates import Clock, frame_rate, rates, warm_up
-from tachyscope.report import Floor, Run, decibels, percent, write_report
+from tachyscope.report import Floor, write_report
 from tachyscope.results import Document, document, size_of, to_json
 from tachyscope.rollout import rollout
+from tachyscope.runs import Run, decibels, percent
 from tachyscope.session import Session
 from tachyscope.stream import Stream
 from tachyscope.stream import open as open_stream

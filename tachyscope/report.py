@@ -20,20 +20,7 @@ from matplotlib.figure import Figure
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import write_atomically
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One rollout: its name, its plan spelled out, the meter's rows and their summary.
-
-    Of a row the plots read `frames`, `wall_ms`, `cache_mb` and `psnr_dense`, where present.
-    """
-
-    name: str
-    plan: str
-    rows: Sequence[Mapping[str, float]]
-    summary: Mapping[str, float]
-    notes: Sequence[str] = ()  # what a reader must know, such as a method that saved nothing
+from tachyscope.runs import Line, Run, number, sums, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,68 +30,6 @@ class Floor:
     db: float
     horizon: int | None  # None: two dense runs did not part in the frames compared
 
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A row of the table: the summary's key, its name, how a value is written, what it means."""
-
-    key: str
-    name: str
-    write: Callable[[float], str]
-    meaning: str
-
-
-def number(value: float) -> str:
-    """Three significant digits, whole numbers in full, thousands set apart; no number is a dash."""
-    if not math.isfinite(value):
-        return "∞" if value == math.inf else "–"
-    if value and not 1e-5 <= abs(value) < 1e9:
-        return f"{value:.2e}"
-    if value == round(value) or abs(value) >= 1000:
-        return f"{value:,.0f}".replace(",", "\u202f")
-    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
-
-
-def percent(value: float) -> str:
-    return f"{number(100 * value)} %" if math.isfinite(value) else "–"
-
-
-def times(value: float) -> str:
-    return f"{value:.2f}×" if math.isfinite(value) else "–"
-
-
-def decibels(value: float) -> str:
-    return f"{value:.1f} dB" if math.isfinite(value) else "–"
-
-
-MEASURES = (
-    Measure("frames", "Frames", number, "pixel frames made"),
-    Measure("fps_steady", "Frames/s once warm", number, "by the clock, chunks after the warm-up"),
-    Measure("fps_end", "Frames/s at the end", number, "by the clock, the last chunks"),
-    Measure("fps_avg", "Frames/s on average", number, "by the clock, warm-up included"),
-    Measure("steady_ms", "A chunk, ms", number, "by the clock, median once warm"),
-    Measure("model_ms", "A chunk in the model, ms", number, "of that; decoding is the rest"),
-    Measure("first_frame_s", "First frame after, s", number, "decoded, the model being loaded"),
-    Measure("warm_s", "Warm-up, s", number, "kernels are compiled, the cache fills"),
-    Measure("load_s", "Loading, s", number, "the model and its weights"),
-    Measure("ratio_dense", "Speed to dense once warm", times, "dense’s time over this one’s"),
-    Measure("ratio_dense_all", "Speed to dense, whole video", times, "warm-up included"),
-    Measure("ratio_stock", "Speed to stock", times, "against the authors’ own setting"),
-    Measure("density", "Pairs scored, % of dense", percent, "query-key pairs of attention"),
-    Measure("recall", "Recall", percent, "dense attention mass that was kept"),
-    Measure("cache_mb", "Cache, MB", number, "in use at the end, all layers"),
-    Measure("peak_gb", "Peak memory, GB", number, "of the device"),
-    Measure("rows_computed", "MLP rows computed", number, "rows the MLPs really saw"),
-    Measure("rows_replayed", "MLP rows replayed", number, "rows taken from the frame before"),
-    Measure("macs", "Counted GMACs", lambda v: number(v / 1e9), "linears and attention"),
-    Measure("psnr_dense", "PSNR to dense", decibels, "mean over frames, at most 100 dB"),
-    Measure("psnr_truth", "PSNR to truth", decibels, "against the world itself"),
-    Measure("revisit_db", "Revisit", decibels, "PSNR of a place seen again"),
-    Measure("sharpness", "Sharpness", times, "detail, relative to the dense run’s"),
-    Measure("motion", "Motion", number, "mean change from frame to frame, in levels of 255"),
-    Measure("frozen_frames", "Frozen frames", number, "moving less than 0.1 level"),
-    Measure("flat_frames", "Flat frames", number, "with a contrast below 2 levels"),
-)
 
 # above this two pictures look the same, and the axis is better spent below
 SAME_DB = 60.0
@@ -148,7 +73,7 @@ def write_report(
         runs=runs,
         light=LIGHT,
         dark=DARK,
-        table=_table(runs, noise),
+        table=sums(runs, noise),
         everything=_everything(runs),
         plots=_plots(runs, floor),
         video=None if video is None else base64.b64encode(video).decode(),
@@ -196,44 +121,10 @@ def _noise(noise: tuple[float, float] | None) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    name: str
-    meaning: str
-    cells: list[tuple[str, str]]  # what is shown, and a remark to it
-
-
-def _table(runs: Sequence[Run], noise: tuple[float, float] | None) -> list[_Line]:
-    lines = []
-    for measure in MEASURES:
-        cells = [
-            # the baseline is its own measure, so its ratio is no claim
-            _cell(measure, run, noise if i else None)
-            for i, run in enumerate(runs)
-        ]
-        if any(shown for shown, _ in cells):
-            lines.append(_Line(measure.name, measure.meaning, cells))
-    return lines
-
-
-def _cell(measure: Measure, run: Run, noise: tuple[float, float] | None) -> tuple[str, str]:
-    value = run.summary.get(measure.key)
-    simulated = run.summary.get(f"simulated_{measure.key}")
-    # a simulated saving may stand only where it cannot be taken for a real one
-    if simulated and not value:
-        return measure.write(simulated), "simulated"
-    if value is None:
-        return "", ""
-    inside = noise is not None and noise[0] <= value <= noise[1]
-    # a total may fall just outside while single rounds do not: `real` is false then
-    unclear = measure.key.startswith("ratio_") and (inside or run.summary.get("real") is False)
-    return measure.write(value), "within noise" if unclear else ""
-
-
-def _everything(runs: Sequence[Run]) -> list[_Line]:
+def _everything(runs: Sequence[Run]) -> list[Line]:
     keys = dict.fromkeys(key for run in runs for key in run.summary)
     shown = [[number(run.summary[k]) if k in run.summary else "" for run in runs] for k in keys]
-    return [_Line(k, "", [(v, "") for v in vs]) for k, vs in zip(keys, shown, strict=True)]
+    return [Line(k, "", [(v, "") for v in vs]) for k, vs in zip(keys, shown, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

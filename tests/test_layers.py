@@ -12,7 +12,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"bounds", "process", "fpga"},
     {"types", "files", "weights", "fingerprint", "numerics", "quality"},
     {"settings", "tables"},
-    {"meter", "rates", "peak_memory", "observers"},
+    {"meter", "rates", "peak_memory", "observers", "runs"},
     {"kernels"},
     METHODS,
     {"plan"},

@@ -10,7 +10,8 @@ import pytest
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.machine import machine, versions
-from tachyscope.report import LIGHT, Floor, Run, number, write_report
+from tachyscope.report import LIGHT, Floor, write_report
+from tachyscope.runs import Run, number
 
 VOID = {"meta", "img", "source", "br", "link", "input"}
 HOSTILE = """</title><script>alert("x")</script>&<img src=//evil.example/a onerror='x()'>"""
@@ -139,7 +140,7 @@ def test_the_table_holds_the_sums(tmp_path):
     assert table["MLP rows computed"] == ["5\u202f898\u202f240"] * 2
     assert table["Counted GMACs"] == ["3\u202f810", "3\u202f810"]
     assert table["PSNR to dense"] == ["–", "41.2 dB"]
-    assert "Recall" not in table, "what no run measured takes no line"
+    assert "Loading, s" not in table, "what no run measured takes no line"
 
 
 def test_a_ratio_inside_the_noise_is_marked_and_the_baseline_is_not(tmp_path):

@@ -31,10 +31,10 @@ class Compare(CompiledVerb):
     )
 
     def run(self, command: str) -> None:
-        from tachyscope.cli.runs import print_runs
         from tachyscope.compare import compare, tell_floor
         from tachyscope.files import check_folder
         from tachyscope.progress import frames_bar
+        from tachyscope.runs import run_lines
 
         text, options = self.plan_text(), self.rollout_options()
         self.check_json()
@@ -53,10 +53,8 @@ class Compare(CompiledVerb):
                 command=command, about=self._about(), load_s=load_s, watch=watch,
             )  # fmt: skip
         if not self.quiet:
-            print(results.lead)
-            print_runs(results.runs)
-            print(tell_floor(results))
-            print(*(self.out / name for name in ("compare.mp4", "report.html")), sep="\n")
+            files = [self.out / name for name in ("compare.mp4", "report.html")]
+            print(results.lead, *run_lines(results.runs), tell_floor(results), *files, sep="\n")
         self.emit(results.document)
 
     def _about(self) -> str:

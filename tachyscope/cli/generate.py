@@ -39,16 +39,15 @@ class Generate(CompiledVerb):
 
     def run(self, command: str) -> None:
         from tachyscope.arguments import parse_change, parse_prompt_files
-        from tachyscope.cli.runs import print_runs
         from tachyscope.files import check_folder
         from tachyscope.meter import summary
         from tachyscope.plan import label
         from tachyscope.plan_notes import notes
         from tachyscope.progress import frames_bar
         from tachyscope.rates import Clock, rates, tell_rates
-        from tachyscope.report import Run
         from tachyscope.results import document, size_of
         from tachyscope.rollout import change_frames, rollout, runs_beside
+        from tachyscope.runs import Run, run_lines
         from tachyscope.stream import open as open_stream
         from tachyscope.video import VideoWriter, read_frames
 
@@ -96,8 +95,7 @@ class Generate(CompiledVerb):
         sums = summary(rows) | speed | {"load_s": load_s}
         run = Run(name, str(stream.session.plan), rows, sums, notes(stream.session, rows))
         if not self.quiet:
-            print(tell_rates(name, speed, load_s))
-            print_runs([run])
+            print(tell_rates(name, speed, load_s), *run_lines([run]), sep="\n")
             follow = ""
             if self.first is not None:
                 follow = f", after the {len(options['first'])} of {self.first}"
