@@ -51,14 +51,6 @@ def check_whole(name: str, value: Any, what: str = "") -> int:
     return check(name, number, what)
 
 
-def check_frames(frames: Any) -> int:
-    return check_whole("frames", frames)
-
-
-def check_seed(seed: Any) -> int:
-    return check_whole("seed", seed)
-
-
 def check_prompt(prompt: Any, name: str = "prompt") -> str:
     if not isinstance(prompt, str):
         raise TachyscopeError(

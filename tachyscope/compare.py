@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tachyscope.arguments import check_model, check_prompt, check_seed, parse_first, parse_plan
-from tachyscope.bench import noise, verdict, warm
+from tachyscope.arguments import check_model, check_prompt, check_whole, parse_first, parse_plan
+from tachyscope.bench.cpu import warm
+from tachyscope.bench.noise import noise, verdict
 from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_folder, write_atomically
 from tachyscope.meter import summary
@@ -113,7 +114,7 @@ def compare(
     """
     check_model(model)
     check_prompt(prompt)  # one video, no batch
-    check_seed(seed)
+    check_whole("seed", seed)
     parse_plan(model, plan)
     if twin is not None and check_model(twin).dtype == model.dtype:
         raise TachyscopeError(

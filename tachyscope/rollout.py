@@ -11,8 +11,8 @@ import torch
 
 from tachyscope.arguments import (
     check_changes,
-    check_frames,
     check_model,
+    check_whole,
     parse_actions,
     parse_noise,
     parse_plan,
@@ -78,7 +78,7 @@ def rollout(
     yielded, so unless asked for it is done only without one.
     """
     check_model(model)
-    frames, moves = check_frames(frames), parse_actions(actions, model.actions, frames)
+    frames, moves = check_whole("frames", frames), parse_actions(actions, model.actions, frames)
     wanted = check_changes(then)
     if not isinstance(overlap_decode, bool | None):
         raise TachyscopeError(f"overlap_decode must be True, False or None, got {overlap_decode!r}")

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from tachyscope.arguments import (
     check_first_size,
-    check_frames,
     check_model,
     check_prompt,
-    check_seed,
+    check_whole,
     parse_actions,
     parse_first,
     parse_noise,
@@ -74,7 +73,7 @@ def open(
     check_model(model)
     parsed, pixels = parse_plan(model, plan), parse_size(size)
     texts, seeds, batch = parse_batch(prompt, seed)
-    frames = None if frames is None else check_frames(frames)
+    frames = None if frames is None else check_whole("frames", frames)
     pictures = parse_firsts(first, batch)
     shape = model.shape(pixels)
     for each in pictures:
@@ -377,7 +376,7 @@ def parse_batch(prompt: Any, seed: Any) -> tuple[list[str], list[int], int | Non
         )
     batch = counts.pop() if counts else None
     prompts, seeds = (lists.get(name, [x] * (batch or 1)) for name, x in given.items())
-    return [check_prompt(x) for x in prompts], [check_seed(x) for x in seeds], batch
+    return [check_prompt(x) for x in prompts], [check_whole("seed", x) for x in seeds], batch
 
 
 def parse_firsts(first: Any, batch: int | None) -> list[np.ndarray]:

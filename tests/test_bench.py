@@ -11,18 +11,10 @@ import toys
 from toys import open_session
 
 import tachyscope as ts
-from tachyscope.bench import (
-    bench,
-    bench_lengths,
-    lines,
-    noise,
-    speed_word,
-    split_plans,
-    verdict,
-)
 from tachyscope.bench.__main__ import main
-from tachyscope.bench.cpu import split_lengths
+from tachyscope.bench.cpu import bench, bench_lengths, lines, split_lengths, split_plans
 from tachyscope.bench.fill import fill
+from tachyscope.bench.noise import noise, speed_word, verdict
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import summary
 from tachyscope.models.registry import load

@@ -12,7 +12,7 @@ from faults import refused
 from safetensors.torch import save_file
 
 from tachyscope import bounds
-from tachyscope.bench import bench_lengths
+from tachyscope.bench.cpu import bench_lengths
 from tachyscope.bounds import ASKED, SETTINGS, VILA, WAN, Bound, check, number, whole, within
 from tachyscope.evaluation.atrium import evaluate_atrium
 from tachyscope.memory import fit, sized

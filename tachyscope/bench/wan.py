@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tachyscope.arguments import parse_plan
@@ -41,7 +42,7 @@ from tachyscope.models.wan.toy import random_wan, with_toy_parts
 from tachyscope.plan import Plan
 from tachyscope.results import Document, document
 from tachyscope.session import Session
-from tachyscope.stream import Stream
+from tachyscope.stream import Stream, chunks_for
 from tachyscope.stream import open as open_stream
 from tachyscope.tables import format_table
 from tachyscope.types import Shape
@@ -345,37 +346,22 @@ def _latents(model: WanModel, plan: Plan, lengths: Sequence[int], rounds: int) -
 
 def _rates(row: Document, model: WanModel) -> None:
     """Frames a second over whole rollouts, and at their ends."""
-    points = [(p["length"], p["chunk_ms"]) for p in row.get("points", [])]
+    points, chunk = row.get("points", []), model.config.chunk
     if len(points) < 2:
         return
     row["rates"] = {}
+    lengths, times = ([point[key] for point in points] for key in ("length", "chunk_ms"))
     for frames in FRAMES:
-        starts = chunk_starts(model, frames)
-        if row["grows"] and starts[-1] > points[-1][0]:
+        starts = range(0, chunk * chunks_for(model, chunk, 0, frames), chunk)
+        if row["grows"] and starts[-1] > lengths[-1]:
             continue  # how it goes on was not measured
         begin = row.get("begin_ms", [])[: len(starts)]
-        ms = begin + [between(points, start) for start in starts[len(begin) :]]
-        made = model.pixel_frames(starts[-1] + model.config.chunk)
+        ms = [*begin, *np.interp(starts[len(begin) :], lengths, times).tolist()]
+        made = model.pixel_frames(starts[-1] + chunk)
         row["rates"][str(frames)] = {
             "fps": 1e3 * made / sum(ms),
             "fps_end": 1e3 * row["frames_chunk"] / ms[-1],
         }
-
-
-def chunk_starts(model: WanModel, frames: int) -> list[int]:
-    """Latent frames before each chunk of a rollout of so many pixel frames."""
-    starts = [0]
-    while model.pixel_frames(starts[-1] + model.config.chunk) < frames:
-        starts.append(starts[-1] + model.config.chunk)
-    return starts
-
-
-def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at x of straight lines through points in order; beyond the last, the last's."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
 
 
 def _compare(row: Document, rows: Sequence[Document]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tachyscope.attention import AttentionPolicy
-from tachyscope.bench import noise
+from tachyscope.bench.noise import noise
 from tachyscope.evaluation.clips import GIVEN, Clip, true_codes
 from tachyscope.evaluation.replay_scores import Way, begin
 from tachyscope.meter import Meter, summary

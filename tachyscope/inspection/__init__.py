@@ -14,10 +14,8 @@ import torch
 
 from tachyscope.arguments import (
     check_first_size,
-    check_frames,
     check_model,
     check_prompt,
-    check_seed,
     check_whole,
     parse_first,
     parse_plan,
@@ -85,8 +83,8 @@ def inspect_model(
     """
     check_model(model)
     check_prompt(prompt)  # one video, no batch
-    check_seed(seed)
-    frames, queries = check_frames(frames), check_whole("queries", queries)
+    check_whole("seed", seed)
+    frames, queries = check_whole("frames", frames), check_whole("queries", queries)
     rounds, places = check_whole("rounds", rounds), check_whole("places", places)
     parsed, pixels = parse_plan(model, plan), parse_size(size)
     pictures = None if first is None else parse_first(first)

@@ -39,31 +39,21 @@ class Entry:
     pace: float = 1.0  # steps of a walk in that world that a frame takes
 
 
-def atrium_world(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> VideoModel:
-    """The world model that comes with the package."""
-    return load_wan(shipped("atrium-world"), device=device, dtype=dtype)
-
-
-def atrium_tokens(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> VideoModel:
-    """The token model that comes with the package."""
-    return load_vila(shipped("atrium-tokens"), device=device, dtype=dtype)
+def _load_shipped(load: Callable[..., VideoModel], name: str, **options: Any) -> VideoModel:
+    return load(shipped(name), **options)
 
 
 MODELS = {
     "atrium-world": Entry(
         "our own trained world model of small rooms, 128x128, driven by actions",
         "chunks",
-        atrium_world,
+        partial(_load_shipped, load_wan, "atrium-world"),
         world="atrium",
     ),
     "atrium-tokens": Entry(
         "our own trained token model of the same rooms, 128x128, 256 tokens a frame",
         "tokens",
-        atrium_tokens,
+        partial(_load_shipped, load_vila, "atrium-tokens"),
         world="atrium",
         # half a degree a frame: at 24 frames a second what is in view crosses it in seven seconds,
         # as fast as cameras are panned

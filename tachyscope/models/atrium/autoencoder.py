@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
+from tachyscope.models.wan.parts import Decoder
 
 STRIDE = 8  # pixels of a latent's side
 
@@ -82,7 +83,7 @@ class Autoencoder(nn.Module):
         return self.decode(latents + noise * torch.randn_like(latents))
 
 
-class AutoencoderDecoder:
+class AutoencoderDecoder(Decoder):
     """From latents to frames, one a latent frame, by the autoencoder's decoder."""
 
     kind = name = "autoencoder"
@@ -107,19 +108,10 @@ class AutoencoderDecoder:
         return latents
 
     def encode(self, frames: np.ndarray | Tensor) -> Tensor:
-        """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3], or of their levels."""
         place = next(self.model.parameters()).device
         pixels = torch.as_tensor(frames).to(place).permute(0, 3, 1, 2).float() / 255
         return self.model.encode(pixels).transpose(0, 1)[None]
 
-    def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
-        """Nothing: every latent frame is shown by itself."""
-
     def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """The frames before they are rounded: 0 to 255 as floats."""
         pixels = self.model.decode(latents[0].transpose(0, 1).float())
         return (255 * pixels.clamp(0, 1)).permute(0, 2, 3, 1)
-
-    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
-        """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]."""
-        return self.levels(latents, features).round().to(torch.uint8).cpu().numpy()

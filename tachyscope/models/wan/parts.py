@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -21,15 +23,17 @@ class TextEncoder(Protocol):
     def write(self, folder: Path) -> None: ...
 
 
-class Decoder(Protocol):
+class Decoder(abc.ABC):
     """From latents to pictures, as a part that can be exchanged."""
 
     kind: str
     name: str  # for people
 
+    @abc.abstractmethod
     def pixel_frames(self, latents: int) -> int:
         """Frames that so many latent ones from the video's start become."""
 
+    @abc.abstractmethod
     def encode(self, frames: np.ndarray | Tensor) -> Tensor:
         """Latents [1, C, F, h, w] of frames uint8 [F, H, W, 3], or of such `levels`.
 
@@ -38,14 +42,19 @@ class Decoder(Protocol):
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         """Take in latents that are not shown, where what follows depends on them."""
+        return None
 
+    @abc.abstractmethod
     def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
         """The frames before they are rounded: 0 to 255 as floats."""
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         """Frames uint8 [F, H, W, 3] of latents [1, C, F, h, w]; `features` lasts for a video."""
+        return self.levels(latents, features).round().to(torch.uint8).cpu().numpy()
 
-    def write(self, folder: Path) -> None: ...
+    @abc.abstractmethod
+    def write(self, folder: Path) -> None:
+        """Put it into a model's folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tachyscope.errors import TachyscopeError, warn
 from tachyscope.models.checkpoint import check_finite, fit, read_tensors, some, write_tensors
 from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.parts import Decoder
 
 RANDOM = "random-tiny"  # instead of a file: the published shape, random weights
 TIME, SPACE = 4, 8  # frames, and rows and columns of them, that a latent place becomes
@@ -32,14 +33,6 @@ NAMES = ("taew2_1", "lighttaew2_1")  # the second is given the VAE's latents
 ERROR = "decoder_error"
 
 Decode = Callable[[nn.Module, Tensor, list[Tensor], bool], tuple[Tensor, list[Tensor]]]
-
-
-class Vae(Protocol):
-    """What a tiny decoder asks of the VAE whose place it takes."""
-
-    def encode(self, frames: np.ndarray | Tensor) -> Tensor: ...
-    def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None: ...
-    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray: ...
 
 
 class MemoryBlock(nn.Module):
@@ -168,7 +161,7 @@ class TinyLayers(nn.Module):
         return levels.permute(0, 2, 3, 1), kept
 
 
-class TinyDecoder:
+class TinyDecoder(Decoder):
     """A tiny decoder, streamed: what its memory blocks saw last is in the session's features.
 
     It only shows. What must be encoded is encoded by the VAE, which `vae` reads when it is first
@@ -182,7 +175,7 @@ class TinyDecoder:
         self,
         layers: TinyLayers,
         name: str,
-        vae: Callable[[], Vae] | None = None,
+        vae: Callable[[], Decoder] | None = None,
         check: bool = False,
     ) -> None:
         self.layers, self.name, self.read_vae = layers, name, vae
@@ -197,7 +190,7 @@ class TinyDecoder:
         config: WanConfig,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        vae: Callable[[], Vae] | None = None,
+        vae: Callable[[], Decoder] | None = None,
         check: bool = False,
     ) -> Self:
         """The decoder in a published file, or in a model's folder; or `random-tiny`.
@@ -243,7 +236,7 @@ class TinyDecoder:
         return self
 
     @functools.cached_property
-    def vae(self) -> Vae:
+    def vae(self) -> Decoder:
         if self.read_vae is None:
             raise TachyscopeError(
                 f"{self.name} is a tiny decoder, which only shows: to encode given frames, or to "

@@ -14,6 +14,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.models.checkpoint import allocate, fit, read_tensors, write_tensors
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.parts import Decoder
 from tachyscope.models.wan.transformer import WanCausal
 
 
@@ -53,7 +54,7 @@ class BytesText:
         return context, len(rows)
 
 
-class Preview:
+class Preview(Decoder):
     """A look at latents without a decoder: each place's colour is a linear map of its channels."""
 
     kind = name = "preview"
@@ -91,17 +92,14 @@ class Preview:
         features["begun"] = torch.ones(1, dtype=torch.float32)
 
     def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """The frames as floats: a preview is rounded as it is made."""
-        return torch.from_numpy(self(latents, features)).float()
-
-    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
         # as in Wan, a video's first latent frame is a single frame
         first = 0 if "begun" in features else self.stride[0] - 1
         self.skip(latents, features)
         colour = torch.einsum("kc,cfhw->fhwk", self.weight.to(latents), latents[0]) + 0.5
-        small = (255 * colour.clamp(0, 1)).round().to(torch.uint8).cpu().numpy()
-        frames = small.repeat(self.stride[0], 0)[first:]
-        return frames.repeat(self.stride[1], 1).repeat(self.stride[2], 2)
+        frames = (255 * colour.clamp(0, 1)).round().float()
+        for dim, times in enumerate(self.stride):
+            frames = frames.repeat_interleave(times, dim)
+        return frames[first:]
 
 
 def random_wan(

@@ -24,6 +24,7 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
+from tachyscope.models.wan.parts import Decoder
 from tachyscope.models.wan.text import needed
 
 PUBLISHED = "Wan2.1_VAE.pth"
@@ -35,7 +36,7 @@ REPEAT = "Rep"
 Normed = Callable[[Tensor, Tensor], Tensor]
 
 
-class WanVae:
+class WanVae(Decoder):
     """diffusers' Wan VAE, decoded latent frame by latent frame.
 
     What its causal convolutions saw last is kept in the session's features, so that a video in
@@ -156,9 +157,6 @@ class WanVae:
     def levels(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
         pixels = self._decode(latents, features)[0]
         return (pixels.float().clamp(-1, 1) * 127.5 + 127.5).permute(1, 2, 3, 0)
-
-    def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
-        return self.levels(latents, features).round().to(torch.uint8).cpu().numpy()
 
     def _decode(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
         """Pixels [1, 3, F, H, W], about -1 to 1; the features are brought up to date."""
