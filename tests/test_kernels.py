@@ -51,6 +51,8 @@ from tachyscope.kernels.slots.reference import permute_reference, shift_referenc
 from tachyscope.types import Rope
 
 pytest.importorskip("triton")
+import decode_cases
+
 from tachyscope.kernels.attention import triton as flash
 from tachyscope.kernels.block_index import triton as block_index_triton
 from tachyscope.kernels.block_sparse import triton as block_sparse_triton
@@ -474,13 +476,21 @@ CASES = {
     "prompt_hits": (_case_prompt_hits, ("torch", "triton")),
     "replay_score": (_case_temporal_score, ("torch",)),
     "replay_drift": (_case_drift, ("torch",)),
-}
+} | decode_cases.CASES
+
+
+def _marks(name, backend):
+    if backend == "hopper":
+        return pytest.mark.gpu
+    # interpreted, most of a decode step's take seconds; a GPU runs them all
+    quick = ON_GPU or backend == "torch" or name not in decode_cases.CASES
+    return () if quick or name in decode_cases.QUICK else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "operation, backend",
     [
-        pytest.param(name, backend, marks=pytest.mark.gpu if backend == "hopper" else ())
+        pytest.param(name, backend, marks=_marks(name, backend))
         for name, (_, backends) in CASES.items()
         for backend in backends
     ],

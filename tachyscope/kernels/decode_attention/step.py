@@ -1,0 +1,111 @@
+"""What attention of one token reads and writes: all numbers that change are the device's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MAX_SPLITS = 16  # programs that share a head's entries, at most
+GateKind = Literal["threshold", "share", "draw"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Angles of a frame's tokens, cos and sin [B, N, D], as `Rope.cos_sin` gives them."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A layer's slots; the token goes to slot `slot`, and reads all before it and itself.
+
+    k, v       [B, Hkv, C, D]
+    slot       [] int32
+    log_count  [B, Hkv or 1, C]  or None where every entry stands for itself
+    unrotated  [B, Hkv, C, D]    or None
+    """
+
+    k: Tensor
+    v: Tensor
+    slot: Tensor
+    log_count: Tensor | None = None
+    unrotated: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Of the entries, the first `sink` behind a row's padding and the newest `near` are read.
+
+    All are read up to `whole` entries, the token's own counted. padding [B] int32.
+    """
+
+    sink: int
+    near: int
+    whole: int
+    padding: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A replay policy's decision about a token, taken on the device.
+
+    kind       by score, by rank among the last frame's worth of scores, or by a number drawn
+    value      [] float32        the threshold, or the share that is replayed
+    strict     whether a score must exceed the threshold
+    mixed      whether the query of the score is unrotated
+    tied       whether rows b and b + B/2 decide by their mean score
+    age_limit  times in a row that a value may serve; 0: no limit
+    ready      [] int32          0: nothing was kept yet, so that all is computed
+    skip       [B] int32         what is decided: 1 replays
+    counts     [2] int32         tokens skipped; tokens that replay beside one that is computed
+    key        [B, Hkv, N, D]    the last frame's rotated keys by place, where scores are taken
+    age        [B, N] int32
+    recent     [B, N] float32    by share: the last scores; NaN where there is none yet
+    due        [B, 1] float32    by share: the share that is owed
+    luck       [B] float32       by draw: a number from 0 to 1 a row
+    """
+
+    kind: GateKind
+    value: Tensor
+    ready: Tensor
+    skip: Tensor
+    counts: Tensor
+    age: Tensor
+    strict: bool = False
+    mixed: bool = False
+    tied: bool = False
+    age_limit: int = 0
+    key: Tensor | None = None
+    recent: Tensor | None = None
+    due: Tensor | None = None
+    luck: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token's attention in one layer; `place` [] int32 is the token's place in its frame."""
+
+    entries: Entries
+    heads: int
+    place: Tensor
+    rotation: Rotation | None = None
+    window: Window | None = None
+    gate: Gate | None = None
+
+
+class Scratch:
+    """Memory that the kernel's programs share; one serves all layers of a model."""
+
+    def __init__(self, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device):
+        group = 1 << (heads // kv_heads - 1).bit_length()
+        most = rows * kv_heads * group * MAX_SPLITS
+        self.parts = torch.zeros(most * (head_dim + 2), dtype=torch.float32, device=device)
+        self.scores = torch.zeros(rows * kv_heads, dtype=torch.float32, device=device)
+        # how many programs are done: of every row and head, and in the last place of all
+        self.done = torch.zeros(rows * kv_heads + 1, dtype=torch.int32, device=device)

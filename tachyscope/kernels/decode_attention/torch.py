@@ -1,0 +1,92 @@
+"""One token's attention and its gate by stock torch; the host reads no number of the device's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tachyscope.kernels.decode_attention.step import Gate, Rotation, Step, Window
+from tachyscope.kernels.replay.torch import temporal_score
+
+
+def decode_attention(out: Tensor, qkv: Tensor, step: Step) -> Tensor:
+    held, (_, hkv, slots, d) = step.entries, step.entries.k.shape
+    place, slot = step.place.long().view(1), held.slot.long().view(1)
+    q, k, v = qkv.unflatten(-1, (-1, d)).split([step.heads, hkv, hkv], 1)
+    q_turned, k_turned = q, k
+    if step.rotation is not None:
+        q_turned, k_turned = (_turn(x, step.rotation, place) for x in (q, k))
+    held.k.index_copy_(2, slot, k_turned[:, :, None])
+    held.v.index_copy_(2, slot, v[:, :, None])
+    if held.unrotated is not None:
+        held.unrotated.index_copy_(2, slot, k[:, :, None])
+    bias = torch.zeros(1, 1, slots, dtype=torch.float32, device=q.device)
+    if held.log_count is not None:
+        bias = held.log_count.clamp_min(-1e30).index_fill(2, slot, 0.0)
+    seen = _seen(step.window, torch.arange(slots, device=q.device), slot)
+    group = step.heads // hkv
+    scores = torch.einsum("bkgd,bksd->bkgs", q_turned.unflatten(1, (hkv, group)), held.k)
+    scores = scores.float() / math.sqrt(d) + bias[:, :, None]
+    # what no token wrote may be anything
+    p = torch.where(seen[:, :, None], scores, -math.inf).softmax(-1).to(q.dtype)
+    values = torch.where(seen[..., None], held.v, 0)
+    out.copy_(torch.einsum("bkgs,bksd->bkgd", p, values).flatten(1))
+    if step.gate is not None:
+        decide(q if step.gate.mixed else q_turned, k_turned, step.gate, place)
+    return out
+
+
+def decide(q: Tensor, k: Tensor, gate: Gate, place: Tensor) -> None:
+    """Whether each row replays, from rotated q [B, H, D] and k [B, Hkv, D]; keeps k."""
+    score = torch.zeros(len(q), 1, dtype=q.dtype, device=q.device)
+    if gate.key is not None:
+        score = temporal_score(q[:, :, None], gate.key.index_select(2, place))
+        gate.key.index_copy_(2, place, k[:, :, None])
+    ready = gate.ready.bool()
+    if gate.tied:
+        score = score.view(2, -1).mean(0, keepdim=True).expand(2, -1).reshape(-1, 1)
+    if gate.kind == "threshold":
+        replay = score > gate.value if gate.strict else score >= gate.value
+    elif gate.recent is not None and gate.due is not None:
+        ring = gate.recent
+        known = (ring == ring).sum(-1, keepdim=True)
+        higher = (ring > score).sum(-1, keepdim=True)
+        ring.index_copy_(
+            1, place, torch.where(ready, score.to(ring.dtype), ring.index_select(1, place))
+        )
+        replay = higher + 0.5 < gate.due * (known + 1)
+    else:
+        assert gate.luck is not None
+        replay = gate.luck[:, None] < gate.value
+    replay = replay & ready
+    if gate.age_limit:
+        replay = replay & (gate.age.index_select(1, place) < gate.age_limit)
+    if gate.recent is not None and gate.due is not None:
+        owed = ((~replay).float() - (1 - gate.value)) / gate.recent.shape[1]
+        gate.due.add_(torch.where(ready, owed, 0.0))
+    gate.skip.copy_(replay[:, 0])
+    skipped, all_of_them = replay.sum(), replay.all()
+    gate.counts[0] += torch.where(all_of_them, skipped, 0)
+    gate.counts[1] += torch.where(all_of_them, 0, skipped)
+
+
+def _turn(x: Tensor, r: Rotation, place: Tensor) -> Tensor:
+    cos, sin = (t.index_select(1, place) for t in (r.cos, r.sin))  # [B, 1, D]
+    if r.interleaved:
+        partner = x.unflatten(-1, (-1, 2)).roll(1, -1).flatten(-2)
+    else:
+        partner = x.roll(x.shape[-1] // 2, -1)
+    return (x * cos + partner * sin).to(x.dtype)
+
+
+def _seen(window: Window | None, index: Tensor, slot: Tensor) -> Tensor:
+    """Which slots are read: [B or 1, 1, C]."""
+    before = (index <= slot).view(1, 1, -1)
+    if window is None:
+        return before
+    first = window.padding.view(-1, 1, 1)
+    sink = (index >= first) & (index < first + window.sink)
+    near = index > slot - window.near
+    return before & (sink | near | (slot + 1 <= window.whole))

@@ -1,0 +1,267 @@
+"""One token's attention, split over the entries, in one launch (Triton).
+
+A program reads a share of one key head's entries; the last of a head to end joins the shares. How
+many entries there are is a number on the device, so that one recorded launch serves every token.
+Program 0 of a head also writes the token's key and value and, where the step has a gate, scores
+the query against the key kept of the last frame; the last head to have scored decides.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tachyscope.kernels.decode_attention.step import MAX_SPLITS, Gate, Scratch, Step
+from tachyscope.kernels.device import multiprocessors
+from tachyscope.kernels.launch import launch
+from tachyscope.kernels.online_softmax import LOWEST
+
+BLOCK = 64  # entries of a step
+
+
+def decode_attention(
+    out: Tensor, qkv: Tensor, step: Step, scratch: Scratch, splits: int | None = None
+) -> Tensor:
+    """`decode_attention`; qkv and out are contiguous, D is a power of two."""
+    held, (rows, hkv, slots, d) = step.entries, step.entries.k.shape
+    reads = slots if step.window is None else step.window.sink + step.window.near
+    splits = splits or _splits(reads, rows * hkv, qkv.device)
+    rotation, window, gate, log_count = step.rotation, step.window, step.gate, held.log_count
+    cos, sin = (qkv, qkv) if rotation is None else (rotation.cos, rotation.sin)
+    by_row = 0 if rotation is None or cos.shape[0] == 1 else cos.stride(0)
+    by_head = 0 if log_count is None or log_count.shape[1] == 1 else log_count.stride(1)
+    launch(
+        _decode_attention, (rows * hkv, splits),
+        out, qkv, held.k, held.v, held.slot, step.place, cos, sin,
+        out if log_count is None else log_count, out if held.unrotated is None else held.unrotated,
+        held.slot if window is None else window.padding, scratch.parts, scratch.scores,
+        scratch.done, *_gate_args(gate, out, held.slot),
+        held.k.stride(0), held.k.stride(1), by_row,
+        0 if log_count is None else log_count.stride(0), by_head,
+        0 if gate is None else gate.age.shape[1],
+        *((0, 0, 0) if window is None else (window.sink, window.near, window.whole)), rows,
+        HEADS=step.heads, HKV=hkv, D=d, GROUP=step.heads // hkv,
+        G=triton.next_power_of_2(step.heads // hkv), PADDED=triton.next_power_of_2(hkv),
+        SPLITS=splits, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(reads))),
+        ROPE="" if rotation is None else "pairs" if rotation.interleaved else "halves",
+        WEIGHTED=log_count is not None, WINDOW=window is not None,
+        UNROTATED=held.unrotated is not None, **_gate_kinds(gate), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _splits(reads: int, heads: int, device: torch.device) -> int:
+    """Enough programs for the GPU, of some steps each."""
+    wanted = 2 * multiprocessors(device) // heads + 1
+    useful = triton.cdiv(reads, 2 * BLOCK)
+    return max(1, min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(useful)))
+
+
+def _gate_args(gate: Gate | None, floats: Tensor, ints: Tensor) -> tuple[Tensor, ...]:
+    if gate is None:
+        return (floats, ints, ints, ints, ints, floats, floats, floats, floats)
+    optional = (floats if x is None else x for x in (gate.key, gate.recent, gate.due, gate.luck))
+    return (gate.value, gate.ready, gate.skip, gate.counts, gate.age, *optional)
+
+
+def _gate_kinds(gate: Gate | None) -> dict[str, object]:
+    if gate is None:
+        gate_kind, keyed, strict, mixed, tied, limit, places = "", False, False, False, False, 0, 1
+    else:
+        gate_kind, keyed, strict = gate.kind, gate.key is not None, gate.strict
+        mixed, tied, limit = gate.mixed, gate.tied, gate.age_limit
+        places = triton.next_power_of_2(gate.age.shape[1])
+    return {
+        "GATE": gate_kind, "KEYED": keyed, "STRICT": strict, "MIXED": mixed, "TIED": tied,
+        "AGE_LIMIT": limit, "PLACES": places,
+    }  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "sink", "near", "whole"])
+def _decode_attention(
+    out, qkv, k_ptr, v_ptr, slot_ptr, place_ptr, cos_ptr, sin_ptr, log_count, unrotated, padding,
+    parts, scores_ptr, done, value, ready, skip, counts, age, key, recent, due, luck,
+    k_b, k_h, angle_b, log_b, log_h, places, sink, near, whole, rows,
+    HEADS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    G: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    ROPE: tl.constexpr, WEIGHTED: tl.constexpr, WINDOW: tl.constexpr, UNROTATED: tl.constexpr,
+    GATE: tl.constexpr, KEYED: tl.constexpr, STRICT: tl.constexpr, MIXED: tl.constexpr,
+    TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    head, split = tl.program_id(0), tl.program_id(1)
+    b, hk = head // HKV, head % HKV
+    slot, place = tl.load(slot_ptr), tl.load(place_ptr)
+    g, offs_d = tl.arange(0, G)[:, None], tl.arange(0, D)[None, :]
+    mine = (g < GROUP) & (offs_d < D)
+    qkv += b * (HEADS + 2 * HKV) * D
+    angle = b.to(tl.int64) * angle_b + place * D
+    q_at, k_at = (hk * GROUP + g) * D, (HEADS + hk + g * 0) * D
+    q = _rotated(qkv + q_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
+    entry = b.to(tl.int64) * k_b + hk.to(tl.int64) * k_h
+    offs_n = tl.arange(0, BLOCK)
+
+    m_i = tl.full([G], LOWEST, tl.float32)
+    l_i = tl.zeros([G], tl.float32)
+    acc = tl.zeros([G, D], tl.float32)
+    scale = 1.0 / tl.sqrt(D * 1.0)
+    if split == 0:
+        # the token's own entry
+        k = _rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
+        v = tl.load(qkv + (HEADS + HKV + hk) * D + offs_d + g * 0)
+        own = entry + slot.to(tl.int64) * D + offs_d + g * 0
+        once = mine & (g == 0)
+        tl.store(k_ptr + own, k.to(k_ptr.dtype.element_ty), mask=once)
+        tl.store(v_ptr + own, v, mask=once)
+        if UNROTATED:
+            tl.store(unrotated + own, tl.load(qkv + k_at + offs_d), mask=once)
+        m_i = tl.sum(q * k, 1) * scale
+        l_i += 1.0
+        acc += v.to(tl.float32)
+        if GATE != "":
+            if KEYED:
+                query = q
+                if MIXED:
+                    query = tl.load(qkv + q_at + offs_d, mask=mine, other=0.0).to(tl.float32)
+                held = key + (head.to(tl.int64) * places + place) * D + offs_d + g * 0
+                old = tl.load(held, mask=mine, other=0.0).to(tl.float32)
+                score = tl.sum(tl.where(mine, query * old, 0.0)) * scale / HEADS
+                tl.debug_barrier()
+                tl.store(held, k.to(key.dtype.element_ty), mask=once)
+                tl.store(scores_ptr + head, score)
+            tl.debug_barrier()
+            if tl.atomic_add(done + HKV * rows, 1, sem="acq_rel") == HKV * rows - 1:
+                _decide(
+                    scores_ptr, value, ready, skip, counts, age, recent, due, luck, place, places,
+                    rows, HKV, PADDED, GATE, KEYED, STRICT, TIED, AGE_LIMIT, PLACES,
+                )  # fmt: skip
+                tl.store(done + HKV * rows, 0)
+
+    # what is read is the first entries as far as `first` goes, then others further on
+    first, low, high, total = slot, 0, 0, slot
+    if WINDOW:
+        pads = tl.load(padding + b)
+        if slot + 1 > whole:
+            first, low, high = sink, pads, slot + 1 - near - sink
+            total = sink + near - 1
+    share = tl.cdiv(tl.cdiv(total, BLOCK), SPLITS) * BLOCK
+    end = tl.minimum((split + 1) * share, total)
+    for n in range(split * share, end, BLOCK):
+        index = n + offs_n
+        here = index < end
+        index += tl.where(index < first, low, high)
+        at = entry + index.to(tl.int64)[:, None] * D + offs_d
+        k = tl.load(k_ptr + at, mask=here[:, None], other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + at, mask=here[:, None], other=0.0).to(tl.float32)
+        if G == 1:
+            s = tl.sum(q * k, 1)[None, :] * scale
+        else:
+            s = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
+        if WEIGHTED:
+            weight = log_count + b.to(tl.int64) * log_b + hk.to(tl.int64) * log_h + index
+            s += tl.maximum(tl.load(weight, mask=here, other=0.0), LOWEST)[None, :]
+        s = tl.where(here[None, :], s, 2 * LOWEST)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p, alpha = tl.exp(s - m_new[:, None]), tl.exp(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        if G == 1:
+            update = tl.sum(tl.trans(p) * v, 0)[None, :]
+        else:
+            update = tl.sum(p[:, :, None] * v[None, :, :], 1)
+        acc = acc * alpha[:, None] + update
+        m_i = m_new
+
+    to = out + b * HEADS * D + q_at + offs_d
+    if SPLITS == 1:
+        tl.store(to, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=mine)
+    else:
+        # shares lie as [rows * Hkv, SPLITS, G, D], behind them their maxima and sums
+        sums = parts + tl.num_programs(0) * SPLITS * G * D
+        row = (head * SPLITS + split) * G
+        tl.store(parts + (row + g) * D + offs_d, acc)
+        tl.store(sums + (row + tl.arange(0, G)) * 2, m_i)
+        tl.store(sums + (row + tl.arange(0, G)) * 2 + 1, l_i)
+        tl.debug_barrier()
+        if tl.atomic_add(done + head, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(done + head, 0)
+            m_i = tl.full([G], 2 * LOWEST, tl.float32)
+            l_i = tl.zeros([G], tl.float32)
+            acc = tl.zeros([G, D], tl.float32)
+            for i in range(SPLITS):
+                row = (head * SPLITS + i) * G
+                part = tl.load(parts + (row + g) * D + offs_d, cache_modifier=".cg")
+                m = tl.load(sums + (row + tl.arange(0, G)) * 2, cache_modifier=".cg")
+                total_i = tl.load(sums + (row + tl.arange(0, G)) * 2 + 1, cache_modifier=".cg")
+                m_new = tl.maximum(m_i, m)
+                alpha, beta = tl.exp(m_i - m_new), tl.exp(m - m_new)
+                acc = acc * alpha[:, None] + part * beta[:, None]
+                l_i = l_i * alpha + total_i * beta
+                m_i = m_new
+            tl.store(to, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _rotated(x, cos, sin, offs_d, mask, D: tl.constexpr, ROPE: tl.constexpr):
+    """x[offs_d], rotated and rounded as it is kept, in float32."""
+    found = tl.load(x + offs_d, mask=mask, other=0.0)
+    if ROPE == "":
+        return found.to(tl.float32)
+    else:
+        other = (offs_d ^ 1) if ROPE == "pairs" else (offs_d + D // 2) % D
+        partner = tl.load(x + other, mask=mask, other=0.0).to(tl.float32)
+        turned = found.to(tl.float32) * tl.load(cos + offs_d) + partner * tl.load(sin + offs_d)
+        return turned.to(found.dtype).to(tl.float32)
+
+
+@triton.jit
+def _decide(
+    scores, value_ptr, ready, skip, counts, age, recent, due, luck, place, places, rows,
+    HKV: tl.constexpr, PADDED: tl.constexpr, GATE: tl.constexpr, KEYED: tl.constexpr,
+    STRICT: tl.constexpr, TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Whether each row replays (see `Gate`); one program does it for a layer."""
+    value, go = tl.load(value_ptr), tl.load(ready) != 0
+    skipped = 0
+    for row in range(rows):
+        score = 0.0
+        if KEYED:
+            score = _row_score(scores, row, HKV, PADDED)
+            if TIED:
+                half = rows // 2
+                other = tl.where(row < half, row + half, row - half)
+                score = 0.5 * (score + _row_score(scores, other, HKV, PADDED))
+        if GATE == "threshold":
+            replay = score > value if STRICT else score >= value
+        elif GATE == "share":
+            offs = tl.arange(0, PLACES)
+            ring = tl.load(recent + row * places + offs, mask=offs < places, other=float("nan"))
+            known = tl.sum((ring == ring).to(tl.float32))
+            higher = tl.sum((ring > score).to(tl.float32))
+            owed = tl.load(due + row)
+            replay = higher + 0.5 < owed * (known + 1.0)
+        else:
+            replay = tl.load(luck + row) < value
+        if AGE_LIMIT > 0:
+            replay = replay & (tl.load(age + row * places + place) < AGE_LIMIT)
+        if GATE == "share":
+            owed += (tl.where(replay, 0.0, 1.0) - (1.0 - value)) / places
+            tl.debug_barrier()
+            tl.store(due + row, owed, mask=go)
+            tl.store(recent + row * places + place, score, mask=go)
+        replay = replay & go
+        tl.store(skip + row, replay.to(tl.int32))
+        skipped += replay.to(tl.int32)
+    which = tl.where(skipped == rows, 0, 1)
+    tl.store(counts + which, tl.load(counts + which) + skipped)
+
+
+@triton.jit
+def _row_score(scores, row, HKV: tl.constexpr, HEADS: tl.constexpr):
+    """The sum over key heads."""
+    offs = tl.arange(0, HEADS)
+    return tl.sum(
+        tl.load(scores + row * HKV + offs, mask=offs < HKV, other=0.0, cache_modifier=".cg")
+    )

@@ -1,0 +1,28 @@
+"""An MLP for the tokens of a decode step in one launch, which a flag on the device skips."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tachyscope.kernels.decode_mlp import torch as torch_backend
+from tachyscope.kernels.decode_mlp.mlp import Kept, MlpWeights
+from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
+
+if HAS_TRITON:
+    from tachyscope.kernels.decode_mlp import triton as triton_backend
+
+__all__ = ["Kept", "MlpWeights", "decode_mlp"]
+
+
+def decode_mlp(
+    x: Tensor, mlp: MlpWeights, kept: Kept | None, inner: Tensor, barrier: Tensor
+) -> None:
+    """x [B, W] += mlp(x), or what was kept of the last frame; outputs are kept in turn.
+
+    Where all tokens replay, no weight is read. `inner` [B, inner width] is scratch memory, and
+    `barrier` [] int32 is 0 before every call.
+    """
+    if has_decode_kernel(x):
+        triton_backend.decode_mlp(x, mlp, kept, inner, barrier)
+    else:
+        torch_backend.decode_mlp(x, mlp, kept)

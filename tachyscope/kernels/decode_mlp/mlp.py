@@ -1,0 +1,39 @@
+"""What a decode step's MLP is made of, and what is kept of it from frame to frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tachyscope.kernels.gemv.weights import Norm, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """down · (silu(gate · norm(x)) * (up · norm(x))); without a gate, down · gelu(up · norm(x))."""
+
+    norm: Norm
+    gate: Weight | None
+    up: Weight
+    down: Weight
+
+    @property
+    def parts(self) -> tuple[Weight, ...]:
+        return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The last frame's outputs, and the device's word on which tokens take theirs again.
+
+    skip    [B] int32     nonzero: replay
+    place   [] int32      the token's place in its frame
+    output  [B, N, W]     outputs by place
+    age     [B, N] int32  how often in a row each was replayed
+    """
+
+    skip: Tensor
+    place: Tensor
+    output: Tensor
+    age: Tensor

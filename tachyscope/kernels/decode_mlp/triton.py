@@ -1,0 +1,182 @@
+"""An MLP for the tokens of a decode step in one launch (Triton).
+
+As many programs as the GPU runs at once share the first matrices' rows, wait for each other, then
+share the last matrix's rows. A flag on the device is read before any weight: where all tokens
+replay, the launch adds what was kept and ends.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tachyscope.kernels.decode_mlp.mlp import Kept, MlpWeights
+from tachyscope.kernels.device import multiprocessors
+from tachyscope.kernels.gemv.triton import (
+    Setting,
+    dot_tile,
+    gelu,
+    load_tile,
+    norm_args,
+    norm_stats,
+    silu,
+    tile_options,
+)
+from tachyscope.kernels.launch import launch
+
+
+class MlpSetting(NamedTuple):
+    """How the two products are cut, and how many programs share them, all of them at once."""
+
+    first: Setting
+    last: Setting
+    programs: int
+
+
+def setting_for(gated: bool, tokens: int, processors: int) -> MlpSetting:
+    """Measured on an H200. Eight warps of at most 128 registers fit twice."""
+    if tokens > 2:
+        return MlpSetting(Setting(16, 128, 8), Setting(16, 256, 8), processors)
+    return MlpSetting(Setting(4 if gated else 8, 1024, 8), Setting(8, 1024, 8), 2 * processors)
+
+
+def decode_mlp(
+    x: Tensor,
+    mlp: MlpWeights,
+    kept: Kept | None,
+    inner: Tensor,
+    barrier: Tensor,
+    setting: MlpSetting | None = None,
+    launches: int = 1,
+) -> None:
+    """`decode_mlp`; with 2 launches no program waits for another, as an interpreter needs."""
+    tokens, width = x.shape
+    up, down, gated = mlp.up, mlp.down, mlp.gate is not None
+    processors = multiprocessors(x.device)
+    made = setting or setting_for(gated, tokens, processors)
+    gate = mlp.gate or up
+    kept_args: tuple[Any, ...] = (barrier, barrier, x, barrier)
+    if kept is not None:
+        kept_args = kept.skip, kept.place, kept.output, kept.age
+    kinds = tile_options(x, up, mlp.norm, made.first)
+    kinds |= {"BLOCK_N2": made.last.block_n, "BLOCK_K2": made.last.block_k}
+    for phase in (0,) if launches == 1 else (1, 2):
+        launch(
+            _decode_mlp, (made.programs,),
+            x, inner, barrier, gate.data, up.data, down.data,
+            *(x if w.scale is None else w.scale for w in (gate, up, down)),
+            *(x if w.bias is None else w.bias for w in (up, down)),
+            *norm_args(mlp.norm, x), *kept_args, 0 if kept is None else kept.output.shape[1],
+            K=width, INNER=up.rows, GATED=gated, HAS_BIAS=up.bias is not None,
+            KEPT=kept is not None, PHASE=phase, maxnreg=_registers(made, processors), **kinds,
+        )  # fmt: skip
+
+
+def _registers(setting: MlpSetting, processors: int) -> int:
+    """The most that a thread may take so that all programs are there at once."""
+    threads = 32 * setting.first.warps * triton.cdiv(setting.programs, processors)
+    return min(255, 65536 // threads // 8 * 8)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _decode_mlp(
+    x, inner, barrier, gate, up, down, gate_scale, up_scale, down_scale, up_bias, down_bias,
+    norm_w, norm_b, eps, skip, place, output, age, places,
+    K: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEPT: tl.constexpr, PHASE: tl.constexpr,
+    TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
+    INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
+):  # fmt: skip
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    token = tl.arange(0, R)
+    there = token < TOKENS
+    replayed = token < 0
+    at = token.to(tl.int64) * 0
+    computing = TOKENS
+    if KEPT:
+        replayed = tl.load(skip + token, mask=there, other=1) != 0
+        computing = tl.sum((~replayed).to(tl.int32))
+        at = token.to(tl.int64) * places + tl.load(place)
+    if computing > 0:
+        if PHASE != 2:
+            ahead = load_tile(up, pid * BLOCK_N, 0, INNER, K, BLOCK_N, BLOCK_K)
+            ahead_pair = ahead
+            if GATED:
+                ahead_pair = load_tile(gate, pid * BLOCK_N, 0, INNER, K, BLOCK_N, BLOCK_K)
+            stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
+            for tile in range(pid, tl.cdiv(INNER, BLOCK_N), programs):
+                offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                mask = offs_n < INNER
+                u, g, ahead, ahead_pair = dot_tile(
+                    x, up, gate, ahead, ahead_pair, tile * BLOCK_N, (tile + programs) * BLOCK_N,
+                    INNER, stats, norm_w, norm_b, K, GATED, TOKENS, R, NORM, INT8, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                if INT8:
+                    u *= tl.load(up_scale + offs_n, mask=mask, other=0.0)[:, None]
+                if HAS_BIAS:
+                    u += tl.load(up_bias + offs_n, mask=mask, other=0.0).to(tl.float32)[:, None]
+                if GATED:
+                    if INT8:
+                        g *= tl.load(gate_scale + offs_n, mask=mask, other=0.0)[:, None]
+                    h = silu(g) * u
+                else:
+                    h = gelu(u)
+                to = inner + token[None, :] * INNER + offs_n[:, None]
+                tl.store(to, h.to(inner.dtype.element_ty), mask=mask[:, None] & there[None, :])
+        ahead2 = load_tile(down, pid * BLOCK_N2, 0, K, INNER, BLOCK_N2, BLOCK_K2)
+        if PHASE == 0:
+            wait_for_all(barrier, programs)
+        if PHASE != 1:
+            for tile in range(pid, tl.cdiv(K, BLOCK_N2), programs):
+                offs_n = tile * BLOCK_N2 + tl.arange(0, BLOCK_N2)
+                mask = (offs_n < K)[:, None] & there[None, :]
+                y, _, ahead2, _ = dot_tile(
+                    inner, down, down, ahead2, ahead2,
+                    tile * BLOCK_N2, (tile + programs) * BLOCK_N2, K, (0.0, 1.0, 0.0, 1.0),
+                    norm_w, norm_b, INNER, False, TOKENS, R, "", INT8, BLOCK_N2, BLOCK_K2,
+                )  # fmt: skip
+                if INT8:
+                    y *= tl.load(down_scale + offs_n, mask=offs_n < K, other=0.0)[:, None]
+                if HAS_BIAS:
+                    y += tl.load(down_bias + offs_n, mask=offs_n < K, other=0.0).to(tl.float32)[
+                        :, None
+                    ]
+                y = y.to(x.dtype.element_ty)
+                if KEPT:
+                    held = output + at[None, :] * K + offs_n[:, None]
+                    old = tl.load(held, mask=mask & replayed[None, :], other=0.0)
+                    y = tl.where(replayed[None, :], old, y)
+                    tl.store(held, y, mask=mask)
+                _add(x + token[None, :] * K + offs_n[:, None], y, mask)
+    elif PHASE != 1:
+        for tile in range(pid, tl.cdiv(K, 128), programs):
+            offs_n = tile * 128 + tl.arange(0, 128)
+            mask = (offs_n < K)[:, None] & there[None, :]
+            y = tl.load(output + at[None, :] * K + offs_n[:, None], mask=mask, other=0.0)
+            _add(x + token[None, :] * K + offs_n[:, None], y, mask)
+    if KEPT:  # noqa: SIM102 - one is known when compiled
+        if (pid == 0) & (PHASE != 1):
+            old_age = tl.load(age + at, mask=there, other=0)
+            tl.store(age + at, tl.where(replayed, old_age + 1, 0), mask=there)
+
+
+@triton.jit
+def _add(x, y, mask):
+    total = tl.load(x, mask=mask, other=0.0).to(tl.float32) + y.to(tl.float32)
+    tl.store(x, total.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def wait_for_all(barrier, programs):
+    """Until every program has come here; what they wrote before can be read after."""
+    tl.debug_barrier()
+    tl.atomic_add(barrier, 1, sem="acq_rel", scope="gpu")
+    while tl.atomic_add(barrier, 0, sem="acquire", scope="gpu") < programs:
+        pass
+    tl.debug_barrier()

@@ -1,0 +1,27 @@
+"""A matrix times one token, or the few that share a step: norm, product, bias, residual at once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
+from tachyscope.kernels.gemv import torch as torch_backend
+from tachyscope.kernels.gemv.weights import Norm, Weight, to_int8
+
+if HAS_TRITON:
+    from tachyscope.kernels.gemv import triton as triton_backend
+
+__all__ = ["Norm", "Weight", "gemv", "to_int8"]
+
+
+def gemv(
+    out: Tensor,
+    x: Tensor,
+    weights: tuple[Weight, ...],
+    norm: Norm | None = None,
+    gelu: bool = False,
+    add: bool = False,
+) -> Tensor:
+    """out [B, ΣN] = weights · norm(x) + bias, side by side, for x [B, K]; `add`: out += that."""
+    backend = triton_backend if has_decode_kernel(x) else torch_backend
+    return backend.gemv(out, x, weights, norm, gelu, add)

@@ -1,0 +1,78 @@
+"""Draw a code in one launch, without sorting (Triton).
+
+Floats are ordered as integers are. The k-th largest, and the one at which the mass reaches top_p,
+are found bit by bit from the highest: 32 counts each, all in registers.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tachyscope.kernels.launch import launch
+from tachyscope.kernels.sample_code.draw import Codes, Draw
+
+
+def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
+    """`sample_code`; all tensors are contiguous."""
+    videos, places, depth = to.codes.shape
+    count, dim = logits.shape[1], to.total.shape[1]
+    block = triton.next_power_of_2(count)
+    launch(
+        _sample_code, (videos,),
+        logits, to.codes, to.noise, to.place, to.book, to.total, draw.cfg, 1 / draw.temperature,
+        min(draw.top_k, count), draw.top_p, videos, places, count,
+        GUIDED=draw.guided, TOP_P=draw.top_p < 1, AT=to.depth, DEPTH=depth, DIM=dim,
+        BLOCK=block, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=16 if block > 4096 else 4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["cfg", "inverse", "top_k", "top_p", "videos", "places"])
+def _sample_code(
+    logits, codes, noise, place, book, total, cfg, inverse, top_k, top_p, videos, places, count,
+    GUIDED: tl.constexpr, TOP_P: tl.constexpr, AT: tl.constexpr, DEPTH: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    video, offs = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = offs < count
+    x = tl.load(logits + video * count + offs, mask=mask, other=-float("inf")).to(tl.float32)
+    at = (video.to(tl.int64) * places + tl.load(place)) * DEPTH + AT
+    if GUIDED:
+        without = tl.load(logits + (videos + video) * count + offs, mask=mask, other=0.0)
+        without = without.to(tl.float32)
+        x = without + cfg * (x - without)
+    x = tl.where(mask, x * inverse, -float("inf"))
+    bits = x.to(tl.int32, bitcast=True)
+    # larger floats are larger integers, the negative ones turned round
+    order = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    order = tl.where(mask, order, 0)
+    cut = tl.zeros([], tl.uint32)
+    bit = tl.full([], 1 << 31, tl.uint32)
+    for _ in range(32):
+        enough = tl.sum((order >= (cut | bit)).to(tl.int32)) >= top_k
+        cut = tl.where(enough, cut | bit, cut)
+        bit = bit >> 1
+    kept = mask & (order >= cut)
+    if TOP_P:
+        p = tl.where(kept, tl.exp(x - tl.max(x)), 0.0)
+        mass = top_p * tl.sum(p)
+        cut = tl.zeros([], tl.uint32)
+        bit = tl.full([], 1 << 31, tl.uint32)
+        for _ in range(32):
+            enough = tl.sum(tl.where(order >= (cut | bit), p, 0.0)) >= mass
+            cut = tl.where(enough, cut | bit, cut)
+            bit = bit >> 1
+        kept = kept & (order >= cut)
+    luck = tl.load(noise + at * count + offs, mask=mask, other=1.0)
+    code = tl.argmax(tl.where(kept, x - tl.log(luck), -float("inf")), 0)
+    tl.store(codes + at, code.to(tl.int64))
+    offs_d = tl.arange(0, DIM_BLOCK)
+    inside = offs_d < DIM
+    entry = tl.load(book + code.to(tl.int64) * DIM + offs_d, mask=inside, other=0.0)
+    if AT > 0:
+        before = tl.load(total + video * DIM + offs_d, mask=inside, other=0.0)
+        entry = (entry.to(tl.float32) + before.to(tl.float32)).to(entry.dtype)
+    tl.store(total + video * DIM + offs_d, entry, mask=inside)

@@ -1,0 +1,226 @@
+"""Operations of a decode step for tests/test_kernels.py: odd sizes, each backend and its reference.
+
+A case makes its inputs on the CPU, rounded as the device will have them; the reference works on
+these, a backend on a copy that was moved.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import torch
+
+from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
+from tachyscope.kernels.decode_attention import torch as attention_torch
+from tachyscope.kernels.decode_attention import triton as attention_triton
+from tachyscope.kernels.decode_attention.reference import decode_attention_reference
+from tachyscope.kernels.decode_mlp import Kept, MlpWeights
+from tachyscope.kernels.decode_mlp import torch as mlp_torch
+from tachyscope.kernels.decode_mlp import triton as mlp_triton
+from tachyscope.kernels.decode_mlp.reference import decode_mlp_reference
+from tachyscope.kernels.gemv import Norm, Weight, to_int8
+from tachyscope.kernels.gemv import torch as gemv_torch
+from tachyscope.kernels.gemv import triton as gemv_triton
+from tachyscope.kernels.gemv.reference import gemv_reference
+from tachyscope.kernels.sample_code import Codes, Draw
+from tachyscope.kernels.sample_code import torch as sample_torch
+from tachyscope.kernels.sample_code import triton as sample_triton
+from tachyscope.kernels.sample_code.reference import sample_code_reference
+from tachyscope.types import Rope
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+SMALL = None if ON_GPU else gemv_triton.Setting(16, 16, 4)
+PLACES, PLACE = 5, 2
+
+
+def moved(value):
+    """A copy on the device, dataclasses' tensors with it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE, copy=True)
+    if isinstance(value, tuple):
+        return tuple(map(moved, value))
+    if dataclasses.is_dataclass(value):
+        return type(value)(
+            **{f.name: moved(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
+    return value
+
+
+def _draw(rng, *size):
+    return torch.randn(*size, generator=rng).to(DTYPE)
+
+
+def _whole(*values):
+    return torch.tensor(values if len(values) != 1 else values[0], dtype=torch.int32)
+
+
+def _weight(rng, rows, columns, int8, bias=False):
+    data = _draw(rng, rows, columns) * columns**-0.5
+    weight = Weight(data, None, _draw(rng, rows) if bias else None)
+    return to_int8(weight) if int8 else weight
+
+
+def _norm(rng, kind, width):
+    return Norm(_draw(rng, width), _draw(rng, width) if kind == "layer" else None, 1e-5)
+
+
+def _case_gemv(rng, backend, tokens, int8, kind, add=False):
+    x = _draw(rng, tokens, 40)
+    weights = tuple(_weight(rng, n, 40, int8, kind == "layer") for n in (19, 7, 9))
+    norm = _norm(rng, kind, 40) if kind else None
+    base = _draw(rng, tokens, 35) if add else torch.zeros(tokens, 35, dtype=DTYPE)
+    want = base + gemv_reference(x, weights, norm, kind == "layer")
+    out = moved(base) if add else torch.empty(tokens, 35, dtype=DTYPE, device=DEVICE)
+    args = (out, *moved((x, weights, norm)), kind == "layer", add)
+    if backend == "torch":
+        return gemv_torch.gemv(*args), want
+    return gemv_triton.gemv(*args, SMALL), want
+
+
+def _case_mlp(rng, backend, tokens, int8, gated, skip):
+    width, inner = 40, 52
+    sizes = (inner, width), (inner, width), (width, inner)
+    gate, up, down = (_weight(rng, *size, int8, not gated) for size in sizes)
+    norm = _norm(rng, "rms" if gated else "layer", width)
+    mlp, x = MlpWeights(norm, gate if gated else None, up, down), _draw(rng, tokens, width)
+    flags = torch.tensor([skip == "all" or (skip == "first" and b == 0) for b in range(tokens)])
+    age = torch.ones(tokens, PLACES, dtype=torch.int32)
+    kept = Kept(flags.int(), _whole(PLACE), _draw(rng, tokens, PLACES, width), age)
+    kept = None if skip is None else kept
+    got, there, on_device = moved(x), moved(kept), moved(mlp)
+    want = decode_mlp_reference(x, mlp, kept)
+    if backend == "torch":
+        mlp_torch.decode_mlp(got, on_device, there)
+    else:
+        barrier = torch.zeros((), dtype=torch.int32, device=DEVICE)
+        hidden = torch.empty(tokens, inner, dtype=DTYPE, device=DEVICE)
+        # interpreted, programs run one after the other and cannot wait for the last
+        setting = None if ON_GPU else mlp_triton.MlpSetting(SMALL, SMALL, 3)
+        launches = 1 if ON_GPU else 2
+        mlp_triton.decode_mlp(got, on_device, there, hidden, barrier, setting, launches)
+    if kept is not None:
+        got = torch.cat([got.flatten(), there.output.flatten(), there.age.flatten()])
+        want = torch.cat([want.flatten(), kept.output.flatten(), kept.age.flatten()])
+    return got, want
+
+
+def _gate(rng, rows, hkv, d, kind, ready=1, value=0.5, **more):
+    recent = torch.randn(rows, PLACES, generator=rng)
+    recent[:, 1] = torch.nan
+    due, luck = torch.rand(rows, 1, generator=rng), torch.rand(rows, generator=rng)
+    share = kind == "share"
+    return Gate(
+        kind, torch.tensor(value), _whole(ready), torch.full((rows,), 7, dtype=torch.int32),
+        _whole(3, 4), torch.ones(rows, PLACES, dtype=torch.int32),
+        key=None if kind == "draw" else _draw(rng, rows, hkv, PLACES, d),
+        recent=recent if share else None, due=due if share else None, luck=luck, **more,
+    )  # fmt: skip
+
+
+def _case_attention(
+    rng, backend, size, gate=None, window=False, weighted=False, rope="halves", splits=None
+):
+    rows, heads, hkv, d, slots, slot = size
+    qkv = _draw(rng, rows, (heads + 2 * hkv) * d)
+    k, v, unrotated = (_draw(rng, rows, hkv, slots, d) for _ in range(3))
+    log_count = torch.randn(rows, hkv if weighted == "each" else 1, slots, generator=rng)
+    log_count[:, :, 1] = -torch.inf
+    turn = Rope(((d, (25.0, 5.0, 1.0)),), interleaved=rope == "pairs")
+    origin = torch.arange(rows, dtype=torch.float64).view(-1, 1, 1, 1)
+    cos, sin = turn.cos_sin(9 * torch.rand(PLACES, 3, generator=rng), torch.float32, origin)
+    step = Step(
+        Entries(k, v, _whole(slot), log_count if weighted else None, unrotated), heads,
+        _whole(PLACE), Rotation(cos[:, 0], sin[:, 0], rope == "pairs") if rope else None,
+        Window(2, 4, 7, torch.arange(rows, dtype=torch.int32) % 2) if window else None,
+        _gate(rng, rows, hkv, d, **gate) if gate else None,
+    )  # fmt: skip
+    # behind the token nothing was written yet
+    k[:, :, slot:] = v[:, :, slot:] = torch.nan
+    there, out = moved(step), torch.empty(rows, heads * d, dtype=DTYPE, device=DEVICE)
+    found = decode_attention_reference(qkv, step)
+    if backend == "torch":
+        attention_torch.decode_attention(out, moved(qkv), there)
+    else:
+        scratch = Scratch(rows, heads, hkv, d, torch.device(DEVICE))
+        attention_triton.decode_attention(out, moved(qkv), there, scratch, splits)
+        assert not scratch.done.any()  # as the next launch needs it
+    return _flat(out, there), _flat(found, step)
+
+
+def _flat(out, step):
+    """All that a step leaves behind, what is unknown as a number of its own."""
+    slot = int(step.entries.slot)
+    held = [x[:, :, : slot + 1] for x in (step.entries.k, step.entries.v, step.entries.unrotated)]
+    if step.gate is not None:
+        names = "skip", "counts", "key", "recent", "due"
+        held += [x for x in (getattr(step.gate, name) for name in names) if x is not None]
+    return torch.cat([x.double().cpu().flatten().nan_to_num(9.0) for x in (out, *held)])
+
+
+def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth):
+    videos, count = 2, 37
+    logits = 3 * torch.randn(videos * (2 if guided else 1), count, generator=rng)
+    noise = torch.rand(videos, PLACES, 3, count, generator=rng) + 1e-3
+    codes = torch.full((videos, PLACES, 3), -1)
+    to = Codes(
+        codes, noise, _whole(PLACE), depth, _draw(rng, count + 1, 12), _draw(rng, videos, 12)
+    )
+    there, draw = moved(to), Draw(guided, 3.0, temperature, top_k, top_p)
+    sample_code_reference(logits, draw, to)
+    backends = {"torch": sample_torch, "triton": sample_triton}
+    backends[backend].sample_code(moved(logits), draw, there)
+    return tuple(
+        torch.cat([x.codes.flatten().cpu(), x.total.flatten().cpu()]).double() for x in (there, to)
+    )
+
+
+ONE, PAIR, GROUPED = (1, 1, 1, 16, 9, 0), (2, 3, 3, 32, 90, 89), (2, 6, 2, 16, 40, 25)
+ATTENTION = {
+    "first": (ONE, {}),
+    "plain": (PAIR, {"splits": 2}),
+    "grouped": (GROUPED, {"weighted": "each", "rope": "pairs", "splits": 1}),
+    "weighted": (PAIR, {"weighted": True, "rope": "", "splits": 4}),
+    "window": (GROUPED, {"window": True, "weighted": True}),
+    "whole_window": ((2, 2, 2, 16, 9, 5), {"window": True}),
+    "threshold": (GROUPED, {"gate": {"kind": "threshold", "value": 0.0}}),
+    "mixed": (
+        PAIR,
+        {"gate": {"kind": "threshold", "value": -9.0, "mixed": True, "tied": True, "strict": True}},
+    ),
+    "age": (GROUPED, {"gate": {"kind": "threshold", "value": -9.0, "age_limit": 1}}),
+    "share": (PAIR, {"gate": {"kind": "share", "value": 0.6, "tied": True}}),
+    "share_age": (GROUPED, {"gate": {"kind": "share", "value": 0.3, "age_limit": 2}}),
+    "not_ready": (PAIR, {"gate": {"kind": "share", "ready": 0}}),
+    "draw": (GROUPED, {"gate": {"kind": "draw"}}),
+    "draw_all": (PAIR, {"gate": {"kind": "draw", "value": 1.0}, "window": True}),
+}
+BOTH = ("torch", "triton")
+CASES = {}
+for tokens, int8, kind in itertools.product((1, 2, 3), (False, True), ("", "rms", "layer")):
+    name = f"gemv_{tokens}_{'int8_' if int8 else ''}{kind or 'plain'}"
+    add = kind == "" or tokens == 2
+    CASES[name] = functools.partial(_case_gemv, tokens=tokens, int8=int8, kind=kind, add=add), BOTH
+for i, skip in enumerate((None, "none", "all", "first")):
+    for tokens in (1, 2, 3):
+        int8, gated = bool((i + tokens) % 2), skip is not None or tokens == 1
+        name = f"decode_mlp_{tokens}_{skip}{'_int8' if int8 else ''}"
+        case = functools.partial(_case_mlp, tokens=tokens, int8=int8, gated=gated, skip=skip)
+        CASES[name] = case, BOTH
+for name, (size, options) in ATTENTION.items():
+    case = functools.partial(_case_attention, size=size, **options)
+    CASES[f"decode_attention_{name}"] = case, BOTH
+for guided, top_k, top_p, temperature, depth in (
+    (True, 900, 0.96, 1.3, 0), (False, 9, 0.8, 0.7, 2), (True, 1, 0.96, 1.0, 1),
+    (True, 37, 0.3, 1.0, 2), (False, 12, 1.0, 1.0, 0),
+):  # fmt: skip
+    case = functools.partial(
+        _case_sample, guided=guided, top_k=top_k, top_p=top_p, temperature=temperature, depth=depth
+    )
+    CASES[f"sample_code_{top_k}_{top_p}_{guided}"] = case, BOTH
+# interpreted in every run of the quick tests
+QUICK = {
+    "gemv_2_int8_rms", "decode_mlp_1_all_int8", "decode_mlp_1_none", "decode_attention_share", "decode_attention_window",
+    "sample_code_9_0.8_False",
+}  # fmt: skip
+assert QUICK <= CASES.keys()
