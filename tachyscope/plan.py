@@ -23,6 +23,9 @@ from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, shown
 from tachyscope.passes import PassPolicy
 from tachyscope.passes.all import All
+from tachyscope.passes.every_k import EveryK as EveryKPass
+from tachyscope.passes.flowcache import FlowCache
+from tachyscope.passes.teacache import TeaCache
 from tachyscope.replay import ReplayPolicy
 from tachyscope.replay.attentive import Attentive
 from tachyscope.replay.every_k import EveryK
@@ -38,7 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "store": {"native": Native},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann},
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
-    "passes": {"all": All},
+    "passes": {"all": All, "every_k": EveryKPass, "teacache": TeaCache, "flowcache": FlowCache},
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
@@ -126,6 +129,13 @@ class Plan(Mapping[str, Any]):
             raise TachyscopeError(
                 f"cache={spell(self.cache)} says itself what a pass reads, got "
                 f"attention={spell(self.attention)}: use attention=dense, or leave view out"
+            )
+        if self.passes != All() and (shape.token_by_token or shape.rolling_frames):
+            model = "token models run" if shape.token_by_token else "a rolling window runs"
+            unit = "token" if shape.token_by_token else "chunk"
+            raise TachyscopeError(
+                f"{model} one pass a {unit}, so none can be skipped, got "
+                f"passes={spell(self.passes)}: leave passes out"
             )
         if self.text is not None and not shape.text:
             raise TachyscopeError(

@@ -8,6 +8,7 @@ from tachyscope.attention.dense import Dense, DenseText
 from tachyscope.cache.keep_all import KeepAll
 from tachyscope.meter import summary
 from tachyscope.models.wan.tiny_decoder import decoder_note
+from tachyscope.passes.all import All
 from tachyscope.plan import spell
 from tachyscope.session import Session
 
@@ -56,9 +57,14 @@ def _replay(session: Session, sums: Sums) -> str:
     return _under(acts, share, f"it replayed {share:.1%} of the MLP rows")
 
 
+def _passes(session: Session, sums: Sums) -> str:
+    share = sums.get("passes_skipped", 0.0) / max(sums.get("passes", 0.0), 1.0)
+    return _under(session.plan.passes != All(), share, f"it skipped {share:.1%} of the passes")
+
+
 # by kind: what is to be said of its policy, or nothing
 SAVINGS: dict[str, Callable[[Session, Sums], str]] = {
-    "cache": _cache, "attention": _attention, "text": _text, "replay": _replay,
+    "cache": _cache, "attention": _attention, "text": _text, "passes": _passes, "replay": _replay,
 }  # fmt: skip
 
 
@@ -83,7 +89,7 @@ def _pairs_held(session: Session, rows: Sequence[Mapping[str, float]]) -> float:
             pairs += shape.layers * (n * past + n * (n + 1) // 2)
         else:
             chunk = shape.chunk * shape.tokens_per_frame
-            passes = [chunk] * (shape.passes - 1)
+            passes = [chunk] * (shape.passes - 1 - int(row.get("passes_skipped", 0)))
             if shape.rolling_frames:
                 # all that is under way shares a pass; at the start more comes with each
                 widest = shape.max_pass_tokens

@@ -79,6 +79,7 @@ MEASURES = (
     Measure("ratio_dense_all", "Speed to dense, whole video", times, "warm-up included"),
     Measure("density", "Pairs scored, % of dense", percent, "query-key pairs of attention"),
     Measure("cache_mb", "Cache, MB", number, "in use at the end, all layers"),
+    Measure("passes_skipped", "Passes skipped", number, "of the denoising passes"),
     Measure("rows_computed", "MLP rows computed", number, "rows the MLPs really saw"),
     Measure("rows_replayed", "MLP rows replayed", number, "rows taken from the frame before"),
     Measure("macs", "Counted GMACs", lambda v: number(v / 1e9), "linears and attention"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -13,7 +13,7 @@ from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.layers import make_room
 from tachyscope.observers import Observer
 from tachyscope.state import State
-from tachyscope.types import LayerCache, Mlp, PassContext
+from tachyscope.types import DenoisePass, LayerCache, Mlp, PassContext
 
 NO_SPAN: AbstractContextManager[None] = nullcontext()
 
@@ -22,10 +22,11 @@ NO_SPAN: AbstractContextManager[None] = nullcontext()
 class Session(State):
     """All state of one rollout. The model is never altered, and sessions can share it.
 
-    An adapter calls `begin` before every pass; in it, layer by layer, `attend`, `cross` and `mlp`;
-    and the rollout calls `commit` once the chunk's clean pass is done. `latent_frames` is how many
-    latent frames are coming, where that is known; `lengths` each row's prompt, in entries, in
-    models that hold the prompt in their cache. `observers` are told of every call.
+    An adapter asks `predict` for a denoising pass. It calls `begin` before every pass that runs; in
+    it, layer by layer, `attend`, `cross` and `mlp`; and the rollout calls `commit` once the chunk's
+    clean pass is done. `latent_frames` is how many latent frames are coming, where that is known;
+    `lengths` each row's prompt, in entries, in models that hold the prompt in their cache.
+    `observers` are told of every call.
     """
 
     def watch(self, observer: Observer) -> None:
@@ -48,6 +49,17 @@ class Session(State):
         assert policy is not None
         self.texts = [policy.prepare(k, v, lengths) for k, v in zip(keys, values, strict=True)]
         self.text_tokens = keys[0].shape[2]
+
+    def predict(self, now: DenoisePass, fn: Callable[[DenoisePass], Tensor]) -> Tensor:
+        """A denoising pass's clean estimate: fn's, or one from before where the plan skips it."""
+        self.meter.add("passes", 1)
+        if self.passes.skips(now):
+            assert self.passes.clean is not None
+            self.meter.add("passes_skipped", 1)
+            self._count_dense(now.x.shape[2] * self.shape.tokens_per_frame)
+        else:
+            self.passes.clean = fn(now)
+        return self.passes.clean
 
     def begin(
         self, pos: Tensor, step: int, steps: int, noise: Sequence[float], past: bool = True
@@ -77,16 +89,19 @@ class Session(State):
         self._cos_sin = self.rope.cos_sin(self._pos, self.dtype, self._origin, self._frequencies)
         self.replay.begin()
         self._begun.update(self._context.chunk_passes)
-        rows = self.shape.batch
-        self.meter.add("macs", rows * tokens * self.shape.macs)
-        # entries that the unbounded dense model would score in this pass, in all its layers
+        self.meter.add("macs", self.shape.batch * tokens * self.shape.macs)
+        self._count_dense(tokens, start, past)
+        for observer in self.observers:
+            observer.on_pass(self._context)
+
+    def _count_dense(self, tokens: int, start: int = 0, past: bool = True) -> None:
+        """Add the pairs that the unbounded dense model scores in a pass, in all its layers."""
         if self.shape.token_by_token:
             seen = tokens * (self.total_entries + start) + tokens * (tokens + 1) // 2
         else:
             seen = tokens * (tokens + (self.total_entries if past else 0))
-        self.meter.add("pairs_dense", rows * self.shape.heads * self.shape.layers * seen)
-        for observer in self.observers:
-            observer.on_pass(self._context)
+        rows = self.shape.batch * self.shape.heads * self.shape.layers
+        self.meter.add("pairs_dense", rows * seen)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
@@ -209,13 +224,14 @@ class Session(State):
     def graph_capturable(self) -> bool:
         """Whether the next chunk asks the device for just what the last one did.
 
-        A full cache moves the same entries each time; replay may take turns.
+        A full cache moves the same entries each time; replay may take turns; which passes run may
+        hang on the latents.
         """
         # noise that is handed in changes from chunk to chunk
         if self.noise is not None or any(observer.host for observer in self.observers):
             return False
         full = self._room is not None and self.past == self._room
-        fixed = not (
+        fixed = self.plan.passes.graph_capturable and not (
             self.shape.token_by_token
             or self.shape.rolling_frames
             or self.plan.cache.view_depends_on_pass

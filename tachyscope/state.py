@@ -14,6 +14,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.layers import check_memory, empty_layer, slots_for
 from tachyscope.meter import Meter
 from tachyscope.observers import Observer
+from tachyscope.passes import PassRunner
 from tachyscope.plan import Plan
 from tachyscope.replay.runner import ReplayRunner
 from tachyscope.state_file import (
@@ -106,7 +107,7 @@ class State:
         self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
-        self.replay = ReplayRunner(self.plan.replay)
+        self.passes, self.replay = PassRunner(self.plan.passes), ReplayRunner(self.plan.replay)
         self._context: PassContext | None = None
         self._reads_past = True  # of the present pass
         self._cos_sin: tuple[Tensor, Tensor] | None = None

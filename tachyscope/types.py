@@ -6,6 +6,7 @@ N tokens of a latent frame, D head size, W model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -209,6 +210,19 @@ class PassContext(NamedTuple):
     def token(self, i: int) -> PassContext:
         """The i-th token of a token model's pass, as if it came alone."""
         return self._replace(start=self.start + i, tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DenoisePass:
+    """A denoising pass over a chunk before it runs: all that a passes policy may know of it."""
+
+    index: int  # among the chunk's denoising passes
+    count: int  # of them
+    timestep: float  # from 0 to 1000, as the model takes it
+    noise: float  # share of noise in x
+    x: Tensor  # latents [B, C, F, h, w]
+    embed_time: Callable[[float], Tensor]  # a timestep's embedding [W], in host memory
+    embed_patches: Callable[[Tensor], Tensor]  # latents' tokens [B, S, W] before the first layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,9 @@ class VideoVerb(Verb):
         None, "What to read of the video, a change of the plan: ann:read=0.2"
     )
     text: str | None = option(None, "What to read of the prompt, a change of the plan: pads")
-    passes: str | None = option(None, "Which passes to run, a change of the plan: all")
+    passes: str | None = option(
+        None, "Which passes to run, a change of the plan: teacache:threshold=0.1"
+    )
     replay: str | None = option(
         None, "What to compute again, a change of the plan: attentive:share=0.5"
     )

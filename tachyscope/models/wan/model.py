@@ -59,6 +59,7 @@ class WanModel(VideoModel):
         self.context = self.config.context
         self.draws = max(len(self.config.steps), len(self.config.first_steps or ()))
         self.schedule = schedule(self.config)
+        self._times: dict[float, Tensor] = {}
 
     def compiling_pays(self, chunks: int) -> bool:
         large = self.config.dim >= COMPILED_WIDTH
@@ -153,6 +154,13 @@ class WanModel(VideoModel):
         _, high, wide = self.config.patch
         rows, columns = shape.grid
         return shape.batch, self.config.in_channels, frames, rows * high, columns * wide
+
+    def embed_time(self, timestep: float) -> Tensor:
+        """A timestep's embedding [W] in host memory, where it is from the second time on."""
+        if timestep not in self._times:
+            t = torch.tensor(timestep, dtype=torch.float32, device=self.device)
+            self._times[timestep] = self.transformer.embed_time(t).cpu()
+        return self._times[timestep]
 
     def rope(self, shape: Shape) -> Rope:
         side = 2 * (shape.head_dim // 6)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tachyscope.models.wan.transformer import wider
 from tachyscope.session import Session
+from tachyscope.types import DenoisePass
 
 if TYPE_CHECKING:
     from tachyscope.models.wan.config import WanConfig
@@ -49,11 +50,18 @@ def denoise_chunk(model: WanModel, session: Session, actions: Tensor | None) -> 
     c = model.config
     x = clean = model.noise(session, 0)
     # the first generated chunk is special, whether or not frames were given before it
-    for i, step in enumerate((not session.made and c.first_steps) or c.steps):
-        level = c.levels.index(step)
+    steps = (not session.made and c.first_steps) or c.steps
+    embed = model.embed_time, model.transformer.embed_patches
+
+    def run(now: DenoisePass) -> Tensor:
+        level = c.levels.index(steps[now.index])
+        return denoise_pass(model, session, [now.x], [level], actions)[0]
+
+    for i, step in enumerate(steps):
+        timestep, sigma = model.schedule[c.levels.index(step)]
         if i:
-            x = noised(clean, model.noise(session, i), model.schedule[level][1])
-        (clean,) = denoise_pass(model, session, [x], [level], actions)
+            x = noised(clean, model.noise(session, i), sigma)
+        clean = session.predict(DenoisePass(i, len(steps), timestep, sigma, x, *embed), run)
     return clean
 
 

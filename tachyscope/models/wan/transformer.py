@@ -315,15 +315,22 @@ class WanCausal(nn.Module):
         self, latents: Tensor, t: Tensor, actions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The stream [B, S, W] before the first layer; times [B, F, W], and [B, F, 6, W]."""
-        weight = self.patch_embedding.weight
-        patches = self._patches(latents).to(weight.dtype)
-        x = F.linear(patches, weight.flatten(1), self.patch_embedding.bias)
-        time = _through(self.time_embedding, self._sinusoid(t))
+        x, time = self.embed_patches(latents), self.embed_time(t)
         if actions is not None:
             time = time + self.action_embedding(actions)
         wide = wider(x.dtype)
         six = _through(self.time_projection, time).unflatten(-1, (6, -1)).to(wide)
         return x, time.to(wide), six
+
+    def embed_patches(self, latents: Tensor) -> Tensor:
+        """The tokens [B, S, W] of latents."""
+        weight = self.patch_embedding.weight
+        patches = self._patches(latents).to(weight.dtype)
+        return F.linear(patches, weight.flatten(1), self.patch_embedding.bias)
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        """The embedding [..., W] of timesteps t, from 0 to 1000."""
+        return _through(self.time_embedding, self._sinusoid(t))
 
     def keys_values(self, context: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Each layer's keys and values [B, H, L, D] of a prompt embedded as [B, L, text_dim]."""

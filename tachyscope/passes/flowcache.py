@@ -1,0 +1,41 @@
+"""Skip passes whose latents hardly move: FlowCache's rule for a chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from tachyscope.passes import PassPolicy, relative_change
+from tachyscope.settings import check_settings, setting
+from tachyscope.types import DenoisePass
+
+
+@final
+@dataclass(frozen=True)
+class FlowCache(PassPolicy):
+    """Skip passes while the patch embedding's relative changes add up to less than `threshold`.
+
+    The paper's samplers follow an ODE. Samplers of few steps draw new noise for every pass, so what
+    is compared is the latents of the pass before and where the ODE's step would have brought them;
+    and in a skipped pass the last clean estimate serves, which is what an ODE's step at the same
+    velocity keeps. The host reads one number a pass, so no CUDA graph is recorded; videos of a
+    batch share it.
+    """
+
+    threshold: float = setting(0.1, "Sum of relative changes below which passes are skipped.")
+    warmup: int = setting(1, "First passes over a chunk that always run.")
+
+    paper: ClassVar[str] = "FlowCache (arXiv 2602.10825)"
+    graph_capturable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_settings(self, "passes", "flowcache")
+
+    def distance(self, now: DenoisePass, before: DenoisePass, clean: Tensor) -> float:
+        # x = (1 - s) x0 + s n: along the ODE x moves by ds (n - x0), which is ds (x - x0) / s
+        step = (now.noise - before.noise) / before.noise
+        ahead = before.x + step * (before.x - clean)
+        embed = before.embed_patches
+        return relative_change(embed(ahead).float(), embed(before.x).float()).item()
