@@ -98,6 +98,7 @@ SETTINGS = {
     "text ann.bits": Bound(1, 32),  # a bucket is one number
     "cache merge.threshold": Bound(-1.0, 1.0),  # a cosine
     "warmup": Bound(1, 1_000),
+    "places": Bound(0, 1_024),
     "passes teacache.threshold": Bound(0.0, 1e6),
     "passes flowcache.threshold": Bound(0.0, 1e6),
     "replay attentive.threshold": Bound(-1e12, 1e12),

@@ -23,6 +23,7 @@ from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, shown
 from tachyscope.passes import PassPolicy
 from tachyscope.passes.all import All
+from tachyscope.passes.draft import Draft
 from tachyscope.passes.every_k import EveryK as EveryKPass
 from tachyscope.passes.flowcache import FlowCache
 from tachyscope.passes.teacache import TeaCache
@@ -41,7 +42,13 @@ POLICIES: dict[str, dict[str, Any]] = {
     "store": {"native": Native},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann},
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
-    "passes": {"all": All, "every_k": EveryKPass, "teacache": TeaCache, "flowcache": FlowCache},
+    "passes": {
+        "all": All,
+        "every_k": EveryKPass,
+        "teacache": TeaCache,
+        "flowcache": FlowCache,
+        "draft": Draft,
+    },
     "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
 }
 
@@ -130,13 +137,7 @@ class Plan(Mapping[str, Any]):
                 f"cache={spell(self.cache)} says itself what a pass reads, got "
                 f"attention={spell(self.attention)}: use attention=dense, or leave view out"
             )
-        if self.passes != All() and (shape.token_by_token or shape.rolling_frames):
-            model = "token models run" if shape.token_by_token else "a rolling window runs"
-            unit = "token" if shape.token_by_token else "chunk"
-            raise TachyscopeError(
-                f"{model} one pass a {unit}, so none can be skipped, got "
-                f"passes={spell(self.passes)}: leave passes out"
-            )
+        self.passes.check(shape, self.replay is not None)
         if self.text is not None and not shape.text:
             raise TachyscopeError(
                 f"this model has no cross-attention, got text={spell(self.text)}: leave text out"

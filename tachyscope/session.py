@@ -177,6 +177,15 @@ class Session(State):
             observer.on_mlp(ctx, x, y)
         return y
 
+    def retract(self, n: int) -> None:
+        """Drop the newest n tokens of the present frame: drafts that were not right."""
+        self.now -= n
+        # the dense model would not have come to them
+        seen = n * (self.total_entries + self.now) + n * (n + 1) // 2
+        self.meter.add(
+            "pairs_dense", -self.shape.batch * self.shape.heads * self.shape.layers * seen
+        )
+
     def commit(self, n: int | None = None) -> None:
         """The first n tokens of now (all of them) are final: they become past, within budget."""
         assert self._context is not None

@@ -1,4 +1,4 @@
-"""Which passes to run: policies that let a pass's clean estimate serve for those after it."""
+"""Which passes to run: of denoising, fewer of them; of token models, several places in one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,37 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from tachyscope.types import DenoisePass
+from tachyscope.errors import TachyscopeError
+from tachyscope.types import DenoisePass, Shape
 
 
 class PassPolicy(abc.ABC):
+    """Decides which passes run."""
+
+    paper: ClassVar[str]
+    graph_capturable: ClassVar[bool] = True  # whether the host knows by itself which passes run
+
+    def check(self, shape: Shape, replays: bool) -> None:
+        """Raise where the policy cannot serve this shape, or not with a replay policy."""
+        return
+
+
+class SkipPolicy(PassPolicy):
     """Says how far a denoising pass is from the one before it.
 
     A pass is skipped while the distances since the last one that ran add up to less than
     `threshold`. The first `warmup` passes over a chunk, its last and the clean pass always run.
     """
 
-    paper: ClassVar[str]
-    graph_capturable: ClassVar[bool] = True  # whether the host knows distances by itself
+    def check(self, shape: Shape, replays: bool) -> None:
+        if shape.token_by_token or shape.rolling_frames:
+            model = "token models run" if shape.token_by_token else "a rolling window runs"
+            unit = "token" if shape.token_by_token else "chunk"
+            name = type(self).__name__.lower()
+            raise TachyscopeError(
+                f"{model} one pass a {unit}, so none can be skipped, got passes={name}: leave "
+                f"passes out"
+            )
 
     @property
     @abc.abstractmethod
@@ -51,7 +70,7 @@ class PassRunner:
     def skips(self, now: DenoisePass) -> bool:
         """Whether `clean` serves for this pass."""
         policy, before, clean = self.policy, self._before, self.clean
-        if not policy.threshold:
+        if not isinstance(policy, SkipPolicy) or not policy.threshold:
             return False
         self._before = now
         if now.index >= max(policy.warmup, 1) and now.index < now.count - 1:

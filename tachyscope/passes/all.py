@@ -14,4 +14,3 @@ class All(PassPolicy):
     """Run every pass that the sampler asks for: the baseline."""
 
     paper: ClassVar[str] = ""
-    threshold: ClassVar[float] = 0.0

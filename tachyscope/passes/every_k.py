@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from tachyscope.passes import PassPolicy
+from tachyscope.passes import SkipPolicy
 from tachyscope.settings import check_settings, setting
 
 
 @final
 @dataclass(frozen=True)
-class EveryK(PassPolicy):
+class EveryK(SkipPolicy):
     """Run every `k`-th denoising pass over a chunk, and the last; a control."""
 
     k: int = setting(2, "Run the first pass and each k-th after it; 1 runs all.")

@@ -7,14 +7,14 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from tachyscope.passes import PassPolicy, relative_change
+from tachyscope.passes import SkipPolicy, relative_change
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import DenoisePass
 
 
 @final
 @dataclass(frozen=True)
-class FlowCache(PassPolicy):
+class FlowCache(SkipPolicy):
     """Skip passes while the patch embedding's relative changes add up to less than `threshold`.
 
     The paper's samplers follow an ODE. Samplers of few steps draw new noise for every pass, so what

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, final
 
 from torch import Tensor
 
-from tachyscope.passes import PassPolicy, relative_change
+from tachyscope.passes import SkipPolicy, relative_change
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import DenoisePass
 
@@ -22,7 +22,7 @@ RESCALE = {
 
 @final
 @dataclass(frozen=True)
-class TeaCache(PassPolicy):
+class TeaCache(SkipPolicy):
     """Skip passes while the time embedding's relative changes add up to less than `threshold`.
 
     The last clean estimate serves in a skipped pass: samplers of few steps draw new noise for every

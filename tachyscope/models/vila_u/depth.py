@@ -128,14 +128,27 @@ class DepthTransformer(nn.Module):
         x = self.head_transformer(x.flatten(0, -3))
         return self.classifier_mlp(x).unflatten(0, hidden.shape[:-1])
 
-    def generate(self, hidden: Tensor, books: Codebooks, sampler: Sampler, noise: Tensor) -> Tensor:
-        """Codes [V, D] for trunk states [B, W] and noise [V, D, K]; a video's rows share codes."""
+    def generate(
+        self,
+        hidden: Tensor,
+        books: Codebooks,
+        sampler: Sampler,
+        noise: Tensor,
+        logits: Tensor | None = None,
+    ) -> Tensor:
+        """Codes [V, D] for trunk states [B, W] and noise [V, D, K]; a video's rows share codes.
+
+        `logits` [V, D, K] is where the guided logits are left, if they are wanted.
+        """
         rows, (videos, depth) = len(hidden), noise.shape[:2]
         caches = self.head_transformer.caches(rows, depth, hidden)
         x, total, codes = self.in_mlp_2(hidden), hidden.new_zeros(()), []
         for d in range(depth):
             x = self.head_transformer((x + self.pos_emb_d[0, d])[:, None], caches, d)[:, 0]
-            codes.append(sampler.pick(sampler.guide(self.classifier_mlp(x)), noise[:, d]))
+            guided = sampler.guide(self.classifier_mlp(x))
+            codes.append(sampler.pick(guided, noise[:, d]))
+            if logits is not None:
+                logits[:, d] = guided
             if d + 1 < depth:
                 total = total + books.codebooks[d](codes[-1])
                 x = self.in_mlp_1(total).repeat(rows // videos, 1)

@@ -30,10 +30,12 @@ from tachyscope.models.checkpoint import (
 )
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthConfig, draw_noise
+from tachyscope.models.vila_u.drafting import CODES, LOGITS, sample_drafted
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
 from tachyscope.models.vila_u.transformer import Vila
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.numerics import own_numerics
+from tachyscope.passes.draft import Draft
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape
@@ -165,12 +167,15 @@ class VilaModel(VideoModel):
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         """Codes [V, 1, rows, columns, D]."""
         c, shape = self.config, session.shape
-        session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.transformer.head.macs)
         each = self._videos(shape) // len(session.generators)
         sizes = each, shape.tokens_per_frame, c.depth, c.codes
         drawn = [draw_noise(x, sizes, self.device) for x in session.generators]
         noise = torch.cat(drawn)
         pos = shape.positions(session.latent_frame, 1, self.device)
+        if isinstance(session.plan.passes, Draft):
+            drafted = self._sample_drafted(session, session.plan.passes, noise, pos, actions)
+            return drafted.reshape(-1, 1, *c.grid, c.depth)
+        session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.transformer.head.macs)
         codes = []
         for i in range(shape.tokens_per_frame):
             hidden = session.features["hidden"]
@@ -179,12 +184,46 @@ class VilaModel(VideoModel):
             self._feed(session, codes[-1][:, None], pos[i : i + 1], actions)
         return torch.stack(codes, 1).reshape(-1, 1, *c.grid, c.depth)
 
+    def _sample_drafted(
+        self,
+        session: Session,
+        policy: Draft,
+        noise: Tensor,
+        pos: Tensor,
+        actions: Sequence[int] | Tensor,
+    ) -> Tensor:
+        head, books = self.transformer.head, self.transformer.vae.quantizer
+
+        def feed(codes: Tensor, at: int) -> Tensor:
+            return self._feed(session, codes, pos[at : at + codes.shape[1]], actions)
+
+        def draw(states: Tensor, at: int) -> tuple[Tensor, Tensor]:
+            session.meter.add("macs", states.shape[:2].numel() * head.macs)
+            part = noise[:, at : at + states.shape[1]]
+            logits = torch.empty_like(part).flatten(0, 1)
+            codes = head.generate(
+                states.flatten(0, 1), books, self.config.sampler, part.flatten(0, 1), logits
+            )
+            return codes.unflatten(0, part.shape[:2]), logits.unflatten(0, part.shape[:2])
+
+        return sample_drafted(policy, session, self.config.sampler, noise, feed, draw)
+
     @torch.no_grad()
     def prefill_latents(
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
     ) -> None:
         pos = session.shape.positions(session.latent_frame, 1, self.device)
-        self._feed(session, latents.flatten(1, 3), pos, actions)
+        codes, before = latents.flatten(1, 3), session.features["hidden"]
+        states = self._feed(session, codes, pos, actions)
+        if isinstance(session.plan.passes, Draft):
+            states = torch.cat([before[:, None], states[:, :-1]], 1)
+            session.features |= {CODES: codes, LOGITS: self._logits(states, codes)}
+
+    def _logits(self, states: Tensor, codes: Tensor) -> Tensor:
+        """Guided logits [V, N, D, K] of given codes [V, N, D], for the states that predict them."""
+        sums = self.transformer.vae.quantizer.sums(codes)
+        sums = sums.repeat(len(states) // len(sums), 1, 1, 1)
+        return self.config.sampler.guide(self.transformer.head(states, sums))
 
     @torch.no_grad()
     def score(self, session: Session, latents: Tensor, actions: Sequence[int]) -> Tensor:
@@ -198,9 +237,7 @@ class VilaModel(VideoModel):
         for i in range(session.shape.tokens_per_frame):
             states.append(session.features["hidden"])
             self._feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
-        sums = self.transformer.vae.quantizer.sums(codes)
-        sums = sums.repeat(len(states[0]) // len(sums), 1, 1, 1)
-        return self.config.sampler.guide(self.transformer.head(torch.stack(states, 1), sums))
+        return self._logits(torch.stack(states, 1), codes)
 
     @torch.no_grad()
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
@@ -228,10 +265,10 @@ class VilaModel(VideoModel):
 
     def _feed(
         self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
-    ) -> None:
-        """Run the trunk over tokens of codes [V, S, D], in both rows of a pair."""
+    ) -> Tensor:
+        """The trunk's states [B, S, W] of codes [V, S, D], in both rows of a pair."""
         x = self.transformer.embed(codes, self._action(actions))
-        self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos)
+        return self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos)
 
     def _action(self, actions: Sequence[int] | Tensor) -> int | Tensor | None:
         if not self.actions:
@@ -249,10 +286,12 @@ class VilaModel(VideoModel):
             )
         return actions[0]
 
-    def _run(self, session: Session, x: Tensor, pos: Tensor) -> None:
+    def _run(self, session: Session, x: Tensor, pos: Tensor) -> Tensor:
         session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
+        states = self.transformer.trunk(session, x)
         # the last token's state predicts the next token, which may be the next frame's first
-        session.features["hidden"] = self.transformer.trunk(session, x)[:, -1]
+        session.features["hidden"] = states[:, -1]
+        return states
 
 
 def load_vila(

@@ -1,0 +1,135 @@
+"""passes=draft: the dense model's own video, code for code, in fewer passes of the trunk."""
+
+import dataclasses
+
+import pytest
+import torch
+from toys import load
+
+import tachyscope as ts
+from tachyscope.errors import TachyscopeError
+from tachyscope.models.vila_u.depth import Sampler
+from tachyscope.models.vila_u.model import VilaModel, toy_tokens
+from tachyscope.observers import Observer
+from tachyscope.passes.draft import Draft
+
+
+class Passes(Observer):
+    """Counts the trunk's passes and the tokens in them."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def on_pass(self, ctx):
+        self.tokens.append(ctx.tokens)
+
+
+def model(cfg=3.0):
+    # exact: a pass over many tokens sums in another order than passes over one
+    found = toy_tokens(dtype=torch.float64)
+    sampler = dataclasses.replace(found.config.sampler, cfg=cfg)
+    return VilaModel(
+        found.transformer, dataclasses.replace(found.config, sampler=sampler), found.tokenizer
+    )
+
+
+def play(model, plan, frames=3, **options):
+    """Codes, each frame's counts, passes, and the first layer's cache."""
+    passes = Passes()
+    with ts.open(model, plan, prompt="a b", observers=[passes], **options) as stream:
+        chunks = [(stream.step("w"), stream.session.latents) for _ in range(frames)]
+        layer, past = stream.session.layers[0], stream.session.past
+        cache = [x[:, :, :past] for x in (layer.k, layer.v, layer.pos, layer.log_count)]
+    codes = torch.cat([latents for _, latents in chunks], 1)
+    return codes, [chunk.stats for chunk, _ in chunks], passes.tokens, cache
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("jacobi", ["true", "false"])
+@pytest.mark.parametrize("source", ["logits", "codes", "row", "repeat"])
+def test_every_code_is_the_dense_models(source, jacobi, cfg):
+    here = model(cfg)
+    want, counts, _, cache = play(here, "dense", seed=5)
+    plan = f"passes=draft:places=5,source={source},jacobi={jacobi}"
+    got, drafted, passes, kept = play(here, plan, seed=5)
+    assert torch.equal(got, want)
+    for mine, dense in zip(kept, cache, strict=True):
+        torch.testing.assert_close(mine, dense)  # nothing of a refuted draft is left
+    assert [x["pairs_dense"] for x in drafted] == [x["pairs_dense"] for x in counts]
+    assert sum(x["drafts"] for x in drafted) > sum(x["drafts_accepted"] for x in drafted)
+    assert max(passes[1:]) <= 6  # the place that is known, and five drafts
+
+
+def test_a_batch_is_its_videos():
+    here = model()
+    want = [play(here, "dense", seed=seed)[0] for seed in (1, 2)]
+    got, *_ = play(here, "passes=draft", seed=[1, 2])
+    assert torch.equal(got, torch.cat(want))
+
+
+def test_right_drafts_make_a_frame_in_few_passes():
+    """A model that draws the same wherever it stands accepts every draft of the last frame."""
+    here = model(cfg=1.0)
+    head = here.transformer.head.classifier_mlp
+    with torch.no_grad():
+        head.linear.weight.zero_()
+        head.linear.bias[:] = 0
+        head.linear.bias[7] = 50
+    _, counts, passes, _ = play(here, "passes=draft:places=4")
+    assert all(x["drafts"] == x["drafts_accepted"] for x in counts)
+    # 16 places: one and two drafts, one and four, one and four, the last three in a pass of 3
+    assert passes[1 + 16 :] == 2 * [3, 5, 5, 3]
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_given_frames_are_drafts_for_what_comes(kept):
+    here, still = model(), torch.zeros(kept, 32, 32, 3, dtype=torch.uint8)
+    options = {"first": still.numpy(), "seed": 2}
+    want, *_ = play(here, "dense", frames=2, **options)
+    got, counts, _, _ = play(here, "passes=draft", frames=2, **options)
+    assert torch.equal(got, want)
+    assert counts[0]["drafts"] > 0  # the first frame that is made has them already
+
+
+def test_a_restored_stream_goes_on_with_the_same_drafts():
+    here, plan = model(), "passes=draft:jacobi=false"
+    with ts.open(here, plan, prompt="a b", seed=4) as stream:
+        stream.step("w")
+        state = stream.snapshot()
+        want = stream.step("q")
+    with ts.open(here, plan, prompt="a b", seed=4) as stream:
+        stream.restore(state)
+        got = stream.step("q")
+    assert (got.frames == want.frames).all()
+    assert got.stats["drafts_accepted"] == want.stats["drafts_accepted"]
+
+
+@pytest.mark.parametrize("logits", [(1.0, 0.0, -1.0), (0.0, 3.0, 0.1)])
+def test_a_draft_from_other_logits_is_right_as_often_as_both_agree(logits):
+    """With the noise shared, draft and draw agree by sum 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    sampler, old = Sampler(cfg=1.0, top_p=1.0), torch.tensor([0.5, 0.5, 0.0])
+    new, count = torch.tensor(logits), 40_000
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.empty(count, 3).exponential_(generator=generator)
+    draft, drawn = (sampler.pick(x.expand(count, 3), noise) for x in (old, new))
+    p, q = new.softmax(-1), old.softmax(-1)
+    agree = sum(1 / float((p / p[i]).maximum(q / q[i]).sum()) for i in range(3))
+    assert (draft == drawn).float().mean().item() == pytest.approx(agree, abs=0.01)
+    # and what is drawn has the dense model's distribution, whatever the draft was
+    shares = torch.bincount(drawn, minlength=3) / count
+    torch.testing.assert_close(shares, p, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("name, plan, words", [
+    ("toy-chunks", "passes=draft", "token"),
+    ("toy-tokens", "passes=draft replay=attentive:share=0.5", "replay"),
+])  # fmt: skip
+def test_what_cannot_be_drafted_is_refused(name, plan, words):
+    with pytest.raises(TachyscopeError, match=words):
+        ts.open(load(name), plan, prompt="a b")
+
+
+def test_the_number_of_drafts_follows_what_is_accepted():
+    policy = Draft(places=8)
+    assert [policy.next_count(4, n) for n in (0, 1, 3, 4)] == [2, 2, 4, 8]
+    assert policy.next_count(8, 8) == 8
