@@ -137,7 +137,9 @@ class Plan(Mapping[str, Any]):
                 f"cache={spell(self.cache)} says itself what a pass reads, got "
                 f"attention={spell(self.attention)}: use attention=dense, or leave view out"
             )
-        self.passes.check(shape, self.replay is not None)
+        why = self.passes.refusal(shape, replays=self.replay is not None)
+        if why is not None:
+            raise TachyscopeError(f"{why}, got passes={spell(self.passes)}: leave passes out")
         if self.text is not None and not shape.text:
             raise TachyscopeError(
                 f"this model has no cross-attention, got text={spell(self.text)}: leave text out"

@@ -58,7 +58,9 @@ CASES = [
     for kind, policies in CONTRACT.items()
     for name in policies
     for family in FAMILIES
-    if family == ("tokens" if name == "draft" else "steps") or kind != "passes" and family != "steps"
+    if family == ("tokens" if name == "draft" else "steps")
+    or kind != "passes"
+    and family != "steps"
     if not (kind == "text" and family == "tokens")  # a token model has no cross-attention
 ]
 every = pytest.mark.parametrize("kind, name, family", CASES, ids=str)

@@ -38,10 +38,11 @@ class Timed(VilaModel):
 
     def _feed(
         self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
-    ) -> None:
+    ) -> Tensor:
         start = time.perf_counter()
-        super()._feed(session, codes, pos, actions)
+        states = super()._feed(session, codes, pos, actions)
         self.trunk_ms.append((time.perf_counter() - start) * 1e3)
+        return states
 
 
 class Nothing(nn.Module):

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
 from tachyscope.types import DenoisePass, Shape
 
 
@@ -17,9 +16,9 @@ class PassPolicy(abc.ABC):
     paper: ClassVar[str]
     graph_capturable: ClassVar[bool] = True  # whether the host knows by itself which passes run
 
-    def check(self, shape: Shape, replays: bool) -> None:
-        """Raise where the policy cannot serve this shape, or not with a replay policy."""
-        return
+    def refusal(self, shape: Shape, replays: bool) -> str | None:
+        """Why the policy cannot serve this shape, or not beside a replay policy."""
+        return None
 
 
 class SkipPolicy(PassPolicy):
@@ -29,15 +28,12 @@ class SkipPolicy(PassPolicy):
     `threshold`. The first `warmup` passes over a chunk, its last and the clean pass always run.
     """
 
-    def check(self, shape: Shape, replays: bool) -> None:
-        if shape.token_by_token or shape.rolling_frames:
-            model = "token models run" if shape.token_by_token else "a rolling window runs"
-            unit = "token" if shape.token_by_token else "chunk"
-            name = type(self).__name__.lower()
-            raise TachyscopeError(
-                f"{model} one pass a {unit}, so none can be skipped, got passes={name}: leave "
-                f"passes out"
-            )
+    def refusal(self, shape: Shape, replays: bool) -> str | None:
+        if shape.token_by_token:
+            return "token models run one pass a token, so none can be skipped"
+        if shape.rolling_frames:
+            return "a rolling window runs one pass a chunk, so none can be skipped"
+        return None
 
     @property
     @abc.abstractmethod

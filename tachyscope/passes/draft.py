@@ -14,7 +14,6 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
 from tachyscope.passes import PassPolicy
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import Shape
@@ -25,14 +24,14 @@ from tachyscope.types import Shape
 class Draft(PassPolicy):
     """Check up to `places` drafted places of a frame in one pass (token models).
 
-    Drafts come from the last frame: its stored logits, drawn anew with this place's noise. Two
-    argmaxes of nearly equal logits with the same noise nearly always agree.
+    Drafts are the last frame's codes. Where a pass refutes one, what it drew for the places behind
+    serves as their next draft (Jacobi decoding): right but for what the refuted code changes.
     """
 
     paper: ClassVar[str] = "speculative decoding (2211.17192), coupled by the noise"
     places: int = setting(16, "Drafts checked in one pass, at most; 0 drafts nothing.")
-    source: Literal["logits", "codes", "row", "repeat"] = setting(
-        "logits",
+    source: Literal["codes", "logits", "row", "repeat"] = setting(
+        "codes",
         "What drafts are: the last frame's codes, draws from its logits, the row above, a repeat.",
     )
     jacobi: bool = setting(True, "What a refuted pass drew for later places is their next draft.")
@@ -40,16 +39,12 @@ class Draft(PassPolicy):
     def __post_init__(self) -> None:
         check_settings(self, "passes", "draft")
 
-    def check(self, shape: Shape, replays: bool) -> None:
+    def refusal(self, shape: Shape, replays: bool) -> str | None:
         if not shape.token_by_token:
-            raise TachyscopeError(
-                "passes=draft is for token models, this one makes whole chunks: leave it out"
-            )
+            return "only token models can be drafted, this one makes whole chunks"
         if replays:
-            raise TachyscopeError(
-                "passes=draft runs several tokens in a pass, and replay decides token by token: "
-                "leave one of them out"
-            )
+            return "drafts are several tokens in a pass, and replay decides token by token"
+        return None
 
     def drafts(
         self, codes: Tensor, last: Tensor, drawn: Tensor, at: int, count: int, columns: int

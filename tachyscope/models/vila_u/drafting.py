@@ -33,7 +33,7 @@ def sample_drafted(
     guessed = 0  # places before this one have a guess
     first = last if last is not None else codes
     drawn = first if logits is None or policy.source != "logits" else sampler.pick(logits, noise)
-    at, count = 0, 2
+    at, count = 0, min(2, policy.places)
     codes[:, :1], kept[:, :1] = draw(session.features["hidden"][:, None], 0)
     while True:
         # the first frame has none before it
