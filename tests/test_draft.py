@@ -44,9 +44,14 @@ def play(model, plan, frames=3, **options):
     return codes, [chunk.stats for chunk, _ in chunks], passes.tokens, cache
 
 
-@pytest.mark.parametrize("cfg", [1.0, 3.0])
-@pytest.mark.parametrize("jacobi", ["true", "false"])
-@pytest.mark.parametrize("source", ["logits", "codes", "row", "repeat"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("cfg", [1.0, pytest.param(3.0, marks=SLOW)])
+@pytest.mark.parametrize("jacobi", ["true", pytest.param("false", marks=SLOW)])
+@pytest.mark.parametrize(
+    "source", ["codes", "logits", *(pytest.param(x, marks=SLOW) for x in ("row", "repeat"))]
+)
 def test_every_code_is_the_dense_models(source, jacobi, cfg):
     here = model(cfg)
     want, counts, _, cache = play(here, "dense", seed=5)
