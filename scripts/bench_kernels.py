@@ -34,7 +34,8 @@ from tachyscope.kernels.block_sparse import triton as any_gpu_sparse
 from tachyscope.kernels.replay import replay_rows
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit
-from tachyscope.types import LayerCache, PassContext, Shape
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape
 
 DEVICE, TIMES = torch.device("cuda"), 10
 SHAPE = Shape(
@@ -171,7 +172,8 @@ def listed(rows: Rows, entries: int, block: int) -> None:
     queries, k, v, log_count = draw(entries + SHAPE.max_pass_tokens, 1)
     log_count[:, :, entries:] = 0.0
     policy, meter, q = Ann(read=0.2, block=block), Meter(), queries[0]
-    layer = LayerCache(k, v, log_count, log_count, extra=policy.tensors(SHAPE, k.shape[2], DEVICE))
+    own = dict(policy.tensors(SHAPE, k.shape[2], DEVICE))
+    layer = KVStore(k, v, log_count, log_count, own={"attention": own})
     tokens = SHAPE.max_pass_tokens
     first = PassContext(SHAPE, 0, 9, entries, 0, tokens, 0, 5, (1.0,) * 3, plain=False)
     later = first._replace(pass_index=1, before=(0,))
@@ -186,10 +188,7 @@ def listed(rows: Rows, entries: int, block: int) -> None:
     policy.attend(q, layer, first, meter)
     blocks = policy._cut(SHAPE, 0, entries)
     tile, most = policy._tile(SHAPE), policy._blocks_read(blocks, first)
-    own = layer.extra
-    past = BlockTable(
-        k, v, own["ann_log_count"], own["ann_map"][..., :most], own["ann_count"], tile, block
-    )
+    past = BlockTable(k, v, own["log_count"], own["map"][..., :most], own["count"], tile, block)
     pairs = q.shape[:3].numel() * (most * block + tokens)
     now_k, now_v = (x[:, :, entries:] for x in (k, v))
 

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -43,7 +44,8 @@ from tachyscope.kernels.merge import Entries
 from tachyscope.kernels.merge import triton as folding
 from tachyscope.meter import Meter
 from tachyscope.results import check_json, document, emit, to_json
-from tachyscope.types import LayerCache, PassContext, Shape, Size
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape, Size
 
 MATCHES = [
     Setting(),
@@ -86,15 +88,11 @@ class Bench:
     def normal(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self.rng, device=self.device)
 
-    def empty(self) -> LayerCache:
+    def empty(self) -> KVStore:
         slots = 21 * self.shape.tokens_per_frame
-        k, v = (
-            torch.zeros(1, 12, slots, 128, dtype=self.dtype, device=self.device) for _ in range(2)
-        )
-        log_count = torch.zeros(1, 12, slots, device=self.device)
-        pos = torch.zeros(1, 12, slots, 3, device=self.device)
-        return LayerCache(
-            k, v, log_count, pos, extra=self.policy.tensors(self.shape, slots, self.device)
+        own = self.policy.tensors(self.shape, slots, self.device)
+        return KVStore.empty(
+            self.shape, slots, 12, self.dtype, self.device, declared={"cache": own}
         )
 
     def see(self, chunk: int) -> None:
@@ -110,7 +108,7 @@ class Bench:
         self.layer.pos[:, :, now] = self.shape.positions(3 * chunk, 3, self.device)
         self.layer.log_count[:, :, now] = 0.0
 
-    def commit(self, layer: LayerCache, by_kernels: bool = True) -> int:
+    def commit(self, layer: KVStore, by_kernels: bool = True) -> int:
         ctx = PassContext(
             self.shape, 0, 1, self.past, 0, self.shape.max_pass_tokens, 4, 5, (0.0,) * 3
         )
@@ -160,11 +158,9 @@ class Bench:
         return statistics.median(found)
 
 
-def copied(layer: LayerCache) -> LayerCache:
-    own = {name: x.clone() for name, x in layer.extra.items()}
-    return LayerCache(
-        layer.k.clone(), layer.v.clone(), layer.log_count.clone(), layer.pos.clone(), extra=own
-    )
+def copied(layer: KVStore) -> KVStore:
+    own = {"cache": {name: x.clone() for name, x in layer.own["cache"].items()}}
+    return replace(layer, **{name: x.clone() for name, x in layer.entries().items()}, own=own)
 
 
 @contextmanager
@@ -212,10 +208,8 @@ def check_match(b: Bench, setting: Setting) -> dict[str, float]:
 
 def check_slide(b: Bench, setting: folding.Setting) -> None:
     """Moved in place, bit for bit what a gather gives; ten times, since a race may hide."""
-    own = b.layer.extra
-    folds = folding.choose(
-        own["slot_alike"][:, :, b.old], own["slot_partner"][:, :, b.old], b.excess
-    )
+    own = b.layer.own["cache"]
+    folds = folding.choose(own["alike"][:, :, b.old], own["partner"][:, :, b.old], b.excess)
     used = slice(b.old.start, b.total)
     n, count = b.old.stop - b.old.start, used.stop - used.start
     tail = torch.arange(n, count, device=b.device).expand(1, 12, -1)
@@ -237,13 +231,13 @@ def check_commit(b: Bench) -> dict[str, float]:
         mine, again = copied(b.layer), copied(b.layer)
         past = b.commit(mine)
         b.commit(again)
-    for name, x in (mine.entries() | mine.extra).items():
-        if not torch.equal(x, (again.entries() | again.extra)[name]):
+    for name, x in mine.tensors().items():
+        if not torch.equal(x, again.tensors()[name]):
             raise AssertionError(f"two commits of the same layer differ in {name}")
     stock = copied(b.layer)
     b.commit(stock, by_kernels=False)
 
-    def places(layer: LayerCache) -> Tensor:
+    def places(layer: KVStore) -> Tensor:
         t, y, x = layer.pos[:, :, :past].long().unbind(-1)
         high, wide = b.shape.grid
         return ((t * high + y) * wide + x).sort(-1).values
@@ -256,7 +250,7 @@ def check_commit(b: Bench) -> dict[str, float]:
     lost = ((seen - before) / before).abs().max().item()
     q = b.layer.k[:, :, b.past : b.total : 16].float()
 
-    def read(layer: LayerCache) -> Tensor:
+    def read(layer: KVStore) -> Tensor:
         k, v = (x[:, :, :past].float() for x in (layer.k, layer.v))
         bias = layer.log_count[:, :, None, :past]
         return F.scaled_dot_product_attention(
@@ -310,7 +304,7 @@ def run(found: dict[str, Any], b: Bench) -> None:
         "commit": tried(lambda: check_commit(b)),
     }
     k = layer.k[:, :, old]
-    alike, partner = (layer.extra[f"slot_{x}"][:, :, old] for x in ("alike", "partner"))
+    alike, partner = (layer.own["cache"][x][:, :, old] for x in ("alike", "partner"))
     flop = 2 * 128 * 12 * looking * (left + looking / 2)
 
     def rate(setting: Setting) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,7 +11,8 @@ from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 from tachyscope.replay.runner import replay_tensors
-from tachyscope.types import LayerCache, PassContext, Shape
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape
 
 
 def slots_for(plan: Plan, shape: Shape, lengths: Sequence[int], latent_frames: int | None) -> int:
@@ -25,23 +25,17 @@ def slots_for(plan: Plan, shape: Shape, lengths: Sequence[int], latent_frames: i
 
 def empty_layer(
     plan: Plan, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device
-) -> LayerCache:
+) -> KVStore:
     """One layer's cache with nothing in it."""
-    kv = (shape.batch, shape.kv_heads, slots, shape.head_dim)
-    groups = plan.cache.cache_heads(shape)
-    k, v = (torch.zeros(kv, dtype=dtype, device=device) for _ in range(2))
-    # never torch's default, which is the caller's
-    fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    log_count = torch.zeros(shape.batch, groups, slots, **fine)
-    pos = torch.zeros(shape.batch, groups, slots, 3, **fine)
-    unrotated = torch.zeros_like(k) if plan.cache.keeps_unrotated else None
-    extra = plan.cache.tensors(shape, slots, device)
-    extra |= plan.attention.tensors(shape, slots, device)
-    extra |= replay_tensors(plan.replay, shape, dtype, device)
-    if plan.cache.wants_queries:
-        size = (shape.batch, shape.heads, shape.max_pass_tokens, shape.head_dim)
-        extra["queries"] = torch.zeros(size, **fine)
-    return LayerCache(k, v, log_count, pos, unrotated, extra)
+    declared = {
+        "cache": plan.cache.tensors(shape, slots, device),
+        "attention": plan.attention.tensors(shape, slots, device),
+        "replay": replay_tensors(plan.replay, shape, dtype, device),
+    }
+    return KVStore.empty(
+        shape, slots, plan.cache.cache_heads(shape), dtype, device,
+        unrotated=plan.cache.keeps_unrotated, declared=declared,
+    )  # fmt: skip
 
 
 def check_memory(
@@ -62,27 +56,14 @@ def check_memory(
         )
 
 
-def cache_bytes(layers: Sequence[LayerCache]) -> int:
-    """What the layers' tensors take."""
-    held = (x for layer in layers for x in (layer.entries() | layer.extra).values())
-    return sum(x.numel() * x.element_size() for x in held)
+def cache_bytes(layers: Sequence[KVStore], entries: int | None = None) -> int:
+    """What the layers' tensors take; with a number of entries, what these take of them."""
+    return sum(layer.bytes(entries) for layer in layers)
 
 
-def used_bytes(layers: Sequence[LayerCache], entries: int) -> int:
-    """Of these, what so many entries take."""
-    share = min(1.0, entries / layers[0].k.shape[2])
-    found = 0.0
-    for layer in layers:
-        by_slot = layer.entries().keys() | {x for x in layer.extra if x.startswith("slot_")}
-        for name, x in (layer.entries() | layer.extra).items():
-            size = x.numel() * x.element_size()
-            found += share * size if name in by_slot else size
-    return round(found)
-
-
-def make_room(layers: Sequence[LayerCache], plan: Plan, ctx: PassContext, meter: Meter) -> None:
+def make_room(layers: Sequence[KVStore], plan: Plan, ctx: PassContext, meter: Meter) -> None:
     """Slots for the tokens of a pass; raises where a bounded plan does not hold them."""
-    slots, needed = layers[0].k.shape[2], ctx.end
+    slots, needed = layers[0].slots, ctx.end
     if needed <= slots:
         return
     if not plan.cache.grows:
@@ -95,18 +76,11 @@ def make_room(layers: Sequence[LayerCache], plan: Plan, ctx: PassContext, meter:
         _grow(layer, larger, plan, ctx.for_layer(i), meter)
 
 
-def _grow(layer: LayerCache, slots: int, plan: Plan, ctx: PassContext, meter: Meter) -> None:
-    before, attention = layer.k.shape[2], plan.attention
-    kept = ctx.past if plan.cache.appends else 0
+def _grow(layer: KVStore, slots: int, plan: Plan, ctx: PassContext, meter: Meter) -> None:
+    kept, attention = ctx.past if plan.cache.appends else 0, plan.attention
     if not kept:
         attention.restore_order(layer, ctx, ctx.past)
-    fresh = empty_layer(plan, ctx.shape, slots, layer.k.dtype, layer.k.device)
-    for name, new in fresh.entries().items():
-        new[:, :, :before] = layer.entries()[name]
-        setattr(layer, name, new)
-    for name, new in fresh.extra.items():
-        if name.startswith("slot_"):
-            new[:, :, :before] = layer.extra[name]
-            layer.extra[name] = new
-    attention.grow(layer, ctx.shape, slots, kept)
+    larger = empty_layer(plan, ctx.shape, slots, layer.dtype, layer.k.device)
+    layer.grow(larger)
+    attention.grow(layer.own["attention"], larger.own["attention"], kept)
     attention.build_index(layer, ctx, ctx.past, meter, kept)

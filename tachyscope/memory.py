@@ -21,9 +21,10 @@ from tachyscope.models.registry import DTYPES, MODELS, SIZED, load
 from tachyscope.peak_memory import peak, tensor_bytes
 from tachyscope.plan import Plan, spell
 from tachyscope.results import Document, document
+from tachyscope.store import KVStore
 from tachyscope.stream import chunks_for
 from tachyscope.tables import format_table
-from tachyscope.types import LayerCache, PassContext, Rope, Shape, Size
+from tachyscope.types import PassContext, Rope, Shape, Size
 
 # of a GPU's memory; the rest is left to CUDA's own and to gaps between tensors
 ROOM = 0.95
@@ -58,11 +59,11 @@ class Shapes:
         self.layers = [empty_layer(plan, shape, slots, dtype, self.device)]
         entries = self.prompt + latent_frames * shape.tokens_per_frame
         step = 1 if shape.token_by_token else shape.max_pass_tokens
-        while cache.grows and (slots := self.layers[0].k.shape[2]) < entries:
+        while cache.grows and (slots := self.layers[0].slots) < entries:
             # up to the first pass that finds no room
             self.past = self.prompt + (slots - self.prompt) // step * step
             make_room(self.layers, plan, self.moment()._replace(start=0), Meter())
-        slots = self.layers[0].k.shape[2]
+        slots = self.layers[0].slots
         self.past = max(0, min(slots, entries) - shape.max_pass_tokens)
 
     def moment(self) -> PassContext:
@@ -78,7 +79,7 @@ class Shapes:
     def tensors(self) -> dict[str, int]:
         """Bytes of all layers, by the tensors' names."""
         (layer,) = self.layers
-        held = layer.entries() | layer.extra
+        held = layer.tensors() | {f"present.{name}": x for name, x in layer.present.items()}
         return {name: self.shape.layers * tensor_bytes([x]) for name, x in held.items()}
 
     def reading(self) -> int:
@@ -97,7 +98,7 @@ class Shapes:
         plan, layer, ctx, shape = self.plan, self.layers[0], self.moment(), self.shape
         n = shape.chunk * shape.tokens_per_frame
 
-        def commit(layer: LayerCache) -> None:
+        def commit(layer: KVStore) -> None:
             plan.cache.commit(layer, ctx._replace(start=0), n, self._rotate, Meter())
 
         return max(

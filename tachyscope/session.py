@@ -13,7 +13,8 @@ from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.layers import make_room
 from tachyscope.observers import Observer
 from tachyscope.state import State
-from tachyscope.types import DenoisePass, LayerCache, Mlp, PassContext
+from tachyscope.store import KVStore
+from tachyscope.types import DenoisePass, Mlp, PassContext
 
 NO_SPAN: AbstractContextManager[None] = nullcontext()
 
@@ -119,13 +120,12 @@ class Session(State):
             observer.on_attend(ctx, q, k, v, rotated_q)
         return out
 
-    def _attend_present(self, q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
+    def _attend_present(self, q: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
         """Attention over the present chunk, which no attention policy is asked about."""
         pairs = q.shape[:3].numel() * ctx.tokens
         self.meter.add("pairs", pairs)
         self.meter.add("macs", 2 * pairs * q.shape[3])
-        now = slice(ctx.past, ctx.end)
-        return attention(q, layer.k[:, :, now], layer.v[:, :, now])
+        return attention(q, *layer.now(ctx))
 
     def write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put a pass's keys and values behind the past; the rotated queries."""
@@ -133,20 +133,16 @@ class Session(State):
         ctx, here = self._context.for_layer(layer), self.layers[layer]
         for observer in self.observers:
             observer.on_write(ctx, q, k, v)
-        slots = slice(ctx.past + ctx.start, ctx.end)
-        turned_k = apply_rotary(here.k[:, :, slots], k, *self._cos_sin, self.rope)
-        turned_q = apply_rotary(None, q, *self._cos_sin, self.rope)
-        here.v[:, :, slots] = v
-        here.pos[:, :, slots] = self._pos
-        if here.unrotated is not None:
-            here.unrotated[:, :, slots] = k
+        rotated_k = here.write(ctx, k, v, self._pos, self._cos_sin, self.rope)
+        rotated_q = apply_rotary(None, q, *self._cos_sin, self.rope)
         if ctx.prefilling:
             for row, pads in enumerate(self.left_padding):
                 here.log_count[row, :, :pads] = -inf
         elif self.plan.cache.wants_queries:
-            here.extra["queries"][:, :, ctx.start : ctx.start + ctx.tokens] = turned_q
-        self.replay.score(here.extra, ctx, q, turned_q, turned_k)
-        return turned_q
+            queries = here.own["cache"]["queries"]
+            queries[:, :, ctx.start : ctx.start + ctx.tokens] = rotated_q
+        self.replay.score(here.own["replay"], ctx, q, rotated_q, rotated_k)
+        return rotated_q
 
     @property
     def _plain(self) -> bool:
@@ -170,7 +166,7 @@ class Session(State):
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
         assert self._context is not None
-        ctx, own = self._context.for_layer(layer), self.layers[layer].extra
+        ctx, own = self._context.for_layer(layer), self.layers[layer].own["replay"]
         with self._span("mlp"):
             y = self.replay.mlp(x, fn, own, ctx, self.meter, self.policy_rng)
         for observer in self.observers:
@@ -201,10 +197,11 @@ class Session(State):
                 with self._span("index"):
                     plan.attention.restore_order(layer, ctx, self.past)
             with self._span("commit"):
+                layer.append(self.past, n)
                 held = plan.cache.commit(layer, ctx, n, self._rotate, self.meter, on_merge)
             past = max(past, held)
         for i, layer in enumerate(self.layers):
-            layer.log_count[:, :, past:] = 0.0  # here, so that no pass needs to
+            layer.truncate(past)  # here, so that no pass needs to
             with self._span("index"):
                 plan.attention.build_index(
                     layer, self._context.for_layer(i), past, self.meter, kept

@@ -29,7 +29,8 @@ from tachyscope.state_file import (
     unpack,
     whole_numbers,
 )
-from tachyscope.types import LayerCache, PassContext, Rope, Shape, Text
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Rope, Shape, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class State:
         for observer in self.observers:
             observer.on_open(self)
 
-    def _empty_layer(self, slots: int) -> LayerCache:
+    def _empty_layer(self, slots: int) -> KVStore:
         return empty_layer(self.plan, self.shape, slots, self.dtype, self.device)
 
     @property
@@ -169,7 +170,7 @@ class State:
         """Drop every finished entry; the video goes on, and remembers from here."""
         self.past = self.total_entries = 0
         for layer in self.layers:
-            layer.log_count.zero_()
+            layer.truncate(0)
 
     def rewind(self, frames: int, keep: int) -> None:
         """Drop the newest latent frames, and all before them but the first `keep`."""
@@ -177,7 +178,7 @@ class State:
         self.past, self.now = self.prompt + keep * self.shape.tokens_per_frame, 0
         self.total_entries -= frames * self.shape.tokens_per_frame
         for layer in self.layers:
-            layer.log_count[:, :, self.past :] = 0.0
+            layer.truncate(self.past)
 
     def state(self) -> dict[str, Tensor]:
         """Everything between two chunks, as tensors by name, ready for a safetensors file."""
@@ -242,15 +243,15 @@ class State:
         for step in meta["ready"]:
             check_range("ready", step, 0, shape.passes - 1)
 
-    def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[LayerCache]:
+    def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[KVStore]:
         """A state's layers, on the device."""
         like = self._empty_layer(slots)
         for i in range(self.shape.layers):
-            for name, x in (like.entries() | like.extra).items():
+            for name, x in like.tensors().items():
                 check_tensor(tensors, f"layers.{i}.{name}", x, whole_numbers(name, slots))
         found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
         for i, layer in enumerate(found):
-            for name, x in (layer.entries() | layer.extra).items():
+            for name, x in layer.tensors().items():
                 x.copy_(tensors[f"layers.{i}.{name}"])
         return found
 
@@ -266,8 +267,7 @@ class State:
     def _tensors(self) -> dict[str, Tensor]:
         found = {f"features.{name}": x for name, x in self.features.items()}
         for i, layer in enumerate(self.layers):
-            held = layer.entries() | layer.extra
-            found |= {f"layers.{i}.{name}": x for name, x in held.items()}
+            found |= {f"layers.{i}.{name}": x for name, x in layer.tensors().items()}
         for i, text in enumerate(self.texts):
             parts = {"k": text.k, "v": text.v, "log_count": text.log_count}
             found |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}

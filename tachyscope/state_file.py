@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError, shown
 
-VERSION = 2
+VERSION = 3
 # the host's numbers that a state carries
 COUNTS = (
     "chunk",
@@ -106,7 +106,11 @@ def check_tensor(
 
 def whole_numbers(name: str, slots: int) -> tuple[int, int]:
     """The least and the greatest whole number in a layer's tensor; most are numbers of slots."""
-    known = {"replay_age": (0, MAX_COUNT), "ann_map": (-1, slots - 1), "ann_count": (0, slots)}
+    known = {
+        "replay.age": (0, MAX_COUNT),
+        "attention.map": (-1, slots - 1),
+        "attention.count": (0, slots),
+    }
     return known.get(name, (0, slots - 1))
 
 

@@ -28,7 +28,7 @@ from tachyscope.arguments import (
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.graph_runner import repeating
-from tachyscope.layers import cache_bytes, used_bytes
+from tachyscope.layers import cache_bytes
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.observers import Observer
@@ -211,7 +211,7 @@ class Stream:
         session.meter.add("frames", frames * (self.batch or 1))
         session.meter.add("frames_made", frames * (self.batch or 1))
         held = session.past + session.shape.max_pass_tokens
-        session.meter.add("cache_mb", used_bytes(session.layers, held) / 1e6)
+        session.meter.add("cache_mb", cache_bytes(session.layers, held) / 1e6)
         session.meter.add("cache_allocated_mb", cache_bytes(session.layers) / 1e6)
         session.meter.add("entries", session.past)
         # waits for the chunk, so that decoding it need not

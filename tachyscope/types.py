@@ -1,4 +1,4 @@
-"""Values that cross borders: a model's shape, its rotation, a layer's cache, a pass, a chunk.
+"""Values that cross borders: a model's shape, its rotation, a pass, a chunk.
 
 Shape letters: B batch, H query heads, Hkv key/value heads, S tokens of a pass, C slots of a cache,
 N tokens of a latent frame, D head size, W model width.
@@ -7,7 +7,7 @@ N tokens of a latent frame, D head size, W model width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -125,33 +125,6 @@ class Mlp(Protocol):
     macs: int  # multiply-adds of one row
 
     def __call__(self, x: Tensor) -> Tensor: ...
-
-
-@dataclass(slots=True)
-class LayerCache:
-    """One layer's cache: fixed tensors, finished chunks first, the present chunk behind them.
-
-    k, v       [B, Hkv, C, D]       keys as queries meet them (rotated), and values
-    log_count  [B, Hkv or 1, C]     log of how many entries were merged into one; -inf is an empty
-                                    slot, 0 one that waits for its entry
-    pos        [B, Hkv or 1, C, 3]  (t, y, x)
-    unrotated  [B, Hkv, C, D]       keys before RoPE, where the cache policy rotates anew; else None
-    extra      tensors that policies declared, by name
-    scratch    what an attention policy keeps from one pass over a chunk to the next; no state
-    """
-
-    k: Tensor
-    v: Tensor
-    log_count: Tensor
-    pos: Tensor
-    unrotated: Tensor | None = None
-    extra: dict[str, Tensor] = field(default_factory=dict)
-    scratch: tuple[Tensor, ...] = ()
-
-    def entries(self) -> dict[str, Tensor]:
-        """The tensors that hold one thing a slot, slots in dimension 2."""
-        found = {"k": self.k, "v": self.v, "log_count": self.log_count, "pos": self.pos}
-        return found if self.unrotated is None else found | {"unrotated": self.unrotated}
 
 
 class PassContext(NamedTuple):

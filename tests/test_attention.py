@@ -138,7 +138,7 @@ def test_the_choice_is_made_once_a_chunk():
         ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), step, 3, (1.0, 1.0))
         q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
         ctx.attend(0, q, q[:, :2], q[:, :2])
-        maps.append(ctx.layers[0].extra["ann_map"].clone())
+        maps.append(ctx.layers[0].own["attention"]["map"].clone())
     assert torch.equal(maps[0], maps[1]) and torch.equal(maps[0], maps[2])
     ctx.commit()
     # a given chunk has its clean pass alone, and reads everything: the video rests on it
@@ -327,8 +327,8 @@ def test_blocks_and_tiles_are_parts_of_a_latent_frame():
     ):
         shape = replace(CHUNKS, grid=grid)
         own = plan.attention.tensors(shape, 40 * shape.tokens_per_frame, torch.device("meta"))
-        assert own["ann_log_count"].shape[2] // own["ann_code"].shape[2] == block
-        assert own["ann_map"].shape[2] == -(-shape.max_pass_tokens // tile)
+        assert own["log_count"].shape[2] // own["code"].shape[2] == block
+        assert own["map"].shape[2] == -(-shape.max_pass_tokens // tile)
 
 
 @pytest.mark.parametrize("cache", ["merge:budget=8f", "window:budget=8f"])
@@ -364,14 +364,16 @@ def test_a_cache_that_appends_keeps_its_blocks(shape):
         assert torch.equal(layer.k[:, :, :known], old[:, :, :known])
         assert not torch.equal(layer.k[:, :, known : old.shape[2]], old[:, :, known:])
         blocks = policy._cut(shape, ctx.prompt, ctx.past)
-        noted = [layer.extra[name].clone() for name in ("ann_code", "ann_scale", "ann_weight")]
-        for name in ("ann_code", "ann_scale", "ann_weight"):
-            layer.extra[name].zero_()
-        weights = layer.extra["ann_log_count"][:, :, : blocks.all * blocks.size]
-        codes = Codes(*(layer.extra[f"ann_{name}"] for name in ("code", "scale", "weight")))
+        noted = [layer.own["attention"][name].clone() for name in ("code", "scale", "weight")]
+        for name in ("code", "scale", "weight"):
+            layer.own["attention"][name].zero_()
+        weights = layer.own["attention"]["log_count"][:, :, : blocks.all * blocks.size]
+        codes = Codes(*(layer.own["attention"][name] for name in ("code", "scale", "weight")))
         encode_blocks(layer.k, weights, blocks.size, codes)
-        for name, want in zip(("ann_code", "ann_scale", "ann_weight"), noted, strict=True):
-            assert torch.equal(layer.extra[name][:, :, : blocks.all], want[:, :, : blocks.all])
+        for name, want in zip(("code", "scale", "weight"), noted, strict=True):
+            assert torch.equal(
+                layer.own["attention"][name][:, :, : blocks.all], want[:, :, : blocks.all]
+            )
 
 
 @pytest.mark.parametrize("plan", ["", "cache=merge:budget=8f "])

@@ -166,10 +166,10 @@ def test_a_running_partner_is_as_good_as_a_full_search():
                 old = slice(0, max(0, at.past - 6))
                 here = at.layers[0]
                 cosine, partner = best_older(vectors(at.plan.cache._matching, here, old), 0)
-                here.extra["slot_alike"][:, :, old] = cosine
-                here.extra["slot_partner"][:, :, old] = partner
+                here.own["cache"]["alike"][:, :, old] = cosine
+                here.own["cache"]["partner"][:, :, old] = partner
         here = at.layers[0]
-        losses.append(here.extra["slot_alike"][0, 0, 1 : at.past - 6].mean().item())
+        losses.append(here.own["cache"]["alike"][0, 0, 1 : at.past - 6].mean().item())
     # the likeness left over: a worse matcher leaves more alike pairs behind
     assert losses[0] <= losses[1] + 0.1
 
@@ -293,4 +293,4 @@ def test_a_partner_that_is_folded_away_leaves_its_heir():
     here = at.layers[0]
     assert at.past == 23 and here.log_count[0, 0, 2].exp().item() == pytest.approx(2)
     torch.testing.assert_close(here.k[:, :, 20], keys[:, :, 21])
-    assert here.extra["slot_partner"][0, 0, 20] == 2
+    assert here.own["cache"]["partner"][0, 0, 20] == 2

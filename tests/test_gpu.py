@@ -265,11 +265,11 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     ctx = _large(plan)
     play(ctx, 5)
     layer, policy = ctx.layers[1], ctx.plan.attention
-    own, size = layer.extra, policy.block
+    own, size = layer.own["attention"], policy.block
     blocks = policy._cut(LARGE, 0, ctx.past)
     between = policy._between(LARGE, 0, ctx.past)
-    order = own["ann_order"][:, :, : between.stop - between.start].long()
-    weights = own["ann_log_count"][:, :, : blocks.all * size]
+    order = own["order"][:, :, : between.stop - between.start].long()
+    weights = own["log_count"][:, :, : blocks.all * size]
     held = layer.log_count.expand(-1, 4, -1)
     assert torch.equal(weights[:, :, between], held[:, :, between].gather(2, order))
     assert torch.equal(weights[:, :, : between.start], held[:, :, : between.start])
@@ -289,10 +289,10 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     got = ctx.attend(1, q, k, v)
     now = slice(ctx.past, ctx.past + LARGE.max_pass_tokens)
     chosen, counts = (
-        own["ann_map"][..., : policy._blocks_read(blocks, ctx._context)],
-        own["ann_count"],
+        own["map"][..., : policy._blocks_read(blocks, ctx._context)],
+        own["count"],
     )
-    past = BlockTable(layer.k, layer.v, own["ann_log_count"], chosen, counts, policy.tile, size)
+    past = BlockTable(layer.k, layer.v, own["log_count"], chosen, counts, policy.tile, size)
     turned = ctx.rope.apply(q, *ctx._cos_sin)
     _close(
         got, block_sparse_attention_reference(turned, layer.k[:, :, now], layer.v[:, :, now], past)
@@ -315,9 +315,9 @@ def test_blocks_that_a_tile_reads_stand_first_in_its_list():
     q, k, v = (20 * torch.randn(1, 4, LARGE.max_pass_tokens, 128, **like) for _ in range(3))
     ctx.begin(LARGE.positions(ctx.latent_frame, 3, "cuda"), 0, 3, (1.0,) * 3)
     assert ctx.attend(1, q, k, v).isfinite().all()
-    own, count = ctx.layers[1].extra, ctx.plan.attention._cut(LARGE, 0, ctx.past).all
-    listed = own["ann_map"][..., :count] >= 0
-    first = torch.arange(count, device="cuda") < own["ann_count"].unsqueeze(-1)
+    own, count = ctx.layers[1].own["attention"], ctx.plan.attention._cut(LARGE, 0, ctx.past).all
+    listed = own["map"][..., :count] >= 0
+    first = torch.arange(count, device="cuda") < own["count"].unsqueeze(-1)
     assert torch.equal(listed, first)
 
 
@@ -326,21 +326,21 @@ def test_the_kernels_choose_as_stock_torch_does(monkeypatch):
     play(ctx, 5)
     layer, policy = ctx.layers[1], ctx.plan.attention
     assert isinstance(policy, Ann)
-    ours = {name: layer.extra[name].clone() for name in layer.extra if name.startswith("ann_")}
+    ours = {name: x.clone() for name, x in layer.own["attention"].items()}
     moment = ctx._context.for_layer(1)._replace(past=ctx.past, before=())
     stock = replace(
         layer, k=layer.k.clone(), v=layer.v.clone(),
-        extra={name: x.clone() for name, x in ours.items()},
+        own={"attention": {name: x.clone() for name, x in ours.items()}},
     )  # fmt: skip
     policy.restore_order(stock, moment, ctx.past)
     with monkeypatch.context() as here:
         here.setattr(device, "HAS_TRITON", False)
         policy.build_index(stock, moment, ctx.past, Meter())
     # a key on a plane may fall on either side, and ties of a rounding either way
-    assert (stock.extra["ann_order"] == ours["ann_order"]).float().mean() > 0.98
-    assert (stock.extra["ann_code"] == ours["ann_code"]).float().mean() > 0.98
-    for name in ("ann_order", "ann_code", "ann_scale", "ann_weight"):
-        stock.extra[name].copy_(ours[name])
+    assert (stock.own["attention"]["order"] == ours["order"]).float().mean() > 0.98
+    assert (stock.own["attention"]["code"] == ours["code"]).float().mean() > 0.98
+    for name in ("order", "code", "scale", "weight"):
+        stock.own["attention"][name].copy_(ours[name])
     q = torch.randn(1, 4, LARGE.max_pass_tokens, 128, device="cuda", dtype=torch.bfloat16)
     blocks = policy._cut(LARGE, 0, ctx.past)
     got = policy._mass(q, layer, moment, blocks.all)

@@ -34,7 +34,7 @@ from tachyscope.kernels.match.reference import best_older_reference
 from tachyscope.kernels.match.torch import alike_features, best_older
 from tachyscope.kernels.merge import torch as merge_torch
 from tachyscope.kernels.merge.reference import fold_reference, merge_entries_reference
-from tachyscope.kernels.merge.torch import Entries, fold, roots
+from tachyscope.kernels.merge.torch import Entries, roots
 from tachyscope.kernels.prompt_hits import torch as hits_torch
 from tachyscope.kernels.prompt_hits.reference import count_nearest_reference
 from tachyscope.kernels.replay import (
@@ -154,6 +154,12 @@ def _groups(rng, b, g, n):
     parent = (torch.rand(b, g, n, generator=rng) * (torch.arange(n) + 1)).long()
     alone = torch.rand(b, g, n, generator=rng) < 0.4
     return roots(torch.where(alone, torch.arange(n), parent))
+
+
+def fold(v, log_count, source, root):
+    held = Entries(v.clone(), v.clone(), log_count.clone(), log_count.clone())
+    merge_torch.fold(held, source, root)
+    return held.v, held.log_count
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -172,7 +172,7 @@ def test_folded_groups_equal_their_reference(rng, dtype, tolerance, hubs, monkey
     b, h, n, excess = (1, 2, 400, 370) if hubs else (2, 2, 60, 50)
     *_, folds = _chosen(rng, b, h, n, excess, hubs=hubs)
     held = _layer(rng, b, h, n, 16, dtype)
-    k, v, log_count, pos, _ = held
+    k, v, log_count, pos = held[:4]
     keys, places = k.clone(), pos.clone()
     source, root = (x.view(b, h, excess).long().cpu() for x in (folds.source, folds.root))
     largest = max(torch.unique(x, return_counts=True)[1].max() for x in root.flatten(0, 1))
@@ -198,11 +198,13 @@ def test_sliding_closes_the_gaps_in_place(rng, entries):
     b, h, n, excess, behind = 2, 2, 100, 30, 15
     *_, folds = _chosen(rng, b, h, n, excess)
     held = _layer(rng, b, h, n + behind, 32, DTYPE)
-    before = [x.clone() for x in held]
+    scales = torch.rand(2, b, h, n + behind, generator=rng).to(DEVICE)
+    held = held._replace(k_scale=scales[0], v_scale=scales[1])  # as if k and v were codes
+    before = [x.clone() for x in held.tensors()]
     folding.slide(held, folds, folding.Setting(16, entries, 4))
     tail = torch.arange(n, n + behind, device=DEVICE).expand(b, h, -1)
     order = torch.cat([folds.order.view(b, h, -1), tail], 2)
-    for x, old in zip(held, before, strict=True):
+    for x, old in zip(held.tensors(), before, strict=True):
         index = order if x.dim() == 3 else order[..., None].expand(-1, -1, -1, x.shape[3])
         assert torch.equal(x[:, :, : n + behind - excess], old.gather(2, index))
 
@@ -271,9 +273,9 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
     assert got.observers[0].found == want.observers[0].found != []
     for mine, theirs in zip(got.layers, want.layers, strict=True):
         end = got.past - got.plan.cache.newest * shape.tokens_per_frame
-        for name, x in (mine.entries() | mine.extra).items():
+        for name, x in mine.tensors().items():
             used = end if name.startswith("slot_") else got.past
-            y = (theirs.entries() | theirs.extra)[name]
+            y = theirs.tensors()[name]
             torch.testing.assert_close(
                 x[:, :, :used], y[:, :, :used], rtol=tolerance, atol=tolerance
             )

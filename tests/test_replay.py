@@ -154,7 +154,7 @@ def test_no_value_serves_longer_than_its_age(replay, kind):
             else:
                 play_pass(ctx, layers, pos, step, shape.passes)
         ctx.commit()
-        oldest = max(oldest, *(int(layer.extra["replay_age"].max()) for layer in ctx.layers))
+        oldest = max(oldest, *(int(layer.own["replay"]["age"].max()) for layer in ctx.layers))
     assert oldest == 3
 
 
@@ -163,7 +163,7 @@ def test_a_tied_pair_decides_together(cfg):
     ctx = session(TOKENS, f"replay=attentive:threshold=0.2,cfg={cfg}")
     play(ctx, 20, drift=1.0)
     together = all(
-        torch.equal(layer.extra["replay_age"][0, 0], layer.extra["replay_age"][0, 1])
+        torch.equal(layer.own["replay"]["age"][0, 0], layer.own["replay"]["age"][0, 1])
         for layer in ctx.layers
     )
     assert together == (cfg == "tied")

@@ -133,17 +133,9 @@ def test_a_cache_that_grows_equals_one_that_was_reserved(plan, kind):
 
 def test_a_bounded_cache_never_reallocates():
     at = session(CHUNKS, "cache=merge:budget=8f attention=ann:read=0.5 replay=attentive:share=0.5")
-    before = [
-        x.data_ptr()
-        for layer in at.layers
-        for x in (*layer.entries().values(), *layer.extra.values())
-    ]
+    before = [x.data_ptr() for layer in at.layers for x in layer.tensors().values()]
     play(at, 20)
-    after = [
-        x.data_ptr()
-        for layer in at.layers
-        for x in (*layer.entries().values(), *layer.extra.values())
-    ]
+    after = [x.data_ptr() for layer in at.layers for x in layer.tensors().values()]
     assert before == after
 
 
@@ -232,9 +224,11 @@ def test_tokens_that_came_later_choose_what_they_read():
         fill(at, 12)
     play_window(grown, layers, 0, 1)
     assert_same(play_window(grown, layers, 1, 2), play_window(fresh, layers, 1, 2))
-    maps = [layer.extra["ann_map"].clone() for layer in grown.layers]
+    maps = [layer.own["attention"]["map"].clone() for layer in grown.layers]
     play_window(grown, draw(rng, shape, shape.max_pass_tokens), 2, 1)
-    assert all(m.equal(layer.extra["ann_map"]) for m, layer in zip(maps, grown.layers, strict=True))
+    assert all(
+        m.equal(layer.own["attention"]["map"]) for m, layer in zip(maps, grown.layers, strict=True)
+    )
 
 
 def clamped(at, keys, poses, nearest):

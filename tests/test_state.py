@@ -93,11 +93,11 @@ def _broken_tensors(state):
                 bad = x.clone()
                 bad.view(-1)[-1] = value
                 yield f"{value} in {name}", state | {name: bad}
-            if last in ("k", "v", "pos", "unrotated", "latents", "hidden", "replay_output"):
+            if last in ("k", "v", "pos", "unrotated", "latents", "hidden", "output"):
                 yield f"-inf in {name}", state | {name: torch.full_like(x, -torch.inf)}
         elif x.dtype in (torch.int32, torch.int64) and name.startswith("layers"):
             yield f"{name} below", state | {name: torch.full_like(x, -2)}
-            if last != "replay_age":
+            if last != "age":
                 yield f"{name} beyond", state | {name: torch.full_like(x, 2**20)}
 
 

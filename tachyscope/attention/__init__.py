@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tachyscope.meter import Meter
-from tachyscope.types import LayerCache, PassContext, Shape, Text
+from tachyscope.store import KVStore, Tensors
+from tachyscope.types import PassContext, Shape, Text
 
 
 class AttentionPolicy(abc.ABC):
@@ -26,12 +27,12 @@ class AttentionPolicy(abc.ABC):
         """Raise where the policy cannot serve this shape; `slots` is a bounded cache's size."""
         return
 
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        """Fixed tensors to keep beside a layer of that many slots."""
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
+        """Fixed tensors to keep beside a layer of that many slots, its own "attention" ones."""
         return {}
 
     def build_index(
-        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+        self, layer: KVStore, ctx: PassContext, past: int, meter: Meter, kept: int = 0
     ) -> None:
         """The past has changed and now holds `past` entries: bring the tensors up to date.
 
@@ -40,24 +41,24 @@ class AttentionPolicy(abc.ABC):
         """
         return
 
-    def restore_order(self, layer: LayerCache, ctx: PassContext, past: int) -> None:
+    def restore_order(self, layer: KVStore, ctx: PassContext, past: int) -> None:
         """The past is about to change: put its keys and values back in the cache's order."""
         return
 
-    def grow(self, layer: LayerCache, shape: Shape, slots: int, kept: int) -> None:
-        """Make the tensors for more slots, and carry over the index of the first `kept` entries."""
-        layer.extra |= self.tensors(shape, slots, layer.k.device)
+    def grow(self, own: dict[str, Tensor], larger: Mapping[str, Tensor], kept: int) -> None:
+        """Take over tensors for more slots, with the index of the first `kept` entries."""
+        own.update(larger)
 
-    def to_index_order(self, x: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
+    def to_index_order(self, x: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
         """x [B, Hkv, N, D], one row a slot of the cache, as keys and values stand now."""
         return x
 
-    def log_weights(self, layer: LayerCache, ctx: PassContext) -> Tensor:
+    def log_weights(self, layer: KVStore, ctx: PassContext) -> Tensor:
         """Log-weights [B, Hkv or 1, end] of past and now, in the order of keys and values."""
         return layer.log_count[:, :, : ctx.end]
 
     @abc.abstractmethod
-    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         """Attention of rotated queries q [B, H, S, D] over past and now."""
 
 

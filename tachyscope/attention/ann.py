@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
@@ -18,7 +19,8 @@ from tachyscope.kernels.hashing import order_of, planes
 from tachyscope.kernels.slots import permute
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import LayerCache, PassContext, Shape
+from tachyscope.store import KVStore, Tensors
+from tachyscope.types import PassContext, Shape
 
 # sign bits that order the past, so that a block's entries are alike
 BUCKET_BITS = 8
@@ -139,7 +141,7 @@ class Ann(AttentionPolicy):
         sink = min(past, prompt + self.sink * shape.tokens_per_frame)
         return slice(sink, past - min(past - sink, self.newest * shape.tokens_per_frame))
 
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
         size = self._cut(shape, 0, 0).size
         most = -(-slots // size)
         tiles = -(-shape.max_pass_tokens // self._tile(shape))
@@ -154,15 +156,15 @@ class Ann(AttentionPolicy):
         tile = (shape.batch, shape.heads, tiles)
         return {
             # whose key and value each slot between sink and newest holds, counted from the sink
-            "ann_order": torch.zeros(*block[:2], slots, **whole),
+            "order": torch.zeros(*block[:2], slots, **whole),
             # the weights of what the slots hold; a part block ends in empty ones
-            "ann_log_count": torch.zeros(*block[:2], -(-most * size // 4) * 4, **fine),
-            "ann_code": torch.zeros(*block, width, dtype=code, device=device),
-            "ann_scale": torch.zeros(*block, 1, **fine),
-            "ann_weight": torch.zeros(block, **fine),
+            "log_count": torch.zeros(*block[:2], -(-most * size // 4) * 4, **fine),
+            "code": torch.zeros(*block, width, dtype=code, device=device),
+            "scale": torch.zeros(*block, 1, **fine),
+            "weight": torch.zeros(block, **fine),
             # the blocks that each tile reads, -1 behind them, and how many
-            "ann_map": torch.zeros(*tile, most, **whole),
-            "ann_count": torch.zeros(tile, **whole),
+            "map": torch.zeros(*tile, most, **whole),
+            "count": torch.zeros(tile, **whole),
         }
 
     def _tile(self, shape: Shape) -> int:
@@ -171,7 +173,7 @@ class Ann(AttentionPolicy):
         )
 
     def build_index(
-        self, layer: LayerCache, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+        self, layer: KVStore, ctx: PassContext, past: int, meter: Meter, kept: int = 0
     ) -> None:
         """Order what lies between sink and newest by bucket; note each block's code and weight.
 
@@ -187,56 +189,53 @@ class Ann(AttentionPolicy):
         if kept:
             known = self._between(ctx.shape, ctx.prompt, kept).stop
             between = slice(max(sink, known), between.stop)
-        keys, own = layer.k[:, :, between], layer.extra
+        keys, own = layer.vectors("k", between), layer.own["attention"]
         order = order_of(buckets(keys, BUCKET_BITS), 2**BUCKET_BITS)
-        for x in (layer.k, layer.v):
-            permute(x[:, :, between], order)
-        own["ann_order"][:, :, between.start - sink : between.stop - sink] = (
+        layer.permute(between, order)
+        own["order"][:, :, between.start - sink : between.stop - sink] = (
             order + between.start - sink
         )
-        log_count = own["ann_log_count"][:, :, : blocks.all * blocks.size]
+        log_count = own["log_count"][:, :, : blocks.all * blocks.size]
         changed = slice(known, past)
         log_count[:, :, changed] = layer.log_count[:, :, changed]
         held = layer.log_count[:, :, between].expand(-1, log_count.shape[1], -1)
         log_count[:, :, between] = held.gather(2, order)
         log_count[:, :, past:] = -math.inf
         first = changed.start // blocks.size  # the first block that has changed
-        encode_blocks(layer.k, log_count, blocks.size, _codes(layer), first)
+        encode_blocks(
+            layer.vectors("k", slice(0, past)), log_count, blocks.size, _codes(own), first
+        )
         meter.add("macs", keys.numel() * BUCKET_BITS)
 
-    def restore_order(self, layer: LayerCache, ctx: PassContext, past: int) -> None:
+    def restore_order(self, layer: KVStore, ctx: PassContext, past: int) -> None:
         if not self._dense_layer(ctx):
             between = self._between(ctx.shape, ctx.prompt, past)
-            order = layer.extra["ann_order"][:, :, : between.stop - between.start]
-            for x in (layer.k, layer.v):
-                permute(x[:, :, between], order, back=True)
+            order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
+            layer.permute(between, order, back=True)
 
-    def grow(self, layer: LayerCache, shape: Shape, slots: int, kept: int) -> None:
-        old = {name: x for name, x in layer.extra.items() if name.startswith("ann_")}
-        super().grow(layer, shape, slots, kept)
+    def grow(self, own: dict[str, Tensor], larger: Mapping[str, Tensor], kept: int) -> None:
         if kept:
-            for name in ("ann_order", "ann_log_count", "ann_code", "ann_scale", "ann_weight"):
-                layer.extra[name][:, :, : old[name].shape[2]] = old[name]
+            for name in ("order", "log_count", "code", "scale", "weight"):
+                larger[name][:, :, : own[name].shape[2]] = own[name]
+        own.update(larger)
 
-    def to_index_order(self, x: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
+    def to_index_order(self, x: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
         if not self._dense_layer(ctx):
             x, between = x.clone(), self._between(ctx.shape, ctx.prompt, ctx.past)
-            order = layer.extra["ann_order"][:, :, : between.stop - between.start]
+            order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
             permute(x[:, :, between], order)
         return x
 
     def _dense_layer(self, ctx: PassContext) -> bool:
         return ctx.layer < math.ceil(self.dense_layers * ctx.shape.layers)
 
-    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         first = math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
         # given frames read everything: what they leave in the cache is what the video rests on
         given = ctx.given and not ctx.shape.token_by_token
         if ctx.past == 0 or self._dense_layer(ctx) or ctx.pass_index < first or given:
             count(meter, "pairs", q, ctx.end)
-            if ctx.plain:
-                return read_all(q, layer, ctx)
-            return read_all(q, replace(layer, log_count=self.log_weights(layer, ctx)), ctx)
+            return read_all(q, layer, ctx, None if ctx.plain else self.log_weights(layer, ctx))
         blocks = self._cut(ctx.shape, ctx.prompt, ctx.past)
         if ctx.shape.token_by_token and ctx.tokens > 1:
             parts = [
@@ -248,29 +247,27 @@ class Ann(AttentionPolicy):
             self._choose(q, layer, ctx, blocks, meter)
         return self._read_blocks(q, layer, ctx, blocks, meter)
 
-    def log_weights(self, layer: LayerCache, ctx: PassContext) -> Tensor:
+    def log_weights(self, layer: KVStore, ctx: PassContext) -> Tensor:
         if self._dense_layer(ctx):
             return super().log_weights(layer, ctx)
-        past = layer.extra["ann_log_count"][:, :, : ctx.past]
+        past = layer.own["attention"]["log_count"][:, :, : ctx.past]
         now = layer.log_count[:, :, ctx.past : ctx.end].expand(-1, past.shape[1], -1)
         return torch.cat([past, now], 2)
 
     def _read_blocks(
-        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
+        self, q: Tensor, layer: KVStore, ctx: PassContext, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """Attention over the blocks that each tile has chosen, and all present entries."""
-        most, own = self._blocks_read(blocks, ctx), layer.extra
-        past, now = slice(0, ctx.past), slice(ctx.past, ctx.end)
+        most, own = self._blocks_read(blocks, ctx), layer.own["attention"]
+        past = layer.past(ctx.past)
         table = BlockTable(
-            layer.k[:, :, past], layer.v[:, :, past], own["ann_log_count"],
-            own["ann_map"][..., :most], own["ann_count"], self._tile(ctx.shape), blocks.size,
-            ragged=self.top_p is not None,
+            past.k, past.v, own["log_count"], own["map"][..., :most], own["count"],
+            self._tile(ctx.shape), blocks.size, ragged=self.top_p is not None,
             plain=ctx.plain and not ctx.past % blocks.size and self.top_p is None,
+            k_scale=past.k_scale, v_scale=past.v_scale,
         )  # fmt: skip
         # present entries stand for themselves alone
-        read = block_sparse_attention(
-            q, layer.k[:, :, now], layer.v[:, :, now], table, layer.scratch
-        )
+        read = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
         layer.scratch = () if ctx.shape.token_by_token else read.kept
         meter.add("pairs", read.pairs)
         meter.add("macs", 2 * read.pairs * q.shape[3])
@@ -291,14 +288,14 @@ class Ann(AttentionPolicy):
         return min(blocks.all, max(blocks.always, most, 1))
 
     def _choose(
-        self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: Blocks, meter: Meter
+        self, q: Tensor, layer: KVStore, ctx: PassContext, blocks: Blocks, meter: Meter
     ) -> None:
         """Write each tile's blocks to the map: always read, then the likeliest; -1 for none."""
         layer.scratch = ()
         mass = self._mass(q, layer, ctx, blocks.all)  # [B, H, tiles, blocks]
-        meter.add("macs", q.shape[:3].numel() * blocks.all * layer.extra["ann_code"].shape[3])
-        most = self._blocks_read(blocks, ctx)
-        tiles, own = mass.shape[2], layer.extra
+        most, own = self._blocks_read(blocks, ctx), layer.own["attention"]
+        meter.add("macs", q.shape[:3].numel() * blocks.all * own["code"].shape[3])
+        tiles = mass.shape[2]
         last = blocks.all - blocks.tail
         best = mass[..., blocks.head : last].topk(
             most - blocks.always, -1, sorted=self.top_p is not None
@@ -310,18 +307,20 @@ class Ann(AttentionPolicy):
             # a GPU adds in pieces, and its sums may fall by a rounding
             before = (ends.unsqueeze(-1) + best.values.cumsum(-1) - best.values).cummax(-1).values
             ids = ids.masked_fill(before >= self.top_p * mass.sum(-1, keepdim=True), -1)
-        chosen = own["ann_map"][:, :, :tiles, :most]
+        chosen = own["map"][:, :, :tiles, :most]
         chosen[..., : blocks.head] = torch.arange(blocks.head, device=q.device)
         chosen[..., blocks.head : blocks.always] = torch.arange(last, blocks.all, device=q.device)
         chosen[..., blocks.always :] = ids
-        own["ann_count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
+        own["count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
 
-    def _mass(self, q: Tensor, layer: LayerCache, ctx: PassContext, blocks: int) -> Tensor:
+    def _mass(self, q: Tensor, layer: KVStore, ctx: PassContext, blocks: int) -> Tensor:
         """Each tile's estimated attention mass on each past block, [B, H, tiles, blocks]."""
         if self.hash == "int8" and self._cut(ctx.shape, ctx.prompt, ctx.past).size == 1:
-            weight = None if ctx.plain else layer.extra["ann_weight"][:, :, : ctx.past]
-            return entry_mass(q, layer.k[:, :, : ctx.past], weight, self._tile(ctx.shape))
-        return block_mass(q, _codes(layer), blocks, self._tile(ctx.shape))
+            weight = None if ctx.plain else layer.own["attention"]["weight"][:, :, : ctx.past]
+            return entry_mass(
+                q, layer.vectors("k", slice(0, ctx.past)), weight, self._tile(ctx.shape)
+            )
+        return block_mass(q, _codes(layer.own["attention"]), blocks, self._tile(ctx.shape))
 
 
 def _power(most: int) -> int:
@@ -329,5 +328,5 @@ def _power(most: int) -> int:
     return 1 << min(max(most, 1), LARGEST).bit_length() - 1
 
 
-def _codes(layer: LayerCache) -> Codes:
-    return Codes(layer.extra["ann_code"], layer.extra["ann_scale"], layer.extra["ann_weight"])
+def _codes(own: Mapping[str, Tensor]) -> Codes:
+    return Codes(own["code"], own["scale"], own["weight"])

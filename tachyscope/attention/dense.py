@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy, TextPolicy, count
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
-from tachyscope.types import LayerCache, PassContext, Text
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Text
 
 
 @final
@@ -22,27 +22,26 @@ class Dense(AttentionPolicy):
 
     paper: ClassVar[str] = ""
 
-    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         first, rest = ctx.hidden_slots
         count(meter, "pairs", q, ctx.end - (rest - first))
         return read_all(q, layer, ctx)
 
 
-def read_all(q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
+def read_all(
+    q: Tensor, layer: KVStore, ctx: PassContext, log_count: Tensor | None = None
+) -> Tensor:
     """Attention over past and now: what is seen is one run of slots, so nothing is copied.
 
-    Only where slots in the middle are left out, the runs beside them are put together.
+    Only where slots in the middle are left out, the runs beside them are put together. `log_count`
+    is the layer's own, unless given.
     """
     first, rest = ctx.hidden_slots
-
-    def seen(x: Tensor) -> Tensor:
-        if first == rest:
-            return x[:, :, : ctx.end]
-        run = x[:, :, rest : ctx.end]
-        return run if first == 0 else torch.cat([x[:, :, :first], run], 2)
-
-    log_count = None if ctx.plain else seen(layer.log_count)
-    return attention(q, seen(layer.k), seen(layer.v), log_count, causal=ctx.shape.token_by_token)
+    if log_count is None and not ctx.plain:
+        log_count = layer.log_count
+    runs = [slice(0, ctx.end)] if first == rest else [slice(0, first), slice(rest, ctx.end)]
+    k, v, weights, past = layer.read(ctx, *runs[first == 0 < rest :], log_count=log_count)
+    return attention(q, k, v, weights, ctx.shape.token_by_token, past)
 
 
 @final

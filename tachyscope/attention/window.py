@@ -13,7 +13,8 @@ from tachyscope.attention.dense import read_all
 from tachyscope.kernels.attention import attention
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import LayerCache, PassContext
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext
 
 
 @final
@@ -35,7 +36,7 @@ class Window(AttentionPolicy):
     def __post_init__(self) -> None:
         check_settings(self, "attention", "window")
 
-    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         near = self.tokens if ctx.shape.token_by_token else self.tokens + ctx.tokens
         pads = ctx.left_padding or (0,) * q.shape[0]
         if ctx.end <= self.sink + max(pads) + near:
@@ -44,30 +45,14 @@ class Window(AttentionPolicy):
         if ctx.shape.token_by_token and ctx.tokens > 1:
             return self._attend_in_order(q, layer, ctx, meter)
         count(meter, "pairs", q, self.sink + near)
-        return self._attend(q, layer, ctx, pads, ctx.end - near, ctx.end)
+        sinks = [slice(p, p + self.sink) for p in pads]
+        first = sinks[0] if len(set(pads)) == 1 else sinks
+        log_count = None if ctx.plain else layer.log_count
+        return attention(
+            q, *layer.read(ctx, first, slice(ctx.end - near, ctx.end), log_count=log_count)[:3]
+        )
 
-    def _attend(
-        self,
-        q: Tensor,
-        layer: LayerCache,
-        ctx: PassContext,
-        pads: tuple[int, ...],
-        start: int,
-        end: int,
-    ) -> Tensor:
-        def read(x: Tensor) -> Tensor:
-            if len(set(pads)) == 1:
-                first = x[:, :, pads[0] : pads[0] + self.sink]
-            else:
-                first = torch.cat([x[b : b + 1, :, p : p + self.sink] for b, p in enumerate(pads)])
-            return torch.cat([first, x[:, :, start:end]], 2)
-
-        log_count = None if ctx.plain else read(layer.log_count)
-        return attention(q, read(layer.k), read(layer.v), log_count)
-
-    def _attend_in_order(
-        self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter
-    ) -> Tensor:
+    def _attend_in_order(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         """A pass of several tokens of a token model: each reads as if it came alone."""
         out = [
             self.attend(q[:, :, i : i + 1], layer, ctx.token(i), meter) for i in range(ctx.tokens)

@@ -155,7 +155,7 @@ def _before(model: WanModel, session: Session, chunk: int) -> int:
 
 def finite(session: Session) -> bool:
     """Whether every number that the session remembers is one."""
-    held = [x for layer in session.layers for x in (layer.k, layer.v)]
+    held = [x for layer in session.layers for x in layer.entries().values()]
     if session.latents is not None:
         held.append(session.latents)
     return all(bool(x.isfinite().all()) for x in held)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.slots import shift
 from tachyscope.meter import Meter
-from tachyscope.types import LayerCache, PassContext, Shape, Size
+from tachyscope.store import KVStore, Tensors
+from tachyscope.store.kv import Rotate
+from tachyscope.types import PassContext, Shape, Size
 
-# unrotated keys [B, Hkv, n, D] and their new positions -> rotated keys
-Rotate = Callable[[Tensor, Tensor], Tensor]
+__all__ = ["CachePolicy", "OnMerge", "Rotate", "checked_capacity", "clamp_distance"]
+
 # told that slots `source` joined slots `root`, both [B, Hkv or 1, e]
 OnMerge = Callable[[PassContext, Tensor, Tensor], None]
 
@@ -33,7 +34,7 @@ class CachePolicy(abc.ABC):
 
     @property
     def wants_queries(self) -> bool:
-        """Whether a commit reads the chunk's rotated queries: extra["queries"] [B, H, S, D]."""
+        """Whether a commit reads the chunk's rotated queries: own "queries" [B, H, S, D]."""
         return False
 
     @property
@@ -59,14 +60,14 @@ class CachePolicy(abc.ABC):
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         """Slots to reserve, the present chunk's included; raises where a budget cannot be kept."""
 
-    @abc.abstractmethod
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        """Further tensors of a layer; those named slot_* hold one thing a slot in dimension 2."""
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
+        """Further tensors of a layer, its own "cache" ones."""
+        return {}
 
     @abc.abstractmethod
     def commit(
         self,
-        layer: LayerCache,
+        layer: KVStore,
         ctx: PassContext,
         n: int,
         rotate: Rotate,
@@ -78,7 +79,7 @@ class CachePolicy(abc.ABC):
         `on_merge` is told of entries that joined, by the slots in which they stood before.
         """
 
-    def hidden_slots(self, layer: LayerCache, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
+    def hidden_slots(self, layer: KVStore, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
         """Before a pass, where the policy moves: bring entries to where the pass sees them.
 
         Returns the slots of the past, from and to, that it does not see.
@@ -103,27 +104,12 @@ def checked_capacity(
     return slots
 
 
-def clamp_distance(layer: LayerCache, past: int, nearest: Tensor, rotate: Rotate) -> None:
+def clamp_distance(layer: KVStore, past: int, nearest: Tensor, rotate: Rotate) -> None:
     """Let no entry of the past stand before the latent frame `nearest` [B, Hkv or 1, 1].
 
     An entry that is moved once is moved ever after, so its own place is not needed again.
     """
-    assert layer.unrotated is not None
-    pos = layer.pos[:, :, :past]
-    moved = (pos[..., 0] < nearest).unsqueeze(-1)
-    pos[..., 0] = pos[..., 0].maximum(nearest)
-    groups = pos.shape[1]
-    k, raw = (x[:, :, :past].chunk(groups, 1) for x in (layer.k, layer.unrotated))
-    # one after the other: angles are float64, and those of all heads together are not small
-    for i in range(groups):
-        own = slice(i, i + 1)
-        k[i].copy_(torch.where(moved[:, own], rotate(raw[i], pos[:, own]), k[i]))
-
-
-def shift_slots(layer: LayerCache, source: int, target: int, count: int) -> None:
-    """Shift `count` entries from slot `source` down to slot `target`."""
-    if source == target or count == 0:
-        return
-    own = (x for name, x in layer.extra.items() if name.startswith("slot_"))
-    for x in (*layer.entries().values(), *own):
-        shift(x, source, target, count)
+    time = layer.pos[:, :, :past, 0]
+    moved = time < nearest
+    time.copy_(time.maximum(nearest))
+    layer.rotate(slice(0, past), rotate, moved)

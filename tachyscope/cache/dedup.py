@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
 from tachyscope.cache import CachePolicy, OnMerge, Rotate
 from tachyscope.cache.matching import Matching, keep_within, partner_tensors, slots_within
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import LayerCache, PassContext, Shape, Size
+from tachyscope.store import KVStore, Tensors
+from tachyscope.types import PassContext, Shape, Size
 
 NEWEST = Matching()
 
@@ -48,12 +48,12 @@ class Dedup(CachePolicy):
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         return slots_within("dedup", self.budget, self.sink, self.newest, shape, prompt)
 
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
         return partner_tensors(shape.batch, shape.kv_heads, slots, device)
 
     def commit(
         self,
-        layer: LayerCache,
+        layer: KVStore,
         ctx: PassContext,
         n: int,
         rotate: Rotate,

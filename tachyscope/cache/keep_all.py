@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
-from torch import Tensor
-
 from tachyscope.cache import CachePolicy, OnMerge, Rotate
 from tachyscope.meter import Meter
-from tachyscope.types import LayerCache, PassContext, Shape
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape
 
 
 @final
@@ -29,12 +27,9 @@ class KeepAll(CachePolicy):
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         return prompt + (frames or 8 * shape.chunk) * shape.tokens_per_frame
 
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        return {}
-
     def commit(
         self,
-        layer: LayerCache,
+        layer: KVStore,
         ctx: PassContext,
         n: int,
         rotate: Rotate,

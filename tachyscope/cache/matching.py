@@ -15,9 +15,9 @@ from torch import Tensor
 from tachyscope.cache import OnMerge, checked_capacity
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.match import best_older, measure
-from tachyscope.kernels.merge import Entries, merge_entries
 from tachyscope.meter import Meter
-from tachyscope.types import LayerCache, PassContext, Shape, Size
+from tachyscope.store import KVStore, PerSlot, Tensors
+from tachyscope.types import PassContext, Shape, Size
 
 Match = Literal["rotated", "unrotated", "key_value"]
 
@@ -46,18 +46,18 @@ def slots_within(
     return slots
 
 
-def partner_tensors(batch: int, heads: int, slots: int, device: torch.device) -> dict[str, Tensor]:
+def partner_tensors(batch: int, heads: int, slots: int, device: torch.device) -> Tensors:
     """For every slot its most alike older entry, and how alike the two are."""
     slot = (batch, heads, slots)
     return {
-        "slot_partner": torch.zeros(slot, dtype=torch.int64, device=device),
-        "slot_alike": torch.full(slot, -math.inf, dtype=torch.float32, device=device),
+        "partner": PerSlot(torch.zeros(slot, dtype=torch.int64, device=device)),
+        "alike": PerSlot(torch.full(slot, -math.inf, dtype=torch.float32, device=device)),
     }
 
 
 def keep_within(
     how: Matching,
-    layer: LayerCache,
+    layer: KVStore,
     ctx: PassContext,
     n: int,
     budget: int,
@@ -86,34 +86,28 @@ def keep_within(
 
 
 def _join(
-    how: Matching, layer: LayerCache, old: slice, left: int, total: int, excess: int
+    how: Matching, layer: KVStore, old: slice, left: int, total: int, excess: int
 ) -> tuple[Tensor, Tensor] | None:
     """Match entries from `left` of old on, then join `excess` of old and close the gaps.
 
     Returns who joined whom, counted from the first old one before the join.
     """
-    partner, alike = (layer.extra[name][:, :, old] for name in ("slot_partner", "slot_alike"))
+    partner, alike = (layer.own["cache"][name][:, :, old] for name in ("partner", "alike"))
     compared = vectors(how, layer, old)
     if left < partner.shape[2]:
         alike[:, :, left:], partner[:, :, left:] = best_older(compared, left, how.shared)
     if not excess:
         return None
-    held = entries(layer, slice(old.start, total))
-    merged = merge_entries(held, alike, partner, excess, how.newest, how.mean)
+    merged = layer.merge(slice(old.start, total), alike, partner, excess, how.newest, how.mean)
     # an heir is another entry than the one that was measured, and its key may have changed
     stay = slice(0, partner.shape[2] - excess)
+    if layer.scales:
+        compared = vectors(how, layer, old)  # what was decoded has not followed
     measure(compared, partner[:, :, stay], alike[:, :, stay], how.shared)
     return merged
 
 
-def vectors(how: Matching, layer: LayerCache, used: slice) -> list[Tensor]:
+def vectors(how: Matching, layer: KVStore, slots: slice) -> list[Tensor]:
     """The vectors whose mean cosine tells how alike two entries are."""
-    if how.match == "rotated":
-        return [layer.k[:, :, used]]
-    assert layer.unrotated is not None
-    found = [layer.unrotated[:, :, used]]
-    return found if how.match == "unrotated" else [*found, layer.v[:, :, used]]
-
-
-def entries(layer: LayerCache, used: slice) -> Entries:
-    return Entries(**{name: x[:, :, used] for name, x in layer.entries().items()})
+    names = {"rotated": ("k",), "unrotated": ("unrotated",), "key_value": ("unrotated", "v")}
+    return [layer.vectors(name, slots) for name in names[how.match]]

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
-from torch import Tensor
 
 from tachyscope.cache import CachePolicy, OnMerge, Rotate, clamp_distance
 from tachyscope.cache.matching import (
     Match,
     Matching,
-    entries,
     keep_within,
     partner_tensors,
     slots_within,
@@ -22,10 +20,11 @@ from tachyscope.cache.matching import (
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.device import host_may_read
 from tachyscope.kernels.match import features
-from tachyscope.kernels.merge import join_entries, take
+from tachyscope.kernels.merge import take
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import LayerCache, PassContext, Shape, Size
+from tachyscope.store import KVStore, Tensors
+from tachyscope.types import PassContext, Shape, Size
 
 
 @final
@@ -151,14 +150,15 @@ class Merge(CachePolicy):
             return prompt + 8 * shape.max_pass_tokens
         return slots_within("merge", self.budget, self._sink, self._newest, shape, prompt)
 
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
         if self.budget is None:
-            return {}
+            size = (shape.batch, shape.heads, shape.max_pass_tokens, shape.head_dim)
+            return {"queries": torch.zeros(size, dtype=torch.float32, device=device)}
         return partner_tensors(shape.batch, self.cache_heads(shape), slots, device)
 
     def commit(
         self,
-        layer: LayerCache,
+        layer: KVStore,
         ctx: PassContext,
         n: int,
         rotate: Rotate,
@@ -179,7 +179,7 @@ class Merge(CachePolicy):
 
     def _by_threshold(
         self,
-        layer: LayerCache,
+        layer: KVStore,
         ctx: PassContext,
         n: int,
         first: int,
@@ -190,7 +190,7 @@ class Merge(CachePolicy):
         if ctx.past == first:
             return total
         assert self.threshold is not None
-        q, k = layer.extra["queries"][:, :, :n], layer.k[:, :, first : ctx.past]
+        q, k = layer.own["cache"]["queries"][:, :, :n], layer.vectors("k", slice(first, ctx.past))
         q = q.unflatten(1, (k.shape[1], -1)).sum(2)
         if self.heads == "shared":
             q, k = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (q, k))
@@ -203,20 +203,19 @@ class Merge(CachePolicy):
         cosine = (found[:, :, past:] * take(found, best)).sum(-1)
         new = torch.arange(past, total - first, device=best.device).expand_as(best)
         root = torch.where(cosine >= self.threshold, best, new)
-        join_entries(entries(layer, everything), new, root, self._matching.newest, True)
+        layer.join(everything, new, root, self._matching.newest)
         if on_merge is not None:
             on_merge(ctx, new + first, root + first)
         return first + self._close_gaps(layer, everything)
 
-    def _close_gaps(self, layer: LayerCache, used: slice) -> int:
+    def _close_gaps(self, layer: KVStore, used: slice) -> int:
         """Bring live entries to the front; how many slots are in use after.
 
         The number is data. On CUDA the host does not look: empty slots stay in use there.
         """
         empty = layer.log_count[:, :, used] == -math.inf
         order = empty.to(torch.int8).argsort(dim=2, stable=True)
-        for x in layer.entries().values():
-            x[:, :, used] = take(x[:, :, used], order)
+        layer.gather(used, order)
         if not host_may_read(empty):
             return empty.shape[2]
         return int((~empty).sum(2).max())

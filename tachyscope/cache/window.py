@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
-from torch import Tensor
 
-from tachyscope.cache import (
-    CachePolicy,
-    OnMerge,
-    Rotate,
-    checked_capacity,
-    clamp_distance,
-    shift_slots,
-)
+from tachyscope.cache import CachePolicy, OnMerge, Rotate, checked_capacity, clamp_distance
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import LayerCache, PassContext, Shape, Size
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape, Size
 
 
 @final
@@ -117,12 +110,9 @@ class Window(CachePolicy):
             )
         return slots
 
-    def tensors(self, shape: Shape, slots: int, device: torch.device) -> dict[str, Tensor]:
-        return {}
-
     def commit(
         self,
-        layer: LayerCache,
+        layer: KVStore,
         ctx: PassContext,
         n: int,
         rotate: Rotate,
@@ -136,20 +126,20 @@ class Window(CachePolicy):
             clamp_distance(layer, past, nearest, rotate)
         return past
 
-    def _drop(self, layer: LayerCache, ctx: PassContext, n: int, rotate: Rotate) -> int:
+    def _drop(self, layer: KVStore, ctx: PassContext, n: int, rotate: Rotate) -> int:
         total = ctx.past + n
         keep = self.budget.entries(ctx.shape) - ctx.shape.max_pass_tokens
         if total <= keep:
             return total
         first = ctx.prompt + self.sink * ctx.shape.tokens_per_frame
         if self.fold is not None:
-            self._fold_into_sink(layer, ctx.prompt, first, first + total - keep)
-        shift_slots(layer, first + total - keep, first, keep - first)
+            layer.blend(slice(first, first + total - keep), ctx.prompt, 1 - self.fold)
+        layer.move(first + total - keep, first, keep - first)
         if self.positions == "reindexed" and self.view is None:
             self._bring_sink(layer, ctx, total, keep - first, rotate)
         return keep
 
-    def hidden_slots(self, layer: LayerCache, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
+    def hidden_slots(self, layer: KVStore, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
         assert self.view is not None
         first = ctx.prompt + self.sink * ctx.shape.tokens_per_frame
         seen = min(ctx.past, self.view.entries(ctx.shape) - ctx.tokens)
@@ -160,15 +150,8 @@ class Window(CachePolicy):
         self._bring_sink(layer, ctx, ctx.past, seen - first, rotate)
         return first, first + ctx.past - seen
 
-    def _fold_into_sink(self, layer: LayerCache, start: int, first: int, end: int) -> None:
-        """Entries from `first` to `end` leave; the sink stands from `start` to `first`."""
-        assert layer.unrotated is not None and self.fold is not None
-        for x in (layer.unrotated, layer.v):
-            for leaving in x[:, :, first:end].split(first - start, 2):
-                x[:, :, start : start + leaving.shape[2]].lerp_(leaving, 1 - self.fold)
-
     def _bring_sink(
-        self, layer: LayerCache, ctx: PassContext, end: int, behind: int, rotate: Rotate
+        self, layer: KVStore, ctx: PassContext, end: int, behind: int, rotate: Rotate
     ) -> None:
         """Let the sink stand right before the newest `behind` of the entries up to slot `end`."""
         sink = slice(ctx.prompt, ctx.prompt + self.sink * ctx.shape.tokens_per_frame)
@@ -178,5 +161,4 @@ class Window(CachePolicy):
             torch.arange(sink.stop - sink.start, device=oldest.device) // ctx.shape.tokens_per_frame
         )
         layer.pos[:, :, sink, 0] = oldest - self.sink + index
-        assert layer.unrotated is not None
-        layer.k[:, :, sink] = rotate(layer.unrotated[:, :, sink], layer.pos[:, :, sink])
+        layer.rotate(sink, rotate)

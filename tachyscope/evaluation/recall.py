@@ -14,7 +14,8 @@ from tachyscope.attention.ann import Ann
 from tachyscope.meter import Meter
 from tachyscope.observers import Observer
 from tachyscope.session import Session
-from tachyscope.types import LayerCache, PassContext
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext
 
 COLUMNS = 1024  # slots whose attention is read off at once
 
@@ -34,18 +35,20 @@ def recall_of(method: Tensor, dense: Tensor, slot: Tensor) -> Tensor:
     return both + torch.minimum(dense[..., seen:], method[..., past:]).sum(-1)
 
 
-def read_mass(policy: AttentionPolicy, q: Tensor, layer: LayerCache, ctx: PassContext) -> Tensor:
+def read_mass(policy: AttentionPolicy, q: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
     """The attention [B, H, S, end] that a policy really pays: its answer to one-hot values."""
     width = COLUMNS
     if q.is_cuda or (isinstance(policy, Ann) and policy.top_p is not None):
         width = q.shape[3]  # kernels, and the ragged form of ann, take values as wide as queries
     parts = []
     for lo in range(0, ctx.end, width):
-        hot = torch.zeros(layer.k.shape[2], width, dtype=layer.v.dtype, device=layer.v.device)
+        hot = torch.zeros(ctx.end, width, dtype=layer.dtype, device=q.device)
         count = min(width, ctx.end - lo)
         hot[lo : lo + count, :count] = torch.eye(count, dtype=hot.dtype, device=hot.device)
-        values = policy.to_index_order(hot.expand(*layer.k.shape[:2], -1, -1), layer, ctx)
-        stand_in = replace(layer, v=values, scratch=())
+        values = policy.to_index_order(
+            hot.expand(*layer.pos.shape[:1], ctx.shape.kv_heads, -1, -1), layer, ctx
+        )
+        stand_in = replace(layer, k=layer.keys(ctx), v=values, scales={}, present={}, scratch=())
         parts.append(policy.attend(q, stand_in, ctx, Meter(q.device))[..., :count])
     return torch.cat(parts, -1)
 
@@ -80,7 +83,7 @@ class RecallObserver(Observer):
     def _recall(self, q: Tensor, ctx: PassContext) -> Tensor:
         here, heads = self.session.layers[ctx.layer], q.shape[1]
         now = slice(ctx.past, ctx.end)
-        parts = [*self.shadow[ctx.layer], (here.k[:, :, now], here.log_count[:, :, now])]
+        parts = [*self.shadow[ctx.layer], (here.now(ctx)[0], here.log_count[:, :, now])]
         keys, log_count = (torch.cat(x, 2) for x in zip(*parts, strict=True))
         keys, log_count = (
             x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] > 1 else x
@@ -101,7 +104,7 @@ class RecallObserver(Observer):
             new = slice(ctx.past, total)
             # committed weights are those of one group a head where heads keep their own entries
             log_count = layer.log_count[:, :, new].clone()
-            self.shadow[i].append((layer.k[:, :, new].clone(), log_count))
+            self.shadow[i].append((layer.now(ctx)[0][:, :, :n].clone(), log_count))
             self._before.append(self._labels(layer, total))
 
     def on_merge(self, ctx: PassContext, source: Tensor, root: Tensor) -> None:
@@ -111,7 +114,7 @@ class RecallObserver(Observer):
         for i, layer in enumerate(self.session.layers):
             self._follow(i, layer, self._before[i], self._merges.get(i))
 
-    def _labels(self, layer: LayerCache, count: int) -> Tensor:
+    def _labels(self, layer: KVStore, count: int) -> Tensor:
         """One number an entry, from its position; another for each empty slot."""
         t, y, x = layer.pos[:, :, :count].long().unbind(-1)
         shape = self.session.shape
@@ -120,7 +123,7 @@ class RecallObserver(Observer):
         return torch.where(layer.log_count[:, :, :count] == -math.inf, slot, label)
 
     def _follow(
-        self, i: int, layer: LayerCache, before: Tensor, merged: tuple[Tensor, Tensor] | None
+        self, i: int, layer: KVStore, before: Tensor, merged: tuple[Tensor, Tensor] | None
     ) -> None:
         """Bring `slots` up to date: whose group each entry joined, and where that stands now."""
         total, past, held_now = before.shape[2], self._past, self.session.past

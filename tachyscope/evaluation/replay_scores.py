@@ -49,7 +49,7 @@ class MassObserver(Observer):
         if q.shape[2] > 1 or not ctx.chunk:
             return
         here = self.session.layers[ctx.layer]
-        keys = here.k[:, :, : ctx.end]
+        keys = here.keys(ctx)
         group = q.shape[1] // keys.shape[1]
         logits = rotated_q.unflatten(1, (-1, group)).squeeze(3) @ keys.mT / math.sqrt(q.shape[3])
         empty = self.session.plan.attention.log_weights(here, ctx).isinf().unsqueeze(2)
@@ -104,7 +104,7 @@ class RankedReplay(ReplayRunner):
             if self.rank != "tas":
                 self.scores[layer] = self._rank(self.rank, x, fn, own, layer, here)
         out = super().mlp(x, fn, own, ctx, meter, rng)
-        fresh = own["replay_age"][ctx.pass_index][:, here] == 0
+        fresh = own["age"][ctx.pass_index][:, here] == 0
         kept = self._inputs[layer][:, here]
         # the input that made the kept output, which may be frames old
         self._inputs[layer][:, here] = torch.where(fresh[..., None], x, kept)
@@ -121,7 +121,7 @@ class RankedReplay(ReplayRunner):
             return self.mass.found[layer]
         if name == "input":
             return torch.cosine_similarity(x, self._inputs[layer][:, here], -1)
-        return -changes(fn(x), own["replay_output"][0][:, here])
+        return -changes(fn(x), own["output"][0][:, here])
 
 
 def changes(new: Tensor, old: Tensor) -> Tensor:

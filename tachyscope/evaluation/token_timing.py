@@ -21,8 +21,9 @@ from tachyscope.meter import Meter, summary
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.results import Document
 from tachyscope.session import Session
+from tachyscope.store import KVStore
 from tachyscope.stream import Stream
-from tachyscope.types import LayerCache, PassContext
+from tachyscope.types import PassContext
 
 WINDOW = "attention=window:tokens=512,sink=4"
 REPLAY = "replay=attentive:share=0.75,age=4,drift=true"
@@ -66,7 +67,7 @@ class NoRead(AttentionPolicy):
 
     paper: ClassVar[str] = ""
 
-    def attend(self, q: Tensor, layer: LayerCache, ctx: PassContext, meter: Meter) -> Tensor:
+    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         return q
 
 

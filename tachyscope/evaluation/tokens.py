@@ -167,12 +167,12 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
     layers, worlds = len(session.layers), len(clip.worlds)
     sums: list[list[Values]] = [[{} for _ in range(worlds)] for _ in range(layers)]
     for i in range(GIVEN, GIVEN + frames):
-        before = [layer.extra["replay_output"][0].clone() for layer in session.layers]
+        before = [layer.own["replay"]["output"][0].clone() for layer in session.layers]
         model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
         session.commit()
         for n, layer in enumerate(session.layers):
             for world in range(worlds):
-                new, old = layer.extra["replay_output"][0][world], before[n][world]
+                new, old = layer.own["replay"]["output"][0][world], before[n][world]
                 found = _compare(new, old, session.shape.grid)
                 own = changes(new, old)
                 for name, scores in session.replay.noted.items():

@@ -60,15 +60,14 @@ class StatsObserver(Observer):
         if ctx.prefilling:
             return
         here = self.session.layers[ctx.layer]
-        slots = slice(ctx.past + ctx.start, ctx.end)
-        kept = {"query": q, "key": k, "key_rotated": here.k[:, :, slots]}
+        kept = {"query": q, "key": k, "key_rotated": here.now(ctx)[0][:, :, ctx.start :]}
         for kind, x in kept.items():
             self._keep(kind, ctx, x.transpose(1, 2))
         tokens = self._tokens(ctx, self._drawn(ctx))
         if tokens.numel():
             seen = ctx.past + ctx.start + tokens + 1 if ctx.shape.token_by_token else None
             log_count = self.session.plan.attention.log_weights(here, ctx)
-            held = mass(rotated_q[:, :, tokens], here.k[:, :, : ctx.end], log_count, seen)
+            held = mass(rotated_q[:, :, tokens], here.keys(ctx), log_count, seen)
             self._weigh("mass", ctx, held)
 
     def on_cross(self, ctx: PassContext, q: Tensor) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 class BlockTable(NamedTuple):
     """Past entries, so many to a block, and which blocks each tile of queries reads.
 
-    k, v [B, Hkv, C, D] may be a part of a cache. log_count [B, Hkv, blocks * block] has rows of its
-    own length; where the last block reaches beyond C it is minus infinity. ids [B, H, tiles, most]
-    name a tile's blocks, of which it reads the first `counts` [B, H, tiles]; both are int32, and
-    an id behind those is -1.
+    k, v [B, Hkv, C, D] may be a part of a cache, and are codes where they have scales. log_count
+    [B, Hkv, blocks * block] has rows of its own length; where the last block reaches beyond C it is
+    minus infinity. ids [B, H, tiles, most] name a tile's blocks, of which it reads the first
+    `counts` [B, H, tiles]; both are int32, and an id behind those is -1.
     """
 
     k: Tensor
@@ -25,3 +25,5 @@ class BlockTable(NamedTuple):
     block: int
     ragged: bool = False  # whether counts differ from `most`
     plain: bool = False  # whether every slot of every block holds one entry
+    k_scale: Tensor | None = None  # of codes, [B, Hkv, C]
+    v_scale: Tensor | None = None

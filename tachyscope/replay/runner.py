@@ -31,10 +31,10 @@ class ReplayRunner:
     the chunk's last pass `commit`. Each layer keeps, for every pass over a chunk and every place
     of a latent frame, what the last frame left there:
 
-    replay_output  [passes, B, N, W]       the MLP's output
-    replay_age     [passes, B, N]          how often in a row it was replayed
-    replay_key     [passes, B, Hkv, N, D]  the rotated key, where the policy scores
-    replay_drift   [passes, B, 1, W]       the mean change of computed outputs, where it is followed
+    output  [passes, B, N, W]       the MLP's output
+    age     [passes, B, N]          how often in a row it was replayed
+    key     [passes, B, Hkv, N, D]  the rotated key, where the policy scores
+    drift   [passes, B, 1, W]       the mean change of computed outputs, where it is followed
     """
 
     def __init__(self, policy: ReplayPolicy | None) -> None:
@@ -52,7 +52,7 @@ class ReplayRunner:
         """Score each token against its place one frame back, and keep its rotated key k."""
         if self.policy is None or not self.policy.score or ctx.prefilling:
             return
-        kept = _kept(own["replay_key"], ctx, 2)
+        kept = _kept(own["key"], ctx, 2)
         if self.ready.issuperset(ctx.chunk_passes):
             query = q if self.policy.score == "mixed" else rotated_q
             self.scores[ctx.layer] = temporal_score(query, _for_tokens(kept, ctx, 2))
@@ -73,7 +73,7 @@ class ReplayRunner:
         if self.policy is None or ctx.prefilling:
             count_rows(meter, fn, rows, rows)
             return fn(x)
-        outputs, ages = _kept(own["replay_output"], ctx, 1), _kept(own["replay_age"], ctx, 1)
+        outputs, ages = _kept(own["output"], ctx, 1), _kept(own["age"], ctx, 1)
         old = _for_tokens(outputs, ctx, 1)
         ready = self.ready.issuperset(ctx.chunk_passes)
         choice = None
@@ -84,7 +84,7 @@ class ReplayRunner:
             choice = self.policy.choose(score, age, own, ctx, rng)
         y, computed = _run_rows(x, old, choice, fn, meter)
         if self.policy.drift and ready:
-            drift = own["replay_drift"][ctx.pass_index]
+            drift = own["drift"][ctx.pass_index]
             y, moved = follow_drift(drift, y, old, computed, DRIFT_ROWS)
             drift.copy_(moved)
         for part, last in zip(outputs, _last_frames(y, ctx, 1), strict=True):
@@ -109,13 +109,13 @@ def replay_tensors(
     place = (shape.passes, shape.batch, shape.tokens_per_frame)
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
     found = policy.tensors(shape, device)
-    found["replay_output"] = torch.zeros(*place, shape.width, **kind)
-    found["replay_age"] = torch.zeros(place, dtype=torch.int32, device=device)
+    found["output"] = torch.zeros(*place, shape.width, **kind)
+    found["age"] = torch.zeros(place, dtype=torch.int32, device=device)
     if policy.drift:
-        found["replay_drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
+        found["drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
     if policy.score:
         size = (*place[:2], shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
-        found["replay_key"] = torch.zeros(size, **kind)
+        found["key"] = torch.zeros(size, **kind)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Keys and values as the model computes them: the baseline."""
+"""Store keys and values as the model computes them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tachyscope.store import StorePolicy
 @final
 @dataclass(frozen=True)
 class Native(StorePolicy):
-    """Keep keys and values in the model's own dtype: the baseline."""
+    """Keys and values in the model's own dtype: the baseline."""
 
     paper: ClassVar[str] = ""
+    codes: ClassVar[None] = None

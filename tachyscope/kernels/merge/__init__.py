@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tachyscope.kernels.device import HAS_TRITON, has_kernel
+from tachyscope.kernels.device import DTYPE, HAS_TRITON, has_kernel
 from tachyscope.kernels.merge import torch as torch_backend
 from tachyscope.kernels.merge.torch import Entries, join_entries, take
 
@@ -27,8 +27,11 @@ def merge_entries(
     both counted before.
     """
     k = held.k
-    by_head = alike.shape[1] == k.shape[1]
+    by_head, coded = alike.shape[1] == k.shape[1], held.k_scale is not None
+    # the kernels move codes, but average none
+    serves = by_head and not (coded and (mean or held.unrotated is not None))
+    dtype = DTYPE if coded else k.dtype
     backend = (
-        triton_backend if by_head and has_kernel(k.device, k.dtype, k.shape[3]) else torch_backend
+        triton_backend if serves and has_kernel(k.device, dtype, k.shape[3]) else torch_backend
     )
     return backend.merge_entries(held, alike, partner, excess, newest, mean)

@@ -7,25 +7,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tachyscope.kernels.codes import decode, encode
 from tachyscope.kernels.slots import shift
 
 
 class Entries(NamedTuple):
-    """A stretch of a cache: k, v, unrotated [B, H, n, D], log_count [B, G, n], pos [B, G, n, 3]."""
+    """A stretch of a cache: k, v, unrotated [B, H, n, D], log_count [B, G, n], pos [B, G, n, 3].
+
+    Codes have scales [B, H, n].
+    """
 
     k: Tensor
     v: Tensor
     log_count: Tensor
     pos: Tensor
     unrotated: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    unrotated_scale: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         return [x for x in self if x is not None]
 
     def first(self, n: int) -> Entries:
-        k, v, log_count, pos = (x[:, :, :n] for x in self[:4])
-        unrotated = None if self.unrotated is None else self.unrotated[:, :, :n]
-        return Entries(k, v, log_count, pos, unrotated)
+        found = {name: x[:, :, :n] for name, x in self._asdict().items() if x is not None}
+        return Entries(**found)
 
 
 def merge_entries(
@@ -52,12 +58,10 @@ def merge_entries(
 
 def join_entries(held: Entries, source: Tensor, root: Tensor, newest: bool, mean: bool) -> None:
     """Join entries `source` with `root`, both [B, G, e]; the sources stay where they are."""
-    joined = fold(held.v, held.log_count, source, root) if mean else None
     if newest:
         _take_newest(held, source, root, mean)
-    if joined is not None:
-        held.v.copy_(joined[0])
-        held.log_count.copy_(joined[1])
+    if mean:
+        fold(held, source, root)
 
 
 def _take_newest(held: Entries, source: Tensor, root: Tensor, mean: bool) -> None:
@@ -66,10 +70,16 @@ def _take_newest(held: Entries, source: Tensor, root: Tensor, mean: bool) -> Non
     order = held.pos[..., 0].long() * len(slots) + slots
     newest = order.scatter_reduce(2, root, order.gather(2, source), "amax")
     member = newest.gather(2, root) % len(slots)
-    for x in (held.k, held.unrotated, held.pos, None if mean else held.v):
+    taken = [held.k, held.k_scale, held.unrotated, held.unrotated_scale, held.pos]
+    for x in taken if mean else [*taken, held.v, held.v_scale]:
         if x is not None:
-            index = root.expand(-1, x.shape[1], -1).unsqueeze(-1)
-            x.scatter_(2, index.expand(-1, -1, -1, x.shape[3]), take(x, member))
+            put(x, root, take(x, member))
+
+
+def put(x: Tensor, index: Tensor, new: Tensor) -> None:
+    """Write entries `index` [B, G, m] of x [B, H, n, ...]; G = 1 serves all heads."""
+    index = index.expand(-1, x.shape[1], -1)
+    x.scatter_(2, index.unsqueeze(-1).expand_as(new) if x.dim() == 4 else index, new)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -87,14 +97,15 @@ def roots(parent: Tensor) -> Tensor:
     return parent
 
 
-def fold(v: Tensor, log_count: Tensor, source: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and log-weights after entries `source` are folded into `root`, both [B, G, e].
+def fold(held: Entries, source: Tensor, root: Tensor) -> None:
+    """Fold entries `source` into `root`, both [B, G, e]: values and log-weights, in place.
 
-    v [B, H, n, D], log_count [B, G, n], G = H or 1; a root is no source, but for an entry that is
-    listed as its own root and stays as it is. With w = exp(log_count) a root gets W = Σ w and
-    V = Σ w v / W over itself and its sources: for equal keys attention is left as it was, exactly,
-    since both terms share exp(q·k). A source is left empty.
+    A root is no source, but for an entry that is listed as its own root and stays as it is. With
+    w = exp(log_count) a root gets W = Σ w and V = Σ w v / W over itself and its sources: for equal
+    keys attention is left as it was, exactly, since both terms share exp(q·k). A source is left
+    empty. Codes are decoded for it, and the means encoded.
     """
+    v, scale, log_count = held.v, held.v_scale, held.log_count
     w = log_count.double().exp()
     moved = torch.where(source == root, 0.0, w.gather(2, source))
     gained = torch.zeros_like(w).scatter_add_(2, root, moved)
@@ -103,17 +114,25 @@ def fold(v: Tensor, log_count: Tensor, source: Tensor, root: Tensor) -> tuple[Te
     def rows(index: Tensor) -> Tensor:
         return index.expand(-1, v.shape[1], -1).unsqueeze(-1).expand(-1, -1, -1, v.shape[3])
 
+    def values(index: Tensor) -> Tensor:
+        return decode(take(v, index), None if scale is None else take(scale, index), torch.float32)
+
     # a group's sum stands where one of its sources is listed, whichever: sums take no more room
     # than sources do
     listed = torch.arange(root.shape[2], device=root.device).expand_as(root)
     sum_at = rows(torch.zeros_like(w, dtype=torch.int64).scatter(2, root, listed).gather(2, root))
     # in float64: (Σ w v, Σ w) then does not depend on the order of folding
-    own = rows(root)
     sums = torch.zeros(sum_at.shape, dtype=torch.float64, device=v.device)
-    sums.scatter_add_(2, sum_at, v.gather(2, rows(source)) * rows(moved))
-    before, weight, grown = v.gather(2, own), rows(w.gather(2, root)), rows(total.gather(2, root))
+    sums.scatter_add_(2, sum_at, values(source) * rows(moved))
+    before, weight, grown = values(root), rows(w.gather(2, root)), rows(total.gather(2, root))
     joined = (before * weight + sums.gather(2, sum_at)) / grown
+    changed = grown > weight
     # a root that gained nothing keeps its bits; roots listed twice are written twice alike
-    joined = torch.where(grown > weight, joined.to(v.dtype), before)
+    if scale is None:
+        put(v, root, torch.where(changed, joined.to(v.dtype), before))
+    else:
+        code, step = encode(joined, v.dtype)
+        put(v, root, torch.where(changed, code, take(v, root)))
+        put(scale, root, torch.where(changed[..., 0], step, take(scale, root)))
     left = torch.where(source == root, total.gather(2, source), 0.0)
-    return v.scatter(2, own, joined), total.scatter(2, source, left).log().to(log_count.dtype)
+    log_count.copy_(total.scatter(2, source, left).log())

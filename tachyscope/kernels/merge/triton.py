@@ -76,7 +76,7 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
 
     With `newest`, also the key and position of its newest member, and without `mean` its value.
     """
-    k, v, log_count, pos, unrotated = held
+    k, v, log_count, pos, unrotated, k_scale, v_scale, _ = held
     rows, excess = folds.source.shape
     n, width = k.shape[2:]
     # most groups are small, but one may hold almost all: it is read in pieces at the same time
@@ -84,7 +84,9 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
     means = torch.empty(rows, pieces, width, dtype=torch.float32, device=k.device)
     weights = torch.empty(rows, pieces, dtype=torch.float32, device=k.device)
     times = torch.empty(rows, pieces, dtype=torch.int64, device=k.device)
+    # where none is read, any tensor stands in
     other = k if unrotated is None else unrotated
+    scales = (log_count if k_scale is None else k_scale, log_count if v_scale is None else v_scale)
     lists, into = (folds.source, folds.root), (means, weights, times)
     inner = (*v.stride()[:3], *log_count.stride()[:2], *pos.stride()[:3])
     if pieces:
@@ -95,9 +97,10 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
         )  # fmt: skip
     launch(
         _fold, (excess, rows),
-        k, v, other, log_count, pos, *lists, *into, *k.stride()[:3], *other.stride()[:3], *inner,
-        k.shape[1], n, excess,
-        NEWEST=newest, MEAN=mean, UNROTATED=unrotated is not None, D=width, M=PIECE, num_warps=4,
+        k, v, other, log_count, pos, *scales, *lists, *into,
+        *k.stride()[:3], *other.stride()[:3], *inner, *scales[0].stride()[:2],
+        k.shape[1], n, excess, NEWEST=newest, MEAN=mean, UNROTATED=unrotated is not None,
+        CODED=k_scale is not None, D=width, M=PIECE, num_warps=4,
     )  # fmt: skip
 
 
@@ -114,19 +117,20 @@ def slide(held: Entries, folds: Folds, setting: Setting | None = None) -> None:
 
     What is held may go on behind the entries that folds speak of; it follows.
     """
-    k, v, log_count, pos, unrotated = held
+    k, v, log_count, pos, unrotated, k_scale, v_scale, _ = held
     s = setting or Setting()
     stay, excess = folds.order.shape[1], folds.source.shape[1]
     rows, width = k.shape[0] * k.shape[1], k.shape[3]
     other = k if unrotated is None else unrotated
+    scales = (log_count if k_scale is None else k_scale, log_count if v_scale is None else v_scale)
     channels = min(s.channels, width)
     launch(
         _slide, (rows, width // channels, 4 if unrotated is not None else 3),
-        k, v, other, log_count, pos, folds.order,
+        k, v, other, log_count, pos, *scales, folds.order,
         *k.stride()[:3], *v.stride()[:3], *other.stride()[:3],
-        *log_count.stride()[:2], *pos.stride()[:3],
+        *log_count.stride()[:2], *pos.stride()[:3], *scales[0].stride()[:2],
         k.shape[1], stay, excess, k.shape[2] - excess,
-        C=channels, N=s.entries, num_warps=s.warps, num_stages=1,
+        CODED=k_scale is not None, C=channels, N=s.entries, num_warps=s.warps, num_stages=1,
     )  # fmt: skip
 
 
@@ -260,10 +264,10 @@ def _sum_pieces(
 
 @triton.jit(do_not_specialize=["heads", "n", "excess"])
 def _fold(
-    k, v, unrotated, log_count, pos, source, root, means, weights, times,
-    k_b, k_h, k_n, r_b, r_h, r_n, v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
-    NEWEST: tl.constexpr, MEAN: tl.constexpr, UNROTATED: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr,
+    k, v, unrotated, log_count, pos, k_scale, v_scale, source, root, means, weights, times,
+    k_b, k_h, k_n, r_b, r_h, r_n, v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, s_b, s_h,
+    heads, n, excess, NEWEST: tl.constexpr, MEAN: tl.constexpr, UNROTATED: tl.constexpr,
+    CODED: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """One group. Only its own program writes its root; lists name groups in rising order."""
     row, first = tl.program_id(1), tl.program_id(0)
@@ -325,6 +329,10 @@ def _fold(
                 tl.store(v + mine * v_n + d, tl.load(v + member * v_n + d))
             if UNROTATED:
                 tl.store(unrotated + mine * r_n + d, tl.load(unrotated + member * r_n + d))
+            if CODED:
+                scale_at = b * s_b + h * s_h
+                tl.store(k_scale + scale_at + mine, tl.load(k_scale + scale_at + member))
+                tl.store(v_scale + scale_at + mine, tl.load(v_scale + scale_at + member))
             axis = tl.arange(0, 4)
             place = tl.load(pos + member * p_n + axis, mask=axis < 3)
             tl.store(pos + mine * p_n + axis, place, mask=axis < 3)
@@ -332,9 +340,9 @@ def _fold(
 
 @triton.jit(do_not_specialize=["heads", "stay", "excess", "count"])
 def _slide(
-    k, v, unrotated, log_count, pos, order,
-    k_b, k_h, k_n, v_b, v_h, v_n, r_b, r_h, r_n, w_b, w_h, p_b, p_h, p_n,
-    heads, stay, excess, count, C: tl.constexpr, N: tl.constexpr,
+    k, v, unrotated, log_count, pos, k_scale, v_scale, order,
+    k_b, k_h, k_n, v_b, v_h, v_n, r_b, r_h, r_n, w_b, w_h, p_b, p_h, p_n, s_b, s_h,
+    heads, stay, excess, count, CODED: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Some channels of all of a head's entries, in order of age."""
     row, cut, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -351,6 +359,10 @@ def _slide(
             _move(pos + b * p_b + h * p_h, p_n, axis, axis < 3, order, stay, excess, count, N)
             axis = tl.arange(0, 1)
             _move(log_count + b * w_b + h * w_h, 1, axis, axis < 1, order, stay, excess, count, N)
+            if CODED:
+                scale_at = b * s_b + h * s_h
+                _move(k_scale + scale_at, 1, axis, axis < 1, order, stay, excess, count, N)
+                _move(v_scale + scale_at, 1, axis, axis < 1, order, stay, excess, count, N)
     else:
         _move(unrotated + b * r_b + h * r_h, r_n, c, c >= 0, order, stay, excess, count, N)
 

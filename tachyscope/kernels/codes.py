@@ -1,0 +1,67 @@
+"""Vectors as codes of one byte a channel, and a scale each.
+
+A tensor's dtype tells its codes: int8 are whole numbers, uint8 the bits of float8_e4m3fn, in which
+torch has no gather.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+# the largest code
+LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(FP8).max}
+
+
+class Past(NamedTuple):
+    """Past entries as they are stored: k, v [B, Hkv, n, D], and of codes the scales [B, Hkv, n].
+
+    log_count [B, Hkv or 1, n], or None where every entry stands for itself alone.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    log_count: Tensor | None = None
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of x [..., D] and their scales [...]: the largest channel gets the largest code."""
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp(min=1e-12) / LARGEST[dtype]
+    code = wide / scale.unsqueeze(-1)
+    return code.round().to(dtype) if dtype == torch.int8 else code.to(FP8).view(dtype), scale
+
+
+def decode(code: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The vectors [..., D] of codes and scales [...]; without scales they are vectors already."""
+    if scale is None:
+        return code
+    found = code.view(FP8) if code.dtype == torch.uint8 else code
+    return (found.float() * scale.unsqueeze(-1)).to(dtype)
+
+
+def decoded(
+    past: Past, k: Tensor, v: Tensor, log_count: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and weights of past and present entries in a row, the past decoded."""
+    scales = (past.k_scale, past.v_scale)
+    both = [
+        torch.cat([decode(old, scale, new.dtype), new], 2)
+        for old, scale, new in zip((past.k, past.v), scales, (k, v), strict=True)
+    ]
+    weights = [past.log_count, log_count]
+    if past.log_count is None and log_count is None:
+        return both[0], both[1], None
+    groups = max(x.shape[1] for x in weights if x is not None)
+    rows = [
+        k.new_zeros(k.shape[0], groups, n, dtype=torch.float32)
+        if x is None
+        else x.expand(-1, groups, -1)
+        for x, n in zip(weights, (past.k.shape[2], k.shape[2]), strict=True)
+    ]
+    return both[0], both[1], torch.cat(rows, 2)

@@ -1,0 +1,19 @@
+"""Store past keys and values as 8-bit whole numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from tachyscope.store import StorePolicy
+
+
+@final
+@dataclass(frozen=True)
+class Int8(StorePolicy):
+    """Past keys and values as int8, with a scale for every entry and head."""
+
+    paper: ClassVar[str] = "after KIVI, arXiv 2402.02750, and SageAttention, arXiv 2410.02367"
+    codes: ClassVar[torch.dtype] = torch.int8

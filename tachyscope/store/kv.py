@@ -1,0 +1,318 @@
+"""One layer's keys and values: fixed tensors, finished chunks first, the present chunk behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tachyscope.kernels.codes import Past, decode, encode
+from tachyscope.kernels.merge import Entries, join_entries, merge_entries, take
+from tachyscope.kernels.rotary import apply_rotary
+from tachyscope.kernels.slots import permute, shift
+from tachyscope.types import PassContext, Rope, Shape
+
+# unrotated keys [B, Hkv, n, D] and their positions -> rotated keys
+Rotate = Callable[[Tensor, Tensor], Tensor]
+# slots in a row, the same in every row of the batch or one stretch for each
+Run = slice | Sequence[slice]
+
+
+class PerSlot(NamedTuple):
+    """A declared tensor that holds one thing a slot in dimension 2, and moves with the entries."""
+
+    tensor: Tensor
+
+
+# what a policy declares, by name
+Tensors = Mapping[str, Tensor | PerSlot]
+
+
+@dataclass(slots=True)
+class KVStore:
+    """Keys and values of C slots, and what policies declared beside them.
+
+    k, v       [B, Hkv, C, D]       keys as queries meet them (rotated), and values
+    log_count  [B, Hkv or 1, C]     log of how many entries were merged into one; -inf is an empty
+                                    slot, 0 one that waits for its entry
+    pos        [B, Hkv or 1, C, 3]  (t, y, x)
+    unrotated  [B, Hkv, C, D]       keys before RoPE, where the cache policy rotates anew; else None
+    scales     [B, Hkv, C]          of k, v and unrotated, by name, where these are codes
+    present    [B, Hkv, S, D]       the present chunk of these, by name, where they are codes
+    own        tensors that policies declared, by kind of policy and name
+    scratch    what an attention policy keeps from one pass over a chunk to the next; no state
+
+    Slots up to `ctx.past` are the past; from there on a pass writes. What is stored as codes is
+    encoded when its chunk is final (`append`), and then moved as codes.
+    """
+
+    k: Tensor
+    v: Tensor
+    log_count: Tensor
+    pos: Tensor
+    unrotated: Tensor | None = None
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    present: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    per_slot: frozenset[tuple[str, str]] = frozenset()
+    scratch: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def empty(
+        cls,
+        shape: Shape,
+        slots: int,
+        heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        unrotated: bool = False,
+        codes: torch.dtype | None = None,
+        declared: Mapping[str, Tensors],
+    ) -> KVStore:
+        """Slots without entries; `heads` of log_count and pos, 1 where all heads keep the same."""
+        names = ("k", "v", "unrotated") if unrotated else ("k", "v")
+        kv, group = (shape.batch, shape.kv_heads, slots), (shape.batch, heads, slots)
+        # never torch's default, which is the caller's
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        held = {
+            name: torch.zeros(*kv, shape.head_dim, dtype=codes or dtype, device=device)
+            for name in names
+        }
+        scales, present = dict[str, Tensor](), dict[str, Tensor]()
+        if codes is not None:
+            now = (*kv[:2], shape.max_pass_tokens, shape.head_dim)
+            scales = {name: torch.zeros(kv, **fine) for name in names}
+            present = {name: torch.zeros(now, dtype=dtype, device=device) for name in names}
+        own, per_slot = dict[str, dict[str, Tensor]](), set()
+        for kind, tensors in declared.items():
+            own[kind] = {}
+            for name, x in tensors.items():
+                own[kind][name] = x.tensor if isinstance(x, PerSlot) else x
+                if isinstance(x, PerSlot):
+                    per_slot.add((kind, name))
+        weights, pos = torch.zeros(group, **fine), torch.zeros(*group, 3, **fine)
+        return cls(
+            held["k"], held["v"], weights, pos, held.get("unrotated"), scales, present, own,
+            frozenset(per_slot),
+        )  # fmt: skip
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.present["k"].dtype if self.present else self.k.dtype
+
+    # ---- what is held
+
+    def entries(self) -> dict[str, Tensor]:
+        """The tensors that hold one thing a slot, slots in dimension 2; policies' own apart."""
+        found = {"k": self.k, "v": self.v, "log_count": self.log_count, "pos": self.pos}
+        if self.unrotated is not None:
+            found["unrotated"] = self.unrotated
+        return found | {f"{name}_scale": x for name, x in self.scales.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that outlasts a chunk, by name."""
+        own = {f"{kind}.{name}": x for kind, found in self.own.items() for name, x in found.items()}
+        return self.entries() | own
+
+    def bytes(self, entries: int | None = None) -> int:
+        """What the tensors take; with a number of entries, what these take of them."""
+        share = 1.0 if entries is None else min(1.0, entries / self.slots)
+        by_slot = self.entries().keys() | {f"{kind}.{name}" for kind, name in self.per_slot}
+        found = sum(x.nbytes for x in self.present.values()) + 0.0
+        for name, x in self.tensors().items():
+            found += share * x.nbytes if name in by_slot else x.nbytes
+        return round(found)
+
+    def _moved(self) -> Iterator[Tensor]:
+        yield from self.entries().values()
+        yield from (self.own[kind][name] for kind, name in sorted(self.per_slot))
+
+    # ---- a pass
+
+    def write(
+        self,
+        ctx: PassContext,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        rope: Rope,
+    ) -> Tensor:
+        """Put a pass's keys and values [B, Hkv, S, D] behind the past; the rotated keys."""
+        slots = slice(ctx.past + ctx.start, ctx.end)
+        rotated = apply_rotary(self._now("k", ctx, ctx.start), k, *cos_sin, rope)
+        self._now("v", ctx, ctx.start).copy_(v)
+        self.pos[:, :, slots] = pos
+        if self.unrotated is not None:
+            self._now("unrotated", ctx, ctx.start).copy_(k)
+        return rotated
+
+    def now(self, ctx: PassContext) -> tuple[Tensor, Tensor]:
+        """Keys and values of the present chunk [B, Hkv, n, D]."""
+        return self._now("k", ctx), self._now("v", ctx)
+
+    def past(self, end: int) -> Past:
+        """Past entries up to slot `end`, as they are stored."""
+        scales = [self.scales[name][:, :, :end] if self.scales else None for name in ("k", "v")]
+        return Past(self.k[:, :, :end], self.v[:, :, :end], *scales)
+
+    def read(
+        self, ctx: PassContext, *runs: Run, log_count: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Past | None]:
+        """Entries of runs of slots as `attention` takes them: keys, values, weights, and a past.
+
+        One run is read where it stands. Several are put together, and codes among them decoded.
+        """
+        if self.scales and runs == (slice(0, ctx.end),):
+            if not ctx.past:
+                return *self.now(ctx), log_count, None
+            past = self.past(ctx.past)
+            if log_count is not None:
+                past = past._replace(log_count=log_count[:, :, : ctx.past])
+                log_count = log_count[:, :, ctx.past : ctx.end]
+            return *self.now(ctx), log_count, past
+        if not self.scales:
+            k, v = (_join([_rows(x, run) for run in runs]) for x in (self.k, self.v))
+        else:
+            k, v = (_join([self._decoded(name, ctx, run) for run in runs]) for name in ("k", "v"))
+        weights = None if log_count is None else _join([_rows(log_count, run) for run in runs])
+        return k, v, weights, None
+
+    def keys(self, ctx: PassContext) -> Tensor:
+        """Rotated keys of past and now [B, Hkv, end, D], decoded where they are codes."""
+        if not self.scales:
+            return self.k[:, :, : ctx.end]
+        return self._decoded("k", ctx, slice(0, ctx.end))
+
+    def _now(self, name: str, ctx: PassContext, start: int = 0) -> Tensor:
+        """Of the present chunk the part from `start` on, to read or to write."""
+        if self.present:
+            return self.present[name][:, :, start : ctx.end - ctx.past]
+        found: Tensor = getattr(self, name)
+        return found[:, :, ctx.past + start : ctx.end]
+
+    def _decoded(self, name: str, ctx: PassContext, run: Run) -> Tensor:
+        if not isinstance(run, slice):
+            rows = [self._decoded(name, ctx, each)[i : i + 1] for i, each in enumerate(run)]
+            return torch.cat(rows)
+        old = slice(run.start, min(run.stop, ctx.past))
+        new = slice(max(run.start - ctx.past, 0), max(run.stop - ctx.past, 0))
+        past = self.vectors(name, old) if old.start < old.stop else self.present[name][:, :, :0]
+        return torch.cat([past, self.present[name][:, :, new]], 2)
+
+    # ---- between chunks: all is past
+
+    def append(self, past: int, n: int) -> None:
+        """The first n entries of the present chunk are final: store them behind the past."""
+        for name, x in self.present.items():
+            self._put(name, slice(past, past + n), x[:, :, :n])
+
+    def vectors(self, name: str, slots: slice) -> Tensor:
+        """k, v or unrotated [B, Hkv, n, D] of stored slots: a view, or decoded."""
+        found: Tensor = getattr(self, name)[:, :, slots]
+        if not self.scales:
+            return found
+        return decode(found, self.scales[name][:, :, slots], self.dtype)
+
+    def _put(self, name: str, slots: slice, x: Tensor) -> None:
+        held: Tensor = getattr(self, name)
+        if self.scales:
+            x, self.scales[name][:, :, slots] = encode(x, held.dtype)
+        held[:, :, slots] = x
+
+    def permute(self, slots: slice, order: Tensor, back: bool = False) -> None:
+        """Put keys and values of slots in another order [B, Hkv, n], or back from it."""
+        for x in (self.k, self.v):
+            permute(x[:, :, slots], order, back)
+        for name in ("k", "v") if self.scales else ():
+            permute(self.scales[name][:, :, slots].unsqueeze(-1), order, back)
+
+    def move(self, source: int, target: int, count: int) -> None:
+        """Move `count` entries from slot `source` down to slot `target`."""
+        if source != target and count:
+            for x in self._moved():
+                shift(x, source, target, count)
+
+    def gather(self, slots: slice, order: Tensor) -> None:
+        """Put entries of slots in another order [B, Hkv or 1, n], positions and weights too."""
+        for x in self._moved():
+            x[:, :, slots] = take(x[:, :, slots], order)
+
+    def merge(
+        self, slots: slice, alike: Tensor, partner: Tensor, excess: int, newest: bool, mean: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`merge_entries` of slots. Codes are moved as they are; a mean is encoded anew."""
+        return merge_entries(self._held(slots), alike, partner, excess, newest, mean)
+
+    def join(self, slots: slice, source: Tensor, root: Tensor, newest: bool) -> None:
+        """`join_entries` of slots by their mean: the sources are left empty."""
+        join_entries(self._held(slots), source, root, newest, True)
+
+    def _held(self, slots: slice) -> Entries:
+        return Entries(**{name: x[:, :, slots] for name, x in self.entries().items()})
+
+    def rotate(self, slots: slice, rotate: Rotate, moved: Tensor | None = None) -> None:
+        """Rotate keys anew to where `pos` stands, from their unrotated copy.
+
+        With `moved` [B, Hkv or 1, n] only these: others keep their bits.
+        """
+        raw, pos = self.vectors("unrotated", slots), self.pos[:, :, slots]
+        if moved is None:
+            self._put("k", slots, rotate(raw, pos))
+            return
+        k = self.vectors("k", slots)
+        groups = pos.shape[1]
+        parts = []
+        # one after the other: angles are float64, and those of all heads together are not small
+        for i, (old, bare) in enumerate(zip(k.chunk(groups, 1), raw.chunk(groups, 1), strict=True)):
+            own = slice(i, i + 1)
+            turned = torch.where(moved[:, own, :, None], rotate(bare, pos[:, own]), old)
+            parts.append(old.copy_(turned) if not self.scales else turned)
+        if self.scales:
+            self._put("k", slots, torch.cat(parts, 1))
+
+    def blend(self, source: slice, target: int, share: float) -> None:
+        """Bring unrotated keys and values from slot `target` on by `share` nearer to `source`'s.
+
+        Where sources are more than targets, they go round.
+        """
+        for name in ("unrotated", "v"):
+            span = slice(target, source.start)
+            x = self.vectors(name, span)
+            for leaving in self.vectors(name, source).split(source.start - target, 2):
+                x[:, :, : leaving.shape[2]].lerp_(leaving, share)
+            if self.scales:
+                self._put(name, span, x)
+
+    def truncate(self, past: int) -> None:
+        """Drop all entries from slot `past` on."""
+        self.log_count[:, :, past:] = 0.0
+
+    def grow(self, larger: KVStore) -> None:
+        """Take over the tensors of an empty store of more slots; what is held stays."""
+        before = self.slots
+        for new, old in zip(larger._moved(), self._moved(), strict=True):
+            new[:, :, :before] = old
+        self.k, self.v, self.unrotated = larger.k, larger.v, larger.unrotated
+        self.log_count, self.pos, self.scales = larger.log_count, larger.pos, larger.scales
+        for kind, name in self.per_slot:
+            self.own[kind][name] = larger.own[kind][name]
+
+
+def _rows(x: Tensor, run: Run) -> Tensor:
+    if isinstance(run, slice):
+        return x[:, :, run]
+    return torch.cat([x[i : i + 1, :, each] for i, each in enumerate(run)])
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
