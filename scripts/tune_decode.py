@@ -161,7 +161,7 @@ def attention_step(rows: int, slots: int, slot: int, kind: str, window: bool, pl
             torch.zeros(2, dtype=torch.int32, device="cuda"),
             torch.zeros(rows, 256, dtype=torch.int32, device="cuda"), tied=rows == 2,
             key=draw(rows, HEADS, 256, HEAD_DIM), recent=one.clone() if kind == "share" else None,
-            due=one[:, :1].clone() if kind == "share" else None, luck=one[:, 0].clone(),
+            due=one[:, :1].clone() if kind == "share" else None, luck=one.T.contiguous(),
         )  # fmt: skip
     turn = Rotation(angle.cos(), angle.sin(), False)
     entries = Entries(k, v, whole(slot), log_count)
@@ -201,7 +201,7 @@ def check_sample(log: Log) -> None:
         for work in (sample_torch.sample_code, sample_code):
             to = Codes(
                 torch.full((1, 4, 4), -1, device="cuda"), noise, whole(2), 1, book,
-                torch.zeros(1, 1024, **KINDS),
+                torch.zeros(2, 1024, **KINDS),
             )  # fmt: skip
             work(logits, draw_by, to)
             found.append(to)

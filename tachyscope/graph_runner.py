@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tachyscope.decode import DecodeEngine, DecodeParts, unsupported
+from tachyscope.errors import warn
 from tachyscope.models.base import VideoModel
 from tachyscope.session import Session
 
@@ -129,9 +131,45 @@ class ChunkRunner:
         return session.latents
 
 
-def repeating(model: VideoModel, session: Session) -> ChunkRunner:
+class FrameRunner:
+    """Makes the frames of a token model's session by the decode engine, one a call.
+
+    On CUDA a step is recorded as a graph at the first token, and serves every token after it.
+    """
+
+    record: None = None  # no chunk is
+
+    def __init__(self, model: VideoModel, session: Session, parts: DecodeParts) -> None:
+        self.model, self.session, self.parts = model, session, parts
+        self.replayed = False  # whether the last frame was made by recorded launches
+        self.engine: DecodeEngine | None = None
+
+    def __call__(self, moves: Sequence[int]) -> Tensor:
+        session = self.session
+        if self.engine is None:
+            self.engine = DecodeEngine(self.parts, session, session.device.type == "cuda")
+        latents = self.model.sample_by(self.engine, session, moves)
+        session.commit()
+        session.latents = latents
+        self.replayed = self.engine.replayed
+        return latents
+
+    def forget(self) -> None:
+        """Let go of the engine, of what it recorded and of the memory that it works with."""
+        self.engine = None
+
+
+def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
     """Makes a session's chunks, by repeated launches where the device has such."""
-    return ChunkRunner(model, session, Graph if session.device.type == "cuda" else None)
+    if session.device.type != "cuda":
+        return ChunkRunner(model, session)
+    parts = model.decode_parts()
+    if parts is None:
+        return ChunkRunner(model, session, Graph)
+    if reason := unsupported(parts, session):
+        warn(f"{session.plan} runs without a CUDA graph, each token by itself: {reason}")
+        return ChunkRunner(model, session)
+    return FrameRunner(model, session, parts)
 
 
 def _difference(

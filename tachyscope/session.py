@@ -87,7 +87,7 @@ class Session(State):
                 hidden_slots = self.plan.cache.hidden_slots(layer, ctx.for_layer(i), self._rotate)
             self._context = ctx._replace(hidden_slots=hidden_slots)
         self._pos = pos.to(self.device)
-        self._cos_sin = self.rope.cos_sin(self._pos, self.dtype, self._origin, self._frequencies)
+        self._cos_sin = self.rotation(self._pos)
         self.replay.begin()
         self._begun.update(self._context.chunk_passes)
         self.meter.add("macs", self.shape.batch * tokens * self.shape.macs)
@@ -248,6 +248,10 @@ class Session(State):
         """A chunk like the last was made and committed by the launches that had made that."""
         self.made += self.shape.chunk
         self._count(self.shape.chunk * self.shape.tokens_per_frame)
+
+    def rotation(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B or 1, 1, S, D] of tokens at pos [S, 3], as `Rope.cos_sin` gives them."""
+        return self.rope.cos_sin(pos, self.dtype, self._origin, self._frequencies)
 
     def _rotate(self, raw: Tensor, pos: Tensor) -> Tensor:
         return self.rope.rotate(raw, pos, self._origin)

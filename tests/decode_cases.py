@@ -108,7 +108,7 @@ def _case_mlp(rng, backend, tokens, int8, gated, skip):
 def _gate(rng, rows, hkv, d, kind, ready=1, value=0.5, **more):
     recent = torch.randn(rows, PLACES, generator=rng)
     recent[:, 1] = torch.nan
-    due, luck = torch.rand(rows, 1, generator=rng), torch.rand(rows, generator=rng)
+    due, luck = torch.rand(rows, 1, generator=rng), torch.rand(PLACES, rows, generator=rng)
     share = kind == "share"
     return Gate(
         kind, torch.tensor(value), _whole(ready), torch.full((rows,), 7, dtype=torch.int32),
@@ -164,7 +164,12 @@ def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth):
     noise = torch.rand(videos, PLACES, 3, count, generator=rng) + 1e-3
     codes = torch.full((videos, PLACES, 3), -1)
     to = Codes(
-        codes, noise, _whole(PLACE), depth, _draw(rng, count + 1, 12), _draw(rng, videos, 12)
+        codes,
+        noise,
+        _whole(PLACE),
+        depth,
+        _draw(rng, count + 1, 12),
+        _draw(rng, videos, 12).repeat(2 if guided else 1, 1),
     )
     there, draw = moved(to), Draw(guided, 3.0, temperature, top_k, top_p)
     sample_code_reference(logits, draw, to)

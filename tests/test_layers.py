@@ -20,6 +20,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"layers", "state_file"},
     {"state"},
     {"session"},
+    {"decode"},
     {"worlds"},
     {"models"},
     {"graph_runner", "registry", "video"},

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tachyscope.decode import DecodeEngine, DecodeParts
 from tachyscope.errors import TachyscopeError
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.session import Session
@@ -114,6 +115,16 @@ class VideoModel(abc.ABC):
 
         One action a latent frame, or what `actions_tensor` made of them.
         """
+
+    def decode_parts(self) -> DecodeParts | None:
+        """What the decode engine takes of a token model; None where there is no such form."""
+        return None
+
+    def sample_by(
+        self, engine: DecodeEngine, session: Session, actions: Sequence[int] | Tensor
+    ) -> Tensor:
+        """`sample`, token after token by the decode engine."""
+        raise NotImplementedError
 
     def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
         """Actions of so many latent frames as numbers of the device, which are read when the work

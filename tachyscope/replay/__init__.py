@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tachyscope.kernels.decode_attention import GateKind
 from tachyscope.types import PassContext, Shape
 
 
@@ -22,6 +23,22 @@ class Choice:
 
     rows: Tensor | None = None
     gate: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGate:
+    """A decision about one token that the device can take: see `kernels.decode_attention.Gate`.
+
+    drawn: a number is drawn for it, one for a guidance pair; else that number is 0.
+    """
+
+    kind: GateKind
+    value: float
+    strict: bool = False
+    mixed: bool = False
+    tied: bool = False
+    age_limit: int = 0
+    drawn: bool = False
 
 
 class ReplayPolicy(abc.ABC):
@@ -46,6 +63,10 @@ class ReplayPolicy(abc.ABC):
     @abc.abstractmethod
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         """Fixed tensors to keep beside a layer."""
+
+    def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
+        """`choose` for the tokens of a frame as the device decides it; None: it cannot."""
+        return None
 
     @abc.abstractmethod
     def choose(

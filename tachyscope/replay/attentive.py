@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.replay import Choice, ReplayPolicy, TokenGate
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import PassContext, Shape
@@ -83,6 +83,15 @@ class Attentive(ReplayPolicy):
         recent = torch.full((shape.batch, shape.tokens_per_frame), math.nan, **fine)
         due = torch.full((shape.batch, 1), self.share, **fine)
         return {"recent_scores": recent, "share_due": due}
+
+    def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
+        tied = self.cfg == "tied" and shape.paired
+        if self.threshold is not None:
+            return TokenGate(
+                "threshold", self.threshold, self.authors, self.authors, tied, self.age
+            )
+        assert self.share is not None
+        return TokenGate("share", self.share, False, self.authors, tied, self.age)
 
     def choose(
         self,

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.replay import Choice, ReplayPolicy, TokenGate
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import PassContext, Shape
 
@@ -29,6 +29,9 @@ class EveryK(ReplayPolicy):
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         return {}
+
+    def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
+        return TokenGate("draw", 0.0 if chunk % self.k == 0 else 1.0)
 
     def choose(
         self,

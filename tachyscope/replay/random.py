@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.replay import Choice, ReplayPolicy, TokenGate
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import PassContext, Shape
@@ -36,6 +36,9 @@ class Random(ReplayPolicy):
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         return {}
+
+    def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
+        return TokenGate("draw", self.share, age_limit=self.age, drawn=True)
 
     def choose(
         self,

@@ -8,6 +8,7 @@ from tachyscope.kernels.decode_attention import torch as torch_backend
 from tachyscope.kernels.decode_attention.step import (
     Entries,
     Gate,
+    GateKind,
     Rotation,
     Scratch,
     Step,
@@ -18,7 +19,16 @@ from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
 if HAS_TRITON:
     from tachyscope.kernels.decode_attention import triton as triton_backend
 
-__all__ = ["Entries", "Gate", "Rotation", "Scratch", "Step", "Window", "decode_attention"]
+__all__ = [
+    "Entries",
+    "Gate",
+    "GateKind",
+    "Rotation",
+    "Scratch",
+    "Step",
+    "Window",
+    "decode_attention",
+]
 
 
 def decode_attention(out: Tensor, qkv: Tensor, step: Step, scratch: Scratch) -> Tensor:

@@ -63,7 +63,7 @@ def decide_reference(q: Tensor, k: Tensor, gate: Gate, place: int) -> None:
             replay = higher + 0.5 < float(gate.due[row]) * (known + 1)
         else:
             assert gate.luck is not None
-            replay = float(gate.luck[row]) < value
+            replay = float(gate.luck[place, row]) < value
         replay = replay and not (gate.age_limit and age >= gate.age_limit)
         if gate.recent is not None and gate.due is not None:
             gate.due[row] += (float(not replay) - (1 - value)) / gate.recent.shape[1]

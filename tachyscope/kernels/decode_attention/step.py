@@ -68,7 +68,7 @@ class Gate:
     age        [B, N] int32
     recent     [B, N] float32    by share: the last scores; NaN where there is none yet
     due        [B, 1] float32    by share: the share that is owed
-    luck       [B] float32       by draw: a number from 0 to 1 a row
+    luck       [N, B] float32    by draw: numbers from 0 to 1
     """
 
     kind: GateKind

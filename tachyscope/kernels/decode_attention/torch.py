@@ -59,7 +59,7 @@ def decide(q: Tensor, k: Tensor, gate: Gate, place: Tensor) -> None:
         replay = higher + 0.5 < gate.due * (known + 1)
     else:
         assert gate.luck is not None
-        replay = gate.luck[:, None] < gate.value
+        replay = gate.value > gate.luck.index_select(0, place).T
     replay = replay & ready
     if gate.age_limit:
         replay = replay & (gate.age.index_select(1, place) < gate.age_limit)

@@ -243,7 +243,7 @@ def _decide(
             owed = tl.load(due + row)
             replay = higher + 0.5 < owed * (known + 1.0)
         else:
-            replay = tl.load(luck + row) < value
+            replay = tl.load(luck + place * rows + row) < value
         if AGE_LIMIT > 0:
             replay = replay & (tl.load(age + row * places + place) < AGE_LIMIT)
         if GATE == "share":

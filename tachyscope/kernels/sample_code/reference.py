@@ -24,4 +24,5 @@ def sample_code_reference(logits: Tensor, draw: Draw, to: Codes) -> None:
             own = own.masked_fill(before >= draw.top_p, -torch.inf)
         code = (own - to.noise[video, place, to.depth].double().log()).argmax()
         to.codes[video, place, to.depth] = code
-        to.total[video] = to.book[code] + (to.total[video] if to.depth else 0)
+        for row in range(video, len(to.total), videos):
+            to.total[row] = to.book[code] + (to.total[row] if to.depth else 0)

@@ -23,5 +23,5 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
     best = (kept - noise.gather(-1, index).log()).argmax(-1, keepdim=True)
     code = index.gather(-1, best)
     to.codes[:, :, to.depth].index_copy_(1, place, code)
-    entry = to.book[code[:, 0]]
+    entry = to.book[code[:, 0]].repeat(len(to.total) // len(code), 1)
     to.total.copy_(to.total + entry if to.depth else entry)

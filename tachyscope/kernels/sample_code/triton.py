@@ -76,3 +76,5 @@ def _sample_code(
         before = tl.load(total + video * DIM + offs_d, mask=inside, other=0.0)
         entry = (entry.to(tl.float32) + before.to(tl.float32)).to(entry.dtype)
     tl.store(total + video * DIM + offs_d, entry, mask=inside)
+    if GUIDED:
+        tl.store(total + (videos + video) * DIM + offs_d, entry, mask=inside)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tachyscope.bounds import check, check_prompt
+from tachyscope.decode import DecodeEngine, DecodeParts
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.atrium.word_tokenizer import WordTokenizer
 from tachyscope.models.base import MemoryParts, VideoModel
@@ -29,6 +30,7 @@ from tachyscope.models.checkpoint import (
     write_tensors,
 )
 from tachyscope.models.vila_u.config import VilaConfig
+from tachyscope.models.vila_u.decode import decode_parts
 from tachyscope.models.vila_u.depth import DepthConfig, draw_noise
 from tachyscope.models.vila_u.drafting import CODES, LOGITS, sample_drafted
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
@@ -166,11 +168,7 @@ class VilaModel(VideoModel):
     @torch.no_grad()
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         """Codes [V, 1, rows, columns, D]."""
-        c, shape = self.config, session.shape
-        each = self._videos(shape) // len(session.generators)
-        sizes = each, shape.tokens_per_frame, c.depth, c.codes
-        drawn = [draw_noise(x, sizes, self.device) for x in session.generators]
-        noise = torch.cat(drawn)
+        c, shape, noise = self.config, session.shape, self.frame_noise(session)
         pos = shape.positions(session.latent_frame, 1, self.device)
         if isinstance(session.plan.passes, Draft):
             drafted = self._sample_drafted(session, session.plan.passes, noise, pos, actions)
@@ -207,6 +205,26 @@ class VilaModel(VideoModel):
             return codes.unflatten(0, part.shape[:2]), logits.unflatten(0, part.shape[:2])
 
         return sample_drafted(policy, session, self.config.sampler, noise, feed, draw)
+
+    def frame_noise(self, session: Session) -> Tensor:
+        """Noise [V, N, D, K] for the next frame's codes."""
+        c, shape = self.config, session.shape
+        each = self._videos(shape) // len(session.generators)
+        sizes = each, shape.tokens_per_frame, c.depth, c.codes
+        return torch.cat([draw_noise(x, sizes, self.device) for x in session.generators])
+
+    @torch.no_grad()
+    def sample_by(
+        self, engine: DecodeEngine, session: Session, actions: Sequence[int] | Tensor
+    ) -> Tensor:
+        """`sample`, token after token by the decode engine."""
+        tokens = session.shape.batch * session.shape.tokens_per_frame
+        session.meter.add("macs", tokens * self.transformer.head.macs)
+        codes = engine.frame(self.frame_noise(session), self._action(actions))
+        return codes.reshape(-1, 1, *self.config.grid, self.config.depth)
+
+    def decode_parts(self) -> DecodeParts:
+        return decode_parts(self.transformer, self.config.sampler)
 
     @torch.no_grad()
     def prefill_latents(

@@ -1,0 +1,233 @@
+"""Makes a token model's frames: one step a token, the same launches on the same memory each time.
+
+What differs from token to token are numbers on the device: the token's place in its frame, the
+slot that its entry goes to, and what the replay gate decides. So a CUDA graph of one step serves
+every token, and the host waits for nothing. The session stays the owner of all state: a frame
+begins and ends by its `begin` and `commit`, as when the model makes its tokens one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tachyscope.attention.dense import Dense
+from tachyscope.attention.window import Window as WindowPolicy
+from tachyscope.decode.depth import Depth
+from tachyscope.decode.int8 import is_readable, norm_of, weight_of
+from tachyscope.decode.parts import DecodeParts
+from tachyscope.decode.trunk import Trunk, TrunkLayer
+from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
+from tachyscope.kernels.decode_mlp import Kept
+from tachyscope.kernels.device import has_decode_kernel
+from tachyscope.kernels.gemv import gemv
+from tachyscope.kernels.sample_code import Draw
+from tachyscope.passes.all import All
+from tachyscope.plan import spell
+from tachyscope.replay import TokenGate
+from tachyscope.session import Session
+
+
+def unsupported(parts: DecodeParts, session: Session) -> str:
+    """Why the engine cannot make a session's frames; empty where it can."""
+    plan, shape = session.plan, session.shape
+    gate = None if plan.replay is None else plan.replay.token_gate(shape, 0)
+    linears = [x for layer in parts.layers for x in (layer.q, layer.o, layer.gate, layer.down)]
+    reasons = {
+        f"attention={spell(plan.attention)} reads other entries for every token": not isinstance(
+            plan.attention, Dense | WindowPolicy
+        ),
+        f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries
+        or plan.cache.view_depends_on_pass,
+        f"replay={spell(plan.replay)} is not decided on the device": plan.replay is not None
+        and (gate is None or plan.replay.drift),
+        f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
+        f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
+        "an observer reads what it is told": any(x.host for x in session.observers),
+        "its heads are no power of two wide": shape.head_dim & (shape.head_dim - 1) != 0,
+        "its weights are neither floats nor int8": not all(map(is_readable, linears)),
+        "its kernels take few rows of 16 bits": session.device.type == "cuda"
+        and not has_decode_kernel(session.layers[0].v[..., 0, 0]),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+class DecodeEngine:
+    """Makes frames of a session, with `graph` by a CUDA graph of one step."""
+
+    def __init__(self, parts: DecodeParts, session: Session, graph: bool) -> None:
+        self.session, self.graph = session, graph
+        shape, rows = session.shape, session.shape.batch
+        self.videos = rows // 2 if shape.paired else rows
+        kind: dict[str, Any] = {"dtype": session.dtype, "device": session.device}
+        self.x, self.hidden = (torch.zeros(rows, shape.width, **kind) for _ in range(2))
+        self.norm, self.actions = norm_of(parts.norm), parts.actions
+        self.action = torch.zeros(shape.width, **kind)
+        self.projector = [weight_of(part) for part in parts.projector]
+        self.projected = torch.zeros(rows, self.projector[0].rows, **kind)
+        draw = Draw(parts.guided, parts.cfg, parts.temperature, parts.top_k, parts.top_p)
+        self.depth = Depth(parts.depth, draw, self.hidden)
+        scratch = Scratch(rows, shape.heads, shape.kv_heads, shape.head_dim, session.device)
+        self.trunk = Trunk([TrunkLayer.of(part) for part in parts.layers], self.x, scratch)
+        places, depth, codes = shape.tokens_per_frame, len(parts.depth.positions), parts.depth.codes
+        whole: dict[str, Any] = {"dtype": torch.int64, "device": session.device}
+        self.codes = torch.zeros(self.videos, places, depth, **whole)
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": session.device}
+        self.noise = torch.ones(self.videos, places, depth, codes, **fine)
+        wide = torch.promote_types(session.dtype, torch.float32)
+        angles = (rows, places, shape.head_dim)
+        self.cos, self.sin = (
+            torch.zeros(angles, dtype=wide, device=session.device) for _ in range(2)
+        )
+        # the token's place in its frame, and its slot
+        self.numbers = torch.zeros(2, dtype=torch.int32, device=session.device)
+        self.place, self.slot = self.numbers[0], self.numbers[1]
+        self.ready = torch.zeros((), dtype=torch.int32, device=session.device)
+        self.value = torch.zeros((), **fine)
+        layers = (shape.layers,)
+        self.skip = torch.zeros(*layers, rows, dtype=torch.int32, device=session.device)
+        self.counts = torch.zeros(*layers, 2, dtype=torch.int32, device=session.device)
+        self.luck = torch.zeros(*layers, places, rows, **fine)
+        self.gate: TokenGate | None = None
+        self.memory: list[Tensor] = []  # the layers' tensors that steps read and write
+        self.recorded: torch.cuda.CUDAGraph | None = None
+        self.replayed = False  # whether the last frame was made by the graph alone
+
+    def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
+        """The next frame's codes [V, N, D], from noise [V, N, D, K]; the caller commits it."""
+        session, shape = self.session, self.session.shape
+        pos = shape.positions(session.latent_frame, 1, session.device)
+        past = session.past
+        ready = session.replay.ready.issuperset((0,))
+        session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
+        self._meet(past)
+        cos, sin = session.rotation(pos)
+        self.cos.copy_(cos[:, 0])
+        self.sin.copy_(sin[:, 0])
+        self.noise.copy_(noise)
+        self.hidden.copy_(session.features["hidden"])
+        if self.actions is not None:
+            self.action.copy_(self.actions[action].view(-1))
+        self.place.fill_(0)
+        self.slot.fill_(past)
+        self.counts.zero_()
+        if self.gate is not None:
+            self.ready.fill_(ready)
+            gate = session.plan.replay and session.plan.replay.token_gate(shape, session.chunk)
+            assert gate
+            self.value.fill_(gate.value)
+            if gate.drawn and ready:
+                self._draw_luck()
+        self.replayed = self.recorded is not None
+        for _ in range(shape.tokens_per_frame):
+            self._next()
+        for layer in session.layers:
+            layer.pos[:, :, past : past + shape.tokens_per_frame] = pos
+        session.features["hidden"] = self.hidden.clone()
+        self._count(past, ready)
+        return self.codes.clone()
+
+    def _draw_luck(self) -> None:
+        """In the order of single passes, token by token and layer by layer."""
+        layers, places, rows = self.luck.shape
+        size = (places, layers, 1 if self.session.shape.paired else rows)
+        rng = self.session.policy_rng
+        drawn = torch.rand(size, generator=rng, dtype=torch.float32, device=self.luck.device)
+        self.luck.copy_(drawn.transpose(0, 1))
+
+    def step(self) -> None:
+        """One token: its codes, then the trunk's state that predicts the next."""
+        self.depth.step(self.codes, self.noise, self.place)
+        gemv(self.projected, self.depth.total, (self.projector[0],), gelu=True)
+        gemv(self.x, self.projected, (self.projector[1],))
+        if self.actions is not None:
+            self.x.add_(self.action)
+        self.trunk.step(self.steps, self.kept)
+        size = (self.x.shape[1],)
+        self.hidden.copy_(F.rms_norm(self.x, size, self.norm.weight, self.norm.eps))
+        self.numbers.add_(1)
+
+    def _next(self) -> None:
+        if self.recorded is not None:
+            self.recorded.replay()
+            return
+        self.step()
+        if self.graph:
+            # the launches of a step have been compiled by now
+            self.recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.recorded):
+                self.step()
+
+    def _meet(self, past: int) -> None:
+        """Point the steps to the session's memory, where that is not the last frame's."""
+        session = self.session
+        held = [x for layer in session.layers for x in (layer.k, layer.v, layer.log_count)]
+        same = len(held) == len(self.memory)
+        if same and all(a is b for a, b in zip(held, self.memory, strict=True)):
+            return
+        self.memory, self.recorded = held, None
+        shape, policy = session.shape, session.plan.replay
+        self.gate = None if policy is None else policy.token_gate(shape, 0)
+        rotation = Rotation(self.cos, self.sin, session.rope.interleaved)
+        window = self._window()
+        merged = session.plan.cache.merges or any(session.left_padding)
+        self.steps, self.kept = [], []
+        for i, layer in enumerate(session.layers):
+            gate, kept = self._gate(i) if self.gate is not None else (None, None)
+            log_count = layer.log_count if merged else None
+            entries = Entries(layer.k, layer.v, self.slot, log_count, layer.unrotated)
+            step = Step(entries, shape.heads, self.place, rotation, window, gate)
+            self.steps.append(step)
+            self.kept.append(kept)
+
+    def _window(self) -> Window | None:
+        policy, session = self.session.plan.attention, self.session
+        if not isinstance(policy, WindowPolicy):
+            return None
+        pads = session.left_padding or (0,) * session.shape.batch
+        padding = torch.tensor(pads, dtype=torch.int32, device=session.device)
+        return Window(policy.sink, policy.tokens, policy.sink + max(pads) + policy.tokens, padding)
+
+    def _gate(self, layer: int) -> tuple[Gate, Kept]:
+        own = self.session.layers[layer].own["replay"]
+        rule, age = self.gate, own["age"][0]
+        assert rule is not None
+        scored = rule.kind != "draw"
+        gate = Gate(
+            rule.kind, self.value, self.ready, self.skip[layer], self.counts[layer], age,
+            rule.strict, rule.mixed, rule.tied, rule.age_limit,
+            key=own["key"][0] if scored else None,
+            recent=own["recent_scores"] if rule.kind == "share" else None,
+            due=own["share_due"] if rule.kind == "share" else None, luck=self.luck[layer],
+        )  # fmt: skip
+        return gate, Kept(self.skip[layer], self.place, own["output"][0], age)
+
+    def _count(self, past: int, ready: bool) -> None:
+        """What the frame's passes would have counted one by one; replayed rows are the device's."""
+        session, shape = self.session, self.session.shape
+        rows, places, meter = shape.batch, shape.tokens_per_frame, session.meter
+        policy = session.plan.attention
+        ends = [past + i + 1 for i in range(places)]
+        if isinstance(policy, WindowPolicy):
+            whole = policy.sink + max(session.left_padding, default=0) + policy.tokens
+            ends = [end if end <= whole else policy.sink + policy.tokens for end in ends]
+        pairs = rows * shape.heads * shape.layers * sum(ends)
+        meter.add("pairs", pairs)
+        meter.add("macs", 2 * pairs * shape.head_dim)
+        mlp = self.trunk.layers[0].mlp
+        macs = sum(part.rows * part.columns for part in mlp.parts)
+        total = rows * places * shape.layers
+        skipped: Tensor | float = 0.0
+        if self.gate is not None:
+            if ready:
+                meter.add("rows_eligible", total)
+            skipped, masked = self.counts.sum(0, dtype=torch.float64)
+            # beside a row that is computed the weights are read all the same
+            meter.add("simulated_rows_replayed", masked)
+        meter.add("rows_computed", total - skipped)
+        meter.add("rows_replayed", skipped)
+        meter.add("macs", (total - skipped) * macs)
+        meter.add("mlp_macs", (total - skipped) * macs)

@@ -1,0 +1,139 @@
+"""Frames by the decode engine are the frames of a session that makes each token by itself."""
+
+import dataclasses
+
+import pytest
+import torch
+import toys
+
+import tachyscope as ts
+from tachyscope.decode import Int8Linear, quantise_int8, unsupported
+from tachyscope.graph_runner import ChunkRunner, FrameRunner
+from tachyscope.models.vila_u.model import VilaModel, toy_tokens
+from tachyscope.observers import Observer
+
+PLANS = [
+    "cache=keep_all",
+    "attention=window:tokens=9,sink=2",
+    "cache=window:budget=4f",
+    "cache=window:budget=4f,positions=reindexed attention=window:tokens=5",
+    "cache=merge:budget=4f",
+    "cache=dedup:budget=5f replay=attentive:share=0.5,age=2",
+    "replay=attentive:share=0.5",
+    "replay=attentive:threshold=0.1,authors=true,cfg=free",
+    "replay=attentive:threshold=-9 attention=window:tokens=16",
+    "replay=random:share=0.6,age=2",
+    "replay=every_k:k=3",
+]
+QUICK = ("replay=attentive:share=0.5", PLANS[3])
+
+
+def _runner(model, session):
+    assert not unsupported(model.decode_parts(), session)
+    return FrameRunner(model, session, model.decode_parts())
+
+
+def _frames(runner, count):
+    rows = []
+    with torch.inference_mode():
+        for i in range(count):
+            latents = runner([i % 7] if runner.model.actions else [])
+            row = runner.session.meter.take()
+            rows.append((latents, {k: v for k, v in row.items() if not k.endswith("_ms")}))
+    return rows
+
+
+def _open(model, plan, frames=8, **asked):
+    return toys.open_session(model, f"dense text=none {plan}", frames=frames, **asked)
+
+
+def _check(model, plan, count=5, **asked):
+    want = _frames(ChunkRunner(model, _open(model, plan, **asked)), count)
+    got = _frames(_runner(model, _open(model, plan, **asked)), count)
+    for (codes, row), (same, same_row) in zip(got, want, strict=True):
+        assert torch.equal(codes, same)
+        if masked := row.pop("simulated_rows_replayed", 0):
+            # a row beside one that is computed: here alone it was really skipped
+            assert row["rows_replayed"] + masked == same_row["rows_replayed"]
+        else:
+            assert row == pytest.approx(same_row)
+    return got
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in PLANS]
+)
+def test_tokens_and_counted_work_are_those_of_single_passes(plan):
+    got = _check(toy_tokens(), plan, prompt="a red room")
+    assert len({tuple(codes.flatten().tolist()) for codes, _ in got}) == 5  # no frame stands still
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [1, 32])
+def test_without_guidance_and_without_chance(top_k):
+    model = toy_tokens()
+    sampler = dataclasses.replace(model.config.sampler, cfg=1.0, top_k=top_k, top_p=1.0)
+    config = dataclasses.replace(model.config, sampler=sampler)
+    one = VilaModel(model.transformer, config, model.tokenizer)
+    _check(one, "replay=attentive:threshold=0.1")
+
+
+@pytest.mark.slow
+def test_a_batch_of_videos_and_a_cache_that_grows():
+    # two videos may decide apart: weights are then read, and what replays is told as simulated
+    got = _check(
+        toy_tokens(), "replay=attentive:share=0.5", frames=None, prompt=["a", "a red room"],
+        seed=[1, 2],
+    )  # fmt: skip
+    assert got[0][0].shape[0] == 2
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_after_frames_that_were_given_and_a_state_that_was_restored():
+    model, plan = toy_tokens(), "dense text=none replay=attentive:share=0.5"
+    pictures = (torch.rand(2, 32, 32, 3, generator=torch.Generator().manual_seed(0)) * 255).byte()
+    streams = [ts.open(model, plan, first=pictures.numpy(), seed=3, frames=8) for _ in range(2)]
+    streams[1].runner = _runner(model, streams[1].session)
+    for _ in range(2):
+        want, got = (stream.step("w").frames for stream in streams)
+        assert (want == got).all()
+    states = [stream.snapshot() for stream in streams]
+    after = [stream.step("a").frames for stream in streams]
+    for stream, state in zip(streams, states, strict=True):
+        stream.restore(state)
+    again = [stream.step("a").frames for stream in streams]
+    assert all((x == after[0]).all() for x in (*after, *again))
+
+
+def test_int8_weights_run_by_modules_and_by_the_engine():
+    model = toy_tokens()
+    dense = model.transformer.trunk.layers[0].mlp.up_proj.weight.detach().clone()
+    quantise_int8(model.transformer.trunk)
+    quantise_int8(model.transformer.head)
+    rounded = model.transformer.trunk.layers[0].mlp.up_proj
+    assert isinstance(rounded, Int8Linear)
+    error = (rounded.weight - dense).abs().amax(1)
+    assert (error <= 0.501 * rounded.scale).all() and error.max() > 0
+    _check(model, "replay=attentive:share=0.5", count=2)
+
+
+class _Subclass(torch.Tensor):
+    """As torchao's quantised weights are."""
+
+
+def test_what_the_engine_cannot_do_it_says():
+    model = toy_tokens()
+    parts = model.decode_parts()
+    for plan, word in {
+        "attention=ann:read=0.5,block=4": "attention=ann",
+        "cache=merge:threshold=0.7": "queries",
+        "replay=attentive:share=0.5,drift=true": "replay=attentive",
+    }.items():
+        assert word in unsupported(parts, _open(model, plan))
+    session = _open(model, "cache=keep_all")
+    assert unsupported(parts, session) == ""
+    session.watch(Observer())
+    assert "observer" in unsupported(parts, session)
+    linear = model.transformer.trunk.layers[1].self_attn.o_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(_Subclass))
+    assert "int8" in unsupported(parts, _open(model, "cache=keep_all"))
