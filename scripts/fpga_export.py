@@ -278,8 +278,6 @@ def draw_rtl(args: argparse.Namespace) -> None:
 
 def draw_float(args: argparse.Namespace) -> None:
     """The float model's frames: both computed, and the second with the gate."""
-    import dataclasses
-
     import torch
 
     from tachyscope.models.registry import load
@@ -307,7 +305,7 @@ def draw_float(args: argparse.Namespace) -> None:
             session.meter.take()
             for frame in range(MADE):
                 if frame == MADE - 1:
-                    session.plan = dataclasses.replace(never, replay=last.replay)
+                    session.replay.policy = last.replay
                 noise = torch.from_numpy(clip["noise"][frame])
                 pos = shape.positions(session.latent_frame, 1)
                 move = [int(clip["moves"][GIVEN + frame])]

@@ -113,6 +113,8 @@ def test_a_trace_is_checked(tmp_path, capsys):
     assert "is no replay trace: give a file of scripts/fpga_trace.py" in capsys.readouterr().err
     assert main(["fpga", "estimate", "--trace", str(TRACE), "--batch", "2"]) == 2
     assert "a trace has its own model, batch and replay" in capsys.readouterr().err
+    assert main(["fpga", "estimate", "--trace", str(TRACE), "--method", "neurons"]) == 2
+    assert "a trace is of token replay: it takes method tokens" in capsys.readouterr().err
     with pytest.raises(TachyscopeError, match=r"\[tokens, 32, rows\], got float64 \[3\]"):
         Trace(WORKLOADS["vila-u-7b"], np.zeros(3))
 

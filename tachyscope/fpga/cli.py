@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from amaranth.back import verilog
 from amaranth.lib import wiring
 from cyclopts import App, Parameter
 
@@ -22,6 +22,7 @@ from tachyscope.fpga.gemv import GemvArray
 from tachyscope.fpga.rope import Rope
 from tachyscope.fpga.tas_gate import TasGate
 from tachyscope.fpga.top import Top
+from tachyscope.fpga.verilate import to_verilog
 from tachyscope.fpga.workload import WORKLOADS, Trace
 
 Json = Annotated[str | None, Parameter(allow_leading_hyphen=True)]
@@ -69,16 +70,16 @@ SHAPE = Shape()
 
 TRUNK = DecoderShape(
     width=256,
-    inner=2688,
-    layers=2,
+    inner=1024,
+    layers=6,
     heads=4,
     kv_heads=1,
     head_dim=64,
     tokens_per_frame=256,
     context=8192,
 )
-"""The sizes of the first atrium-tokens (the shipped one has 6 layers): 32 frames of 256 tokens."""
-THETA, EPS = 4294967296.0, 1e-5
+"""The sizes of atrium-tokens, with room for 32 frames of 256 tokens."""
+THETA, ROPE_SCALE, EPS = 2.0**32, 1 / math.pi, 1e-5
 
 
 @app.command
@@ -102,13 +103,13 @@ def build(
     if part == "engine":
         unit: wiring.Component = shape.engine().create()
     else:
-        rope, eps = Rope.of(TRUNK.head_dim, THETA), eps_of(EPS, TRUNK.width)
+        rope, eps = Rope.of(TRUNK.head_dim, THETA, ROPE_SCALE), eps_of(EPS, TRUNK.width)
         array = GemvArray(shape.lanes, shape.macs, shape.products_per_dsp)
         top = Top(DecoderCore(TRUNK, array, rope, eps), shape.rows, shape.cores)
         written["registers.md"] = top.csr.register_map()
         written["registers.h"] = top.csr.c_header("TACHYSCOPE")
         unit = top.create()
-    written[f"{part}.v"] = verilog.convert(unit, name=part, strip_internal_attrs=True)
+    written[f"{part}.v"] = to_verilog(unit, part)
     for name, content in written.items():
         write_atomically(folder / name, content)
         print(f"{folder / name}: {len(content.splitlines())} lines")
@@ -271,6 +272,8 @@ def estimate(
         batch, replay = 1 if batch is None else batch, 0.8 if replay is None else replay
     elif (model, batch, replay) != (None, None, None):
         raise TachyscopeError("a trace has its own model, batch and replay: give the trace alone")
+    elif method != "tokens":
+        raise TachyscopeError(f"a trace is of token replay: it takes method tokens, got {method!r}")
     else:
         found = Trace.load(trace)
         shape, flags, batch = found.workload, found.replayed, found.replayed.shape[2]

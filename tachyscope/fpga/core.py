@@ -139,7 +139,8 @@ class CoreUnit(wiring.Component):
         # weights wait one cycle for the activations that are read for them
         beat, part = Signal(index(core.beats)), Signal(index(core.tiles_per_job))
         held = Signal(
-            data.ArrayLayout(data.ArrayLayout(signed(8), core.array.macs), core.array.lanes)
+            data.ArrayLayout(data.ArrayLayout(signed(8), core.array.macs), core.array.lanes),
+            reset_less=True,
         )
         full, ends = Signal(), Signal()
         room, taken = Signal(), Signal()

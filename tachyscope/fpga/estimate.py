@@ -115,7 +115,7 @@ def check_memory(model: Workload, board: Board, settings: Settings) -> dict[str,
     context = model.prompt + model.frames * model.tokens_per_frame
     kept = context if not settings.window else model.sink + settings.window + model.tokens_per_frame
     row = {
-        "kv": 2 * model.width * kept * model.layers,
+        "kv": 2 * model.kv_width * kept * model.layers,
         "replay_cache": model.tokens_per_frame * model.width * model.layers,
     }
     held = {"weights": model.weights, "depth": model.depth_weights}

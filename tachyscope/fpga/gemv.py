@@ -142,7 +142,7 @@ class GemvArrayUnit(wiring.Component):
             m.d.sync += first.eq(last)
         m.d.sync += outbox.push.eq(last)
         for lane, total in enumerate(sums):
-            acc = Signal(signed(ACC_BITS))
+            acc = Signal(signed(ACC_BITS), reset_less=True)
             with m.If(valid):
                 m.d.sync += acc.eq(Mux(first, 0, acc) + total)
             m.d.comb += outbox.payload[lane].eq(acc)
@@ -153,13 +153,21 @@ def _plain(m: Module, beat: data.View, array: GemvArray) -> list[list[Value]]:
     """One multiplier a product, two registers on both sides: 4 cycles.
 
     A multiplier block has these registers inside; where a tool does not use them, the outer ones
-    let the inner ones lie beside the multiplier.
+    let the inner ones lie beside the multiplier. The second register of a number that all lanes
+    share is one of each lane, kept apart by ``synth.py``: one would lie far from most multipliers.
     """
-    x = [delayed(m, beat.x[k], 2) for k in range(array.macs)]
+    shared = [delayed(m, beat.x[k], 1, reset_less=True) for k in range(array.macs)]
     lanes = []
     for lane in range(array.lanes):
-        weights = [delayed(m, beat.w[lane][k], 2) for k in range(array.macs)]
-        lanes.append([delayed(m, w * part, 2) for w, part in zip(weights, x, strict=True)])
+        x = [
+            Signal(signed(8), name=f"x{lane}_{k}", reset_less=True, attrs={"keep": 1})
+            for k in range(array.macs)
+        ]
+        m.d.sync += [own.eq(number) for own, number in zip(x, shared, strict=True)]
+        weights = [delayed(m, beat.w[lane][k], 2, reset_less=True) for k in range(array.macs)]
+        lanes.append(
+            [delayed(m, w * part, 2, reset_less=True) for w, part in zip(weights, x, strict=True)]
+        )
     return lanes
 
 
@@ -169,17 +177,17 @@ def _packed(m: Module, beat: data.View, array: GemvArray) -> list[list[Value]]:
     (odd * 2**18 + even) * x holds even * x in its low 18 bits; what is above is odd * x, less one
     where even * x is negative.
     """
-    x = [delayed(m, beat.x[k], 2) for k in range(array.macs)]
+    x = [delayed(m, beat.x[k], 2, reset_less=True) for k in range(array.macs)]
     lanes: list[list[Value]] = []
     for lane in range(0, array.lanes, 2):
         rows: list[list[Value]] = [[], []]
         for k in range(array.macs):
-            low, high = (delayed(m, beat.w[row][k], 1) for row in (lane, lane + 1))
-            pair = Signal(signed(27), name=f"w{lane}_{k}")
-            even = Signal(signed(16), name=f"p{lane}_{k}")
-            odd = Signal(signed(16), name=f"p{lane + 1}_{k}")
+            low, high = (delayed(m, beat.w[row][k], 1, reset_less=True) for row in (lane, lane + 1))
+            pair = Signal(signed(27), name=f"w{lane}_{k}", reset_less=True)
+            even = Signal(signed(16), name=f"p{lane}_{k}", reset_less=True)
+            odd = Signal(signed(16), name=f"p{lane + 1}_{k}", reset_less=True)
             m.d.sync += pair.eq((high << SPLIT) + low)
-            both = delayed(m, pair * x[k], 2)
+            both = delayed(m, pair * x[k], 2, reset_less=True)
             m.d.sync += [
                 even.eq(both[:16].as_signed()),
                 odd.eq(both[SPLIT:].as_signed() + both[SPLIT - 1]),
@@ -196,7 +204,7 @@ def _tree(m: Module, terms: list[Value]) -> Value:
         sums: list[Value] = []
         for k in range(0, len(terms), 2):
             pair = terms[k : k + 2]
-            total = Signal(signed(len(pair[0]) + 1))
+            total = Signal(signed(len(pair[0]) + 1), reset_less=True)
             m.d.sync += total.eq(sum(pair[1:], pair[0]))
             sums.append(total)
         terms = sums

@@ -61,10 +61,14 @@ class Outbox(wiring.Component):
         return m
 
 
-def delayed(m: Module, signal: Any, cycles: int) -> Value:
-    """`signal` some cycles later."""
+def delayed(m: Module, signal: Any, cycles: int, reset_less: bool = False) -> Value:
+    """`signal` some cycles later.
+
+    Registers of data that a valid bit goes with are reset_less: routing a reset to all of them
+    costs an ECP5 much of its clock.
+    """
     for _ in range(cycles):
-        later = Signal(Value.cast(signal).shape())
+        later = Signal(Value.cast(signal).shape(), reset_less=reset_less)
         m.d.sync += later.eq(signal)
         signal = later
     return Value.cast(signal)

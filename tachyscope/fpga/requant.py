@@ -103,13 +103,14 @@ class RequantUnit(wiring.Component):
         wiring.connect(m, wiring.flipped(self.o), outbox.o)
         rounding = Array([Const(0, 48), *(Const(1 << s, 48) for s in range(MAX_SHIFT))])
         for lane in range(self.params.lanes):
-            acc = Signal(signed(ACC_BITS))
-            factor = Signal(signed(16))
-            shift = [Signal(6, name=f"shift{stage}") for stage in range(4)]
-            low, high = Signal(signed(2 * HALF + 1)), Signal(signed(2 * HALF))
-            half, product = Signal(48), Signal(signed(48))
-            rounded, coarse, fine = (Signal(signed(48)) for _ in range(3))
-            result = Signal(signed(self.params.bits))
+            acc = Signal(signed(ACC_BITS), reset_less=True)
+            factor = Signal(signed(16), reset_less=True)
+            shift = [Signal(6, name=f"shift{stage}", reset_less=True) for stage in range(4)]
+            low = Signal(signed(2 * HALF + 1), reset_less=True)
+            high = Signal(signed(2 * HALF), reset_less=True)
+            half = Signal(48, reset_less=True)
+            product, rounded, coarse, fine = (Signal(signed(48), reset_less=True) for _ in range(4))
+            result = Signal(signed(self.params.bits), reset_less=True)
             m.d.sync += [
                 # 1: registers in front of the multipliers
                 acc.eq(self.acc.payload[lane]),
@@ -128,7 +129,7 @@ class RequantUnit(wiring.Component):
                 shift[3].eq(shift[2]),
                 # 5, 6: the shift in two steps
                 coarse.eq(rounded >> (shift[3] & 0x38)),
-                fine.eq(coarse >> delayed(m, shift[3][:3], 1)),
+                fine.eq(coarse >> delayed(m, shift[3][:3], 1, reset_less=True)),
                 # 7: saturated
                 result.eq(saturated(fine, self.params.bits)),
             ]

@@ -101,12 +101,12 @@ class Pins(wiring.Component):
         outputs: list[Value] = []
         for _, member, port in self.part.signature.flatten(self.part):
             (inputs if member.flow is In else outputs).append(Value.cast(port))
-        chain = Signal(sum(len(port) for port in inputs))
+        chain = Signal(sum(len(port) for port in inputs), reset_less=True)
         m.d.sync += chain.eq(Cat(self.i, chain))
         m.d.comb += Cat(*inputs).eq(chain)
         bits: Value = Cat(*outputs)
         while len(bits) > 1:
-            held, folded = Signal(len(bits)), Signal(-(-len(bits) // 4))
+            held, folded = Signal(len(bits), reset_less=True), Signal(-(-len(bits) // 4))
             m.d.sync += held.eq(bits)
             m.d.comb += folded.eq(Cat(held[k : k + 4].xor() for k in range(0, len(bits), 4)))
             bits = folded
@@ -137,6 +137,8 @@ def synthesise(target: str, engine: Engine, folder: Path) -> dict[str, Any]:
         "read_rtlil top.il",
         "hierarchy -top top",
         "flatten",
+        # copies of a register that many read are not merged into one again
+        "setattr -set keep 1 w:* a:keep=1 %i %ci1 t:$dff %i",
         # without other names this Yosys stops in the middle of larger netlists
         "rename -hide w:*",
         "rename -enumerate -pattern n%",

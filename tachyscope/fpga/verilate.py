@@ -6,7 +6,9 @@ generated C++ and knows only streams: what goes in and what must come out is com
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import struct
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -137,6 +139,25 @@ class Verdict:
         return self.cycles / self.cpu_seconds if self.cpu_seconds else 0.0
 
 
+def to_verilog(part: wiring.Component, name: str) -> str:
+    """The part as Verilog; a memory that begins empty is cleared by a loop, not line by line.
+
+    A replay cache of 100,000 beats is otherwise 100,000 lines, and minutes of a C++ compiler.
+    """
+    text = verilog.convert(part, name=name, strip_internal_attrs=True)
+    blocks = itertools.count()
+
+    def loop(lines: re.Match[str]) -> str:
+        indent, memory, zero, last = lines.groups()
+        return (
+            f"{indent}begin : clear_{next(blocks)}\n{indent}  integer i;\n"
+            f"{indent}  for (i = 0; i <= {last}; i = i + 1) {memory}[i] = {zero};\n{indent}end\n"
+        )
+
+    run = r"^( *)(\S+ ?)\[0\] = (\d+'h0+);\n(?:\1\2\[(\d+)\] = \3;\n)+"
+    return re.sub(run, loop, text, flags=re.MULTILINE)
+
+
 def compile_program(part: wiring.Component, harness: str, folder: Path, *options: str) -> Path:
     """The part and a harness around it as a program; minutes for a large one.
 
@@ -147,7 +168,7 @@ def compile_program(part: wiring.Component, harness: str, folder: Path, *options
     folder.mkdir(parents=True, exist_ok=True)
     program, built = folder / "build" / "top", folder / "built"
     sources = {
-        folder / "top.v": verilog.convert(part, name="top", strip_internal_attrs=True),
+        folder / "top.v": to_verilog(part, "top"),
         folder / "main.cpp": PRELUDE + harness,
     }
     if (
