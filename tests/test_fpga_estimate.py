@@ -41,6 +41,13 @@ def test_ports_scheduling_reaches_the_bytes_speedup_at_every_context(context, ro
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("context", [61, 512, 1024, 1536, 2107])
+def test_ports_scheduling_reaches_the_bytes_speedup_from_first_to_last_token(context):
+    on, bytes_alone = speedups(Settings(replay=0.8), context)
+    assert 0.95 * bytes_alone <= on <= bytes_alone * 1.002
+
+
+@pytest.mark.slow
 def test_over_a_video_at_80_percent_the_trunk_is_twice_as_fast():
     row = estimate(LLAMA, U280, Settings(replay=0.8))
     assert row["roofline_dense"] == pytest.approx(2.05, abs=0.02)

@@ -6,6 +6,8 @@ import types
 from dataclasses import dataclass
 
 import pytest
+import test_fpga_decoder as decoder
+import test_fpga_decoder_top as decoder_top
 import test_fpga_drs as drs
 import test_fpga_engine as engine
 import test_fpga_parts as parts
@@ -71,6 +73,34 @@ def memory():
     around = Environment(service=3, latency=9, depends=(4, 3, 5, 6, 2), verdict=7, replay=30)
     for on in (True, False):
         ports.test_hardware_fetches_in_the_cycles_of_its_schedule(on, 3, around)
+
+
+def norm():
+    decoder.test_rms_norm_hardware_equals_integers(16, 8, 1, True)
+
+
+def rope():
+    decoder.test_rope_hardware_equals_integers(8, 4, True)
+
+
+def silu():
+    decoder.test_silu_hardware_equals_integers(4, True)
+
+
+def buffer():
+    decoder.test_buffer_hardware_equals_integers(16, 4, 8, True)
+
+
+def attention():
+    decoder.test_attention_hardware_equals_integers(4, 2, 8, 4, True)
+
+
+def serial():
+    decoder.test_division_and_root_a_bit_a_cycle()
+
+
+def streamer():
+    decoder_top.test_kv_streamer_reads_sink_and_window(True)
 
 
 GATE, REQUANT, ARRAY = (
@@ -228,6 +258,57 @@ MUTANTS = [
         PORTS,
         (memory,),
     ),
+    Mutant("rms_norm", "total.eq(p.eps)]", "total.eq(0)]", {"RmsNormUnit": ""}, (norm,)),
+    Mutant("rms_norm", "half.eq(halfway[shift])", "half.eq(0)", {"RmsNormUnit": ""}, (norm,)),
+    Mutant(
+        "rope",
+        "sums[0].eq(products[0] - products[1]",
+        "sums[0].eq(products[0] + products[1]",
+        {"RopeUnit": ""},
+        (rope,),
+    ),
+    Mutant(
+        "silu_mul",
+        "Mux(steps[TABLE_BITS:].any(), top, steps)",
+        "steps",
+        {"SiluMulUnit": ""},
+        (silu,),
+    ),
+    Mutant(
+        "int8_buffer", "used.eq(used | every)", "used.eq(every)", {"Int8BufferUnit": ""}, (buffer,)
+    ),
+    Mutant(
+        "int8_buffer",
+        "Mux(length > 7, length - 7, 0)",
+        "Mux(length > 8, length - 7, 0)",
+        {"Int8BufferUnit": ""},
+        (buffer,),
+    ),
+    Mutant(
+        "attention_unit",
+        "first | (logit > highest[h])",
+        "logit > highest[h]",
+        {"AttentionHardware": ""},
+        (attention,),
+    ),
+    Mutant(
+        "attention_unit",
+        "whole >= WEIGHT_BITS",
+        "whole > WEIGHT_BITS",
+        {"AttentionHardware": ""},
+        (attention,),
+    ),
+    Mutant(
+        "serial", "fits = rest >= divisor", "fits = rest > divisor", {"DivideUnit": ""}, (serial,)
+    ),
+    Mutant("serial", "fits = more >= trial", "fits = more > trial", {"RootUnit": ""}, (serial,)),
+    Mutant(
+        "streamers",
+        "given.entries - given.window",
+        "given.sink",
+        {"KvStreamerUnit": ""},
+        (streamer,),
+    ),
 ]
 QUICK = [MUTANTS[0], MUTANTS[7], MUTANTS[14], MUTANTS[17]]
 
@@ -268,7 +349,7 @@ def test_a_fault_is_seen(mutant, monkeypatch):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_every_fault_is_seen(mutant, monkeypatch):
     apply(mutant, monkeypatch)
-    for module in (parts, drs, ports):
+    for module in (parts, drs, ports, decoder):
         monkeypatch.setattr(module, "simulate", limited(module.simulate))
     assert killed(mutant)
 
