@@ -22,14 +22,14 @@ from tachyscope.types import Shape
 @final
 @dataclass(frozen=True)
 class Draft(PassPolicy):
-    """Check up to `places` drafted places of a frame in one pass (token models).
+    """Check `places` drafted places of a frame in one pass (token models).
 
     Drafts are the last frame's codes. Where a pass refutes one, what it drew for the places behind
     serves as their next draft (Jacobi decoding): right but for what the refuted code changes.
     """
 
     paper: ClassVar[str] = "speculative decoding (2211.17192), coupled by the noise"
-    places: int = setting(16, "Drafts checked in one pass, at most; 0 drafts nothing.")
+    places: int = setting(32, "Drafts checked in one pass; 0 drafts nothing.")
     source: Literal["codes", "logits", "row", "repeat"] = setting(
         "codes",
         "What drafts are: the last frame's codes, draws from its logits, the row above, a repeat.",
@@ -63,9 +63,3 @@ class Draft(PassPolicy):
             # the row above, itself drafted where it is not yet there
             back = back - columns * ((back - at) // columns + 1)
         return codes[:, back.clamp(0, at - 1)]
-
-    def next_count(self, count: int, accepted: int) -> int:
-        """How many places to draft after a pass that accepted so many of `count`."""
-        if accepted == count:
-            return min(2 * count, self.places)
-        return min(max(accepted + 1, 2), self.places)

@@ -33,12 +33,12 @@ def sample_drafted(
     guessed = 0  # places before this one have a guess
     first = last if last is not None else codes
     drawn = first if logits is None or policy.source != "logits" else sampler.pick(logits, noise)
-    at, count = 0, min(2, policy.places)
+    at = 0
     codes[:, :1], kept[:, :1] = draw(session.features["hidden"][:, None], 0)
     while True:
         # the first frame has none before it
         left = places - 1 - at
-        n = min(count, left) if own or last is not None else 0
+        n = min(policy.places, left) if own or last is not None else 0
         drafts = policy.drafts(codes, first, drawn, at + 1, n, columns)
         if policy.jacobi and guessed > at + 1:
             m = min(guessed - at - 1, n)
@@ -62,6 +62,5 @@ def sample_drafted(
             session.features["hidden"] = states[:, accepted]
             break
         at += new
-        count = policy.next_count(n, accepted) if n else count
     session.features |= {CODES: codes, LOGITS: kept}
     return codes
