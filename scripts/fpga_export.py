@@ -401,7 +401,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=steps)
     parser.add_argument("--out", type=Path, default=Path("out/fpga"))
-    parser.add_argument("--clip", default="pan", help="of evaluation.clips.CLIPS")
+    parser.add_argument("--clip", default="reversing", help="of evaluation.clips.CLIPS")
     parser.add_argument("--world", type=int, default=0, help="an unseen room's number")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument("--tas", type=float, help="replay above this score")

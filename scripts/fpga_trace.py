@@ -73,7 +73,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--clip", default="pan", choices=CLIPS)
+    parser.add_argument("--clip", default="reversing", choices=CLIPS)
     parser.add_argument("--worlds", type=int, default=4)
     parser.add_argument("--frames", type=int, default=2, help="that are made")
     parser.add_argument("--plan", default="replay=attentive:share=0.75")

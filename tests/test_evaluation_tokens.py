@@ -19,7 +19,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def clip():
-    return clips.make_clip("pan", 2, size=32)
+    return clips.make_clip("reversing", 2, size=32)
 
 
 def letters(text):
@@ -29,8 +29,8 @@ def letters(text):
 # --- clips
 
 
-def test_the_pan_goes_back_over_what_was_given():
-    clip = clips.make_clip("pan", 1, size=32)
+def test_the_reversing_camera_goes_back_over_what_was_given():
+    clip = clips.make_clip("reversing", 1, size=32)
     frames = clip.frames[0]
     assert frames.shape == (16, 32, 32, 3)
     # frame 8 stands where frame 6 did; only things that move on their own may differ
@@ -38,7 +38,7 @@ def test_the_pan_goes_back_over_what_was_given():
 
 
 def test_every_clip_has_the_given_frames_and_as_many_again():
-    for given, made, _ in clips.CLIPS.values():
+    for given, made in clips.CLIPS.values():
         assert len(given) == len(made) == clips.GIVEN
         assert given[0] == "."
         parse_actions(letters(given + made), ".wsadqe", 16)
@@ -156,7 +156,7 @@ def test_a_hollow_model_computes_no_rows_and_leaves_the_model_alone(model):
 
 @pytest.mark.slow
 def test_an_evaluation_has_the_keys_it_promises(monkeypatch):
-    short = {name: (a, b[:2], pace) for name, (a, b, pace) in clips.CLIPS.items()}
+    short = {name: (a, b[:2]) for name, (a, b) in clips.CLIPS.items()}
     monkeypatch.setattr(clips, "CLIPS", short)
     done = []
     found = ev.evaluate_tokens("toy-tokens", worlds=2, jobs=1, watch=done.append)
@@ -173,6 +173,19 @@ def test_an_evaluation_has_the_keys_it_promises(monkeypatch):
     quick = ev.evaluate_tokens("toy-tokens", worlds=1, jobs=1, quick=True, timed=False)
     named = {key for key in keys if not key.startswith("speedup") and "_paper" not in key}
     assert named <= set(quick["tokens"])
+
+
+@pytest.mark.slow
+def test_given_plans_are_measured_instead_of_the_usual_ones():
+    found = ev.evaluate_tokens("toy-tokens", ["fastcar"], worlds=2, jobs=1, quick=True, timed=False)
+    measured = {(row["measure"], row.get("plan")) for row in found["rows"]}
+    assert measured == {
+        ("made", "dense"), ("made", "fastcar"), ("forced", "dense"), ("forced", "fastcar"),
+        ("bounds", None),
+    }  # fmt: skip
+    assert found["tokens"]["psnr_truth_fastcar_loss"][0] == pytest.approx(
+        found["tokens"]["psnr_truth_dense"] - found["tokens"]["psnr_truth_fastcar"]
+    )
 
 
 def test_faults_are_one_line():

@@ -16,11 +16,11 @@ class Evaluate(Verb):
     what: Literal["atrium"] = required("The world.", positional=True)
     plan: tuple[str, ...] = option(
         (),
-        "A plan of the world model, a name or one with changes; may be given several times. "
-        "Without any: dense, balanced, fast.",
+        "A plan of the world model, or with --only tokens of the token model, a name or one with "
+        "changes; may be given several times. Without any: dense, balanced, fast.",
     )
     table: str | None = option(
-        None, "Plans of a table, beside dense: readme, budgets, matching, long or methods."
+        None, "Plans of a table, beside dense: readme, papers, budgets, matching, long or methods."
     )
     only: Literal["both", "world", "tokens", "views"] = option(
         "both",
@@ -53,7 +53,7 @@ class Evaluate(Verb):
         check("seed", self.seed)
         plans = [*(table(self.table) if self.table else []), *self.plan]
         for text in plans:
-            check_text(text)
+            check_text(text, "tokens" if self.only == "tokens" else "chunks")
         find_device(self.device)
         self.check_json()
         with parts_bar() as watch:

@@ -156,7 +156,8 @@ class VideoVerb(Verb):
         if self.prompt:
             raise TachyscopeError("a world brings its own prompt: leave --prompt or --world out")
         numbers = parse_actions(self.actions, model.actions, self.frames + self.given - 1)
-        visit = Visit(self.world, numbers, pace=MODELS[self.model].pace)
+        entry = MODELS[self.model]
+        visit = Visit(self.world, numbers, pace=entry.pace, tempo=entry.tempo)
         letters = [model.actions[number] for number in (0, *numbers)]
         return visit, {
             "prompt": visit.prompt,

@@ -54,7 +54,9 @@ def evaluate_atrium(
             worlds=worlds, device=device, seed=seed, command=command, watch=told("worlds")
         )
     if only == "tokens":
-        return tokens.evaluate_tokens(**common, timed=timed, watch=told("measures of tokens"))
+        return tokens.evaluate_tokens(
+            plans=plans, **common, timed=timed, watch=told("measures of tokens")
+        )
     found = world.evaluate_world(
         "atrium-world", plans or PLANS, **common, watch=told("worlds"), **options
     )

@@ -15,14 +15,13 @@ from tachyscope.worlds import atrium
 from tachyscope.worlds.visit import World, draw
 
 GIVEN = 8
-PACE = MODELS["atrium-tokens"].pace
-# Letters of the given frames, then of the made ones, which see again what the given ones showed,
-# and steps a frame.
+PACE, TEMPO = MODELS["atrium-tokens"].pace, MODELS["atrium-tokens"].tempo
+# Letters of the given frames, then of the made ones, by kind of camera as in training.
 CLIPS = {
-    "pan": (".qqqqqqq", "eeeeeeee", PACE),
-    "brisk": (".qqqqqqq", "eeeeeeee", 2.5 * PACE),
-    "walk": (".wwwwwww", "ssssssss", PACE),
-    "still": ("........", "........", PACE),  # only what moves on its own moves
+    "reversing": (".qqqqqqq", "eeeeeeee"),  # sees again what the given frames showed
+    "forward": (".qqqqqqq", "qqqqqqqq"),  # what comes into view was never seen
+    "walk": (".wwwwwww", "ssssssss"),
+    "still": ("........", "........"),  # only what moves on its own moves
 }
 
 
@@ -41,10 +40,10 @@ class Clip:
 
 def make_clip(name: str, worlds: int, seed: int = 0, size: int = atrium.SIZE) -> Clip:
     """A named clip's truth in so many unseen worlds."""
-    given, made, pace = CLIPS[name]
+    given, made = CLIPS[name]
     found = tuple(make_world(seed, number) for number in range(worlds))
-    moves, time = atrium.letters(given + made)[None], pace * torch.arange(len(given + made))
-    poses = [atrium.walk(world.start, moves, pace)[0] for world in found]
+    moves, time = atrium.letters(given + made)[None], TEMPO * torch.arange(len(given + made))
+    poses = [atrium.walk(world.start, moves, PACE)[0] for world in found]
     films = [draw(world.rooms, pose, time, size) for world, pose in zip(found, poses, strict=True)]
     return Clip(found, given + made, tuple(films))
 

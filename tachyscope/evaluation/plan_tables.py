@@ -13,6 +13,12 @@ TABLES = {
         "lossless attention=ann:k=1280",
         "lossless attention=ann:k=640,tile=64,block=1",
     ],
+    "papers": [
+        "fast-ar",
+        *[f"passes=teacache:threshold={x}" for x in (0.089, 0.1, 0.2)],
+        "passes=flowcache:threshold=0.185",
+        "fast passes=teacache:threshold=0.2",
+    ],
     "budgets": [
         f"cache={cache}:budget={frames}f{more}"
         for frames in (9, 13, 17, 21, 25, 33)
@@ -59,7 +65,8 @@ TABLES = {
 def table(name: str) -> list[str]:
     """Plans of a trade-off table, beside dense.
 
-    readme: the plans of README's table. budgets: window and merge at equal budgets. matching: on
+    readme: the plans of README's table. papers: FAST-AR's plan, and passes skipped by TeaCache and
+    FlowCache. budgets: window and merge at equal budgets. matching: on
     what merge compares, whom it keeps, by head or for all. long: what lasts over hundreds of
     frames. methods: all the others.
     """

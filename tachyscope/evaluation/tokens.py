@@ -211,15 +211,16 @@ def spearman(a: Tensor, b: Tensor) -> float:
 TASKS = tuple(
     (what, clip)
     for what, clips in {
-        "made": ("pan", "brisk", "still"),
-        "forced": ("pan", "brisk", "walk", "still"),
-        "why": ("pan",),
-        "probe": ("pan", "brisk", "still"),
-        "bounds": ("pan", "brisk", "still"),
+        "made": CLIPS,
+        "forced": CLIPS,
+        "why": ("reversing",),
+        "probe": ("reversing", "forward", "still"),
+        "bounds": CLIPS,
     }.items()
     for clip in clips
 )
-QUICK_TASKS = (("made", "pan"), ("forced", "pan"), ("bounds", "pan"))
+QUICK_TASKS = tuple((what, "reversing") for what in ("made", "forced", "bounds"))
+PLANNED = ("made", "forced", "bounds")  # what is measured of given plans
 QUICK_WAYS = ("dense", "replay", "replay_window")
 QUICK_FRAMES = 2  # made frames, where they are teacher-forced
 
@@ -233,6 +234,7 @@ class Task:
     worlds: int
     seed: int
     quick: bool
+    plans: tuple[str, ...]  # instead of the usual ones
 
 
 @cache
@@ -261,11 +263,12 @@ def _measure(model: VilaModel, task: Task, clip: Clip) -> list[Document]:
         found = probe(model, clip, frames)
         return [{"layer": n} | combined(by_world) for n, by_world in enumerate(found)]
     if task.what == "made":
-        ways = [MADE[key] for key in (QUICK_WAYS if task.quick else MADE)]
+        ways = list(made_ways(task.quick, task.plans).values())
         results = made(model, clip, ways)
     else:
         alone = [Way(REPLAY, layers=(n,)) for n in range(model.config.layers)]
-        asked = list(claims(task.quick).values()) if task.what == "forced" else [*WHY, *alone]
+        asked = [Way(plan) for plan in task.plans] or list(claims(task.quick).values())
+        asked = asked if task.what == "forced" else [*WHY, *alone]
         ways = [Way("dense"), *asked]
         frames = min(frames, QUICK_FRAMES) if task.quick else frames
         results = forced(model, clip, asked, frames)
@@ -275,6 +278,13 @@ def _measure(model: VilaModel, task: Task, clip: Clip) -> list[Document]:
     ]
 
 
+def made_ways(quick: bool, plans: Sequence[str]) -> dict[str, Way]:
+    """What makes frames by itself, by name: dense, and plans where some are given."""
+    if plans:
+        return {"dense": Way("dense"), **{plan: Way(plan) for plan in plans}}
+    return {key: MADE[key] for key in (QUICK_WAYS if quick else MADE)}
+
+
 def claims(quick: bool) -> dict[str, Way]:
     """What is teacher-forced; when it must be quick, without the published form."""
     return {key: way for key, way in FORCED.items() if not (quick and "_paper" in key)}
@@ -282,6 +292,7 @@ def claims(quick: bool) -> dict[str, Way]:
 
 def evaluate_tokens(
     name: str = "atrium-tokens",
+    plans: Sequence[str] = (),
     *,
     weights: str | None = None,
     device: str = "cpu",
@@ -295,13 +306,17 @@ def evaluate_tokens(
 ) -> Document:
     """Measure a token model on unseen worlds; a results document with intervals over worlds.
 
+    plans: what to measure beside dense, instead of replay at its usual settings and its reasons.
     All worlds share the passes of a measure, and measures are shared out to as many processes as
-    there are cores. quick: the panning clip alone, and less of it. timed: take the time of a
+    there are cores. quick: the reversing camera alone, and less of it. timed: take the time of a
     token too, on the CPU whatever the device of the rest. watch: is told how many are done.
     """
     check("worlds", worlds)
-    _model(name, weights, device)  # its faults show here
-    tasks = [Task(*t, worlds, seed, quick) for t in (QUICK_TASKS if quick else TASKS)]
+    model = _model(name, weights, device)
+    for plan in plans:
+        parse_plan(model, plan).check(model.shape())
+    asked = [t for t in (QUICK_TASKS if quick else TASKS) if t[0] in PLANNED or not plans]
+    tasks = [Task(*t, worlds, seed, quick, tuple(plans)) for t in asked]
     jobs = min(jobs or cores(), len(tasks))
     work, rows = partial(_work, name, weights, device), list[Document]()
     results: Iterable[list[Document]] = map(work, tasks)
@@ -313,26 +328,26 @@ def evaluate_tokens(
             watch(done)
     more: Document = {"model": name, "clips": CLIPS, "given": GIVEN, "seed": seed}
     if not timed:
-        return document("atrium-tokens", rows, command, tokens=headline(rows), **more)
+        return document("atrium-tokens", rows, command, tokens=headline(rows, plans), **more)
     model = _model(name, weights, "cpu")
-    clip = make_clip("pan", 1, seed, model.config.size[0])
+    clip = make_clip("reversing", 1, seed, model.config.size[0])
     rounds = QUICK_FRAMES if quick else len(clip.actions) - GIVEN
     speed = clock(model, clip, rounds)
-    more |= {"tokens": headline(rows) | speedups(speed), "speed": speed}
+    more |= {"tokens": headline(rows, plans) | speedups(speed), "speed": speed}
     return document("atrium-tokens", rows, command, speed["trunk_aa"], **more)
 
 
-def headline(rows: Sequence[Document]) -> Document:
+def headline(rows: Sequence[Document], plans: Sequence[str] = ()) -> Document:
     """The numbers that claims are held to; `_over` is by how much a control exceeds attentive."""
     out: Document = {}
     there = {(row["measure"], row["clip"], row.get("plan")): row for row in rows}
     for clip in CLIPS:
-        ending = "" if clip == "pan" else f"_{clip}"
+        ending = "" if clip == "reversing" else f"_{clip}"
         limits = there.get(("bounds", clip, None), {})
         for key in ("psnr_tokenizer", "psnr_truth_repeat"):
             if key in limits:
                 out[key + ending] = limits[key]
-        for key, way in MADE.items():
+        for key, way in made_ways(False, plans).items():
             row = there.get(("made", clip, str(way)))
             if row is not None:
                 out[f"psnr_truth_{key}{ending}"] = row["psnr_truth"]

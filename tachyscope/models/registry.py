@@ -37,6 +37,7 @@ class Entry:
     random: bool = False  # whether its weights are, so that its pictures say nothing of quality
     world: str = ""  # the world with a known truth that it was trained on
     pace: float = 1.0  # steps of a walk in that world that a frame takes
+    tempo: float = 1.0  # steps by which things that move on their own go on in a frame
 
 
 def _load_shipped(load: Callable[..., VideoModel], name: str, **options: Any) -> VideoModel:
@@ -55,9 +56,9 @@ MODELS = {
         "tokens",
         partial(_load_shipped, load_vila, "atrium-tokens"),
         world="atrium",
-        # half a degree a frame: at 24 frames a second what is in view crosses it in seven seconds,
-        # as fast as cameras are panned
-        pace=1 / 30,
+        # a degree a frame, and periods of 48 frames: in the middle of what it was trained on
+        pace=1 / 15,
+        tempo=1 / 3,
     ),
     "toy-chunks": Entry(
         "tiny random Wan-type diffusion model, a chunk of 3 at a time",
