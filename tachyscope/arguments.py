@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from tachyscope.bounds import ASKED, check
+from tachyscope.calibration import Calibration
 from tachyscope.errors import TachyscopeError, shown, warn
 from tachyscope.models.base import VideoModel
 from tachyscope.models.checkpoint import read_tensors
 from tachyscope.plan import Plan, replaced
+from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.types import Shape
 
 if TYPE_CHECKING:
@@ -107,6 +109,15 @@ def parse_plan(model: VideoModel, plan: Plan | str) -> Plan:
     for line in replaced(plan, model.kind, model.stock):
         warn(f"plan {shown(plan)}: {line}")
     return Plan.parse(plan, model.kind, model.stock)
+
+
+def parse_calibration(model: VideoModel, plan: Plan) -> Calibration | None:
+    """The calibration that a plan's replay needs: the file it names, or the model's own."""
+    policy = plan.replay
+    if not isinstance(policy, NeuronReplay) or not policy.share:
+        return None
+    path = model.calibration if policy.file is None else Path(policy.file)
+    return None if path is None else Calibration.of(read_tensors(path), str(path))
 
 
 def parse_size(size: PixelSize | None) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
-from tachyscope.replay.runner import replay_tensors
+from tachyscope.replay.runners import replay_tensors
 from tachyscope.store import KVStore
 from tachyscope.types import PassContext, Shape
 

@@ -30,6 +30,8 @@ from tachyscope.passes.teacache import TeaCache
 from tachyscope.replay import ReplayPolicy
 from tachyscope.replay.attentive import Attentive
 from tachyscope.replay.every_k import EveryK
+from tachyscope.replay.neurons import NeuronReplay, Neurons
+from tachyscope.replay.prune import Prune
 from tachyscope.replay.random import Random
 from tachyscope.settings import settings as settings_of
 from tachyscope.store import StorePolicy
@@ -49,7 +51,13 @@ POLICIES: dict[str, dict[str, Any]] = {
         "flowcache": FlowCache,
         "draft": Draft,
     },
-    "replay": {"attentive": Attentive, "random": Random, "every_k": EveryK},
+    "replay": {
+        "attentive": Attentive,
+        "random": Random,
+        "every_k": EveryK,
+        "neurons": Neurons,
+        "prune": Prune,
+    },
 }
 
 LABEL = 40  # letters of a plan's text that still serve as its name
@@ -143,6 +151,11 @@ class Plan(Mapping[str, Any]):
         if self.text is not None and not shape.text:
             raise TachyscopeError(
                 f"this model has no cross-attention, got text={spell(self.text)}: leave text out"
+            )
+        if isinstance(self.replay, NeuronReplay) and not shape.token_by_token:
+            raise TachyscopeError(
+                f"this model makes no video token by token, got replay={spell(self.replay)}: use "
+                f"replay=attentive, random or every_k"
             )
 
     def __str__(self) -> str:

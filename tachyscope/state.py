@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tachyscope.calibration import Calibration
 from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
 from tachyscope.layers import check_memory, empty_layer, slots_for
@@ -16,7 +17,7 @@ from tachyscope.meter import Meter
 from tachyscope.observers import Observer
 from tachyscope.passes import PassRunner
 from tachyscope.plan import Plan
-from tachyscope.replay.runner import ReplayRunner
+from tachyscope.replay.runners import runner_of
 from tachyscope.state_file import (
     AGAIN,
     COUNTS,
@@ -59,8 +60,10 @@ class State:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         observers: Sequence[Observer] = (),
+        calibration: Calibration | None = None,
     ) -> None:
         plan.check(shape)
+        self.calibration = calibration
         self.observers = tuple(observers)
         self.shape, self.plan, self.rope = shape, plan, rope
         self.latent_frames, self.lengths = latent_frames, tuple(lengths)
@@ -108,7 +111,8 @@ class State:
         self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
-        self.passes, self.replay = PassRunner(self.plan.passes), ReplayRunner(self.plan.replay)
+        self.passes = PassRunner(self.plan.passes)
+        self.replay = runner_of(self.plan.replay, self.calibration)
         self._context: PassContext | None = None
         self._reads_past = True  # of the present pass
         self._cos_sin: tuple[Tensor, Tensor] | None = None

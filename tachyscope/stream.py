@@ -20,6 +20,7 @@ from tachyscope.arguments import (
     check_prompt,
     check_whole,
     parse_actions,
+    parse_calibration,
     parse_first,
     parse_noise,
     parse_plan,
@@ -102,6 +103,7 @@ def open(
                 device=model.device,
                 dtype=model.dtype,
                 observers=observers,
+                calibration=parse_calibration(model, parsed),
             )
         except RuntimeError as fault:
             if not is_out_of_memory(fault):

@@ -127,6 +127,19 @@ class Mlp(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class SliceableMlp(Mlp, Protocol):
+    """An MLP whose output is the sum of its neurons': down [W, inner] times activations(x)."""
+
+    @property
+    def down(self) -> Tensor: ...
+
+    def activations(self, x: Tensor) -> Tensor:
+        """The neurons' activations [..., inner]."""
+
+    def slice(self, index: Tensor) -> SliceableMlp:
+        """The MLP of these neurons alone; they are copied, so that each weight is read in order."""
+
+
 class PassContext(NamedTuple):
     """The host's facts about the present pass: all a policy may know besides tensors.
 

@@ -6,6 +6,8 @@ wide open, which must equal dense, and a bound small enough to act on a short vi
 
 import dataclasses
 import functools
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from test_graph_runner import CONFIG, Again
 from toys import load
 
 import tachyscope as ts
+from tachyscope.calibrate import calibrate
 from tachyscope.graph_runner import ChunkRunner
+from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.wan.context import Absolute, Rolling
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.plan import POLICIES
@@ -48,6 +52,8 @@ CONTRACT = {
         "attentive": ("attentive:share=0", "attentive:share=0.5"),
         "random": ("random:share=0", "random:share=0.5"),
         "every_k": ("every_k:k=1", "every_k:k=2"),
+        "neurons": ("neurons:share=0", "neurons:share=0.5,age=2,file=CALIBRATION"),
+        "prune": ("prune:share=0", "prune:share=0.5,file=CALIBRATION"),
     },
 }
 # passes are skipped in models that run several: chunks by four denoising passes instead of two
@@ -62,6 +68,7 @@ CASES = [
     or kind != "passes"
     and family != "steps"
     if not (kind == "text" and family == "tokens")  # a token model has no cross-attention
+    and not (name in ("neurons", "prune") and family != "tokens")
 ]
 every = pytest.mark.parametrize("kind, name, family", CASES, ids=str)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -77,9 +84,20 @@ def model_of(family, device):
     return random_wan(dataclasses.replace(CONFIG, context=rule, steps=steps), device=device)
 
 
+@functools.cache
+def calibration():
+    """The file of the toy token model's."""
+    path = Path(tempfile.mkdtemp()) / "toy.safetensors"
+    found = calibrate(model_of("tokens", "cpu"), clips=1, shares=[0.5])
+    write_tensors(path, found.tensors())
+    return path
+
+
 def plan_of(kind, setting, family):
     # a rolling window's budget counts the five chunks under way
     setting = setting.replace("budget=9f", "budget=15f") if family == "rolling" else setting
+    if "CALIBRATION" in setting:
+        setting = setting.replace("CALIBRATION", str(calibration()))
     return f"dense {kind}={setting}"
 
 

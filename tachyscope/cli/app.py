@@ -17,6 +17,7 @@ from tachyscope import __version__
 from tachyscope.cli.bench_cpu import BenchCpu
 from tachyscope.cli.bench_fit import BenchFit
 from tachyscope.cli.bench_wan import BenchWan
+from tachyscope.cli.calibrate import Calibrate
 from tachyscope.cli.compare import Compare
 from tachyscope.cli.doctor import Doctor
 from tachyscope.cli.evaluate import Evaluate
@@ -34,6 +35,7 @@ VERBS: dict[str, type[Verb]] = {
     "compare": Compare,
     "inspect": Inspect,
     "eval": Evaluate,
+    "calibrate": Calibrate,
     "methods": Methods,
     "models": Models,
     "doctor": Doctor,

@@ -14,6 +14,8 @@ from tachyscope.meter import Meter
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.observers import Observer
 from tachyscope.prefill import prefill
+from tachyscope.replay import TokenReplay
+from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.replay.runner import ReplayRunner, count_rows
 from tachyscope.session import Session
 from tachyscope.stream import open as open_stream
@@ -72,7 +74,9 @@ class RankedReplay(ReplayRunner):
     """
 
     def __init__(self, session: Session, way: Way, note: Sequence[str]) -> None:
-        super().__init__(session.plan.replay)
+        policy = session.plan.replay
+        assert policy is None or isinstance(policy, TokenReplay)
+        super().__init__(policy)
         self.rank, self.within = way.rank, way.layers
         shape, dtype, device = session.shape, session.dtype, session.device
         size = (shape.layers, shape.batch, shape.tokens_per_frame)
@@ -95,7 +99,7 @@ class RankedReplay(ReplayRunner):
         if self.policy is None or ctx.prefilling:
             return super().mlp(x, fn, own, ctx, meter, rng)
         if self.within is not None and layer not in self.within:
-            count_rows(meter, fn, x.shape[:2].numel(), x.shape[:2].numel())
+            count_rows(meter, fn.macs, x.shape[:2].numel(), x.shape[:2].numel())
             return fn(x)
         if ctx.tokens == 1 and ctx.pass_index in self.ready:
             found = {name: self._rank(name, x, fn, own, layer, here) for name in self.noted}
@@ -143,7 +147,8 @@ def begin(
         model, way.plan, prompt=[world.prompt for world in clip.worlds],
         seed=list(range(len(clip.worlds))), frames=len(clip.actions),
     ).session  # fmt: skip
-    session.replay = RankedReplay(session, way, note)
+    if not isinstance(session.plan.replay, NeuronReplay):
+        session.replay = RankedReplay(session, way, note)
     for i in range(GIVEN):
         prefill(model, session, [(codes[:, i : i + 1], clip.moves[i : i + 1])])
     session.meter.take()

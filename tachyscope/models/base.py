@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from tachyscope.decode import DecodeEngine, DecodeParts
 from tachyscope.errors import TachyscopeError
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape
+from tachyscope.types import Rope, Shape, SliceableMlp
 
 
 class MemoryParts(NamedTuple):
@@ -41,6 +42,7 @@ class VideoModel(abc.ABC):
     actions: str  # one letter an action, "" where the model takes none; the first is "stay"
     stock: str  # the plan its authors run
     frame_dim: int  # which dimension of latents counts frames
+    calibration: Path | None = None  # of `tachyscope calibrate`, where it lies beside the weights
     # how often noise is drawn for a chunk; 0 where it cannot be handed in instead
     draws: int = 0
 
@@ -59,6 +61,11 @@ class VideoModel(abc.ABC):
     def prompt_key(self, prompt: str) -> str:
         """A hash by which a state knows its prompt."""
         return digest(prompt)
+
+    @property
+    def mlps(self) -> Sequence[SliceableMlp]:
+        """The MLPs that the session is handed, by layer; none where they cannot be sliced."""
+        return ()
 
     @abc.abstractmethod
     def shape(self, size: tuple[int, int] | None = None) -> Shape:

@@ -42,31 +42,36 @@ class TokenGate:
 
 
 class ReplayPolicy(abc.ABC):
-    """Decides which tokens' MLPs are computed; its only effect is on the tensors handed in.
+    """Decides what of the MLPs is computed; its only effect is on the tensors handed in."""
 
-    drift: a replayed output is moved by what computed ones have lately changed by on average.
-    """
-
-    drift: bool
     paper: ClassVar[str]
-
-    @property
-    @abc.abstractmethod
-    def score(self) -> str:
-        """What the session must measure: "" nothing, "rotated" TAS, "mixed" the authors' code's."""
 
     @property
     def turns(self) -> bool:
         """Whether a chunk may ask for other work than the last, by its number or by chance."""
         return True
 
+    def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
+        """Which tokens of a frame are computed, as the device decides it; None: it cannot."""
+        return None
+
+
+class TokenReplay(ReplayPolicy):
+    """Decides which tokens' MLPs are computed.
+
+    drift: a replayed output is moved by what computed ones have lately changed by on average.
+    """
+
+    drift: bool
+
+    @property
+    @abc.abstractmethod
+    def score(self) -> str:
+        """What the session must measure: "" nothing, "rotated" TAS, "mixed" the authors' code's."""
+
     @abc.abstractmethod
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         """Fixed tensors to keep beside a layer."""
-
-    def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
-        """`choose` for the tokens of a frame as the device decides it; None: it cannot."""
-        return None
 
     @abc.abstractmethod
     def choose(

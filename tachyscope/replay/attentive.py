@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.replay import Choice, ReplayPolicy, TokenGate
+from tachyscope.replay import Choice, TokenGate, TokenReplay
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import PassContext, Shape
@@ -18,7 +18,7 @@ from tachyscope.types import PassContext, Shape
 
 @final
 @dataclass(frozen=True)
-class Attentive(ReplayPolicy):
+class Attentive(TokenReplay):
     """Replay tokens of high Temporal Attention Score, by `threshold` or up to a `share` of them.
 
     share: of a pass's tokens, the ones of lowest score are computed, a fixed number; a token that

@@ -8,14 +8,14 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.replay import Choice, ReplayPolicy, TokenGate
+from tachyscope.replay import Choice, TokenGate, TokenReplay
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import PassContext, Shape
 
 
 @final
 @dataclass(frozen=True)
-class EveryK(ReplayPolicy):
+class EveryK(TokenReplay):
     """Compute all tokens of every `k`-th chunk and none of the others; a control."""
 
     k: int = setting(2, "Compute the MLPs of every k-th chunk, and replay them in the others.")

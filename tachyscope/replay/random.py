@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.replay import Choice, ReplayPolicy, TokenGate
+from tachyscope.replay import Choice, TokenGate, TokenReplay
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import PassContext, Shape
@@ -16,7 +16,7 @@ from tachyscope.types import PassContext, Shape
 
 @final
 @dataclass(frozen=True)
-class Random(ReplayPolicy):
+class Random(TokenReplay):
     """Replay a random `share` of the tokens; a control. A guidance pair shares its draw."""
 
     share: float = setting(

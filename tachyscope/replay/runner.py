@@ -17,7 +17,7 @@ from tachyscope.kernels.replay import (
     temporal_score,
 )
 from tachyscope.meter import Meter
-from tachyscope.replay import Choice, ReplayPolicy
+from tachyscope.replay import Choice, TokenReplay
 from tachyscope.types import Mlp, PassContext, Shape
 
 # Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
@@ -37,7 +37,7 @@ class ReplayRunner:
     drift   [passes, B, 1, W]       the mean change of computed outputs, where it is followed
     """
 
-    def __init__(self, policy: ReplayPolicy | None) -> None:
+    def __init__(self, policy: TokenReplay | None) -> None:
         self.policy = policy
         self.ready: set[int] = set()  # passes for which the last chunk left outputs
         self.scores: dict[int, Tensor] = {}  # of the present pass, by layer: [B, S]
@@ -71,7 +71,7 @@ class ReplayRunner:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
         rows = x.shape[:2].numel()
         if self.policy is None or ctx.prefilling:
-            count_rows(meter, fn, rows, rows)
+            count_rows(meter, fn.macs, rows, rows)
             return fn(x)
         outputs, ages = _kept(own["output"], ctx, 1), _kept(own["age"], ctx, 1)
         old = _for_tokens(outputs, ctx, 1)
@@ -100,8 +100,8 @@ class ReplayRunner:
         self.ready |= passes
 
 
-def replay_tensors(
-    policy: ReplayPolicy | None, shape: Shape, dtype: torch.dtype, device: torch.device
+def token_tensors(
+    policy: TokenReplay | None, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """Fixed tensors to keep beside a layer: the policy's own, and those of `ReplayRunner`."""
     if policy is None:
@@ -125,7 +125,7 @@ def _run_rows(
     """Outputs, and which were computed: a mask [B, S], or one bool where all rows agree."""
     rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
     if gate is not None and not host_may_read(x):
-        count_rows(meter, fn, rows, rows)
+        count_rows(meter, fn.macs, rows, rows)
         meter.add("simulated_rows_replayed", (~gate).sum())
         return replay_masked(x, old, gate, fn), gate
     picked = None if choice is None else choice.rows
@@ -133,7 +133,7 @@ def _run_rows(
         computed = int(gate.count_nonzero())
     else:
         computed = rows if picked is None else picked.numel()
-    count_rows(meter, fn, computed, rows)
+    count_rows(meter, fn.macs, computed, rows)
     # rows that agree, as one alone does, need not be picked out and put back
     if computed == rows:
         return fn(x), True
@@ -146,12 +146,12 @@ def _run_rows(
     return replay_rows(x, old, picked, fn), mask
 
 
-def count_rows(meter: Meter, fn: Mlp, computed: int, rows: int) -> None:
-    """Add to the meter what an MLP did of so many rows."""
+def count_rows(meter: Meter, macs: int, computed: float, rows: int) -> None:
+    """Add to the meter what an MLP did of so many rows; some of its neurons are a part of one."""
     meter.add("rows_computed", computed)
     meter.add("rows_replayed", rows - computed)
-    meter.add("macs", computed * fn.macs)
-    meter.add("mlp_macs", computed * fn.macs)
+    meter.add("macs", computed * macs)
+    meter.add("mlp_macs", computed * macs)
 
 
 def _kept(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:

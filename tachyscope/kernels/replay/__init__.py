@@ -3,6 +3,7 @@
 from tachyscope.kernels.replay.torch import (
     follow_drift,
     grow_older,
+    remembered_error,
     replay_gated,
     replay_masked,
     replay_rows,
@@ -12,6 +13,7 @@ from tachyscope.kernels.replay.torch import (
 __all__ = [
     "follow_drift",
     "grow_older",
+    "remembered_error",
     "replay_gated",
     "replay_masked",
     "replay_rows",

@@ -1,4 +1,4 @@
-"""The definitions of the temporal attention score and of drift, in float64."""
+"""The definitions of the temporal attention score, of drift and of a fading error, in float64."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ def follow_drift_reference(
             if not ran:
                 out[b, i] = old[b, i] + mean
     return out.to(y.dtype), drifts.to(drift.dtype)
+
+
+def remembered_error_reference(error: Tensor, base: Tensor, x: Tensor, beta: float) -> Tensor:
+    """The definition, token by token in float64."""
+    out = torch.zeros(error.shape, dtype=torch.float64)
+    for b in range(error.shape[0]):
+        for i in range(error.shape[1]):
+            new, old = x[b, i].double(), base[b, i].double()
+            ratio = sum((new - old) ** 2) / sum(old**2)
+            out[b, i] = error[b, i].double() * math.exp(-beta * float(ratio))
+    return out.to(error.dtype)

@@ -72,3 +72,12 @@ def follow_drift(
     change = (y - old).sum(1, keepdim=True) / count.clamp(min=1)
     drift = torch.lerp(drift, change, 1 - (1 - 1 / memory) ** count.to(drift.dtype))
     return torch.where(computed.unsqueeze(-1), y, old + drift), drift
+
+
+def remembered_error(error: Tensor, base: Tensor, x: Tensor, beta: float) -> Tensor:
+    """An error [B, S, W] kept with its input `base`, as far as it still holds at x, both [B, S, W].
+
+    It fades with the distance of the inputs: exp(-beta |x - base|² / |base|²).
+    """
+    far = (x - base).square().sum(-1, keepdim=True)
+    return error * torch.exp(-beta * far / base.square().sum(-1, keepdim=True).clamp_min(1e-12))

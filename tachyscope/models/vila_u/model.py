@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -34,15 +34,16 @@ from tachyscope.models.vila_u.decode import decode_parts
 from tachyscope.models.vila_u.depth import DepthConfig, draw_noise
 from tachyscope.models.vila_u.drafting import CODES, LOGITS, sample_drafted
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
-from tachyscope.models.vila_u.transformer import Vila
+from tachyscope.models.vila_u.transformer import Layer, Vila
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.numerics import own_numerics
 from tachyscope.passes.draft import Draft
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape
+from tachyscope.types import Rope, Shape, SliceableMlp
 
 PARTS = ("llm", "vision_tower", "mm_projector")
+CALIBRATION = "calibration.safetensors"
 WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -78,6 +79,10 @@ class VilaModel(VideoModel):
         self.device, self.dtype = weight.device, weight.dtype
         self.fps, self.size = config.fps, config.size
         self.actions = config.actions
+
+    @property
+    def mlps(self) -> list[SliceableMlp]:
+        return [cast(Layer, layer).mlp for layer in self.transformer.trunk.layers]
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
@@ -342,7 +347,10 @@ def load_vila(
         tokenizer = WordTokenizer(config.vocab)
     else:
         tokenizer = ChatTokenizer.load(folder / "llm")
-    return VilaModel(model.eval(), config, tokenizer, name=folder.resolve().name)
+    adapter = VilaModel(model.eval(), config, tokenizer, name=folder.resolve().name)
+    if (folder / CALIBRATION).is_file():
+        adapter.calibration = folder / CALIBRATION
+    return adapter
 
 
 def save_vila(model: VilaModel, folder: Path | str) -> None:

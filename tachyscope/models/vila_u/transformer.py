@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,8 +39,20 @@ class SwiGlu(nn.Module):
     def down(self) -> Tensor:
         return self.down_proj.weight
 
+    def activations(self, x: Tensor) -> Tensor:
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activations(x))
+
+    def slice(self, index: Tensor) -> SwiGlu:
+        with torch.device("meta"):
+            part = SwiGlu(self.gate.shape[1], len(index))
+        weights = {"gate": self.gate[index], "up": self.up[index], "down": self.down[:, index]}
+        for name, weight in weights.items():
+            found = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+            getattr(part, f"{name}_proj").weight = found
+        return part
 
 
 class Attends(Protocol):

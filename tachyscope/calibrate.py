@@ -1,0 +1,264 @@
+"""Fit which neurons of a token model's MLPs matter, and what stands in for the others.
+
+Clips are run by the dense model, and every MLP's inputs gathered. For each layer h ≈ B (x, 1) is
+fitted by ridge regression: what an affine map of the input says of a neuron's activation costs
+nothing to leave out. A neuron's score is the energy it adds to the output beyond that, over the
+output's own. Neurons of all layers are ranked together, so that a share falls where it costs least.
+The map of those left out is W_down B, its rank bounded where models are wide. What it is off by
+fades with the distance of inputs, as fast as is best over pairs of frames up to eight apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tachyscope.calibration import MOST, Calibration, kept_neurons
+from tachyscope.errors import TachyscopeError
+from tachyscope.models.base import VideoModel
+from tachyscope.models.registry import MODELS
+from tachyscope.observers import Observer
+from tachyscope.prefill import prefill
+from tachyscope.session import Session
+from tachyscope.stream import open as open_stream
+from tachyscope.tables import format_table
+from tachyscope.types import PassContext, SliceableMlp
+from tachyscope.worlds import atrium
+from tachyscope.worlds.visit import draw, make_world
+
+FRAMES = 16  # of a clip
+SHARES = (0.5, 0.75)
+RANK = 256
+RIDGE = 3e-4  # of the mean square of inputs
+LAGS = range(1, 9)  # frames apart that an error is remembered over
+BETAS = tuple(0.05 * 1.25**i for i in range(40))
+ROOMS = 900_000  # number of the first room: evaluations take lower ones
+# by kind of camera: letters of 16 frames
+CAMERAS = {
+    "still": "................",
+    "forward": ".qqqqqqqqqqqqqqq",
+    "reversing": ".eeeeeeeqqqqqqqq",
+    "walk": ".wwwwwqqwwwwaaae",
+}
+# degrees a frame, and steps by which things move on in a frame
+SPEEDS = ((0.5, 1 / 12), (1.0, 1 / 3), (2.0, 1 / 6), (4.0, 2 / 3))
+
+Watch = Callable[[str, int], None]
+
+
+@torch.inference_mode()
+def calibrate(
+    model: VideoModel,
+    *,
+    clips: int = 16,
+    shares: Sequence[float] = SHARES,
+    prompts: Sequence[str] = (),
+    seed: int = 0,
+    watch: Watch | None = None,
+) -> Calibration:
+    """Calibrate a token model on clips of its world, or on videos of prompts where it has none.
+
+    shares: of neurons left out, each with a map of its own. seed: of the rooms, or of the videos'
+    noise. watch: is told how many batches of clips are done.
+    """
+    mlps = model.mlps
+    if not mlps or not model.shape().token_by_token:
+        raise TachyscopeError(
+            f"{model.name} is no token model: calibrate one, atrium-tokens or vila_u"
+        )
+    if not 1 <= clips <= 1_000:
+        raise TachyscopeError(f"`clips` must be from 1 to 1,000, got {clips}")
+    if not 1 <= len(set(shares)) == len(shares) <= MOST["shares"] or any(
+        not 0 < share < 1 for share in shares
+    ):
+        raise TachyscopeError(
+            f"shares are up to {MOST['shares']} numbers between 0 and 1, got {list(shares)}: "
+            f"give each once"
+        )
+    entry = MODELS.get(model.name)
+    speeds: Sequence[tuple[float, float]] = ()
+    if entry is not None and entry.world == "atrium":
+        batches, speeds = _world_clips(model, clips, seed), SPEEDS
+    else:
+        batches = _videos(model, clips, prompts, seed)
+    inputs: list[list[Tensor]] = [[] for _ in mlps]
+    for done, batch in enumerate(batches, 1):
+        for layer, x in zip(inputs, batch, strict=True):
+            layer.append(x)
+        if watch is not None:
+            watch("batches of clips", done)
+    gathered = [torch.cat(layer) for layer in inputs]
+    fits = [_fit(mlp, x) for mlp, x in zip(mlps, gathered, strict=True)]
+    score = torch.stack([fit.score for fit in fits])
+    maps, bias, beta = {}, {}, {}
+    for share in shares:
+        rests = [
+            _rest(mlp, x, fit, kept)
+            for mlp, x, fit, kept in zip(
+                mlps, gathered, fits, kept_neurons(score, share), strict=True
+            )
+        ]
+        parts = zip(*(rest.maps for rest in rests), strict=True)
+        maps[share] = tuple(torch.stack(part) for part in parts)
+        bias[share] = torch.stack([rest.bias for rest in rests])
+        beta[share] = torch.tensor([rest.beta for rest in rests])
+    norms = torch.stack([mlp.down.float().norm(dim=0).cpu() for mlp in mlps])
+    known = torch.tensor(speeds, dtype=torch.float32).reshape(-1, 2)
+    plain = Calibration(score, norms, known, maps, bias, beta)
+    # as it will be read again
+    return Calibration.of(plain.tensors(), "this calibration")
+
+
+def lines(found: Calibration) -> list[str]:
+    """A calibration as a reader wants it: neurons computed of each layer, by share left out."""
+    shares = list(found.maps)
+    kept = [found.kept(share) for share in shares]
+    cells = [
+        [str(layer), *(f"{len(index[layer])} of {found.score.shape[1]}" for index in kept)]
+        for layer in range(len(found.score))
+    ]
+    return format_table(["layer", *(f"{share:g} left out" for share in shares)], cells)
+
+
+class Inputs(Observer):
+    """Gathers every MLP's inputs: [B, frames, N, W] a layer, in half precision."""
+
+    def __init__(self, frames: int) -> None:
+        self.frames = frames
+
+    def on_open(self, session: Session) -> None:
+        shape = session.shape
+        size = (shape.batch, self.frames, shape.tokens_per_frame, shape.width)
+        self.found = [torch.zeros(size, dtype=torch.float16) for _ in range(shape.layers)]
+
+    def on_mlp(self, ctx: PassContext, x: Tensor, y: Tensor) -> None:
+        if not ctx.prefilling and ctx.chunk < self.frames:
+            end = ctx.start + ctx.tokens
+            self.found[ctx.layer][:, ctx.chunk, ctx.start : end] = x.to("cpu", torch.float16)
+
+
+def _world_clips(model: VideoModel, clips: int, seed: int) -> Iterator[list[Tensor]]:
+    """Inputs of true clips, one batch a kind of camera."""
+    for n, letters in enumerate(CAMERAS.values()):
+        rows = range(n, clips, len(CAMERAS))
+        if not rows:
+            return
+        worlds = [make_world(ROOMS + 1_000 * seed + row) for row in rows]
+        codes = []
+        for i, world in enumerate(worlds):
+            angle, tempo = SPEEDS[i % len(SPEEDS)]
+            pace = angle * atrium.TURN / 360
+            pose = atrium.walk(world.start, atrium.letters(letters)[None], pace)[0]
+            frames = draw(world.rooms, pose, tempo * torch.arange(FRAMES), model.size[0])
+            codes.append(model.encode_frames(frames))
+        given = torch.cat(codes)
+        observer = Inputs(FRAMES)
+        stream = open_stream(
+            model, "dense", prompt=[world.prompt for world in worlds], seed=[0] * len(worlds),
+            frames=FRAMES, observers=[observer],
+        )  # fmt: skip
+        for i, move in enumerate(atrium.letters(letters).tolist()):
+            prefill(model, stream.session, [(given[:, i : i + 1], [move])])
+        yield observer.found
+
+
+def _videos(
+    model: VideoModel, clips: int, prompts: Sequence[str], seed: int
+) -> Iterator[list[Tensor]]:
+    """Inputs of videos that the model makes of prompts, one after the other."""
+    frames = 8
+    for i in range(clips):
+        observer = Inputs(frames)
+        prompt = prompts[i % len(prompts)] if prompts else ""
+        stream = open_stream(
+            model, "dense", prompt=prompt, seed=seed + i, frames=frames, observers=[observer]
+        )
+        for _ in range(frames):
+            stream.generate()
+        yield observer.found
+
+
+class Fit(NamedTuple):
+    """Of one layer."""
+
+    map: Tensor  # [W + 1, inner]: activations, as an affine map of inputs
+    gram: Tensor  # [W + 1, W + 1] of inputs
+    score: Tensor  # [inner]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What stands in for the neurons of a layer that are left out."""
+
+    maps: tuple[Tensor, ...]
+    bias: Tensor
+    beta: float
+
+
+def _fit(mlp: SliceableMlp, x: Tensor) -> Fit:
+    """Ridge regression of all activations on inputs x [B, T, N, W], in float64."""
+    down = mlp.down
+    width, inner = down.shape
+    gram = torch.zeros(width + 1, width + 1, dtype=torch.float64)
+    cross = torch.zeros(width + 1, inner, dtype=torch.float64)
+    square, energy, rows = torch.zeros(inner, dtype=torch.float64), 0.0, 0
+    for part in x.flatten(0, 2).split(8_192):
+        here = part.to(down.device, down.dtype)
+        h = mlp.activations(here)
+        ones = torch.cat([here, torch.ones_like(here[:, :1])], 1)
+        gram += (ones.T @ ones).double().cpu()
+        cross += (ones.T @ h).double().cpu()
+        square += h.double().square().sum(0).cpu()
+        energy += float((h @ down.T).double().square().sum())
+        rows += len(here)
+    ridge = RIDGE * gram.diagonal().mean() * torch.eye(width + 1, dtype=torch.float64)
+    found = torch.linalg.solve(gram + ridge, cross)
+    left = square - 2 * (found * cross).sum(0) + (found * (gram @ found)).sum(0)
+    score = left.clamp_min(0) * down.double().square().sum(0).cpu() / max(energy, 1e-30)
+    return Fit(found, gram, score.float())
+
+
+def _rest(mlp: SliceableMlp, x: Tensor, fit: Fit, kept: Tensor) -> Rest:
+    """The map of the neurons that are not among `kept`, and how its error fades."""
+    down = mlp.down
+    out = torch.ones(down.shape[1], dtype=torch.bool)
+    out[kept] = False
+    rest = fit.map[:, out] @ down[:, out.to(down.device)].T.double().cpu()  # [W + 1, W]
+    linear, bias = rest[:-1], rest[-1].float()
+    maps: tuple[Tensor, ...] = (linear.float(),)
+    if len(linear) > 2 * RANK:
+        # the directions of the output that it explains most of
+        top = torch.linalg.eigh(linear.T @ fit.gram[:-1, :-1] @ linear).eigenvectors[:, -RANK:]
+        maps = ((linear @ top).float(), top.T.float().contiguous())
+    errors, parts = [], [part.to(down.device, down.dtype) for part in maps]
+    left = mlp.slice(out.nonzero()[:, 0].to(down.device))
+    some = x[:, :, ::4].to(down.device, down.dtype)  # places enough for one number
+    for frame in some.unbind(1):
+        about = frame
+        for part in parts:
+            about = about @ part
+        errors.append(left(frame) - about - bias.to(about))
+    return Rest(maps, bias, _fading(torch.stack(errors, 1), some))
+
+
+def _fading(error: Tensor, x: Tensor) -> float:
+    """The beta that leaves least of errors [B, T, N, W] after what is remembered, over LAGS."""
+    far, alike, size = [], [], []
+    for lag in LAGS:
+        if lag < x.shape[1]:
+            new, old, base = error[:, lag:], error[:, :-lag], x[:, :-lag]
+            square = base.square().sum(-1).clamp_min(1e-12)
+            far.append(((x[:, lag:] - base).square().sum(-1) / square).flatten())
+            alike.append((new * old).sum(-1).flatten())
+            size.append(old.square().sum(-1).flatten())
+    d, c, s = (torch.cat(x).double().cpu() for x in (far, alike, size))
+
+    def left(beta: float) -> float:
+        weight = torch.exp(-beta * d)
+        return float((weight * (weight * s - 2 * c)).sum())
+
+    return min(BETAS, key=left)

@@ -1,0 +1,196 @@
+"""What `tachyscope calibrate` knows of a model's MLPs: which neurons matter, and what stands in
+for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError, shown
+from tachyscope.types import SliceableMlp
+
+VERSION = 1
+STEP = 16  # neurons of a slice are a multiple of it, as kernels like them
+MOST = {"layers": 256, "inner": 1_048_576, "width": 65_536, "shares": 8, "speeds": 64}
+OTHER = 0.02  # relative difference of norms up to which weights are the same, stored otherwise
+AGAIN = "run tachyscope calibrate again"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An MLP that leaves out some neurons: what is computed of it, and an affine map for the rest.
+
+    mlp    the neurons that are computed
+    maps   [W, W], or [W, R] and [R, W]: together what the others add, as a linear map of x
+    bias   [W]
+    beta   how fast a remembered error fades with the distance of inputs
+    """
+
+    mlp: SliceableMlp
+    maps: tuple[Tensor, ...]
+    bias: Tensor
+    beta: float
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of one row."""
+        return self.mlp.macs + sum(part.numel() for part in self.maps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rest = x
+        for part in self.maps[:-1]:
+            rest = rest @ part
+        rows = rest.flatten(0, -2)
+        return torch.addmm(self.bias, rows, self.maps[-1]).view_as(x) + self.mlp(x)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Of every layer: its neurons' scores, and for every calibrated share a map of the rest.
+
+    score   [L, inner]  of a neuron: how much of its layer's output is lost without it
+    norms   [L, inner]  of W_down's columns: what the weights must have
+    speeds  [n, 2]      degrees a frame and tempo of the clips; empty where they had none
+    maps    by share: the parts of `Slice.maps`, of all layers [L, ., .]
+    bias    by share: [L, W]
+    beta    by share: [L]
+    """
+
+    score: Tensor
+    norms: Tensor
+    speeds: Tensor
+    maps: Mapping[float, tuple[Tensor, ...]]
+    bias: Mapping[float, Tensor]
+    beta: Mapping[float, Tensor]
+
+    def kept(self, share: float) -> list[Tensor]:
+        """By layer, the neurons that are computed where a share of all is left out."""
+        self.check_share(share)
+        return kept_neurons(self.score, share)
+
+    def check_share(self, share: float) -> None:
+        if share not in self.maps:
+            known = ", ".join(f"{x:g}" for x in self.maps)
+            raise TachyscopeError(
+                f"this calibration is of shares {known}, got {share:g}: use one of these, or run "
+                f"tachyscope calibrate with --share {share:g}"
+            )
+
+    def slices(self, share: float, mlps: Mapping[int, SliceableMlp]) -> dict[int, Slice]:
+        """The MLPs of some layers, by number, as slices; raises where they are another model's."""
+        index = self.kept(share)
+        found = {}
+        for layer, mlp in mlps.items():
+            self._check(layer, mlp)
+            down = mlp.down
+            parts = (part[layer].to(down.device, down.dtype) for part in self.maps[share])
+            bias = self.bias[share][layer].to(down.device, down.dtype)
+            part = mlp.slice(index[layer].to(down.device))
+            found[layer] = Slice(part, tuple(parts), bias, float(self.beta[share][layer]))
+        return found
+
+    def _check(self, layer: int, mlp: SliceableMlp) -> None:
+        """Raise unless an MLP has the norms that the calibrated one had."""
+        here = mlp.down.detach().float().norm(dim=0).cpu()
+        want = self.norms[layer] if layer < len(self.norms) else here.new_zeros(0)
+        width = self.maps[next(iter(self.maps))][0].shape[1]
+        fits = here.shape == want.shape and len(mlp.down) == width
+        if not fits or bool(((here - want).abs() > OTHER * want.max()).any()):
+            raise TachyscopeError(
+                f"this calibration is of another model: its layer {layer} has {len(want)} neurons "
+                f"of other weights: run tachyscope calibrate for this one"
+            )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a file holds it: half precision where that is enough."""
+        found = {"version": torch.tensor([VERSION]), "score": self.score, "norms": self.norms}
+        found |= {"speeds": self.speeds, "shares": torch.tensor(list(self.maps)).double()}
+        for i, share in enumerate(self.maps):
+            for n, part in enumerate(self.maps[share]):
+                found[f"map.{i}.{n}"] = part.half()
+            found |= {f"bias.{i}": self.bias[share].half(), f"beta.{i}": self.beta[share].float()}
+        return found
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], where: str) -> Calibration:
+        """From a file's tensors, every one of them checked."""
+        one = _Reader(tensors, where)
+        if one.take("version", (1,), torch.int64).tolist() != [VERSION]:
+            one.refuse(f"is not of version {VERSION}")
+        layers, inner = one.sizes("score", "layers", "inner")
+        score = one.take("score", (layers, inner))
+        norms = one.take("norms", (layers, inner))
+        (count,) = one.sizes("shares", "shares")
+        shares = one.take("shares", (count,), torch.float64).tolist()
+        if len(set(shares)) < count or not all(0 < share < 1 for share in shares):
+            one.refuse("has shares that are not numbers between 0 and 1, each once")
+        speeds = one.take("speeds", (one.sizes("speeds", "speeds", "speeds")[0], 2))
+        maps, bias, beta = {}, {}, {}
+        for i, share in enumerate(shares):
+            _, width, rank = one.sizes(f"map.{i}.0", "layers", "width", "width")
+            sizes = [(width, rank)] if rank == width else [(width, rank), (rank, width)]
+            maps[share] = tuple(
+                one.take(f"map.{i}.{n}", (layers, *size), torch.float16).float()
+                for n, size in enumerate(sizes)
+            )
+            bias[share] = one.take(f"bias.{i}", (layers, width), torch.float16).float()
+            beta[share] = one.take(f"beta.{i}", (layers,))
+        one.done()
+        return cls(score, norms, speeds, maps, bias, beta)
+
+
+def kept_neurons(score: Tensor, share: float) -> list[Tensor]:
+    """By layer, the neurons of scores [L, inner] that are computed where a share is left out.
+
+    Those of all layers are ranked together, so that a share falls where it costs least.
+    """
+    layers, inner = score.shape
+    best = score.flatten().topk(round((1 - share) * layers * inner)).indices // inner
+    found = []
+    for scores, n in zip(score, best.bincount(minlength=layers).tolist(), strict=True):
+        n = min(inner, max(STEP, STEP * round(n / STEP)))
+        found.append(scores.topk(n).indices.sort().values)
+    return found
+
+
+class _Reader:
+    """Tensors of a file, taken one by one and checked."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        self.left, self.where = dict(tensors), where
+
+    def sizes(self, name: str, *kinds: str) -> tuple[int, ...]:
+        """A tensor's sizes, of so many dimensions, each within its bound."""
+        x = self.left.get(name)
+        if x is None:
+            self.refuse(f"lacks {name!r}")
+        fits = x.dim() == len(kinds) and all(
+            (n > 0 or kind == "speeds") and n <= MOST[kind]
+            for n, kind in zip(x.shape, kinds, strict=True)
+        )
+        if not fits:
+            self.refuse(f"has {name!r} of sizes {list(x.shape)}")
+        return tuple(x.shape)
+
+    def take(self, name: str, size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        x = self.left.pop(name, None)
+        if x is None:
+            self.refuse(f"lacks {name!r}")
+        if tuple(x.shape) != size or x.dtype != dtype:
+            self.refuse(f"has {name!r} as {x.dtype} {list(x.shape)}, and not {dtype} {list(size)}")
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            self.refuse(f"has NaN or infinity in {name!r}")
+        return x
+
+    def done(self) -> None:
+        if self.left:
+            self.refuse(f"has {shown(next(iter(self.left)))}, which no calibration has")
+
+    def refuse(self, what: str) -> NoReturn:
+        raise TachyscopeError(
+            f"{self.where} is no calibration that is read here, it {what}: {AGAIN}"
+        )

@@ -1,0 +1,63 @@
+"""`tachyscope calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tachyscope.cli.verb import PathText, Verb, option, required
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(Verb):
+    """Fit what `replay=neurons` needs of a token model: order of neurons, maps of the rest."""
+
+    model: str = required("A token model's name: tachyscope models lists them.", positional=True)
+    out: Path = required("The .safetensors file to write.")
+    weights: PathText | None = option(
+        None, "The checkpoint, where the model's name stands for one."
+    )
+    clips: int = option(16, "Clips to run, from 1 to 1,000: of all cameras and speeds in turn.")
+    share: tuple[float, ...] = option(
+        (), "A share of neurons to leave out, between 0 and 1; may be given again. 0.5 and 0.75."
+    )
+    prompt: tuple[str, ...] = option(
+        (), "A prompt of the videos, for models without a world; may be given again."
+    )
+    seed: int = option(0, "Of the rooms, or of the videos' noise.")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    dtype: str = option("float32", "float32, float64 or bfloat16.")
+
+    def run(self, command: str) -> None:
+        from tachyscope.bounds import check
+        from tachyscope.calibrate import SHARES, calibrate, lines
+        from tachyscope.errors import TachyscopeError
+        from tachyscope.files import check_file
+        from tachyscope.models.checkpoint import SAFE, write_tensors
+        from tachyscope.models.registry import load
+        from tachyscope.progress import parts_bar
+        from tachyscope.results import document
+
+        if self.out.suffix not in SAFE:
+            raise TachyscopeError(f"--out is a {SAFE[0]} file, got {self.out}: rename it")
+        check("seed", self.seed)
+        check_file(self.out)
+        self.check_json()
+        model = load(self.model, self.weights, device=self.device, dtype=self.dtype)
+        with parts_bar() as watch:
+            found = calibrate(
+                model, clips=self.clips, shares=self.share or SHARES, prompts=self.prompt,
+                seed=self.seed, watch=watch,
+            )  # fmt: skip
+        write_tensors(self.out, found.tensors())
+        if self.prints:
+            print(*lines(found), f"{self.out}: {self.out.stat().st_size / 1e6:.1f} MB", sep="\n")
+        rows = [
+            {
+                "name": "calibrate", "model": model.name, "clips": self.clips, "share": share,
+                "neurons": [len(kept) for kept in found.kept(share)],
+                "beta": found.beta[share].tolist(),
+            }
+            for share in found.maps
+        ]  # fmt: skip
+        self.emit(document("calibrate", rows, command, speeds=found.speeds.tolist()))
