@@ -3,8 +3,7 @@
 Clips are run by the dense model, and every MLP's inputs gathered. For each layer h ≈ B (x, 1) is
 fitted by ridge regression: what an affine map of the input says of a neuron's activation costs
 nothing to leave out. A neuron's score is the energy it adds to the output beyond that, over the
-output's own. Neurons of all layers are ranked together, so that a share falls where it costs least.
-The map of those left out is W_down B, its rank bounded where models are wide. What it is off by
+output's own. The map of those left out is W_down B, its rank bounded where models are wide. What it is off by
 fades with the distance of inputs, as fast as is best over pairs of frames up to eight apart.
 """
 
@@ -42,7 +41,8 @@ CAMERAS = {
     "still": "................",
     "forward": ".qqqqqqqqqqqqqqq",
     "reversing": ".eeeeeeeqqqqqqqq",
-    "walk": ".wwwwwqqwwwwaaae",
+    "walk": ".wwwwqqwwwddddww",
+    "sidestep": ".sssssaaaeesssdd",  # what an action tells every token must have been met
 }
 # degrees a frame, and steps by which things move on in a frame
 SPEEDS = ((0.5, 1 / 12), (1.0, 1 / 3), (2.0, 1 / 6), (4.0, 2 / 3))
@@ -54,7 +54,7 @@ Watch = Callable[[str, int], None]
 def calibrate(
     model: VideoModel,
     *,
-    clips: int = 16,
+    clips: int = 20,
     shares: Sequence[float] = SHARES,
     prompts: Sequence[str] = (),
     seed: int = 0,

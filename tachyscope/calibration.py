@@ -146,15 +146,12 @@ class Calibration:
 def kept_neurons(score: Tensor, share: float) -> list[Tensor]:
     """By layer, the neurons of scores [L, inner] that are computed where a share is left out.
 
-    Those of all layers are ranked together, so that a share falls where it costs least.
+    As many in every layer: ranked over all layers together by what is lost of their own outputs,
+    the first layers lost too many (docs/neurons.md).
     """
-    layers, inner = score.shape
-    best = score.flatten().topk(round((1 - share) * layers * inner)).indices // inner
-    found = []
-    for scores, n in zip(score, best.bincount(minlength=layers).tolist(), strict=True):
-        n = min(inner, max(STEP, STEP * round(n / STEP)))
-        found.append(scores.topk(n).indices.sort().values)
-    return found
+    inner = score.shape[1]
+    count = min(inner, max(STEP, STEP * round((1 - share) * inner / STEP)))
+    return [scores.topk(count).indices.sort().values for scores in score]
 
 
 class _Reader:

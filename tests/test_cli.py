@@ -33,7 +33,7 @@ from tachyscope.video import VideoWriter, read_frames, read_video
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
-VERBS = ["generate", "compare", "inspect", "bench cpu", "bench wan", "bench fit", "eval", "methods", "models",
+VERBS = ["generate", "compare", "inspect", "bench cpu", "bench wan", "bench fit", "eval", "calibrate", "methods", "models",
          "doctor"]  # fmt: skip
 SUMS = {"frames", "macs", "pairs", "pairs_dense", "density", "rows_computed", "rows_replayed",
         "cache_mb", "entries", "fps_avg", "first_frame_s", "warm_s", "load_s", "chunk_ms"}  # fmt: skip
@@ -128,7 +128,8 @@ def test_help_and_version_are_no_faults(capsys):
     [
         (["--plan", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
         (["--cache", "magic"], "no cache policy 'magic'; there are: keep_all, window, merge, dedup"),
-        (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, none"),
+        (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, "
+         "neurons, prune, none"),
         (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
         (["--cache", "dedup:budget=2f,newest=1"], "cache policy 'dedup': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
@@ -175,8 +176,8 @@ def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, 
         (["generate", "vila_u", "--out", "x"], "model 'vila_u' needs a checkpoint: give its path as --weights"),
         (["generate", "--out", "x"], "tachyscope generate needs a value for MODEL, got none: tachyscope generate --help tells more"),
         (["generate", "toy-chunks"], "tachyscope generate needs a value for --out, got none: tachyscope generate --help tells more"),
-        (["conjure"], "tachyscope has no verb 'conjure'; there are: generate, compare, inspect, eval, methods, models, doctor, bench, fpga"),
-        (["--nope"], "tachyscope has no verb '--nope'; there are: generate, compare, inspect, eval, methods, models, doctor, bench, fpga"),
+        (["conjure"], "tachyscope has no verb 'conjure'; there are: generate, compare, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
+        (["--nope"], "tachyscope has no verb '--nope'; there are: generate, compare, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
         (["eval", "moon"], "no WHAT 'moon'; there are: atrium"),
         (["eval", "atrium", "--only", "moon"], "no --only 'moon'; there are: both, world, tokens, views"),
         (["bench", "cpu", "--rounds", "0"], "--rounds must be from 1 to 1,000, got 0"),

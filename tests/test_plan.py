@@ -41,7 +41,7 @@ def draw(rng, setting):
     kind = options[0] if options else kind
     values = {
         bool: ("true", "false"), Size: ("21f", "9f", "1344"), int: ("0", "1", "3"),
-        float: ("0.25", "0.5", "1"),
+        float: ("0.25", "0.5", "1"), str: ("a.safetensors", "out/b.safetensors"),
     }  # fmt: skip
     return rng.choice(values[kind])
 
@@ -159,7 +159,8 @@ def test_every_policy_names_its_paper_or_none():
         ("quick", "no plan 'quick'; there are: dense, stock, lossless, balanced, fast, fastcar, fast-ar"),
         ("cash=all", "a plan has no 'cash'; it has: cache, store, attention, text, passes, replay"),
         ("cache=magic", "no cache policy 'magic'; there are: keep_all, window, merge, dedup"),
-        ("replay=magic", "no replay policy 'magic'; there are: attentive, random, every_k, none"),
+        ("replay=magic", "no replay policy 'magic'; there are: attentive, random, every_k, neurons, "
+         "prune, none"),
         ("cache=none", "no cache policy 'none'; there are: keep_all, window, merge, dedup"),
         ("cache=window:snk=3", "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         ("cache=keep_all:x=1", "cache policy 'keep_all' has no 'x'; it takes: nothing"),

@@ -17,7 +17,7 @@ class Calibrate(Verb):
     weights: PathText | None = option(
         None, "The checkpoint, where the model's name stands for one."
     )
-    clips: int = option(16, "Clips to run, from 1 to 1,000: of all cameras and speeds in turn.")
+    clips: int = option(20, "Clips to run, from 1 to 1,000: of all cameras and speeds in turn.")
     share: tuple[float, ...] = option(
         (), "A share of neurons to leave out, between 0 and 1; may be given again. 0.5 and 0.75."
     )
