@@ -27,7 +27,7 @@ from tachyscope.kernels.gemv import gemv
 from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
-from tachyscope.replay import TokenGate
+from tachyscope.replay import TokenGate, TokenReplay
 from tachyscope.session import Session
 
 
@@ -43,7 +43,7 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries
         or plan.cache.view_depends_on_pass,
         f"replay={spell(plan.replay)} is not decided on the device": plan.replay is not None
-        and (gate is None or plan.replay.drift),
+        and (gate is None or not isinstance(plan.replay, TokenReplay) or plan.replay.drift),
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
         "an observer reads what it is told": any(x.host for x in session.observers),

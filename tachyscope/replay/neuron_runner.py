@@ -66,10 +66,7 @@ class NeuronRunner:
         about = part(x)
         if not policy.remembers:
             return about
-        error, base = (
-            own[name][0].narrow(1, ctx.start, ctx.tokens)
-            for name in ("error", "input")
-        )
+        error, base = (own[name][0].narrow(1, ctx.start, ctx.tokens) for name in ("error", "input"))
         if not whole:
             return about + remembered_error(error, base, x, part.beta)
         y = fn(x)
@@ -99,7 +96,4 @@ def neuron_tensors(
     if not policy.remembers or not policy.share:
         return {}
     size = (1, shape.batch, shape.tokens_per_frame, shape.width)
-    return {
-        name: torch.zeros(size, dtype=dtype, device=device)
-        for name in ("error", "input")
-    }
+    return {name: torch.zeros(size, dtype=dtype, device=device) for name in ("error", "input")}
