@@ -3,8 +3,9 @@
 Clips are run by the dense model, and every MLP's inputs gathered. For each layer h ≈ B (x, 1) is
 fitted by ridge regression: what an affine map of the input says of a neuron's activation costs
 nothing to leave out. A neuron's score is the energy it adds to the output beyond that, over the
-output's own. The map of those left out is W_down B, its rank bounded where models are wide. What it is off by
-fades with the distance of inputs, as fast as is best over pairs of frames up to eight apart.
+output's own. The map of those left out is W_down B, its rank bounded where models are wide. What it
+is off by fades with the distance of inputs, as fast as is best over pairs of frames up to eight
+apart.
 """
 
 from __future__ import annotations
