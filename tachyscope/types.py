@@ -212,6 +212,22 @@ class DenoisePass:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenFrame:
+    """A token model's next frame, whose places a passes policy may draw several a pass.
+
+    noise  [V, N, D, K]  from which codes are drawn
+    pick   codes [..., D] of guided logits [..., D, K] and their noise
+    feed   trunk states [B, S, W] of codes [V, S, D], fed from a place on
+    draw   codes [V, S, D] and guided logits [V, S, D, K] of places from one on, for their states
+    """
+
+    noise: Tensor
+    pick: Callable[[Tensor, Tensor], Tensor]
+    feed: Callable[[Tensor, int], Tensor]
+    draw: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
 class Size:
     """A number of cache entries, given as entries (`1344`) or as latent frames (`21f`)."""
 

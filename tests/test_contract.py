@@ -56,19 +56,24 @@ CONTRACT = {
         "prune": ("prune:share=0", "prune:share=0.5,file=CALIBRATION"),
     },
 }
-# passes are skipped in models that run several: chunks by four denoising passes instead of two
-FAMILIES = ("chunks", "rolling", "tokens", "steps")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def families(kind, name):
+    """Models that a policy serves; passes are skipped in "steps", which has four of denoising."""
+    if kind == "passes":
+        return ("tokens",) if name == "draft" else ("steps",)
+    if name in ("neurons", "prune"):
+        return ("tokens",)
+    # a token model has no cross-attention
+    return ("chunks", "rolling") if kind == "text" else ("chunks", "rolling", "tokens")
+
+
 CASES = [
     (kind, name, family)
     for kind, policies in CONTRACT.items()
     for name in policies
-    for family in FAMILIES
-    if family == ("tokens" if name == "draft" else "steps")
-    or kind != "passes"
-    and family != "steps"
-    if not (kind == "text" and family == "tokens")  # a token model has no cross-attention
-    and not (name in ("neurons", "prune") and family != "tokens")
+    for family in families(kind, name)
 ]
 every = pytest.mark.parametrize("kind, name, family", CASES, ids=str)
 on_every_device = pytest.mark.parametrize("device", DEVICES)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from tachyscope.types import DenoisePass, Shape
+from tachyscope.meter import Meter
+from tachyscope.types import DenoisePass, Shape, TokenFrame
+
+
+class Calls(Protocol):
+    """What sampling a frame by drafts asks of a session."""
+
+    shape: Shape
+    meter: Meter
+    features: dict[str, Tensor]
+
+    def retract(self, n: int) -> None: ...
 
 
 class PassPolicy(abc.ABC):
@@ -19,6 +31,16 @@ class PassPolicy(abc.ABC):
     def refusal(self, shape: Shape, replays: bool) -> str | None:
         """Why the policy cannot serve this shape, or not beside a replay policy."""
         return None
+
+    def sample_frame(self, session: Calls, frame: TokenFrame) -> Tensor | None:
+        """Codes [V, N, D] of a token model's frame; None: place by place, a pass each."""
+        return None
+
+    def keep_frame(
+        self, features: dict[str, Tensor], codes: Tensor, logits: Callable[[], Tensor]
+    ) -> None:
+        """A token model was given a frame: codes [V, N, D], whose logits can be asked for."""
+        return
 
 
 class SkipPolicy(PassPolicy):

@@ -8,15 +8,18 @@ for code, whatever the drafts are; good drafts make fewer passes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from tachyscope.passes import PassPolicy
+from tachyscope.passes import Calls, PassPolicy
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import Shape
+from tachyscope.types import Shape, TokenFrame
+
+LOGITS, CODES = "draft.logits", "draft.codes"  # of the last frame
 
 
 @final
@@ -45,6 +48,56 @@ class Draft(PassPolicy):
         if replays:
             return "drafts are several tokens in a pass, and replay decides token by token"
         return None
+
+    def sample_frame(self, session: Calls, frame: TokenFrame) -> Tensor:
+        """Codes [V, N, D], those that the dense model draws with the frame's noise."""
+        noise = frame.noise
+        videos, places, depth, _ = noise.shape
+        columns = session.shape.grid[1]
+        last, logits = session.features.get(CODES), session.features.get(LOGITS)
+        own = self.source in ("row", "repeat")
+        codes = torch.zeros(videos, places, depth, dtype=torch.int64, device=noise.device)
+        kept = torch.empty_like(noise)
+        guess = codes.clone()  # what a refuted pass drew
+        guessed = 0  # places before this one have a guess
+        first = last if last is not None else codes
+        drawn = first if logits is None or self.source != "logits" else frame.pick(logits, noise)
+        at = 0
+        codes[:, :1], kept[:, :1] = frame.draw(session.features["hidden"][:, None], 0)
+        while True:
+            # the first frame has none before it
+            left = places - 1 - at
+            n = min(self.places, left) if own or last is not None else 0
+            drafts = self.drafts(codes, first, drawn, at + 1, n, columns)
+            if self.jacobi and guessed > at + 1:
+                m = min(guessed - at - 1, n)
+                drafts = torch.cat([guess[:, at + 1 : at + 1 + m], drafts[:, m:]], 1)
+            states = frame.feed(torch.cat([codes[:, at : at + 1], drafts], 1), at)
+            session.meter.add("drafts", videos * n)
+            if left == 0:
+                session.features["hidden"] = states[:, 0]
+                break
+            ahead = min(n + 1, left)
+            found, scores = frame.draw(states[:, :ahead], at + 1)
+            right = (found[:, :n] == drafts).all(-1).all(0)  # one decision for all videos
+            accepted = int(right.cumprod(0).sum())
+            session.meter.add("drafts_accepted", videos * accepted)
+            session.retract(n - accepted)
+            new = min(accepted + 1, left)
+            codes[:, at + 1 : at + 1 + new] = found[:, :new]
+            kept[:, at + 1 : at + 1 + new] = scores[:, :new]
+            guess[:, at + 1 : at + 1 + ahead], guessed = found, at + 1 + ahead
+            if accepted == left:
+                session.features["hidden"] = states[:, accepted]
+                break
+            at += new
+        session.features |= {CODES: codes, LOGITS: kept}
+        return codes
+
+    def keep_frame(
+        self, features: dict[str, Tensor], codes: Tensor, logits: Callable[[], Tensor]
+    ) -> None:
+        features |= {CODES: codes, LOGITS: logits()}
 
     def drafts(
         self, codes: Tensor, last: Tensor, drawn: Tensor, at: int, count: int, columns: int

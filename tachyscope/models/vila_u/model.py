@@ -32,15 +32,13 @@ from tachyscope.models.checkpoint import (
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.decode import decode_parts
 from tachyscope.models.vila_u.depth import DepthConfig, draw_noise
-from tachyscope.models.vila_u.drafting import CODES, LOGITS, sample_drafted
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
 from tachyscope.models.vila_u.transformer import Layer, Vila
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.numerics import own_numerics
-from tachyscope.passes.draft import Draft
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape, SliceableMlp
+from tachyscope.types import Rope, Shape, SliceableMlp, TokenFrame
 
 PARTS = ("llm", "vision_tower", "mm_projector")
 CALIBRATION = "calibration.safetensors"
@@ -175,8 +173,8 @@ class VilaModel(VideoModel):
         """Codes [V, 1, rows, columns, D]."""
         c, shape, noise = self.config, session.shape, self.frame_noise(session)
         pos = shape.positions(session.latent_frame, 1, self.device)
-        if isinstance(session.plan.passes, Draft):
-            drafted = self._sample_drafted(session, session.plan.passes, noise, pos, actions)
+        frame = self._token_frame(session, noise, pos, actions)
+        if (drafted := session.plan.passes.sample_frame(session, frame)) is not None:
             return drafted.reshape(-1, 1, *c.grid, c.depth)
         session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.transformer.head.macs)
         codes = []
@@ -187,14 +185,9 @@ class VilaModel(VideoModel):
             self._feed(session, codes[-1][:, None], pos[i : i + 1], actions)
         return torch.stack(codes, 1).reshape(-1, 1, *c.grid, c.depth)
 
-    def _sample_drafted(
-        self,
-        session: Session,
-        policy: Draft,
-        noise: Tensor,
-        pos: Tensor,
-        actions: Sequence[int] | Tensor,
-    ) -> Tensor:
+    def _token_frame(
+        self, session: Session, noise: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+    ) -> TokenFrame:
         head, books = self.transformer.head, self.transformer.vae.quantizer
 
         def feed(codes: Tensor, at: int) -> Tensor:
@@ -209,7 +202,7 @@ class VilaModel(VideoModel):
             )
             return codes.unflatten(0, part.shape[:2]), logits.unflatten(0, part.shape[:2])
 
-        return sample_drafted(policy, session, self.config.sampler, noise, feed, draw)
+        return TokenFrame(noise, self.config.sampler.pick, feed, draw)
 
     def frame_noise(self, session: Session) -> Tensor:
         """Noise [V, N, D, K] for the next frame's codes."""
@@ -238,9 +231,11 @@ class VilaModel(VideoModel):
         pos = session.shape.positions(session.latent_frame, 1, self.device)
         codes, before = latents.flatten(1, 3), session.features["hidden"]
         states = self._feed(session, codes, pos, actions)
-        if isinstance(session.plan.passes, Draft):
-            states = torch.cat([before[:, None], states[:, :-1]], 1)
-            session.features |= {CODES: codes, LOGITS: self._logits(states, codes)}
+
+        def logits() -> Tensor:
+            return self._logits(torch.cat([before[:, None], states[:, :-1]], 1), codes)
+
+        session.plan.passes.keep_frame(session.features, codes, logits)
 
     def _logits(self, states: Tensor, codes: Tensor) -> Tensor:
         """Guided logits [V, N, D, K] of given codes [V, N, D], for the states that predict them."""
