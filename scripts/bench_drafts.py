@@ -1,0 +1,103 @@
+"""How many places one pass of the trunk settles, by kind of camera and of draft, on atrium-tokens.
+
+    python scripts/bench_drafts.py --out drafts.json [--worlds 16] [--jobs 2]
+
+Every video is made alone, since videos of a batch share the decision, and beside dense with the
+same seed: `equal` is the share of codes that are dense's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from typing import Any
+
+import torch
+
+from tachyscope.evaluation.clips import CLIPS, GIVEN, make_clip
+from tachyscope.evaluation.intervals import combined
+from tachyscope.models.registry import load
+from tachyscope.process import spread
+from tachyscope.results import check_json, document, emit
+from tachyscope.stream import open as open_stream
+
+MODEL = "atrium-tokens"
+PLANS = {
+    "dense": "dense",
+    "codes, 32": "passes=draft:places=32",
+    "codes, 16": "passes=draft:places=16",
+    "codes, 64": "passes=draft:places=64",
+    "logits, 32": "passes=draft:places=32,source=logits",
+    "row, 32": "passes=draft:places=32,source=row",
+    "repeat, 32 (coupled Jacobi)": "passes=draft:places=32,source=repeat",
+    "codes, 32, no Jacobi": "passes=draft:places=32,jacobi=false",
+}
+model: Any = None
+
+
+def prepare() -> None:
+    global model
+    torch.set_num_threads(1)
+    model = load(MODEL)
+
+
+def play(task: tuple[str, int, int, int]) -> dict[str, dict[str, float]]:
+    """One world's clip by every plan: passes, tokens that they ran over, seconds, equal codes."""
+    camera, number, worlds, frames = task
+    clip = make_clip(camera, worlds)
+    world, shown, letters = clip.worlds[number], clip.frames[number], clip.actions
+    found, want = {}, None
+    for name, plan in PLANS.items():
+        stream = open_stream(
+            model, plan, prompt=world.prompt, seed=number, first=shown[:GIVEN],
+            first_actions=" ".join(letters[:GIVEN]),
+        )  # fmt: skip
+        begun, latents, stats = time.perf_counter(), [], []
+        with stream:
+            for letter in letters[GIVEN : GIVEN + frames]:
+                stats.append(stream.step(letter).stats)
+                latents.append(stream.session.latents)
+        seconds, codes = time.perf_counter() - begun, torch.cat(latents, 1)
+        want = codes if want is None else want
+        places = codes[0, ..., 0].numel()
+        drafts, right = (
+            sum(x.get(key, 0.0) for x in stats) for key in ("drafts", "drafts_accepted")
+        )
+        found[name] = {
+            "places_a_pass": places / (places - right),
+            "tokens_a_place": (places - right + drafts) / places,
+            "seconds_a_frame": seconds / frames,
+            "equal": (codes == want).float().mean().item(),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument("--frames", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    check_json(args.out)
+    command = shlex.join(["python", *sys.argv])
+    rows = []
+    for camera in CLIPS:
+        tasks = [(camera, number, args.worlds, args.frames) for number in range(args.worlds)]
+        results = list(spread(play, tasks, args.jobs, prepare))
+        for name, plan in PLANS.items():
+            each = [result[name] for result in results]
+            worst = min(x["places_a_pass"] for x in each)
+            rows.append(
+                {"model": MODEL, "camera": camera, "name": name, "plan": plan, "worlds": len(each)}
+                | combined(each)
+                | {"places_a_pass_worst": worst}
+            )
+            print(camera, name, rows[-1]["places_a_pass"], worst, flush=True)
+        emit(document("atrium-drafts", rows, command), args.out)
+
+
+if __name__ == "__main__":
+    main()
