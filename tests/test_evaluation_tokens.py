@@ -6,7 +6,7 @@ from toys import open_session
 
 from tachyscope.arguments import parse_actions
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import clips, replay_scores, token_timing
+from tachyscope.evaluation import clips, gates, replay_scores, token_timing
 from tachyscope.evaluation import tokens as ev
 from tachyscope.models.registry import load
 from tachyscope.quality import psnr
@@ -132,6 +132,28 @@ def test_a_moved_picture_is_found_where_it_went():
     assert found["change_moved"] == pytest.approx(0.0, abs=1e-6)
     assert found["change_nearest"] == pytest.approx(0.0, abs=1e-3)
     assert found["change"] > 1
+
+
+# --- gates
+
+
+@pytest.mark.slow
+def test_heads_and_a_threshold_come_from_other_rooms(model, clip):
+    heads, threshold = gates.choose(model, clip, 0.5)
+    assert len(heads) == 3 and all(0 <= head < 4 for head in heads)
+    task = gates.Task("forced", "reversing", 0.5, ("tas", "tas_head", "threshold"), 2, frames=2)
+    rows = {row["method"]: row for row in gates.measure(model, task)}
+    # a rank holds its share; a threshold of other rooms comes near
+    assert rows["tas"]["share_eligible"] == pytest.approx(0.5, abs=0.1)
+    assert rows["threshold"]["share_eligible"] == pytest.approx(0.5, abs=0.3)
+    assert rows["tas_head"]["kl"] != rows["tas"]["kl"] and rows["tas"]["kl_worst"] > 0
+
+
+def test_every_method_is_forced_once_a_clip_and_share():
+    found = [t for t in gates.tasks(16, ["still"]) if t.what == "forced"]
+    for share in gates.SHARES:
+        names = [name for task in found if task.share == share for name in task.methods]
+        assert sorted(names) == sorted(gates.METHODS)
 
 
 # --- time

@@ -22,10 +22,11 @@ from tachyscope.inspection import (
     lines,
     mass,
 )
+from tachyscope.inspection.neurons import NeuronChange
 from tachyscope.plan import Plan
 from tachyscope.rollout import rollout
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape
+from tachyscope.types import PassContext, Rope, Shape
 
 ASKED = {
     "toy-chunks": {"frames": 6, "prompt": "a red room", "actions": "w*4 q*2", "seed": 3},
@@ -43,6 +44,33 @@ def models():
 @pytest.fixture(scope="module")
 def documents(models):
     return {name: inspect_model(models[name], **ASKED[name], rounds=2) for name in ASKED}
+
+
+@torch.inference_mode()
+def test_the_top_neurons_share_of_change_is_that_of_a_count_by_hand(models, documents):
+    assert documents["toy-chunks"]["neurons"] == []
+    rows = documents["toy-tokens"]["neurons"]
+    assert [row["layer"] for row in rows] == [0, 1, 2]
+    assert all(0.125 < row["top_12.5"] < row["top_25"] < row["top_50"] < 1 for row in rows)
+    mlp = models["toy-tokens"].mlps[0]
+    watched, rng = NeuronChange([mlp]), torch.Generator().manual_seed(0)
+    watched.on_open(None)
+    ctx = PassContext(streams.TOKENS, 0, 0, 9, 0, 2, 0, 1, (0.0,))
+    frames = torch.randn(3, 1, 2, 64, generator=rng)
+    want = torch.zeros(160, dtype=torch.float64)
+    for i, x in enumerate(frames):
+        watched.on_mlp(ctx, x, x)
+        watched.on_commit(ctx, 2)
+        if i:
+            old, new = (mlp.activations(part)[0].double() for part in (frames[i - 1], x))
+            for place in range(2):
+                for n in range(160):
+                    moved = (new[place, n] - old[place, n]) * mlp.down[:, n].double()
+                    want[n] += moved @ moved
+    torch.testing.assert_close(watched.changed[0], want)
+    top = want.sort(descending=True).values[:40].sum() / want.sum()
+    assert watched.table()[0]["top_25"] == pytest.approx(float(top))
+    assert "top 12.5 %" in "\n".join(lines(documents["toy-tokens"]))
 
 
 class Twice:

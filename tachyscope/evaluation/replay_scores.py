@@ -24,11 +24,15 @@ from tachyscope.types import Mlp, PassContext
 
 @dataclass(frozen=True)
 class Way:
-    """A plan, what its replay is ranked by, and the layers in which it replays (None: in all)."""
+    """A plan, what its replay is ranked by, and the layers in which it replays (None: in all).
+
+    heads: ranked by "head", the one head of every layer whose score counts.
+    """
 
     plan: str
     rank: str = "tas"
     layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         out = self.plan if self.rank == "tas" else f"{self.plan} by {self.rank}"
@@ -65,6 +69,7 @@ class RankedReplay(ReplayRunner):
     """Replay that may be ranked by another score than TAS, or held to some layers.
 
     tas       the policy's own: the mean attention logit to the same place one frame back
+    head      that of one head alone
     reversed  its negative
     mass      the attention that key really gets, after the softmax, mean over heads
     input     cosine of the MLP's input to the one that made the kept output
@@ -77,7 +82,8 @@ class RankedReplay(ReplayRunner):
         policy = session.plan.replay
         assert policy is None or isinstance(policy, TokenReplay)
         super().__init__(policy)
-        self.rank, self.within = way.rank, way.layers
+        self.rank, self.within, self.heads = way.rank, way.layers, way.heads
+        self.by_head: dict[int, Tensor] = {}  # of the present pass, by layer: [B, H, S]
         shape, dtype, device = session.shape, session.dtype, session.device
         size = (shape.layers, shape.batch, shape.tokens_per_frame)
         self.noted = {name: torch.zeros(size, device=device) for name in note}
@@ -85,6 +91,15 @@ class RankedReplay(ReplayRunner):
         self.mass = MassObserver()
         if "mass" in (way.rank, *note):
             session.watch(self.mass)
+
+    def score(
+        self, own: dict[str, Tensor], ctx: PassContext, q: Tensor, rotated_q: Tensor, k: Tensor
+    ) -> None:
+        if self.policy is not None and self.policy.score and not ctx.prefilling:
+            old = own["key"][ctx.pass_index].narrow(2, ctx.start, ctx.tokens)
+            groups = rotated_q.unflatten(1, (old.shape[1], -1)) * old.unsqueeze(2)
+            self.by_head[ctx.layer] = groups.sum(-1).flatten(1, 2) / math.sqrt(q.shape[-1])
+        super().score(own, ctx, q, rotated_q, k)
 
     def mlp(
         self,
@@ -119,6 +134,8 @@ class RankedReplay(ReplayRunner):
     ) -> Tensor:
         if name == "tas":
             return self.scores[layer]
+        if name == "head":
+            return self.by_head[layer][:, self.heads[layer]]
         if name == "reversed":
             return -self.scores[layer]
         if name == "mass":

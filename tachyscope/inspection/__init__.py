@@ -23,6 +23,7 @@ from tachyscope.arguments import (
 )
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection.figures import NAMES, write
+from tachyscope.inspection.neurons import TOP, NeuronChange
 from tachyscope.inspection.samples import Samples, table
 from tachyscope.inspection.stats import ALIKE, PERCENTS, StatsObserver, alike, mass
 from tachyscope.inspection.timing import PARTS, overall, times
@@ -97,10 +98,10 @@ def inspect_model(
     if known + chunks_for(model, shape.chunk, known, frames) * shape.chunk < 2:
         raise TachyscopeError("adjacent frames need two latent frames, got 1: raise frames")
 
-    def play(name: str, observer: Observer) -> list[Chunk]:
+    def play(name: str, *observers: Observer) -> list[Chunk]:
         stream = open_stream(
             model, parsed, prompt=prompt, frames=frames, seed=seed, size=pixels, first=pictures,
-            first_actions=first_actions, observers=[observer],
+            first_actions=first_actions, observers=observers,
         )  # fmt: skip
         made = []
         for chunk in rollout(model, frames=frames, actions=actions, stream=stream):
@@ -111,7 +112,8 @@ def inspect_model(
 
     # observing comes first, so that what a process does once is done before the clock runs
     observed = StatsObserver(places, queries)
-    chunks = play("observed", observed)
+    neurons = NeuronChange(model.mlps if shape.token_by_token else ())
+    chunks = play("observed", observed, *([neurons] if neurons.mlps else []))
     names = [f"timed {i + 1}" for i in range(rounds)]
     timed = [[chunk.stats for chunk in play(name, Timing())] for name in names]
     by_chunk = times(timed, known, shape)
@@ -126,6 +128,7 @@ def inspect_model(
     row |= table(made_only, ())[0]
     return document(
         "inspect", [row], command, time=by_chunk, layers=table(made_only, ("layer",)),
+        neurons=neurons.table() if neurons.mlps else [],
         passes=table(made_only, ("pass",)), cells=table(made_only, ("layer", "frame")),
         frames=[
             part | {"given": part["frame"] < known} for part in table(samples, ("frame",))
@@ -172,7 +175,15 @@ def lines(found: Document) -> list[str]:
     if "prompt_mass_5" in row:
         masses.append(("prompt", "prompt_mass", row))
     cells = [[name, *(f"{part[f'{kind}_{p}']:.1%}" for p in shown)] for name, kind, part in masses]
-    return out + format_table(["layer", *(f"{p} %" for p in shown)], cells)
+    out += format_table(["layer", *(f"{p} %" for p in shown)], cells)
+    if found["neurons"]:
+        out += ["", "Share of the MLPs' change that the neurons hold that change most, by layer:"]
+        cells = [
+            [str(part["layer"]), *(f"{part[f'top_{p:g}']:.1%}" for p in TOP)]
+            for part in found["neurons"]
+        ]
+        out += format_table(["layer", *(f"top {p:g} %" for p in TOP)], cells)
+    return out
 
 
 def _stretches(rows: Sequence[Document], most: int) -> list[Document]:

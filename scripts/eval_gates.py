@@ -1,0 +1,79 @@
+"""Gate quality of the shipped token model: every method of `evaluation.gates`, a line a task.
+
+    python scripts/eval_gates.py --out out/gates --device cuda --jobs 10
+
+--out gets gates.jsonl, a line as each task ends (its rows, or its fault), and at the end
+gates.json, a results document. Tasks that the file already has are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tachyscope.evaluation.clips import CLIPS, GIVEN
+from tachyscope.evaluation.gates import SHARES, Task, measure, tasks
+from tachyscope.models.registry import load
+from tachyscope.models.vila_u.model import VilaModel
+from tachyscope.process import spread
+from tachyscope.results import document
+
+
+@cache
+def model_on(device: str) -> VilaModel:
+    return VilaModel.narrow(load("atrium-tokens", device=device), "no token model")
+
+
+def work(device: str, task: Task) -> dict[str, Any]:
+    begun = time.perf_counter()
+    try:
+        rows = measure(model_on(device), task)
+        return {"task": asdict(task), "rows": rows, "seconds": time.perf_counter() - begun}
+    except Exception:
+        return {"task": asdict(task), "fault": traceback.format_exc()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument("--clip", action="append", choices=CLIPS)
+    parser.add_argument("--share", action="append", type=float)
+    parser.add_argument("--frames", type=int, default=GIVEN, help="that are teacher-forced")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "gates.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    results = [one for one in map(json.loads, lines) if "rows" in one]
+    done = [json.dumps(one["task"]) for one in results]
+    asked = tasks(args.worlds, args.clip or tuple(CLIPS), args.share or SHARES, args.frames)
+    left = [task for task in asked if json.dumps(asdict(task)) not in done]
+    print(f"{len(left)} tasks of {len(asked)}", flush=True)
+    with file.open("a") as out:
+        for one in spread(partial(work, args.device), left, args.jobs, torch.set_num_threads, 1):
+            out.write(json.dumps(one) + "\n")
+            out.flush()
+            results.append(one)
+            print(one["task"], one.get("fault", f"{one.get('seconds', 0):.0f} s"), flush=True)
+    rows = [row for one in results for row in one.get("rows", ())]
+    found = document(
+        "atrium-tokens-gates", rows, "scripts/eval_gates.py", model="atrium-tokens", clips=CLIPS,
+        given=GIVEN,
+    )  # fmt: skip
+    (args.out / "gates.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
