@@ -34,7 +34,7 @@ def empty_layer(
     }
     return KVStore.empty(
         shape, slots, plan.cache.cache_heads(shape), dtype, device,
-        unrotated=plan.cache.keeps_unrotated, declared=declared,
+        unrotated=plan.cache.keeps_unrotated, codes=plan.store.codes, declared=declared,
     )  # fmt: skip
 
 
@@ -46,11 +46,12 @@ def check_memory(
     The system itself may grant what it does not have, and end the process when it is used.
     """
     limit = memory_of(device)
-    numbers = 2 * shape.layers * shape.batch * shape.kv_heads * slots * shape.head_dim
-    if limit is not None and numbers * dtype.itemsize > limit:
+    size = 2 * shape.layers * shape.batch * shape.kv_heads * slots * shape.head_dim
+    size *= (plan.store.codes or dtype).itemsize
+    if limit is not None and size > limit:
         raise TachyscopeError(
             f"the memory of {device} does not hold the cache of {plan}: "
-            f"{numbers * dtype.itemsize / 1e9:.3g} GB of {limit / 1e9:.3g}: give it a "
+            f"{size / 1e9:.3g} GB of {limit / 1e9:.3g}: give it a "
             f"budget, for example cache=merge:budget=21f, or take fewer `frames` or a smaller "
             f"`size`; tachyscope bench fit tells what fits"
         )

@@ -35,13 +35,15 @@ from tachyscope.replay.prune import Prune
 from tachyscope.replay.random import Random
 from tachyscope.settings import settings as settings_of
 from tachyscope.store import StorePolicy
+from tachyscope.store.fp8 import Fp8
+from tachyscope.store.int8 import Int8
 from tachyscope.store.native import Native
 from tachyscope.types import Shape, Size
 
 # every kind of policy, as `Plan` has them, and its policies by name
 POLICIES: dict[str, dict[str, Any]] = {
     "cache": {"keep_all": KeepAll, "window": Window, "merge": Merge, "dedup": Dedup},
-    "store": {"native": Native},
+    "store": {"native": Native, "int8": Int8, "fp8": Fp8},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann},
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
     "passes": {

@@ -30,7 +30,8 @@ CONTRACT = {
         "merge": ("merge:budget=99f", "merge:budget=9f"),
         "dedup": ("dedup:budget=99f", "dedup:budget=9f"),
     },
-    "store": {"native": ("native", "native")},
+    # a coded store has no open setting: how near it comes is held below
+    "store": {"native": ("native", "native"), "int8": ("native", "int8"), "fp8": ("native", "fp8")},
     "attention": {
         "dense": ("dense", "dense"),
         "window": ("window:tokens=100000", "window:tokens=20"),

@@ -189,7 +189,7 @@ class Ann(AttentionPolicy):
         if kept:
             known = self._between(ctx.shape, ctx.prompt, kept).stop
             between = slice(max(sink, known), between.stop)
-        keys, own = layer.vectors("k", between), layer.own["attention"]
+        keys, own = layer.directions("k", between), layer.own["attention"]
         order = order_of(buckets(keys, BUCKET_BITS), 2**BUCKET_BITS)
         layer.permute(between, order)
         own["order"][:, :, between.start - sink : between.stop - sink] = (
@@ -202,9 +202,7 @@ class Ann(AttentionPolicy):
         log_count[:, :, between] = held.gather(2, order)
         log_count[:, :, past:] = -math.inf
         first = changed.start // blocks.size  # the first block that has changed
-        encode_blocks(
-            layer.vectors("k", slice(0, past)), log_count, blocks.size, _codes(own), first
-        )
+        encode_blocks(layer.past(past), log_count, blocks.size, _codes(own), first)
         meter.add("macs", keys.numel() * BUCKET_BITS)
 
     def restore_order(self, layer: KVStore, ctx: PassContext, past: int) -> None:

@@ -101,8 +101,6 @@ def _join(
     merged = layer.merge(slice(old.start, total), alike, partner, excess, how.newest, how.mean)
     # an heir is another entry than the one that was measured, and its key may have changed
     stay = slice(0, partner.shape[2] - excess)
-    if layer.scales:
-        compared = vectors(how, layer, old)  # what was decoded has not followed
     measure(compared, partner[:, :, stay], alike[:, :, stay], how.shared)
     return merged
 
@@ -110,4 +108,4 @@ def _join(
 def vectors(how: Matching, layer: KVStore, slots: slice) -> list[Tensor]:
     """The vectors whose mean cosine tells how alike two entries are."""
     names = {"rotated": ("k",), "unrotated": ("unrotated",), "key_value": ("unrotated", "v")}
-    return [layer.vectors(name, slots) for name in names[how.match]]
+    return [layer.directions(name, slots) for name in names[how.match]]

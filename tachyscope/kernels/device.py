@@ -26,6 +26,14 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return HAS_TRITON and device.type in DEVICES and dtype == DTYPE and head_dim in HEAD_DIMS
 
 
+def reads_keys(k: torch.Tensor) -> bool:
+    """`has_kernel` of keys [B, H, n, D] that may be codes."""
+    if k.dtype == torch.uint8 and not has_fp8(k.device):
+        return False
+    dtype = DTYPE if k.dtype in (torch.int8, torch.uint8) else k.dtype
+    return has_kernel(k.device, dtype, k.shape[3])
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -42,6 +50,12 @@ def has_large_smem(device: torch.device) -> bool:
     found = torch.cuda.get_device_properties(device)
     # AMD's do not tell
     return int(getattr(found, "shared_memory_per_block_optin", 0)) >= LARGE_SMEM
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether it multiplies float8 (e4m3) by itself: from compute capability 8.9 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def host_may_read(x: torch.Tensor) -> bool:

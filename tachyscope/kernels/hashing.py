@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from tachyscope.kernels.codes import numbers
+
 
 @functools.cache
 def planes(bits: int, dim: int, device: torch.device) -> Tensor:
@@ -21,7 +23,7 @@ def planes(bits: int, dim: int, device: torch.device) -> Tensor:
 
 def signs(x: Tensor, bits: int) -> Tensor:
     """On which side of each plane x [..., D] lies: ±1 [..., bits]."""
-    side = x.float() @ planes(bits, x.shape[-1], x.device) >= 0
+    side = numbers(x).float() @ planes(bits, x.shape[-1], x.device) >= 0
     return side.float() * 2 - 1
 
 

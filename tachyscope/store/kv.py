@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.kernels.codes import Past, decode, encode
@@ -149,6 +150,10 @@ class KVStore:
     ) -> Tensor:
         """Put a pass's keys and values [B, Hkv, S, D] behind the past; the rotated keys."""
         slots = slice(ctx.past + ctx.start, ctx.end)
+        for name, x in self.present.items():
+            # a prompt, or latents that are run through the model anew, may be more than a chunk
+            if (more := ctx.end - ctx.past - x.shape[2]) > 0:
+                self.present[name] = F.pad(x, (0, 0, 0, more))
         rotated = apply_rotary(self._now("k", ctx, ctx.start), k, *cos_sin, rope)
         self._now("v", ctx, ctx.start).copy_(v)
         self.pos[:, :, slots] = pos
@@ -173,11 +178,10 @@ class KVStore:
         One run is read where it stands. Several are put together, and codes among them decoded.
         """
         if self.scales and runs == (slice(0, ctx.end),):
-            if not ctx.past:
-                return *self.now(ctx), log_count, None
-            past = self.past(ctx.past)
+            past = self.past(ctx.past) if ctx.past else None
             if log_count is not None:
-                past = past._replace(log_count=log_count[:, :, : ctx.past])
+                if past is not None:
+                    past = past._replace(log_count=log_count[:, :, : ctx.past])
                 log_count = log_count[:, :, ctx.past : ctx.end]
             return *self.now(ctx), log_count, past
         if not self.scales:
@@ -223,11 +227,17 @@ class KVStore:
             return found
         return decode(found, self.scales[name][:, :, slots], self.dtype)
 
+    def directions(self, name: str, slots: slice) -> Tensor:
+        """The same as they are stored, for cosines and signs: those do not hang on scales."""
+        found: Tensor = getattr(self, name)
+        return found[:, :, slots]
+
     def _put(self, name: str, slots: slice, x: Tensor) -> None:
-        held: Tensor = getattr(self, name)
+        held: Tensor = getattr(self, name)[:, :, slots]
         if self.scales:
-            x, self.scales[name][:, :, slots] = encode(x, held.dtype)
-        held[:, :, slots] = x
+            encode(x, held, self.scales[name][:, :, slots])
+        else:
+            held.copy_(x)
 
     def permute(self, slots: slice, order: Tensor, back: bool = False) -> None:
         """Put keys and values of slots in another order [B, Hkv, n], or back from it."""

@@ -7,7 +7,8 @@ from torch import Tensor, int8
 from tachyscope.kernels import hashing
 from tachyscope.kernels.block_index import torch as torch_backend
 from tachyscope.kernels.block_index.torch import Codes, entry_mass
-from tachyscope.kernels.device import BLOCKS, HAS_TRITON, TILES, has_kernel
+from tachyscope.kernels.codes import Past
+from tachyscope.kernels.device import BLOCKS, HAS_TRITON, TILES, has_kernel, reads_keys
 
 if HAS_TRITON:
     from tachyscope.kernels.block_index import triton as triton_backend
@@ -17,23 +18,23 @@ __all__ = ["Codes", "block_mass", "buckets", "encode_blocks", "entry_mass"]
 
 def buckets(x: Tensor, bits: int) -> Tensor:
     """The pattern of signs of x [B, H, n, D] on so many random planes, as one number."""
-    if has_kernel(x.device, x.dtype, x.shape[3]):
+    if reads_keys(x):
         return triton_backend.buckets(x, bits)
     return hashing.buckets(x, bits)
 
 
-def encode_blocks(k: Tensor, log_count: Tensor, block: int, codes: Codes, first: int = 0) -> None:
-    """Write the code [B, Hkv, most, E] of every block of slots of k from `first` on, its scale
+def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes, first: int = 0) -> None:
+    """Write the code [B, Hkv, most, E] of every block of past keys from `first` on, its scale
     [B, Hkv, most, 1], and the log of its weight [B, Hkv, most].
 
     A code of int8 is the block's mean key; one of floats the mean signs of its keys on E planes,
-    whose scale is the keys' mean norm. k [B, Hkv, C, D]; log_count [B, Hkv, blocks * block], -inf
-    for a slot without an entry.
+    whose scale is the keys' mean norm. log_count [B, Hkv, blocks * block], -inf for a slot without
+    an entry.
     """
-    if codes.code.dtype == int8 and block in BLOCKS and has_kernel(k.device, k.dtype, k.shape[3]):
-        triton_backend.encode_blocks(k, log_count, block, codes)  # all: it is one launch
+    if codes.code.dtype == int8 and block in BLOCKS and reads_keys(past.k):
+        triton_backend.encode_blocks(past, log_count, block, codes)  # all: it is one launch
     else:
-        torch_backend.encode_blocks(k, log_count, block, codes, first)
+        torch_backend.encode_blocks(past, log_count, block, codes, first)
 
 
 def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.kernels.codes import Past, decode
 from tachyscope.kernels.hashing import int8_scores, lsh_scores, quantise, signs
 
 LOG2E = math.log2(math.e)
@@ -23,9 +24,11 @@ class Codes(NamedTuple):
     weight: Tensor
 
 
-def encode_blocks(k: Tensor, log_count: Tensor, block: int, codes: Codes, first: int = 0) -> None:
+def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes, first: int = 0) -> None:
     used = slice(first, log_count.shape[2] // block)
-    keys = k[:, :, first * block : log_count.shape[2]].float()
+    slots = slice(first * block, log_count.shape[2])
+    scale = None if past.k_scale is None else past.k_scale[:, :, slots]
+    keys = decode(past.k[:, :, slots], scale, torch.float32).float()
     log_count = log_count[:, :, first * block :]
     keys = F.pad(keys, (0, 0, 0, log_count.shape[2] - keys.shape[2]))
     keys = keys.unflatten(2, (-1, block))  # [B, Hkv, blocks, block, D]

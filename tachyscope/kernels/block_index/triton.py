@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tachyscope.kernels.block_index.torch import Codes
+from tachyscope.kernels.codes import Past, numbers
 from tachyscope.kernels.hashing import planes
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST
@@ -25,20 +26,23 @@ def buckets(x: Tensor, bits: int) -> Tensor:
         return out
     launch(
         _buckets, (triton.cdiv(n, 64), rows * heads),
-        x, planes(bits, width, x.device), out, *x.stride()[:3], heads, n,
+        numbers(x), planes(bits, width, x.device), out, *x.stride()[:3], heads, n,
         D=width, BITS=bits, N=64, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def encode_blocks(k: Tensor, log_count: Tensor, block: int, codes: Codes) -> None:
+def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes) -> None:
     """`encode_blocks` by int8 means, of all blocks."""
     rows, heads, places = log_count.shape
     code, scale, weight = codes
+    k = numbers(past.k)
+    k_scale = log_count if past.k_scale is None else past.k_scale
     launch(
         _encode, (places // block, rows * heads),
-        k, log_count, code, scale, weight, *k.stride()[:3], *log_count.stride()[:2], code.shape[2],
-        k.shape[2], heads, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
+        k, k_scale, log_count, code, scale, weight, *k.stride()[:3], *k_scale.stride()[:2],
+        *log_count.stride()[:2], code.shape[2], k.shape[2], heads,
+        CODED=past.k_scale is not None, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
     )  # fmt: skip
 
 
@@ -77,8 +81,8 @@ def _buckets(
 
 @triton.jit(do_not_specialize=["most", "slots", "heads"])
 def _encode(
-    k, log_count, code, scale, weight, k_b, k_h, k_s, w_b, w_h, most, slots, heads,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    k, k_scale, log_count, code, scale, weight, k_b, k_h, k_s, s_b, s_h, w_b, w_h, most, slots,
+    heads, CODED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one head."""
     block, row = tl.program_id(0), tl.program_id(1)
@@ -88,6 +92,8 @@ def _encode(
     kept = ((live > float("-inf")) & (at < slots))[:, None]
     keys = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_s + offs_d
     keys = tl.load(keys, mask=kept, other=0.0).to(tl.float32)
+    if CODED:
+        keys *= tl.load(k_scale + b * s_b + h * s_h + at, mask=at < slots, other=0.0)[:, None]
     members = tl.maximum(tl.sum((live > float("-inf")).to(tl.float32), 0), 1.0)
     centre = tl.sum(keys, 0) / members
     step = tl.maximum(tl.max(tl.abs(centre), 0), 1e-12) / 127

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.codes import decode
 
 
 def block_sparse_attention_reference(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Tensor:
     """Tile by tile: attention over the entries of its blocks, and the present ones."""
     group, slot = q.shape[1] // k.shape[1], torch.arange(past.block, device=q.device)
+    past = past._replace(
+        k=decode(past.k, past.k_scale, torch.float64), v=decode(past.v, past.v_scale, torch.float64)
+    )
     out = torch.empty_like(q)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.codes import Past, decode, decoded
 
 # elements of keys gathered at once: bounds memory, not the result
 AT_ONCE = 2**24
@@ -42,7 +43,7 @@ def read_tiles(
     for start, stop in cuts:
         size = (q.shape[0], stop - start, q.shape[1], read + present)
         if not kept or kept[0].shape[:4] != size:
-            kept = _gather(past, slice(start, stop), present)
+            kept = _gather(past, slice(start, stop), present, k.dtype)
         for entries, x in zip(kept[:2], (k, v), strict=True):
             entries[..., read:, :] = x[:, None].repeat_interleave(q.shape[1] // x.shape[1], 2)
         part = q[:, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
@@ -59,13 +60,20 @@ def read_tiles(
     return Read(whole_out, pairs, masked if past.ragged else None, kept)
 
 
-def _gather(past: BlockTable, tiles: slice, present: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gather(
+    past: BlockTable, tiles: slice, present: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values [B, tiles, H, N, D] and log_count of what tiles read, with room for now."""
     slots = slots_of(past, past.ids[:, :, tiles]).transpose(1, 2)  # [B, tiles, H, entries]
     log_count = gather_entries(past.log_count[..., None], slots)[..., 0]
     log_count = F.pad(log_count.masked_fill(slots < 0, -math.inf), (0, present))
-    k, v = (F.pad(gather_entries(x, slots), (0, 0, 0, present)) for x in (past.k, past.v))
-    return k, v, log_count
+
+    def entries(x: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is not None:
+            scale = gather_entries(scale[..., None], slots)[..., 0]
+        return F.pad(decode(gather_entries(x, slots), scale, dtype), (0, 0, 0, present))
+
+    return entries(past.k, past.k_scale), entries(past.v, past.v_scale), log_count
 
 
 def read_ragged(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Read:
@@ -78,16 +86,26 @@ def read_ragged(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Read:
             for i, part in enumerate(q[own, h : h + 1].split(past.tile, 2)):
                 slots = slots_of(past, past.ids[b, h, i])
                 slots = slots[slots >= 0]
-                keys, values = (
-                    torch.cat([old[own, kv].index_select(2, slots), new[own, kv]], 2)
-                    for old, new in ((past.k, k), (past.v, v))
-                )
+                stored = _listed(past, own, kv, slots)
+                keys, values, _ = decoded(stored, k[own, kv], v[own, kv])
                 log_count = past.log_count[own, kv].index_select(2, slots)
                 log_count = F.pad(log_count, (0, k.shape[2]))
                 rows = slice(i * past.tile, (i + 1) * past.tile)
                 out[own, h : h + 1, rows] = attention(part, keys, values, log_count)
                 pairs += part.shape[2] * keys.shape[2]
     return Read(out, pairs)
+
+
+def _listed(past: BlockTable, row: slice, head: slice, slots: Tensor) -> Past:
+    """Entries `slots` of one head."""
+
+    def take(x: Tensor) -> Tensor:
+        return x[row, head].index_select(2, slots)
+
+    found = Past(take(past.k), take(past.v))
+    if past.k_scale is None or past.v_scale is None:
+        return found
+    return found._replace(k_scale=take(past.k_scale), v_scale=take(past.v_scale))
 
 
 def slots_of(past: BlockTable, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tachyscope.kernels.device import HAS_TRITON, has_kernel
+from tachyscope.kernels.device import HAS_TRITON, reads_keys
 from tachyscope.kernels.match import torch as torch_backend
 from tachyscope.kernels.match.torch import features
 
@@ -47,4 +47,4 @@ def measure(
 
 def _has_kernel(vectors: Sequence[Tensor], shared: bool) -> bool:
     (x, *others) = vectors
-    return not (others or shared) and has_kernel(x.device, x.dtype, x.shape[3])
+    return not (others or shared) and reads_keys(x)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.kernels.codes import numbers
+
 # rows of the similarity matrix made at once, and elements: bound its memory, not its result
 TILE, AT_ONCE = 4096, 2**26
 
@@ -18,7 +20,7 @@ def alike_features(x: Tensor, shared: bool) -> Tensor:
 
     Shared by all heads (G = 1), it is the mean of the heads' cosines.
     """
-    unit = F.normalize(x.float(), dim=-1)
+    unit = F.normalize(numbers(x).float(), dim=-1)
     if not shared:
         return unit
     return unit.transpose(1, 2).flatten(2).unsqueeze(1) / math.sqrt(x.shape[1])

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tachyscope.kernels.codes import numbers
 from tachyscope.kernels.device import has_large_smem
 from tachyscope.kernels.launch import launch
 
@@ -49,7 +50,9 @@ def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor
     index = torch.empty_like(best, dtype=torch.int32)
     cosine = torch.empty(rows, heads, looking, **fine)
     partner = torch.empty_like(cosine, dtype=torch.int64)
-    strides = k.stride()[:3]
+    strides, k = k.stride()[:3], numbers(k)
+    # codes are multiplied as bfloat16, which holds them; the interpreter multiplies none
+    wide = tl.bfloat16 if k.is_cuda else tl.float32
     table = _tma_table(k, s.columns) if s.use_tma else None
     launch(
         _norms,
@@ -66,6 +69,7 @@ def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor
     launch(
         _match, (tiles, parts, rows * heads),
         k, table or k, scale, best, index, *strides, heads, n, first, -s.columns,
+        CODED=k.dtype.itemsize == 1, WIDE=wide,
         D=width, M=s.rows, N=s.columns, USE_TMA=table is not None,
         num_warps=s.warps, num_stages=s.stages, maxnreg=s.registers,
     )  # fmt: skip
@@ -96,7 +100,7 @@ def measure(k: Tensor, partner: Tensor, alike: Tensor) -> None:
     The first has none older, which is -inf.
     """
     rows, heads, _, width = k.shape
-    m = alike.shape[2]
+    m, k = alike.shape[2], numbers(k)
     launch(
         _measure, (triton.cdiv(m, 32), rows * heads),
         k, partner, alike, *k.stride()[:3], *partner.stride()[:2], *alike.stride()[:2], heads, m,
@@ -120,7 +124,8 @@ def _norms(k, scale, k_b, k_h, k_n, heads, n, D: tl.constexpr, N: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "n", "first", "high"])
 def _match(
     k_ptr, k_desc, scale_ptr, best_ptr, index_ptr, k_b, k_h, k_n, heads, n, first, high,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, USE_TMA: tl.constexpr,
+    CODED: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of entries meets one part of those older: its largest cosines, times own norm."""
     row, part, parts = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
@@ -132,6 +137,7 @@ def _match(
     offs_m = low + tl.arange(0, M)
     place = offs_m[:, None] * k_n + tl.arange(0, D)[None, :]
     q = tl.load(k_ptr + place, mask=(offs_m < n)[:, None], other=0.0)
+    q = q.to(WIDE) if CODED else q
     # the last entry sees all before it, and parts share that evenly
     steps = (tl.minimum(low + M, n) - 1 + N - 1) // N
     start, stop = steps * part // parts, steps * (part + 1) // parts
@@ -141,12 +147,12 @@ def _match(
     for step in tl.range(start, whole):
         best, index = _best_of_tile(
             q, k_ptr, k_desc, scale_ptr, step * N, offs_m, best, index, k_n, head, n, high,
-            False, D, N, USE_TMA,
+            False, CODED, D, N, USE_TMA,
         )  # fmt: skip
     for step in tl.range(whole, stop):  # here not all are older than all of the tile
         best, index = _best_of_tile(
             q, k_ptr, k_desc, scale_ptr, step * N, offs_m, best, index, k_n, head, n, high,
-            True, D, N, USE_TMA,
+            True, CODED, D, N, USE_TMA,
         )  # fmt: skip
     looking = n - first
     out = (part * tl.num_programs(2) + row).to(tl.int64) * looking + offs_m - first
@@ -157,7 +163,8 @@ def _match(
 @triton.jit
 def _best_of_tile(
     q, k_ptr, k_desc, scale_ptr, low, offs_m, best, index, k_n, head, n, high,
-    EDGE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, USE_TMA: tl.constexpr,
+    EDGE: tl.constexpr, CODED: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """The running best after N more older entries, from `low` on."""
     column = tl.arange(0, N)
@@ -170,6 +177,7 @@ def _best_of_tile(
     else:
         place = offs_n[:, None] * k_n + tl.arange(0, D)[None, :]
         k = tl.load(k_ptr + place, mask=inside[:, None], other=0.0)
+    k = k.to(q.dtype) if CODED else k
     score = tl.dot(q, k.T) * k_scale[None, :]
     if EDGE:
         score = tl.where(offs_n[None, :] < offs_m[:, None], score, LOWEST)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tachyscope.kernels.device import DTYPE, HAS_TRITON, has_kernel
+from tachyscope.kernels.device import HAS_TRITON, reads_keys
 from tachyscope.kernels.merge import torch as torch_backend
 from tachyscope.kernels.merge.torch import Entries, join_entries, take
 
@@ -30,8 +30,5 @@ def merge_entries(
     by_head, coded = alike.shape[1] == k.shape[1], held.k_scale is not None
     # the kernels move codes, but average none
     serves = by_head and not (coded and (mean or held.unrotated is not None))
-    dtype = DTYPE if coded else k.dtype
-    backend = (
-        triton_backend if serves and has_kernel(k.device, dtype, k.shape[3]) else torch_backend
-    )
+    backend = triton_backend if serves and reads_keys(k) else torch_backend
     return backend.merge_entries(held, alike, partner, excess, newest, mean)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, int8, uint8
+from torch import Tensor
 
-from tachyscope.kernels.device import DTYPE, HAS_TRITON, has_kernel
+from tachyscope.kernels.device import HAS_TRITON, reads_keys
 from tachyscope.kernels.slots import torch as torch_backend
 
 if HAS_TRITON:
@@ -13,7 +13,7 @@ if HAS_TRITON:
 
 def permute(x: Tensor, order: Tensor, back: bool = False) -> None:
     """Entry order[i] of x [B, H, n, D] to slot i, order [B, H, n]; or `back` from there."""
-    if _has_kernel(x):
+    if reads_keys(x):
         triton_backend.permute(x, order, back)
     else:
         torch_backend.permute(x, order, back)
@@ -21,12 +21,7 @@ def permute(x: Tensor, order: Tensor, back: bool = False) -> None:
 
 def shift(x: Tensor, source: int, target: int, count: int) -> None:
     """`count` entries of x [B, H, n, ...] from slot `source` to `target`; the two may overlap."""
-    if x.dim() == 4 and _has_kernel(x):
+    if x.dim() == 4 and reads_keys(x):
         triton_backend.shift(x, source, target, count)
     else:
         torch_backend.shift(x, source, target, count)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    # codes are bytes, which are moved as any other
-    return has_kernel(x.device, DTYPE if x.dtype in (int8, uint8) else x.dtype, x.shape[3])

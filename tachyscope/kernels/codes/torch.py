@@ -1,8 +1,4 @@
-"""Vectors as codes of one byte a channel, and a scale each.
-
-A tensor's dtype tells its codes: int8 are whole numbers, uint8 the bits of float8_e4m3fn, in which
-torch has no gather.
-"""
+"""Codes by stock torch."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ class Past(NamedTuple):
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of x [..., D] and their scales [...]: the largest channel gets the largest code."""
+    """Codes of x [..., D] and their scales [...]."""
     wide = x.float()
     scale = wide.abs().amax(-1).clamp(min=1e-12) / LARGEST[dtype]
     code = wide / scale.unsqueeze(-1)
@@ -39,10 +35,12 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def decode(code: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The vectors [..., D] of codes and scales [...]; without scales they are vectors already."""
-    if scale is None:
-        return code
-    found = code.view(FP8) if code.dtype == torch.uint8 else code
-    return (found.float() * scale.unsqueeze(-1)).to(dtype)
+    return code if scale is None else (numbers(code).float() * scale.unsqueeze(-1)).to(dtype)
+
+
+def numbers(x: Tensor) -> Tensor:
+    """Vectors or codes as numbers: of codes the direction alone."""
+    return x.view(FP8) if x.dtype == torch.uint8 else x
 
 
 def decoded(

@@ -1,0 +1,45 @@
+"""Codes in one reading and one writing (Triton)."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tachyscope.kernels.codes.torch import LARGEST, numbers
+from tachyscope.kernels.launch import launch
+
+
+def encode(x: Tensor, code: Tensor, scale: Tensor) -> None:
+    """`encode`: x may be any part of a chunk, code and scale any part of a cache."""
+    rows, heads, n, width = x.shape
+    if n == 0:
+        return
+    launch(
+        _encode, (triton.cdiv(n, 32), rows * heads),
+        x, numbers(code), scale, *x.stride()[:3], *code.stride()[:3], *scale.stride()[:2],
+        heads, n, LARGEST=LARGEST[code.dtype], WHOLE=code.dtype == torch.int8,
+        D=width, N=32, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "n"])
+def _encode(
+    x, code, scale, x_b, x_h, x_n, c_b, c_h, c_n, s_b, s_h, heads, n,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    at, offs_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)[None, :]
+    inside = at < n
+    place = at.to(tl.int64)[:, None]
+    vector = tl.load(x + b * x_b + h * x_h + place * x_n + offs_d, mask=inside[:, None], other=0.0)
+    vector = vector.to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(vector), 1), 1e-12) / LARGEST
+    found = tl.minimum(tl.maximum(vector / step[:, None], -LARGEST), LARGEST)
+    found = (tl.floor(found + 0.5) if WHOLE else found).to(code.dtype.element_ty)
+    tl.store(code + b * c_b + h * c_h + place * c_n + offs_d, found, mask=inside[:, None])
+    tl.store(scale + b * s_b + h * s_h + at, step, mask=inside)
