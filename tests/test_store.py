@@ -1,0 +1,225 @@
+"""Stores: codes that are near what they stand for, kernels that read them, bytes that are saved."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from streams import CHUNKS, TOKENS, play, session
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.attention import attention
+from tachyscope.kernels.attention.reference import attention_reference
+from tachyscope.kernels.block_index import buckets
+from tachyscope.kernels.block_sparse import torch as block_sparse_torch
+from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
+from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.codes import Past, decode, decoded, encode
+from tachyscope.kernels.codes import torch as codes_torch
+from tachyscope.kernels.codes.reference import encode_reference
+from tachyscope.kernels.match.torch import features
+from tachyscope.layers import cache_bytes
+
+pytest.importorskip("triton")
+from tachyscope.kernels.attention.triton import Setting, flash_attention
+from tachyscope.kernels.block_index import triton as block_index_triton
+from tachyscope.kernels.block_index.torch import Codes, encode_blocks
+from tachyscope.kernels.block_sparse import triton as block_sparse_triton
+from tachyscope.kernels.codes import triton as codes_triton
+from tachyscope.kernels.match import triton as match_triton
+
+CODES = {"int8": torch.int8, "fp8": torch.uint8}
+# how far a decoded vector may be from what was stored, as a part of its length
+NEAR = {"int8": 0.01, "fp8": 0.04}
+every = pytest.mark.parametrize("name", CODES)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
+
+
+def stored(rng, name, b, h, n, d):
+    """Codes and scales of random vectors, a part of a longer cache, and what they stand for."""
+    x = torch.randn(b, h, n, d, generator=rng) * torch.rand(b, h, n, 1, generator=rng).exp()
+    code = torch.full((b, h, n + 7, d), 99, dtype=CODES[name])
+    scale = torch.full((b, h, n + 4), math.nan)
+    encode(x, code[:, :, :n], scale[:, :, :n])
+    return x, code[:, :, :n], scale[:, :, :n]
+
+
+@every
+def test_codes_equal_their_definition_and_are_near(rng, name):
+    x, code, scale = stored(rng, name, 2, 3, 11, 16)
+    want, step = encode_reference(x, CODES[name])
+    assert torch.equal(code, want)
+    torch.testing.assert_close(scale, step)
+    got = decode(code, scale, torch.float64)
+    assert (got - x).norm() < NEAR[name] * x.norm()
+    torch.testing.assert_close(got.abs().amax(-1), x.double().abs().amax(-1))
+    # encoded again they stay as they are
+    again, same = codes_torch.encode(got, CODES[name])
+    assert torch.equal(again, code)
+    torch.testing.assert_close(same, scale)
+    zero, _ = codes_torch.encode(torch.zeros(1, 1, 1, 16), CODES[name])
+    assert (decode(zero, torch.ones(1, 1, 1), torch.float32) == 0).all()
+
+
+@interpreted
+@every
+def test_the_kernel_encodes_as_torch_does(rng, name):
+    x = torch.randn(2, 40, 3, 16, generator=rng).transpose(1, 2)
+    code, scale = torch.zeros(2, 3, 50, 16, dtype=CODES[name]), torch.zeros(2, 3, 50)
+    codes_triton.encode(x, code[:, :, 5:45], scale[:, :, 5:45])
+    want, step = codes_torch.encode(x, CODES[name])
+    torch.testing.assert_close(scale[:, :, 5:45], step)
+    # where a number lies between two codes, either is near
+    assert (code[:, :, 5:45] == want).float().mean() > (0.99 if name == "int8" else 0.4)
+    got = decode(code[:, :, 5:45], scale[:, :, 5:45], torch.float32)
+    assert (got - x).norm() < 2 * NEAR[name] * x.norm()
+    assert not code[:, :, :5].any() and not scale[:, :, 45:].any()
+
+
+def _past(rng, name, b, kv, n, d, groups):
+    (_, k, k_scale), (_, v, v_scale) = (stored(rng, name, b, kv, n, d) for _ in range(2))
+    log_count = torch.randn(b, groups, n + 2, generator=rng)[:, :, :n] if groups else None
+    if log_count is not None:
+        log_count[:, :, 3:9] = -math.inf
+    return Past(k, v, k_scale, v_scale, log_count)
+
+
+@interpreted
+@every
+@pytest.mark.parametrize("groups, tma, parts", [(0, 0, 1), (1, 1, 2), (2, 1, 1)])
+def test_attention_reads_codes(rng, name, groups, tma, parts):
+    past = _past(rng, name, 2, 2, 39, 16, groups)
+    q = torch.randn(2, 4, 21, 16, generator=rng)
+    k, v = (torch.randn(2, 2, 13, 16, generator=rng) for _ in range(2))
+    want = attention_reference(q, *decoded(past, k, v))
+    torch.testing.assert_close(attention(q, k, v, past=past), want, rtol=1e-5, atol=1e-5)
+    got = flash_attention(q, k, v, None, Setting(16, 16, 4, 2, bool(tma), parts), past)
+    near = 1e-5 if name == "int8" else 0.02  # queries as two float8, p as float16
+    torch.testing.assert_close(got, want, rtol=near, atol=near)
+
+
+@interpreted
+@every
+@pytest.mark.parametrize("tma", [0, 1])
+def test_block_sparse_attention_reads_codes(rng, name, tma):
+    tile, block, tiles, blocks = 32, 16, 2, 5
+    past = _past(rng, name, 2, 2, blocks * block - 3, 16, 0)
+    q = torch.randn(2, 4, 40, 16, generator=rng)
+    k, v = (torch.randn(2, 2, 13, 16, generator=rng) for _ in range(2))
+    log_count = torch.randn(2, 2, blocks * block, generator=rng)
+    log_count[:, :, blocks * block - 3 :] = -math.inf
+    ids = torch.rand(2, 4, tiles, blocks, generator=rng).argsort(-1).int()
+    counts = torch.randint(1, blocks + 1, ids.shape[:3], generator=rng, dtype=torch.int32)
+    ids[torch.arange(blocks) >= counts.unsqueeze(-1)] = -1
+    table = BlockTable(
+        past.k, past.v, log_count, ids, counts, tile, block, ragged=True,
+        k_scale=past.k_scale, v_scale=past.v_scale,
+    )  # fmt: skip
+    want = block_sparse_attention_reference(q, k, v, table)
+    for read in (block_sparse_torch.read_tiles, block_sparse_torch.read_ragged):
+        torch.testing.assert_close(read(q, k, v, table).out, want, rtol=1e-5, atol=1e-5)
+    got = block_sparse_triton.block_sparse_attention(
+        q, k, v, table, Setting(16, 16, 4, 2, bool(tma), 1)
+    )
+    near = 1e-5 if name == "int8" else 0.02
+    torch.testing.assert_close(got, want, rtol=near, atol=near)
+
+
+@interpreted
+@every
+def test_cosines_buckets_and_block_means_of_codes_are_those_of_vectors(rng, name):
+    _, k, scale = stored(rng, name, 1, 2, 45, 16)
+    vectors = decode(k, scale, torch.float32)
+    torch.testing.assert_close(features([k], False), features([vectors], False))
+    assert torch.equal(buckets(k, 8), buckets(vectors, 8))
+    assert torch.equal(block_index_triton.buckets(k, 8).long(), buckets(vectors, 8))
+    setting = match_triton.Setting(16, 16, 4, 2, 128, 4096, False)
+    cosine, partner = match_triton.match(k, 20, setting)
+    unit = features([vectors], False)
+    theirs = (unit[:, :, 20:] * unit.gather(2, partner[..., None].expand(-1, -1, -1, 16))).sum(-1)
+    torch.testing.assert_close(cosine, theirs)
+    alike = torch.empty(1, 2, 25)
+    match_triton.measure(k[:, :, 20:], torch.zeros(1, 2, 25, dtype=torch.int64), alike)
+    torch.testing.assert_close(alike[:, :, 1:], (unit[:, :, 21:] * unit[:, :, 20:21]).sum(-1))
+    found = []
+    log_count = torch.zeros(1, 2, 48)
+    log_count[:, :, 45:] = -math.inf
+    for make, past in (
+        (encode_blocks, Past(vectors, vectors)),
+        (encode_blocks, Past(k, k, scale, scale)),
+        (block_index_triton.encode_blocks, Past(k, k, scale, scale)),
+    ):
+        empty = torch.zeros(1, 2, 3, 16)
+        codes = Codes(empty.to(torch.int8), empty[..., :1].clone(), empty[..., 0].clone())
+        make(past, log_count, 16, codes)
+        found.append(codes.code.float() * codes.scale)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0.02)
+
+
+def answers(at, chunks):
+    """All that attention gave."""
+    return torch.cat([out.flatten() for out, _ in play(at, chunks)])
+
+
+PLANS = [
+    "",
+    "cache=window:budget=8f",
+    "cache=window:budget=8f,positions=reindexed,fold=0.5",
+    "cache=window:budget=8f,max_distance=6",
+    "cache=dedup:budget=8f",
+    "cache=merge:budget=8f,match=key_value",
+    "attention=ann:read=1,block=2",
+]
+
+
+@every
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_coded_store_answers_nearly_as_a_native_one(name, plan):
+    """The same queries, keys and values go into both."""
+    want = answers(session(CHUNKS, plan), 5)
+    got = answers(session(CHUNKS, f"{plan} store={name}"), 5)
+    # which entries merge may differ where two pairs are about as alike
+    near = {"int8": 0.02, "fp8": 0.06}[name] * (4 if "=dedup" in plan or "=merge" in plan else 1)
+    off = (got - want).norm() / want.norm()
+    assert 0 < off < near
+
+
+@every
+def test_a_token_model_answers_nearly_so_too(name):
+    want, got = (answers(session(TOKENS, f"store={x}"), 4) for x in ("native", name))
+    assert 0 < (got - want).norm() / want.norm() < {"int8": 0.02, "fp8": 0.06}[name]
+
+
+@every
+def test_a_coded_store_takes_half_the_bytes(name):
+    shape = replace(CHUNKS, head_dim=128)
+    sizes = {}
+    for store in ("native", name):
+        at = session(shape, f"cache=window:budget=48f store={store}", torch.bfloat16)
+        sizes[store] = cache_bytes(at.layers)
+    now = 2 * shape.layers * shape.batch * shape.kv_heads * shape.max_pass_tokens * 128 * 2
+    assert sizes[name] - now < 0.54 * sizes["native"]
+
+
+@every
+def test_codes_are_what_a_commit_moves(name):
+    """Entries that stay keep their codes and scales to the bit, whatever is dropped before them."""
+    at = session(CHUNKS, f"cache=window:budget=5f,sink=1 store={name}")
+    play(at, 2)
+    here, sink = at.layers[0], CHUNKS.tokens_per_frame
+    kept = here.k.data_ptr()
+    before = {part: here.tensors()[part][:, :, : at.past].clone() for part in ("k", "k_scale", "v")}
+    past = at.past
+    play(at, 1)
+    gone = past + CHUNKS.chunk * sink - at.past
+    for part, x in before.items():
+        now = here.tensors()[part]
+        assert torch.equal(now[:, :, :sink], x[:, :, :sink])
+        assert torch.equal(now[:, :, sink : past - gone], x[:, :, sink + gone :])
+    assert here.k.data_ptr() == kept  # a bounded cache is never reallocated
+
+
+def test_an_unknown_store_is_refused_in_one_line():
+    with pytest.raises(TachyscopeError, match="no store policy 'int4'; there are: native, int8"):
+        session(CHUNKS, "store=int4")
