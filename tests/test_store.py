@@ -11,6 +11,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.block_index import buckets
+from tachyscope.kernels.block_sparse import block_sparse_attention
 from tachyscope.kernels.block_sparse import torch as block_sparse_torch
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
 from tachyscope.kernels.block_table import BlockTable
@@ -18,7 +19,12 @@ from tachyscope.kernels.codes import Past, decode, decoded, encode
 from tachyscope.kernels.codes import torch as codes_torch
 from tachyscope.kernels.codes.reference import encode_reference
 from tachyscope.kernels.match.torch import features
+from tachyscope.kernels.merge import torch as merge_torch
+from tachyscope.kernels.merge.torch import Entries
 from tachyscope.layers import cache_bytes
+from tachyscope.plan import Plan
+from tachyscope.session import Session
+from tachyscope.types import Rope
 
 pytest.importorskip("triton")
 from tachyscope.kernels.attention.triton import Setting, flash_attention
@@ -27,6 +33,7 @@ from tachyscope.kernels.block_index.torch import Codes, encode_blocks
 from tachyscope.kernels.block_sparse import triton as block_sparse_triton
 from tachyscope.kernels.codes import triton as codes_triton
 from tachyscope.kernels.match import triton as match_triton
+from tachyscope.kernels.merge import triton as merge_triton
 
 CODES = {"int8": torch.int8, "fp8": torch.uint8}
 # how far a decoded vector may be from what was stored, as a part of its length
@@ -162,6 +169,35 @@ def answers(at, chunks):
     return torch.cat([out.flatten() for out, _ in play(at, chunks)])
 
 
+@interpreted
+@every
+@pytest.mark.parametrize("mean", [False, True])
+def test_merging_moves_codes_and_encodes_means(rng, name, mean):
+    n, excess, behind = 41, 25, 5
+    (_, k, k_scale), (_, v, v_scale) = (stored(rng, name, 1, 2, n + behind, 16) for _ in range(2))
+    log_count = torch.rand(1, 2, n + behind, generator=rng)
+    pos = torch.randint(9, (1, 2, n + behind, 3), generator=rng).float()
+    alike = torch.rand(1, 2, n, generator=rng)
+    alike[:, :, 0] = -math.inf
+    partner = (torch.rand(1, 2, n, generator=rng) * torch.arange(n)).long()
+    vectors = [decode(code, scale, torch.float32) for code, scale in ((k, k_scale), (v, v_scale))]
+    want = Entries(*vectors, log_count.clone(), pos.clone())
+    merge_torch.merge_entries(want, alike, partner.clone(), excess, True, mean)
+    stay = slice(0, n + behind - excess)
+    for backend in (merge_torch, merge_triton):
+        parts = [x.clone() for x in (k, v, log_count, pos, k_scale, v_scale)]
+        held = Entries(*parts[:4], None, *parts[4:])
+        backend.merge_entries(held, alike, partner.clone(), excess, True, mean)
+        got = [
+            decode(held.k, held.k_scale, torch.float32),
+            decode(held.v, held.v_scale, torch.float32),
+        ]
+        assert torch.equal(got[0][:, :, stay], want.k[:, :, stay])  # keys are moved, not averaged
+        off = (got[1] - want.v)[:, :, stay].norm() / want.v[:, :, stay].norm()
+        assert off < 2 * NEAR[name] if mean else off == 0
+        torch.testing.assert_close(held.log_count[:, :, stay], want.log_count[:, :, stay])
+
+
 PLANS = [
     "",
     "cache=window:budget=8f",
@@ -223,3 +259,51 @@ def test_codes_are_what_a_commit_moves(name):
 def test_an_unknown_store_is_refused_in_one_line():
     with pytest.raises(TachyscopeError, match="no store policy 'int4'; there are: native, int8"):
         session(CHUNKS, "store=int4")
+
+
+@pytest.mark.gpu
+@every
+def test_the_kernels_of_a_gpu_read_codes(rng, name):
+    past = Past(*(x.cuda() for x in _past(rng, name, 2, 2, 701, 128, 2)))
+    q = torch.randn(2, 4, 300, 128, generator=rng).cuda().bfloat16()
+    k, v = (torch.randn(2, 2, 130, 128, generator=rng).cuda().bfloat16() for _ in range(2))
+    want = attention_reference(q, *decoded(past, k, v))
+    torch.testing.assert_close(attention(q, k, v, past=past), want, rtol=0.02, atol=0.02)
+    blocks = 22
+    log_count = torch.zeros(2, 2, blocks * 32, device="cuda")
+    log_count[:, :, 701:] = -math.inf
+    ids = torch.rand(2, 4, 3, blocks, generator=rng).argsort(-1).int()[..., :9].contiguous().cuda()
+    counts = torch.full((2, 4, 3), 9, dtype=torch.int32, device="cuda")
+    table = BlockTable(
+        past.k, past.v, log_count, ids, counts, 128, 32, k_scale=past.k_scale, v_scale=past.v_scale
+    )
+    want = block_sparse_attention_reference(q, k, v, table)
+    torch.testing.assert_close(
+        block_sparse_attention(q, k, v, table).out, want, rtol=0.02, atol=0.02
+    )
+    x = torch.randn(2, 300, 2, 128, generator=rng).cuda().bfloat16().transpose(1, 2)
+    code = torch.zeros(2, 2, 400, 128, dtype=CODES[name], device="cuda")
+    scale = torch.zeros(2, 2, 400, device="cuda")
+    encode(x, code[:, :, 7:307], scale[:, :, 7:307])
+    want, step = codes_torch.encode(x, CODES[name])
+    torch.testing.assert_close(scale[:, :, 7:307], step)
+    assert (code[:, :, 7:307] == want).float().mean() > 0.99
+    cosine, _ = match_triton.match(past.k, 300)
+    unit = features([past.k], False)
+    best = (unit[:, :, 300:] @ unit.mT).tril(299).amax(-1)
+    torch.testing.assert_close(cosine, best, rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+@every
+@pytest.mark.parametrize("plan", ["cache=merge:budget=8f", "cache=dedup:budget=8f"])
+def test_a_coded_store_on_a_gpu_answers_nearly_as_a_native_one(name, plan):
+    shape = replace(CHUNKS, head_dim=64, heads=2, grid=(16, 16))
+    rope = Rope(((24, (1, 0, 0)), (20, (0, 1, 0)), (20, (0, 0, 1))))
+    found = []
+    for store in ("native", name):
+        text = f"dense text=none {plan} attention=ann:read=1,block=32,tile=128 store={store}"
+        at = Session(shape, Plan.parse(text), rope, device="cuda", dtype=torch.bfloat16)
+        found.append(answers(at, 6).float())
+    off = (found[1] - found[0]).norm() / found[0].norm()
+    assert 0 < off < {"int8": 0.1, "fp8": 0.25}[name]

@@ -74,6 +74,8 @@ ALL = MAIN | {
     "text-ann": f"{MERGE} attention=ann:read=0.2 text=ann",
     "replay.25": f"{FIFTH_READ} replay=attentive:share=0.25",
     "replay.5": f"{FIFTH_READ} replay=attentive:share=0.5",
+    "int8": f"{FIFTH_READ} store=int8",
+    "fp8": f"{FIFTH_READ} store=fp8",
 }
 TABLES = {"main": MAIN, "all": ALL}
 # latent frames before a timed chunk, where nothing is forgotten; shrunk to what the GPU holds

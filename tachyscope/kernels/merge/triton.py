@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.codes import numbers
+from tachyscope.kernels.codes.torch import LARGEST
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.merge.torch import Entries
 
@@ -76,9 +78,11 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
 
     With `newest`, also the key and position of its newest member, and without `mean` its value.
     """
-    k, v, log_count, pos, unrotated, k_scale, v_scale, _ = held
+    _, _, log_count, pos, unrotated, k_scale, v_scale, _ = held
+    k, v = numbers(held.k), numbers(held.v)
     rows, excess = folds.source.shape
     n, width = k.shape[2:]
+    largest = 0.0 if k_scale is None else LARGEST[held.k.dtype]
     # most groups are small, but one may hold almost all: it is read in pieces at the same time
     pieces = excess // PIECE
     means = torch.empty(rows, pieces, width, dtype=torch.float32, device=k.device)
@@ -92,15 +96,17 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
     if pieces:
         launch(
             _sum_pieces, (pieces, rows),
-            v, log_count, pos, *lists, *into, *inner, k.shape[1], n, excess,
-            MEAN=mean, D=width, M=PIECE, num_warps=4,
+            v, scales[1], log_count, pos, *lists, *into, *inner, *scales[1].stride()[:2],
+            k.shape[1], n, excess,
+            MEAN=mean, CODED=k_scale is not None, D=width, M=PIECE, num_warps=4,
         )  # fmt: skip
     launch(
         _fold, (excess, rows),
         k, v, other, log_count, pos, *scales, *lists, *into,
         *k.stride()[:3], *other.stride()[:3], *inner, *scales[0].stride()[:2],
         k.shape[1], n, excess, NEWEST=newest, MEAN=mean, UNROTATED=unrotated is not None,
-        CODED=k_scale is not None, D=width, M=PIECE, num_warps=4,
+        CODED=k_scale is not None, WHOLE=v.dtype == torch.int8, LARGEST=largest,
+        D=width, M=PIECE, num_warps=4,
     )  # fmt: skip
 
 
@@ -217,8 +223,8 @@ def _trace(
 
 @triton.jit
 def _members(
-    v, log_count, pos, source, root, v_n, p_n, at, end, mine, n,
-    MEAN: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    v, v_scale, log_count, pos, source, root, v_n, p_n, at, end, mine, n,
+    MEAN: tl.constexpr, CODED: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Of a list from `at` to `end`, at most M, those of one group: how many, their weight, their
     weighted sum, and the newest."""
@@ -231,8 +237,10 @@ def _members(
         w = tl.exp(tl.load(log_count + member, mask=theirs, other=-float("inf")))
         x = v + member[:, None] * v_n + tl.arange(0, D)[None, :]
         x = tl.load(x, mask=theirs[:, None], other=0.0).to(tl.float32)
-        mean += tl.sum(x * w[:, None], 0)
         total += tl.sum(w)
+        if CODED:
+            w *= tl.load(v_scale + member, mask=theirs, other=0.0)
+        mean += tl.sum(x * w[:, None], 0)
     time = tl.load(pos + member * p_n, mask=theirs, other=0.0).to(tl.int64)
     newest = tl.max(tl.where(theirs, time * n + member, -1))
     return tl.sum(theirs.to(tl.int32)), total, mean, newest
@@ -240,9 +248,9 @@ def _members(
 
 @triton.jit(do_not_specialize=["heads", "n", "excess"])
 def _sum_pieces(
-    v, log_count, pos, source, root, means, weights, times,
-    v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, heads, n, excess,
-    MEAN: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    v, v_scale, log_count, pos, source, root, means, weights, times,
+    v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, s_b, s_h, heads, n, excess,
+    MEAN: tl.constexpr, CODED: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """A piece of a row's list, if it is all of one group."""
     row, piece = tl.program_id(1), tl.program_id(0)
@@ -252,9 +260,9 @@ def _sum_pieces(
     mine = tl.load(root + piece * M)
     if tl.load(root + piece * M + M - 1) == mine:
         _, total, mean, newest = _members(
-            v + b * v_b + h * v_h, log_count + b * w_b + h * w_h, pos + b * p_b + h * p_h,
-            source, root,
-            v_n, p_n, piece * M, piece * M + M, mine, n, MEAN, D, M,
+            v + b * v_b + h * v_h, v_scale + b * s_b + h * s_h, log_count + b * w_b + h * w_h,
+            pos + b * p_b + h * p_h, source, root,
+            v_n, p_n, piece * M, piece * M + M, mine, n, MEAN, CODED, D, M,
         )  # fmt: skip
         at = row.to(tl.int64) * (excess // M) + piece
         tl.store(means + at * D + tl.arange(0, D), mean)
@@ -267,7 +275,8 @@ def _fold(
     k, v, unrotated, log_count, pos, k_scale, v_scale, source, root, means, weights, times,
     k_b, k_h, k_n, r_b, r_h, r_n, v_b, v_h, v_n, w_b, w_h, p_b, p_h, p_n, s_b, s_h,
     heads, n, excess, NEWEST: tl.constexpr, MEAN: tl.constexpr, UNROTATED: tl.constexpr,
-    CODED: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    CODED: tl.constexpr, WHOLE: tl.constexpr, LARGEST: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """One group. Only its own program writes its root; lists name groups in rising order."""
     row, first = tl.program_id(1), tl.program_id(0)
@@ -279,6 +288,8 @@ def _fold(
     unrotated += b * r_b + h * r_h
     log_count += b * w_b + h * w_h
     pos += b * p_b + h * p_h
+    k_scale += b * s_b + h * s_h
+    v_scale += b * s_b + h * s_h
     mine = tl.load(root + first)
     leads = tl.load(root + first - 1, mask=first > 0, other=-1) != mine
     if leads:
@@ -290,10 +301,12 @@ def _fold(
         piece = (first + M - 1) // M
         end = tl.minimum(piece * M, excess)
         count, total, mean, last = _members(
-            v, log_count, pos, source, root, v_n, p_n, first, end, mine, n, MEAN, D, M
-        )
+            v, v_scale, log_count, pos, source, root, v_n, p_n, first, end, mine, n,
+            MEAN, CODED, D, M,
+        )  # fmt: skip
         total += weight
-        mean += own.to(tl.float32) * weight
+        step = tl.load(v_scale + mine) if CODED else 1.0
+        mean += own.to(tl.float32) * (weight * step)
         newest = tl.maximum(newest, last)
         if count == end - first:
             pieces = excess // M
@@ -312,14 +325,23 @@ def _fold(
                 found = tl.sum(whole.to(tl.int32))
                 piece += found
             _, more, sums, last = _members(
-                v, log_count, pos, source, root, v_n, p_n, piece * M, excess, mine, n, MEAN, D, M
-            )
+                v, v_scale, log_count, pos, source, root, v_n, p_n, piece * M, excess, mine, n,
+                MEAN, CODED, D, M,
+            )  # fmt: skip
             total += more
             mean += sums
             newest = tl.maximum(newest, last)
         if MEAN:
             # a root that gained nothing keeps its bits
-            mean = tl.where(total > weight, mean / total, own.to(tl.float32))
+            if CODED:
+                mean /= total
+                new_step = tl.maximum(tl.max(tl.abs(mean)), 1e-12) / LARGEST
+                tl.store(v_scale + mine, tl.where(total > weight, new_step, step))
+                mean = tl.minimum(tl.maximum(mean / new_step, -LARGEST), LARGEST)
+                mean = tl.floor(mean + 0.5) if WHOLE else mean
+                mean = tl.where(total > weight, mean, own.to(tl.float32))
+            else:
+                mean = tl.where(total > weight, mean / total, own.to(tl.float32))
             tl.store(v + mine * v_n + d, mean.to(own.dtype))
             tl.store(log_count + mine, tl.log(total))
         if NEWEST:
@@ -330,9 +352,9 @@ def _fold(
             if UNROTATED:
                 tl.store(unrotated + mine * r_n + d, tl.load(unrotated + member * r_n + d))
             if CODED:
-                scale_at = b * s_b + h * s_h
-                tl.store(k_scale + scale_at + mine, tl.load(k_scale + scale_at + member))
-                tl.store(v_scale + scale_at + mine, tl.load(v_scale + scale_at + member))
+                tl.store(k_scale + mine, tl.load(k_scale + member))
+                if not MEAN:
+                    tl.store(v_scale + mine, tl.load(v_scale + member))
             axis = tl.arange(0, 4)
             place = tl.load(pos + member * p_n + axis, mask=axis < 3)
             tl.store(pos + mine * p_n + axis, place, mask=axis < 3)
