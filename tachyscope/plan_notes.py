@@ -11,6 +11,7 @@ from tachyscope.models.wan.tiny_decoder import decoder_note
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
 from tachyscope.session import Session
+from tachyscope.store.native import Native
 
 Sums = Mapping[str, float]
 SAVED = 0.01  # a method that saves less has not paid for its name
@@ -33,6 +34,11 @@ def _cache(session: Session, sums: Sums) -> str:
         return "saved nothing: the video is shorter than its budget"
     kept = session.past / max(session.total_entries, 1)
     return _under(session.plan.cache != KeepAll(), 1 - kept, f"it kept {kept:.1%} of the entries")
+
+
+def _store(session: Session, sums: Sums) -> str:
+    share = session.layers[0].stored_share
+    return _under(session.plan.store != Native(), 1 - share, f"it takes {share:.1%} of the bytes")
 
 
 def _attention(session: Session, sums: Sums) -> str:
@@ -64,7 +70,8 @@ def _passes(session: Session, sums: Sums) -> str:
 
 # by kind: what is to be said of its policy, or nothing
 SAVINGS: dict[str, Callable[[Session, Sums], str]] = {
-    "cache": _cache, "attention": _attention, "text": _text, "passes": _passes, "replay": _replay,
+    "cache": _cache, "store": _store, "attention": _attention, "text": _text, "passes": _passes,
+    "replay": _replay,
 }  # fmt: skip
 
 

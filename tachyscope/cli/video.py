@@ -24,7 +24,7 @@ class VideoVerb(Verb):
         "dense", "A name that `tachyscope methods` lists, or one with changes: 'fast replay=none'."
     )
     cache: str | None = option(None, "What to remember, a change of the plan: merge:budget=21f")
-    store: str | None = option(None, "How to store it, a change of the plan: native")
+    store: str | None = option(None, "How to store it, a change of the plan: native, int8 or fp8")
     attention: str | None = option(
         None, "What to read of the video, a change of the plan: ann:read=0.2"
     )

@@ -133,6 +133,13 @@ class KVStore:
             found += share * x.nbytes if name in by_slot else x.nbytes
         return round(found)
 
+    @property
+    def stored_share(self) -> float:
+        """What keys and values take, of what they would take in the model's dtype."""
+        held = [x for x in (self.k, self.v, self.unrotated) if x is not None]
+        taken = sum(x.nbytes for x in (*held, *self.scales.values(), *self.present.values()))
+        return taken / sum(x.numel() * self.dtype.itemsize for x in held)
+
     def _moved(self) -> Iterator[Tensor]:
         yield from self.entries().values()
         yield from (self.own[kind][name] for kind, name in sorted(self.per_slot))
