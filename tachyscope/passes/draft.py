@@ -55,19 +55,17 @@ class Draft(PassPolicy):
         videos, places, depth, _ = noise.shape
         columns = session.shape.grid[1]
         last, logits = session.features.get(CODES), session.features.get(LOGITS)
-        own = self.source in ("row", "repeat")
         codes = torch.zeros(videos, places, depth, dtype=torch.int64, device=noise.device)
         kept = torch.empty_like(noise)
         guess = codes.clone()  # what a refuted pass drew
         guessed = 0  # places before this one have a guess
-        first = last if last is not None else codes
+        first = last if last is not None else codes  # any draft will do for a first frame
         drawn = first if logits is None or self.source != "logits" else frame.pick(logits, noise)
         at = 0
         codes[:, :1], kept[:, :1] = frame.draw(session.features["hidden"][:, None], 0)
         while True:
-            # the first frame has none before it
             left = places - 1 - at
-            n = min(self.places, left) if own or last is not None else 0
+            n = min(self.places, left)
             drafts = self.drafts(codes, first, drawn, at + 1, n, columns)
             if self.jacobi and guessed > at + 1:
                 m = min(guessed - at - 1, n)
