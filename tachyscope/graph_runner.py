@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tachyscope.decode import DecodeEngine, DecodeParts, unsupported
 from tachyscope.errors import warn
+from tachyscope.kernels.device import has_decode_kernel
 from tachyscope.models.base import VideoModel
 from tachyscope.session import Session
 
@@ -166,6 +167,8 @@ def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
     parts = model.decode_parts()
     if parts is None:
         return ChunkRunner(model, session, Graph)
+    if not has_decode_kernel(session.layers[0].v[..., 0, 0]):
+        return ChunkRunner(model, session)  # float32, or many rows: stock torch's
     if reason := unsupported(parts, session):
         warn(f"{session.plan} runs without a CUDA graph, each token by itself: {reason}")
         return ChunkRunner(model, session)

@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter, Token
 from tachyscope import __version__
 from tachyscope.cli.bench_cpu import BenchCpu
 from tachyscope.cli.bench_fit import BenchFit
+from tachyscope.cli.bench_tokens import BenchTokens
 from tachyscope.cli.bench_wan import BenchWan
 from tachyscope.cli.calibrate import Calibrate
 from tachyscope.cli.compare import Compare
@@ -40,7 +41,12 @@ VERBS: dict[str, type[Verb]] = {
     "models": Models,
     "doctor": Doctor,
 }
-BENCH: dict[str, type[Verb]] = {"cpu": BenchCpu, "wan": BenchWan, "fit": BenchFit}
+BENCH: dict[str, type[Verb]] = {
+    "cpu": BenchCpu,
+    "wan": BenchWan,
+    "tokens": BenchTokens,
+    "fit": BenchFit,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

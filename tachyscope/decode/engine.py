@@ -22,7 +22,6 @@ from tachyscope.decode.parts import DecodeParts
 from tachyscope.decode.trunk import Trunk, TrunkLayer
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Kept
-from tachyscope.kernels.device import has_decode_kernel
 from tachyscope.kernels.gemv import gemv
 from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
@@ -49,8 +48,6 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         "an observer reads what it is told": any(x.host for x in session.observers),
         "its heads are no power of two wide": shape.head_dim & (shape.head_dim - 1) != 0,
         "its weights are neither floats nor int8": not all(map(is_readable, linears)),
-        "its kernels take few rows of 16 bits": session.device.type == "cuda"
-        and not has_decode_kernel(session.layers[0].v[..., 0, 0]),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -103,7 +100,7 @@ class DecodeEngine:
         past = session.past
         ready = session.replay.ready.issuperset((0,))
         session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
-        self._meet(past)
+        self.meet_memory()
         cos, sin = session.rotation(pos)
         self.cos.copy_(cos[:, 0])
         self.sin.copy_(sin[:, 0])
@@ -161,7 +158,7 @@ class DecodeEngine:
             with torch.cuda.graph(self.recorded):
                 self.step()
 
-    def _meet(self, past: int) -> None:
+    def meet_memory(self) -> None:
         """Point the steps to the session's memory, where that is not the last frame's."""
         session = self.session
         held = [x for layer in session.layers for x in (layer.k, layer.v, layer.log_count)]

@@ -24,22 +24,24 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
     launch(
         _sample_code, (videos,),
         logits, to.codes, to.noise, to.place, to.book, to.total, draw.cfg, 1 / draw.temperature,
-        min(draw.top_k, count), draw.top_p, videos, places, count,
-        GUIDED=draw.guided, TOP_P=draw.top_p < 1, AT=to.depth, DEPTH=depth, DIM=dim,
+        min(draw.top_k, count), draw.top_p, videos, places, count, to.depth, depth,
+        GUIDED=draw.guided, TOP_P=draw.top_p < 1, FIRST=to.depth == 0, DIM=dim,
         BLOCK=block, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=16 if block > 4096 else 4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["cfg", "inverse", "top_k", "top_p", "videos", "places"])
+@triton.jit(
+    do_not_specialize=["cfg", "inverse", "top_k", "top_p", "videos", "places", "at_depth", "depth"]
+)
 def _sample_code(
     logits, codes, noise, place, book, total, cfg, inverse, top_k, top_p, videos, places, count,
-    GUIDED: tl.constexpr, TOP_P: tl.constexpr, AT: tl.constexpr, DEPTH: tl.constexpr,
+    at_depth, depth, GUIDED: tl.constexpr, TOP_P: tl.constexpr, FIRST: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     video, offs = tl.program_id(0), tl.arange(0, BLOCK)
     mask = offs < count
     x = tl.load(logits + video * count + offs, mask=mask, other=-float("inf")).to(tl.float32)
-    at = (video.to(tl.int64) * places + tl.load(place)) * DEPTH + AT
+    at = (video.to(tl.int64) * places + tl.load(place)) * depth + at_depth
     if GUIDED:
         without = tl.load(logits + (videos + video) * count + offs, mask=mask, other=0.0)
         without = without.to(tl.float32)
@@ -72,7 +74,7 @@ def _sample_code(
     offs_d = tl.arange(0, DIM_BLOCK)
     inside = offs_d < DIM
     entry = tl.load(book + code.to(tl.int64) * DIM + offs_d, mask=inside, other=0.0)
-    if AT > 0:
+    if not FIRST:
         before = tl.load(total + video * DIM + offs_d, mask=inside, other=0.0)
         entry = (entry.to(tl.float32) + before.to(tl.float32)).to(entry.dtype)
     tl.store(total + video * DIM + offs_d, entry, mask=inside)

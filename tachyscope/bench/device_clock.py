@@ -1,0 +1,94 @@
+"""Time, bandwidth and energy of a device."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+
+Work = Callable[[], object]
+COPY_BYTES = 4 << 30
+
+
+def recorded(work: Work, device: torch.device) -> Work:
+    """The work as a CUDA graph, after one run that compiles it; elsewhere as it is."""
+    work()
+    if device.type != "cuda":
+        return work
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def milliseconds(work: Work, times: int, device: torch.device) -> float:
+    """What one of so many runs in a row takes."""
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(times):
+            work()
+        return 1e3 * (time.perf_counter() - begun) / times
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        work()
+    stop.record()
+    stop.synchronize()
+    spent: float = start.elapsed_time(stop)
+    return spent / times
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second of a plain copy, read and written: what memory hands over at best."""
+    size = COPY_BYTES if device.type == "cuda" else 1 << 24
+    a = torch.zeros(size, dtype=torch.uint8, device=device)
+    b = torch.zeros_like(a)
+    run = recorded(lambda: b.copy_(a), device)
+    return 2 * size / min(milliseconds(run, 3, device) for _ in range(5)) * 1e3
+
+
+class EnergyCounter:
+    """The GPU's own counter of joules, by its driver's library; None where there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._library: ctypes.CDLL | None = None
+        if device.type != "cuda":
+            return
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+            self._handle = ctypes.c_void_p()
+            name = torch.cuda.get_device_properties(device).uuid
+            found = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(
+                f"GPU-{name}".encode(), ctypes.byref(self._handle)
+            )
+        except (OSError, AttributeError):
+            return
+        if found == 0:
+            self._library = library
+            if self.joules() is None:
+                self._library = None
+
+    def joules(self) -> float | None:
+        """Since the driver was loaded."""
+        if self._library is None:
+            return None
+        spent = ctypes.c_ulonglong()
+        failed = self._library.nvmlDeviceGetTotalEnergyConsumption(
+            self._handle, ctypes.byref(spent)
+        )
+        return None if failed else spent.value / 1e3
+
+    def watts(self, work: Work, times: int, device: torch.device) -> float | None:
+        """The mean over so many runs, which should take a second: the counter is slow."""
+        if self._library is None:
+            return None
+        torch.cuda.synchronize(device)
+        before, begun = self.joules(), time.perf_counter()
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize(device)
+        after, spent = self.joules(), time.perf_counter() - begun
+        return None if before is None or after is None else (after - before) / spent

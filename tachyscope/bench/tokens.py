@@ -1,0 +1,395 @@
+"""A token model of full size: what a token costs by plan, and what of memory's rate that reaches.
+
+Weights are random, which changes no time. A video's time is added up: the first frame, in which
+nothing can be replayed, and the others by straight lines between three of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tachyscope.attention.window import Window
+from tachyscope.bench.device_clock import EnergyCounter, copy_rate, milliseconds, recorded
+from tachyscope.bench.llama_peer import bench_llama
+from tachyscope.bench.single_chunk import clear
+from tachyscope.decode import DecodeEngine, quantise_int8
+from tachyscope.decode.trunk import TrunkLayer
+from tachyscope.errors import TachyscopeError, first_line
+from tachyscope.kernels.gemv import Weight
+from tachyscope.models.vila_u.config import VilaConfig
+from tachyscope.models.vila_u.depth import DepthConfig, Sampler
+from tachyscope.models.vila_u.model import VilaModel
+from tachyscope.models.vila_u.tokenizers import BytesTokenizer
+from tachyscope.models.vila_u.transformer import Vila
+from tachyscope.models.vila_u.vqgan import PixelConfig
+from tachyscope.plan import Plan
+from tachyscope.results import Document, document
+from tachyscope.session import Session
+from tachyscope.tables import format_table
+
+PROMPT = 64  # tokens
+FRAMES = 8  # of a video
+LATER = (1, 4, 7)  # frames at which the rest is timed
+TOKENS, START = 32, 112  # tokens timed in a frame, from this place on
+WEIGHTS = ("bf16", "int8")
+RANK = 256  # of the map that stands in for neurons that are left out
+NEVER, ALWAYS = 1e9, -1e9  # thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A plan, and how much of every MLP's neurons later frames leave out."""
+
+    plan: str
+    neurons: float = 0.0
+
+
+def _share(of_all: float) -> float:
+    """Of tokens that can be replayed, when so many of all are: frame 0 cannot."""
+    return of_all * FRAMES / (FRAMES - 1)
+
+
+ROWS = {
+    "dense": Row("cache=keep_all"),
+    "window256": Row("attention=window:tokens=256,sink=4"),
+    "window16": Row("attention=window:tokens=16,sink=4"),
+    "replay20": Row(f"replay=random:share={_share(0.2):.4f}"),
+    "replay50": Row(f"replay=random:share={_share(0.5):.4f}"),
+    "replay80": Row(f"replay=random:share={_share(0.8):.4f}"),
+    "scored": Row(f"replay=attentive:threshold={NEVER:g}"),
+    "all": Row(f"replay=attentive:threshold={ALWAYS:g}"),
+    "all-window256": Row(
+        f"attention=window:tokens=256,sink=4 replay=attentive:threshold={ALWAYS:g}"
+    ),
+    "all-window16": Row(f"attention=window:tokens=16,sink=4 replay=attentive:threshold={ALWAYS:g}"),
+    "neurons50": Row("cache=keep_all", 0.5),
+    "neurons75": Row("cache=keep_all", 0.75),
+}
+# FastCar's table for VILA-U-7B-256, 8 frames, on an Alveo U280 (docs/tokens.md)
+PAPER = {
+    "dense": 1.0, "window256": 1.02, "window16": 1.04, "replay20": 1.24, "replay50": 1.45,
+    "replay80": 1.76, "all-window256": 1.95, "all-window16": 2.13,
+}  # fmt: skip
+
+
+def vila_7b(layers: int = 32, cfg: float = 3.0) -> VilaConfig:
+    """VILA-U-7B-256, with a small decoder: pixels are not timed."""
+    return VilaConfig(
+        hidden=4096, intermediate=11008, layers=layers, heads=32, kv_heads=32, head_dim=128,
+        vocab=32004, eps=1e-5, grid=(16, 16), depth=4, codes=16384, code_dim=1024,
+        head=DepthConfig(width=2560, layers=6, heads=40),
+        pixels=PixelConfig(
+            ch=32, ch_mult=(1, 1, 2, 2, 4), num_res_blocks=1, attn_resolutions=(),
+            z_channels=256, resolution=256,
+        ),
+        sampler=Sampler(cfg=cfg), tokenizer="bytes",
+    )  # fmt: skip
+
+
+def random_vila(config: VilaConfig, device: torch.device, dtype: torch.dtype) -> VilaModel:
+    """A model of random weights, drawn on the device."""
+    with torch.device("meta"):
+        model = Vila(config)
+    model = model.to(dtype).to_empty(device=device)
+    rng = torch.Generator(device).manual_seed(0)
+    for module in model.modules():
+        for name, x in module.named_parameters(recurse=False):
+            norm = isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm)
+            if norm and name == "weight":
+                nn.init.ones_(x)
+            else:
+                nn.init.normal_(x, std=0.02, generator=rng)
+    return VilaModel(model.eval(), config, BytesTokenizer(config.vocab), name="vila-u-random")
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How a row is timed."""
+
+    device: torch.device
+    rounds: int
+    tokens: int
+    start: int
+
+
+class Timed:
+    """An engine whose steps are timed at any length of the video, on memory of random content."""
+
+    def __init__(self, model: VilaModel, row: Row, clock: Clock) -> None:
+        self.clock = clock
+        shape, plan = model.shape(), Plan.parse(f"dense text=none {row.plan}", "tokens")
+        # a prompt, and beside it the shorter one without words
+        lengths = (PROMPT, PROMPT // 2)[: shape.batch]
+        self.session = Session(
+            shape, plan, model.rope(shape), latent_frames=FRAMES, lengths=lengths,
+            device=model.device, dtype=model.dtype,
+        )  # fmt: skip
+        parts = model.decode_parts()
+        self.engine = DecodeEngine(parts, self.session, graph=False)
+        self.engine.meet_memory()
+        for layer in self.session.layers:
+            layer.k.normal_()
+            layer.v.normal_()
+        self.engine.noise.exponential_()
+        self.engine.luck.uniform_()
+        gate = None if self.session.plan.replay is None else self.engine.gate
+        if gate is not None:
+            self.engine.value.fill_(gate.value)
+        if row.neurons:
+            self.engine.trunk.layers = [
+                _sliced(layer, row.neurons) for layer in self.engine.trunk.layers
+            ]
+        self._runs: dict[str, Callable[[], object]] = {}
+
+    def run(self, part: str) -> Callable[[], object]:
+        """The step or one of its parts: "trunk", "depth", "step"."""
+        engine = self.engine
+
+        def trunk() -> None:
+            engine.trunk.step(engine.steps, engine.kept)
+            engine.numbers.add_(1)
+
+        def depth() -> None:
+            engine.depth.step(engine.codes, engine.noise, engine.place)
+
+        if part not in self._runs:
+            self._stand(0)
+            work = {"trunk": trunk, "depth": depth, "step": engine.step}[part]
+            self._runs[part] = recorded(work, self.clock.device)
+        return self._runs[part]
+
+    def ms(self, part: str, frame: int) -> float:
+        """A token's time in the midst of a frame."""
+        run = self.run(part)
+        self._stand(frame)
+        return milliseconds(run, self.clock.tokens, self.clock.device)
+
+    def _stand(self, frame: int) -> None:
+        engine, session = self.engine, self.session
+        start = self.clock.start
+        engine.place.fill_(start)
+        engine.slot.fill_(session.prompt + frame * session.shape.tokens_per_frame + start)
+        engine.ready.fill_(frame > 0)
+        engine.x.normal_()
+        engine.hidden.normal_()
+
+    def entries_read(self, frame: int) -> int:
+        """Of a token in the midst of a frame."""
+        end = self.session.prompt + frame * self.session.shape.tokens_per_frame
+        end += self.clock.start + self.clock.tokens // 2
+        policy = self.session.plan.attention
+        return min(end, policy.tokens + policy.sink) if isinstance(policy, Window) else end
+
+
+def _sliced(layer: TrunkLayer, share: float) -> TrunkLayer:
+    """A layer that computes the other neurons alone, and a map of low rank as so many more."""
+    mlp = layer.mlp
+    assert mlp.gate is not None
+    rows = mlp.up.rows - round(share * mlp.up.rows) + min(RANK, mlp.up.rows // 8)
+    rows = min(mlp.up.rows, -(-rows // 16) * 16)
+    down = mlp.down
+    down = Weight(down.data[:, :rows].contiguous(), down.scale, down.bias)
+    part = dataclasses.replace(mlp, gate=mlp.gate.part(rows), up=mlp.up.part(rows), down=down)
+    return dataclasses.replace(layer, mlp=part)
+
+
+def bench_tokens(
+    config: VilaConfig,
+    names: Sequence[str] = tuple(ROWS),
+    *,
+    device: str = "cuda",
+    weights: Sequence[str] = WEIGHTS,
+    batch: Sequence[int] = (1, 2),
+    rounds: int = 3,
+    seconds: float = 420,
+    peer: bool = True,
+    command: str = "",
+    told: Callable[[Document], None] | None = None,
+) -> Document:
+    """Time each row with one row of the batch and with a guidance pair, in bfloat16 and by int8.
+
+    After so many seconds no further row is begun. `told` is handed the document after every row.
+    """
+    for what, asked, known in (("row", names, ROWS), ("weights", weights, WEIGHTS)):
+        for name in asked:
+            if name not in known:
+                raise TachyscopeError(f"no {what} {name!r}; there are: {', '.join(known)}")
+    on, begun = torch.device(device), time.perf_counter()
+    places = config.grid[0] * config.grid[1]
+    clock = Clock(on, rounds, min(TOKENS, places // 2), min(START, places // 4))
+    energy = EnergyCounter(on)
+    head: Document = {"model": "vila-u-random", "copy_tb_s": copy_rate(on) / 1e12}
+    rows: list[Document] = []
+
+    def report(row: Document) -> None:
+        rows.append(row)
+        if told is not None:
+            told(document(f"bench-tokens-{on.type}", rows, command, **head))
+
+    def left() -> bool:
+        return time.perf_counter() - begun < seconds
+
+    with torch.inference_mode():
+        dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
+        model = random_vila(config, on, dtype)
+        for kind in weights:
+            if kind == "int8":
+                clear(on)
+                quantise_int8(model.transformer.trunk)
+                quantise_int8(model.transformer.head)
+            for count in batch:
+                one = _guided(model, count == 2)
+                dense: Document = {}
+                for name in names:
+                    key = {"name": name, "weights": kind, "rows": count}
+                    if not left():
+                        report(key | {"failed": "no time was left"})
+                        continue
+                    try:
+                        row = _time(one, ROWS[name], clock, energy, head["copy_tb_s"], dense)
+                        row["paper"] = PAPER.get(name)
+                    except Exception as fault:
+                        traceback.print_exc()
+                        row = {"failed": first_line(fault)}
+                    if name == "dense":
+                        dense = row
+                    report(key | row)
+                    clear(on)
+            if peer and kind == weights[0]:
+                for count in batch:
+                    key = {"name": "transformers", "weights": "bf16", "rows": count}
+                    report(key | _peer(config, count, clock, head["copy_tb_s"], rows))
+                    clear(on)
+    head["copy_tb_s_after"] = copy_rate(on) / 1e12
+    found = document(f"bench-tokens-{on.type}", rows, command, _noise(rows), **head)
+    if told is not None:
+        told(found)
+    return found
+
+
+def _guided(model: VilaModel, guided: bool) -> VilaModel:
+    sampler = dataclasses.replace(model.config.sampler, cfg=3.0 if guided else 1.0)
+    config = dataclasses.replace(model.config, sampler=sampler)
+    return VilaModel(model.transformer, config, model.tokenizer, name=model.name)
+
+
+def _time(
+    model: VilaModel, row: Row, clock: Clock, energy: EnergyCounter, copy: float, dense: Document
+) -> Document:
+    timed = Timed(model, row, clock)
+    places = timed.session.shape.tokens_per_frame
+    out: Document = {"plan": str(timed.session.plan), "neurons_left_out": row.neurons}
+    takes: dict[str, list[list[float]]] = {"trunk": [], "step": []}
+    for _ in range(clock.rounds):
+        for part, found in takes.items():
+            found.append([timed.ms(part, frame) for frame in (0, *LATER)])
+    for part, found in takes.items():
+        points = [statistics.median(x) for x in zip(*found, strict=True)]
+        if row.neurons:  # the first frame is computed whole
+            points[0] = dense.get(f"{part}_points_ms", points)[0]
+        later = statistics.mean(points[1:])
+        out[f"{part}_points_ms"] = points
+        out[f"{part}_later_ms"] = later
+        out[f"{part}_ms"] = (points[0] + (FRAMES - 1) * later) / FRAMES
+        out[f"{part}_video_s"] = places * FRAMES * out[f"{part}_ms"] / 1e3
+        out[f"{part}_takes_ms"] = found
+        if dense:
+            out[f"{part}_speedup"] = dense[f"{part}_ms"] / out[f"{part}_ms"]
+            out[f"{part}_speedup_later"] = dense[f"{part}_later_ms"] / later
+    out["depth_ms"] = statistics.median(timed.ms("depth", 1) for _ in range(clock.rounds))
+    out |= _bandwidth(timed, out, copy)
+    watts = energy.watts(lambda: timed.ms("step", LATER[1]), 4, clock.device)
+    if watts is not None:
+        out |= {"watts": watts, "joules_video": watts * out["step_video_s"]}
+    if timed.engine.gate is not None:
+        timed.engine.counts.zero_()
+        timed.ms("trunk", LATER[0])
+        skipped, masked = timed.engine.counts.sum(0).tolist()
+        total = clock.tokens * timed.session.shape.layers * timed.session.shape.batch
+        out |= {"skipped_share_later": skipped / total, "simulated_share_later": masked / total}
+    return out
+
+
+def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
+    """Bytes that a token in the video's middle reads, and at what rate."""
+    engine, shape = timed.engine, timed.session.shape
+    entry = 2 * shape.batch * shape.kv_heads * shape.head_dim * timed.session.dtype.itemsize
+    entries = entry * shape.layers * timed.entries_read(LATER[1])
+    weights = sum(layer.bytes for layer in engine.trunk.layers)
+    found: Document = {"depth_bytes": engine.depth.bytes, "trunk_bytes": weights + entries}
+    found["depth_tb_s"] = engine.depth.bytes / out["depth_ms"] / 1e9
+    found["depth_of_copy"] = found["depth_tb_s"] / copy
+    if engine.gate is None:
+        found["trunk_tb_s"] = (weights + entries) / out["trunk_points_ms"][2] / 1e9
+        found["trunk_of_copy"] = found["trunk_tb_s"] / copy
+    return found
+
+
+def _peer(
+    config: VilaConfig, batch: int, clock: Clock, copy: float, rows: Sequence[Document]
+) -> Document:
+    places = config.grid[0] * config.grid[1]
+    entries = PROMPT + LATER[1] * places + clock.start
+    try:
+        found = bench_llama(
+            config, batch, entries, PROMPT + FRAMES * places, clock.device, clock.rounds
+        )
+    except Exception as fault:
+        traceback.print_exc()
+        return {"failed": first_line(fault)}
+    rate = found["bytes"] / found["ms"] / 1e9
+    out: Document = {
+        "trunk_ms": found["ms"], "trunk_takes_ms": [[x] for x in found["takes_ms"]],
+        "compile_s": found["compile_s"], "trunk_tb_s": rate, "trunk_of_copy": rate / copy,
+    }  # fmt: skip
+    same = [r for r in rows if r["name"] == "dense" and r["rows"] == batch and "trunk_ms" in r]
+    if same:
+        out["ours_faster"] = found["ms"] / same[0]["trunk_points_ms"][2]
+    return out
+
+
+def _noise(rows: Sequence[Document]) -> tuple[float, float]:
+    """The widest ratio between rounds of one row at one length."""
+    high = 1.0
+    for row in rows:
+        for points in zip(*row.get("trunk_takes_ms", ()), strict=True):
+            high = max(high, max(points) / min(points))
+    return 1 / high, high
+
+
+def token_lines(found: Document) -> list[str]:
+    """The document as tables."""
+    rows = []
+    for row in found["rows"]:
+        if "failed" in row:
+            rows.append([row["name"], row["weights"], row["rows"], row["failed"]])
+            continue
+
+        def shown(name: str, digits: int = 2, row: Document = row) -> str:
+            return "" if row.get(name) is None else f"{row[name]:.{digits}f}"
+
+        rows.append([
+            row["name"], row["weights"], row["rows"], shown("trunk_ms", 3), shown("trunk_tb_s"),
+            shown("trunk_of_copy"), shown("trunk_speedup"), shown("trunk_speedup_later"),
+            shown("paper"), shown("step_ms", 3), shown("step_speedup"), shown("depth_ms", 3),
+            shown("depth_of_copy"), shown("joules_video", 0),
+        ])  # fmt: skip
+    columns = [
+        "row", "weights", "rows", "trunk ms", "TB/s", "of copy", "x dense", "x after frame 0",
+        "paper x", "step ms", "x dense", "depth ms", "of copy", "J a video",
+    ]  # fmt: skip
+    low, high = (found.get("aa") or {"low": 1.0, "high": 1.0}).values()
+    lines = format_table(columns, [[str(x) for x in (*row, *[""] * 14)][:14] for row in rows])
+    return [
+        f"copy {found['copy_tb_s']:.2f} TB/s; A/A {low:.3f} to {high:.3f}",
+        *lines,
+    ]
