@@ -30,14 +30,15 @@ from tachyscope.kernels.decode_attention import (
     decode_attention,
 )
 from tachyscope.kernels.decode_attention import torch as attention_torch
-from tachyscope.kernels.decode_mlp import Kept, MlpWeights
+from tachyscope.kernels.decode_mlp import Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.device import multiprocessors
-from tachyscope.kernels.gemv import Norm, Weight, to_int8
+from tachyscope.kernels.gemv import Norm, Weight, gemv, to_int8
 from tachyscope.kernels.gemv import torch as gemv_torch
 from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.gemv.triton import Setting
+from tachyscope.kernels.launch import Overlap
 from tachyscope.kernels.sample_code import Codes, Draw, sample_code
 from tachyscope.kernels.sample_code import torch as sample_torch
 
@@ -212,12 +213,14 @@ def check_sample(log: Log) -> None:
     log(part="sample torch", us=graph_us(lambda: sample_torch.sample_code(logits, draw_by, to), 1))
 
 
-def copy_rate(log: Log) -> float:
-    a = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    us = graph_us(lambda: b.copy_(a), 1)
-    log(part="copy", tb_s=2 * a.numel() / us / 1e6)
-    return 2 * a.numel() / us / 1e6
+def rates(log: Log) -> None:
+    """What memory hands over: a copy by the driver and by a kernel, and reading alone."""
+    a = torch.zeros(1 << 30, dtype=torch.float32, device="cuda")
+    b = torch.zeros_like(a)
+    size = a.numel() * a.element_size()
+    log(part="copy", tb_s=2 * size / graph_us(lambda: b.copy_(a), 1) / 1e6)
+    log(part="copy by a kernel", tb_s=2 * size / graph_us(lambda: torch.neg(a, out=b), 1) / 1e6)
+    log(part="read", tb_s=size / graph_us(lambda: a.sum(), 1) / 1e6)
 
 
 def time_mlp(log: Log, tokens: int, int8: bool) -> None:
@@ -226,13 +229,13 @@ def time_mlp(log: Log, tokens: int, int8: bool) -> None:
     kept = kept_of(tokens, WIDTH, 256, [0] * tokens)
     barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
     size = sum(part.bytes for part in layers[0].parts)
-    double, processors = 2 if int8 else 1, multiprocessors(x.device)
+    processors = multiprocessors(x.device)
     settings = [None]
     for n, k, n2, warps, programs in (
-        (4, 1024, 4, 8, 2), (2, 2048, 4, 8, 2), (8, 512, 8, 8, 2), (4, 1024, 8, 16, 1),
-        (8, 256, 8, 8, 2), (2, 1024, 4, 4, 4), (4, 512, 4, 4, 4), (16, 256, 16, 8, 1),
+        (2, 1024, 4, 4, 5), (2, 1024, 4, 4, 6), (2, 2048, 2, 4, 4), (2, 1024, 2, 4, 4),
+        (1, 2048, 2, 4, 4), (2, 512, 4, 2, 8),
     ):  # fmt: skip
-        first, last = Setting(n, double * k, warps), Setting(n2, double * k, warps)
+        first, last = Setting(n, k, warps), Setting(n2, k, warps)
         settings.append(mlp_triton.MlpSetting(first, last, programs * processors))
     for setting in settings:
         if log.over:
@@ -266,9 +269,8 @@ def time_gemv(log: Log, tokens: int, parts: int, int8: bool) -> None:
     x, out = draw(tokens, WIDTH), draw(tokens, parts * WIDTH)
     norm = Norm(draw(WIDTH), None, 1e-5) if parts == 3 else None
     size = sum(weight.bytes for weight in layers[0])
-    double = 2 if int8 else 1
-    cuts = (4, 1024, 4), (2, 2048, 4), (8, 512, 4), (4, 512, 2), (8, 256, 4), (8, 1024, 8)
-    for setting in [None, *(Setting(n, double * k, warps) for n, k, warps in cuts)]:
+    cuts = (2, 1024, 4), (4, 1024, 2), (2, 1024, 2)
+    for setting in [None, *(Setting(*cut) for cut in cuts)]:
         if log.over:
             return
 
@@ -290,6 +292,46 @@ def time_attention(log: Log, rows: int) -> None:
         log(part="attention", rows=rows, gate=kind, window=window, entries=slot, us=us)
 
 
+def time_layers(log: Log, rows: int, int8: bool) -> None:
+    """All launches of a layer, computing and skipped, with and without overlap."""
+    mlps = [mlp_of(WIDTH, INNER, int8) for _ in range(LAYERS)]
+    heads = [[Weight(draw(WIDTH, WIDTH, scale=0.02)) for _ in range(4)] for _ in range(LAYERS)]
+    heads = [[to_int8(x) for x in part] for part in heads] if int8 else heads
+    x, qkv, attended = draw(rows, WIDTH), draw(rows, 3 * WIDTH), draw(rows, WIDTH)
+    inner, kept = torch.empty(rows, INNER, **KINDS), kept_of(rows, WIDTH, 256, [0] * rows)
+    barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
+    scratch = Scratch(rows, HEADS, HEADS, HEAD_DIM, torch.device("cuda"))
+    steps = [attention_step(rows, 2200, 1100, "", False, rows == 1) for _ in range(LAYERS)]
+
+    def work() -> None:
+        barrier.zero_()
+        for i in range(LAYERS):
+            gemv(qkv, x, tuple(heads[i][:3]), mlps[i].norm)
+            decode_attention(attended, qkv, steps[i], scratch)
+            gemv(x, attended, (heads[i][3],), add=True)
+            decode_mlp(x, mlps[i], kept, inner, barrier[i])
+
+    x.normal_()
+    start, found = x.clone(), []
+    for overlap in (False, True):
+        Overlap.on = overlap
+        try:
+            us = []
+            for skip in (0, 1):
+                kept.skip.fill_(skip)
+                us.append(graph_us(work, LAYERS))
+            kept.skip.zero_()
+            x.copy_(start)
+            work()
+            found.append(x.clone())
+            log(part="layer", rows=rows, int8=int8, overlap=overlap, us=us[0], skipped_us=us[1])
+        except Exception as fault:
+            log(part="layer", rows=rows, int8=int8, overlap=overlap, failed=str(fault)[:400])
+        Overlap.on = False
+    if len(found) == 2:
+        log(part="layer", rows=rows, int8=int8, same=torch.equal(*found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -298,17 +340,17 @@ def main() -> None:
     log = Log(given.out, given.seconds)
     torch.manual_seed(0)
     with torch.inference_mode():
-        log.part("copy", lambda: copy_rate(log))
+        log.part("rates", lambda: rates(log))
         for check in (check_gemv, check_attention, check_sample, check_mlp):
             log.part(check.__name__, lambda check=check: check(log))
-        for tokens in (1, 2):
-            log.part("mlp", lambda t=tokens: time_mlp(log, t, False))
+        for rows, int8 in ((1, False), (2, False), (1, True), (2, True)):
+            log.part("layers", lambda r=rows, i=int8: time_layers(log, r, i))
+        for rows in (1, 2):
+            log.part("attention", lambda r=rows: time_attention(log, r))
+        for rows, int8 in ((1, False), (1, True), (2, False), (2, True)):
+            log.part("mlp", lambda r=rows, i=int8: time_mlp(log, r, i))
             for parts in (3, 1):
-                log.part("gemv", lambda t=tokens, p=parts: time_gemv(log, t, p, False))
-            log.part("attention", lambda t=tokens: time_attention(log, t))
-        for tokens in (1, 2):
-            log.part("mlp", lambda t=tokens: time_mlp(log, t, True))
-            log.part("gemv", lambda t=tokens: time_gemv(log, t, 3, True))
+                log.part("gemv", lambda r=rows, p=parts, i=int8: time_gemv(log, r, p, i))
     log(part="end", seconds=time.time() - log.start)
 
 

@@ -24,7 +24,6 @@ from tachyscope.bench.single_chunk import clear
 from tachyscope.decode import DecodeEngine, quantise_int8
 from tachyscope.decode.trunk import TrunkLayer
 from tachyscope.errors import TachyscopeError, first_line
-from tachyscope.kernels.gemv import Weight
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthConfig, Sampler
 from tachyscope.models.vila_u.model import VilaModel
@@ -196,9 +195,9 @@ def _sliced(layer: TrunkLayer, share: float) -> TrunkLayer:
     assert mlp.gate is not None
     rows = mlp.up.rows - round(share * mlp.up.rows) + min(RANK, mlp.up.rows // 8)
     rows = min(mlp.up.rows, -(-rows // 16) * 16)
-    down = mlp.down
-    down = Weight(down.data[:, :rows].contiguous(), down.scale, down.bias)
-    part = dataclasses.replace(mlp, gate=mlp.gate.part(rows), up=mlp.up.part(rows), down=down)
+    width = mlp.up.columns
+    gate, up = (part.part(rows, width) for part in (mlp.gate, mlp.up))
+    part = dataclasses.replace(mlp, gate=gate, up=up, down=mlp.down.part(width, rows))
     return dataclasses.replace(layer, mlp=part)
 
 

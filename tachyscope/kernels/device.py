@@ -67,3 +67,9 @@ def has_decode_kernel(x: torch.Tensor) -> bool:
     """Whether the Triton kernels of a decode step take x [B, ...]: few rows, of 16 bits."""
     kinds = (torch.bfloat16, torch.float16)
     return HAS_TRITON and x.is_cuda and x.dtype in kinds and x.shape[0] <= MAX_DECODE_ROWS
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it has what came with compute capability 9: Hopper, or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,8 +1,10 @@
-"""Launch a Triton kernel, or nothing where tensors have no data."""
+"""Launch a Triton kernel, or nothing where tensors have no data; let a step's launches overlap."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from tachyscope.kernels.device import is_hopper
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -13,3 +15,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     if not args[0].is_meta:
         kernel[grid](*args, **options)
+
+
+class Overlap:
+    """Whether a decode step's kernels start while the one before still runs.
+
+    By programmatic dependent launch: a kernel's programs take their places and load weights, and
+    wait for the kernel before only where they read what it wrote.
+    """
+
+    on = False
+
+    @classmethod
+    def options(cls, x: Any) -> dict[str, Any]:
+        """What a kernel with a constant PDL is launched with."""
+        wanted = cls.on and x.is_cuda and is_hopper(x.device)
+        return {"PDL": True, "launch_pdl": True} if wanted else {"PDL": False}

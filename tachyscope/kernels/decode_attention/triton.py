@@ -2,8 +2,9 @@
 
 A program reads a share of one key head's entries; the last of a head to end joins the shares. How
 many entries there are is a number on the device, so that one recorded launch serves every token.
-Program 0 of a head also writes the token's key and value and, where the step has a gate, scores
-the query against the key kept of the last frame; the last head to have scored decides.
+Program 0 of a head also writes the token's key and value. Where the step has a gate, one more
+program a head scores the query against the key kept of the last frame, and the last of these to
+end decides.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from tachyscope.kernels.decode_attention.step import MAX_SPLITS, Gate, Scratch, Step
 from tachyscope.kernels.device import multiprocessors
-from tachyscope.kernels.launch import launch
+from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.online_softmax import LOWEST
+from tachyscope.kernels.pdl import wait_for_kernel_before
 
-BLOCK = 64  # entries of a step
+BLOCK = 32  # entries of a step
 
 
 def decode_attention(
@@ -35,7 +37,7 @@ def decode_attention(
     by_row = 0 if rotation is None or cos.shape[0] == 1 else cos.stride(0)
     by_head = 0 if log_count is None or log_count.shape[1] == 1 else log_count.stride(1)
     launch(
-        _decode_attention, (rows * hkv, splits),
+        _decode_attention, (rows * hkv, splits + (gate is not None)),
         out, qkv, held.k, held.v, held.slot, step.place, cos, sin,
         out if log_count is None else log_count, out if held.unrotated is None else held.unrotated,
         held.slot if window is None else window.padding, scratch.parts, scratch.scores,
@@ -49,7 +51,8 @@ def decode_attention(
         SPLITS=splits, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(reads))),
         ROPE="" if rotation is None else "pairs" if rotation.interleaved else "halves",
         WEIGHTED=log_count is not None, WINDOW=window is not None,
-        UNROTATED=held.unrotated is not None, **_gate_kinds(gate), num_warps=4,
+        UNROTATED=held.unrotated is not None, **_gate_kinds(gate),
+        **Overlap.options(qkv), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -57,7 +60,7 @@ def decode_attention(
 def _splits(reads: int, heads: int, device: torch.device) -> int:
     """Enough programs for the GPU, of some steps each."""
     wanted = 2 * multiprocessors(device) // heads + 1
-    useful = triton.cdiv(reads, 2 * BLOCK)
+    useful = triton.cdiv(reads, BLOCK)
     return max(1, min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(useful)))
 
 
@@ -90,8 +93,9 @@ def _decode_attention(
     G: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     ROPE: tl.constexpr, WEIGHTED: tl.constexpr, WINDOW: tl.constexpr, UNROTATED: tl.constexpr,
     GATE: tl.constexpr, KEYED: tl.constexpr, STRICT: tl.constexpr, MIXED: tl.constexpr,
-    TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr,
+    TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_kernel_before(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     b, hk = head // HKV, head % HKV
     slot, place = tl.load(slot_ptr), tl.load(place_ptr)
@@ -102,105 +106,158 @@ def _decode_attention(
     q_at, k_at = (hk * GROUP + g) * D, (HEADS + hk + g * 0) * D
     q = _rotated(qkv + q_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
     entry = b.to(tl.int64) * k_b + hk.to(tl.int64) * k_h
-    offs_n = tl.arange(0, BLOCK)
+    scale = 1.0 / tl.sqrt(D * 1.0)
+    once = mine & (g == 0)
+    if (GATE != "") & (split == SPLITS):
+        if KEYED:
+            k = _rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
+            if MIXED:
+                q = tl.load(qkv + q_at + offs_d, mask=mine, other=0.0).to(tl.float32)
+            held = key + (head.to(tl.int64) * places + place) * D + offs_d + g * 0
+            old = tl.load(held, mask=mine, other=0.0).to(tl.float32)
+            tl.store(scores_ptr + head, tl.sum(tl.where(mine, q * old, 0.0)) * scale / HEADS)
+            tl.debug_barrier()
+            tl.store(held, k.to(key.dtype.element_ty), mask=once)
+        tl.debug_barrier()
+        if tl.atomic_add(done + HKV * rows, 1, sem="acq_rel") == HKV * rows - 1:
+            _decide(
+                scores_ptr, value, ready, skip, counts, age, recent, due, luck, place, places,
+                rows, HKV, PADDED, GATE, KEYED, STRICT, TIED, AGE_LIMIT, PLACES,
+            )  # fmt: skip
+            tl.store(done + HKV * rows, 0)
+    else:
+        # what is read is the first entries as far as `first` goes, then others further on
+        first, low, high, total = slot, 0, 0, slot
+        if WINDOW:
+            pads = tl.load(padding + b)
+            if slot + 1 > whole:
+                first, low, high = sink, pads, slot + 1 - near - sink
+                total = sink + near - 1
+        share = tl.cdiv(total, SPLITS)
+        start, end = split * share, tl.minimum((split + 1) * share, total)
+        log_count += b.to(tl.int64) * log_b + hk.to(tl.int64) * log_h
+        if G == 1:
+            m_i, l_i, acc = _read_rows(
+                q, k_ptr + entry, v_ptr + entry, log_count, start, end, first, low, high, scale,
+                D, BLOCK, WEIGHTED,
+            )  # fmt: skip
+        else:
+            m_i, l_i, acc = _read_groups(
+                q, k_ptr + entry, v_ptr + entry, log_count, start, end, first, low, high, scale,
+                G, D, BLOCK, WEIGHTED,
+            )  # fmt: skip
+        if split == 0:
+            # the token's own entry
+            k = _rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
+            v = tl.load(qkv + (HEADS + HKV + hk) * D + offs_d + g * 0)
+            own = entry + slot.to(tl.int64) * D + offs_d + g * 0
+            tl.store(k_ptr + own, k.to(k_ptr.dtype.element_ty), mask=once)
+            tl.store(v_ptr + own, v, mask=once)
+            if UNROTATED:
+                tl.store(unrotated + own, tl.load(qkv + k_at + offs_d), mask=once)
+            s = tl.sum(q * k, 1) * scale
+            m_new = tl.maximum(m_i, s)
+            alpha, p = tl.exp(m_i - m_new), tl.exp(s - m_new)
+            l_i = l_i * alpha + p
+            acc = acc * alpha[:, None] + p[:, None] * v.to(tl.float32)
+            m_i = m_new
+        out += b * HEADS * D
+        if SPLITS == 1:
+            o = (acc / l_i[:, None]).to(out.dtype.element_ty)
+            tl.store(out + q_at + offs_d, o, mask=mine)
+        else:
+            # shares lie as [rows * Hkv, G, SPLITS, D], behind them their maxima and sums
+            sums = parts + tl.num_programs(0) * SPLITS * G * D
+            offs_g = tl.arange(0, G)
+            row = (head * G + offs_g) * SPLITS + split
+            tl.store(parts + row[:, None] * D + offs_d, acc)
+            tl.store(sums + row * 2, m_i)
+            tl.store(sums + row * 2 + 1, l_i)
+            tl.debug_barrier()
+            if tl.atomic_add(done + head, 1, sem="acq_rel") == SPLITS - 1:
+                tl.store(done + head, 0)
+                for i in tl.static_range(GROUP):
+                    rows_i = (head * G + i) * SPLITS + tl.arange(0, SPLITS)
+                    m = tl.load(sums + rows_i * 2, cache_modifier=".cg")
+                    l = tl.load(sums + rows_i * 2 + 1, cache_modifier=".cg")  # noqa: E741
+                    part = tl.load(parts + rows_i[:, None] * D + offs_d, cache_modifier=".cg")
+                    p = tl.exp(m - tl.max(m, 0))
+                    o = tl.sum(part * p[:, None], 0) / tl.sum(l * p, 0)
+                    to = out + (hk * GROUP + i) * D + tl.arange(0, D)
+                    tl.store(to, o.to(out.dtype.element_ty))
 
+
+@triton.jit
+def _read_rows(
+    q, k_ptr, v_ptr, log_count, start, end, first, low, high, scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """One query [1, D] over entries: m_i, l_i [1] and acc [1, D].
+
+    Every row of a step's entries keeps a maximum and sums of its own: threads meet at the end only.
+    """
+    m_i = tl.full([BLOCK], LOWEST, tl.float32)
+    l_i = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, D], tl.float32)
+    k, v, bias = _load_entries(
+        k_ptr, v_ptr, log_count, start, end, first, low, high, D, BLOCK, WEIGHTED
+    )
+    for n in range(start, end, BLOCK):
+        s = tl.sum(q * k.to(tl.float32), 1) * scale + bias
+        v_now = v.to(tl.float32)
+        k, v, bias = _load_entries(
+            k_ptr, v_ptr, log_count, n + BLOCK, end, first, low, high, D, BLOCK, WEIGHTED
+        )
+        m_new = tl.maximum(m_i, s)
+        alpha, p = tl.exp(m_i - m_new), tl.exp(s - m_new)
+        l_i = l_i * alpha + p
+        acc = acc * alpha[:, None] + p[:, None] * v_now
+        m_i = m_new
+    m = tl.max(m_i, 0)
+    p = tl.exp(m_i - m)
+    total = tl.sum(acc * p[:, None], 0)[None, :]
+    return tl.full([1], 0, tl.float32) + m, tl.full([1], 0, tl.float32) + tl.sum(l_i * p, 0), total
+
+
+@triton.jit
+def _read_groups(
+    q, k_ptr, v_ptr, log_count, start, end, first, low, high, scale,
+    G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Queries [G, D] that share a key head: m_i, l_i [G] and acc [G, D]."""
     m_i = tl.full([G], LOWEST, tl.float32)
     l_i = tl.zeros([G], tl.float32)
     acc = tl.zeros([G, D], tl.float32)
-    scale = 1.0 / tl.sqrt(D * 1.0)
-    if split == 0:
-        # the token's own entry
-        k = _rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
-        v = tl.load(qkv + (HEADS + HKV + hk) * D + offs_d + g * 0)
-        own = entry + slot.to(tl.int64) * D + offs_d + g * 0
-        once = mine & (g == 0)
-        tl.store(k_ptr + own, k.to(k_ptr.dtype.element_ty), mask=once)
-        tl.store(v_ptr + own, v, mask=once)
-        if UNROTATED:
-            tl.store(unrotated + own, tl.load(qkv + k_at + offs_d), mask=once)
-        m_i = tl.sum(q * k, 1) * scale
-        l_i += 1.0
-        acc += v.to(tl.float32)
-        if GATE != "":
-            if KEYED:
-                query = q
-                if MIXED:
-                    query = tl.load(qkv + q_at + offs_d, mask=mine, other=0.0).to(tl.float32)
-                held = key + (head.to(tl.int64) * places + place) * D + offs_d + g * 0
-                old = tl.load(held, mask=mine, other=0.0).to(tl.float32)
-                score = tl.sum(tl.where(mine, query * old, 0.0)) * scale / HEADS
-                tl.debug_barrier()
-                tl.store(held, k.to(key.dtype.element_ty), mask=once)
-                tl.store(scores_ptr + head, score)
-            tl.debug_barrier()
-            if tl.atomic_add(done + HKV * rows, 1, sem="acq_rel") == HKV * rows - 1:
-                _decide(
-                    scores_ptr, value, ready, skip, counts, age, recent, due, luck, place, places,
-                    rows, HKV, PADDED, GATE, KEYED, STRICT, TIED, AGE_LIMIT, PLACES,
-                )  # fmt: skip
-                tl.store(done + HKV * rows, 0)
-
-    # what is read is the first entries as far as `first` goes, then others further on
-    first, low, high, total = slot, 0, 0, slot
-    if WINDOW:
-        pads = tl.load(padding + b)
-        if slot + 1 > whole:
-            first, low, high = sink, pads, slot + 1 - near - sink
-            total = sink + near - 1
-    share = tl.cdiv(tl.cdiv(total, BLOCK), SPLITS) * BLOCK
-    end = tl.minimum((split + 1) * share, total)
-    for n in range(split * share, end, BLOCK):
-        index = n + offs_n
-        here = index < end
-        index += tl.where(index < first, low, high)
-        at = entry + index.to(tl.int64)[:, None] * D + offs_d
-        k = tl.load(k_ptr + at, mask=here[:, None], other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + at, mask=here[:, None], other=0.0).to(tl.float32)
-        if G == 1:
-            s = tl.sum(q * k, 1)[None, :] * scale
-        else:
-            s = tl.sum(q[:, None, :] * k[None, :, :], 2) * scale
-        if WEIGHTED:
-            weight = log_count + b.to(tl.int64) * log_b + hk.to(tl.int64) * log_h + index
-            s += tl.maximum(tl.load(weight, mask=here, other=0.0), LOWEST)[None, :]
-        s = tl.where(here[None, :], s, 2 * LOWEST)
+    for n in range(start, end, BLOCK):
+        k, v, bias = _load_entries(
+            k_ptr, v_ptr, log_count, n, end, first, low, high, D, BLOCK, WEIGHTED
+        )
+        s = tl.sum(q[:, None, :] * k.to(tl.float32)[None, :, :], 2) * scale + bias[None, :]
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p, alpha = tl.exp(s - m_new[:, None]), tl.exp(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
-        if G == 1:
-            update = tl.sum(tl.trans(p) * v, 0)[None, :]
-        else:
-            update = tl.sum(p[:, :, None] * v[None, :, :], 1)
+        update = tl.sum(p[:, :, None] * v.to(tl.float32)[None, :, :], 1)
         acc = acc * alpha[:, None] + update
         m_i = m_new
+    return m_i, l_i, acc
 
-    to = out + b * HEADS * D + q_at + offs_d
-    if SPLITS == 1:
-        tl.store(to, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=mine)
-    else:
-        # shares lie as [rows * Hkv, SPLITS, G, D], behind them their maxima and sums
-        sums = parts + tl.num_programs(0) * SPLITS * G * D
-        row = (head * SPLITS + split) * G
-        tl.store(parts + (row + g) * D + offs_d, acc)
-        tl.store(sums + (row + tl.arange(0, G)) * 2, m_i)
-        tl.store(sums + (row + tl.arange(0, G)) * 2 + 1, l_i)
-        tl.debug_barrier()
-        if tl.atomic_add(done + head, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(done + head, 0)
-            m_i = tl.full([G], 2 * LOWEST, tl.float32)
-            l_i = tl.zeros([G], tl.float32)
-            acc = tl.zeros([G, D], tl.float32)
-            for i in range(SPLITS):
-                row = (head * SPLITS + i) * G
-                part = tl.load(parts + (row + g) * D + offs_d, cache_modifier=".cg")
-                m = tl.load(sums + (row + tl.arange(0, G)) * 2, cache_modifier=".cg")
-                total_i = tl.load(sums + (row + tl.arange(0, G)) * 2 + 1, cache_modifier=".cg")
-                m_new = tl.maximum(m_i, m)
-                alpha, beta = tl.exp(m_i - m_new), tl.exp(m - m_new)
-                acc = acc * alpha[:, None] + part * beta[:, None]
-                l_i = l_i * alpha + total_i * beta
-                m_i = m_new
-            tl.store(to, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=mine)
+
+@triton.jit
+def _load_entries(
+    k_ptr, v_ptr, log_count, n, end, first, low, high,
+    D: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """A step's keys, values and log-weights, which rule out what lies behind the end."""
+    index = n + tl.arange(0, BLOCK)
+    here = index < end
+    index += tl.where(index < first, low, high)
+    at = index.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_ptr + at, mask=here[:, None], other=0.0)
+    v = tl.load(v_ptr + at, mask=here[:, None], other=0.0)
+    bias = tl.where(here, 0.0, 2 * LOWEST)
+    if WEIGHTED:
+        bias += tl.maximum(tl.load(log_count + index, mask=here, other=0.0), LOWEST)
+    return k, v, bias
 
 
 @triton.jit

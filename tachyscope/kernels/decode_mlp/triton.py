@@ -27,7 +27,8 @@ from tachyscope.kernels.gemv.triton import (
     silu,
     tile_options,
 )
-from tachyscope.kernels.launch import launch
+from tachyscope.kernels.launch import Overlap, launch
+from tachyscope.kernels.pdl import wait_for_kernel_before
 
 
 class MlpSetting(NamedTuple):
@@ -38,11 +39,11 @@ class MlpSetting(NamedTuple):
     programs: int
 
 
-def setting_for(gated: bool, tokens: int, processors: int) -> MlpSetting:
-    """Measured on an H200. Eight warps of at most 128 registers fit twice."""
+def setting_for(tokens: int, processors: int) -> MlpSetting:
+    """Measured on an H200. Four warps of at most 128 registers fit four times."""
     if tokens > 2:
         return MlpSetting(Setting(16, 128, 8), Setting(16, 256, 8), processors)
-    return MlpSetting(Setting(4 if gated else 8, 1024, 8), Setting(8, 1024, 8), 2 * processors)
+    return MlpSetting(Setting(2, 1024, 4), Setting(4, 1024, 4), 4 * processors)
 
 
 def decode_mlp(
@@ -58,7 +59,7 @@ def decode_mlp(
     tokens, width = x.shape
     up, down, gated = mlp.up, mlp.down, mlp.gate is not None
     processors = multiprocessors(x.device)
-    made = setting or setting_for(gated, tokens, processors)
+    made = setting or setting_for(tokens, processors)
     gate = mlp.gate or up
     kept_args: tuple[Any, ...] = (barrier, barrier, x, barrier)
     if kept is not None:
@@ -74,6 +75,7 @@ def decode_mlp(
             *norm_args(mlp.norm, x), *kept_args, 0 if kept is None else kept.output.shape[1],
             K=width, INNER=up.rows, GATED=gated, HAS_BIAS=up.bias is not None,
             KEPT=kept is not None, PHASE=phase, maxnreg=_registers(made, processors), **kinds,
+            **Overlap.options(x),
         )  # fmt: skip
 
 
@@ -88,12 +90,15 @@ def _decode_mlp(
     x, inner, barrier, gate, up, down, gate_scale, up_scale, down_scale, up_bias, down_bias,
     norm_w, norm_b, eps, skip, place, output, age, places,
     K: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEPT: tl.constexpr, PHASE: tl.constexpr,
+    KEPT: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
     INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
 ):  # fmt: skip
+    WORDS: tl.constexpr = K // 2 if INT8 else K
+    INNER_WORDS: tl.constexpr = INNER // 2 if INT8 else INNER
     pid, programs = tl.program_id(0), tl.num_programs(0)
+    wait_for_kernel_before(PDL)
     token = tl.arange(0, R)
     there = token < TOKENS
     replayed = token < 0
@@ -105,10 +110,10 @@ def _decode_mlp(
         at = token.to(tl.int64) * places + tl.load(place)
     if computing > 0:
         if PHASE != 2:
-            ahead = load_tile(up, pid * BLOCK_N, 0, INNER, K, BLOCK_N, BLOCK_K)
+            ahead = load_tile(up, pid * BLOCK_N, 0, INNER, WORDS, BLOCK_N, BLOCK_K)
             ahead_pair = ahead
             if GATED:
-                ahead_pair = load_tile(gate, pid * BLOCK_N, 0, INNER, K, BLOCK_N, BLOCK_K)
+                ahead_pair = load_tile(gate, pid * BLOCK_N, 0, INNER, WORDS, BLOCK_N, BLOCK_K)
             stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
             for tile in range(pid, tl.cdiv(INNER, BLOCK_N), programs):
                 offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -129,7 +134,7 @@ def _decode_mlp(
                     h = gelu(u)
                 to = inner + token[None, :] * INNER + offs_n[:, None]
                 tl.store(to, h.to(inner.dtype.element_ty), mask=mask[:, None] & there[None, :])
-        ahead2 = load_tile(down, pid * BLOCK_N2, 0, K, INNER, BLOCK_N2, BLOCK_K2)
+        ahead2 = load_tile(down, pid * BLOCK_N2, 0, K, INNER_WORDS, BLOCK_N2, BLOCK_K2)
         if PHASE == 0:
             wait_for_all(barrier, programs)
         if PHASE != 1:

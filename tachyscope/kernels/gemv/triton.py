@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tachyscope.kernels.gemv.weights import Norm, Weight
-from tachyscope.kernels.launch import launch
+from tachyscope.kernels.launch import Overlap, launch
+from tachyscope.kernels.pdl import wait_for_kernel_before
 
 
 class Setting(NamedTuple):
@@ -29,11 +29,12 @@ class Setting(NamedTuple):
     warps: int
 
 
-def setting_for(rows: int, columns: int, tokens: int) -> Setting:
+def setting_for(columns: int, tokens: int, int8: bool) -> Setting:
     """Measured on an H200; other GPUs of that kind are near it."""
     if tokens > 2:
         return Setting(16, 256, 4)
-    return Setting(8, min(1024, max(16, triton.next_power_of_2(columns))), 4)
+    words = columns // 2 if int8 else columns
+    return Setting(4, min(1024, max(16, triton.next_power_of_2(words))), 4)
 
 
 def gemv(
@@ -49,7 +50,7 @@ def gemv(
     first, tokens = weights[0], x.shape[0]
     second, third = (weights[i] if i < len(weights) else first for i in (1, 2))
     sizes = [weight.rows for weight in weights] + [0] * (3 - len(weights))
-    made = setting or setting_for(sum(sizes), first.columns, tokens)
+    made = setting or setting_for(first.columns, tokens, first.scale is not None)
     tiles = [triton.cdiv(size, made.block_n) for size in sizes]
     launch(
         _gemv, (sum(tiles),),
@@ -58,6 +59,7 @@ def gemv(
         *(_or(part.bias, out) for part in (first, second, third)), *norm_args(norm, x),
         out.stride(0), *sizes, tiles[0], tiles[1],
         K=first.columns, HAS_BIAS=first.bias is not None, GELU=gelu, ADD=add,
+        **Overlap.options(x),
         **tile_options(x, first, norm, made),
     )  # fmt: skip
     return out
@@ -74,7 +76,7 @@ def tile_options(x: Tensor, weight: Weight, norm: Norm | None, setting: Setting)
     tokens, kind = x.shape[0], "" if norm is None else "rms" if norm.bias is None else "layer"
     return {
         "TOKENS": tokens, "R": tokens if tokens <= 2 else 16, "NORM": kind,
-        "NORM_BLOCK": triton.next_power_of_2(x.shape[1]), "INT8": weight.data.dtype == torch.uint8,
+        "NORM_BLOCK": triton.next_power_of_2(x.shape[1]), "INT8": weight.scale is not None,
         "BLOCK_N": setting.block_n, "BLOCK_K": setting.block_k, "num_warps": setting.warps,
     }  # fmt: skip
 
@@ -89,6 +91,7 @@ def _gemv(
     out, x, w_0, w_1, w_2, scale_0, scale_1, scale_2, bias_0, bias_1, bias_2, norm_w, norm_b, eps,
     out_row, n_0, n_1, n_2, tiles_0, tiles_1,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
     INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +103,8 @@ def _gemv(
     first = tl.where(third, n_0 + n_1, tl.where(second, n_0, 0))
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # under way before x is normed
-    ahead = load_tile(w, tile * BLOCK_N, 0, n, K, BLOCK_N, BLOCK_K)
+    ahead = load_tile(w, tile * BLOCK_N, 0, n, K // 2 if INT8 else K, BLOCK_N, BLOCK_K)
+    wait_for_kernel_before(PDL)
     stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
     y, _, _, _ = dot_tile(
         x, w, w, ahead, ahead, tile * BLOCK_N, n, n, stats, norm_w, norm_b, K, False,
@@ -136,12 +140,12 @@ def silu(y):
 
 
 @triton.jit
-def load_tile(w, row, k, n, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_tile(w, row, k, n, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """w[row:, k:]; each weight is read once a step, so that it need not stay in any cache."""
     offs_n, offs_k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    place = offs_n[:, None] * K + offs_k[None, :]
-    mask = (row + offs_n < n)[:, None] & (k + offs_k < K)[None, :]
-    w += row.to(tl.int64) * K + k
+    place = offs_n[:, None] * WORDS + offs_k[None, :]
+    mask = (row + offs_n < n)[:, None] & (k + offs_k < WORDS)[None, :]
+    w += row.to(tl.int64) * WORDS + k
     return tl.load(w + place, mask=mask, other=0, eviction_policy="evict_first")
 
 
@@ -156,31 +160,34 @@ def dot_tile(
     `ahead` is the tile's first step, loaded before; that of the tile at next_row is handed back,
     so that loads never pause between tiles.
     """
+    WORDS: tl.constexpr = K // 2 if INT8 else K
     offs_k = tl.arange(0, BLOCK_K)
     mean_0, rstd_0, mean_1, rstd_1 = stats
     if R <= 2:
         acc_0 = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
         acc_1, pair_0, pair_1 = acc_0, acc_0, acc_0
-        for k in range(0, K, BLOCK_K):
+        for k in range(0, WORDS, BLOCK_K):
             now, now_pair = ahead, ahead_pair
-            last = k + BLOCK_K >= K
+            last = k + BLOCK_K >= WORDS
             then_row, then_k = tl.where(last, next_row, row), tl.where(last, 0, k + BLOCK_K)
-            ahead = load_tile(w, then_row, then_k, n, K, BLOCK_N, BLOCK_K)
+            ahead = load_tile(w, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
             if PAIR:
-                ahead_pair = load_tile(w_pair, then_row, then_k, n, K, BLOCK_N, BLOCK_K)
-            a = _normed(x, k + offs_k, K, mean_0, rstd_0, norm_w, norm_b, NORM)
-            b = a
-            if R == 2:
-                b = _normed(x + K, k + offs_k, K, mean_1, rstd_1, norm_w, norm_b, NORM)
-            f = _floats(now, INT8)
-            acc_0 += _by_eights(f * a[None, :])
-            if R == 2:
-                acc_1 += _by_eights(f * b[None, :])
-            if PAIR:
-                f = _floats(now_pair, INT8)
-                pair_0 += _by_eights(f * a[None, :])
+                ahead_pair = load_tile(w_pair, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
+            inside = k + offs_k < WORDS
+            for half in tl.static_range(2 if INT8 else 1):
+                at = half * WORDS + k + offs_k
+                a = _normed(x, at, inside, mean_0, rstd_0, norm_w, norm_b, NORM)
+                f = _floats(now, half, INT8)
+                acc_0 += _by_eights(f * a[None, :])
+                b = a
                 if R == 2:
-                    pair_1 += _by_eights(f * b[None, :])
+                    b = _normed(x + K, at, inside, mean_1, rstd_1, norm_w, norm_b, NORM)
+                    acc_1 += _by_eights(f * b[None, :])
+                if PAIR:
+                    f = _floats(now_pair, half, INT8)
+                    pair_0 += _by_eights(f * a[None, :])
+                    if R == 2:
+                        pair_1 += _by_eights(f * b[None, :])
         y = _columns(acc_0, acc_1, R)
         pair = y
         if PAIR:
@@ -189,32 +196,36 @@ def dot_tile(
         y = tl.zeros([BLOCK_N, R], tl.float32)
         pair = y
         token = tl.arange(0, R)
-        for k in range(0, K, BLOCK_K):
-            at = k + offs_k
-            mask = (token < TOKENS)[None, :] & (at < K)[:, None]
-            a = tl.load(x + token[None, :] * K + at[:, None], mask=mask, other=0.0)
-            if NORM != "":
-                f = (a.to(tl.float32) - mean_0[None, :]) * rstd_0[None, :]
-                f *= tl.load(norm_w + at, mask=at < K, other=0.0).to(tl.float32)[:, None]
-                if NORM == "layer":
-                    f += tl.load(norm_b + at, mask=at < K, other=0.0).to(tl.float32)[:, None]
-                a = f.to(x.dtype.element_ty)
+        for k in range(0, WORDS, BLOCK_K):
             now, now_pair = ahead, ahead_pair
-            last = k + BLOCK_K >= K
+            last = k + BLOCK_K >= WORDS
             then_row, then_k = tl.where(last, next_row, row), tl.where(last, 0, k + BLOCK_K)
-            ahead = load_tile(w, then_row, then_k, n, K, BLOCK_N, BLOCK_K)
-            y = tl.dot(_floats(now, INT8).to(a.dtype), a, y)
+            ahead = load_tile(w, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
             if PAIR:
-                ahead_pair = load_tile(w_pair, then_row, then_k, n, K, BLOCK_N, BLOCK_K)
-                pair = tl.dot(_floats(now_pair, INT8).to(a.dtype), a, pair)
+                ahead_pair = load_tile(w_pair, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
+            inside = k + offs_k < WORDS
+            for half in tl.static_range(2 if INT8 else 1):
+                at = half * WORDS + k + offs_k
+                mask = (token < TOKENS)[None, :] & inside[:, None]
+                a = tl.load(x + token[None, :] * K + at[:, None], mask=mask, other=0.0)
+                if NORM != "":
+                    f = (a.to(tl.float32) - mean_0[None, :]) * rstd_0[None, :]
+                    f *= tl.load(norm_w + at, mask=inside, other=0.0).to(tl.float32)[:, None]
+                    if NORM == "layer":
+                        f += tl.load(norm_b + at, mask=inside, other=0.0).to(tl.float32)[:, None]
+                    a = f.to(x.dtype.element_ty)
+                y = tl.dot(_floats(now, half, INT8).to(a.dtype), a, y)
+                if PAIR:
+                    pair = tl.dot(_floats(now_pair, half, INT8).to(a.dtype), a, pair)
     return y, pair, ahead, ahead_pair
 
 
 @triton.jit
-def _floats(tile, INT8: tl.constexpr):
+def _floats(tile, half: tl.constexpr, INT8: tl.constexpr):
     """A tile in float32; a byte becomes the mantissa of 2**23, which no unit must convert."""
     if INT8:
-        return (tile.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        byte = (tile.to(tl.int32) >> (8 * half)) & 255
+        return (byte | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     else:
         return tile.to(tl.float32)
 
@@ -278,10 +289,10 @@ def _norm_of(x, K: tl.constexpr, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, at, K: tl.constexpr, mean, rstd, norm_w, norm_b, NORM: tl.constexpr):
-    a = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+def _normed(x, at, inside, mean, rstd, norm_w, norm_b, NORM: tl.constexpr):
+    a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if NORM != "":
-        a = (a - mean) * rstd * tl.load(norm_w + at, mask=at < K, other=0.0).to(tl.float32)
+        a = (a - mean) * rstd * tl.load(norm_w + at, mask=inside, other=0.0).to(tl.float32)
         if NORM == "layer":
-            a += tl.load(norm_b + at, mask=at < K, other=0.0).to(tl.float32)
+            a += tl.load(norm_b + at, mask=inside, other=0.0).to(tl.float32)
     return a

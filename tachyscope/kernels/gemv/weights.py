@@ -12,7 +12,11 @@ ZERO = 128  # what a stored byte is above its code, so that a kernel makes float
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix [N, K]: floats, or bytes (code + 128) of which row n stands for scale[n] · code."""
+    """A matrix [N, K]: floats, or int8 codes of which row n stands for scale[n] · code.
+
+    Of codes, word i of a row [N, K / 2] holds that of column i in its low byte and that of column
+    K / 2 + i in its high one: a kernel then reads 16 bytes at a time beside 16 bytes of inputs.
+    """
 
     data: Tensor
     scale: Tensor | None = None  # [N] float32
@@ -24,7 +28,7 @@ class Weight:
 
     @property
     def columns(self) -> int:
-        return self.data.shape[1]
+        return self.data.shape[1] * (1 if self.scale is None else 2)
 
     @property
     def bytes(self) -> int:
@@ -35,21 +39,32 @@ class Weight:
         """The matrix as floats."""
         if self.scale is None:
             return self.data.to(dtype)
-        codes = self.data.to(torch.float32) - ZERO
-        return (codes * self.scale[:, None]).to(dtype)
+        return (_codes(self.data).float() * self.scale[:, None]).to(dtype)
 
-    def part(self, rows: int) -> Weight:
-        """The first rows."""
+    def part(self, rows: int, columns: int) -> Weight:
+        """The first rows and columns, with a copy where columns are left out."""
         scale, bias = (None if x is None else x[:rows] for x in (self.scale, self.bias))
-        return Weight(self.data[:rows], scale, bias)
+        data = self.data[:rows]
+        if columns < self.columns:
+            data = data[:, :columns] if scale is None else _words(_codes(data)[:, :columns])
+        return Weight(data.contiguous(), scale, bias)
 
 
 def to_int8(weight: Weight) -> Weight:
-    """Rounded to 255 levels, each row by its largest entry."""
+    """Rounded to 255 levels, each row by its largest entry; the number of columns is even."""
     data = weight.dense(torch.float32)
     scale = data.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    codes = (data / scale[:, None]).round().add_(ZERO).to(torch.uint8)
-    return Weight(codes, scale, weight.bias)
+    return Weight(_words((data / scale[:, None]).round()), scale, weight.bias)
+
+
+def _words(codes: Tensor) -> Tensor:
+    low, high = codes.to(torch.int16).add_(ZERO).chunk(2, 1)
+    return low | (high << 8)
+
+
+def _codes(words: Tensor) -> Tensor:
+    low, high = words & 255, (words >> 8) & 255
+    return torch.cat([low, high], 1) - ZERO
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Draw a code in one launch, without sorting (Triton).
 
 Floats are ordered as integers are. The k-th largest, and the one at which the mass reaches top_p,
-are found bit by bit from the highest: 32 counts each, all in registers.
+are found by halving the range of values until one is left between: all in registers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.launch import launch
+from tachyscope.kernels.launch import Overlap, launch
+from tachyscope.kernels.pdl import wait_for_kernel_before
 from tachyscope.kernels.sample_code.draw import Codes, Draw
 
 
@@ -27,6 +28,7 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
         min(draw.top_k, count), draw.top_p, videos, places, count, to.depth, depth,
         GUIDED=draw.guided, TOP_P=draw.top_p < 1, FIRST=to.depth == 0, DIM=dim,
         BLOCK=block, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=16 if block > 4096 else 4,
+        **Overlap.options(logits),
     )  # fmt: skip
 
 
@@ -36,8 +38,9 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
 def _sample_code(
     logits, codes, noise, place, book, total, cfg, inverse, top_k, top_p, videos, places, count,
     at_depth, depth, GUIDED: tl.constexpr, TOP_P: tl.constexpr, FIRST: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_kernel_before(PDL)
     video, offs = tl.program_id(0), tl.arange(0, BLOCK)
     mask = offs < count
     x = tl.load(logits + video * count + offs, mask=mask, other=-float("inf")).to(tl.float32)
@@ -51,23 +54,31 @@ def _sample_code(
     # larger floats are larger integers, the negative ones turned round
     order = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
     order = tl.where(mask, order, 0)
-    cut = tl.zeros([], tl.uint32)
-    bit = tl.full([], 1 << 31, tl.uint32)
-    for _ in range(32):
-        enough = tl.sum((order >= (cut | bit)).to(tl.int32)) >= top_k
-        cut = tl.where(enough, cut | bit, cut)
-        bit = bit >> 1
-    kept = mask & (order >= cut)
+    # the cut lies from `low` on and below `high`; done where one value is left between them
+    low, high = tl.zeros([], tl.uint32), tl.max(order) + 1
+    below = tl.sum((order > 0).to(tl.int32))
+    above = tl.where(below <= top_k, below, 0)
+    while (below - above > 1) & (high - low > 1):
+        middle = low + ((high - low) >> 1)
+        count_at = tl.sum((order >= middle).to(tl.int32))
+        enough = count_at >= top_k
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
+        # as many as were asked for: no need to know the last one's value
+        above = tl.where(enough & (count_at == top_k), below, above)
+    kept = mask & (order >= low)
     if TOP_P:
         p = tl.where(kept, tl.exp(x - tl.max(x)), 0.0)
         mass = top_p * tl.sum(p)
-        cut = tl.zeros([], tl.uint32)
-        bit = tl.full([], 1 << 31, tl.uint32)
-        for _ in range(32):
-            enough = tl.sum(tl.where(order >= (cut | bit), p, 0.0)) >= mass
-            cut = tl.where(enough, cut | bit, cut)
-            bit = bit >> 1
-        kept = kept & (order >= cut)
+        high, above = tl.max(order) + 1, tl.zeros([], tl.int32)
+        while (below - above > 1) & (high - low > 1):
+            middle = low + ((high - low) >> 1)
+            taken = order >= middle
+            count_at = tl.sum(taken.to(tl.int32))
+            enough = tl.sum(tl.where(taken, p, 0.0)) >= mass
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
+        kept = kept & (order >= low)
     luck = tl.load(noise + at * count + offs, mask=mask, other=1.0)
     code = tl.argmax(tl.where(kept, x - tl.log(luck), -float("inf")), 0)
     tl.store(codes + at, code.to(tl.int64))

@@ -1,0 +1,16 @@
+"""Programmatic dependent launch inside a kernel (Triton)."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_kernel_before(PDL: tl.constexpr):
+    """What the kernel before wrote can be read from here on; the next one may take its places."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
