@@ -28,14 +28,16 @@ from tachyscope.results import document
 
 
 @cache
-def model_on(device: str) -> VilaModel:
-    return VilaModel.narrow(load("atrium-tokens", device=device), "no token model")
+def model_on(device: str, calibration: Path | None) -> VilaModel:
+    model = VilaModel.narrow(load("atrium-tokens", device=device), "no token model")
+    model.calibration = calibration or model.calibration
+    return model
 
 
-def work(device: str, task: Task) -> dict[str, Any]:
+def work(device: str, calibration: Path | None, task: Task) -> dict[str, Any]:
     begun = time.perf_counter()
     try:
-        rows = measure(model_on(device), task)
+        rows = measure(model_on(device, calibration), task)
         return {"task": asdict(task), "rows": rows, "seconds": time.perf_counter() - begun}
     except Exception:
         return {"task": asdict(task), "fault": traceback.format_exc()}
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument("--calibration", type=Path, help="instead of the shipped one")
     parser.add_argument("--clip", action="append", choices=CLIPS)
     parser.add_argument("--share", action="append", type=float)
     parser.add_argument("--frames", type=int, default=GIVEN, help="that are teacher-forced")
@@ -62,7 +65,8 @@ def main() -> None:
     left = [task for task in asked if json.dumps(asdict(task)) not in done]
     print(f"{len(left)} tasks of {len(asked)}", flush=True)
     with file.open("a") as out:
-        for one in spread(partial(work, args.device), left, args.jobs, torch.set_num_threads, 1):
+        one_task = partial(work, args.device, args.calibration)
+        for one in spread(one_task, left, args.jobs, torch.set_num_threads, 1):
             out.write(json.dumps(one) + "\n")
             out.flush()
             results.append(one)

@@ -13,7 +13,7 @@ from tachyscope.calibration import Calibration
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.replay import remembered_error
 from tachyscope.kernels.replay.reference import remembered_error_reference
-from tachyscope.models.checkpoint import write_tensors
+from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.vila_u.model import toy_tokens
 from tachyscope.models.vila_u.transformer import SwiGlu
 from tachyscope.numerics import own_numerics
@@ -231,3 +231,13 @@ def test_faults_of_plans_and_models_are_one_line(model, own, tmp_path):
         calibrate(load("toy-chunks"))
     with pytest.raises(TachyscopeError, match="shares are up to"):
         calibrate(model, shares=[1.0])
+
+
+@pytest.mark.slow
+def test_the_shipped_calibration_is_of_the_shipped_weights_in_every_dtype():
+    for dtype in ("float32", "bfloat16"):
+        shipped = ts.load("atrium-tokens", dtype=dtype)
+        found = Calibration.of(read_tensors(shipped.calibration), "it")
+        parts = found.slices(0.75, dict(enumerate(shipped.mlps)))
+        assert [len(part.mlp.gate) for part in parts.values()] == [256] * 6
+        assert len(found.speeds) >= 4
