@@ -41,13 +41,18 @@ def milliseconds(work: Work, times: int, device: torch.device) -> float:
     return spent / times
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a plain copy, read and written: what memory hands over at best."""
+def memory_rates(device: torch.device) -> dict[str, float]:
+    """TB/s of a plain copy, read and written, the best of two ways; and of reading alone."""
     size = COPY_BYTES if device.type == "cuda" else 1 << 24
-    a = torch.zeros(size, dtype=torch.uint8, device=device)
+    a = torch.zeros(size // 4, dtype=torch.float32, device=device)
     b = torch.zeros_like(a)
-    run = recorded(lambda: b.copy_(a), device)
-    return 2 * size / min(milliseconds(run, 3, device) for _ in range(5)) * 1e3
+
+    def rate(work: Work, count: int) -> float:
+        run = recorded(work, device)
+        return count / min(milliseconds(run, 3, device) for _ in range(5)) / 1e9
+
+    copies = rate(lambda: b.copy_(a), 2 * size), rate(lambda: torch.neg(a, out=b), 2 * size)
+    return {"copy_tb_s": max(copies), "read_tb_s": rate(lambda: a.sum(), size)}
 
 
 class EnergyCounter:

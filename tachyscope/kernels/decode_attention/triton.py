@@ -84,7 +84,13 @@ def _gate_kinds(gate: Gate | None) -> dict[str, object]:
     }  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "sink", "near", "whole"])
+# one program for all layers: flags and numbers lie side by side, few of them aligned
+@triton.jit(
+    do_not_specialize=[
+        "rows", "sink", "near", "whole", "slot_ptr", "place_ptr", "value", "ready", "skip",
+        "counts", "due",
+    ]
+)  # fmt: skip
 def _decode_attention(
     out, qkv, k_ptr, v_ptr, slot_ptr, place_ptr, cos_ptr, sin_ptr, log_count, unrotated, padding,
     parts, scores_ptr, done, value, ready, skip, counts, age, key, recent, due, luck,

@@ -85,7 +85,8 @@ def _registers(setting: MlpSetting, processors: int) -> int:
     return min(255, 65536 // threads // 8 * 8)
 
 
-@triton.jit(do_not_specialize=["eps"])
+# one program for all layers: flags and numbers lie side by side, few of them aligned
+@triton.jit(do_not_specialize=["eps", "barrier", "skip", "place"])
 def _decode_mlp(
     x, inner, barrier, gate, up, down, gate_scale, up_scale, down_scale, up_bias, down_bias,
     norm_w, norm_b, eps, skip, place, output, age, places,
