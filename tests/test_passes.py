@@ -113,6 +113,19 @@ def test_every_kth_pass_and_the_last_run():
             assert ran == [i for i in range(count) if i % k == 0 or i == count - 1]
 
 
+@pytest.mark.slow
+def test_four_steps_leave_the_choices_that_the_page_tells():
+    model = ts.load("atrium-world")
+    count = len(model.schedule)
+    passes = [
+        DenoisePass(i, count, t, s, None, model.embed_time, None)
+        for i, (t, s) in enumerate(model.schedule)
+    ]
+    with torch.inference_mode():
+        found = {x: decisions(TeaCache(x), passes, [0] * count) for x in (0.08, 0.089, 0.1, 0.2)}
+    assert found == {0.08: [0, 1, 2, 3], 0.089: [0, 1, 3], 0.1: [0, 2, 3], 0.2: [0, 3]}
+
+
 def play(model, plan, noise, chunks=3):
     with ts.open(model, plan, prompt="a b", noise=noise) as stream:
         made = [stream.step() for _ in range(chunks)]
