@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -17,6 +17,7 @@ import tachyscope as ts
 from tachyscope.attention.ann import Ann
 from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.compile_cache import VARIABLES
+from tachyscope.decode import DecodeEngine
 from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.graph_runner import ChunkRunner, Graph
 from tachyscope.kernels import device
@@ -28,6 +29,7 @@ from tachyscope.kernels.block_sparse.triton import block_sparse_attention
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.meter import Meter
+from tachyscope.models.vila_u.model import toy_tokens
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.toy import random_wan
@@ -124,6 +126,41 @@ def test_a_gate_on_cuda_is_metered_as_simulated():
     row = ctx.meter.take()
     assert row["rows_replayed"] == 0
     assert row["simulated_rows_replayed"] == row["rows_eligible"] > 0
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "cache=merge:budget=4f",
+        "cache=window:budget=4f attention=window:tokens=9 replay=attentive:threshold=-99",
+        "replay=attentive:share=0.5,age=3",
+        "replay=random:share=0.5",
+    ],
+)
+def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan):
+    model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
+    for graph in (False, True):
+        session = toys.open_session(model, f"dense text=none {plan}", prompt="a b", frames=6)
+        engine = DecodeEngine(model.decode_parts(), session, graph)
+        with torch.inference_mode():
+            frames = []
+            for i in range(5):
+                # recording a graph waits
+                with no_waits() if i > 1 else nullcontext():
+                    frames.append(model.sample_by(engine, session, [i]))
+                    session.commit()
+        runs.append((frames, session.meter.take(), engine.replayed))
+    (want, counts, _), (got, same, replayed) = runs
+    assert replayed and all(map(torch.equal, got, want)) and same == counts
+    if "replay" in plan:
+        assert counts["rows_replayed"] > 0 and not counts["simulated_rows_replayed"]
+
+
+def test_a_stream_of_a_token_model_uses_the_engine():
+    model = toy_tokens(device="cuda", dtype=torch.bfloat16)
+    with ts.open(model, "fastcar", frames=4) as stream:
+        stats = [stream.step("w").stats for _ in range(4)]
+    assert [row["cuda_graph"] for row in stats] == [0, 1, 1, 1]
 
 
 def test_a_fixed_share_on_cuda_is_real():
