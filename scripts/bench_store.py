@@ -125,8 +125,14 @@ def forms(rows: Rows) -> list[Callable[[], object]]:
             def sparse(q: Tensor, of: Past = of) -> Tensor:
                 return block_sparse_attention(q, now_k, now_v, table(of)).out
 
+            def decoding(q: Tensor, of: Past = of) -> Tensor:
+                plain = Past(decode(of.k, of.k_scale, k.dtype), decode(of.v, of.v_scale, v.dtype))
+                return block_sparse_attention(q, now_k, now_v, table(plain)).out
+
             form(f"a fifth, {name}{again}", of, True, sparse)
             form(f"all, {name}{again}", of, False, dense)
+            if of.k_scale is not None:
+                form(f"a fifth, {name}, decoded first{again}", of, True, decoding)
     for setting in [setting_of(DEVICE), *SETTINGS]:
         for name in ("fp8", "int8"):
             of = stored[name]

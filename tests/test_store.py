@@ -81,6 +81,9 @@ def test_the_kernel_encodes_as_torch_does(rng, name):
     got = decode(code[:, :, 5:45], scale[:, :, 5:45], torch.float32)
     assert (got - x).norm() < 2 * NEAR[name] * x.norm()
     assert not code[:, :, :5].any() and not scale[:, :, 45:].any()
+    torch.testing.assert_close(
+        codes_triton.decode(code[:, :, 5:45], scale[:, :, 5:45], torch.float32), got
+    )
 
 
 def _past(rng, name, b, kv, n, d, groups):

@@ -33,33 +33,11 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return code.round().to(dtype) if dtype == torch.int8 else code.to(FP8).view(dtype), scale
 
 
-def decode(code: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The vectors [..., D] of codes and scales [...]; without scales they are vectors already."""
-    return code if scale is None else (numbers(code).float() * scale.unsqueeze(-1)).to(dtype)
+def decode(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The vectors [..., D] of codes and scales [...]."""
+    return (numbers(code).float() * scale.unsqueeze(-1)).to(dtype)
 
 
 def numbers(x: Tensor) -> Tensor:
     """Vectors or codes as numbers: of codes the direction alone."""
     return x.view(FP8) if x.dtype == torch.uint8 else x
-
-
-def decoded(
-    past: Past, k: Tensor, v: Tensor, log_count: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and weights of past and present entries in a row, the past decoded."""
-    scales = (past.k_scale, past.v_scale)
-    both = [
-        torch.cat([decode(old, scale, new.dtype), new], 2)
-        for old, scale, new in zip((past.k, past.v), scales, (k, v), strict=True)
-    ]
-    weights = [past.log_count, log_count]
-    if past.log_count is None and log_count is None:
-        return both[0], both[1], None
-    groups = max(x.shape[1] for x in weights if x is not None)
-    rows = [
-        k.new_zeros(k.shape[0], groups, n, dtype=torch.float32)
-        if x is None
-        else x.expand(-1, groups, -1)
-        for x, n in zip(weights, (past.k.shape[2], k.shape[2]), strict=True)
-    ]
-    return both[0], both[1], torch.cat(rows, 2)

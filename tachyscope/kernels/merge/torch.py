@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.codes.torch import decode, encode
+from tachyscope.kernels.codes import decode
+from tachyscope.kernels.codes.torch import encode
 from tachyscope.kernels.slots import shift
 
 
