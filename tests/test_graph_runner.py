@@ -10,7 +10,7 @@ import toys
 from tachyscope.bench.recorded_kv import Recorder
 from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.graph_runner import ChunkRunner
-from tachyscope.inspection import StatsObserver
+from tachyscope.inspection.stats import StatsObserver
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Restart
 from tachyscope.models.wan.toy import random_wan

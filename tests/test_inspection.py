@@ -12,17 +12,10 @@ import toys
 import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
-from tachyscope.inspection import (
-    ALIKE,
-    PARTS,
-    PERCENTS,
-    StatsObserver,
-    alike,
-    inspect_model,
-    lines,
-    mass,
-)
+from tachyscope.inspection import inspect_model, lines
 from tachyscope.inspection.neurons import NeuronChange
+from tachyscope.inspection.stats import ALIKE, PERCENTS, StatsObserver, alike, mass
+from tachyscope.inspection.timing import PARTS
 from tachyscope.plan import Plan
 from tachyscope.rollout import rollout
 from tachyscope.session import Session

@@ -24,8 +24,7 @@ from tachyscope.arguments import (
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection.figures import NAMES, write
 from tachyscope.inspection.neurons import TOP, NeuronChange
-from tachyscope.inspection.samples import Samples, table
-from tachyscope.inspection.stats import ALIKE, PERCENTS, StatsObserver, alike, mass
+from tachyscope.inspection.stats import ALIKE, StatsObserver, table
 from tachyscope.inspection.timing import PARTS, overall, times
 from tachyscope.models.base import VideoModel
 from tachyscope.observers import Observer, Timing
@@ -40,19 +39,7 @@ from tachyscope.types import Chunk
 if TYPE_CHECKING:
     from tachyscope.arguments import Actions, Pictures, PixelSize
 
-__all__ = [
-    "ALIKE",
-    "PARTS",
-    "PERCENTS",
-    "Samples",
-    "StatsObserver",
-    "Watch",
-    "alike",
-    "inspect_model",
-    "lines",
-    "mass",
-    "write",
-]
+__all__ = ["inspect_model", "lines", "write"]
 
 Watch = Callable[[str, Chunk], None]
 
@@ -117,8 +104,10 @@ def inspect_model(
     names = [f"timed {i + 1}" for i in range(rounds)]
     timed = [[chunk.stats for chunk in play(name, Timing())] for name in names]
     by_chunk = times(timed, known, shape)
-    samples = {kind: Samples.of(records) for kind, records in observed.found.items()}
-    made_only = {kind: found.since(known) for kind, found in samples.items()}
+    made_only = {
+        kind: [record for record in records if record.frame >= known]
+        for kind, records in observed.found.items()
+    }
     row: Document = {
         "name": "inspect", "plan": str(parsed), "model": model.name, "size": size_of(chunks[0]),
         "frames": frames, "given": known, "places": len(observed.places),
@@ -131,7 +120,7 @@ def inspect_model(
         neurons=neurons.table() if neurons.mlps else [],
         passes=table(made_only, ("pass",)), cells=table(made_only, ("layer", "frame")),
         frames=[
-            part | {"given": part["frame"] < known} for part in table(samples, ("frame",))
+            part | {"given": part["frame"] < known} for part in table(observed.found, ("frame",))
         ],
     )  # fmt: skip
 

@@ -1,18 +1,20 @@
-"""Observe what repeats from frame to frame, and where attention lies."""
+"""Observe what repeats from frame to frame, and where attention lies; tables of its means."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.observers import Observer
+from tachyscope.results import Document
 from tachyscope.session import Session
 from tachyscope.types import PassContext
 
@@ -22,14 +24,16 @@ MASS = ("mass", "prompt_mass")  # of the video's entries, of the prompt's tokens
 PERCENTS = (1, 2, 5, 10, 20, 30, 50, 75, 100)  # of the keys, strongest first
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Values [n, …] of one layer and pass, one a sampled token, in one latent frame."""
 
     layer: int
     frame: int
     step: int
     values: Tensor
+
+    def on_host(self) -> Record:
+        return self._replace(values=self.values.double().cpu())
 
 
 class StatsObserver(Observer):
@@ -85,7 +89,7 @@ class StatsObserver(Observer):
             now = torch.cat(parts, 1).unflatten(1, (-1, len(self.places)))
             self._compare(kind, layer, step, frame, now[:, :frames])
         for kind, part in self._weighed:
-            self.found[kind].append(_on_host(part))
+            self.found[kind].append(part.on_host())
         self._fresh, self._weighed = {}, []
 
     def _drawn(self, ctx: PassContext) -> list[int]:
@@ -120,7 +124,7 @@ class StatsObserver(Observer):
         values = alike(frames[:, :-1], frames[:, 1:])
         for i, of_frame in enumerate(values.unbind(1)):
             record = Record(layer, first + i, step, of_frame.flatten(0, 1))
-            self.found[kind].append(_on_host(record))
+            self.found[kind].append(record.on_host())
 
     def _weigh(self, kind: str, ctx: PassContext, held: Tensor) -> None:
         """Note shares of mass [B, H, F · r, P] by latent frame, as the mean over heads."""
@@ -132,8 +136,27 @@ class StatsObserver(Observer):
             self._weighed.append((kind, record))
 
 
-def _on_host(record: Record) -> Record:
-    return Record(record.layer, record.frame, record.step, record.values.double().cpu())
+def table(found: Mapping[str, Sequence[Record]], axes: Sequence[str]) -> list[Document]:
+    """A row for each layer, latent frame or pass on the axes, with the measures of every kind."""
+    rows: dict[tuple[int, ...], Document] = {}
+    for kind in (*ALIKE, *MASS):
+        groups: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        for record in found.get(kind, ()):
+            spot = {"layer": record.layer, "frame": record.frame, "pass": record.step}
+            groups[tuple(spot[axis] for axis in axes)].append(record.values)
+        for key, values in groups.items():
+            row = rows.setdefault(key, dict(zip(axes, key, strict=True)))
+            row |= _measures(kind, torch.cat(values))
+    return [rows[key] for key in sorted(rows)] if rows else [{}]
+
+
+def _measures(kind: str, values: Tensor) -> dict[str, float]:
+    means = values.mean(0).tolist()
+    if kind in MASS:
+        return {f"{kind}_{p}": mean for p, mean in zip(PERCENTS, means, strict=True)}
+    named = {f"{kind}_{x}": mean for x, mean in zip(ASPECTS, means, strict=True)}
+    low, high = np.quantile(values[:, 0].numpy(), (0.05, 0.95))
+    return named | {f"{kind}_cosine_p5": float(low), f"{kind}_cosine_p95": float(high)}
 
 
 def alike(old: Tensor, new: Tensor) -> Tensor:
