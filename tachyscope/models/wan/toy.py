@@ -96,10 +96,10 @@ class Preview(Decoder):
         first = 0 if "begun" in features else self.stride[0] - 1
         self.skip(latents, features)
         colour = torch.einsum("kc,cfhw->fhwk", self.weight.to(latents), latents[0]) + 0.5
-        frames = (255 * colour.clamp(0, 1)).round().float()
+        frames = (255 * colour.clamp(0, 1)).round().cpu()
         for dim, times in enumerate(self.stride):
             frames = frames.repeat_interleave(times, dim)
-        return frames[first:]
+        return frames[first:].float()
 
 
 def random_wan(
