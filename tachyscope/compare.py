@@ -22,7 +22,7 @@ from tachyscope.plan import Plan, label
 from tachyscope.plan_notes import notes
 from tachyscope.quality import FLOOR_DB, Quality, horizon
 from tachyscope.rates import Clock, frame_rate, rates, warm_up
-from tachyscope.report import Floor, write_report
+from tachyscope.report import write_report
 from tachyscope.results import Document, document, size_of, to_json
 from tachyscope.rollout import rollout
 from tachyscope.runs import Run, decibels, percent
@@ -49,9 +49,11 @@ class Comparison:
 
     document: Document
     runs: tuple[Run, Run]  # dense, then the plan
-    floor: Floor | None  # None: not measured
-    aa: tuple[float, float] | None  # the dense run's speed against itself
-    lead: str  # the verdict in a few sentences: speed and its cost, then counted work
+
+    @property
+    def lead(self) -> str:
+        """The verdict in a few sentences: speed and its cost, then counted work."""
+        return str(self.document["lead"])
 
 
 @dataclass(slots=True)
@@ -219,17 +221,13 @@ def _conclude(
     about: str,
 ) -> Comparison:
     dense, plan = takes["dense"], takes["plan"]
-    floor, more = None, {}
+    end, more = None, {}
     if "floor" in takes:
         floors = takes["floor"].quality.psnrs
-        floor = Floor(FLOOR_DB, horizon(floors))
-        inside = floors[: floor.horizon]
-        more["floor"] = {
-            "run": takes["floor"].name,
-            "db": floor.db,
-            "horizon": floor.horizon,
-            "psnr": float(np.mean(inside)) if inside else None,
-        }
+        end = horizon(floors)
+        near = float(np.mean(floors[:end])) if floors[:end] else None
+        floor = {"run": takes["floor"].name, "db": FLOOR_DB, "horizon": end, "psnr": near}
+        more["floor"] = floor
     # the same chunks of every run, or a growing cache would be met at another length
     start = max(warm_up(dense.rows), warm_up(plan.rows))
     aa, speed = None, {}
@@ -241,18 +239,16 @@ def _conclude(
         speed["ratio_dense"] = sum(times["dense"]) / sum(times["plan"])
         speed["ratio_dense_all"] = _wall(dense.rows) / _wall(plan.rows)
     loaded = {"load_s": load_s} if load_s else {}
-    near = _closeness(plan.quality, floor)
+    # over the frames before the horizon; nothing if there are none
+    if inside := plan.quality.psnrs[:end]:
+        speed |= {"psnr_dense": float(np.mean(inside)), "psnr_frames": len(inside)}
     runs = (
         _run(dense, loaded | rates(dense.rows, start), warmed.get("dense", 0.0)),
-        _run(plan, loaded | rates(plan.rows, start) | speed | near, warmed.get("plan", 0.0)),
+        _run(plan, loaded | rates(plan.rows, start) | speed, warmed.get("plan", 0.0)),
     )
-    rows = []
-    for run in runs:
-        named: Document = {"name": run.name, "plan": run.plan, "model": model.name, "size": size}
-        rows.append(named | dict(run.summary) | {"notes": list(run.notes)})
+    rows = [run.row(model.name, size) for run in runs]
     lead = " ".join(filter(None, (_speed(*runs, aa, plan.stream.session), _work(*runs), about)))
-    result = document("compare", rows, command, aa, **more, lead=lead)
-    return Comparison(result, runs, floor, aa, lead)
+    return Comparison(document("compare", rows, command, aa, **more, lead=lead), runs)
 
 
 def _wall(rows: Sequence[Mapping[str, float]]) -> float:
@@ -266,14 +262,6 @@ def _stretches(rows: Sequence[Mapping[str, float]], start: int) -> list[float]:
     """
     ms = np.array([row["wall_ms"] for row in rows[start if start < len(rows) else 0 :]])
     return [float(part.sum()) for part in np.array_split(ms, min(STRETCHES, len(ms)))]
-
-
-def _closeness(quality: Quality, floor: Floor | None) -> dict[str, float]:
-    """PSNR over the frames before the horizon, and how many they are; nothing if there are none."""
-    inside = quality.psnrs[: floor.horizon if floor is not None else None]
-    if not inside:
-        return {}
-    return {"psnr_dense": float(np.mean(inside)), "psnr_frames": len(inside)}
 
 
 def _run(take: _Take, more: Mapping[str, float], warmed: float) -> Run:
@@ -376,13 +364,7 @@ def _write(out: Path, found: Comparison, model: VideoModel, size: str) -> None:
         out / "report.html",
         f"{model.name}: {found.runs[1].name} beside dense",
         found.runs,
+        found.document,
         model=f"{model.name}, {size}, {_dtype(model)}, {model.device}",
-        command=found.document["command"],
-        machine=found.document["machine"],
-        versions=found.document["versions"],
-        date=found.document["date"],
-        floor=found.floor,
-        noise=found.aa,
         video=(out / "compare.mp4").read_bytes(),
-        lead=found.lead,
     )

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,10 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tachyscope.errors import TachyscopeError
 from tachyscope.files import write_atomically
 from tachyscope.runs import Line, Run, number, sums, times
 
-
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """Up to which frame, and above how many dB, closeness to the dense run means anything."""
-
-    db: float
-    horizon: int | None  # None: two dense runs did not part in the frames compared
-
+Floor = Mapping[str, Any]  # `db`, and `horizon`: None where two dense runs did not part
 
 # above this two pictures look the same, and the axis is better spent below
 SAME_DB = 60.0
@@ -39,24 +30,19 @@ def write_report(
     path: str | os.PathLike[str],
     title: str,
     runs: Sequence[Run],
+    found: Mapping[str, Any],
     *,
     model: str,
-    command: str,
-    machine: Mapping[str, object],
-    versions: Mapping[str, str],
-    floor: Floor | None = None,
-    noise: tuple[float, float] | None = None,
     video: bytes | None = None,
-    lead: str = "",
-    date: str = "",
 ) -> Path:
     """Write the report of some runs, the baseline first, as one self-contained HTML file.
 
-    `video` is a whole mp4; `noise` is the range of the baseline's speed against itself; `lead` is
-    the verdict in a sentence; `date` is today's unless given.
+    `found` is their results document: its `aa` is the range of the baseline's speed against
+    itself, its `floor` up to which frame and above how many dB closeness to the dense run means
+    anything, its `lead` the verdict in a few sentences. `video` is a whole mp4.
     """
-    if not runs:
-        raise TachyscopeError("a report needs at least one run, got none: give a run")
+    floor, aa = found.get("floor"), found.get("aa")
+    noise = None if aa is None else (aa["low"], aa["high"])
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -66,8 +52,8 @@ def write_report(
     )
     page = environment.get_template("report.html").render(
         title=title,
-        lead=lead,
-        facts=_facts(model, machine, versions, command, date or f"{datetime.now(UTC):%Y-%m-%d}"),
+        lead=found["lead"],
+        facts=_facts(model, found),
         horizon=_horizon(floor),
         noise=_noise(noise) if len(runs) > 1 else "",
         runs=runs,
@@ -81,33 +67,31 @@ def write_report(
     return write_atomically(path, page)
 
 
-def _facts(
-    model: str, machine: Mapping[str, object], versions: Mapping[str, str], command: str, date: str
-) -> dict[str, str]:
-    units = {"cores": "cores", "memory_gb": "GB", "gpu_memory_gb": "GB"}
+def _facts(model: str, found: Mapping[str, Any]) -> dict[str, str]:
+    machine, units = found["machine"], {"cores": "cores", "memory_gb": "GB", "gpu_memory_gb": "GB"}
     parts = [f"{v} {units.get(k, '')}".strip() for k, v in machine.items() if v is not None]
     if "gpu" in machine and machine["gpu"] is None:
         parts.append("no GPU")
     return {
         "Model": model,
-        "Date": date,
+        "Date": found["date"],
         "Machine": ", ".join(parts),
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "Command": command,
+        "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        "Command": found["command"],
     }
 
 
 def _horizon(floor: Floor | None) -> str:
     if floor is None:
         return "Not measured: how far closeness to the dense run can be trusted is unknown."
-    if floor.horizon is None:
+    if floor["horizon"] is None:
         return (
-            f"All frames count: two dense runs of different precision stay above {floor.db:g} dB "
-            "PSNR to each other."
+            f"All frames count: two dense runs of different precision stay above "
+            f"{floor['db']:g} dB PSNR to each other."
         )
     return (
-        f"Frame {floor.horizon}: from there on two dense runs of different precision are below "
-        f"{floor.db:g} dB PSNR to each other, and PSNR to dense says nothing about quality."
+        f"Frame {floor['horizon']}: from there on two dense runs of different precision are below "
+        f"{floor['db']:g} dB PSNR to each other, and PSNR to dense says nothing about quality."
     )
 
 
@@ -287,8 +271,8 @@ def _picture(theme: Theme, curves: Sequence[_Curve], top: float, floor: Floor | 
 def _draw_floor(axes: Axes, floor: Floor, theme: Theme) -> None:
     style: dict[str, Any] = {"color": theme.soft, "linestyle": (0, (1, 2)), "linewidth": 1.2}
     words: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": theme.soft}
-    axes.axhline(floor.db, **style)
-    axes.annotate("floor", (0, floor.db), xytext=(3, 3), **words)
-    if floor.horizon is not None:
-        axes.axvline(floor.horizon, **style)
-        axes.annotate("horizon", (floor.horizon, 0), xytext=(4, 4), **words)
+    axes.axhline(floor["db"], **style)
+    axes.annotate("floor", (0, floor["db"]), xytext=(3, 3), **words)
+    if floor["horizon"] is not None:
+        axes.axvline(floor["horizon"], **style)
+        axes.annotate("horizon", (floor["horizon"], 0), xytext=(4, 4), **words)

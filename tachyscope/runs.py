@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tachyscope.tables import format_table
 
@@ -22,6 +22,11 @@ class Run:
     rows: Sequence[Mapping[str, float]]
     summary: Mapping[str, float]
     notes: Sequence[str] = ()  # what a reader must know, such as a method that saved nothing
+
+    def row(self, model: str, size: str, **more: Any) -> dict[str, Any]:
+        """The run in a results document."""
+        named = {"name": self.name, "plan": self.plan, "model": model, "size": size}
+        return named | more | dict(self.summary) | {"notes": list(self.notes)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tachyscope.cli.verb import PathText, option, required
 from tachyscope.cli.video import CompiledVerb
@@ -101,9 +101,7 @@ class Generate(CompiledVerb):
                 follow = f", after the {len(options['first'])} of {self.first}"
             changed = "".join(f"; from frame {at} on {prompt!r}" for at, prompt in changes)
             print(f"{target}{replaced}: {file.frames} frames of {size}{follow}{changed}")
-        row: dict[str, Any] = {"name": name, "plan": run.plan, "model": model.name, "size": size}
-        row |= {"decoder": model.decoder_name, "compiled": compiled}
-        row |= dict(run.summary) | {"notes": run.notes}
+        row = run.row(model.name, size, decoder=model.decoder_name, compiled=compiled)
         self.emit(document("generate", [row], command))
 
     def _fit(self, frames: Frames, size: tuple[int, int]) -> Frames:
