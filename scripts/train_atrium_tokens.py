@@ -44,7 +44,7 @@ from training import (
     sheet,
 )
 
-from tachyscope.models.atrium.word_tokenizer import VOCAB, WordTokenizer
+from tachyscope.models.atrium.words import VOCAB, WordTokenizer
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
 from tachyscope.models.vila_u.model import VilaModel, load_vila, save_vila

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from tachyscope.types import Chunk
 
@@ -34,12 +33,7 @@ class Clock:
         self._since = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         assert self._since is not None
         self._spent += time.perf_counter() - self._since
         self._since = None

@@ -12,11 +12,10 @@ import tachyscope.bench.wan as wan
 from tachyscope.arguments import parse_plan
 from tachyscope.bench import rollout as rollout_rate
 from tachyscope.bench.__main__ import main
-from tachyscope.bench.breakdown import parts, watched
 from tachyscope.bench.fill import fill
 from tachyscope.bench.recorded_kv import Traced, enlarge, record
 from tachyscope.bench.rollout import bench_rollout, finite, flat_lines, flatness
-from tachyscope.bench.single_chunk import repeat_chunk
+from tachyscope.bench.single_chunk import parts, repeat_chunk, watched
 from tachyscope.bench.wan import (
     ALL,
     HEADLINE,

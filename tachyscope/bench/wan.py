@@ -17,7 +17,6 @@ import torch
 
 from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
-from tachyscope.bench.breakdown import parts, watched
 from tachyscope.bench.fill import fill
 from tachyscope.bench.noise import noise
 from tachyscope.bench.recorded_kv import Chunks, Traced, enlarge, record
@@ -25,10 +24,12 @@ from tachyscope.bench.rollout import flat_lines
 from tachyscope.bench.single_chunk import (
     PROMPT,
     clear,
+    parts,
     peak_gb,
     repeat_chunk,
     shown_size,
     taken_back,
+    watched,
 )
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, first_line

@@ -19,7 +19,6 @@ AT_ONCE = {"cpu": 1, "cuda": 64}  # worlds that share passes
 
 
 def evaluate_views(
-    name: str = "atrium-world",
     *,
     worlds: int = 200,
     device: str = "cpu",
@@ -33,8 +32,7 @@ def evaluate_views(
     and so on that of walls on one side. It needs many worlds: each has one to three such walls.
     """
     check("worlds", worlds)
-    fault = f"{name} is no world model of Atrium: evaluate atrium-world"
-    model = WanModel.narrow(load(name, device=device), fault)
+    model = WanModel.narrow(load("atrium-world", device=device), "no world model")
     step = AT_ONCE[model.device.type]
     found: list[Values] = []
     for start in range(0, worlds, step):

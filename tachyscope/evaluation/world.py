@@ -150,7 +150,9 @@ def judge_world(asked: Asked, played: Played) -> Document:
     given, scene, dense = len(GIVEN), played.scene, played.dense
     rows: list[Values] = []
     for i, (plan, take) in enumerate(zip(asked.plans, played.takes, strict=True)):
-        row = judge(take.frames, scene, given) | take.cost | evenness(take)
+        row = judge(take.frames, scene, given) | take.cost
+        if late := take.work[SETTLED:]:
+            row["work_spread"] = max(late) / min(late)
         if dense is not None:
             near = psnr(take.frames[:TRUSTED], dense.frames[:TRUSTED])
             row["psnr_dense"] = mean(near)
@@ -198,12 +200,6 @@ def judge(frames: Frames, scene: Scene, given: int) -> Values:
         out["identity_first"] = same(range(step - 1, ENDS, step))
         out["identity_last"] = same(range(len(frames) - ENDS, len(frames), step))
     return out
-
-
-def evenness(take: Take) -> Values:
-    """The most counted work of a chunk over the least, once frame 100 is past."""
-    late = take.work[SETTLED:]
-    return {"work_spread": max(late) / min(late)} if late else {}
 
 
 def judge_model(asked: Asked, played: Played) -> Values:

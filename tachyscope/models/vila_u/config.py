@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tachyscope.bounds import VILA, told, within
+from tachyscope.bounds import VILA, bound_fault, demand, has_type, told, within
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.config_checks import bound_fault, demand, has_type
 from tachyscope.models.vila_u.depth import DepthConfig, Sampler
 from tachyscope.models.vila_u.vqgan import PixelConfig
 

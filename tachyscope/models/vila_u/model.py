@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tachyscope.bounds import check, check_prompt
 from tachyscope.decode import DecodeEngine, DecodeParts
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.atrium.word_tokenizer import WordTokenizer
+from tachyscope.models.atrium.words import WordTokenizer
 from tachyscope.models.base import MemoryParts, VideoModel
 from tachyscope.models.checkpoint import (
     fit,

@@ -9,9 +9,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tachyscope.bounds import WAN, told
+from tachyscope.bounds import WAN, bound_fault, demand, has_type, told
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.config_checks import bound_fault, demand, has_type
 from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
 
 # our field -> the name in Wan's config.json

@@ -63,7 +63,6 @@ def load_wan(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     config: WanConfig | None = None,
-    text: TextEncoder | None = None,
     decoder: Path | str | None = None,
     decoder_check: bool = False,
     lora: Path | str | None = None,
@@ -74,15 +73,14 @@ def load_wan(
 ) -> WanModel:
     """A model from a folder with config.json, or from one file, its shape given or inferred.
 
-    A folder may be diffusers', of the transformer or of the pipeline around it. `text`, and the
-    tiny decoder in the file `decoder`, go before the parts that the folder holds, and these before
-    Wan's own as they are published, which may also lie beside a file, in the folder above it, or in
-    `parts`. `decoder_check` has a tiny decoder's frames compared with the VAE's. `lora` is merged
-    into the weights, by `lora_alpha` where the file does not tell its alpha. `preset` is the name
-    of the model that `config` describes, `entry` the copy its authors run where a file holds
-    several.
+    A folder may be diffusers', of the transformer or of the pipeline around it. The tiny decoder in
+    the file `decoder` goes before the parts that the folder holds, and these before Wan's own as
+    they are published, which may also lie beside a file, in the folder above it, or in `parts`.
+    `decoder_check` has a tiny decoder's frames compared with the VAE's. `lora` is merged into the
+    weights, by `lora_alpha` where the file does not tell its alpha. `preset` is the name of the
+    model that `config` describes, `entry` the copy its authors run where a file holds several.
     """
-    path, shown = Path(path), None
+    path, text, shown = Path(path), None, None
     if path.is_dir():
         folder = path / "transformer" if (path / "transformer").is_dir() else path
         if config is None:
@@ -90,7 +88,7 @@ def load_wan(
             config = WanConfig.from_json(read_json(stated), str(stated))
         index = folder / f"{WEIGHTS}.index.json"
         file = index if index.is_file() else folder / WEIGHTS
-        text = text or _part(TEXT_ENCODERS, config.text_encoder, path, config)
+        text = _part(TEXT_ENCODERS, config.text_encoder, path, config)
         if decoder is None:
             shown = _part(DECODERS, config.decoder, path, config, device=device)
     else:

@@ -53,10 +53,8 @@ class UMT5:
 
     kind = "umt5"
 
-    def __init__(
-        self, folder: Path | str, length: int = 512, device: torch.device | str = "cpu"
-    ) -> None:
-        self.folder, self.length, self.device = Path(folder), length, device
+    def __init__(self, folder: Path | str, length: int = 512) -> None:
+        self.folder, self.length = Path(folder), length
         self.original = (self.folder / PUBLISHED).is_file()
         self.encoder = self.folder / (PUBLISHED if self.original else "text_encoder")
         self.words = self.folder / ("google/umt5-xxl" if self.original else "tokenizer")
@@ -79,7 +77,7 @@ class UMT5:
     def __call__(self, prompt: str) -> tuple[Tensor, int]:
         ids = self.tokenizer(clean(prompt), truncation=True, max_length=self.length).input_ids
         # padding is masked, so leaving it out changes nothing
-        said = self.model(torch.tensor([ids], device=self.device)).last_hidden_state
+        said = self.model(torch.tensor([ids])).last_hidden_state
         # to look through five billion weights would take longer than the prompt
         _demand_finite(said, str(self.encoder))
         return padded(said, self.length), len(ids)
@@ -114,7 +112,7 @@ class UMT5:
                 f"again"
             ) from fault
         fit(model, tensors, str(file), assign=True)
-        return model.eval().requires_grad_(False).to(self.device)
+        return model.eval().requires_grad_(False)
 
     def write(self, folder: Path) -> None:
         tensors = {name: x for name, x in self.model.state_dict().items() if name != TIED}
