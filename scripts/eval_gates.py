@@ -3,7 +3,8 @@
     python scripts/eval_gates.py --out out/gates --device cuda --jobs 10
 
 --out gets gates.jsonl, a line as each task ends (its rows, or its fault), and at the end
-gates.json, a results document. Tasks that the file already has are not done again.
+gates.json, a results document, and gates.md, its tables. Tasks that the file already has are not
+done again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from tachyscope.evaluation.clips import CLIPS, GIVEN
-from tachyscope.evaluation.gates import SHARES, Task, measure, tasks
+from tachyscope.evaluation.gates import SHARES, Task, lines, measure, tasks
 from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.process import spread
@@ -58,8 +59,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "gates.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    results = [one for one in map(json.loads, lines) if "rows" in one]
+    written = file.read_text().splitlines() if file.is_file() else []
+    results = [one for one in map(json.loads, written) if "rows" in one]
     done = [json.dumps(one["task"]) for one in results]
     asked = tasks(args.worlds, args.clip or tuple(CLIPS), args.share or SHARES, args.frames)
     left = [task for task in asked if json.dumps(asdict(task)) not in done]
@@ -77,6 +78,7 @@ def main() -> None:
         given=GIVEN,
     )  # fmt: skip
     (args.out / "gates.json").write_text(json.dumps(found))
+    (args.out / "gates.md").write_text("\n".join(lines(rows)) + "\n")
 
 
 if __name__ == "__main__":

@@ -156,6 +156,19 @@ def test_every_method_is_forced_once_a_clip_and_share():
         assert sorted(names) == sorted(gates.METHODS)
 
 
+def test_the_table_tells_losses_room_by_room():
+    def row(method, share, measure, **values):
+        by_world = {key: [value - 1, value, value + 2] for key, value in values.items()}
+        named = {"method": method, "share": share, "measure": measure, "clip": "still", "seed": 0}
+        return named | values | {"by_world": by_world}
+
+    rows = [
+        row("dense", 0.25, "made", psnr_truth=30.0), row("tas", 0.5, "made", psnr_truth=27.5),
+        row("tas", 0.5, "forced", kl=1.25),
+    ]  # fmt: skip
+    assert "| tas |  |  |  | 1.25; 2.50 (2.50 to 2.50), worst 2.5 |" in gates.lines(rows)
+
+
 # --- time
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
-from tachyscope.evaluation.intervals import combined
+from tachyscope.evaluation.intervals import combined, versus
 from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, changes
 from tachyscope.evaluation.tokens import bounds, forced, made, spearman
 from tachyscope.models.vila_u.model import VilaModel
@@ -159,3 +159,44 @@ def choose(model: VilaModel, clip: Clip, share: float) -> tuple[tuple[int, ...],
         best.append(min(range(heads), key=ranks.__getitem__))
         every.append(by_head.mean(1).flatten())
     return tuple(best), float(torch.cat(every).float().quantile(1 - share))
+
+
+def lines(rows: Sequence[Document]) -> list[str]:
+    """A Markdown table a share: KL, loss to dense in dB with its interval, and the worst room's.
+
+    Losses are room by room. A last table has what rooms of another seed would have foretold.
+    """
+    there = {(r["measure"], r["clip"], r.get("share"), r.get("method"), r["seed"]): r for r in rows}
+    dense = {(r["clip"], r["seed"]): r for r in rows if r.get("method") == "dense"}
+    out = []
+    for share in sorted({row["share"] for row in rows if row.get("share")}, reverse=True):
+        out += [
+            "",
+            f"| {share:g} left out | {' | '.join(CLIPS)} |",
+            "|---" * (len(CLIPS) + 1) + "|",
+        ]
+        for name in METHODS:
+            cells = []
+            for clip in CLIPS:
+                told = there.get(("forced", clip, share, name, 0))
+                cell = f"{told['kl']:.2f}" if told else ""
+                if free := there.get(("made", clip, share, name, 0)):
+                    cell += f"; {_loss(dense.get((clip, 0)), free)}"
+                cells.append(cell)
+            if any(cells):
+                out.append(f"| {name} | {' | '.join(cells)} |")
+    out += ["", "Neurons, loss in rooms of another seed:"]
+    for row in rows:
+        if row["measure"] == "made" and row["method"] == "neurons" and row["seed"]:
+            foretold = _loss(dense.get((row["clip"], row["seed"])), row)
+            out.append(f"{row['clip']} {row['share']:g}: {foretold}")
+    return out
+
+
+def _loss(dense: Document | None, row: Document) -> str:
+    """dB to the truth that are lost: mean (interval), worst room."""
+    if dense is None:
+        return f"{row['psnr_truth']:.1f} dB"
+    mean, low, high = versus(dense, row, "psnr_truth")
+    pairs = zip(dense["by_world"]["psnr_truth"], row["by_world"]["psnr_truth"], strict=True)
+    return f"{mean:.2f} ({low:.2f} to {high:.2f}), worst {max(a - b for a, b in pairs):.1f}"
