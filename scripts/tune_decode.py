@@ -327,7 +327,7 @@ def time_layers(log: Log, rows: int, int8: bool) -> None:
             log(part="layer", rows=rows, int8=int8, overlap=overlap, us=us[0], skipped_us=us[1])
         except Exception as fault:
             log(part="layer", rows=rows, int8=int8, overlap=overlap, failed=str(fault)[:400])
-        Overlap.on = False
+        Overlap.on = True
     if len(found) == 2:
         log(part="layer", rows=rows, int8=int8, same=torch.equal(*found))
 

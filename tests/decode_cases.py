@@ -78,7 +78,7 @@ def _case_gemv(rng, backend, tokens, int8, kind, add=False):
     return gemv_triton.gemv(*args, SMALL), want
 
 
-def _case_mlp(rng, backend, tokens, int8, gated, skip):
+def _case_mlp(rng, backend, tokens, int8, gated, skip, drift=False, ready=1):
     width, inner = 40, 52
     sizes = (inner, width), (inner, width), (width, inner)
     gate, up, down = (_weight(rng, *size, int8, not gated) for size in sizes)
@@ -87,6 +87,9 @@ def _case_mlp(rng, backend, tokens, int8, gated, skip):
     flags = torch.tensor([skip == "all" or (skip == "first" and b == 0) for b in range(tokens)])
     age = torch.ones(tokens, PLACES, dtype=torch.int32)
     kept = Kept(flags.int(), _whole(PLACE), _draw(rng, tokens, PLACES, width), age)
+    if drift:
+        moved_by = _draw(rng, tokens, width)
+        kept = dataclasses.replace(kept, drift=moved_by, ready=_whole(ready), memory=16.0)
     kept = None if skip is None else kept
     got, there, on_device = moved(x), moved(kept), moved(mlp)
     want = decode_mlp_reference(x, mlp, kept)
@@ -100,8 +103,9 @@ def _case_mlp(rng, backend, tokens, int8, gated, skip):
         launches = 1 if ON_GPU else 2
         mlp_triton.decode_mlp(got, on_device, there, hidden, barrier, setting, launches)
     if kept is not None:
-        got = torch.cat([got.flatten(), there.output.flatten(), there.age.flatten()])
-        want = torch.cat([want.flatten(), kept.output.flatten(), kept.age.flatten()])
+        names = ("output", "age", "drift") if drift else ("output", "age")
+        got = torch.cat([got.flatten(), *(getattr(there, x).flatten() for x in names)])
+        want = torch.cat([want.flatten(), *(getattr(kept, x).flatten() for x in names)])
     return got, want
 
 
@@ -212,6 +216,11 @@ for i, skip in enumerate((None, "none", "all", "first")):
         name = f"decode_mlp_{tokens}_{skip}{'_int8' if int8 else ''}"
         case = functools.partial(_case_mlp, tokens=tokens, int8=int8, gated=gated, skip=skip)
         CASES[name] = case, BOTH
+for skip, ready in (("none", 1), ("none", 0), ("all", 1), ("first", 1)):
+    case = functools.partial(
+        _case_mlp, tokens=2, int8=False, gated=True, skip=skip, drift=True, ready=ready
+    )
+    CASES[f"decode_mlp_drift_{skip}_{ready}"] = case, BOTH
 for name, (size, options) in ATTENTION.items():
     case = functools.partial(_case_attention, size=size, **options)
     CASES[f"decode_attention_{name}"] = case, BOTH

@@ -23,7 +23,8 @@ PLANS = [
     "replay=attentive:threshold=0.1,authors=true,cfg=free",
     "replay=attentive:threshold=-9 attention=window:tokens=16",
     "replay=random:share=0.6,age=2",
-    "replay=every_k:k=3",
+    "replay=every_k:k=3,drift=true",
+    "replay=attentive:share=0.5,age=2,drift=true",
 ]
 QUICK = ("replay=attentive:share=0.5", PLANS[3])
 
@@ -127,7 +128,8 @@ def test_what_the_engine_cannot_do_it_says():
     for plan, word in {
         "attention=ann:read=0.5,block=4": "attention=ann",
         "cache=merge:threshold=0.7": "queries",
-        "replay=attentive:share=0.5,drift=true": "replay=attentive",
+        "passes=draft:places=4": "passes=draft",
+        "store=int8 cache=window:budget=4f": "store=int8",
     }.items():
         assert word in unsupported(parts, _open(model, plan))
     session = _open(model, "cache=keep_all")

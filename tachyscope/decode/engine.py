@@ -26,7 +26,8 @@ from tachyscope.kernels.gemv import gemv
 from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
-from tachyscope.replay import TokenGate, TokenReplay
+from tachyscope.replay import TokenGate
+from tachyscope.replay.runner import DRIFT_ROWS
 from tachyscope.session import Session
 
 
@@ -42,7 +43,7 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries
         or plan.cache.view_depends_on_pass,
         f"replay={spell(plan.replay)} is not decided on the device": plan.replay is not None
-        and (gate is None or not isinstance(plan.replay, TokenReplay) or plan.replay.drift),
+        and gate is None,
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
         "an observer reads what it is told": any(x.host for x in session.observers),
@@ -200,7 +201,9 @@ class DecodeEngine:
             recent=own["recent_scores"] if rule.kind == "share" else None,
             due=own["share_due"] if rule.kind == "share" else None, luck=self.luck[layer],
         )  # fmt: skip
-        return gate, Kept(self.skip[layer], self.place, own["output"][0], age)
+        drift = own["drift"][0, :, 0] if "drift" in own else None
+        output = own["output"][0]
+        return gate, Kept(self.skip[layer], self.place, output, age, drift, self.ready, DRIFT_ROWS)
 
     def _count(self, past: int, ready: bool) -> None:
         """What the frame's passes would have counted one by one; replayed rows are the device's."""

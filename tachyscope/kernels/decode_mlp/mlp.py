@@ -31,9 +31,15 @@ class Kept:
     place   [] int32      the token's place in its frame
     output  [B, N, W]     outputs by place
     age     [B, N] int32  how often in a row each was replayed
+    drift   [B, W]        or None: the running mean, over `memory` tokens, of how computed outputs
+                          differ from those they replace; what is replayed is moved by it
+    ready   [] int32      0: nothing was kept yet, so that drift stays
     """
 
     skip: Tensor
     place: Tensor
     output: Tensor
     age: Tensor
+    drift: Tensor | None = None
+    ready: Tensor | None = None
+    memory: float = 1.0

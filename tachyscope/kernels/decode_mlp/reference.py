@@ -22,11 +22,15 @@ def decode_mlp_reference(x: Tensor, mlp: MlpWeights, kept: Kept | None = None) -
         y = gemv_reference(h, (mlp.down,))
         if kept is not None:
             i = int(kept.place)
+            old = kept.output[b : b + 1, i].double()
+            drift = 0.0 if kept.drift is None else kept.drift[b].double()
             if kept.skip[b]:
-                y = kept.output[b : b + 1, i].double()
+                y = old + drift
                 kept.age[b, i] += 1
             else:
-                kept.output[b, i] = y[0].to(kept.output.dtype)
+                if kept.drift is not None and kept.ready is not None and int(kept.ready):
+                    kept.drift[b] = drift + ((y - old)[0] - drift) / kept.memory
                 kept.age[b, i] = 0
+            kept.output[b, i] = y[0].to(kept.output.dtype)
         out.append(x[b : b + 1].double() + y)
     return torch.cat(out)

@@ -19,10 +19,15 @@ def decode_mlp(x: Tensor, mlp: MlpWeights, kept: Kept | None = None) -> None:
     index = kept.place.long().view(1)
     old, age = kept.output.index_select(1, index)[:, 0], kept.age.index_select(1, index)
     skip = kept.skip.bool()
+    moved = old if kept.drift is None else old + kept.drift
     if host_may_read(x) and bool(skip.all()):
-        y = old
+        y = moved
     else:
-        y = torch.where(skip[:, None], old, _run(x, mlp))
+        y = torch.where(skip[:, None], moved, _run(x, mlp))
+        if kept.drift is not None and kept.ready is not None:
+            learns = kept.ready.bool() & ~skip[:, None]
+            new = torch.lerp(kept.drift, y - old, 1 / kept.memory)
+            kept.drift.copy_(torch.where(learns, new, kept.drift))
     x += y
     kept.output.index_copy_(1, index, y[:, None])
     kept.age.index_copy_(1, index, torch.where(skip[:, None], age + 1, 0))

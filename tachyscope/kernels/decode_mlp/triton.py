@@ -3,6 +3,9 @@
 As many programs as the GPU runs at once share the first matrices' rows, wait for each other, then
 share the last matrix's rows. A flag on the device is read before any weight: where all tokens
 replay, the launch adds what was kept and ends.
+
+All launches of a device must come by one CUDA stream: programs of two at once, neither with all of
+its own there, would wait for ever.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -40,10 +43,11 @@ class MlpSetting(NamedTuple):
 
 
 def setting_for(tokens: int, processors: int) -> MlpSetting:
-    """Measured on an H200. Four warps of at most 128 registers fit four times."""
+    """Measured on an H200. Four warps fit five times with 96 registers, four times with 128."""
     if tokens > 2:
         return MlpSetting(Setting(16, 128, 8), Setting(16, 256, 8), processors)
-    return MlpSetting(Setting(2, 1024, 4), Setting(4, 1024, 4), 4 * processors)
+    each = 5 if tokens == 1 else 4
+    return MlpSetting(Setting(2, 1024, 4), Setting(4, 1024, 4), each * processors)
 
 
 def decode_mlp(
@@ -61,9 +65,11 @@ def decode_mlp(
     processors = multiprocessors(x.device)
     made = setting or setting_for(tokens, processors)
     gate = mlp.gate or up
-    kept_args: tuple[Any, ...] = (barrier, barrier, x, barrier)
+    kept_args: tuple[Any, ...] = (barrier, barrier, x, barrier, x, barrier, 0.0)
+    drifts = kept is not None and kept.drift is not None
     if kept is not None:
-        kept_args = kept.skip, kept.place, kept.output, kept.age
+        drift, ready = (kept.drift, kept.ready) if drifts else (x, barrier)
+        kept_args = kept.skip, kept.place, kept.output, kept.age, drift, ready, 1 / kept.memory
     kinds = tile_options(x, up, mlp.norm, made.first)
     kinds |= {"BLOCK_N2": made.last.block_n, "BLOCK_K2": made.last.block_k}
     for phase in (0,) if launches == 1 else (1, 2):
@@ -74,8 +80,8 @@ def decode_mlp(
             *(x if w.bias is None else w.bias for w in (up, down)),
             *norm_args(mlp.norm, x), *kept_args, 0 if kept is None else kept.output.shape[1],
             K=width, INNER=up.rows, GATED=gated, HAS_BIAS=up.bias is not None,
-            KEPT=kept is not None, PHASE=phase, maxnreg=_registers(made, processors), **kinds,
-            **Overlap.options(x),
+            KEPT=kept is not None, DRIFT=drifts, PHASE=phase,
+            maxnreg=_registers(made, processors), **kinds, **Overlap.options(x),
         )  # fmt: skip
 
 
@@ -86,12 +92,12 @@ def _registers(setting: MlpSetting, processors: int) -> int:
 
 
 # one program for all layers: flags and numbers lie side by side, few of them aligned
-@triton.jit(do_not_specialize=["eps", "barrier", "skip", "place"])
+@triton.jit(do_not_specialize=["eps", "barrier", "skip", "place", "ready", "rate"])
 def _decode_mlp(
     x, inner, barrier, gate, up, down, gate_scale, up_scale, down_scale, up_bias, down_bias,
-    norm_w, norm_b, eps, skip, place, output, age, places,
+    norm_w, norm_b, eps, skip, place, output, age, drift, ready, rate, places,
     K: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEPT: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
+    KEPT: tl.constexpr, DRIFT: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
     INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
@@ -156,7 +162,16 @@ def _decode_mlp(
                 y = y.to(x.dtype.element_ty)
                 if KEPT:
                     held = output + at[None, :] * K + offs_n[:, None]
-                    old = tl.load(held, mask=mask & replayed[None, :], other=0.0)
+                    wanted = mask if DRIFT else mask & replayed[None, :]
+                    old = tl.load(held, mask=wanted, other=0.0)
+                    if DRIFT:
+                        follow = drift + token[None, :] * K + offs_n[:, None]
+                        mean = tl.load(follow, mask=mask, other=0.0).to(tl.float32)
+                        change = y.to(tl.float32) - old.to(tl.float32)
+                        learns = mask & (tl.where(replayed, 0, tl.load(ready)) != 0)[None, :]
+                        new = mean + rate * (change - mean)
+                        tl.store(follow, new.to(drift.dtype.element_ty), mask=learns)
+                        old = (old.to(tl.float32) + mean).to(old.dtype)
                     y = tl.where(replayed[None, :], old, y)
                     tl.store(held, y, mask=mask)
                 _add(x + token[None, :] * K + offs_n[:, None], y, mask)
@@ -164,7 +179,13 @@ def _decode_mlp(
         for tile in range(pid, tl.cdiv(K, 128), programs):
             offs_n = tile * 128 + tl.arange(0, 128)
             mask = (offs_n < K)[:, None] & there[None, :]
-            y = tl.load(output + at[None, :] * K + offs_n[:, None], mask=mask, other=0.0)
+            held = output + at[None, :] * K + offs_n[:, None]
+            y = tl.load(held, mask=mask, other=0.0)
+            if DRIFT:
+                follow = drift + token[None, :] * K + offs_n[:, None]
+                mean = tl.load(follow, mask=mask, other=0.0).to(tl.float32)
+                y = (y.to(tl.float32) + mean).to(y.dtype)
+                tl.store(held, y, mask=mask)
             _add(x + token[None, :] * K + offs_n[:, None], y, mask)
     if KEPT:  # noqa: SIM102 - one is known when compiled
         if (pid == 0) & (PHASE != 1):
