@@ -319,8 +319,11 @@ def draw_float(args: argparse.Namespace) -> None:
                     model._feed(session, codes[:, None], pos[i : i + 1], move)
                 session.commit()
             row = session.meter.take()
-        np.savez(args.out / f"{name}.npz", codes=np.array(drawn))
-        print(name, {key: row[key] for key in ("rows_computed", "rows_replayed") if key in row})
+        replayed = row["rows_replayed"] / (places * config.layers)
+        if (replayed > 0) != (last is gate):
+            raise SystemExit(f"{name}: {replayed:.3f} of the last frame's MLPs were replayed")
+        np.savez(args.out / f"{name}.npz", codes=np.array(drawn), replayed=replayed)
+        print(f"{name}: {replayed:.3f} of the last frame's MLPs were replayed")
 
 
 def show(args: argparse.Namespace) -> None:
@@ -351,7 +354,8 @@ def show(args: argparse.Namespace) -> None:
     }
     if (args.out / "rtl.npz").exists():
         names["rtl"] = names.pop("integer") + "\n(hardware in Verilator)"
-    frames = {name: decode(np.load(args.out / f"{name}.npz")["codes"]) for name in names}
+    drawings = {name: np.load(args.out / f"{name}.npz") for name in names}
+    frames = {name: decode(drawn["codes"]) for name, drawn in drawings.items()}
     figure, axes = pyplot.subplots(MADE, len(names) + 1, figsize=(11, 5.6), layout="constrained")
     rows = []
     for column, (name, title) in enumerate([("truth", "truth"), *names.items()]):
@@ -369,12 +373,16 @@ def show(args: argparse.Namespace) -> None:
         to_truth, to_float = (
             psnr(drawn, other).round(2).tolist() for other in (truth, frames["float-computed"])
         )
-        rows.append({"frames": name, "db_to_truth": to_truth})
+        flags = drawings[name]["replayed"]  # of all tokens, or of the last frame the share alone
+        share = float(flags if not flags.ndim else flags[-len(flags) // MADE :].mean())
+        rows.append({"frames": name, "replayed": round(share, 3), "db_to_truth": to_truth})
         if name != "float-computed":
             rows[-1]["db_to_float_computed"] = to_float
         for number, axis in enumerate(axes[:, column]):
             text = f"{to_truth[number]:.1f} dB to the truth"
-            if name != "float-computed":
+            if (drawn[number] == frames["float-computed"][number]).all():
+                text += "\nequal to float, computed" if name != "float-computed" else ""
+            else:
                 text += f"\n{to_float[number]:.1f} dB to float, computed"
             axis.set_xlabel(text, fontsize=9)
         print(json.dumps(rows[-1]))

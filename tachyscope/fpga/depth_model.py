@@ -124,10 +124,8 @@ class DepthModel:
         mean = (2 * x.sum(-1, keepdims=True) + x.shape[-1]) // (2 * x.shape[-1])
         return self.norm.compute(saturate(x - mean, WIDE))
 
-    def logits(
-        self, x: Ints, caches: list[list[tuple[Ints, Ints, Ints, Ints]]]
-    ) -> tuple[Ints, Ints]:
-        """Of the next position's input [width]: the blocks' output and the logits [K], wide."""
+    def logits(self, x: Ints, caches: list[list[tuple[Ints, Ints, Ints, Ints]]]) -> Ints:
+        """The logits [K], wide, of the next position's input [width]."""
         for block, cache in zip(self.blocks, caches, strict=True):
             given = self.centred(x)
             q, k, v = (block[name].compute(given) for name in ("query", "key", "value"))
@@ -137,7 +135,7 @@ class DepthModel:
             x = saturate(
                 x + block["down"].compute(gelu(block["up"].compute(self.centred(x)))), WIDE
             )
-        return x, self.classifier.compute(self.centred(x))
+        return self.classifier.compute(self.centred(x))
 
     def _attend(self, q: Ints, exponent: int, cache: list[tuple[Ints, Ints, Ints, Ints]]) -> Ints:
         k, ke, v, ve = (np.stack(part) for part in zip(*cache, strict=True))
@@ -157,8 +155,8 @@ class DepthModel:
         caches: list[list[tuple[Ints, Ints, Ints, Ints]]] = [[] for _ in self.blocks]
         total, codes = self.more_bias, []
         for d, luck in enumerate(np.asarray(noise, np.float64)):
-            _, logits = self.logits(x, caches)
-            codes.append(self.sampler.pick(from_wide(logits), luck))
+            logits = from_wide(self.logits(x, caches))
+            codes.append(self.sampler.pick(logits, luck))
             if d + 1 < self.depth:
                 total = total + self.more[d, codes[-1]]
                 x = saturate(total + self.places[d + 1], WIDE)
