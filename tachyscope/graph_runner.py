@@ -135,7 +135,8 @@ class ChunkRunner:
 class FrameRunner:
     """Makes the frames of a token model's session by the decode engine, one a call.
 
-    On CUDA a step is recorded as a graph at the first token, and serves every token after it.
+    On CUDA a step is recorded as a graph at the first token, and serves every token after it. While
+    an observer reads what it is told, each token is a pass of its own.
     """
 
     record: None = None  # no chunk is
@@ -147,12 +148,16 @@ class FrameRunner:
 
     def __call__(self, moves: Sequence[int]) -> Tensor:
         session = self.session
-        if self.engine is None:
-            self.engine = DecodeEngine(self.parts, session, session.device.type == "cuda")
-        latents = self.model.sample_by(self.engine, session, moves)
+        if any(observer.host for observer in session.observers):
+            self.forget()
+            latents = self.model.sample(session, moves)
+        else:
+            if self.engine is None:
+                self.engine = DecodeEngine(self.parts, session, session.device.type == "cuda")
+            latents = self.model.sample_by(self.engine, session, moves)
         session.commit()
         session.latents = latents
-        self.replayed = self.engine.replayed
+        self.replayed = self.engine is not None and self.engine.replayed
         return latents
 
     def forget(self) -> None:

@@ -118,6 +118,28 @@ def test_int8_weights_run_by_modules_and_by_the_engine():
     _check(model, "replay=attentive:share=0.5", count=2)
 
 
+class _Outputs(Observer):
+    """Counts MLPs that it was told of."""
+
+    count = 0
+
+    def on_mlp(self, ctx, x, y):
+        self.count += 1
+
+
+def test_an_observer_sees_every_pass_and_changes_no_token():
+    model, plan, seen, got = toy_tokens(), "replay=attentive:share=0.5", _Outputs(), []
+    want, runner = (_runner(model, _open(model, plan)) for _ in range(2))
+    for watched in (False, True, False):
+        if watched:
+            runner.session.watch(seen)
+        got += _frames(runner, 1)
+        runner.session.unwatch(seen)
+    assert seen.count == 16 * model.config.layers
+    for codes, _ in got:
+        assert torch.equal(codes, _frames(want, 1)[0][0])
+
+
 class _Subclass(torch.Tensor):
     """As torchao's quantised weights are."""
 
@@ -132,10 +154,6 @@ def test_what_the_engine_cannot_do_it_says():
         "store=int8 cache=window:budget=4f": "store=int8",
     }.items():
         assert word in unsupported(parts, _open(model, plan))
-    session = _open(model, "cache=keep_all")
-    assert unsupported(parts, session) == ""
-    session.watch(Observer())
-    assert "observer" in unsupported(parts, session)
     linear = model.transformer.trunk.layers[1].self_attn.o_proj
     linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(_Subclass))
     assert "int8" in unsupported(parts, _open(model, "cache=keep_all"))

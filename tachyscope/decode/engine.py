@@ -46,7 +46,6 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         and gate is None,
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
-        "an observer reads what it is told": any(x.host for x in session.observers),
         "its heads are no power of two wide": shape.head_dim & (shape.head_dim - 1) != 0,
         "its weights are neither floats nor int8": not all(map(is_readable, linears)),
     }
