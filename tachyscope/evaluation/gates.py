@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -76,9 +77,12 @@ def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[flo
     return found
 
 
+_clip = cache(make_clip)  # drawing one takes seconds
+
+
 def measure(model: VilaModel, task: Task) -> list[Document]:
     """The rows of one task."""
-    clip = make_clip(task.clip, task.worlds, task.seed, model.config.size[0])
+    clip = _clip(task.clip, task.worlds, task.seed, model.config.size[0])
     head = {"measure": task.what, "clip": task.clip, "worlds": task.worlds, "seed": task.seed}
     if task.what == "bounds":
         return [head | combined(bounds(model, clip))]
@@ -108,7 +112,7 @@ def way_of(model: VilaModel, name: str, task: Task) -> Way:
         return Way(text, "input")
     if name not in ("threshold", "tas_head"):
         return Way(text)
-    other = make_clip(task.clip, SEEN, OTHER + 1, model.config.size[0])
+    other = _clip(task.clip, SEEN, OTHER + 1, model.config.size[0])
     heads, threshold = choose(model, other, task.share)
     if name == "tas_head":
         return Way(text, "head", heads=heads)
