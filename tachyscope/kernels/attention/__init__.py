@@ -10,7 +10,7 @@ from torch import Tensor, device
 from torch.cuda import get_device_capability
 
 from tachyscope.kernels.attention import torch as torch_backend
-from tachyscope.kernels.codes import Past, decoded, has_code_kernel
+from tachyscope.kernels.codes import Past, decoded
 from tachyscope.kernels.device import HAS_TRITON, TILES, has_kernel
 
 if HAS_TRITON:
@@ -38,8 +38,6 @@ def attention(
     # the kernels have no causal mask and no gradient
     wide = q.shape[2] >= min(TILES) and not causal and not q.requires_grad
     if past is not None:
-        if wide and has_code_kernel(past.k, q):
-            return triton_backend.flash_attention(q, k, v, log_count, past=past)
         k, v, log_count = decoded(past, k, v, log_count)
     if wide and has_kernel(q.device, q.dtype, q.shape[3]):
         hopper = hopper_backend(q.device)

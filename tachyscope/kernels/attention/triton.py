@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tachyscope.kernels.block_table import BlockTable
-from tachyscope.kernels.codes import FP8, Past, numbers
 from tachyscope.kernels.device import has_large_smem, multiprocessors
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST, join_parts, online_softmax
@@ -33,7 +32,6 @@ class Setting(NamedTuple):
     parts: int | None = None  # programs that share a tile's entries; None: as fills the device
 
 
-LARGEST_FP8 = tl.constexpr(448.0)
 # what one multiprocessor of an H200 computes, and all of them write, in a second
 FLOPS, BYTES = 4e12, 3e12
 
@@ -47,15 +45,10 @@ def setting_of(device: torch.device, tile: int = 128, block: int = 128) -> Setti
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_count: Tensor | None = None,
-    setting: Setting | None = None,
-    past: Past | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, setting: Setting | None = None
 ) -> Tensor:
     """softmax(q·k / √D + log_count) v, as `attention` defines it; zero if all slots are empty."""
-    return flash(q, k, v, log_count, past, setting or setting_of(q.device))
+    return flash(q, k, v, log_count, None, setting or setting_of(q.device))
 
 
 def flash(
@@ -63,20 +56,13 @@ def flash(
     k: Tensor,
     v: Tensor,
     log_count: Tensor | None,
-    past: BlockTable | Past | None,
+    past: BlockTable | None,
     setting: Setting,
 ) -> Tensor:
-    """Attention over listed blocks of a past or all of it, then over k and v.
-
-    Codes are read as they are stored: a key's scale goes to its scores, a value's to p.
-    """
     rows, heads, queries, width = q.shape
     out = torch.empty_like(q)
     tiles = triton.cdiv(queries, setting.queries)
-    listed = isinstance(past, BlockTable)
-    read = 0
-    if past is not None:
-        read = past.ids.shape[3] * past.block if isinstance(past, BlockTable) else past.k.shape[2]
+    read = 0 if past is None else past.ids.shape[3] * past.block
     parts = setting.parts or _parts(
         tiles * rows * heads, k.shape[2] + read, width, setting, multiprocessors(q.device)
     )
@@ -84,34 +70,24 @@ def flash(
     if parts > 1:
         out_parts = torch.empty(parts, *q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(parts, *q.shape[:3], dtype=torch.float32, device=q.device)
-    n, weighted = k.shape[2], log_count is not None
+    assert past is None or (setting.queries <= past.tile and setting.keys <= past.block)
+    n, weighted, listed = k.shape[2], log_count is not None, past is not None
     # where none is read, any tensor stands in
     w = k if log_count is None else aligned(log_count)
     table = BlockTable(k, v, w, w, w, setting.queries, setting.keys)
-    if isinstance(past, BlockTable):
-        assert setting.queries <= past.tile and setting.keys <= past.block
+    if past is not None:
         table = past._replace(log_count=aligned(past.log_count))
-    elif past is not None:
-        bias = k if past.log_count is None else aligned(past.log_count)
-        table = BlockTable(past.k, past.v, bias, w, w, *table[5:7], False, False, *past[2:4])
-    past_weighted = past is not None and past.log_count is not None
-    coded = table.k_scale is not None
-    scales = [w if x is None else x for x in (table.k_scale, table.v_scale)]
-    past_k, past_v = numbers(table.k), numbers(table.v)
     launch(
         _flash, (tiles, rows * heads, parts),
         q, _operand(k, setting), _operand(v, setting), _operand(w, setting, weighted),
-        _operand(past_k, setting, past is not None), _operand(past_v, setting, past is not None),
-        _operand(table.log_count, setting, past_weighted), *scales, table.ids, table.counts,
-        out_parts, lse,
+        _operand(table.k, setting, listed), _operand(table.v, setting, listed),
+        _operand(table.log_count, setting, listed), table.ids, table.counts, out_parts, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], w.stride(0),
         w.stride(1) if w.shape[1] > 1 else 0, *out_parts.stride()[-4:-1],
-        *table.k.stride()[:3], *table.v.stride()[:3], table.log_count.stride(0),
-        table.log_count.stride(1) if table.log_count.shape[1] > 1 else 0, *scales[0].stride()[:2],
+        *table.k.stride()[:3], *table.v.stride()[:3], *table.log_count.stride()[:2],
         table.ids.stride(2), table.ids.shape[2], table.k.shape[2],
         heads, heads // k.shape[1], queries, n, 1 / math.sqrt(width),
-        WEIGHTED=weighted, PAST=past is not None, SPARSE=listed, PAST_WEIGHTED=past_weighted,
-        CODED=coded, FP8=past_k.dtype == FP8, TILE=table.tile, BLOCK=table.block, PARTS=parts,
+        WEIGHTED=weighted, SPARSE=listed, TILE=table.tile, BLOCK=table.block, PARTS=parts,
         D=width, M=setting.queries, N=setting.keys, USE_TMA=setting.use_tma,
         num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
@@ -170,15 +146,15 @@ def aligned(x: Tensor) -> Tensor:
 )  # fmt: skip
 def _flash(
     q_ptr, k_ptr, v_ptr, log_count_ptr, past_k_ptr, past_v_ptr, past_log_count_ptr,
-    k_scale_ptr, v_scale_ptr, ids_ptr, counts_ptr, out_ptr, lse_ptr,
+    ids_ptr, counts_ptr, out_ptr, lse_ptr,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, w_b, w_h, o_b, o_h, o_s,
-    pk_b, pk_h, pk_s, pv_b, pv_h, pv_s, pw_b, pw_h, s_b, s_h,
+    pk_b, pk_h, pk_s, pv_b, pv_h, pv_s, pw_b, pw_h,
     most, tiles, slots, heads, group, queries, entries, scale,
-    WEIGHTED: tl.constexpr, PAST: tl.constexpr, SPARSE: tl.constexpr, PAST_WEIGHTED: tl.constexpr,
-    CODED: tl.constexpr, FP8: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, USE_TMA: tl.constexpr,
+    WEIGHTED: tl.constexpr, SPARSE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head's queries meets its blocks of the past, or all, then entries in a row."""
+    """A tile of one head's queries meets its listed blocks of the past, then entries in a row."""
     tile, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = row // heads, row % heads
     kv = h // group
@@ -194,53 +170,24 @@ def _flash(
         v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_h
         past_k_ptr += b.to(tl.int64) * pk_b + kv.to(tl.int64) * pk_h
         past_v_ptr += b.to(tl.int64) * pv_b + kv.to(tl.int64) * pv_h
-    if PAST:
+    if SPARSE:
         per: tl.constexpr = BLOCK // N
         tile_row = (row * tiles + tile * M // TILE).to(tl.int64)
         ids_ptr += tile_row * most
-        steps = tl.load(counts_ptr + tile_row) * per if SPARSE else (slots + N - 1) // N
+        steps = tl.load(counts_ptr + tile_row) * per
         first, last = steps * part // PARTS, steps * (part + 1) // PARTS
         # a block's number is fetched one step ahead, so that its keys need not wait for it
-        block = tl.load(ids_ptr + first // per, mask=first < last, other=0) if SPARSE else 0
-        if FP8:
-            q_high, q_low, q_scale = _split_fp8(q)
-        if CODED:
-            k_scale_ptr += b.to(tl.int64) * s_b + kv.to(tl.int64) * s_h
-            v_scale_ptr += b.to(tl.int64) * s_b + kv.to(tl.int64) * s_h
+        block = tl.load(ids_ptr + first // per, mask=first < last, other=0)
         for step in tl.range(first, last):
-            start = step * N
-            if SPARSE:
-                start = block * BLOCK + step % per * N
-                block = tl.load(ids_ptr + (step + 1) // per, mask=step + 1 < last, other=0)
-            offs_n = start + tl.arange(0, N)
+            start = block * BLOCK + step % per * N
+            block = tl.load(ids_ptr + (step + 1) // per, mask=step + 1 < last, other=0)
             k = _load(past_k_ptr, b, kv, start, pk_s, slots, N, D, USE_TMA, True)
-            if FP8:
-                scores = tl.dot(q_low, k.T, tl.dot(q_high, k.T)) * q_scale[:, None]
-            else:
-                scores = tl.dot(q, k.to(q.dtype).T)
-            if CODED:
-                k_scale = tl.load(k_scale_ptr + offs_n, mask=offs_n < slots, other=0.0)
-                scores *= (k_scale * scale)[None, :]
-            else:
-                scores *= scale
-            if PAST_WEIGHTED:
-                bias_at = b * pw_b + kv * pw_h + start
-                bias = _load_bias(
-                    past_log_count_ptr, bias_at, slots - start, N, USE_TMA, not SPARSE
-                )
-                scores += bias[None, :]
-            if not SPARSE:
-                scores = tl.where((offs_n < slots)[None, :], scores, float("-inf"))
+            bias_at = b * pw_b + kv * pw_h + start
+            bias = _load_bias(past_log_count_ptr, bias_at, 0, N, USE_TMA, False)
+            scores = tl.dot(q, k.T) * scale + bias[None, :]
             p, m_i, l_i, acc = online_softmax(scores, 1.0, m_i, l_i, acc)
             v = _load(past_v_ptr, b, kv, start, pv_s, slots, N, D, USE_TMA, True)
-            if CODED:
-                # float16 holds float8 exactly; p times a channel's largest code stays in its range
-                v = v.to(tl.float16) if FP8 else v.to(q.dtype)
-                v_scale = tl.load(v_scale_ptr + offs_n, mask=offs_n < slots, other=0.0)
-                p *= (v_scale * LARGEST_FP8 if FP8 else v_scale)[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc)
-        if FP8:
-            acc *= 1 / LARGEST_FP8
     whole = entries // N
     for step in tl.range(whole * part // PARTS, whole * (part + 1) // PARTS):
         start = step * N
@@ -276,16 +223,6 @@ def _flash(
     out_ptr += b.to(tl.int64) * o_b + h.to(tl.int64) * o_h
     acc = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs_m.to(tl.int64)[:, None] * o_s + offs_d, acc, mask=mask_m)
-
-
-@triton.jit
-def _split_fp8(q):
-    """q [M, D] as two float8 that add up to it, to one part in 2^8, times a scale [M]."""
-    q = q.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-12) / LARGEST_FP8
-    q /= scale[:, None]
-    high = q.to(tl.float8e4nv)
-    return high, (q - high.to(tl.float32)).to(tl.float8e4nv), scale
 
 
 @triton.jit

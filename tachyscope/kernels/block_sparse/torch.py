@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.block_table import BlockTable
-from tachyscope.kernels.codes import Past, decode, decoded
+from tachyscope.kernels.codes import decode
 
 # elements of keys gathered at once: bounds memory, not the result
 AT_ONCE = 2**24
@@ -86,8 +86,10 @@ def read_ragged(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Read:
             for i, part in enumerate(q[own, h : h + 1].split(past.tile, 2)):
                 slots = slots_of(past, past.ids[b, h, i])
                 slots = slots[slots >= 0]
-                stored = _listed(past, own, kv, slots)
-                keys, values, _ = decoded(stored, k[own, kv], v[own, kv])
+                keys, values = (
+                    torch.cat([_listed(old, scale, slots, own, kv, new.dtype), new[own, kv]], 2)
+                    for old, scale, new in ((past.k, past.k_scale, k), (past.v, past.v_scale, v))
+                )
                 log_count = past.log_count[own, kv].index_select(2, slots)
                 log_count = F.pad(log_count, (0, k.shape[2]))
                 rows = slice(i * past.tile, (i + 1) * past.tile)
@@ -96,16 +98,13 @@ def read_ragged(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Read:
     return Read(out, pairs)
 
 
-def _listed(past: BlockTable, row: slice, head: slice, slots: Tensor) -> Past:
+def _listed(
+    x: Tensor, scale: Tensor | None, slots: Tensor, row: slice, head: slice, dtype: torch.dtype
+) -> Tensor:
     """Entries `slots` of one head."""
-
-    def take(x: Tensor) -> Tensor:
-        return x[row, head].index_select(2, slots)
-
-    found = Past(take(past.k), take(past.v))
-    if past.k_scale is None or past.v_scale is None:
-        return found
-    return found._replace(k_scale=take(past.k_scale), v_scale=take(past.v_scale))
+    if scale is not None:
+        scale = scale[row, head].index_select(2, slots)
+    return decode(x[row, head].index_select(2, slots), scale, dtype)
 
 
 def slots_of(past: BlockTable, ids: Tensor) -> Tensor:

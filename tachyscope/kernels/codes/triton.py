@@ -26,22 +26,21 @@ def encode(x: Tensor, code: Tensor, scale: Tensor) -> None:
     )  # fmt: skip
 
 
-def decode(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`decode`, with nothing wide in between."""
+def decode(code: Tensor, scale: Tensor, out: Tensor) -> None:
+    """`decode_into`, with nothing wide in between."""
     rows, heads, n, width = code.shape
-    out = torch.empty(code.shape, dtype=dtype, device=code.device)
     if n:
         launch(
             _decode, (triton.cdiv(n, 64), rows * heads),
-            numbers(code), scale, out, *code.stride()[:3], *scale.stride()[:2], heads, n,
-            D=width, N=64, num_warps=4,
+            numbers(code), scale, out, *code.stride()[:3], *scale.stride()[:2], *out.stride()[:3],
+            heads, n, D=width, N=64, num_warps=4,
         )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["heads", "n"])
 def _decode(
-    code, scale, out, c_b, c_h, c_n, s_b, s_h, heads, n, D: tl.constexpr, N: tl.constexpr
+    code, scale, out, c_b, c_h, c_n, s_b, s_h, o_b, o_h, o_n, heads, n,
+    D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
@@ -53,7 +52,7 @@ def _decode(
     )
     step = tl.load(scale + b * s_b + h * s_h + at, mask=inside, other=0.0)
     found = (found.to(tl.float32) * step[:, None]).to(out.dtype.element_ty)
-    tl.store(out + (row.to(tl.int64) * n + place) * D + offs_d, found, mask=inside[:, None])
+    tl.store(out + b * o_b + h * o_h + place * o_n + offs_d, found, mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["heads", "n"])
