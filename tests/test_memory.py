@@ -57,12 +57,13 @@ def test_the_cache_is_predicted_to_the_byte(models):
     model, shapes = models
     # as far as a cache that merges by threshold reserves: how it grows from there is data
     asked = {"frames": 8 * model.shape().chunk, "prompt": "a room"}
-    for plan in (*NAMES, *CUSTOM[model.name]):
+    for plan in (*NAMES, *CUSTOM[model.name], "dense store=int8"):
         found = need(shapes, plan, **asked)
         session = open_session(model, plan, **asked)
         assert sum(found.cache.values()) == cache_bytes(session.layers), plan
         layer = session.layers[0]
-        assert found.cache.keys() == layer.tensors().keys(), plan
+        present = {f"present.{name}" for name in layer.present}
+        assert found.cache.keys() == layer.tensors().keys() | present, plan
         assert found.weights == sum(
             p.numel() * p.element_size() for p in model.transformer.parameters()
         )
