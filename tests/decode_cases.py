@@ -190,6 +190,8 @@ ATTENTION = {
     "plain": (PAIR, {"splits": 2}),
     "grouped": (GROUPED, {"weighted": "each", "rope": "pairs", "splits": 1}),
     "weighted": (PAIR, {"weighted": True, "rope": "", "splits": 4}),
+    "odd_heads": ((2, 4, 4, 12, 90, 70), {"weighted": True, "gate": {"kind": "share"}}),
+    "odd_groups": ((1, 4, 2, 12, 40, 30), {"splits": 2}),
     "window": (GROUPED, {"window": True, "weighted": True}),
     "whole_window": ((2, 2, 2, 16, 9, 5), {"window": True}),
     "threshold": (GROUPED, {"gate": {"kind": "threshold", "value": 0.0}}),

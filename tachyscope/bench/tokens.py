@@ -23,7 +23,7 @@ from tachyscope.bench.drafts import bench_drafts
 from tachyscope.bench.llama_peer import bench_llama
 from tachyscope.bench.single_chunk import clear
 from tachyscope.decode import DecodeEngine, quantise_int8
-from tachyscope.decode.trunk import TrunkLayer
+from tachyscope.decode.layer import LayerWeights
 from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthConfig, Sampler
@@ -147,9 +147,8 @@ class Timed:
         if gate is not None:
             self.engine.value.fill_(gate.value)
         if row.neurons:
-            self.engine.trunk.layers = [
-                _sliced(layer, row.neurons) for layer in self.engine.trunk.layers
-            ]
+            trunk = self.engine.trunk
+            trunk.weights = [_sliced(layer, row.neurons) for layer in trunk.weights]
         self._runs: dict[str, Callable[[], object]] = {}
 
     def run(self, part: str) -> Callable[[], object]:
@@ -157,7 +156,7 @@ class Timed:
         engine = self.engine
 
         def trunk() -> None:
-            engine.trunk.step(engine.steps, engine.kept)
+            engine.run_trunk()
             engine.numbers.add_(1)
 
         def depth() -> None:
@@ -192,7 +191,7 @@ class Timed:
         return min(end, policy.tokens + policy.sink) if isinstance(policy, Window) else end
 
 
-def _sliced(layer: TrunkLayer, share: float) -> TrunkLayer:
+def _sliced(layer: LayerWeights, share: float) -> LayerWeights:
     """A layer that computes the other neurons alone, and a map of low rank as so many more."""
     mlp = layer.mlp
     assert mlp.gate is not None
@@ -329,7 +328,7 @@ def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
     engine, shape = timed.engine, timed.session.shape
     entry = 2 * shape.batch * shape.kv_heads * shape.head_dim * timed.session.dtype.itemsize
     entries = entry * shape.layers * timed.entries_read(LATER[1])
-    weights = sum(layer.bytes for layer in engine.trunk.layers)
+    weights = engine.trunk.bytes
     found: Document = {"depth_bytes": engine.depth.bytes, "trunk_bytes": weights + entries}
     found["depth_tb_s"] = engine.depth.bytes / out["depth_ms"] / 1e9
     found["depth_of_copy"] = found["depth_tb_s"] / copy

@@ -2,15 +2,14 @@
 
 from tachyscope.decode.engine import DecodeEngine, unsupported
 from tachyscope.decode.int8 import Int8Linear, quantise_int8
-from tachyscope.decode.parts import DecodeParts, DepthBlockParts, DepthParts, TrunkLayerParts
+from tachyscope.decode.parts import DecodeParts, DepthParts, LayerParts
 
 __all__ = [
     "DecodeEngine",
     "DecodeParts",
-    "DepthBlockParts",
     "DepthParts",
     "Int8Linear",
-    "TrunkLayerParts",
+    "LayerParts",
     "quantise_int8",
     "unsupported",
 ]

@@ -18,8 +18,8 @@ from tachyscope.attention.dense import Dense
 from tachyscope.attention.window import Window as WindowPolicy
 from tachyscope.decode.depth import Depth
 from tachyscope.decode.int8 import is_readable, norm_of, weight_of
+from tachyscope.decode.layer import Layers
 from tachyscope.decode.parts import DecodeParts
-from tachyscope.decode.trunk import Trunk, TrunkLayer
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Kept
 from tachyscope.kernels.gemv import gemv
@@ -35,7 +35,7 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
     """Why the engine cannot make a session's frames; empty where it can."""
     plan, shape = session.plan, session.shape
     gate = None if plan.replay is None else plan.replay.token_gate(shape, 0)
-    linears = [x for layer in parts.layers for x in (layer.q, layer.o, layer.gate, layer.down)]
+    linears = [x for layer in parts.layers for x in (layer.q, layer.o, layer.up, layer.down)]
     reasons = {
         f"attention={spell(plan.attention)} reads other entries for every token": not isinstance(
             plan.attention, Dense | WindowPolicy
@@ -46,7 +46,6 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         and gate is None,
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
-        "its heads are no power of two wide": shape.head_dim & (shape.head_dim - 1) != 0,
         "its weights are neither floats nor int8": not all(map(is_readable, linears)),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -68,7 +67,8 @@ class DecodeEngine:
         draw = Draw(parts.guided, parts.cfg, parts.temperature, parts.top_k, parts.top_p)
         self.depth = Depth(parts.depth, draw, self.hidden)
         scratch = Scratch(rows, shape.heads, shape.kv_heads, shape.head_dim, session.device)
-        self.trunk = Trunk([TrunkLayer.of(part) for part in parts.layers], self.x, scratch)
+        self.trunk = Layers(parts.layers, self.x, scratch)
+        self.barriers = self.trunk.barriers()
         places, depth, codes = shape.tokens_per_frame, len(parts.depth.positions), parts.depth.codes
         whole: dict[str, Any] = {"dtype": torch.int64, "device": session.device}
         self.codes = torch.zeros(self.videos, places, depth, **whole)
@@ -142,10 +142,14 @@ class DecodeEngine:
         gemv(self.x, self.projected, (self.projector[1],))
         if self.actions is not None:
             self.x.add_(self.action)
-        self.trunk.step(self.steps, self.kept)
+        self.run_trunk()
         size = (self.x.shape[1],)
         self.hidden.copy_(F.rms_norm(self.x, size, self.norm.weight, self.norm.eps))
         self.numbers.add_(1)
+
+    def run_trunk(self) -> None:
+        self.barriers.zero_()
+        self.trunk.step(self.steps, self.kept, self.barriers)
 
     def _next(self) -> None:
         if self.recorded is not None:
@@ -216,7 +220,7 @@ class DecodeEngine:
         pairs = rows * shape.heads * shape.layers * sum(ends)
         meter.add("pairs", pairs)
         meter.add("macs", 2 * pairs * shape.head_dim)
-        mlp = self.trunk.layers[0].mlp
+        mlp = self.trunk.weights[0].mlp
         macs = sum(part.rows * part.columns for part in mlp.parts)
         total = rows * places * shape.layers
         skipped: Tensor | float = 0.0

@@ -9,30 +9,19 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class TrunkLayerParts:
-    """One layer of LLaMA; linears are nn.Linear or Int8Linear, without bias."""
+class LayerParts:
+    """One layer; linears are nn.Linear or Int8Linear.
 
-    attention_norm: nn.RMSNorm
+    LLaMA's has RMS norms and a gate (SiLU); without a gate the activation is the exact GELU.
+    """
+
+    attention_norm: nn.RMSNorm | nn.LayerNorm
     q: nn.Module
     k: nn.Module
     v: nn.Module
     o: nn.Module
-    mlp_norm: nn.RMSNorm
-    gate: nn.Module
-    up: nn.Module
-    down: nn.Module
-
-
-@dataclass(frozen=True, slots=True)
-class DepthBlockParts:
-    """One block of the depth transformer, with biases; the MLP's activation is the exact GELU."""
-
-    attention_norm: nn.LayerNorm
-    q: nn.Module
-    k: nn.Module
-    v: nn.Module
-    o: nn.Module
-    mlp_norm: nn.LayerNorm
+    mlp_norm: nn.RMSNorm | nn.LayerNorm
+    gate: nn.Module | None
     up: nn.Module
     down: nn.Module
 
@@ -49,7 +38,7 @@ class DepthParts:
     from_hidden: nn.Module
     from_codes: nn.Module
     positions: Tensor
-    blocks: Sequence[DepthBlockParts]
+    blocks: Sequence[LayerParts]
     heads: int
     norm: nn.LayerNorm
     classifier: nn.Module
@@ -65,7 +54,7 @@ class DecodeParts:
     actions    [actions, W], added to a frame's inputs, or None
     """
 
-    layers: Sequence[TrunkLayerParts]
+    layers: Sequence[LayerParts]
     norm: nn.RMSNorm
     depth: DepthParts
     projector: tuple[nn.Module, nn.Module]

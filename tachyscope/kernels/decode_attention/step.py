@@ -104,8 +104,9 @@ class Scratch:
 
     def __init__(self, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device):
         group = 1 << (heads // kv_heads - 1).bit_length()
+        wide = 1 << (head_dim - 1).bit_length()
         most = rows * kv_heads * group * MAX_SPLITS
-        self.parts = torch.zeros(most * (head_dim + 2), dtype=torch.float32, device=device)
+        self.parts = torch.zeros(most * (wide + 2), dtype=torch.float32, device=device)
         self.scores = torch.zeros(rows * kv_heads, dtype=torch.float32, device=device)
         # how many programs are done: of every row and head, and in the last place of all
         self.done = torch.zeros(rows * kv_heads + 1, dtype=torch.int32, device=device)

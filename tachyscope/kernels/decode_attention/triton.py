@@ -28,7 +28,7 @@ BLOCK = 32  # entries of a step
 def decode_attention(
     out: Tensor, qkv: Tensor, step: Step, scratch: Scratch, splits: int | None = None
 ) -> Tensor:
-    """`decode_attention`; qkv and out are contiguous, D is a power of two."""
+    """`decode_attention`; qkv and out are contiguous."""
     held, (rows, hkv, slots, d) = step.entries, step.entries.k.shape
     reads = slots if step.window is None else step.window.sink + step.window.near
     splits = splits or _splits(reads, rows * hkv, qkv.device)
@@ -46,7 +46,7 @@ def decode_attention(
         0 if log_count is None else log_count.stride(0), by_head,
         0 if gate is None else gate.age.shape[1],
         *((0, 0, 0) if window is None else (window.sink, window.near, window.whole)), rows,
-        HEADS=step.heads, HKV=hkv, D=d, GROUP=step.heads // hkv,
+        HEADS=step.heads, HKV=hkv, D=d, WIDE=triton.next_power_of_2(d), GROUP=step.heads // hkv,
         G=triton.next_power_of_2(step.heads // hkv), PADDED=triton.next_power_of_2(hkv),
         SPLITS=splits, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(reads))),
         ROPE="" if rotation is None else "pairs" if rotation.interleaved else "halves",
@@ -95,17 +95,17 @@ def _decode_attention(
     out, qkv, k_ptr, v_ptr, slot_ptr, place_ptr, cos_ptr, sin_ptr, log_count, unrotated, padding,
     parts, scores_ptr, done, value, ready, skip, counts, age, key, recent, due, luck,
     k_b, k_h, angle_b, log_b, log_h, places, sink, near, whole, rows,
-    HEADS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    G: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    ROPE: tl.constexpr, WEIGHTED: tl.constexpr, WINDOW: tl.constexpr, UNROTATED: tl.constexpr,
-    GATE: tl.constexpr, KEYED: tl.constexpr, STRICT: tl.constexpr, MIXED: tl.constexpr,
+    HEADS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    GROUP: tl.constexpr, G: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROPE: tl.constexpr, WEIGHTED: tl.constexpr, WINDOW: tl.constexpr,
+    UNROTATED: tl.constexpr, GATE: tl.constexpr, KEYED: tl.constexpr, STRICT: tl.constexpr, MIXED: tl.constexpr,
     TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernel_before(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     b, hk = head // HKV, head % HKV
     slot, place = tl.load(slot_ptr), tl.load(place_ptr)
-    g, offs_d = tl.arange(0, G)[:, None], tl.arange(0, D)[None, :]
+    g, offs_d = tl.arange(0, G)[:, None], tl.arange(0, WIDE)[None, :]
     mine = (g < GROUP) & (offs_d < D)
     qkv += b * (HEADS + 2 * HKV) * D
     angle = b.to(tl.int64) * angle_b + place * D
@@ -145,22 +145,22 @@ def _decode_attention(
         if G == 1:
             m_i, l_i, acc = _read_rows(
                 q, k_ptr + entry, v_ptr + entry, log_count, start, end, first, low, high, scale,
-                D, BLOCK, WEIGHTED,
+                D, WIDE, BLOCK, WEIGHTED,
             )  # fmt: skip
         else:
             m_i, l_i, acc = _read_groups(
                 q, k_ptr + entry, v_ptr + entry, log_count, start, end, first, low, high, scale,
-                G, D, BLOCK, WEIGHTED,
+                G, D, WIDE, BLOCK, WEIGHTED,
             )  # fmt: skip
         if split == 0:
             # the token's own entry
             k = _rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
-            v = tl.load(qkv + (HEADS + HKV + hk) * D + offs_d + g * 0)
+            v = tl.load(qkv + (HEADS + HKV + hk) * D + offs_d + g * 0, mask=mine, other=0.0)
             own = entry + slot.to(tl.int64) * D + offs_d + g * 0
             tl.store(k_ptr + own, k.to(k_ptr.dtype.element_ty), mask=once)
             tl.store(v_ptr + own, v, mask=once)
             if UNROTATED:
-                tl.store(unrotated + own, tl.load(qkv + k_at + offs_d), mask=once)
+                tl.store(unrotated + own, tl.load(qkv + k_at + offs_d, mask=once), mask=once)
             s = tl.sum(q * k, 1) * scale
             m_new = tl.maximum(m_i, s)
             alpha, p = tl.exp(m_i - m_new), tl.exp(s - m_new)
@@ -173,10 +173,10 @@ def _decode_attention(
             tl.store(out + q_at + offs_d, o, mask=mine)
         else:
             # shares lie as [rows * Hkv, G, SPLITS, D], behind them their maxima and sums
-            sums = parts + tl.num_programs(0) * SPLITS * G * D
+            sums = parts + tl.num_programs(0) * SPLITS * G * WIDE
             offs_g = tl.arange(0, G)
             row = (head * G + offs_g) * SPLITS + split
-            tl.store(parts + row[:, None] * D + offs_d, acc)
+            tl.store(parts + row[:, None] * WIDE + offs_d, acc)
             tl.store(sums + row * 2, m_i)
             tl.store(sums + row * 2 + 1, l_i)
             tl.debug_barrier()
@@ -186,17 +186,18 @@ def _decode_attention(
                     rows_i = (head * G + i) * SPLITS + tl.arange(0, SPLITS)
                     m = tl.load(sums + rows_i * 2, cache_modifier=".cg")
                     l = tl.load(sums + rows_i * 2 + 1, cache_modifier=".cg")  # noqa: E741
-                    part = tl.load(parts + rows_i[:, None] * D + offs_d, cache_modifier=".cg")
+                    part = tl.load(parts + rows_i[:, None] * WIDE + offs_d, cache_modifier=".cg")
                     p = tl.exp(m - tl.max(m, 0))
                     o = tl.sum(part * p[:, None], 0) / tl.sum(l * p, 0)
-                    to = out + (hk * GROUP + i) * D + tl.arange(0, D)
-                    tl.store(to, o.to(out.dtype.element_ty))
+                    to = out + (hk * GROUP + i) * D + tl.arange(0, WIDE)
+                    inside = tl.arange(0, WIDE) < D
+                    tl.store(to, o.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _read_rows(
     q, k_ptr, v_ptr, log_count, start, end, first, low, high, scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One query [1, D] over entries: m_i, l_i [1] and acc [1, D].
 
@@ -204,15 +205,15 @@ def _read_rows(
     """
     m_i = tl.full([BLOCK], LOWEST, tl.float32)
     l_i = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, D], tl.float32)
+    acc = tl.zeros([BLOCK, WIDE], tl.float32)
     k, v, bias = _load_entries(
-        k_ptr, v_ptr, log_count, start, end, first, low, high, D, BLOCK, WEIGHTED
+        k_ptr, v_ptr, log_count, start, end, first, low, high, D, WIDE, BLOCK, WEIGHTED
     )
     for n in range(start, end, BLOCK):
         s = tl.sum(q * k.to(tl.float32), 1) * scale + bias
         v_now = v.to(tl.float32)
         k, v, bias = _load_entries(
-            k_ptr, v_ptr, log_count, n + BLOCK, end, first, low, high, D, BLOCK, WEIGHTED
+            k_ptr, v_ptr, log_count, n + BLOCK, end, first, low, high, D, WIDE, BLOCK, WEIGHTED
         )
         m_new = tl.maximum(m_i, s)
         alpha, p = tl.exp(m_i - m_new), tl.exp(s - m_new)
@@ -228,15 +229,16 @@ def _read_rows(
 @triton.jit
 def _read_groups(
     q, k_ptr, v_ptr, log_count, start, end, first, low, high, scale,
-    G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Queries [G, D] that share a key head: m_i, l_i [G] and acc [G, D]."""
     m_i = tl.full([G], LOWEST, tl.float32)
     l_i = tl.zeros([G], tl.float32)
-    acc = tl.zeros([G, D], tl.float32)
+    acc = tl.zeros([G, WIDE], tl.float32)
     for n in range(start, end, BLOCK):
         k, v, bias = _load_entries(
-            k_ptr, v_ptr, log_count, n, end, first, low, high, D, BLOCK, WEIGHTED
+            k_ptr, v_ptr, log_count, n, end, first, low, high, D, WIDE, BLOCK, WEIGHTED
         )
         s = tl.sum(q[:, None, :] * k.to(tl.float32)[None, :, :], 2) * scale + bias[None, :]
         m_new = tl.maximum(m_i, tl.max(s, 1))
@@ -251,15 +253,17 @@ def _read_groups(
 @triton.jit
 def _load_entries(
     k_ptr, v_ptr, log_count, n, end, first, low, high,
-    D: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """A step's keys, values and log-weights, which rule out what lies behind the end."""
     index = n + tl.arange(0, BLOCK)
     here = index < end
     index += tl.where(index < first, low, high)
-    at = index.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(k_ptr + at, mask=here[:, None], other=0.0)
-    v = tl.load(v_ptr + at, mask=here[:, None], other=0.0)
+    offs_d = tl.arange(0, WIDE)[None, :]
+    at = index.to(tl.int64)[:, None] * D + offs_d
+    mask = here[:, None] & (offs_d < D)
+    k = tl.load(k_ptr + at, mask=mask, other=0.0)
+    v = tl.load(v_ptr + at, mask=mask, other=0.0)
     bias = tl.where(here, 0.0, 2 * LOWEST)
     if WEIGHTED:
         bias += tl.maximum(tl.load(log_count + index, mask=here, other=0.0), LOWEST)
@@ -275,7 +279,9 @@ def _rotated(x, cos, sin, offs_d, mask, D: tl.constexpr, ROPE: tl.constexpr):
     else:
         other = (offs_d ^ 1) if ROPE == "pairs" else (offs_d + D // 2) % D
         partner = tl.load(x + other, mask=mask, other=0.0).to(tl.float32)
-        turned = found.to(tl.float32) * tl.load(cos + offs_d) + partner * tl.load(sin + offs_d)
+        there = offs_d < D
+        turned = found.to(tl.float32) * tl.load(cos + offs_d, mask=there, other=0.0)
+        turned += partner * tl.load(sin + offs_d, mask=there, other=0.0)
         return turned.to(found.dtype).to(tl.float32)
 
 

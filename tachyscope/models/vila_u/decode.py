@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tachyscope.decode import DecodeParts, DepthBlockParts, DepthParts, TrunkLayerParts
+from tachyscope.decode import DecodeParts, DepthParts, LayerParts
 from tachyscope.models.vila_u.depth import Sampler
 from tachyscope.models.vila_u.transformer import Vila
 
@@ -17,7 +17,7 @@ def decode_parts(model: Vila, sampler: Sampler) -> DecodeParts:
     project: Any = model.mm_projector
     tables: Any = model.vae.quantizer.codebooks
     layers = [
-        TrunkLayerParts(
+        LayerParts(
             layer.input_layernorm,
             layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj,
             layer.self_attn.o_proj, layer.post_attention_layernorm,
@@ -26,9 +26,9 @@ def decode_parts(model: Vila, sampler: Sampler) -> DecodeParts:
         for layer in trunk.layers
     ]  # fmt: skip
     blocks = [
-        DepthBlockParts(
+        LayerParts(
             block.ln1, block.attn.query, block.attn.key, block.attn.value, block.attn.proj,
-            block.ln2, block.mlp[0], block.mlp[2],
+            block.ln2, None, block.mlp[0], block.mlp[2],
         )
         for block in head.head_transformer.blocks
     ]  # fmt: skip

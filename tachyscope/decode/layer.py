@@ -1,0 +1,70 @@
+"""A layer of the trunk, or a block of the depth transformer, for one token: four launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tachyscope.decode.int8 import norm_of, weight_of
+from tachyscope.decode.parts import LayerParts
+from tachyscope.kernels.decode_attention import Scratch, Step, decode_attention
+from tachyscope.kernels.decode_mlp import Kept, MlpWeights, decode_mlp
+from tachyscope.kernels.gemv import Norm, Weight, gemv
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A layer's weights as kernels read them."""
+
+    norm: Norm
+    qkv: tuple[Weight, Weight, Weight]
+    out: Weight
+    mlp: MlpWeights
+
+    @classmethod
+    def of(cls, parts: LayerParts) -> LayerWeights:
+        gate = None if parts.gate is None else weight_of(parts.gate)
+        return cls(
+            norm_of(parts.attention_norm),
+            (weight_of(parts.q), weight_of(parts.k), weight_of(parts.v)),
+            weight_of(parts.o),
+            MlpWeights(norm_of(parts.mlp_norm), gate, weight_of(parts.up), weight_of(parts.down)),
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(weight.bytes for weight in (*self.qkv, self.out, *self.mlp.parts))
+
+
+class Layers:
+    """Layers, and memory that they share: x [B, W] is the residual stream, changed in place."""
+
+    def __init__(self, parts: Sequence[LayerParts], x: Tensor, scratch: Scratch) -> None:
+        self.weights = [LayerWeights.of(part) for part in parts]
+        self.x, self.scratch = x, scratch
+        first, rows = self.weights[0], len(x)
+        self.qkv = x.new_empty(rows, sum(weight.rows for weight in first.qkv))
+        self.attended = x.new_empty(rows, first.qkv[0].rows)
+        self.inner = x.new_empty(rows, first.mlp.up.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of weights, what a step reads that computes all of them."""
+        return sum(layer.bytes for layer in self.weights)
+
+    def barriers(self, *count: int) -> Tensor:
+        """Zeros for `step`, one a layer."""
+        size = (*count, len(self.weights))
+        return torch.zeros(size, dtype=torch.int32, device=self.x.device)
+
+    def step(self, steps: Sequence[Step], kept: Sequence[Kept | None], barriers: Tensor) -> None:
+        """One token through all layers; barriers [layers] are 0."""
+        for i, layer in enumerate(self.weights):
+            gemv(self.qkv, self.x, layer.qkv, layer.norm)
+            decode_attention(self.attended, self.qkv, steps[i], self.scratch)
+            gemv(self.x, self.attended, (layer.out,), add=True)
+            inner = self.inner[:, : layer.mlp.up.rows]
+            decode_mlp(self.x, layer.mlp, kept[i], inner, barriers[i])
