@@ -55,6 +55,7 @@ ASKED = {
     "seed": Bound(0, 2**63 - 1),
     "world": Bound(0, 1_294_967_295),
     "worlds": Bound(1, 10_000),
+    "clips": Bound(1, 1_000),
     "given": Bound(1, 2_000),
     "rounds": Bound(1, 1_000),
     "at": Bound(1, 10_000),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tachyscope.bounds import check
 from tachyscope.calibration import MOST, Calibration, kept_neurons
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
@@ -71,8 +72,7 @@ def calibrate(
         raise TachyscopeError(
             f"{model.name} is no token model: calibrate one, atrium-tokens or vila_u"
         )
-    if not 1 <= clips <= 1_000:
-        raise TachyscopeError(f"`clips` must be from 1 to 1,000, got {clips}")
+    check("clips", clips)
     if not 1 <= len(set(shares)) == len(shares) <= MOST["shares"] or any(
         not 0 < share < 1 for share in shares
     ):

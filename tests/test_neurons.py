@@ -10,6 +10,7 @@ from toys import load
 import tachyscope as ts
 from tachyscope.calibrate import BETAS, _fading, _fit, _rest, calibrate
 from tachyscope.calibration import Calibration
+from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.replay import remembered_error
 from tachyscope.kernels.replay.reference import remembered_error_reference
@@ -241,3 +242,16 @@ def test_the_shipped_calibration_is_of_the_shipped_weights_in_every_dtype():
         parts = found.slices(0.75, dict(enumerate(shipped.mlps)))
         assert [len(part.mlp.gate) for part in parts.values()] == [256] * 6
         assert len(found.speeds) >= 4
+
+
+@pytest.mark.slow
+def test_the_verb_writes_a_file_that_a_plan_can_name(tmp_path, capsys):
+    out = tmp_path / "toy.safetensors"
+    words = ["calibrate", "toy-tokens", "--clips", "1", "--share", "0.5", "--out", str(out)]
+    assert main(words) == 0
+    assert "80 of 160" in capsys.readouterr().out
+    with ts.open(ts.load("toy-tokens"), f"replay=prune:file={out},share=0.5") as stream:
+        assert stream.step().stats["rows_replayed"] > 0
+    assert main([*words[:-1], "toy.txt"]) == 2
+    assert "--out is a .safetensors file" in capsys.readouterr().err
+    assert main([*words, "--clips", "0"]) == 2
