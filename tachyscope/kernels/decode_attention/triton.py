@@ -98,8 +98,9 @@ def _decode_attention(
     HEADS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, ROPE: tl.constexpr, WEIGHTED: tl.constexpr, WINDOW: tl.constexpr,
-    UNROTATED: tl.constexpr, GATE: tl.constexpr, KEYED: tl.constexpr, STRICT: tl.constexpr, MIXED: tl.constexpr,
-    TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    UNROTATED: tl.constexpr, GATE: tl.constexpr, KEYED: tl.constexpr, STRICT: tl.constexpr,
+    MIXED: tl.constexpr, TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernel_before(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
