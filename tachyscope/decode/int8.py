@@ -34,9 +34,9 @@ class Int8Linear(nn.Module):
 
 
 def quantise_int8(module: nn.Module) -> None:
-    """Replace every nn.Linear inside a module, in place."""
+    """Replace every nn.Linear inside a module, in place; not of odd width: two codes are a word."""
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
+        if type(child) is nn.Linear and child.in_features % 2 == 0:
             setattr(module, name, Int8Linear(child))
         else:
             quantise_int8(child)
