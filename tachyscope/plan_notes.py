@@ -64,6 +64,9 @@ def _replay(session: Session, sums: Sums) -> str:
 
 
 def _passes(session: Session, sums: Sums) -> str:
+    if drafts := sums.get("drafts"):
+        share = sums["drafts_accepted"] / drafts
+        return _under(True, share, f"{share:.1%} of its drafts were right")
     share = sums.get("passes_skipped", 0.0) / max(sums.get("passes", 0.0), 1.0)
     return _under(session.plan.passes != All(), share, f"it skipped {share:.1%} of the passes")
 

@@ -17,7 +17,7 @@ from tachyscope.passes.every_k import EveryK
 from tachyscope.passes.flowcache import FlowCache
 from tachyscope.passes.teacache import RESCALE, TeaCache
 from tachyscope.plan import Plan
-from tachyscope.plan_notes import notes
+from tachyscope.plan_notes import SAVINGS, notes
 from tachyscope.types import DenoisePass
 
 STEPS = (1000, 750, 500, 250)
@@ -127,9 +127,9 @@ def test_four_steps_leave_the_choices_that_the_page_tells():
 
 
 def play(model, plan, noise, chunks=3):
-    with ts.open(model, plan, prompt="a b", noise=noise) as stream:
-        made = [stream.step() for _ in range(chunks)]
-        return np.concatenate([x.frames for x in made]), [x.stats for x in made], stream.session
+    stream = ts.open(model, plan, prompt="a b", noise=noise)
+    made = [stream.step() for _ in range(chunks)]
+    return np.concatenate([x.frames for x in made]), [x.stats for x in made], stream.session
 
 
 def test_a_skipped_pass_is_a_step_left_out_of_the_schedule():
@@ -169,3 +169,7 @@ def test_a_policy_that_skipped_nothing_says_so():
     _, rows, session = play(model, "dense passes=teacache:threshold=0", None, 1)
     told = "passes policy 'teacache' saved under 1 %: it skipped 0.0% of the passes"
     assert told in notes(session, rows)
+    # drafts skip no pass, and save as many as were right
+    assert not SAVINGS["passes"](session, {"drafts": 100.0, "drafts_accepted": 50.0})
+    wrong = {"drafts": 1000.0, "drafts_accepted": 5.0}
+    assert SAVINGS["passes"](session, wrong) == "saved under 1 %: 0.5% of its drafts were right"
