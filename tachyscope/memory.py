@@ -17,7 +17,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.layers import empty_layer, make_room, slots_for
 from tachyscope.meter import Meter
 from tachyscope.models.base import VideoModel
-from tachyscope.models.registry import DTYPES, MODELS, SIZED, load
+from tachyscope.models.registry import MODELS, SIZED, find_dtype, load
 from tachyscope.peak_memory import peak, tensor_bytes
 from tachyscope.plan import Plan, spell
 from tachyscope.results import Document, document
@@ -156,12 +156,11 @@ def sized(name: str, weights: str | Path | None = None, dtype: str = "bfloat16")
 
     Where the name stands for an architecture, the checkpoint is read for its shapes.
     """
-    if dtype not in DTYPES:
-        raise TachyscopeError(f"no dtype {dtype!r}; there are: {', '.join(DTYPES)}")
+    wanted = find_dtype(dtype)
     if name in SIZED:
         if weights is not None:
             raise TachyscopeError(f"the size of {name} is known: leave `weights` out")
-        return SIZED[name](DTYPES[dtype])
+        return SIZED[name](wanted)
     if name not in MODELS:
         known = ", ".join(dict.fromkeys((*MODELS, *SIZED)))
         raise TachyscopeError(f"no model {name!r}; there are: {known}")

@@ -101,7 +101,8 @@ def play(
     }
     if model.device.type == "cuda":
         row |= {"peak_gb_before": peaks[0] or peaks[1], "peak_gb": peaks[1]}
-    first = next((i for i in range(len(ms)) if _before(model, session, i) >= SETTLED), len(ms))
+    starts = [model.pixel_frames(i * session.shape.chunk) for i in range(len(ms))]
+    first = sum(start < SETTLED for start in starts)
     if first < len(ms):
         row |= flatness(ms[first:], [chunk["macs"] for chunk in chunks[first:]], peaks)
     return row
@@ -147,10 +148,6 @@ def decode_ms(model: WanModel, size: tuple[int, int] | None) -> float:
         model.decoder(latents, features)
         takes.append(1e3 * (time.perf_counter() - begun))
     return statistics.median(takes[DECODES // 2 :])
-
-
-def _before(model: WanModel, session: Session, chunk: int) -> int:
-    return model.pixel_frames(chunk * session.shape.chunk)
 
 
 def finite(session: Session) -> bool:

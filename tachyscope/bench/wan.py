@@ -34,9 +34,10 @@ from tachyscope.bench.single_chunk import (
 from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.layers import cache_bytes
+from tachyscope.machine import memory_of
 from tachyscope.memory import ROOM, need
 from tachyscope.meter import summary
-from tachyscope.models.registry import DTYPES, MODELS, load
+from tachyscope.models.registry import MODELS, find_dtype, load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import SIZES
 from tachyscope.models.wan.toy import random_wan, with_toy_parts
@@ -109,9 +110,7 @@ def load_sized(name: str, weights: str | None, device: str, dtype: str) -> WanMo
     if name in SIZES:
         if weights is not None:
             raise TachyscopeError(f"{name} is a size, for random weights: leave `weights` out")
-        if dtype not in DTYPES:
-            raise TachyscopeError(f"no dtype {dtype!r}; there are: {', '.join(DTYPES)}")
-        return random_wan(SIZES[name], device=device, dtype=DTYPES[dtype], name=name)
+        return random_wan(SIZES[name], device=device, dtype=find_dtype(dtype), name=name)
     if weights is None and name in MODELS and MODELS[name].weights:
         weights = "random"
     model = load(name, weights, device=device, dtype=dtype)
@@ -157,7 +156,8 @@ def bench_wan(
     for length in lengths:
         check("lengths", length)
     parsed = {name: parse_plan(model, text) for name, text in plans.items()}
-    shapes = model.on_meta()
+    shapes, memory = model.on_meta(), memory_of(model.device)
+    room = ROOM * memory if memory and model.device.type == "cuda" else None
     started = time.perf_counter()
     clock = Clock(size, rounds, seed)
     with torch.inference_mode():
@@ -176,7 +176,7 @@ def bench_wan(
         return document(f"bench-wan-{model.device.type}", rows, command, **more)
 
     for name, plan in parsed.items():
-        at = lengths or default_lengths(shapes, plan, size, _room(model.device))
+        at = lengths or default_lengths(shapes, plan, size, room)
         row: Document = {"name": name, "plan": str(plan), "model": model.name}
         rows.append(row)
         try:
@@ -208,12 +208,6 @@ def default_lengths(
         most = min(most, shape.chunk * int((room - one) / (two - one)))
     scaled = {shape.chunk * round(n * most / LENGTHS[-1] / shape.chunk) for n in LENGTHS}
     return sorted(scaled - {0})
-
-
-def _room(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    return ROOM * torch.cuda.get_device_properties(device).total_memory
 
 
 @torch.inference_mode()

@@ -115,11 +115,7 @@ def load(
     """
     if not isinstance(name, str) or name not in MODELS:
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
-    named = str(dtype).removeprefix("torch.")
-    if named not in DTYPES:
-        raise TachyscopeError(f"no dtype {named!r}; there are: {', '.join(DTYPES)}")
-    dtype = DTYPES[named]
-    place = find_device(device)
+    dtype, place = find_dtype(dtype), find_device(device)
     entry = MODELS[name]
     if not entry.wan:
         if lora is not None:
@@ -181,6 +177,14 @@ def with_prompt(model: VideoModel, file: Path | str, later: Sequence[str] = ()) 
         )
     text = PromptFile.read(Path(file), model.config, later)
     return WanModel(model.name, model.transformer, text, model.decoder)
+
+
+def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of that name; raises where models have none such."""
+    named = str(dtype).removeprefix("torch.")
+    if named not in DTYPES:
+        raise TachyscopeError(f"no dtype {named!r}; there are: {', '.join(DTYPES)}")
+    return DTYPES[named]
 
 
 def find_device(device: str | torch.device) -> torch.device:
