@@ -111,10 +111,10 @@ class DecodeEngine:
         self.place.fill_(0)
         self.slot.fill_(past)
         self.counts.zero_()
-        if self.gate is not None:
+        policy = session.plan.replay
+        gate = None if policy is None else policy.token_gate(shape, session.chunk)
+        if gate is not None:
             self.ready.fill_(ready)
-            gate = session.plan.replay and session.plan.replay.token_gate(shape, session.chunk)
-            assert gate
             self.value.fill_(gate.value)
             if gate.drawn and ready:
                 self._draw_luck()
@@ -158,9 +158,10 @@ class DecodeEngine:
         self.step()
         if self.graph:
             # the launches of a step have been compiled by now
-            self.recorded = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.recorded):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self.step()
+            self.recorded = graph
 
     def meet_memory(self) -> None:
         """Point the steps to the session's memory, where that is not the last frame's."""
