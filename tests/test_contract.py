@@ -30,7 +30,7 @@ CONTRACT = {
         "merge": ("merge:budget=99f", "merge:budget=9f"),
         "dedup": ("dedup:budget=99f", "dedup:budget=9f"),
     },
-    # a coded store has no open setting: how near it comes is held below
+    # codes have no open setting: how near they come to native is held by tests/test_store.py
     "store": {"native": ("native", "native"), "int8": ("native", "int8"), "fp8": ("native", "fp8")},
     "attention": {
         "dense": ("dense", "dense"),

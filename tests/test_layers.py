@@ -1,6 +1,7 @@
 """Imports go one way, and hot code never waits for the device."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,12 @@ def test_the_hot_path_imports_no_more_than_torch():
             for name in _imports(ast.parse(path.read_text())):
                 top = name.partition(".")[0]
                 assert top in allowed or top in sys.stdlib_module_names, f"{path.name}: {name}"
+
+
+@FILES
+def test_only_the_store_and_the_kernels_slice_keys_and_values(path):
+    if _room(path) not in {"store", "kernels", "fpga"}:
+        found = re.findall(
+            r"\b(?:layer|layers\[\w+\]|here)\.(?:k|v|unrotated)\[[^.\]]*:", path.read_text()
+        )
+        assert not found, found
