@@ -369,7 +369,7 @@ def test_a_cache_that_appends_keeps_its_blocks(shape):
             layer.own["attention"][name].zero_()
         weights = layer.own["attention"]["log_count"][:, :, : blocks.all * blocks.size]
         codes = Codes(*(layer.own["attention"][name] for name in ("code", "scale", "weight")))
-        encode_blocks(layer.k, weights, blocks.size, codes)
+        encode_blocks(layer.past(ctx.past), weights, blocks.size, codes)
         for name, want in zip(("code", "scale", "weight"), noted, strict=True):
             assert torch.equal(
                 layer.own["attention"][name][:, :, : blocks.all], want[:, :, : blocks.all]

@@ -18,6 +18,7 @@ from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
 from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.codes import Past
 from tachyscope.kernels.device import has_large_smem
 from tachyscope.kernels.hashing import order_of, quantise
 from tachyscope.types import Rope
@@ -203,7 +204,7 @@ def test_blocks_are_encoded_where_they_stand(rng):
     k[:, :, 16:32] = math.nan  # a block of none
     code = torch.zeros(2, 3, 9, 16, dtype=torch.int8)
     scale, weight = torch.full((2, 3, 9, 1), math.nan), torch.full((2, 3, 9), math.nan)
-    block_index.encode_blocks(k, log_count, 16, Codes(code, scale, weight))
+    block_index.encode_blocks(Past(k, k), log_count, 16, Codes(code, scale, weight))
     weights = log_count.unflatten(2, (6, 16))
     live = (weights > -math.inf).unsqueeze(-1)
     keys = F.pad(k, (0, 0, 0, 6)).unflatten(2, (6, 16)).masked_fill(~live, 0.0)

@@ -29,6 +29,9 @@ from tachyscope.kernels.block_sparse import pairs_of
 from tachyscope.kernels.block_sparse import torch as block_sparse_torch
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
 from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.codes import Past
+from tachyscope.kernels.codes import torch as codes_torch
+from tachyscope.kernels.codes.reference import encode_reference
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
 from tachyscope.kernels.match.reference import best_older_reference
 from tachyscope.kernels.match.torch import alike_features, best_older
@@ -56,6 +59,7 @@ import decode_cases
 from tachyscope.kernels.attention import triton as flash
 from tachyscope.kernels.block_index import triton as block_index_triton
 from tachyscope.kernels.block_sparse import triton as block_sparse_triton
+from tachyscope.kernels.codes import triton as codes_triton
 from tachyscope.kernels.match import triton as match_triton
 from tachyscope.kernels.merge import triton as merge_triton
 from tachyscope.kernels.prompt_hits import triton as hits_triton
@@ -359,6 +363,25 @@ def _case_shift(rng, backend):
     return got, want
 
 
+def _case_codes(rng, backend):
+    """int8 codes, decoded: a number between two codes may become either."""
+    (x,) = _moved(torch.randn(2, 3, 37, 64, generator=rng))
+    code = torch.zeros(2, 3, 50, 64, dtype=torch.int8, device=DEVICE)[:, :, 9:46]
+    scale = torch.full((2, 3, 50), math.nan, device=DEVICE)[:, :, 9:46]
+    out = torch.full((2, 3, 40, 64), math.nan, dtype=x.dtype, device=DEVICE)[:, :, :37]
+    if backend == "torch":
+        found, scale[:] = codes_torch.encode(x, torch.int8)
+        code.copy_(found)
+        out.copy_(codes_torch.decode(code, scale, x.dtype))
+    else:
+        codes_triton.encode(x, code, scale)
+        codes_triton.decode(code, scale, out)
+    want, step = encode_reference(x.cpu(), torch.int8)
+    assert ((code.cpu().int() - want.int()).abs() <= 1).all()
+    torch.testing.assert_close(out.double(), code.double() * scale.double()[..., None], **TOLERANCE)
+    return scale, step
+
+
 def _case_buckets(rng, backend):
     (x,) = _moved(torch.randn(2, 3, 101, 64, generator=rng))
     got = {"torch": hashing, "triton": block_index_triton}[backend].buckets(x[:, :, 5:], 8)
@@ -378,7 +401,7 @@ def _case_encode_blocks(rng, backend):
     )
     codes = Codes(code, scale, weight)
     {"torch": block_index_torch, "triton": block_index_triton}[backend].encode_blocks(
-        k, log_count, 32, codes
+        Past(k, k), log_count, 32, codes
     )
     assert weight[:, :, 3:].isnan().all()
     means, weights = encode_blocks_reference(k, log_count, 32)
@@ -473,6 +496,7 @@ CASES = {
     "slots_permute": (_case_permute, ("torch", "triton")),
     "slots_permute_back": (_case_permute_back, ("torch", "triton")),
     "slots_shift": (_case_shift, ("torch", "triton")),
+    "codes": (_case_codes, ("torch", "triton")),
     "block_index_buckets": (_case_buckets, ("torch", "triton")),
     "block_index_encode": (_case_encode_blocks, ("torch", "triton")),
     "block_index_mass": (_case_block_mass, ("torch", "triton")),

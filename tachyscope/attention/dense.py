@@ -40,8 +40,8 @@ def read_all(
     if log_count is None and not ctx.plain:
         log_count = layer.log_count
     runs = [slice(0, ctx.end)] if first == rest else [slice(0, first), slice(rest, ctx.end)]
-    k, v, weights, past = layer.read(ctx, *runs[first == 0 < rest :], log_count=log_count)
-    return attention(q, k, v, weights, ctx.shape.token_by_token, past)
+    k, v, weights = layer.read(ctx, *runs[first == 0 < rest :], log_count=log_count)
+    return attention(q, k, v, weights, ctx.shape.token_by_token)
 
 
 @final

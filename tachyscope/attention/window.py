@@ -49,7 +49,7 @@ class Window(AttentionPolicy):
         first = sinks[0] if len(set(pads)) == 1 else sinks
         log_count = None if ctx.plain else layer.log_count
         return attention(
-            q, *layer.read(ctx, first, slice(ctx.end - near, ctx.end), log_count=log_count)[:3]
+            q, *layer.read(ctx, first, slice(ctx.end - near, ctx.end), log_count=log_count)
         )
 
     def _attend_in_order(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tachyscope.kernels.codes import Past, decode, encode
+from tachyscope.kernels.codes import Past, decode, decode_into, encode
 from tachyscope.kernels.merge import Entries, join_entries, merge_entries, take
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.kernels.slots import permute, shift
@@ -179,24 +179,17 @@ class KVStore:
 
     def read(
         self, ctx: PassContext, *runs: Run, log_count: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Past | None]:
-        """Entries of runs of slots as `attention` takes them: keys, values, weights, and a past.
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and weights of runs of slots, as `attention` takes them.
 
-        One run is read where it stands. Several are put together, and codes among them decoded.
+        One run is read where it stands; several are put together. Codes are decoded, into memory
+        that is free again when the layer is done.
         """
-        if self.scales and runs == (slice(0, ctx.end),):
-            past = self.past(ctx.past) if ctx.past else None
-            if log_count is not None:
-                if past is not None:
-                    past = past._replace(log_count=log_count[:, :, : ctx.past])
-                log_count = log_count[:, :, ctx.past : ctx.end]
-            return *self.now(ctx), log_count, past
-        if not self.scales:
-            k, v = (_join([_rows(x, run) for run in runs]) for x in (self.k, self.v))
-        else:
+        if self.scales:
             k, v = (_join([self._decoded(name, ctx, run) for run in runs]) for name in ("k", "v"))
-        weights = None if log_count is None else _join([_rows(log_count, run) for run in runs])
-        return k, v, weights, None
+        else:
+            k, v = (_join([_rows(x, run) for run in runs]) for x in (self.k, self.v))
+        return k, v, None if log_count is None else _join([_rows(log_count, run) for run in runs])
 
     def keys(self, ctx: PassContext) -> Tensor:
         """Rotated keys of past and now [B, Hkv, end, D], decoded where they are codes."""
@@ -215,10 +208,14 @@ class KVStore:
         if not isinstance(run, slice):
             rows = [self._decoded(name, ctx, each)[i : i + 1] for i, each in enumerate(run)]
             return torch.cat(rows)
-        old = slice(run.start, min(run.stop, ctx.past))
+        held, now = getattr(self, name), self.present[name]
+        old = slice(run.start, max(run.start, min(run.stop, ctx.past)))
         new = slice(max(run.start - ctx.past, 0), max(run.stop - ctx.past, 0))
-        past = self.vectors(name, old) if old.start < old.stop else self.present[name][:, :, :0]
-        return torch.cat([past, self.present[name][:, :, new]], 2)
+        count = old.stop - old.start
+        out = now.new_empty(*now.shape[:2], run.stop - run.start, now.shape[3])
+        decode_into(held[:, :, old], self.scales[name][:, :, old], out[:, :, :count])
+        out[:, :, count:] = now[:, :, new]
+        return out
 
     # ---- between chunks: all is past
 

@@ -10,7 +10,6 @@ from torch import Tensor, device
 from torch.cuda import get_device_capability
 
 from tachyscope.kernels.attention import torch as torch_backend
-from tachyscope.kernels.codes import Past, decoded
 from tachyscope.kernels.device import HAS_TRITON, TILES, has_kernel
 
 if HAS_TRITON:
@@ -18,27 +17,19 @@ if HAS_TRITON:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_count: Tensor | None = None,
-    causal: bool = False,
-    past: Past | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """softmax(q·k / √D + log_count) v for q [B, H, S, D] and entries [B, Hkv, N, D].
 
     log_count [B, Hkv or 1, N] is the log of an entry's multiplicity, -inf where a slot is empty.
-    With `causal` the last S entries are the queries' own, and none sees a later one. Entries that
-    are stored as codes are handed in as `past`, before k and v.
+    With `causal` the last S entries are the queries' own, and none sees a later one.
     """
     if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
         # a token alone: query heads that share their keys are so many queries of one head
         shared = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-        return attention(shared, k, v, log_count, past=past).reshape(q.shape)
+        return attention(shared, k, v, log_count).reshape(q.shape)
     # the kernels have no causal mask and no gradient
     wide = q.shape[2] >= min(TILES) and not causal and not q.requires_grad
-    if past is not None:
-        k, v, log_count = decoded(past, k, v, log_count)
     if wide and has_kernel(q.device, q.dtype, q.shape[3]):
         hopper = hopper_backend(q.device)
         if hopper is not None:

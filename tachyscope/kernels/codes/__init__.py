@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, cat, float32
+from torch import Tensor
 from torch import dtype as DType
 
 from tachyscope.kernels.codes import torch as torch_backend
@@ -12,7 +12,7 @@ from tachyscope.kernels.device import DTYPE, HAS_TRITON, reads_keys
 if HAS_TRITON:
     from tachyscope.kernels.codes import triton as triton_backend
 
-__all__ = ["Past", "decode", "decoded", "encode", "numbers"]
+__all__ = ["Past", "decode", "decode_into", "encode", "numbers"]
 
 
 def encode(x: Tensor, code: Tensor, scale: Tensor) -> None:
@@ -35,35 +35,12 @@ def decode(code: Tensor, scale: Tensor | None, dtype: DType) -> Tensor:
     if code.dim() != 4:
         return torch_backend.decode(code, scale, dtype)
     out = scale.new_empty(code.shape, dtype=dtype)
-    _decode_into(code, scale, out)
+    decode_into(code, scale, out)
     return out
 
 
-def decoded(
-    past: Past, k: Tensor, v: Tensor, log_count: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and weights of a past in codes and of present entries, in a row."""
-    assert past.k_scale is not None and past.v_scale is not None
-    n, both = past.k.shape[2], []
-    for code, scale, new in ((past.k, past.k_scale, k), (past.v, past.v_scale, v)):
-        row = new.new_empty(*new.shape[:2], n + new.shape[2], new.shape[3])
-        _decode_into(code, scale, row[:, :, :n])
-        row[:, :, n:] = new
-        both.append(row)
-    weights = [past.log_count, log_count]
-    if past.log_count is None and log_count is None:
-        return both[0], both[1], None
-    groups = max(x.shape[1] for x in weights if x is not None)
-    rows = [
-        k.new_zeros(k.shape[0], groups, count, dtype=float32)
-        if x is None
-        else x.expand(-1, groups, -1)
-        for x, count in zip(weights, (n, k.shape[2]), strict=True)
-    ]
-    return both[0], both[1], cat(rows, 2)
-
-
-def _decode_into(code: Tensor, scale: Tensor, out: Tensor) -> None:
+def decode_into(code: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write the vectors [B, H, n, D] of codes and scales [B, H, n] to `out`."""
     if out.dtype == DTYPE and reads_keys(code):
         triton_backend.decode(code, scale, out)
     else:

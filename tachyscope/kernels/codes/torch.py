@@ -13,16 +13,12 @@ LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(FP8).max}
 
 
 class Past(NamedTuple):
-    """Past entries as they are stored: k, v [B, Hkv, n, D], and of codes the scales [B, Hkv, n].
-
-    log_count [B, Hkv or 1, n], or None where every entry stands for itself alone.
-    """
+    """Past entries as they are stored: k, v [B, Hkv, n, D], and of codes the scales [B, Hkv, n]."""
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    log_count: Tensor | None = None
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
