@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from decoder_bench import SMALL as SMALL_DECODER
 
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
@@ -48,7 +49,8 @@ def test_build_writes_verilog(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_build_writes_the_decoder_with_its_registers(tmp_path, capsys):
+def test_build_writes_the_decoder_with_its_registers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tachyscope.fpga.cli.TRUNK", SMALL_DECODER)  # atrium-tokens' takes a minute
     assert main(["fpga", "build", str(tmp_path), "--lanes", "4", "--macs", "4"]) == 0
     assert "module decoder(" in (tmp_path / "decoder.v").read_text()
     assert "| 0x000c | CTRL | wo |" in (tmp_path / "registers.md").read_text()

@@ -34,9 +34,9 @@ def engine_of(rows, cores, deal, lanes, macs, products, depth, outputs, steps):
     )
 
 
-def compare(shape, probability, seed, late=None):
+def compare(shape, probability, seed, late=None, limit=20_000):
     vectors = verify.Vectors.draw(engine_of(*shape), shape[-1], seed)
-    found = verify.compare(vectors, probability, seed, 20_000, late)
+    found = verify.compare(vectors, probability, seed, limit, late)
     assert 0 < found.replayed < found.tokens
     assert (found.mismatches, found.cycle_mismatches) == (0, 0)
 
@@ -57,7 +57,13 @@ def test_a_port_that_waits_long_loses_and_doubles_nothing(port):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("probability", [0.0, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("probability", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_hardware_equals_both_on_every_shape(shape, probability):
     compare(shape, probability, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES[:6], ids=lambda shape: "-".join(map(str, shape)))
+def test_hardware_equals_both_where_ports_mostly_wait(shape):
+    compare(shape, 0.8, 3)

@@ -63,10 +63,10 @@ def scheduler():
 
 def whole():
     for shape in (engine.SHAPES[0], engine.SHAPES[3]):
-        engine.compare(shape, 0.0, 1)
-        engine.compare(shape, 0.4, 2)
+        engine.compare(shape, 0.0, 1, limit=3000)
+        engine.compare(shape, 0.4, 2, limit=3000)
     for port in ("o", "x"):
-        engine.test_a_port_that_waits_long_loses_and_doubles_nothing(port)
+        engine.compare((1, 1, "tiles", 1, 2, 1, 2, 40, 3), 0.0, 4, {port: 150}, limit=3000)
 
 
 def memory():
@@ -358,6 +358,11 @@ def test_the_tests_pass_without_a_fault():
     gate()
     cache()
     scheduler()
+
+
+@pytest.mark.slow
+def test_the_engine_passes_without_a_fault():
+    whole()
 
 
 def limited(simulate):
