@@ -340,7 +340,7 @@ def test_faults_are_one_line(capsys):
     assert "frames must be 24 or more, a full turn, got 4" in capsys.readouterr().err
     assert main(["atrium", "--table", "all"]) == 2
     assert (
-        "no table 'all'; there are: readme, budgets, matching, long, methods"
+        "no table 'all'; there are: readme, papers, budgets, matching, long, methods"
         in capsys.readouterr().err
     )
     with pytest.raises(TachyscopeError, match="is no world model of Atrium"):
