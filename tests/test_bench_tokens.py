@@ -41,5 +41,7 @@ def test_the_papers_rows_are_rows_and_other_names_are_refused():
     assert PAPER.keys() <= ROWS.keys()
     with pytest.raises(TachyscopeError, match="no row 'quick'"):
         bench_tokens(_config(), ["quick"], device="cpu")
+    with pytest.raises(TachyscopeError, match="`batch` must be 1, 2 or 1,2"):
+        bench_tokens(_config(), ["dense"], device="cpu", batch=[3])
     with pytest.raises(TachyscopeError, match="no weights 'int3'"):
         bench_tokens(_config(), ["dense"], device="cpu", weights=["int3"])

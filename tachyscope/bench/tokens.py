@@ -25,6 +25,7 @@ from tachyscope.bench.single_chunk import clear
 from tachyscope.decode import DecodeEngine, quantise_int8
 from tachyscope.decode.layer import LayerWeights
 from tachyscope.errors import TachyscopeError, first_line
+from tachyscope.models.registry import find_device
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthConfig, Sampler
 from tachyscope.models.vila_u.model import VilaModel
@@ -224,7 +225,11 @@ def bench_tokens(
         for name in asked:
             if name not in known:
                 raise TachyscopeError(f"no {what} {name!r}; there are: {', '.join(known)}")
-    on, begun = torch.device(device), time.perf_counter()
+    if not batch or any(count not in (1, 2) for count in batch):
+        raise TachyscopeError(f"`batch` must be 1, 2 or 1,2, got {list(batch)}: give one of these")
+    if not 1 <= config.layers <= 256:
+        raise TachyscopeError(f"`layers` must be from 1 to 256, got {config.layers}: change it")
+    on, begun = find_device(device), time.perf_counter()
     places = config.grid[0] * config.grid[1]
     clock = Clock(on, rounds, min(TOKENS, places // 2), min(START, places // 4))
     energy = EnergyCounter(on)
