@@ -245,7 +245,10 @@ def test_plans_are_set_apart_by_semicolons():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["gpu"], "argument suite: invalid choice: 'gpu' (choose from 'cpu', 'wan', 'tokens', 'fit')"),
+        (
+            ["gpu"],
+            "argument suite: invalid choice: 'gpu' (choose from 'cpu', 'wan', 'tokens', 'fit')",
+        ),
         ([], "the following arguments are required: suite"),
         (["wan", "--rows", "magic"], "no row 'magic'; there are: dense, stock, "),
         (["wan", "--rows", ";"], "rows are set apart by ';', got ';': try 'dense;headline'"),
