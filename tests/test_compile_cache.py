@@ -85,9 +85,9 @@ def test_a_session_on_a_gpu_keeps_its_programs(monkeypatch):
         device = torch.device("cuda:0")
 
     model = toy_chunks()
-    monkeypatch.setattr("tachyscope.session.keep_programs", kept)
+    monkeypatch.setattr("tachyscope.state.keep_programs", kept)
     open_session(model, "fast", frames=3)
-    monkeypatch.setattr("tachyscope.session.torch.empty", lambda *_, **__: Empty)
+    monkeypatch.setattr("tachyscope.state.torch.empty", lambda *_, **__: Empty)
     with pytest.raises(Kept):
         open_session(model, "fast", frames=3)
 
