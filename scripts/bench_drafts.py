@@ -12,6 +12,7 @@ import argparse
 import shlex
 import sys
 import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ PLANS = {
     "codes, 32, no Jacobi": "passes=draft:places=32,jacobi=false",
 }
 model: Any = None
+clip_of = cache(make_clip)  # a process draws the worlds of a camera once
 
 
 def prepare() -> None:
@@ -46,7 +48,7 @@ def prepare() -> None:
 def play(task: tuple[str, int, int, int]) -> dict[str, dict[str, float]]:
     """One world's clip by every plan: passes, tokens that they ran over, seconds, equal codes."""
     camera, number, worlds, frames = task
-    clip = make_clip(camera, worlds)
+    clip = clip_of(camera, worlds)
     world, shown, letters = clip.worlds[number], clip.frames[number], clip.actions
     found, want = {}, None
     for name, plan in PLANS.items():
