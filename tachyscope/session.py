@@ -57,7 +57,8 @@ class Session(State):
         if self.passes.skips(now):
             assert self.passes.clean is not None
             self.meter.add("passes_skipped", 1)
-            self._count_dense(now.x.shape[2] * self.shape.tokens_per_frame)
+            tokens = now.x.shape[2] * self.shape.tokens_per_frame
+            self.meter.add("pairs_dense", self._dense_pairs(tokens))
         else:
             self.passes.clean = fn(now)
         return self.passes.clean
@@ -91,18 +92,17 @@ class Session(State):
         self.replay.begin()
         self._begun.update(self._context.chunk_passes)
         self.meter.add("macs", self.shape.batch * tokens * self.shape.macs)
-        self._count_dense(tokens, start, past)
+        self.meter.add("pairs_dense", self._dense_pairs(tokens, start, past))
         for observer in self.observers:
             observer.on_pass(self._context)
 
-    def _count_dense(self, tokens: int, start: int = 0, past: bool = True) -> None:
-        """Add the pairs that the unbounded dense model scores in a pass, in all its layers."""
+    def _dense_pairs(self, tokens: int, start: int = 0, past: bool = True) -> int:
+        """The pairs that the unbounded dense model scores in a pass, in all its layers."""
         if self.shape.token_by_token:
             seen = tokens * (self.total_entries + start) + tokens * (tokens + 1) // 2
         else:
             seen = tokens * (tokens + (self.total_entries if past else 0))
-        rows = self.shape.batch * self.shape.heads * self.shape.layers
-        self.meter.add("pairs_dense", rows * seen)
+        return self.shape.batch * self.shape.heads * self.shape.layers * seen
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
@@ -177,10 +177,7 @@ class Session(State):
         """Drop the newest n tokens of the present frame: drafts that were not right."""
         self.now -= n
         # the dense model would not have come to them
-        seen = n * (self.total_entries + self.now) + n * (n + 1) // 2
-        self.meter.add(
-            "pairs_dense", -self.shape.batch * self.shape.heads * self.shape.layers * seen
-        )
+        self.meter.add("pairs_dense", -self._dense_pairs(n, self.now))
 
     def commit(self, n: int | None = None) -> None:
         """The first n tokens of now (all of them) are final: they become past, within budget."""

@@ -56,17 +56,17 @@ class Draft(PassPolicy):
         columns = session.shape.grid[1]
         last, logits = session.features.get(CODES), session.features.get(LOGITS)
         codes = torch.zeros(videos, places, depth, dtype=torch.int64, device=noise.device)
-        kept = torch.empty_like(noise)
         guess = codes.clone()  # what a refuted pass drew
         guessed = 0  # places before this one have a guess
         first = last if last is not None else codes  # any draft will do for a first frame
-        drawn = first if logits is None or self.source != "logits" else frame.pick(logits, noise)
+        first = first if logits is None else frame.pick(logits, noise)
         at = 0
-        codes[:, :1], kept[:, :1] = frame.draw(session.features["hidden"][:, None], 0)
+        codes[:, :1], scores = frame.draw(session.features["hidden"][:, None], 0)
+        kept = [scores]
         while True:
             left = places - 1 - at
             n = min(self.places, left)
-            drafts = self.drafts(codes, first, drawn, at + 1, n, columns)
+            drafts = self.drafts(codes, first, at + 1, n, columns)
             if self.jacobi and guessed > at + 1:
                 m = min(guessed - at - 1, n)
                 drafts = torch.cat([guess[:, at + 1 : at + 1 + m], drafts[:, m:]], 1)
@@ -83,30 +83,31 @@ class Draft(PassPolicy):
             session.retract(n - accepted)
             new = min(accepted + 1, left)
             codes[:, at + 1 : at + 1 + new] = found[:, :new]
-            kept[:, at + 1 : at + 1 + new] = scores[:, :new]
+            if self.source == "logits":
+                kept.append(scores[:, :new])
             guess[:, at + 1 : at + 1 + ahead], guessed = found, at + 1 + ahead
             if accepted == left:
                 session.features["hidden"] = states[:, accepted]
                 break
             at += new
-        session.features |= {CODES: codes, LOGITS: kept}
+        self.keep_frame(session.features, codes, lambda: torch.cat(kept, 1))
         return codes
 
     def keep_frame(
         self, features: dict[str, Tensor], codes: Tensor, logits: Callable[[], Tensor]
     ) -> None:
-        features |= {CODES: codes, LOGITS: logits()}
+        features[CODES] = codes
+        if self.source == "logits":
+            features[LOGITS] = logits()
 
-    def drafts(
-        self, codes: Tensor, last: Tensor, drawn: Tensor, at: int, count: int, columns: int
-    ) -> Tensor:
+    def drafts(self, codes: Tensor, first: Tensor, at: int, count: int, columns: int) -> Tensor:
         """Drafts [V, count, D] of the places from `at` on.
 
-        codes [V, N, D] are this frame's before `at`; last those of the last frame; drawn those
-        that its logits give with this frame's noise.
+        codes [V, N, D] are this frame's before `at`; first what the last frame says of all of them:
+        its codes, or those that its logits give with this frame's noise.
         """
         if self.source in ("logits", "codes"):
-            return (drawn if self.source == "logits" else last)[:, at : at + count]
+            return first[:, at : at + count]
         back = torch.arange(at, at + count, device=codes.device)
         if self.source == "repeat":
             back = torch.full_like(back, at - 1)
