@@ -55,7 +55,7 @@ def export(args: argparse.Namespace) -> None:
 
     from tachyscope.evaluation.clips import make_clip, true_codes
     from tachyscope.models.registry import load
-    from tachyscope.models.vila_u.depth import draw_noise
+    from tachyscope.models.token_model import draw_noise
     from tachyscope.models.vila_u.model import VilaModel
 
     model = load("atrium-tokens", dtype=torch.float32)
@@ -281,7 +281,8 @@ def draw_float(args: argparse.Namespace) -> None:
     import torch
 
     from tachyscope.models.registry import load
-    from tachyscope.models.vila_u.model import Prompt, VilaModel
+    from tachyscope.models.token_model import Prompt
+    from tachyscope.models.vila_u.model import VilaModel
     from tachyscope.rollout import parse_plan
     from tachyscope.session import Session
 

@@ -8,7 +8,7 @@ from toys import load
 
 import tachyscope as ts
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.vila_u.depth import Sampler
+from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.model import VilaModel, toy_tokens
 from tachyscope.observers import Observer
 

@@ -7,8 +7,9 @@ from torch import nn
 
 from tachyscope.fpga.depth_model import DepthModel, Sampler, gelu
 from tachyscope.fpga.vector import from_wide, to_wide
-from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer, draw_noise
-from tachyscope.models.vila_u.depth import Sampler as FloatSampler
+from tachyscope.models.token_model import Sampler as FloatSampler
+from tachyscope.models.token_model import draw_noise
+from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer
 from tachyscope.models.vila_u.vqgan import Codebooks
 
 DEPTH, CODES, DIM, HIDDEN, WIDTH = 3, 16, 4, 8, 16

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.checkpoint import read_tensors, write_tensors
+from tachyscope.models.token_model import Sampler, draw_noise
 from tachyscope.models.vila_u.config import VilaConfig
-from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer, Sampler, draw_noise
+from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer
 from tachyscope.models.vila_u.model import VilaModel, load_vila, save_vila, toy_tokens
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer
 from tachyscope.models.vila_u.transformer import Vila

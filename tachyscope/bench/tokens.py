@@ -26,8 +26,9 @@ from tachyscope.decode import DecodeEngine, quantise_int8
 from tachyscope.decode.layer import LayerWeights
 from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.models.registry import find_device
+from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.config import VilaConfig
-from tachyscope.models.vila_u.depth import DepthConfig, Sampler
+from tachyscope.models.vila_u.depth import DepthConfig
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer
 from tachyscope.models.vila_u.transformer import Vila

@@ -11,7 +11,8 @@ from typing import Any
 
 from tachyscope.bounds import VILA, bound_fault, demand, has_type, told, within
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.vila_u.depth import DepthConfig, Sampler
+from tachyscope.models.token_model import Sampler
+from tachyscope.models.vila_u.depth import DepthConfig
 from tachyscope.models.vila_u.vqgan import PixelConfig
 
 OURS = "tachyscope"

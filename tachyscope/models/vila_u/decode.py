@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tachyscope.decode import DecodeParts, DepthParts, LayerParts
-from tachyscope.models.vila_u.depth import Sampler
+from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.transformer import Vila
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.vqgan import Codebooks
 
 
@@ -28,78 +29,6 @@ class DepthConfig:
                 f"the depth transformer's width must be a multiple of its heads, got "
                 f"{self.width} and {self.heads}: change one"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """How a code is drawn from logits; rows are [conditional…, unconditional…] unless cfg is 1."""
-
-    cfg: float = 3.0
-    temperature: float = 1.0
-    top_k: int = 900
-    top_p: float = 0.96
-
-    def __post_init__(self) -> None:
-        rules = {
-            "temperature": self.temperature > 0,
-            "top_k": self.top_k >= 1,
-            "top_p": 0 < self.top_p <= 1,
-        }
-        for name, kept in rules.items():
-            if not kept:
-                raise TachyscopeError(
-                    f"sampling needs temperature > 0, top_k >= 1 and 0 < top_p <= 1, "
-                    f"got {name}={getattr(self, name)}: change it"
-                )
-
-    @property
-    def guided(self) -> bool:
-        """Whether every video takes two rows."""
-        return self.cfg != 1
-
-    def guide(self, logits: Tensor) -> Tensor:
-        """Logits [V, ...] of V videos from those of their rows, in float32 or better."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if not self.guided:
-            return logits
-        with_prompt, without = logits.chunk(2)
-        return without + self.cfg * (with_prompt - without)
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """What `pick` draws from: of guided logits [..., K], 0 where a code is ruled out."""
-        kept, index = self._keep(logits)
-        return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1))
-
-    def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """A code [...] of guided logits [..., K], for exponential noise [..., K].
-
-        The noise belongs to codes, not ranks: runs that share it draw the same code wherever
-        their logits nearly agree.
-        """
-        kept, index = self._keep(logits)
-        best = (kept - noise.gather(-1, index).log()).argmax(-1, keepdim=True)
-        return index.gather(-1, best)[..., 0]
-
-    def _keep(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The top k logits, best first, -inf from where the mass before one reaches top_p."""
-        kept, index = (logits / self.temperature).topk(min(self.top_k, logits.shape[-1]))
-        if self.top_p < 1:
-            mass = kept.softmax(-1).cumsum(-1)
-            kept = torch.cat(
-                [
-                    kept[..., :1],
-                    kept[..., 1:].masked_fill(mass[..., :-1] >= self.top_p, float("-inf")),
-                ],
-                -1,
-            )
-        return kept, index
-
-
-def draw_noise(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Exponential noise for `Sampler.pick`: all the randomness of a video comes from here."""
-    noise = torch.empty(shape, dtype=torch.float32, device=generator.device)
-    noise.exponential_(generator=generator)
-    return noise.clamp_min_(torch.finfo(noise.dtype).tiny).to(device, non_blocking=True)
 
 
 class DepthTransformer(nn.Module):

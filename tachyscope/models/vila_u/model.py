@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tachyscope.bounds import check, check_prompt
 from tachyscope.decode import DecodeEngine, DecodeParts
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.atrium.words import WordTokenizer
-from tachyscope.models.base import MemoryParts, VideoModel
+from tachyscope.models.base import MemoryParts
 from tachyscope.models.checkpoint import (
     fit,
     matched,
@@ -29,16 +27,17 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
+from tachyscope.models.token_model import Attends, TokenModel
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.decode import decode_parts
-from tachyscope.models.vila_u.depth import DepthConfig, draw_noise
+from tachyscope.models.vila_u.depth import DepthConfig
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
 from tachyscope.models.vila_u.transformer import Layer, Vila
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.numerics import own_numerics
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape, SliceableMlp, TokenFrame
+from tachyscope.types import Rope, Shape, SliceableMlp
 
 PARTS = ("llm", "vision_tower", "mm_projector")
 CALIBRATION = "calibration.safetensors"
@@ -50,21 +49,10 @@ WEIGHTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Ids [B, L], padded on the left, and how many of each row are the prompt's."""
-
-    ids: Tensor
-    lengths: tuple[int, ...]
-
-
-class VilaModel(VideoModel):
-    """VILA-U behind the session: one pass a place, all of a frame's codes as its latents."""
+class VilaModel(TokenModel):
+    """VILA-U behind the session."""
 
     transformer: Vila
-    kind = "tokens"
-    frame_dim = 1
-    stock = "cache=keep_all attention=dense text=none replay=none"
 
     def __init__(
         self, transformer: Vila, config: VilaConfig, tokenizer: Tokenizer, name: str = "vila-u"
@@ -77,6 +65,8 @@ class VilaModel(VideoModel):
         self.device, self.dtype = weight.device, weight.dtype
         self.fps, self.size = config.fps, config.size
         self.actions = config.actions
+        self.grid, self.depth, self.codes = config.grid, config.depth, config.codes
+        self.sampler, self.draw_macs = config.sampler, transformer.head.macs
 
     @property
     def mlps(self) -> list[SliceableMlp]:
@@ -121,18 +111,6 @@ class VilaModel(VideoModel):
             decoding=peak(lambda: vae.decode(vae.quantizer.sum(codes))),
         )
 
-    def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
-        return self._videos(shape), frames, *self.config.grid, self.config.depth
-
-    def check_latents(self, shape: Shape, latents: Any) -> None:
-        super().check_latents(shape, latents)
-        low, high = int(latents.min()), int(latents.max())
-        if low < 0 or high >= self.config.codes:
-            raise TachyscopeError(
-                f"latents must be codes from 0 to {self.config.codes - 1}, got {low} to {high}: "
-                f"take session.latents"
-            )
-
     def rope(self, shape: Shape) -> Rope:
         weights = (float(shape.tokens_per_frame), float(shape.grid[1]), 1.0)
         c = self.config
@@ -143,73 +121,26 @@ class VilaModel(VideoModel):
     def pixel_frames(self, latents: int) -> int:
         return latents
 
-    def encode_prompt(self, prompt: str) -> Prompt:
-        texts = (prompt, "") if self.config.sampler.guided else (prompt,)
-        rows = [self.tokenizer.ids(check_prompt(text)) for text in texts]
-        longest = max(map(len, rows))
-        check("prompt tokens", longest, "tokens of a prompt", "shorten it")
-        padded = [[0] * (longest - len(row)) + row for row in rows]
-        return Prompt(torch.tensor(padded, device=self.device), tuple(map(len, rows)))
+    def prompt_ids(self, prompt: str) -> list[int]:
+        return self.tokenizer.ids(prompt)
 
-    def join_prompts(self, prompts: Sequence[Prompt]) -> Prompt:
-        """Rows are [conditional…, unconditional…]."""
-        longest = max(prompt.ids.shape[1] for prompt in prompts)
-        rows, lengths = [], []
-        for row in range(len(prompts[0].lengths)):
-            for prompt in prompts:
-                pads = longest - prompt.ids.shape[1]
-                rows.append(nn.functional.pad(prompt.ids[row], (pads, 0)))
-                lengths.append(prompt.lengths[row])
-        return Prompt(torch.stack(rows), tuple(lengths))
+    def embed_prompt(self, ids: Tensor) -> Tensor:
+        return self.transformer.trunk.embed_tokens(ids)
 
-    @torch.no_grad()
-    def prefill_prompt(self, session: Session, prompt: Prompt) -> None:
-        x = self.transformer.trunk.embed_tokens(prompt.ids)
-        self._run(session, x, session.prompt_positions())
-        session.commit()
+    def embed(self, codes: Tensor, actions: int | Tensor | None) -> Tensor:
+        return self.transformer.embed(codes, actions)
 
-    @torch.no_grad()
-    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
-        """Codes [V, 1, rows, columns, D]."""
-        c, shape, noise = self.config, session.shape, self.frame_noise(session)
-        pos = shape.positions(session.latent_frame, 1, self.device)
-        frame = self._token_frame(session, noise, pos, actions)
-        if (drafted := session.plan.passes.sample_frame(session, frame)) is not None:
-            return drafted.reshape(-1, 1, *c.grid, c.depth)
-        session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.transformer.head.macs)
-        codes = []
-        for i in range(shape.tokens_per_frame):
-            hidden = session.features["hidden"]
-            books = self.transformer.vae.quantizer
-            codes.append(self.transformer.head.generate(hidden, books, c.sampler, noise[:, i]))
-            self._feed(session, codes[-1][:, None], pos[i : i + 1], actions)
-        return torch.stack(codes, 1).reshape(-1, 1, *c.grid, c.depth)
+    def run_trunk(self, session: Attends, x: Tensor) -> Tensor:
+        return self.transformer.trunk(session, x)
 
-    def _token_frame(
-        self, session: Session, noise: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
-    ) -> TokenFrame:
-        head, books = self.transformer.head, self.transformer.vae.quantizer
+    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
+        books = self.transformer.vae.quantizer
+        return self.transformer.head.generate(states, books, self.sampler, noise, logits)
 
-        def feed(codes: Tensor, at: int) -> Tensor:
-            return self._feed(session, codes, pos[at : at + codes.shape[1]], actions)
-
-        def draw(states: Tensor, at: int) -> tuple[Tensor, Tensor]:
-            session.meter.add("macs", states.shape[:2].numel() * head.macs)
-            part = noise[:, at : at + states.shape[1]]
-            logits = torch.empty_like(part).flatten(0, 1)
-            codes = head.generate(
-                states.flatten(0, 1), books, self.config.sampler, part.flatten(0, 1), logits
-            )
-            return codes.unflatten(0, part.shape[:2]), logits.unflatten(0, part.shape[:2])
-
-        return TokenFrame(noise, self.config.sampler.pick, feed, draw)
-
-    def frame_noise(self, session: Session) -> Tensor:
-        """Noise [V, N, D, K] for the next frame's codes."""
-        c, shape = self.config, session.shape
-        each = self._videos(shape) // len(session.generators)
-        sizes = each, shape.tokens_per_frame, c.depth, c.codes
-        return torch.cat([draw_noise(x, sizes, self.device) for x in session.generators])
+    def logits(self, states: Tensor, codes: Tensor) -> Tensor:
+        sums = self.transformer.vae.quantizer.sums(codes)
+        sums = sums.repeat(len(states) // len(sums), 1, 1, 1)
+        return self.sampler.guide(self.transformer.head(states, sums))
 
     @torch.no_grad()
     def sample_by(
@@ -223,39 +154,6 @@ class VilaModel(VideoModel):
 
     def decode_parts(self) -> DecodeParts:
         return decode_parts(self.transformer, self.config.sampler)
-
-    @torch.no_grad()
-    def prefill_latents(
-        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
-    ) -> None:
-        pos = session.shape.positions(session.latent_frame, 1, self.device)
-        codes, before = latents.flatten(1, 3), session.features["hidden"]
-        states = self._feed(session, codes, pos, actions)
-
-        def logits() -> Tensor:
-            return self._logits(torch.cat([before[:, None], states[:, :-1]], 1), codes)
-
-        session.plan.passes.keep_frame(session.features, codes, logits)
-
-    def _logits(self, states: Tensor, codes: Tensor) -> Tensor:
-        """Guided logits [V, N, D, K] of given codes [V, N, D], for the states that predict them."""
-        sums = self.transformer.vae.quantizer.sums(codes)
-        sums = sums.repeat(len(states) // len(sums), 1, 1, 1)
-        return self.config.sampler.guide(self.transformer.head(states, sums))
-
-    @torch.no_grad()
-    def score(self, session: Session, latents: Tensor, actions: Sequence[int]) -> Tensor:
-        """Guided logits [V, N, D, K] of a given frame's codes; the session goes on as by `sample`.
-
-        Token by token, so that what the session skips when sampling it skips here too.
-        """
-        codes = latents.flatten(1, 3)
-        pos = session.shape.positions(session.latent_frame, 1, self.device)
-        states = []
-        for i in range(session.shape.tokens_per_frame):
-            states.append(session.features["hidden"])
-            self._feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
-        return self._logits(torch.stack(states, 1), codes)
 
     @torch.no_grad()
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
@@ -277,39 +175,6 @@ class VilaModel(VideoModel):
         levels = torch.from_numpy(np.ascontiguousarray(frames)).to(self.device, self.dtype)
         vectors = self.transformer.vae.encode(levels.movedim(-1, 1) / 127.5 - 1)
         return self.transformer.vae.quantizer.quantise(vectors)[None]
-
-    def _videos(self, shape: Shape) -> int:
-        return shape.batch // (2 if shape.paired else 1)
-
-    def _feed(
-        self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
-    ) -> Tensor:
-        """The trunk's states [B, S, W] of codes [V, S, D], in both rows of a pair."""
-        x = self.transformer.embed(codes, self._action(actions))
-        return self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos)
-
-    def _action(self, actions: Sequence[int] | Tensor) -> int | Tensor | None:
-        if not self.actions:
-            if any(actions):
-                raise TachyscopeError(
-                    f"{self.name} takes no actions, got {list(actions)}: leave them out"
-                )
-            return None
-        if isinstance(actions, Tensor) and len(actions) == 1:
-            return actions
-        if len(actions) != 1 or not 0 <= actions[0] < len(self.actions):
-            raise TachyscopeError(
-                f"{self.name} takes one action a frame, from 0 to {len(self.actions) - 1}, "
-                f"got {list(actions)}: give one of these"
-            )
-        return actions[0]
-
-    def _run(self, session: Session, x: Tensor, pos: Tensor) -> Tensor:
-        session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
-        states = self.transformer.trunk(session, x)
-        # the last token's state predicts the next token, which may be the next frame's first
-        session.features["hidden"] = states[:, -1]
-        return states
 
 
 def load_vila(

@@ -5,16 +5,14 @@ Modules and parameters have the published names.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tachyscope.models.token_model import Attends
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthTransformer
 from tachyscope.models.vila_u.vqgan import RqVae
-from tachyscope.types import Mlp
 
 
 class SwiGlu(nn.Module):
@@ -53,14 +51,6 @@ class SwiGlu(nn.Module):
             found = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
             getattr(part, f"{name}_proj").weight = found
         return part
-
-
-class Attends(Protocol):
-    """What the trunk asks of a session, or of what stands in for one in training."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor: ...
 
 
 class SelfAttention(nn.Module):

@@ -1,0 +1,283 @@
+"""What token models share: prompts in the cache, a pass a place, codes drawn from noise."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tachyscope.bounds import check, check_prompt
+from tachyscope.errors import TachyscopeError
+from tachyscope.models.base import VideoModel
+from tachyscope.session import Session
+from tachyscope.types import Mlp, Shape, TokenFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How a code is drawn from logits; rows are [conditional…, unconditional…] unless cfg is 1."""
+
+    cfg: float = 3.0
+    temperature: float = 1.0
+    top_k: int = 900
+    top_p: float = 0.96
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": self.temperature > 0,
+            "top_k": self.top_k >= 1,
+            "top_p": 0 < self.top_p <= 1,
+        }
+        for name, kept in rules.items():
+            if not kept:
+                raise TachyscopeError(
+                    f"sampling needs temperature > 0, top_k >= 1 and 0 < top_p <= 1, "
+                    f"got {name}={getattr(self, name)}: change it"
+                )
+
+    @property
+    def guided(self) -> bool:
+        """Whether every video takes two rows."""
+        return self.cfg != 1
+
+    def guide(self, logits: Tensor) -> Tensor:
+        """Logits [V, ...] of V videos from those of their rows, in float32 or better."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if not self.guided:
+            return logits
+        with_prompt, without = logits.chunk(2)
+        return without + self.cfg * (with_prompt - without)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What `pick` draws from: of guided logits [..., K], 0 where a code is ruled out."""
+        kept, index = self._keep(logits)
+        return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1))
+
+    def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """A code [...] of guided logits [..., K], for exponential noise [..., K].
+
+        The noise belongs to codes, not ranks: runs that share it draw the same code wherever
+        their logits nearly agree.
+        """
+        kept, index = self._keep(logits)
+        best = (kept - noise.gather(-1, index).log()).argmax(-1, keepdim=True)
+        return index.gather(-1, best)[..., 0]
+
+    def _keep(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The top k logits, best first, -inf from where the mass before one reaches top_p."""
+        kept, index = (logits / self.temperature).topk(min(self.top_k, logits.shape[-1]))
+        if self.top_p < 1:
+            mass = kept.softmax(-1).cumsum(-1)
+            kept = torch.cat(
+                [
+                    kept[..., :1],
+                    kept[..., 1:].masked_fill(mass[..., :-1] >= self.top_p, float("-inf")),
+                ],
+                -1,
+            )
+        return kept, index
+
+
+def draw_noise(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Exponential noise for `Sampler.pick`: all the randomness of a video comes from here."""
+    noise = torch.empty(shape, dtype=torch.float32, device=generator.device)
+    noise.exponential_(generator=generator)
+    return noise.clamp_min_(torch.finfo(noise.dtype).tiny).to(device, non_blocking=True)
+
+
+class Attends(Protocol):
+    """What a trunk asks of a session, or of what stands in for one in training."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids [B, L], padded on the left, and how many of each row are the prompt's."""
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+
+
+class TokenModel(VideoModel):
+    """A token model behind the session: one pass a place, all of a frame's codes as its latents.
+
+    A subclass has the modules: what a prompt and codes are to the trunk, the trunk, and what its
+    states are to codes.
+    """
+
+    kind = "tokens"
+    frame_dim = 1
+    stock = "cache=keep_all attention=dense text=none replay=none"
+    grid: tuple[int, int]  # places of a frame: rows, columns
+    depth: int  # codes a place
+    codes: int  # that a code can be
+    sampler: Sampler
+    draw_macs: int  # multiply-adds from the trunk's state to a place's codes
+
+    @abc.abstractmethod
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """A prompt's tokens."""
+
+    @abc.abstractmethod
+    def embed_prompt(self, ids: Tensor) -> Tensor:
+        """The trunk's inputs [B, L, W] for a prompt's ids [B, L]."""
+
+    @abc.abstractmethod
+    def embed(self, codes: Tensor, actions: int | Tensor | None) -> Tensor:
+        """The trunk's inputs [V, S, W] for codes [V, S, D] of a frame."""
+
+    @abc.abstractmethod
+    def run_trunk(self, session: Attends, x: Tensor) -> Tensor:
+        """The trunk's states [B, S, W] for inputs [B, S, W]."""
+
+    @abc.abstractmethod
+    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
+        """Codes [V, D] for states [B, W] and noise [V, D, K]; a video's rows share codes.
+
+        `logits` [V, D, K] is where the guided logits are left, if they are wanted.
+        """
+
+    @abc.abstractmethod
+    def logits(self, states: Tensor, codes: Tensor) -> Tensor:
+        """Guided logits [V, N, D, K] of given codes [V, N, D], for the states that predict them."""
+
+    def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
+        return self._videos(shape), frames, *self.grid, self.depth
+
+    def check_latents(self, shape: Shape, latents: Any) -> None:
+        super().check_latents(shape, latents)
+        low, high = int(latents.min()), int(latents.max())
+        if low < 0 or high >= self.codes:
+            raise TachyscopeError(
+                f"latents must be codes from 0 to {self.codes - 1}, got {low} to {high}: "
+                f"take session.latents"
+            )
+
+    def encode_prompt(self, prompt: str) -> Prompt:
+        texts = (prompt, "") if self.sampler.guided else (prompt,)
+        rows = [self.prompt_ids(check_prompt(text)) for text in texts]
+        longest = max(map(len, rows))
+        check("prompt tokens", longest, "tokens of a prompt", "shorten it")
+        padded = [[0] * (longest - len(row)) + row for row in rows]
+        return Prompt(torch.tensor(padded, device=self.device), tuple(map(len, rows)))
+
+    def join_prompts(self, prompts: Sequence[Prompt]) -> Prompt:
+        """Rows are [conditional…, unconditional…]."""
+        longest = max(prompt.ids.shape[1] for prompt in prompts)
+        rows, lengths = [], []
+        for row in range(len(prompts[0].lengths)):
+            for prompt in prompts:
+                pads = longest - prompt.ids.shape[1]
+                rows.append(nn.functional.pad(prompt.ids[row], (pads, 0)))
+                lengths.append(prompt.lengths[row])
+        return Prompt(torch.stack(rows), tuple(lengths))
+
+    @torch.no_grad()
+    def prefill_prompt(self, session: Session, prompt: Prompt) -> None:
+        self._run(session, self.embed_prompt(prompt.ids), session.prompt_positions())
+        session.commit()
+
+    @torch.no_grad()
+    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+        """Codes [V, 1, rows, columns, D]."""
+        shape, noise = session.shape, self.frame_noise(session)
+        pos = shape.positions(session.latent_frame, 1, self.device)
+        frame = self._token_frame(session, noise, pos, actions)
+        if (drafted := session.plan.passes.sample_frame(session, frame)) is not None:
+            return drafted.reshape(-1, 1, *self.grid, self.depth)
+        session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.draw_macs)
+        codes = []
+        for i in range(shape.tokens_per_frame):
+            codes.append(self.draw(session.features["hidden"], noise[:, i]))
+            self._feed(session, codes[-1][:, None], pos[i : i + 1], actions)
+        return torch.stack(codes, 1).reshape(-1, 1, *self.grid, self.depth)
+
+    def _token_frame(
+        self, session: Session, noise: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+    ) -> TokenFrame:
+        def feed(codes: Tensor, at: int) -> Tensor:
+            return self._feed(session, codes, pos[at : at + codes.shape[1]], actions)
+
+        def draw(states: Tensor, at: int) -> tuple[Tensor, Tensor]:
+            session.meter.add("macs", states.shape[:2].numel() * self.draw_macs)
+            part = noise[:, at : at + states.shape[1]]
+            logits = torch.empty_like(part).flatten(0, 1)
+            codes = self.draw(states.flatten(0, 1), part.flatten(0, 1), logits)
+            return codes.unflatten(0, part.shape[:2]), logits.unflatten(0, part.shape[:2])
+
+        return TokenFrame(noise, self.sampler.pick, feed, draw)
+
+    def frame_noise(self, session: Session) -> Tensor:
+        """Noise [V, N, D, K] for the next frame's codes."""
+        shape = session.shape
+        each = self._videos(shape) // len(session.generators)
+        sizes = each, shape.tokens_per_frame, self.depth, self.codes
+        return torch.cat([draw_noise(x, sizes, self.device) for x in session.generators])
+
+    @torch.no_grad()
+    def prefill_latents(
+        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
+    ) -> None:
+        pos = session.shape.positions(session.latent_frame, 1, self.device)
+        codes, before = latents.flatten(1, 3), session.features.get("hidden")
+        states = self._feed(session, codes, pos, actions)
+
+        def logits() -> Tensor:
+            first = states[:, :1] if before is None else before[:, None]
+            return self.logits(torch.cat([first, states[:, :-1]], 1), codes)
+
+        session.plan.passes.keep_frame(session.features, codes, logits)
+
+    @torch.no_grad()
+    def score(self, session: Session, latents: Tensor, actions: Sequence[int]) -> Tensor:
+        """Guided logits [V, N, D, K] of a given frame's codes; the session goes on as by `sample`.
+
+        Token by token, so that what the session skips when sampling it skips here too.
+        """
+        codes = latents.flatten(1, 3)
+        pos = session.shape.positions(session.latent_frame, 1, self.device)
+        states = []
+        for i in range(session.shape.tokens_per_frame):
+            states.append(session.features["hidden"])
+            self._feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
+        return self.logits(torch.stack(states, 1), codes)
+
+    def _videos(self, shape: Shape) -> int:
+        return shape.batch // (2 if shape.paired else 1)
+
+    def _feed(
+        self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+    ) -> Tensor:
+        """The trunk's states [B, S, W] of codes [V, S, D], in both rows of a pair."""
+        x = self.embed(codes, self._action(actions))
+        return self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos)
+
+    def _action(self, actions: Sequence[int] | Tensor) -> int | Tensor | None:
+        if not self.actions:
+            if any(actions):
+                raise TachyscopeError(
+                    f"{self.name} takes no actions, got {list(actions)}: leave them out"
+                )
+            return None
+        if isinstance(actions, Tensor) and len(actions) == 1:
+            return actions
+        if len(actions) != 1 or not 0 <= actions[0] < len(self.actions):
+            raise TachyscopeError(
+                f"{self.name} takes one action a frame, from 0 to {len(self.actions) - 1}, "
+                f"got {list(actions)}: give one of these"
+            )
+        return actions[0]
+
+    def _run(self, session: Session, x: Tensor, pos: Tensor) -> Tensor:
+        session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
+        states = self.run_trunk(session, x)
+        # the last token's state predicts the next token, which may be the next frame's first
+        session.features["hidden"] = states[:, -1]
+        return states
