@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.worlds.atrium import (
     ACTIONS,
     SIZE,
-    SWING,
     TURN,
     Rooms,
     descriptions,
@@ -46,23 +45,6 @@ class Clips:
         scene = self.scene[row]
         first = int((scene == scene[frame]).int().argmax())
         return descriptions(self.rooms, int(scene[frame]))[int(facing(self.pose[row, first]))]
-
-
-def stir(rooms: Rooms, pose: Tensor, which: Tensor) -> Rooms:
-    """The rooms, `which` [B] with something that moves before the wall that their pose looks at."""
-    ahead = F.one_hot(facing(pose), 4).bool() & which[:, None]
-    rests = ahead & ((rooms.thing == 0) | (rooms.slide + rooms.bob == 0))
-    slides = rooms.tint % 2 == 0
-    reach = 0.24 - SWING  # a sliding thing stays before its wall
-    changes = {
-        "thing": torch.where(ahead & (rooms.thing == 0), 1 + rooms.tint // 2 % 2, rooms.thing),
-        "slide": torch.where(rests, SWING * slides, rooms.slide),
-        "bob": torch.where(rests, SWING * ~slides, rooms.bob),
-        "place": torch.where(
-            rests & slides, rooms.place.clamp(0.5 - reach, 0.5 + reach), rooms.place
-        ),
-    }
-    return replace(rooms, **changes)
 
 
 def degrees(angle: float) -> float:

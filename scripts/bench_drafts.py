@@ -49,7 +49,7 @@ def play(task: tuple[str, int, int, int]) -> dict[str, dict[str, float]]:
     """One world's clip by every plan: passes, tokens that they ran over, seconds, equal codes."""
     camera, number, worlds, frames = task
     clip = clip_of(camera, worlds)
-    world, shown, letters = clip.worlds[number], clip.frames[number], clip.actions
+    world, shown, letters = clip.worlds[number], clip.frames[number], clip.actions[number]
     found, want = {}, None
     for name, plan in PLANS.items():
         stream = open_stream(

@@ -1,10 +1,10 @@
 """Gate quality of the shipped token model: every method of `evaluation.gates`, a line a task.
 
-    python scripts/eval_gates.py --out out/gates --device cuda --jobs 10
+    python scripts/eval_gates.py --out out/gates --device cuda --jobs 8
 
---out gets gates.jsonl, a line as each task ends (its rows, or its fault), and at the end
-gates.json, a results document, and gates.md, its tables. Tasks that the file already has are not
-done again.
+All kinds of camera share a batch, a row a room. --out gets gates.jsonl, a line as each task ends
+(its rows, or its fault), and at the end gates.json, a results document, and gates.md, its tables.
+Tasks that the file already has are not done again, and after --seconds none is begun.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def model_on(device: str, calibration: Path | None) -> VilaModel:
     return model
 
 
-def work(device: str, calibration: Path | None, task: Task) -> dict[str, Any]:
+def work(device: str, calibration: Path | None, end: float, task: Task) -> dict[str, Any]:
     begun = time.perf_counter()
+    if time.time() > end:
+        return {"task": asdict(task), "fault": "not begun, for want of time"}
     try:
         rows = measure(model_on(device, calibration), task)
         return {"task": asdict(task), "rows": rows, "seconds": time.perf_counter() - begun}
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e6, help="after which no task is begun")
     parser.add_argument("--worlds", type=int, default=16)
     parser.add_argument("--calibration", type=Path, help="instead of the shipped one")
     parser.add_argument("--clip", action="append", choices=CLIPS)
@@ -66,7 +69,7 @@ def main() -> None:
     left = [task for task in asked if json.dumps(asdict(task)) not in done]
     print(f"{len(left)} tasks of {len(asked)}", flush=True)
     with file.open("a") as out:
-        one_task = partial(work, args.device, args.calibration)
+        one_task = partial(work, args.device, args.calibration, time.time() + args.seconds)
         for one in spread(one_task, left, args.jobs, torch.set_num_threads, 1):
             out.write(json.dumps(one) + "\n")
             out.flush()

@@ -124,12 +124,12 @@ def export(args: argparse.Namespace) -> None:
         draw_noise(generator, (1, places, config.depth, config.codes), torch.device("cpu"))[0]
         for _ in range(MADE)
     ]
-    first = len(clip.actions) // 2 - GIVEN  # the made frames are the clip's own
+    first = clip.length // 2 - GIVEN  # the made frames are the clip's own
     chosen = slice(first, first + GIVEN + MADE)
     clip_arrays = {
         "prompt": encoded.ids[0].numpy(),
         "codes": codes[chosen].flatten(1, 2).numpy(),
-        "moves": np.array(clip.moves[chosen]),
+        "moves": clip.moves[chosen, args.world].numpy(),
         "noise": torch.stack(noise).numpy(),
         "truth": clip.frames[args.world][chosen],
     }

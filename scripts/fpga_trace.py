@@ -83,7 +83,7 @@ def main() -> None:
     clip = make_clip(args.clip, args.worlds, 0, model.config.size[0])
     session = begin(model, Way(args.plan), clip, true_codes(model, clip))
     with torch.inference_mode():
-        flags = record(session, model, clip.moves[GIVEN : GIVEN + args.frames])
+        flags = record(session, model, clip.moves[GIVEN : GIVEN + args.frames, 0].tolist())
     prompt = max(model.encode_prompt(world.prompt).ids.shape[1] for world in clip.worlds)
     Trace(workload(model, prompt, GIVEN + args.frames), flags).save(args.out)
     counted = session.meter.take()

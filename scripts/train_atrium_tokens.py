@@ -190,7 +190,7 @@ def make_clips(
     starts = atrium.make_starts(count, generator)
     still = torch.tensor([kind == "still" for kind in cameras])
     return atrium_clips.Clips(
-        rooms=atrium_clips.stir(atrium.make_rooms(count, generator), starts, still),
+        rooms=atrium.stir(atrium.make_rooms(count, generator), starts, still),
         scene=torch.arange(count)[:, None].expand(count, frames),
         actions=actions,
         pose=atrium.walk(starts, actions, pace),

@@ -29,7 +29,7 @@ from tachyscope.stream import open as open_stream
 from tachyscope.tables import format_table
 from tachyscope.types import PassContext, SliceableMlp
 from tachyscope.worlds import atrium
-from tachyscope.worlds.visit import draw, make_world
+from tachyscope.worlds.visit import draw, make_world, stir_world
 
 FRAMES = 16  # of a clip
 SHARES = (0.5, 0.75)
@@ -149,6 +149,8 @@ def _world_clips(model: VideoModel, clips: int, seed: int) -> Iterator[list[Tens
         if not rows:
             return
         worlds = [make_world(ROOMS + 1_000 * seed + row) for row in rows]
+        if set(letters) == {"."}:
+            worlds = [stir_world(world) for world in worlds]
         codes = []
         for i, world in enumerate(worlds):
             angle, tempo = SPEEDS[i % len(SPEEDS)]

@@ -175,7 +175,7 @@ def test_an_unknown_camera_is_refused():
 def test_stirred_rooms_have_something_moving_ahead_and_the_others_stay():
     rooms, pose = atrium.make_rooms(40, seeded()), atrium.make_starts(40, seeded(1))
     which = torch.arange(40) % 2 == 0
-    found = atrium_clips.stir(rooms, pose, which)
+    found = atrium.stir(rooms, pose, which)
     rows, ahead = torch.arange(40), atrium.facing(pose)
     assert (found.thing[rows, ahead][which] > 0).all()
     assert (found.slide + found.bob)[rows, ahead][which].allclose(torch.tensor(atrium.SWING))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.evaluation.scenes import make_world
+from tachyscope.evaluation.scenes import WORLDS_A_SEED, make_world
 from tachyscope.models.registry import MODELS
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.quality import Frames
 from tachyscope.worlds import atrium
-from tachyscope.worlds.visit import World, draw
+from tachyscope.worlds.visit import World, draw, stir_world
 
 GIVEN = 8
 PACE, TEMPO = MODELS["atrium-tokens"].pace, MODELS["atrium-tokens"].tempo
@@ -23,29 +26,69 @@ CLIPS = {
     "walk": (".wwwwwww", "ssssssss"),
     "still": ("........", "........"),  # only what moves on its own moves
 }
+LEVELS, MOVING = 16, 0.005  # of 255 that a pixel must change by, and share of such pixels
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Worlds that the same actions lead through, one row each: their prompts and true frames."""
+    """Walks through worlds, one row each: prompts, actions and true frames."""
 
     worlds: tuple[World, ...]
-    actions: str
+    actions: tuple[str, ...]  # letters of each row, as many in all
     frames: tuple[Frames, ...]  # [T, H, W, 3] of each
 
     @property
-    def moves(self) -> list[int]:
-        return [atrium.ACTIONS.index(letter) for letter in self.actions]
+    def length(self) -> int:
+        return len(self.actions[0])
+
+    @property
+    def moves(self) -> Tensor:
+        """Numbers of the actions [T, V]: `moves[i : i + 1]` is a frame's, one a row."""
+        return torch.stack([atrium.letters(letters) for letters in self.actions], 1)
+
+    def moves_on(self, device: torch.device) -> Any:
+        """The same where a model is: it takes a tensor of one row a frame for a list of actions."""
+        return self.moves.to(device)
 
 
-def make_clip(name: str, worlds: int, seed: int = 0, size: int = atrium.SIZE) -> Clip:
-    """A named clip's truth in so many unseen worlds."""
-    given, made = CLIPS[name]
-    found = tuple(make_world(seed, number) for number in range(worlds))
-    moves, time = atrium.letters(given + made)[None], TEMPO * torch.arange(len(given + made))
-    poses = [atrium.walk(world.start, moves, PACE)[0] for world in found]
-    films = [draw(world.rooms, pose, time, size) for world, pose in zip(found, poses, strict=True)]
-    return Clip(found, given + made, tuple(films))
+def make_clip(
+    name: str, worlds: int, seed: int = 0, size: int = atrium.SIZE, made: int | None = None
+) -> Clip:
+    """A named clip's truth in so many unseen worlds, with so many frames behind the given ones.
+
+    Before a resting camera something moves: rooms in which nothing would be seen to are left out.
+    """
+    first, then = CLIPS[name]
+    letters = first + (then if made is None else then[:1] * made)
+    moves, time = atrium.letters(letters)[None], TEMPO * torch.arange(len(letters))
+    still = set(letters) == {"."}
+    found: list[World] = []
+    films: list[Frames] = []
+    for number in range(WORLDS_A_SEED):
+        if len(found) == worlds:
+            break
+        world = make_world(seed, number)
+        world = stir_world(world) if still else world
+        film = draw(world.rooms, atrium.walk(world.start, moves, PACE)[0], time, size)
+        if not still or moving(film) >= MOVING:
+            found.append(world)
+            films.append(film)
+    return Clip(tuple(found), (letters,) * worlds, tuple(films))
+
+
+def moving(film: Frames) -> float:
+    """Share of the picture that differs, in a frame behind the given ones, from the last given."""
+    far = np.abs(film[GIVEN:].astype(np.int16) - film[GIVEN - 1]).max(-1)
+    return float((far > LEVELS).mean((1, 2)).max())
+
+
+def join(clips: Sequence[Clip]) -> Clip:
+    """Clips of one length as rows of one."""
+    worlds, actions, frames = (
+        tuple(x for clip in clips for x in getattr(clip, name))
+        for name in ("worlds", "actions", "frames")
+    )
+    return Clip(worlds, actions, frames)
 
 
 @torch.inference_mode()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
-from tachyscope.evaluation.intervals import combined, versus
+from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, join, make_clip, true_codes
+from tachyscope.evaluation.intervals import Values, combined, versus
 from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, changes
 from tachyscope.evaluation.tokens import bounds, forced, made, spearman
 from tachyscope.models.vila_u.model import VilaModel
@@ -23,34 +23,39 @@ from tachyscope.observers import Observer
 from tachyscope.results import Document
 from tachyscope.types import PassContext
 
-SHARES = (0.75, 0.5)
+SHARES = (0.75, 0.5, 0.25)
 OTHER = 900  # seed of the rooms that thresholds and heads are chosen in
-SEEN = 2  # such rooms, and frames of each
+SEEN = 2  # such rooms of every kind of camera, and frames of each
 # by name; {s} is the share, {k} = 1 / (1 - share), {age} the limit that the share allows
 METHODS = {
+    "dense": "dense",
+    "draft": "passes=draft",  # dense, code for code
+    "neurons": "replay=neurons:share={s}",
+    "neurons_age": "replay=neurons:share={s},age=7",
+    "prune": "replay=prune:share={s}",
     "tas": "replay=attentive:share={s}",  # all heads, as published
     "tas_head": "replay=attentive:share={s}",  # each layer's best head, found in other rooms
     "authors": "replay=attentive:share={s},authors=true",  # as their code scores
     "threshold": "replay=attentive:threshold={t}",  # one for all layers, found in other rooms
+    "thresholds": "replay=attentive:threshold=0",  # one for each layer, found there too
     "input": "replay=attentive:share={s}",  # cosine of the MLP's inputs
     "drift": "replay=attentive:share={s},age={age},drift=true",
     "random": "replay=random:share={s}",
     "every_k": "replay=every_k:k={k}",
-    "neurons": "replay=neurons:share={s}",
-    "neurons_age": "replay=neurons:share={s},age=7",
-    "prune": "replay=prune:share={s}",
 }
-# those that make videos freely
-FREE = ("tas", "tas_head", "authors", "input", "random", "every_k", "neurons", "neurons_age",
-        "prune")  # fmt: skip
+FORCED = (
+    ("neurons", "prune", "tas", "random"),
+    ("tas_head", "input", "authors", "every_k"),
+    ("threshold", "thresholds", "drift", "neurons_age"),
+)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Some methods at a share, on a clip in so many rooms: `forced`, `made` or `bounds`."""
+    """Some methods at a share, on clips in so many rooms each: `forced`, `made` or `bounds`."""
 
     what: str
-    clip: str
+    clips: tuple[str, ...]
     share: float
     methods: tuple[str, ...]
     worlds: int
@@ -60,20 +65,30 @@ class Task:
 
 def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[float] = SHARES,
           frames: int = GIVEN) -> list[Task]:  # fmt: skip
-    """All that is measured, the longest first."""
-    found = []
-    for clip in clips:
-        for share in shares:
-            for names in (tuple(METHODS)[:4], tuple(METHODS)[4:8], tuple(METHODS)[8:]):
-                found.append(Task("forced", clip, share, names, worlds, 0, frames))
-            for names in (FREE[:3], FREE[3:6], FREE[6:]):
-                found.append(Task("made", clip, share, names, worlds))
-        found.append(Task("forced", clip, 0.25, ("neurons", "prune"), worlds, 0, frames))
-        found.append(Task("made", clip, 0.25, ("dense", "neurons", "prune"), worlds))
-        # rooms in which a loss would be foretold from
-        found.append(Task("made", clip, 0.5, ("dense", "neurons"), worlds, OTHER))
-        found.append(Task("made", clip, 0.75, ("neurons",), worlds, OTHER))
-        found.append(Task("bounds", clip, 0.0, (), worlds))
+    """All that is measured, what matters most first."""
+    kinds = tuple(clips)
+
+    def made(share: float, *names: str, seed: int = 0) -> list[Task]:
+        return [Task("made", kinds, share, (name,), worlds, seed) for name in names]
+
+    def forced(share: float, *groups: tuple[str, ...]) -> list[Task]:
+        return [Task("forced", kinds, share, names, worlds, 0, frames) for names in groups]
+
+    found = made(0.0, "dense", "draft")
+    for share in shares:
+        if share <= 0.25:
+            found += made(share, "neurons", "prune", "tas", "random")
+            found += forced(share, FORCED[0])
+            continue
+        found += made(share, *FORCED[0], *FORCED[1])
+        found += forced(share, *FORCED)
+        found += made(share, *FORCED[2])
+        if share == shares[0]:
+            found.append(Task("bounds", kinds, 0.0, (), worlds))
+    # rooms in which a loss would be foretold from
+    found += made(0.0, "dense", seed=OTHER)
+    for share in shares:
+        found += made(share, "neurons", seed=OTHER)
     return found
 
 
@@ -82,10 +97,11 @@ _clip = cache(make_clip)  # drawing one takes seconds
 
 def measure(model: VilaModel, task: Task) -> list[Document]:
     """The rows of one task."""
-    clip = _clip(task.clip, task.worlds, task.seed, model.config.size[0])
-    head = {"measure": task.what, "clip": task.clip, "worlds": task.worlds, "seed": task.seed}
+    size = model.config.size[0]
+    clip = join([_clip(name, task.worlds, task.seed, size) for name in task.clips])
+    head = {"measure": task.what, "worlds": task.worlds, "seed": task.seed}
     if task.what == "bounds":
-        return [head | combined(bounds(model, clip))]
+        return [head | row for row in _by_clip(task, bounds(model, clip))]
     ways = [way_of(model, name, task) for name in task.methods]
     if task.what == "made":
         results = made(model, clip, ways)
@@ -93,30 +109,44 @@ def measure(model: VilaModel, task: Task) -> list[Document]:
         results = forced(model, clip, ways, task.frames)[1:]
     rows = []
     for name, way, by_world in zip(task.methods, ways, results, strict=True):
-        row: Document = head | {"method": name, "share": task.share, "plan": str(way)}
-        row |= combined(by_world)
-        if "kl" in row:
-            row["kl_worst"] = max(row["by_world"]["kl"])
-        rows.append(row)
+        named: Document = head | {"method": name, "share": task.share, "plan": str(way)}
+        for row in _by_clip(task, by_world):
+            if "kl" in row:
+                row["kl_worst"] = max(row["by_world"]["kl"])
+            rows.append(named | row)
     return rows
+
+
+def _by_clip(task: Task, found: Sequence[Values]) -> list[Document]:
+    """Means over each clip's rooms, which lie behind each other."""
+    return [
+        {"clip": clip} | combined(found[i * task.worlds : (i + 1) * task.worlds])
+        for i, clip in enumerate(task.clips)
+    ]
 
 
 def way_of(model: VilaModel, name: str, task: Task) -> Way:
     """A method at a share; what it must know beforehand comes from other rooms."""
-    if name == "dense":
-        return Way("dense")
     k = round(1 / (1 - task.share))
     text = METHODS[name].replace("{s}", f"{task.share:g}").replace("{k}", str(k))
     text = text.replace("{age}", str(k if k > 2 else 2))
     if name == "input":
         return Way(text, "input")
-    if name not in ("threshold", "tas_head"):
+    if name not in ("threshold", "thresholds", "tas_head"):
         return Way(text)
-    other = _clip(task.clip, SEEN, OTHER + 1, model.config.size[0])
-    heads, threshold = choose(model, other, task.share)
+    heads, scores = _known(model, task.clips)
     if name == "tas_head":
         return Way(text, "head", heads=heads)
-    return Way(text.replace("{t}", f"{threshold:.6g}"))
+    if name == "thresholds":
+        each = (float(layer.quantile(1 - task.share)) for layer in scores)
+        return Way(text, thresholds=tuple(each))
+    return Way(text.replace("{t}", f"{float(torch.cat(scores).quantile(1 - task.share)):.6g}"))
+
+
+@cache
+def _known(model: VilaModel, clips: tuple[str, ...]) -> tuple[tuple[int, ...], list[Tensor]]:
+    other = join([_clip(name, SEEN, OTHER + 1, model.config.size[0]) for name in clips])
+    return choose(model, other)
 
 
 class HeadScores(Observer):
@@ -131,10 +161,10 @@ class HeadScores(Observer):
 
 
 @torch.inference_mode()
-def choose(model: VilaModel, clip: Clip, share: float) -> tuple[tuple[int, ...], float]:
-    """Of a clip: the head of each layer whose score ranks changes best, and a threshold of the
-    mean score over all heads that a share of all layers' tokens reaches."""
-    codes = true_codes(model, clip)
+def choose(model: VilaModel, clip: Clip) -> tuple[tuple[int, ...], list[Tensor]]:
+    """Of a clip: the head of each layer whose score ranks changes best, and the mean scores over
+    all heads of its tokens, by layer."""
+    codes, moves = true_codes(model, clip), clip.moves_on(model.device)
     # a share of nothing: all is computed, and the last outputs are still kept
     session = begin(model, Way("replay=attentive:share=0"), clip, codes)
     runner = session.replay
@@ -147,7 +177,7 @@ def choose(model: VilaModel, clip: Clip, share: float) -> tuple[tuple[int, ...],
         before = [layer.own["replay"]["output"][0].clone() for layer in session.layers]
         heads_seen = HeadScores(runner)
         session.watch(heads_seen)
-        model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
+        model.score(session, codes[:, i : i + 1], moves[i : i + 1])
         session.unwatch(heads_seen)
         session.commit()
         for n, layer in enumerate(session.layers):
@@ -155,38 +185,46 @@ def choose(model: VilaModel, clip: Clip, share: float) -> tuple[tuple[int, ...],
             changed[n].append(changes(layer.own["replay"]["output"][0], before[n]))
     best, every = [], []
     for mine, truth in zip(scores, changed, strict=True):
-        by_head, wanted = torch.cat(mine), torch.cat(truth)
+        by_head, wanted = torch.cat(mine).float().cpu(), torch.cat(truth).float().cpu()
         ranks = [
             sum(spearman(by_head[row, h], wanted[row]) for row in range(len(wanted)))
             for h in range(heads)
         ]
         best.append(min(range(heads), key=ranks.__getitem__))
         every.append(by_head.mean(1).flatten())
-    return tuple(best), float(torch.cat(every).float().quantile(1 - share))
+    return tuple(best), every
 
 
 def lines(rows: Sequence[Document]) -> list[str]:
-    """A Markdown table a share: KL, loss to dense in dB with its interval, and the worst room's.
+    """A Markdown table a share: share left out where it is not the asked one, KL, loss to dense in
+    dB with its interval, and the worst room's.
 
     Losses are room by room. A last table has what rooms of another seed would have foretold.
     """
     there = {(r["measure"], r["clip"], r.get("share"), r.get("method"), r["seed"]): r for r in rows}
     dense = {(r["clip"], r["seed"]): r for r in rows if r.get("method") == "dense"}
-    out = []
-    for share in sorted({row["share"] for row in rows if row.get("share")}, reverse=True):
-        out += [
-            "",
-            f"| {share:g} left out | {' | '.join(CLIPS)} |",
-            "|---" * (len(CLIPS) + 1) + "|",
-        ]
+    out = ["| to the truth, dB | " + " | ".join(CLIPS) + " |", "|---" * (len(CLIPS) + 1) + "|"]
+    for name, key in (("tokenizer", "psnr_tokenizer"), ("repeat", "psnr_truth_repeat")):
+        limits = [there.get(("bounds", clip, None, None, 0)) for clip in CLIPS]
+        out.append(f"| {name} | " + " | ".join(f"{x[key]:.1f}" if x else "" for x in limits) + " |")
+    found = [dense.get((clip, 0)) for clip in CLIPS]
+    out.append("| dense | " + " | ".join(_level(x) if x else "" for x in found) + " |")
+    for share in sorted({row["share"] for row in rows if "share" in row}, reverse=True):
+        out += ["", f"| {share:g} left out | {' | '.join(CLIPS)} |"]
+        out.append("|---" * (len(CLIPS) + 1) + "|")
         for name in METHODS:
             cells = []
             for clip in CLIPS:
-                told = there.get(("forced", clip, share, name, 0))
-                cell = f"{told['kl']:.2f}" if told else ""
-                if free := there.get(("made", clip, share, name, 0)):
-                    cell += f"; {_loss(dense.get((clip, 0)), free)}"
-                cells.append(cell)
+                forced = there.get(("forced", clip, share, name, 0))
+                free = there.get(("made", clip, share, name, 0))
+                cell = []
+                if (some := forced or free) and abs(some["share_eligible"] - share) > 0.02:
+                    cell.append(f"[{some['share_eligible']:.2f}]")
+                if forced:
+                    cell.append(f"{forced['kl']:.2f}")
+                if free and name != "dense":
+                    cell.append(_loss(dense.get((clip, 0)), free))
+                cells.append("; ".join(cell))
             if any(cells):
                 out.append(f"| {name} | {' | '.join(cells)} |")
     out += ["", "Neurons, loss in rooms of another seed:"]
@@ -195,6 +233,11 @@ def lines(rows: Sequence[Document]) -> list[str]:
             foretold = _loss(dense.get((row["clip"], row["seed"])), row)
             out.append(f"{row['clip']} {row['share']:g}: {foretold}")
     return out
+
+
+def _level(row: Document) -> str:
+    low, high, worst = (row[f"psnr_truth_{end}"] for end in ("low", "high", "worst"))
+    return f"{row['psnr_truth']:.1f} ({low:.1f} to {high:.1f}), worst {worst:.1f}"
 
 
 def _loss(dense: Document | None, row: Document) -> str:

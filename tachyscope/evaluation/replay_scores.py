@@ -26,13 +26,15 @@ from tachyscope.types import Mlp, PassContext
 class Way:
     """A plan, what its replay is ranked by, and the layers in which it replays (None: in all).
 
-    heads: ranked by "head", the one head of every layer whose score counts.
+    heads: ranked by "head", the one head of every layer whose score counts. thresholds: of every
+    layer, taken from its scores, so that the plan's threshold is 0 in all.
     """
 
     plan: str
     rank: str = "tas"
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] = ()
+    thresholds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         out = self.plan if self.rank == "tas" else f"{self.plan} by {self.rank}"
@@ -83,11 +85,13 @@ class RankedReplay(ReplayRunner):
         assert policy is None or isinstance(policy, TokenReplay)
         super().__init__(policy)
         self.rank, self.within, self.heads = way.rank, way.layers, way.heads
+        self.thresholds = way.thresholds
         self.by_head: dict[int, Tensor] = {}  # of the present pass, by layer: [B, H, S]
         shape, dtype, device = session.shape, session.dtype, session.device
         size = (shape.layers, shape.batch, shape.tokens_per_frame)
         self.noted = {name: torch.zeros(size, device=device) for name in note}
         self._inputs = torch.zeros(*size, shape.width, dtype=dtype, device=device)
+        self._replayed = torch.zeros(2, shape.batch, device=device)  # tokens of each row, and all
         self.mass = MassObserver()
         if "mass" in (way.rank, *note):
             session.watch(self.mass)
@@ -100,6 +104,14 @@ class RankedReplay(ReplayRunner):
             groups = rotated_q.unflatten(1, (old.shape[1], -1)) * old.unsqueeze(2)
             self.by_head[ctx.layer] = groups.sum(-1).flatten(1, 2) / math.sqrt(q.shape[-1])
         super().score(own, ctx, q, rotated_q, k)
+        if self.thresholds and ctx.layer in self.scores:
+            self.scores[ctx.layer] = self.scores[ctx.layer] - self.thresholds[ctx.layer]
+
+    def take_shares(self) -> list[float]:
+        """Of tokens that could be replayed since the last call, those that were, by row."""
+        replayed, every = self._replayed.tolist()
+        self._replayed.zero_()
+        return [a / max(b, 1) for a, b in zip(replayed, every, strict=True)]
 
     def mlp(
         self,
@@ -124,6 +136,8 @@ class RankedReplay(ReplayRunner):
                 self.scores[layer] = self._rank(self.rank, x, fn, own, layer, here)
         out = super().mlp(x, fn, own, ctx, meter, rng)
         fresh = own["age"][ctx.pass_index][:, here] == 0
+        if ctx.pass_index in self.ready and not ctx.given:
+            self._replayed += torch.stack([~fresh, torch.ones_like(fresh)]).sum(-1)
         kept = self._inputs[layer][:, here]
         # the input that made the kept output, which may be frames old
         self._inputs[layer][:, here] = torch.where(fresh[..., None], x, kept)
@@ -162,11 +176,12 @@ def begin(
     """
     session = open_stream(
         model, way.plan, prompt=[world.prompt for world in clip.worlds],
-        seed=list(range(len(clip.worlds))), frames=len(clip.actions),
+        seed=[world.number for world in clip.worlds], frames=clip.length,
     ).session  # fmt: skip
     if not isinstance(session.plan.replay, NeuronReplay):
         session.replay = RankedReplay(session, way, note)
+    moves = clip.moves_on(model.device)
     for i in range(GIVEN):
-        prefill(model, session, [(codes[:, i : i + 1], clip.moves[i : i + 1])])
+        prefill(model, session, [(codes[:, i : i + 1], moves[i : i + 1])])
     session.meter.take()
     return session

@@ -92,7 +92,7 @@ def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN) -> Document:
     are medians over rounds of dense / plan. `no_mlp` is dense without its MLPs' work, `python` and
     `python_replay` without any linear or attention: Python, norms, rotation, cache, choosing.
     """
-    clip = Clip(clip.worlds[:1], clip.actions, clip.frames[:1])
+    clip = Clip(clip.worlds[:1], clip.actions[:1], clip.frames[:1])
     codes = true_codes(model, clip)
     ways = {
         "dense": Way("dense"), "again": Way("dense"), "window": Way(WINDOW),
@@ -118,7 +118,7 @@ def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN) -> Document:
         for name in draw.sample(names, len(names)):
             player, stream = players[name], streams[name]
             player.trunk_ms = []
-            stats[name].append(stream.generate(clip.moves[i : i + 1]).stats)
+            stats[name].append(stream.generate(clip.moves[i].tolist()).stats)
             spent = stats[name][-1]["chunk_ms"]
             whole[name].append(spent / stream.session.shape.tokens_per_frame)
             trunk[name].append(statistics.fmean(player.trunk_ms))
@@ -150,6 +150,6 @@ def _plain(ranked: Session, player: VilaModel, clip: Clip, codes: Tensor) -> Ses
     )  # fmt: skip
     session.source = ranked.source
     session.restore(ranked.state())
-    player.prefill_latents(session, codes[:, GIVEN - 1 : GIVEN], clip.moves[GIVEN - 1 : GIVEN])
+    player.prefill_latents(session, codes[:, GIVEN - 1 : GIVEN], clip.moves[GIVEN - 1].tolist())
     session.restore(ranked.state())
     return session

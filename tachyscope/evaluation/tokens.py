@@ -84,7 +84,7 @@ def forced(
     model: VilaModel, clip: Clip, ways: Sequence[Way], frames: int = GIVEN
 ) -> list[list[Values]]:
     """KL from dense of each way, by world, all fed the true codes; dense itself comes first."""
-    codes = true_codes(model, clip)
+    codes, moves = true_codes(model, clip), clip.moves_on(model.device)
     sessions = [begin(model, way, clip, codes) for way in (Way("dense"), *ways)]
     sums = torch.zeros(len(sessions), 3, len(clip.worlds))
     first = torch.zeros(len(sessions), len(clip.worlds))
@@ -92,7 +92,7 @@ def forced(
         told = codes[:, i].flatten(1, 2)[..., None]  # [V, N, D, 1]
         dense = None
         for row, session in enumerate(sessions):
-            logits = model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
+            logits = model.score(session, codes[:, i : i + 1], moves[i : i + 1])
             session.commit()
             dense = logits if dense is None else dense
             kl = divergence(dense, logits)
@@ -103,22 +103,29 @@ def forced(
                 first[row] = kl.cpu()
     out = []
     for session, found, start in zip(sessions, sums.tolist(), first.tolist(), strict=True):
-        share = skipped([session.meter.take()])
+        shares = skipped(session, [session.meter.take()])
         keys = ("kl", "nll", "right", "kl_first")
         each = zip(*found, start, strict=True)
-        out.append([dict(zip(keys, values, strict=True)) | share for values in each])
+        out.append(
+            [
+                dict(zip(keys, values, strict=True)) | share
+                for values, share in zip(each, shares, strict=True)
+            ]
+        )
     return out
 
 
 @torch.inference_mode()
 def made(model: VilaModel, clip: Clip, ways: Sequence[Way]) -> list[list[Values]]:
     """dB to the truth of frames that each way makes by itself, by world."""
-    codes = true_codes(model, clip)
+    codes, moves = true_codes(model, clip), clip.moves_on(model.device)
     out = []
     for way in ways:
         stream = Stream(model, begin(model, way, clip, codes), batch=len(clip.worlds))
-        chunks = [stream.step(clip.moves[i : i + 1]) for i in range(GIVEN, len(clip.actions))]
-        share = skipped([chunk.stats for chunk in chunks])
+        chunks = [
+            stream.decode(stream.generate(moves[i : i + 1])) for i in range(GIVEN, clip.length)
+        ]
+        shares = skipped(stream.session, [chunk.stats for chunk in chunks])
         by_world: list[Values] = []
         for world, true in enumerate(clip.frames):
             near = [
@@ -126,7 +133,7 @@ def made(model: VilaModel, clip: Clip, ways: Sequence[Way]) -> list[list[Values]
                 for i, chunk in enumerate(chunks, GIVEN)
             ]
             ends = {"psnr_first": near[0], "psnr_last": near[-1]}
-            by_world.append({"psnr_truth": statistics.fmean(near)} | ends | share)
+            by_world.append({"psnr_truth": statistics.fmean(near)} | ends | shares[world])
         out.append(by_world)
     return out
 
@@ -145,9 +152,14 @@ def bounds(model: VilaModel, clip: Clip) -> list[Values]:
     return out
 
 
-def skipped(rows: Sequence[Mapping[str, float]]) -> Values:
+def skipped(session: Session, rows: Sequence[Mapping[str, float]]) -> list[Values]:
+    """What was not computed, by world: rows of token gates each have a share of their own."""
     found = summary(rows)
-    return {"share_eligible": found["share_eligible"], "density": found["density"]}
+    videos = len(session.generators)
+    shares = [found["share_eligible"]] * videos
+    if isinstance(session.replay, RankedReplay) and session.plan.replay is not None:
+        shares = session.replay.take_shares()[:videos]  # a pair's rows decide together
+    return [{"share_eligible": share, "density": found["density"]} for share in shares]
 
 
 @torch.inference_mode()
@@ -159,7 +171,7 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
     change_moved: to the place that the best shift of whole columns leads to, by frame and world.
     change_nearest: to whichever place of the last frame had the most alike output.
     """
-    codes = true_codes(model, clip)
+    codes, moves = true_codes(model, clip), clip.moves_on(model.device)
     # a share of nothing: all is computed, and the last outputs are still kept
     share = Way("replay=attentive:share=0")
     session = begin(model, share, clip, codes, note=RANKS)
@@ -168,7 +180,7 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
     sums: list[list[Values]] = [[{} for _ in range(worlds)] for _ in range(layers)]
     for i in range(GIVEN, GIVEN + frames):
         before = [layer.own["replay"]["output"][0].clone() for layer in session.layers]
-        model.score(session, codes[:, i : i + 1], clip.moves[i : i + 1])
+        model.score(session, codes[:, i : i + 1], moves[i : i + 1])
         session.commit()
         for n, layer in enumerate(session.layers):
             for world in range(worlds):
@@ -256,7 +268,7 @@ def _work(name: str, weights: str | None, device: str, task: Task) -> list[Docum
 
 def _measure(model: VilaModel, task: Task, clip: Clip) -> list[Document]:
     """The rows of one task."""
-    frames = len(clip.actions) - GIVEN
+    frames = clip.length - GIVEN
     if task.what == "bounds":
         return [combined(bounds(model, clip))]
     if task.what == "probe":
@@ -331,7 +343,7 @@ def evaluate_tokens(
         return document("atrium-tokens", rows, command, tokens=headline(rows, plans), **more)
     model = _model(name, weights, "cpu")
     clip = make_clip("reversing", 1, seed, model.config.size[0])
-    rounds = QUICK_FRAMES if quick else len(clip.actions) - GIVEN
+    rounds = QUICK_FRAMES if quick else clip.length - GIVEN
     speed = clock(model, clip, rounds)
     more |= {"tokens": headline(rows, plans) | speedups(speed), "speed": speed}
     return document("atrium-tokens", rows, command, speed["trunk_aa"], **more)

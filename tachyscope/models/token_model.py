@@ -266,8 +266,11 @@ class TokenModel(VideoModel):
                     f"{self.name} takes no actions, got {list(actions)}: leave them out"
                 )
             return None
-        if isinstance(actions, Tensor) and len(actions) == 1:
+        if isinstance(actions, Tensor) and actions.shape == (1,):
             return actions
+        first: Any = actions[0] if len(actions) == 1 else None
+        if isinstance(first, Tensor) and first.dim() == 1:  # one for each video
+            return first[:, None]
         if len(actions) != 1 or not 0 <= actions[0] < len(self.actions):
             raise TachyscopeError(
                 f"{self.name} takes one action a frame, from 0 to {len(self.actions) - 1}, "

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -171,6 +171,23 @@ def make_starts(count: int, generator: Generator) -> Tensor:
 def facing(pose: Tensor) -> Tensor:
     """The walls that poses [..., 3] look at: [...]."""
     return ((pose[..., 2] + TURN // 8) // (TURN // 4) % 4).long()
+
+
+def stir(rooms: Rooms, pose: Tensor, which: Tensor) -> Rooms:
+    """The rooms, `which` [B] with something that moves before the wall that their pose looks at."""
+    ahead = (facing(pose)[:, None] == torch.arange(4, device=pose.device)) & which[:, None]
+    rests = ahead & ((rooms.thing == 0) | (rooms.slide + rooms.bob == 0))
+    slides = rooms.tint % 2 == 0
+    reach = 0.24 - SWING  # a sliding thing stays before its wall
+    changes = {
+        "thing": torch.where(ahead & (rooms.thing == 0), 1 + rooms.tint // 2 % 2, rooms.thing),
+        "slide": torch.where(rests, SWING * slides, rooms.slide),
+        "bob": torch.where(rests, SWING * ~slides, rooms.bob),
+        "place": torch.where(
+            rests & slides, rooms.place.clamp(0.5 - reach, 0.5 + reach), rooms.place
+        ),
+    }
+    return replace(rooms, **changes)
 
 
 def _colouring(kind: int, colours: list[int]) -> str:

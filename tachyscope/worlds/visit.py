@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,13 @@ def make_world(number: int, motion: float = 1.0) -> World:
     start = atrium.make_starts(1, generator)
     prompt = atrium.descriptions(rooms, 0)[int(atrium.facing(start[0]))]
     return World(number, rooms, start, prompt)
+
+
+def stir_world(world: World) -> World:
+    """The world with something that moves before the wall that its walk begins by looking at."""
+    rooms = atrium.stir(world.rooms, world.start, torch.tensor([True]))
+    prompt = atrium.descriptions(rooms, 0)[int(atrium.facing(world.start[0]))]
+    return replace(world, rooms=rooms, prompt=prompt)
 
 
 class Visit:
