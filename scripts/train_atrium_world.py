@@ -4,8 +4,12 @@
 
 Every clip is laid out twice, clean frames and noisy ones. A clean frame sees the clean frames up
 to itself; a noisy one sees the clean ones before it and itself. So every noisy frame is trained
-just as it is made later: from what clean passes left in the cache. Rows of the batch hold 128
-frames in both forms, as one clip, two or four, so that one compiled program serves every length.
+just as it is made later: from what clean passes left in the cache. Rows of the batch hold 256
+frames in both forms, as 1, 2, 4 or 8 clips, so that one compiled program serves every length.
+
+The model is given the camera's rays, in the room turned so that the clip's first frame faces wall
+0: where the walker stands is known from its start and its actions. Clips have paces from 1 to 15
+degrees a frame.
 
 --out gets a folder that loads as a model: config.json, weights in float16 (averaged), the text
 encoder, the decoder; and log.jsonl and sheet-world.png. --state DIR also keeps what exact
@@ -17,9 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import atrium_clips
 import torch
@@ -49,7 +54,10 @@ from tachyscope.worlds import atrium
 
 WEIGHTS = "diffusion_pytorch_model"
 GENERATIONS = 4  # drawings of drawings, at most, that a step is trained on
-ROLLS, ROLL_EVERY = 128, 100  # clips that are rolled out at once, and steps between
+PARTS_OF_ROW = 8  # the most clips that a row holds
+SLOWEST = atrium_clips.degrees(1.0)
+OBJECT_WEIGHT = 4.0  # of the loss where an object is seen
+GAP = 256  # positions: whole periods of what moves on its own, at every tempo
 # compiled on its own too: uncompiled it would hold every score
 masked_attention = torch.compile(flex_attention)
 
@@ -65,6 +73,7 @@ def make_config(args: argparse.Namespace) -> WanConfig:
         text_len=atrium.LENGTH,
         chunk=1,
         actions=atrium.ACTIONS,
+        camera=True,
         steps=(1000, 750, 500, 250),
         shift=args.shift,
         prediction="x0",
@@ -216,25 +225,22 @@ class Pool:
     """Clips as latents in the device's memory, the oldest replaced by new ones."""
 
     latents: Tensor  # [N, frames, 16, 16, 16] bfloat16
-    context: Tensor  # the same frames as the model will find them in its past
     actions: Tensor  # [N, frames]
-    front: Tensor  # [N, frames] the wall faced
+    pose: Tensor  # [N, frames, 3]
+    weight: Tensor  # [N, frames, 16, 16] of the loss
     tokens: Tensor  # [N, 4, LENGTH] the prompt for each wall in front
     made: int = 0
 
     @classmethod
-    def empty(cls, count: int, frames: int, device: str, drawn: bool = False) -> Pool:
-        """drawn: whether contexts are drawings, not the true frames."""
-
+    def empty(cls, count: int, frames: int, device: str) -> Pool:
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)
 
-        latents = zeros(frames, 16, 16, 16, dtype=torch.bfloat16)
         return cls(
-            latents=latents,
-            context=torch.zeros_like(latents) if drawn else latents,
+            latents=zeros(frames, 16, 16, 16, dtype=torch.bfloat16),
             actions=zeros(frames),
-            front=zeros(frames),
+            pose=zeros(frames, 3, dtype=torch.float32),
+            weight=zeros(frames, 16, 16, dtype=torch.bfloat16),
             tokens=zeros(4, atrium.LENGTH),
         )
 
@@ -242,57 +248,85 @@ class Pool:
     def filled(self) -> int:
         return min(self.made, len(self.latents))
 
-    def put(self, latents: Tensor, clips: atrium_clips.Clips, tokens: Tensor) -> None:
+    def put(
+        self, latents: Tensor, clips: atrium_clips.Clips, weight: Tensor, tokens: Tensor
+    ) -> None:
         count = len(latents)
         at = self.made % len(self.latents)
         assert at + count <= len(self.latents)
-        self.latents[at : at + count] = latents
-        self.actions[at : at + count] = clips.actions.to(self.actions)
-        self.front[at : at + count] = atrium.facing(clips.pose).to(self.front)
-        self.tokens[at : at + count] = tokens.to(self.tokens)
+        to = slice(at, at + count)
+        self.latents[to], self.weight[to] = latents, weight
+        self.actions[to] = clips.actions.to(self.actions)
+        self.pose[to] = clips.pose
+        self.tokens[to] = tokens.to(self.tokens)
         self.made += count
 
-    def put_drawn(self, drawn: Tensor, truth: Pool, rows: Tensor) -> None:
-        """Add clips `rows` of another pool, with drawings of them as contexts."""
-        at = self.made % len(self.latents)
-        to = slice(at, at + len(rows))
-        assert to.stop <= len(self.latents)
-        self.context[to] = drawn
-        for name in ("latents", "actions", "front", "tokens"):
-            getattr(self, name)[to] = getattr(truth, name)[rows]
-        self.made += len(rows)
-
-    def draw(self, count: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Crops: latents and contexts [B, T, 16, 16, 16], actions [B, T], prompts [B, LENGTH]."""
+    def draw(self, count: int, length: int) -> Batch:
+        """Crops of clips."""
         device = self.latents.device
         row = torch.randint(self.filled, (count, 1), device=device)
         start = torch.randint(self.latents.shape[1] - length + 1, (count, 1), device=device)
         at = start + torch.arange(length, device=device)
         actions = self.actions[row, at].long()
         actions[:, 0] = 0
-        front = self.front[row, start].long()
-        prompts = self.tokens[row, front][:, 0].long()
-        return self.latents[row, at], self.context[row, at], actions, prompts
+        pose = self.pose[row, at]
+        front = atrium.facing(pose[:, :1])
+        return Batch(
+            self.latents[row, at], actions, atrium.seen_from(pose, front),
+            self.weight[row, at], self.tokens[row, front][:, 0].long(),
+        )  # fmt: skip
+
+
+class Batch(NamedTuple):
+    """Clips of T frames."""
+
+    latents: Tensor  # [B, T, 16, 16, 16]
+    actions: Tensor  # [B, T]
+    pose: Tensor  # [B, T, 3] in the room as the first frame faces it
+    weight: Tensor  # [B, T, 16, 16]
+    prompts: Tensor  # [B, LENGTH]
 
 
 Encode = Callable[[atrium.Rooms, Tensor, Tensor], Tensor]
 
 
+def make_clips(count: int, frames: int, generator: Generator) -> atrium_clips.Clips:
+    """Walks at paces of their own: two of five at a whole step a frame, the others slower.
+
+    A slower clip does less, in smaller steps; things in it move slower too, by a power of two, so
+    that GAP frames are whole periods.
+    """
+    pace = SLOWEST ** torch.rand(count, generator=generator)
+    pace = torch.where(torch.rand(count, generator=generator) < 0.4, 1.0, pace)
+    tempo = 2.0 ** -(1 / pace).log2().round()
+    clips = atrium_clips.make_clips(count, frames, generator, still=0.03, tempo=tempo)
+    # every action is held for as many frames as make a whole step
+    held = torch.arange(frames) // (1 / pace).round().long()[:, None]
+    actions = clips.actions.gather(1, held)
+    pose = atrium.walk(clips.pose[:, 0], actions, pace)
+    return replace(clips, actions=actions, pose=pose)
+
+
 def make_batches(
     count: int, frames: int, generator: Generator, encode: Encode, device: str
-) -> Iterator[tuple[Tensor, atrium_clips.Clips, Tensor]]:
-    """New clips for ever: latents, the clips, and their prompts by front wall."""
+) -> Iterator[tuple[Tensor, atrium_clips.Clips, Tensor, Tensor]]:
+    """New clips for ever: latents, the clips, weights of the loss, prompts by front wall."""
     while True:
-        clips = atrium_clips.make_clips(count, frames, generator, still=0.03)
+        clips = make_clips(count, frames, generator)
         texts = [text for i in range(count) for text in atrium.descriptions(clips.rooms, i)]
         tokens = atrium.pad([atrium.tokenize(text) for text in texts]).unflatten(0, (count, 4))
         clips = clips.to(device)
         pose, time, scene = clips.pose.flatten(0, 1), clips.time.flatten(), clips.scene.flatten()
-        parts = [
-            encode(clips.rooms.rows(s), p, t)
-            for s, p, t in zip(scene.split(512), pose.split(512), time.split(512), strict=True)
-        ]
-        yield torch.cat(parts).unflatten(0, (count, frames)), clips, tokens
+        latents, weights = [], []
+        for s, p, t in zip(scene.split(512), pose.split(512), time.split(512), strict=True):
+            rooms = clips.rooms.rows(s)
+            latents.append(encode(rooms, p, t))
+            weights.append(1 + (OBJECT_WEIGHT - 1) * (atrium.see(rooms, p, t, 16) >= 6))
+        size = (count, frames)
+        yield (
+            torch.cat(latents).unflatten(0, size), clips,
+            torch.cat(weights).unflatten(0, size), tokens,
+        )  # fmt: skip
 
 
 def draw_noise(clips: int, length: int, device: torch.device) -> Tensor:
@@ -303,33 +337,29 @@ def draw_noise(clips: int, length: int, device: torch.device) -> Tensor:
 
 
 def choose_length(share: float, row: int) -> int:
-    """The context of a step: a quarter of a row at first, then half, whole rows near the end.
+    """The context of a step: an eighth of a row at first, longer ones later, whole rows at the end.
 
     Short clips stay many: what the prompt names is drawn from it in first views alone.
     """
     r = float(torch.rand(()))
-    if share < 0.45:
-        return row // 4
-    if share < 0.75:
-        return row // 2 if r < 0.5 else row // 4
-    return row if r < 0.4 else row // 2 if r < 0.6 else row // 4
+    if share < 0.3:
+        return row // 8 if r < 0.5 else row // 4
+    if share < 0.6:
+        return row // 8 if r < 0.3 else row // 4 if r < 0.7 else row // 2
+    return row // 8 if r < 0.25 else row // 4 if r < 0.5 else row // 2 if r < 0.75 else row
 
 
 def choose_gap(share: float, length: int) -> tuple[int, int]:
-    """Where a clip's positions jump, and how far: memory must serve beyond any trained length.
-
-    Whole periods of what moves on its own, so that the jump shows in nothing but the positions.
-    """
-    if share < 0.5 or float(torch.rand(())) < 0.5:
+    """Where a clip's positions jump, and how far: memory must serve beyond any trained length."""
+    if share < 0.3 or float(torch.rand(())) < 0.5:
         return 0, 0
-    cut = int(torch.randint(1, length, ()))
-    return cut, atrium.PERIOD * int(64.0 ** float(torch.rand(())))
+    return int(torch.randint(1, length, ())), GAP * int(8.0 ** float(torch.rand(())))
 
 
 @torch.no_grad()
 def play(
     model: WanCausal, words: WordEncoder, adapter: WanModel, truth: Tensor, actions: Tensor,
-    tokens: Tensor, given: int, window: int = 0, shift: float = 0.0, seed: int = 0,
+    rays: Tensor, tokens: Tensor, given: int, window: int = 0, shift: float = 0.0, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Latents [B, C, T, h, w] as the sampler makes them, the first `given` frames being true.
 
@@ -345,10 +375,11 @@ def play(
 
     def run(x: Tensor, t: float) -> Tensor:
         times = torch.full((len(x), 1), t, device=device)
-        return model(session, x, times, actions[:, session.latent_frame, None])
+        at = session.frame
+        return model(session, x, times, actions[:, at, None], rays[:, at])
 
     for i in range(frames):
-        session.latent_frame = i
+        session.frame = i
         session.begin()
         true = truth[:, :, i : i + 1]
         clean = true
@@ -362,29 +393,46 @@ def play(
 
 
 def judge(
-    model: WanCausal, words: WordEncoder, adapter: WanModel, autoencoder: Autoencoder,
-    worlds: int, out: Path, seed: int = 2**31,
-) -> dict[str, float]:  # fmt: skip
-    """Scores and sheets on unseen rooms: a full turn, a walk, the turn back."""
+    model: WanCausal,
+    words: WordEncoder,
+    adapter: WanModel,
+    autoencoder: Autoencoder,
+    worlds: int,
+    out: Path,
+    pace: float,
+    names: Sequence[str],
+    seed: int = 2**31,
+) -> dict[str, float]:
+    """Scores and a sheet on unseen rooms: a full turn is given, then made again, then a walk.
+
+    At a slower pace the same way takes more frames.
+    """
     device = next(model.parameters()).device
     generator = Generator().manual_seed(seed)
-    walk = "." + "q" * 24 + "wwss" + "e" * 20
-    frames = len(walk)
+    times = round(1 / pace)
+    way = "q" * 24 + "q" * 24 + "w" * 2 + "a" * 2 + "e" * 20 + "d" * 4 + "q" * 20 + "s" * 4
+    walk = "." + "".join(letter * times for letter in way)
+    given, frames = 1 + 24 * times, len(walk)
     rooms = atrium.make_rooms(worlds, generator)
     actions = atrium.letters(walk).expand(worlds, frames)
-    pose = atrium.walk(atrium.make_starts(worlds, generator), actions)
+    pose = atrium.walk(atrium.make_starts(worlds, generator), actions, pace)
     scene = torch.arange(worlds)[:, None].expand(worlds, frames)
-    time = torch.arange(frames).expand(worlds, frames)
+    time = pace * torch.arange(frames).expand(worlds, frames)
     clips = atrium_clips.Clips(rooms, scene, actions, pose, time).to(device)
     tokens = atrium.pad([atrium.tokenize(clips.prompt(i)) for i in range(worlds)]).to(device)
-    truth = atrium_clips.film(clips)
+    truth = atrium_clips.film(clips, batch=64)
+    seen = atrium.see(rooms.rows(scene.flatten()).to(device), clips.pose.flatten(0, 1),
+                      clips.time.flatten())  # fmt: skip
+    objects = (seen >= atrium.OBJECTS).unflatten(0, (worlds, frames))
     with torch.no_grad():
         latents = autoencoder.encode(truth.flatten(0, 1)).unflatten(0, (worlds, frames))
     latents = latents.transpose(1, 2).contiguous()
+    rays = atrium.rays(atrium.seen_from(clips.pose, atrium.facing(clips.pose[:, :1])), 8)
 
     def show(made: Tensor) -> Tensor:
+        parts = made.transpose(1, 2).flatten(0, 1).float().split(256)
         with torch.no_grad():
-            pictures = autoencoder.decode(made.transpose(1, 2).flatten(0, 1).float())
+            pictures = torch.cat([autoencoder.decode(part) for part in parts])
         return pictures.unflatten(0, (worlds, frames)).clamp(0, 1)
 
     def mean(values: Tensor) -> float:
@@ -392,32 +440,36 @@ def judge(
 
     runs = {
         "teacher": {"given": -1},
-        "dense": {"given": 1},
-        "window8": {"given": 1, "window": 8},
+        "dense": {"given": given},
+        "window8": {"given": given, "window": 8},
         "prompt": {"given": 0},
-        "dense_shift1": {"given": 1, "shift": 1.0},
-        "dense_shift5": {"given": 1, "shift": 5.0},
     }
+    turn = given + 24 * times  # where the turn has been made again
     scores = {"autoencoder_db": mean(atrium_clips.psnr(show(latents), truth))}
-    still = torch.cat([truth[:, :1], truth[:, :-1]], 1)
-    scores["repeat_db"] = mean(atrium_clips.psnr(still, truth)[:, 25:])
+    scores["repeat_db"] = mean(atrium_clips.psnr(truth[:, :-1], truth[:, 1:]))
     videos = {"truth": truth}
-    for name, options in runs.items():
-        video = show(play(model, words, adapter, latents, actions.to(device), tokens, **options))
+    for name in names:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            made = play(
+                model, words, adapter, latents, actions.to(device), rays, tokens, **runs[name]
+            )
+        video = show(made)
         db = atrium_clips.psnr(video, truth)
-        scores[f"{name}_seen_db"] = mean(db[:, 25:])
-        scores[f"{name}_new_db"] = mean(db[:, 1:20])
-        scores[f"{name}_revisit_db"] = mean(db[:, 24])
+        scores[f"{name}_revisit_db"] = mean(db[:, given:turn])
+        scores[f"{name}_new_db"] = mean(db[:, turn:])
+        scores[f"{name}_last_db"] = mean(db[:, -24 * times :])
+        scores[f"{name}_worst_db"] = db[:, turn:].mean(1).min().item()
+        error = (video - truth).square().mean(2)
+        scores[f"{name}_objects_db"] = -10 * math.log10(error[:, turn:][objects[:, turn:]].mean())
         scores[f"{name}_sharp"] = mean(
-            atrium_clips.sharpness(video[:, 25:].flatten(0, 1))
-            / atrium_clips.sharpness(truth[:, 25:].flatten(0, 1))
+            atrium_clips.sharpness(video[:, turn:].flatten(0, 1))
+            / atrium_clips.sharpness(truth[:, turn:].flatten(0, 1))
         )
         videos[name] = video
-    shown = [0, 1, 2, 4, 8, 12, 16, 20, 22, 24, 26, 28, 34, 40, 48]
-    lines = ("truth", "teacher", "dense", "window8", "prompt")
-    sheet([videos[name][i, shown] for i in range(min(4, worlds)) for name in lines],
-          out / "sheet-world.png")  # fmt: skip
-    return scores
+    shown = [0, *torch.linspace(given, frames - 1, 15).long().tolist()]
+    sheet([video[i, shown] for i in range(min(4, worlds)) for video in videos.values()],
+          out / f"sheet-world-{times}.png")  # fmt: skip
+    return {f"{key}_{times}": value for key, value in scores.items()}
 
 
 def main() -> None:
@@ -427,7 +479,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--reserve", type=float, default=35.0, help="seconds left for the sheets")
+    parser.add_argument("--reserve", type=float, default=60.0, help="seconds left for the sheets")
     parser.add_argument("--decay", type=float, default=0.25, help="last share of the time")
     parser.add_argument("--begin", type=float, default=0.0, help="share of the whole plan done")
     parser.add_argument("--finish", type=float, default=1.0, help="share of the plan at the end")
@@ -435,13 +487,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--shift", type=float, default=2.0)
-    parser.add_argument("--row", type=int, default=128, help="frames of the longest context")
-    parser.add_argument("--rows", type=int, default=8, help="as many frames of clips a step")
+    parser.add_argument("--row", type=int, default=256, help="frames of the longest context")
+    parser.add_argument("--rows", type=int, default=4, help="as many frames of clips a step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--own", type=float, default=0.3, help="steps on the model's own context")
-    parser.add_argument("--rolled", type=float, default=0.0, help="steps on its own rollouts")
-    parser.add_argument("--pool", type=int, default=20480, help="clips of 128 frames")
-    parser.add_argument("--fresh", type=int, default=64, help="clips made at a time")
+    parser.add_argument("--pool", type=int, default=10240, help="clips of a row's frames")
+    parser.add_argument("--fresh", type=int, default=32, help="clips made at a time")
     parser.add_argument("--fill", type=float, default=30.0, help="seconds of filling at first")
     parser.add_argument("--every", type=int, default=20, help="steps between new clips")
     parser.add_argument("--worlds", type=int, default=16)
@@ -475,9 +526,12 @@ def main() -> None:
 
     packing = Packing(adapter.rope(adapter.shape()), adapter.shape(), args.row, device)
 
-    def predict(latents: Tensor, t: Tensor, actions: Tensor, tokens: Tensor) -> Tensor:
+    def predict(
+        latents: Tensor, t: Tensor, actions: Tensor, pose: Tensor, tokens: Tensor
+    ) -> Tensor:
         keys, values = model.keys_values(words(tokens))
-        return model(Teaching(packing, keys, values), latents, 1000 * t, actions)
+        rays = atrium.rays(pose, 8).flatten(1, 2)
+        return model(Teaching(packing, keys, values), latents, 1000 * t, actions, rays)
 
     def encode(rooms: atrium.Rooms, pose: Tensor, time: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
@@ -493,20 +547,6 @@ def main() -> None:
         pool.latents[0, 0, 0, 0, 0].item()  # so that the clock sees the work, not its launch
     log(pool=pool.filled, seconds=clock.elapsed)
 
-    # clips that were half shown and half made by the sampler, as evaluation makes them
-    rolled = Pool.empty(8 * ROLLS if args.rolled else 0, args.row, device, drawn=True)
-
-    def roll() -> None:
-        rows = torch.randint(pool.filled, (ROLLS,), device=device)
-        truth = pool.latents[rows].float().transpose(1, 2)
-        prompts = pool.tokens[rows, pool.front[rows, 0].long()].long()
-        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            drawn = play(
-                model, words, adapter, truth, pool.actions[rows].long(), prompts,
-                given=args.row // 2, seed=step,
-            )  # fmt: skip
-        rolled.put_drawn(drawn.transpose(1, 2).to(rolled.context), pool, rows)
-
     def write() -> None:
         write_model(args.out, config, average, args.autoencoder)
         if args.state:
@@ -518,13 +558,9 @@ def main() -> None:
         share = args.begin + (args.finish - args.begin) * clock.share
         length = choose_length(share, args.row)
         packing.use(length, *choose_gap(share, length))
-        if args.rolled and (step - first) % ROLL_EVERY == 0:
-            roll()
         own = share > 0.35 and float(torch.rand(())) < args.own
-        from_rolled = args.rolled > 0 and not own and float(torch.rand(())) < args.rolled
-        source = rolled if from_rolled else pool
-        batch = source.draw(args.rows * args.row // length, length)
-        error, t = teach(predict, args.rows, own, *batch)
+        batch = pool.draw(args.rows * args.row // length, length)
+        error, t = teach(predict, args.rows, own, batch)
         loss = (error / (t * t + 0.1)).mean()
         optimizer.zero()
         loss.backward()
@@ -567,28 +603,24 @@ def main() -> None:
     write()
     log(step=step, seconds=clock.elapsed, trained=True)
     average.swap()
-    scores = judge(model, words, adapter, autoencoder, args.worlds, args.out)
-    log(step=step, seconds=clock.elapsed, **scores)
+    for pace, names in {1.0: ("dense", "teacher", "window8", "prompt"), 0.5: ("dense",)}.items():
+        scores = judge(model, words, adapter, autoencoder, args.worlds, args.out, pace, names)
+        log(step=step, seconds=clock.elapsed, **scores)
 
 
 def teach(
-    predict: Callable[..., Tensor],
-    rows: int,
-    own: bool,
-    x0: Tensor,
-    shown: Tensor,
-    actions: Tensor,
-    prompts: Tensor,
+    predict: Callable[..., Tensor], rows: int, own: bool, batch: Batch
 ) -> tuple[Tensor, Tensor]:
-    """Square errors and noise levels [clips, T] of one batch of clips, in the context `shown`.
+    """Square errors and noise levels [clips, T] of one batch of clips.
 
     With `own`, frames of the context are replaced by what the model makes of them, some of them
     again by what it makes of that: in a long rollout every drawing is one of drawings.
     """
+    actions, pose = batch.actions, batch.pose
     clips, length = actions.shape
-    device, x0, shown = x0.device, x0.float(), shown.float()
-    # one prompt for each quarter of a row, which has so many clips at most
-    prompts = prompts.repeat_interleave(4 * rows // clips, 0)
+    device, x0 = actions.device, batch.latents.float()
+    # one prompt for each part of a row, which has so many clips at most
+    prompts = batch.prompts.repeat_interleave(PARTS_OF_ROW * rows // clips, 0)
 
     def lay(clean: Tensor, noisy: Tensor) -> Tensor:
         both = torch.stack([clean, noisy], 1)  # [clips, 2, T, ...]
@@ -601,12 +633,13 @@ def teach(
         noisy = torch.lerp(x, torch.randn_like(x), t[..., None, None, None])
         latents = lay(context, noisy).transpose(1, 2)
         with torch.autocast(device.type, torch.bfloat16):
-            made = predict(latents, lay(torch.zeros_like(t), t), lay(actions, actions), prompts)
+            levels = lay(torch.zeros_like(t), t)
+            made = predict(latents, levels, lay(actions, actions), lay(pose, pose), prompts)
         return made.float().transpose(1, 2).reshape(clips, 2, *x0.shape[1:])[:, 1]
 
     # slight noise on the context, untold: what is made later is never quite right either
     strength = 0.3 * uniform(clips, 1, 1, 1, 1) ** 2 * uniform(clips, length, 1, 1, 1)
-    context = shown + strength * torch.randn_like(x0)
+    context = x0 + strength * torch.randn_like(x0)
     if own:
         replaced = (uniform(clips, length) < uniform(clips, 1))[..., None, None, None]
         drawn = x0
@@ -614,7 +647,8 @@ def teach(
             drawn = make(context, drawn, 0.3 + 0.65 * uniform(clips, length)).detach()
             context = torch.where(replaced, drawn, context)
     t = draw_noise(clips, length, device)
-    return (make(context, x0, t) - x0).square().mean((2, 3, 4)), t
+    error = (make(context, x0, t) - x0).square().mean(2)
+    return (batch.weight * error).mean((2, 3)), t
 
 
 def write_model(out: Path, config: WanConfig, average: Average, autoencoder: Path) -> None:
@@ -632,7 +666,9 @@ def load(folder: Path, average: Average, optimizer: Optimizer) -> int:
     step = load_state(folder, average, optimizer)
     if step is not None:
         return step
-    average.modules["model"].load_state_dict(read_weights(folder, WEIGHTS))
+    # weights without a camera lack its embedding, which then begins by doing nothing
+    model = average.modules["model"]
+    model.load_state_dict(model.state_dict() | read_weights(folder, WEIGHTS))
     average.modules["words"].load_state_dict(read_weights(folder, "text_encoder"))
     for live, mean in zip(average.live, average.mean, strict=True):
         mean.copy_(live)

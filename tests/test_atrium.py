@@ -1,5 +1,6 @@
 """Atrium: its pictures are exact, its walks stay inside, its prompts and truths say what is there."""
 
+import dataclasses
 import math
 
 import atrium_clips
@@ -298,3 +299,28 @@ def test_padding_is_embedded_as_zero_and_does_not_touch_words():
     assert embedded[:, :3].abs().min() > 0
     assert not torch.equal(model(long)[:, :3], embedded[:, :3])
     assert not model(torch.zeros(1, 8, dtype=torch.long)).any()
+
+
+def test_rays_meet_what_the_renderer_shows():
+    """A ray's direction and place, followed to the walls, ends on the surface seen there."""
+    rooms = atrium.make_rooms(3, seeded(1))
+    pose = atrium.make_starts(3, seeded(2))
+    rays = atrium.rays(pose, 16)
+    place = torch.cat([rays[..., :2], torch.full_like(rays[..., :1], atrium.EYE)], -1)
+    box = torch.tensor([1.0, 1.0, atrium.HEIGHT])
+    reach = torch.where(rays[..., 2:] > 0, box - place, -place) / rays[..., 2:]
+    axis = reach.argmin(-1)
+    ahead = rays[..., 2:].gather(-1, axis[..., None])[..., 0] > 0
+    walls = torch.tensor([[2, 0], [3, 1], [atrium.FLOOR, atrium.CEILING]])
+    empty = dataclasses.replace(rooms, thing=torch.zeros_like(rooms.thing))
+    seen = atrium.see(empty, pose, torch.zeros(3), 16).flatten(1)
+    assert torch.equal(walls[axis, ahead.long()], seen)
+
+
+@pytest.mark.parametrize("front", range(4))
+def test_a_room_seen_from_a_wall_has_that_wall_ahead(front):
+    pose = atrium.make_starts(50, seeded(front))
+    there = atrium.seen_from(pose, torch.full((50,), front))
+    assert torch.equal(atrium.facing(there), (atrium.facing(pose) - front) % 4)
+    back = atrium.seen_from(there, torch.full((50,), 4 - front))
+    torch.testing.assert_close(back, pose)

@@ -168,6 +168,26 @@ def make_starts(count: int, generator: Generator) -> Tensor:
     return torch.cat([place, heading.to(place)], 1)
 
 
+def seen_from(pose: Tensor, front: Tensor) -> Tensor:
+    """Poses [..., 3] in the room turned by quarters [...], so that wall `front` becomes wall 0."""
+    angle = -front.to(pose) * (math.pi / 2)
+    cos, sin = angle.cos(), angle.sin()
+    x, y, heading = pose[..., 0] - 0.5, pose[..., 1] - 0.5, pose[..., 2]
+    turned_heading = (heading - front.to(pose) * (TURN // 4)) % TURN
+    return torch.stack([0.5 + cos * x - sin * y, 0.5 + sin * x + cos * y, turned_heading], -1)
+
+
+def rays(pose: Tensor, grid: int) -> Tensor:
+    """Where poses [..., 3] stand, and the unit directions of a grid's middles: [..., grid², 5]."""
+    at = ((torch.arange(grid, device=pose.device, dtype=pose.dtype) + 0.5) / grid * 2 - 1) * SLOPE
+    up, right = torch.meshgrid(-at, at, indexing="ij")
+    up, right = up.flatten(), right.flatten()
+    cos, sin = (part[..., None] for part in _direction(pose[..., 2]))
+    way = torch.stack([cos + right * sin, sin - right * cos, up.expand_as(cos * up)], -1)
+    place = pose[..., None, :2].expand(*way.shape[:-1], 2)
+    return torch.cat([place, F.normalize(way, dim=-1)], -1)
+
+
 def facing(pose: Tensor) -> Tensor:
     """The walls that poses [..., 3] look at: [...]."""
     return ((pose[..., 2] + TURN // 8) // (TURN // 4) % 4).long()

@@ -63,6 +63,7 @@ class WanConfig:
     patch: tuple[int, int, int] = (1, 2, 2)
     chunk: int = 3  # latent frames made together
     actions: str = ""  # one letter an action; the first is "stay"
+    camera: bool = False  # whether the camera's rays are given to every token
     steps: tuple[int, ...] = (1000, 750, 500, 250)
     first_steps: tuple[int, ...] = ()  # the first generated chunk's, where they are others
     warp: bool = True  # steps count along the schedule before its shift; else they are timesteps

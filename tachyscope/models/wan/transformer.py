@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 WriteKV = Callable[[int, Tensor, Tensor, Tensor], object]
 
 
+RAY, OCTAVES = 5, 5  # numbers of a ray; octaves at which a network is told them
+
+
 class Calls(Protocol):
     """What the transformer asks of a session, or of what stands in for one in training.
 
@@ -240,8 +243,8 @@ class Head(nn.Module):
 class WanCausal(nn.Module):
     """Wan's transformer with attention, cross-attention and MLPs left to the session.
 
-    Its parameters have the published names; `action_embedding.weight` is the one addition, and is
-    there only where the configuration has actions.
+    Its parameters have the published names. Additions, each only where the configuration asks for
+    it: `action_embedding`, and `camera_embedding` of the ray behind every token.
     """
 
     def __init__(self, config: WanConfig) -> None:
@@ -261,18 +264,30 @@ class WanCausal(nn.Module):
             self.action_embedding = nn.Embedding(len(config.actions), dim)
             # a model that gains actions starts as it was
             nn.init.zeros_(self.action_embedding.weight)
+        if config.camera:
+            self.camera_embedding = nn.Sequential(
+                nn.Linear(RAY * (1 + 2 * OCTAVES), dim), nn.SiLU(), nn.Linear(dim, dim)
+            )
+            nn.init.zeros_(self.camera_embedding[2].weight)
+            nn.init.zeros_(self.camera_embedding[2].bias)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.head = Head(config)
 
     def forward(
-        self, session: Calls, latents: Tensor, t: Tensor, actions: Tensor | None = None
+        self,
+        session: Calls,
+        latents: Tensor,
+        t: Tensor,
+        actions: Tensor | None = None,
+        rays: Tensor | None = None,
     ) -> Tensor:
         """The prediction [B, C, F, h, w] for latents at timesteps t [B, F], from 0 to 1000.
 
-        actions [F] or [B, F] are indices; None for a model without actions.
+        actions [F] or [B, F] are indices; rays [B, S, 5] are where the camera stands (x, y) and the
+        direction in which each token lies; None for a model without them.
         """
         frames, rows = latents.shape[2], latents.shape[3] // self.config.patch[1]
-        x, time, six = self._embed(latents, t, actions)
+        x, time, six = self._embed(latents, t, actions, rays)
         for layer, block in enumerate(self.blocks):
             x = block(session, layer, x, six)
         y = self.head(x, time).unflatten(1, (frames, rows, -1))
@@ -287,12 +302,13 @@ class WanCausal(nn.Module):
         latents: Tensor,
         t: Tensor,
         actions: Tensor | None = None,
+        rays: Tensor | None = None,
     ) -> None:
         """`forward` for the sake of what it leaves in the session.
 
         It ends in the last layer, where `write_kv` takes what attention would, and reads nothing.
         """
-        x, _, six = self._embed(latents, t, actions)
+        x, _, six = self._embed(latents, t, actions, rays)
         *blocks, last = cast(list[Block], self.blocks)
         for layer, block in enumerate(blocks):
             x = block(session, layer, x, six)
@@ -312,12 +328,14 @@ class WanCausal(nn.Module):
         return self
 
     def _embed(
-        self, latents: Tensor, t: Tensor, actions: Tensor | None
+        self, latents: Tensor, t: Tensor, actions: Tensor | None, rays: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The stream [B, S, W] before the first layer; times [B, F, W], and [B, F, 6, W]."""
         x, time = self.embed_patches(latents), self.embed_time(t)
         if actions is not None:
             time = time + self.action_embedding(actions)
+        if rays is not None:
+            x = x + _through(self.camera_embedding, _octaves(rays)).to(x.dtype)
         wide = wider(x.dtype)
         six = _through(self.time_projection, time).unflatten(-1, (6, -1)).to(wide)
         return x, time.to(wide), six
@@ -340,7 +358,7 @@ class WanCausal(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> Self:
         """The model in dtype; small tensors whose rounding every token would feel stay finer."""
-        fine = ("time_embedding", "action_embedding", "modulation", "norm3")
+        fine = ("time_embedding", "action_embedding", "camera_embedding", "modulation", "norm3")
         for name, parameter in self.named_parameters():
             small = any(part in name for part in fine)
             parameter.data = parameter.data.to(wider(dtype) if small else dtype)
@@ -358,6 +376,12 @@ class WanCausal(nn.Module):
         i = torch.arange(half, dtype=torch.float64, device=t.device)
         angle = t.double()[..., None] * 10000.0 ** (-i / half)
         return torch.cat([angle.cos(), angle.sin()], -1)
+
+
+def _octaves(x: Tensor) -> Tensor:
+    """x [..., R], and sine and cosine of it at so many octaves: [..., R · (1 + 2 · OCTAVES)]."""
+    angles = torch.cat([2.0**i * torch.pi * x for i in range(OCTAVES)], -1)
+    return torch.cat([x, angles.sin(), angles.cos()], -1)
 
 
 def _through(layers: nn.Sequential, x: Tensor) -> Tensor:
