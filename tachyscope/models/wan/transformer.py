@@ -265,11 +265,11 @@ class WanCausal(nn.Module):
             # a model that gains actions starts as it was
             nn.init.zeros_(self.action_embedding.weight)
         if config.camera:
-            self.camera_embedding = nn.Sequential(
-                nn.Linear(RAY * (1 + 2 * OCTAVES), dim), nn.SiLU(), nn.Linear(dim, dim)
-            )
-            nn.init.zeros_(self.camera_embedding[2].weight)
-            nn.init.zeros_(self.camera_embedding[2].bias)
+            last = nn.Linear(dim, dim)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+            first = nn.Linear(RAY * (1 + 2 * OCTAVES), dim)
+            self.camera_embedding = nn.Sequential(first, nn.SiLU(), last)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.head = Head(config)
 
