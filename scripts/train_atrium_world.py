@@ -11,6 +11,10 @@ The model is given the camera's rays, in the room turned so that the clip's firs
 0: where the walker stands is known from its start and its actions. Clips have paces from 1 to 15
 degrees a frame.
 
+Against drift, a share --rolled of the steps has contexts that begin with true frames and go on with
+the model's own, made by the sampler as they are later. The camera's way is given, so such a context
+agrees with the truth; surfaces that its true frames did not show do not count in the loss.
+
 --out gets a folder that loads as a model: config.json, weights in float16 (averaged), the text
 encoder, the decoder; and log.jsonl and sheet-world.png. --state DIR also keeps what exact
 resumption needs. --resume DIR goes on from such a state, or from the weights in an --out folder.
@@ -48,15 +52,20 @@ from tachyscope.models.atrium.words import WordEncoder
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.sampler import noised, schedule
-from tachyscope.models.wan.transformer import WanCausal
+from tachyscope.models.wan.transformer import OCTAVES, RAY, WanCausal
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
+from tachyscope.worlds.atrium import OBJECTS
 
 WEIGHTS = "diffusion_pytorch_model"
 GENERATIONS = 4  # drawings of drawings, at most, that a step is trained on
 PARTS_OF_ROW = 8  # the most clips that a row holds
 SLOWEST = atrium_clips.degrees(1.0)
 OBJECT_WEIGHT = 4.0  # of the loss where an object is seen
+ROLLS, ROLL_EVERY = 192, 250  # clips that are rolled out at once, and steps between
+SHOWN = 24, 160  # true frames that a rollout begins with, of 256
+RUNS = ("dense", "teacher", "window8", "prompt")
+KNOWN = 12, 3  # cells of 256 that make a surface, or an object, known
 GAP = 256  # positions: whole periods of what moves on its own, at every tempo
 # compiled on its own too: uncompiled it would hold every score
 masked_attention = torch.compile(flex_attention)
@@ -196,7 +205,8 @@ class Playing:
         self.rope, self.shape, self.window = rope, shape, window
         self.text = list(zip(keys, values, strict=True))
         size = (len(keys[0]), shape.heads, frames * shape.tokens_per_frame, shape.head_dim)
-        self.cache = [(keys[0].new_zeros(size), keys[0].new_zeros(size)) for _ in keys]
+        like = keys[0].bfloat16() if keys[0].is_cuda else keys[0]
+        self.cache = [(like.new_zeros(size), like.new_zeros(size)) for _ in keys]
         self.frame = 0
 
     def begin(self) -> None:
@@ -225,22 +235,29 @@ class Pool:
     """Clips as latents in the device's memory, the oldest replaced by new ones."""
 
     latents: Tensor  # [N, frames, 16, 16, 16] bfloat16
+    context: Tensor  # the same frames as the model will find them in its past
     actions: Tensor  # [N, frames]
     pose: Tensor  # [N, frames, 3]
-    weight: Tensor  # [N, frames, 16, 16] of the loss
+    surface: Tensor  # [N, frames, 16, 16] what is seen
+    counts: Tensor  # [N, frames, 10] whether a surface counts in the loss
     tokens: Tensor  # [N, 4, LENGTH] the prompt for each wall in front
     made: int = 0
 
     @classmethod
-    def empty(cls, count: int, frames: int, device: str) -> Pool:
+    def empty(cls, count: int, frames: int, device: str, drawn: bool = False) -> Pool:
+        """drawn: whether contexts are drawings, not the true frames."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
             return torch.zeros(count, *shape, dtype=dtype, device=device)
 
+        latents = zeros(frames, 16, 16, 16, dtype=torch.bfloat16)
         return cls(
-            latents=zeros(frames, 16, 16, 16, dtype=torch.bfloat16),
+            latents=latents,
+            context=torch.zeros_like(latents) if drawn else latents,
             actions=zeros(frames),
             pose=zeros(frames, 3, dtype=torch.float32),
-            weight=zeros(frames, 16, 16, dtype=torch.bfloat16),
+            surface=zeros(frames, 16, 16),
+            counts=zeros(frames, 10, dtype=torch.bool),
             tokens=zeros(4, atrium.LENGTH),
         )
 
@@ -248,32 +265,50 @@ class Pool:
     def filled(self) -> int:
         return min(self.made, len(self.latents))
 
-    def put(
-        self, latents: Tensor, clips: atrium_clips.Clips, weight: Tensor, tokens: Tensor
-    ) -> None:
-        count = len(latents)
+    def _next(self, count: int) -> slice:
+        """Where the next clips go."""
         at = self.made % len(self.latents)
         assert at + count <= len(self.latents)
-        to = slice(at, at + count)
-        self.latents[to], self.weight[to] = latents, weight
+        self.made += count
+        return slice(at, at + count)
+
+    def put(
+        self, latents: Tensor, clips: atrium_clips.Clips, surface: Tensor, tokens: Tensor
+    ) -> None:
+        to = self._next(len(latents))
+        self.latents[to], self.surface[to], self.counts[to] = latents, surface, True
         self.actions[to] = clips.actions.to(self.actions)
         self.pose[to] = clips.pose
         self.tokens[to] = tokens.to(self.tokens)
-        self.made += count
 
-    def draw(self, count: int, length: int) -> Batch:
-        """Crops of clips."""
+    def put_drawn(self, drawn: Tensor, truth: Pool, rows: Tensor, given: Tensor) -> None:
+        """Add clips `rows` of another pool, drawn from their true frame `given` [n] on."""
+        to = self._next(len(rows))
+        self.context[to] = drawn
+        for name in ("latents", "actions", "pose", "surface", "tokens"):
+            getattr(self, name)[to] = getattr(truth, name)[rows]
+        shown = torch.arange(drawn.shape[1], device=drawn.device) < given[:, None]
+        for i in range(OBJECTS + 4):
+            cells = (self.surface[to] == i).sum((2, 3)) * shown
+            self.counts[to, :, i] = shown | (cells.amax(1) >= KNOWN[i >= OBJECTS])[:, None]
+
+    def draw(self, count: int, length: int, whole: bool = False) -> Batch:
+        """Crops of clips; from their first frame on, where they are to begin as a whole does."""
         device = self.latents.device
         row = torch.randint(self.filled, (count, 1), device=device)
-        start = torch.randint(self.latents.shape[1] - length + 1, (count, 1), device=device)
+        latest = 0 if whole else self.latents.shape[1] - length
+        start = torch.randint(latest + 1, (count, 1), device=device)
         at = start + torch.arange(length, device=device)
         actions = self.actions[row, at].long()
         actions[:, 0] = 0
         pose = self.pose[row, at]
         front = atrium.facing(pose[:, :1])
+        surface = self.surface[row, at].long()
+        counts = self.counts[row, at].gather(2, surface.flatten(2)).view_as(surface)
         return Batch(
-            self.latents[row, at], actions, atrium.seen_from(pose, front),
-            self.weight[row, at], self.tokens[row, front][:, 0].long(),
+            self.latents[row, at], self.context[row, at], actions, atrium.seen_from(pose, front),
+            counts * (1 + (OBJECT_WEIGHT - 1) * (surface >= OBJECTS)),
+            self.tokens[row, front][:, 0].long(),
         )  # fmt: skip
 
 
@@ -281,6 +316,7 @@ class Batch(NamedTuple):
     """Clips of T frames."""
 
     latents: Tensor  # [B, T, 16, 16, 16]
+    context: Tensor  # [B, T, 16, 16, 16]
     actions: Tensor  # [B, T]
     pose: Tensor  # [B, T, 3] in the room as the first frame faces it
     weight: Tensor  # [B, T, 16, 16]
@@ -310,22 +346,22 @@ def make_clips(count: int, frames: int, generator: Generator) -> atrium_clips.Cl
 def make_batches(
     count: int, frames: int, generator: Generator, encode: Encode, device: str
 ) -> Iterator[tuple[Tensor, atrium_clips.Clips, Tensor, Tensor]]:
-    """New clips for ever: latents, the clips, weights of the loss, prompts by front wall."""
+    """New clips for ever: latents, the clips, what each cell shows, prompts by front wall."""
     while True:
         clips = make_clips(count, frames, generator)
         texts = [text for i in range(count) for text in atrium.descriptions(clips.rooms, i)]
         tokens = atrium.pad([atrium.tokenize(text) for text in texts]).unflatten(0, (count, 4))
         clips = clips.to(device)
         pose, time, scene = clips.pose.flatten(0, 1), clips.time.flatten(), clips.scene.flatten()
-        latents, weights = [], []
+        latents, surfaces = [], []
         for s, p, t in zip(scene.split(512), pose.split(512), time.split(512), strict=True):
             rooms = clips.rooms.rows(s)
             latents.append(encode(rooms, p, t))
-            weights.append(1 + (OBJECT_WEIGHT - 1) * (atrium.see(rooms, p, t, 16) >= 6))
+            surfaces.append(atrium.see(rooms, p, t, 16).to(torch.uint8))
         size = (count, frames)
         yield (
             torch.cat(latents).unflatten(0, size), clips,
-            torch.cat(weights).unflatten(0, size), tokens,
+            torch.cat(surfaces).unflatten(0, size), tokens,
         )  # fmt: skip
 
 
@@ -359,14 +395,16 @@ def choose_gap(share: float, length: int) -> tuple[int, int]:
 @torch.no_grad()
 def play(
     model: WanCausal, words: WordEncoder, adapter: WanModel, truth: Tensor, actions: Tensor,
-    rays: Tensor, tokens: Tensor, given: int, window: int = 0, shift: float = 0.0, seed: int = 0,
+    rays: Tensor, tokens: Tensor, given: int | Tensor, window: int = 0, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Latents [B, C, T, h, w] as the sampler makes them, the first `given` frames being true.
 
-    With given < 0 each frame is made after a clean pass over the true one before it.
+    Clips may have so many each [B]. With given < 0 each frame is made after a clean pass over the
+    true one before it.
     """
     device = truth.device
-    config = replace(model.config, shift=shift) if shift else model.config
+    shown = torch.as_tensor(given, device=device).expand(len(truth))[:, None, None, None, None]
+    least = int(shown.min())
     keys, values = model.keys_values(words(tokens))
     frames = truth.shape[2]
     session = Playing(adapter.rope(adapter.shape()), adapter.shape(), keys, values, frames, window)
@@ -383,11 +421,12 @@ def play(
         session.begin()
         true = truth[:, :, i : i + 1]
         clean = true
-        if given < 0 or i >= given:
-            for t, sigma in schedule(config):
+        if i >= least:
+            for t, sigma in schedule(model.config):
                 noise = torch.randn(true.shape, generator=generator, device=device)
                 clean = run(noised(clean, noise, sigma) if sigma < 1 else noise, t)
-        run(true if given < 0 else clean, 0.0)
+            clean = torch.where(i < shown, true, clean)
+        run(true if least < 0 else clean, 0.0)
         made.append(clean)
     return torch.cat(made, 2)
 
@@ -411,6 +450,7 @@ def judge(
     generator = Generator().manual_seed(seed)
     times = round(1 / pace)
     way = "q" * 24 + "q" * 24 + "w" * 2 + "a" * 2 + "e" * 20 + "d" * 4 + "q" * 20 + "s" * 4
+    way += "e" * 16 + "w" * 4
     walk = "." + "".join(letter * times for letter in way)
     given, frames = 1 + 24 * times, len(walk)
     rooms = atrium.make_rooms(worlds, generator)
@@ -457,7 +497,7 @@ def judge(
         db = atrium_clips.psnr(video, truth)
         scores[f"{name}_revisit_db"] = mean(db[:, given:turn])
         scores[f"{name}_new_db"] = mean(db[:, turn:])
-        scores[f"{name}_last_db"] = mean(db[:, -24 * times :])
+        scores[f"{name}_49_96_db"] = mean(db[:, given + 48 * times :])
         scores[f"{name}_worst_db"] = db[:, turn:].mean(1).min().item()
         error = (video - truth).square().mean(2)
         scores[f"{name}_objects_db"] = -10 * math.log10(error[:, turn:][objects[:, turn:]].mean())
@@ -491,11 +531,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="as many frames of clips a step")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--own", type=float, default=0.3, help="steps on the model's own context")
+    parser.add_argument("--rolled", type=float, default=0.4, help="steps on its own rollouts")
     parser.add_argument("--pool", type=int, default=10240, help="clips of a row's frames")
     parser.add_argument("--fresh", type=int, default=32, help="clips made at a time")
     parser.add_argument("--fill", type=float, default=30.0, help="seconds of filling at first")
     parser.add_argument("--every", type=int, default=20, help="steps between new clips")
     parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS, help="runs to be scored")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
@@ -547,19 +589,51 @@ def main() -> None:
         pool.latents[0, 0, 0, 0, 0].item()  # so that the clock sees the work, not its launch
     log(pool=pool.filled, seconds=clock.elapsed)
 
+    rolls = min(ROLLS, args.pool)
+    rolled = Pool.empty(4 * rolls if args.rolled else 0, args.row, device, drawn=True)
+
+    def roll() -> None:
+        began = clock.elapsed
+        rows = torch.randint(pool.filled, (rolls,), device=device)
+        truth = pool.latents[rows].float().transpose(1, 2)
+        pose = pool.pose[rows]
+        front = atrium.facing(pose[:, :1])
+        least, most = (args.row * count // 256 for count in SHOWN)
+        given = torch.randint(max(least, 1), most + 1, (rolls,), device=device)
+        actions = pool.actions[rows].long()
+        actions[:, 0] = 0
+        average.swap()  # by the weights that will be kept
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            drawn = play(
+                model, words, adapter, truth, actions,
+                atrium.rays(atrium.seen_from(pose, front), 8),
+                pool.tokens[rows, front[:, 0]].long(), given, seed=step,
+            )  # fmt: skip
+        average.swap()
+        drift = (drawn - truth).square().mean((1, 3, 4))[:, -args.row // 4 :].mean().item()
+        rolled.put_drawn(drawn.transpose(1, 2).to(rolled.context), pool, rows, given)
+        log(step=step, rolled=rolls, seconds=clock.elapsed, took=clock.elapsed - began, drift=drift)
+
     def write() -> None:
         write_model(args.out, config, average, args.autoencoder)
         if args.state:
             save_state(args.state, average, optimizer, step)
 
-    saved, told, told_step = clock.elapsed, clock.elapsed, step
+    saved, told, told_step, rolled_at = clock.elapsed, clock.elapsed, step, step
     sums = torch.zeros(6, device=device)
     while clock.share < 1:
         share = args.begin + (args.finish - args.begin) * clock.share
         length = choose_length(share, args.row)
+        kind = float(torch.rand(())) if share > 0.35 else 1.0
+        from_rolled, own = kind < args.rolled, args.rolled <= kind < args.rolled + args.own
+        if from_rolled:
+            length = max(length, args.row // 2)
+            if not rolled.made or step - rolled_at >= ROLL_EVERY:
+                roll()
+                rolled_at = step
         packing.use(length, *choose_gap(share, length))
-        own = share > 0.35 and float(torch.rand(())) < args.own
-        batch = pool.draw(args.rows * args.row // length, length)
+        source = rolled if from_rolled else pool
+        batch = source.draw(args.rows * args.row // length, length, whole=from_rolled)
         error, t = teach(predict, args.rows, own, batch)
         loss = (error / (t * t + 0.1)).mean()
         optimizer.zero()
@@ -603,7 +677,7 @@ def main() -> None:
     write()
     log(step=step, seconds=clock.elapsed, trained=True)
     average.swap()
-    for pace, names in {1.0: ("dense", "teacher", "window8", "prompt"), 0.5: ("dense",)}.items():
+    for pace, names in {1.0: args.runs, 0.5: ["dense"]}.items():
         scores = judge(model, words, adapter, autoencoder, args.worlds, args.out, pace, names)
         log(step=step, seconds=clock.elapsed, **scores)
 
@@ -639,7 +713,7 @@ def teach(
 
     # slight noise on the context, untold: what is made later is never quite right either
     strength = 0.3 * uniform(clips, 1, 1, 1, 1) ** 2 * uniform(clips, length, 1, 1, 1)
-    context = x0 + strength * torch.randn_like(x0)
+    context = batch.context.float() + strength * torch.randn_like(x0)
     if own:
         replaced = (uniform(clips, length) < uniform(clips, 1))[..., None, None, None]
         drawn = x0
@@ -666,9 +740,15 @@ def load(folder: Path, average: Average, optimizer: Optimizer) -> int:
     step = load_state(folder, average, optimizer)
     if step is not None:
         return step
-    # weights without a camera lack its embedding, which then begins by doing nothing
     model = average.modules["model"]
-    model.load_state_dict(model.state_dict() | read_weights(folder, WEIGHTS))
+    tensors = read_weights(folder, WEIGHTS)
+    first = tensors.get("camera_embedding.0.weight")
+    if first is not None and first.shape[1] == 5 * (1 + 2 * OCTAVES):
+        # rays had five numbers once: those that they gained begin by doing nothing
+        first = F.pad(first.unflatten(1, (-1, 5)), (0, RAY - 5)).flatten(1)
+        tensors["camera_embedding.0.weight"] = first
+    # weights without a camera lack its embedding, which then begins by doing nothing
+    model.load_state_dict(model.state_dict() | tensors)
     average.modules["words"].load_state_dict(read_weights(folder, "text_encoder"))
     for live, mean in zip(average.live, average.mean, strict=True):
         mean.copy_(live)

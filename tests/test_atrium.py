@@ -302,19 +302,19 @@ def test_padding_is_embedded_as_zero_and_does_not_touch_words():
 
 
 def test_rays_meet_what_the_renderer_shows():
-    """A ray's direction and place, followed to the walls, ends on the surface seen there."""
+    """A ray ends on the surface that is seen there, and leads from the walker to that point."""
     rooms = atrium.make_rooms(3, seeded(1))
     pose = atrium.make_starts(3, seeded(2))
-    rays = atrium.rays(pose, 16)
-    place = torch.cat([rays[..., :2], torch.full_like(rays[..., :1], atrium.EYE)], -1)
-    box = torch.tensor([1.0, 1.0, atrium.HEIGHT])
-    reach = torch.where(rays[..., 2:] > 0, box - place, -place) / rays[..., 2:]
-    axis = reach.argmin(-1)
-    ahead = rays[..., 2:].gather(-1, axis[..., None])[..., 0] > 0
-    walls = torch.tensor([[2, 0], [3, 1], [atrium.FLOOR, atrium.CEILING]])
+    place, way, point = atrium.rays(pose, 16).split([2, 3, 3], -1)
+    eye = torch.cat([place, torch.full_like(place[..., :1], atrium.EYE)], -1)
+    torch.testing.assert_close(eye + (point - eye).norm(dim=-1, keepdim=True) * way, point)
+    ends = torch.stack([point, torch.tensor([1.0, 1.0, atrium.HEIGHT]) - point], -1)  # by side
+    ends = ends.flatten(-2)
+    assert ends.min() > -1e-6
+    walls = torch.tensor([2, 0, 3, 1, atrium.FLOOR, atrium.CEILING])
     empty = dataclasses.replace(rooms, thing=torch.zeros_like(rooms.thing))
     seen = atrium.see(empty, pose, torch.zeros(3), 16).flatten(1)
-    assert torch.equal(walls[axis, ahead.long()], seen)
+    assert torch.equal(walls[ends.argmin(-1)], seen)
 
 
 @pytest.mark.parametrize("front", range(4))

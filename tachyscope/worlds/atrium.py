@@ -178,14 +178,21 @@ def seen_from(pose: Tensor, front: Tensor) -> Tensor:
 
 
 def rays(pose: Tensor, grid: int) -> Tensor:
-    """Where poses [..., 3] stand, and the unit directions of a grid's middles: [..., grid², 5]."""
+    """What a grid's middles look at from poses [..., 3]: [..., grid², 8].
+
+    Where the walker stands (x, y), the unit direction, and where it meets the empty room's walls.
+    """
     at = ((torch.arange(grid, device=pose.device, dtype=pose.dtype) + 0.5) / grid * 2 - 1) * SLOPE
     up, right = torch.meshgrid(-at, at, indexing="ij")
     up, right = up.flatten(), right.flatten()
     cos, sin = (part[..., None] for part in _direction(pose[..., 2]))
     way = torch.stack([cos + right * sin, sin - right * cos, up.expand_as(cos * up)], -1)
+    way = F.normalize(way, dim=-1)
     place = pose[..., None, :2].expand(*way.shape[:-1], 2)
-    return torch.cat([place, F.normalize(way, dim=-1)], -1)
+    eye = F.pad(place, (0, 1), value=EYE)
+    box = torch.tensor([1.0, 1.0, HEIGHT], device=pose.device, dtype=pose.dtype)
+    depth = (((way > 0) * box - eye) / _nonzero(way)).amin(-1, keepdim=True)
+    return torch.cat([place, way, eye + depth * way], -1)
 
 
 def facing(pose: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WriteKV = Callable[[int, Tensor, Tensor, Tensor], object]
 
 
-RAY, OCTAVES = 5, 5  # numbers of a ray; octaves at which a network is told them
+RAY, OCTAVES = 8, 5  # numbers of a ray; octaves at which a network is told them
 
 
 class Calls(Protocol):
@@ -283,8 +283,9 @@ class WanCausal(nn.Module):
     ) -> Tensor:
         """The prediction [B, C, F, h, w] for latents at timesteps t [B, F], from 0 to 1000.
 
-        actions [F] or [B, F] are indices; rays [B, S, 5] are where the camera stands (x, y) and the
-        direction in which each token lies; None for a model without them.
+        actions [F] or [B, F] are indices; rays [B, S, 8] are where the camera stands (x, y), the
+        direction in which each token lies and the point of the walls that lies there; None for a
+        model without them.
         """
         frames, rows = latents.shape[2], latents.shape[3] // self.config.patch[1]
         x, time, six = self._embed(latents, t, actions, rays)
