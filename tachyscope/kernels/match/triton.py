@@ -50,9 +50,11 @@ def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor
     index = torch.empty_like(best, dtype=torch.int32)
     cosine = torch.empty(rows, heads, looking, **fine)
     partner = torch.empty_like(cosine, dtype=torch.int64)
-    strides, k = k.stride()[:3], numbers(k)
-    # codes are multiplied as bfloat16, which holds them; the interpreter multiplies none
-    wide = tl.bfloat16 if k.is_cuda else tl.float32
+    if k.dtype.itemsize == 1:
+        # codes are multiplied as bfloat16, which holds them; the interpreter multiplies none.
+        # Converted in the kernel, that has the product wait: 19 ms more a chunk at Wan 1.3B
+        k = numbers(k).to(torch.bfloat16 if k.is_cuda else torch.float32)
+    strides = k.stride()[:3]
     table = _tma_table(k, s.columns) if s.use_tma else None
     launch(
         _norms,
@@ -69,7 +71,6 @@ def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor
     launch(
         _match, (tiles, parts, rows * heads),
         k, table or k, scale, best, index, *strides, heads, n, first, -s.columns,
-        CODED=k.dtype.itemsize == 1, WIDE=wide,
         D=width, M=s.rows, N=s.columns, USE_TMA=table is not None,
         num_warps=s.warps, num_stages=s.stages, maxnreg=s.registers,
     )  # fmt: skip
@@ -124,8 +125,7 @@ def _norms(k, scale, k_b, k_h, k_n, heads, n, D: tl.constexpr, N: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "n", "first", "high"])
 def _match(
     k_ptr, k_desc, scale_ptr, best_ptr, index_ptr, k_b, k_h, k_n, heads, n, first, high,
-    CODED: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of entries meets one part of those older: its largest cosines, times own norm."""
     row, part, parts = tl.program_id(2), tl.program_id(1), tl.num_programs(1)
@@ -137,7 +137,6 @@ def _match(
     offs_m = low + tl.arange(0, M)
     place = offs_m[:, None] * k_n + tl.arange(0, D)[None, :]
     q = tl.load(k_ptr + place, mask=(offs_m < n)[:, None], other=0.0)
-    q = q.to(WIDE) if CODED else q
     # the last entry sees all before it, and parts share that evenly
     steps = (tl.minimum(low + M, n) - 1 + N - 1) // N
     start, stop = steps * part // parts, steps * (part + 1) // parts
@@ -147,12 +146,12 @@ def _match(
     for step in tl.range(start, whole):
         best, index = _best_of_tile(
             q, k_ptr, k_desc, scale_ptr, step * N, offs_m, best, index, k_n, head, n, high,
-            False, CODED, D, N, USE_TMA,
+            False, D, N, USE_TMA,
         )  # fmt: skip
     for step in tl.range(whole, stop):  # here not all are older than all of the tile
         best, index = _best_of_tile(
             q, k_ptr, k_desc, scale_ptr, step * N, offs_m, best, index, k_n, head, n, high,
-            True, CODED, D, N, USE_TMA,
+            True, D, N, USE_TMA,
         )  # fmt: skip
     looking = n - first
     out = (part * tl.num_programs(2) + row).to(tl.int64) * looking + offs_m - first
@@ -163,8 +162,7 @@ def _match(
 @triton.jit
 def _best_of_tile(
     q, k_ptr, k_desc, scale_ptr, low, offs_m, best, index, k_n, head, n, high,
-    EDGE: tl.constexpr, CODED: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    EDGE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """The running best after N more older entries, from `low` on."""
     column = tl.arange(0, N)
@@ -177,7 +175,6 @@ def _best_of_tile(
     else:
         place = offs_n[:, None] * k_n + tl.arange(0, D)[None, :]
         k = tl.load(k_ptr + place, mask=inside[:, None], other=0.0)
-    k = k.to(q.dtype) if CODED else k
     score = tl.dot(q, k.T) * k_scale[None, :]
     if EDGE:
         score = tl.where(offs_n[None, :] < offs_m[:, None], score, LOWEST)
