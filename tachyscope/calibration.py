@@ -21,6 +21,19 @@ AGAIN = "run tachyscope calibrate again"
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Where an MLP is cut: the neurons that are computed [n], and what stands in for the others.
+
+    maps, bias, beta: see `Slice`.
+    """
+
+    index: Tensor
+    maps: tuple[Tensor, ...]
+    bias: Tensor
+    beta: float
+
+
+@dataclass(frozen=True)
 class Slice:
     """An MLP that leaves out some neurons: what is computed of it, and an affine map for the rest.
 
@@ -82,23 +95,27 @@ class Calibration:
 
     def slices(self, share: float, mlps: Mapping[int, SliceableMlp]) -> dict[int, Slice]:
         """The MLPs of some layers, by number, as slices; raises where they are another model's."""
-        index = self.kept(share)
-        found = {}
-        for layer, mlp in mlps.items():
-            self._check(layer, mlp)
-            down = mlp.down
-            parts = (part[layer].to(down.device, down.dtype) for part in self.maps[share])
-            bias = self.bias[share][layer].to(down.device, down.dtype)
-            part = mlp.slice(index[layer].to(down.device))
-            found[layer] = Slice(part, tuple(parts), bias, float(self.beta[share][layer]))
-        return found
+        cuts = {layer: self.cut(share, layer, mlp.down) for layer, mlp in mlps.items()}
+        return {
+            layer: Slice(mlps[layer].slice(cut.index), cut.maps, cut.bias, cut.beta)
+            for layer, cut in cuts.items()
+        }
 
-    def _check(self, layer: int, mlp: SliceableMlp) -> None:
+    def cut(self, share: float, layer: int, down: Tensor) -> Cut:
+        """Of a layer with this W_down; raises where it is another model's."""
+        self.check_share(share)
+        self._check(layer, down)
+        index = kept_neurons(self.score[layer : layer + 1], share)[0].to(down.device)
+        maps = tuple(part[layer].to(down.device, down.dtype) for part in self.maps[share])
+        bias = self.bias[share][layer].to(down.device, down.dtype)
+        return Cut(index, maps, bias, float(self.beta[share][layer]))
+
+    def _check(self, layer: int, down: Tensor) -> None:
         """Raise unless an MLP has the norms that the calibrated one had."""
-        here = mlp.down.detach().float().norm(dim=0).cpu()
+        here = down.detach().float().norm(dim=0).cpu()
         want = self.norms[layer] if layer < len(self.norms) else here.new_zeros(0)
         width = self.maps[next(iter(self.maps))][0].shape[1]
-        fits = here.shape == want.shape and len(mlp.down) == width
+        fits = here.shape == want.shape and len(down) == width
         if not fits or bool(((here - want).abs() > OTHER * want.max()).any()):
             raise TachyscopeError(
                 f"this calibration is of another model: its layer {layer} has {len(want)} neurons "

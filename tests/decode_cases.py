@@ -14,7 +14,7 @@ from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch
 from tachyscope.kernels.decode_attention import torch as attention_torch
 from tachyscope.kernels.decode_attention import triton as attention_triton
 from tachyscope.kernels.decode_attention.reference import decode_attention_reference
-from tachyscope.kernels.decode_mlp import Kept, MlpWeights
+from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.decode_mlp.reference import decode_mlp_reference
@@ -78,19 +78,29 @@ def _case_gemv(rng, backend, tokens, int8, kind, add=False):
     return gemv_triton.gemv(*args, SMALL), want
 
 
-def _case_mlp(rng, backend, tokens, int8, gated, skip, drift=False, ready=1):
+def _case_mlp(
+    rng, backend, tokens, int8, gated, skip, drift=False, ready=1, linear=0, remember=False
+):
     width, inner = 40, 52
-    sizes = (inner, width), (inner, width), (width, inner)
+    sizes = (inner - linear, width), (inner, width), (width, inner)
     gate, up, down = (_weight(rng, *size, int8, not gated) for size in sizes)
     norm = _norm(rng, "rms" if gated else "layer", width)
-    mlp, x = MlpWeights(norm, gate if gated else None, up, down), _draw(rng, tokens, width)
+    if linear:
+        down = dataclasses.replace(down, bias=_draw(rng, width))
+    mlp = MlpWeights(norm, gate if gated else None, up, down, linear)
+    x = _draw(rng, tokens, width)
     flags = torch.tensor([skip == "all" or (skip == "first" and b == 0) for b in range(tokens)])
     age = torch.ones(tokens, PLACES, dtype=torch.int32)
     kept = Kept(flags.int(), _whole(PLACE), _draw(rng, tokens, PLACES, width), age)
     if drift:
         moved_by = _draw(rng, tokens, width)
         kept = dataclasses.replace(kept, drift=moved_by, ready=_whole(ready), memory=16.0)
+    if remember:
+        kept = dataclasses.replace(kept, input=_draw(rng, tokens, PLACES, width))
     kept = None if skip is None else kept
+    if skip == "error":
+        held = (_draw(rng, tokens, PLACES, width) for _ in range(2))
+        kept = Error(_whole(PLACE), *held, 0.7, torch.zeros(tokens))
     got, there, on_device = moved(x), moved(kept), moved(mlp)
     want = decode_mlp_reference(x, mlp, kept)
     if backend == "torch":
@@ -102,8 +112,8 @@ def _case_mlp(rng, backend, tokens, int8, gated, skip, drift=False, ready=1):
         setting = None if ON_GPU else mlp_triton.MlpSetting(SMALL, SMALL, 3)
         launches = 1 if ON_GPU else 2
         mlp_triton.decode_mlp(got, on_device, there, hidden, barrier, setting, launches)
-    if kept is not None:
-        names = ("output", "age", "drift") if drift else ("output", "age")
+    if isinstance(kept, Kept):
+        names = ["output", "age", *["drift"] * drift, *["input"] * remember]
         got = torch.cat([got.flatten(), *(getattr(there, x).flatten() for x in names)])
         want = torch.cat([want.flatten(), *(getattr(kept, x).flatten() for x in names)])
     return got, want
@@ -223,6 +233,15 @@ for skip, ready in (("none", 1), ("none", 0), ("all", 1), ("first", 1)):
         _case_mlp, tokens=2, int8=False, gated=True, skip=skip, drift=True, ready=ready
     )
     CASES[f"decode_mlp_drift_{skip}_{ready}"] = case, BOTH
+for tokens, int8, skip, linear in (
+    (1, False, "error", 20), (2, True, "error", 16), (3, False, "error", 0), (2, False, None, 20),
+    (1, True, "none", 0), (2, False, "none", 0), (3, False, "none", 0),
+):  # fmt: skip
+    case = functools.partial(
+        _case_mlp, tokens=tokens, int8=int8, gated=True, skip=skip, linear=linear,
+        remember=skip == "none",
+    )  # fmt: skip
+    CASES[f"decode_mlp_slice_{tokens}_{skip}_{linear}"] = case, BOTH
 for name, (size, options) in ATTENTION.items():
     case = functools.partial(_case_attention, size=size, **options)
     CASES[f"decode_attention_{name}"] = case, BOTH
@@ -236,7 +255,8 @@ for guided, top_k, top_p, temperature, depth in (
     CASES[f"sample_code_{top_k}_{top_p}_{guided}"] = case, BOTH
 # interpreted in every run of the quick tests
 QUICK = {
-    "gemv_2_int8_rms", "decode_mlp_1_all_int8", "decode_mlp_1_none", "decode_attention_share", "decode_attention_window",
+    "gemv_2_int8_rms", "decode_mlp_1_all_int8", "decode_mlp_1_none", "decode_mlp_slice_1_error_20",
+    "decode_attention_share", "decode_attention_window",
     "sample_code_9_0.8_False",
 }  # fmt: skip
 assert CASES.keys() >= QUICK

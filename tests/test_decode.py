@@ -7,8 +7,10 @@ import torch
 import toys
 
 import tachyscope as ts
+from tachyscope.bench.tokens import random_calibration
 from tachyscope.decode import Int8Linear, quantise_int8, unsupported
 from tachyscope.graph_runner import ChunkRunner, FrameRunner
+from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.vila_u.model import VilaModel, toy_tokens
 from tachyscope.observers import Observer
 
@@ -67,6 +69,45 @@ def _check(model, plan, count=5, **asked):
 def test_tokens_and_counted_work_are_those_of_single_passes(plan):
     got = _check(toy_tokens(), plan, prompt="a red room")
     assert len({tuple(codes.flatten().tolist()) for codes, _ in got}) == 5  # no frame stands still
+
+
+def _calibrated(model, folder, rank=8):
+    """A file of a calibration that means nothing, but fits the model's weights."""
+    found = random_calibration(model, (0.5,), rank)
+    write_tensors(folder / "calibration.safetensors", found.tensors())
+    return f"file={folder / 'calibration.safetensors'}"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "replay=neurons:share=0.5",
+        pytest.param("replay=neurons:share=0.5,age=2", marks=pytest.mark.slow),
+        pytest.param(
+            "attention=window:tokens=9,sink=2 replay=prune:share=0.5", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_slices_of_neurons_and_their_memory_are_those_of_single_passes(plan, tmp_path):
+    model = toy_tokens()
+    got = _check(model, f"{plan},{_calibrated(model, tmp_path)}", 4, prompt="a red room")
+    assert len({tuple(codes.flatten().tolist()) for codes, _ in got}) == 4
+
+
+@pytest.mark.slow
+def test_errors_are_those_of_single_passes_also_with_a_square_map_and_codes(tmp_path):
+    # weights that are codes are rounded again in a slice, so that tokens may differ
+    for int8, rank in ((False, 64), (True, 8)):
+        model, runs = toy_tokens(), []
+        if int8:
+            quantise_int8(model.transformer.trunk)
+        plan = f"replay=neurons:share=0.5,{_calibrated(model, tmp_path, rank)}"
+        for make in (_runner, ChunkRunner):
+            session = _open(model, plan)
+            _frames(make(model, session), 1)
+            runs.append(torch.stack([layer.own["replay"]["error"] for layer in session.layers]))
+        error = (runs[0] - runs[1]).norm() / runs[1].norm()
+        assert error < (0.02 if int8 else 1e-5) and runs[1].norm() > 1
 
 
 @pytest.mark.slow

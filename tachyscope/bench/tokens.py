@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tachyscope.attention.window import Window
 from tachyscope.bench.device_clock import EnergyCounter, memory_rates, milliseconds, recorded
 from tachyscope.bench.drafts import bench_drafts
 from tachyscope.bench.llama_peer import bench_llama
 from tachyscope.bench.single_chunk import clear
+from tachyscope.calibration import Calibration
 from tachyscope.decode import DecodeEngine, quantise_int8
-from tachyscope.decode.layer import LayerWeights
 from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.models.registry import find_device
 from tachyscope.models.token_model import Sampler
@@ -34,6 +34,7 @@ from tachyscope.models.vila_u.tokenizers import BytesTokenizer
 from tachyscope.models.vila_u.transformer import Vila
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.plan import Plan
+from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.results import Document, document
 from tachyscope.session import Session
 from tachyscope.tables import format_table
@@ -48,14 +49,6 @@ RANK = 256  # of the map that stands in for neurons that are left out
 NEVER, ALWAYS = 1e9, -1e9  # thresholds
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A plan, and how much of every MLP's neurons later frames leave out."""
-
-    plan: str
-    neurons: float = 0.0
-
-
 def _share(of_all: float) -> float:
     """Of tokens that can be replayed, when so many of all are: frame 0 cannot."""
     return of_all * FRAMES / (FRAMES - 1)
@@ -65,18 +58,20 @@ SHORT, LONG = ("attention=window:tokens=16,sink=4", "attention=window:tokens=256
 ALL = f"replay=attentive:threshold={ALWAYS:g}"
 # what matters most first: time may run out
 ROWS = {
-    "dense": Row("cache=keep_all"),
-    "all": Row(ALL),
-    "all-window16": Row(f"{SHORT} {ALL}"),
-    "replay80": Row(f"replay=random:share={_share(0.8):.4f}"),
-    "neurons75": Row("cache=keep_all", 0.75),
-    "window16": Row(SHORT),
-    "scored": Row(f"replay=attentive:threshold={NEVER:g}"),
-    "replay50": Row(f"replay=random:share={_share(0.5):.4f}"),
-    "neurons50": Row("cache=keep_all", 0.5),
-    "replay20": Row(f"replay=random:share={_share(0.2):.4f}"),
-    "all-window256": Row(f"{LONG} {ALL}"),
-    "window256": Row(LONG),
+    "dense": "cache=keep_all",
+    "all": ALL,
+    "all-window16": f"{SHORT} {ALL}",
+    "replay80": f"replay=random:share={_share(0.8):.4f}",
+    "neurons75": "replay=neurons:share=0.75",
+    "neurons75-window16": f"{SHORT} replay=neurons:share=0.75",
+    "prune75": "replay=prune:share=0.75",
+    "window16": SHORT,
+    "scored": f"replay=attentive:threshold={NEVER:g}",
+    "replay50": f"replay=random:share={_share(0.5):.4f}",
+    "neurons50": "replay=neurons:share=0.5",
+    "replay20": f"replay=random:share={_share(0.2):.4f}",
+    "all-window256": f"{LONG} {ALL}",
+    "window256": LONG,
 }
 # FastCar's table for VILA-U-7B-256, 8 frames, on an Alveo U280 (docs/tokens.md)
 PAPER = {
@@ -115,6 +110,26 @@ def random_vila(config: VilaConfig, device: torch.device, dtype: torch.dtype) ->
     return VilaModel(model.eval(), config, BytesTokenizer(config.vocab), name="vila-u-random")
 
 
+def random_calibration(model: VilaModel, shares: Sequence[float], rank: int = RANK) -> Calibration:
+    """A calibration of the model's own weights in which order and maps are random."""
+    mlps = model.mlps
+    count, (width, inner) = len(mlps), mlps[0].down.shape
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(count, *size, generator=rng).mul_(width**-0.5)
+
+    sizes = [(width, rank), (rank, width)] if rank < width else [(width, width)]
+    return Calibration(
+        score=draw(inner).abs(),
+        norms=torch.stack([mlp.down.detach().float().norm(dim=0).cpu() for mlp in mlps]),
+        speeds=torch.zeros(0, 2),
+        maps={share: tuple(draw(*size) for size in sizes) for share in shares},
+        bias={share: draw(width) for share in shares},
+        beta={share: torch.ones(count) for share in shares},
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """How a row is timed."""
@@ -128,14 +143,15 @@ class Clock:
 class Timed:
     """An engine whose steps are timed at any length of the video, on memory of random content."""
 
-    def __init__(self, model: VilaModel, row: Row, clock: Clock) -> None:
+    def __init__(self, model: VilaModel, plan: str, clock: Clock) -> None:
         self.clock = clock
-        shape, plan = model.shape(), Plan.parse(f"dense text=none {row.plan}", "tokens")
+        shape, parsed = model.shape(), Plan.parse(f"dense text=none {plan}", "tokens")
         # a prompt, and beside it the shorter one without words
         lengths = (PROMPT, PROMPT // 2)[: shape.batch]
         self.session = Session(
-            shape, plan, model.rope(shape), latent_frames=FRAMES, lengths=lengths,
+            shape, parsed, model.rope(shape), latent_frames=FRAMES, lengths=lengths,
             device=model.device, dtype=model.dtype,
+            calibration=_calibration(model, parsed),
         )  # fmt: skip
         parts = model.decode_parts()
         self.engine = DecodeEngine(parts, self.session, graph=False)
@@ -143,36 +159,37 @@ class Timed:
         for layer in self.session.layers:
             layer.k.normal_()
             layer.v.normal_()
+            for name in {"error", "input"} & layer.own["replay"].keys():
+                layer.own["replay"][name].normal_()
         self.engine.noise.exponential_()
-        self.engine.luck.uniform_()
+        self.engine.draw_luck()
         gate = None if self.session.plan.replay is None else self.engine.gate
         if gate is not None:
             self.engine.value.fill_(gate.value)
-        if row.neurons:
-            trunk = self.engine.trunk
-            trunk.weights = [_sliced(layer, row.neurons) for layer in trunk.weights]
-        self._runs: dict[str, Callable[[], object]] = {}
+        self._runs: dict[tuple[str, bool], Callable[[], object]] = {}
 
-    def run(self, part: str) -> Callable[[], object]:
-        """The step or one of its parts: "trunk", "depth", "step"."""
+    def run(self, part: str, frame: int) -> Callable[[], object]:
+        """The step or one of its parts in a frame: "trunk", "depth", "step"."""
         engine = self.engine
+        whole = engine.whole_places(frame > 0)[0]
 
         def trunk() -> None:
-            engine.run_trunk()
+            engine.run_trunk(whole)
             engine.numbers.add_(1)
 
         def depth() -> None:
             engine.depth.step(engine.codes, engine.noise, engine.place)
 
-        if part not in self._runs:
+        key = part, whole
+        if key not in self._runs:
             self._stand(0)
-            work = {"trunk": trunk, "depth": depth, "step": engine.step}[part]
-            self._runs[part] = recorded(work, self.clock.device)
-        return self._runs[part]
+            works = {"trunk": trunk, "depth": depth, "step": lambda: engine.step(whole)}
+            self._runs[key] = recorded(works[part], self.clock.device)
+        return self._runs[key]
 
     def ms(self, part: str, frame: int) -> float:
         """A token's time in the midst of a frame."""
-        run = self.run(part)
+        run = self.run(part, frame)
         self._stand(frame)
         return milliseconds(run, self.clock.tokens, self.clock.device)
 
@@ -193,16 +210,11 @@ class Timed:
         return min(end, policy.tokens + policy.sink) if isinstance(policy, Window) else end
 
 
-def _sliced(layer: LayerWeights, share: float) -> LayerWeights:
-    """A layer that computes the other neurons alone, and a map of low rank as so many more."""
-    mlp = layer.mlp
-    assert mlp.gate is not None
-    rows = mlp.up.rows - round(share * mlp.up.rows) + min(RANK, mlp.up.rows // 8)
-    rows = min(mlp.up.rows, -(-rows // 16) * 16)
-    width = mlp.up.columns
-    gate, up = (part.part(rows, width) for part in (mlp.gate, mlp.up))
-    part = dataclasses.replace(mlp, gate=gate, up=up, down=mlp.down.part(width, rows))
-    return dataclasses.replace(layer, mlp=part)
+def _calibration(model: VilaModel, plan: Plan) -> Calibration | None:
+    if not isinstance(plan.replay, NeuronReplay):
+        return None
+    width = model.shape().width
+    return random_calibration(model, (plan.replay.share,), min(RANK, width // 2))
 
 
 def bench_tokens(
@@ -293,19 +305,17 @@ def _guided(model: VilaModel, guided: bool) -> VilaModel:
 
 
 def _time(
-    model: VilaModel, row: Row, clock: Clock, energy: EnergyCounter, copy: float, dense: Document
+    model: VilaModel, plan: str, clock: Clock, energy: EnergyCounter, copy: float, dense: Document
 ) -> Document:
-    timed = Timed(model, row, clock)
+    timed = Timed(model, plan, clock)
     places = timed.session.shape.tokens_per_frame
-    out: Document = {"plan": str(timed.session.plan), "neurons_left_out": row.neurons}
+    out: Document = {"plan": str(timed.session.plan)}
     takes: dict[str, list[list[float]]] = {"trunk": [], "step": []}
     for _ in range(clock.rounds):
         for part, found in takes.items():
             found.append([timed.ms(part, frame) for frame in (0, *LATER)])
     for part, found in takes.items():
         points = [statistics.median(x) for x in zip(*found, strict=True)]
-        if row.neurons:  # the first frame is computed whole
-            points[0] = dense.get(f"{part}_points_ms", points)[0]
         later = statistics.mean(points[1:])
         out[f"{part}_points_ms"] = points
         out[f"{part}_later_ms"] = later
@@ -334,7 +344,7 @@ def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
     engine, shape = timed.engine, timed.session.shape
     entry = 2 * shape.batch * shape.kv_heads * shape.head_dim * timed.session.dtype.itemsize
     entries = entry * shape.layers * timed.entries_read(LATER[1])
-    weights = engine.trunk.bytes
+    weights = engine.trunk.bytes(engine.neurons is not None)
     found: Document = {"depth_bytes": engine.depth.bytes, "trunk_bytes": weights + entries}
     found["depth_tb_s"] = engine.depth.bytes / out["depth_ms"] / 1e9
     found["depth_of_copy"] = found["depth_tb_s"] / copy

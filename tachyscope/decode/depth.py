@@ -46,7 +46,7 @@ class Depth:
     @property
     def bytes(self) -> int:
         """Of weights, what a token reads."""
-        per_pass = self.blocks.bytes + self.classifier.bytes
+        per_pass = self.blocks.bytes() + self.classifier.bytes
         return len(self.inputs) * per_pass + sum(x.bytes for x in self.inputs)
 
     def step(self, codes: Tensor, noise: Tensor, place: Tensor) -> None:

@@ -19,14 +19,16 @@ from tachyscope.attention.window import Window as WindowPolicy
 from tachyscope.decode.depth import Depth
 from tachyscope.decode.int8 import is_readable, norm_of, weight_of
 from tachyscope.decode.layer import Layers
+from tachyscope.decode.neurons import slice_mlp
 from tachyscope.decode.parts import DecodeParts
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
-from tachyscope.kernels.decode_mlp import Kept
+from tachyscope.kernels.decode_mlp import Error, Kept, run_mlp
 from tachyscope.kernels.gemv import gemv
 from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
 from tachyscope.replay import TokenGate
+from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.replay.runner import DRIFT_ROWS
 from tachyscope.session import Session
 
@@ -42,8 +44,8 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         ),
         f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries
         or plan.cache.view_depends_on_pass,
-        f"replay={spell(plan.replay)} is not decided on the device": plan.replay is not None
-        and gate is None,
+        f"replay={spell(plan.replay)} is not decided on the device": gate is None
+        and not isinstance(plan.replay, NeuronReplay | None),
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
         "its weights are neither floats nor int8": not all(map(is_readable, linears)),
@@ -69,6 +71,7 @@ class DecodeEngine:
         scratch = Scratch(rows, shape.heads, shape.kv_heads, shape.head_dim, session.device)
         self.trunk = Layers(parts.layers, self.x, scratch)
         self.barriers = self.trunk.barriers()
+        self.neurons = self._slices()
         places, depth, codes = shape.tokens_per_frame, len(parts.depth.positions), parts.depth.codes
         whole: dict[str, Any] = {"dtype": torch.int64, "device": session.device}
         self.codes = torch.zeros(self.videos, places, depth, **whole)
@@ -88,9 +91,12 @@ class DecodeEngine:
         self.skip = torch.zeros(*layers, rows, dtype=torch.int32, device=session.device)
         self.counts = torch.zeros(*layers, 2, dtype=torch.int32, device=session.device)
         self.luck = torch.zeros(*layers, places, rows, **fine)
+        self.ages = torch.zeros(rows, places, dtype=torch.int32, device=session.device)
+        self.fade = torch.zeros(rows, **fine)
         self.gate: TokenGate | None = None
         self.memory: list[Tensor] = []  # the layers' tensors that steps read and write
-        self.recorded: torch.cuda.CUDAGraph | None = None
+        # a step that computes whole MLPs, and one that computes their slices
+        self.recorded: dict[bool, torch.cuda.CUDAGraph] = {}
         self.replayed = False  # whether the last frame was made by the graph alone
 
     def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
@@ -117,17 +123,19 @@ class DecodeEngine:
             self.ready.fill_(ready)
             self.value.fill_(gate.value)
             if gate.drawn and ready:
-                self._draw_luck()
-        self.replayed = self.recorded is not None
-        for _ in range(shape.tokens_per_frame):
-            self._next()
+                self.draw_luck()
+        whole = self.whole_places(ready)
+        self.replayed = self.recorded.keys() >= set(whole)
+        for one in whole:
+            self._next(one)
+        self._learn_errors(whole)
         for layer in session.layers:
             layer.pos[:, :, past : past + shape.tokens_per_frame] = pos
         session.features["hidden"] = self.hidden.clone()
-        self._count(past, ready)
+        self._count(past, ready, whole)
         return self.codes.clone()
 
-    def _draw_luck(self) -> None:
+    def draw_luck(self) -> None:
         """In the order of single passes, token by token and layer by layer."""
         layers, places, rows = self.luck.shape
         size = (places, layers, 1 if self.session.shape.paired else rows)
@@ -135,33 +143,67 @@ class DecodeEngine:
         drawn = torch.rand(size, generator=rng, dtype=torch.float32, device=self.luck.device)
         self.luck.copy_(drawn.transpose(0, 1))
 
-    def step(self) -> None:
+    def _slices(self) -> NeuronReplay | None:
+        """Make slices of the MLPs, where the plan's policy computes those."""
+        policy, calibration = self.session.plan.replay, self.session.calibration
+        if not isinstance(policy, NeuronReplay) or not policy.share:
+            return None
+        assert calibration is not None  # a prompt's pass has asked for it
+        mlps = [layer.mlp for layer in self.trunk.weights]
+        cuts = [
+            calibration.cut(policy.share, i, mlp.down.dense(self.session.dtype))
+            for i, mlp in enumerate(mlps)
+        ]
+        self.trunk.add_slices(list(map(slice_mlp, mlps, cuts)))
+        self.betas = [cut.beta for cut in cuts]
+        return policy
+
+    def whole_places(self, ready: bool) -> list[bool]:
+        """Of the frame's tokens, those whose MLPs are computed whole, or as a gate decides."""
+        session, policy = self.session, self.neurons
+        places = session.shape.tokens_per_frame
+        if policy is None or (policy.remembers and not ready):
+            return [True] * places
+        return [policy.whole(session.chunk, place) for place in range(places)]
+
+    def _learn_errors(self, whole: list[bool]) -> None:
+        """Where whole outputs were left, leave what the slices are off by."""
+        if self.neurons is None or not self.neurons.remembers or not any(whole):
+            return
+        index = torch.tensor(whole, device=self.session.device).nonzero()[:, 0]
+        for layer, part in zip(self.session.layers, self.trunk.slices, strict=True):
+            error, base = (layer.own["replay"][name][0] for name in ("error", "input"))
+            about = run_mlp(base.index_select(1, index), part)
+            error.index_copy_(1, index, error.index_select(1, index) - about)
+
+    def step(self, whole: bool = True) -> None:
         """One token: its codes, then the trunk's state that predicts the next."""
         self.depth.step(self.codes, self.noise, self.place)
         gemv(self.projected, self.depth.total, (self.projector[0],), gelu=True)
         gemv(self.x, self.projected, (self.projector[1],))
         if self.actions is not None:
             self.x.add_(self.action)
-        self.run_trunk()
+        self.run_trunk(whole)
         size = (self.x.shape[1],)
         self.hidden.copy_(F.rms_norm(self.x, size, self.norm.weight, self.norm.eps))
         self.numbers.add_(1)
 
-    def run_trunk(self) -> None:
+    def run_trunk(self, whole: bool = True) -> None:
         self.barriers.zero_()
-        self.trunk.step(self.steps, self.kept, self.barriers)
+        kept = self.kept if whole else self.errors
+        self.trunk.step(self.steps, kept, self.barriers, sliced=not whole)
 
-    def _next(self) -> None:
-        if self.recorded is not None:
-            self.recorded.replay()
+    def _next(self, whole: bool) -> None:
+        if whole in self.recorded:
+            self.recorded[whole].replay()
             return
-        self.step()
+        self.step(whole)
         if self.graph:
             # the launches of a step have been compiled by now
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self.step()
-            self.recorded = graph
+                self.step(whole)
+            self.recorded[whole] = graph
 
     def meet_memory(self) -> None:
         """Point the steps to the session's memory, where that is not the last frame's."""
@@ -170,20 +212,26 @@ class DecodeEngine:
         same = len(held) == len(self.memory)
         if same and all(a is b for a, b in zip(held, self.memory, strict=True)):
             return
-        self.memory, self.recorded = held, None
+        self.memory, self.recorded = held, {}
         shape, policy = session.shape, session.plan.replay
         self.gate = None if policy is None else policy.token_gate(shape, 0)
         rotation = Rotation(self.cos, self.sin, session.rope.interleaved)
         window = self._window()
         merged = session.plan.cache.merges or any(session.left_padding)
-        self.steps, self.kept = [], []
+        self.steps: list[Step] = []
+        self.kept: list[Kept | None] = []
+        self.errors: list[Error | None] = []
         for i, layer in enumerate(session.layers):
             gate, kept = self._gate(i) if self.gate is not None else (None, None)
+            error = None
+            if self.neurons is not None and self.neurons.remembers:
+                kept, error = self._memory(i)
             log_count = layer.log_count if merged else None
             entries = Entries(layer.k, layer.v, self.slot, log_count, layer.unrotated)
             step = Step(entries, shape.heads, self.place, rotation, window, gate)
             self.steps.append(step)
             self.kept.append(kept)
+            self.errors.append(error)
 
     def _window(self) -> Window | None:
         policy, session = self.session.plan.attention, self.session
@@ -209,15 +257,23 @@ class DecodeEngine:
         output = own["output"][0]
         return gate, Kept(self.skip[layer], self.place, output, age, drift, self.ready, DRIFT_ROWS)
 
-    def _count(self, past: int, ready: bool) -> None:
+    def _memory(self, layer: int) -> tuple[Kept, Error]:
+        """What a token that is computed whole leaves, and how one that is not reads it."""
+        own = self.session.layers[layer].own["replay"]
+        error, base = own["error"][0], own["input"][0]
+        # nothing is skipped, and ages are not told
+        kept = Kept(self.skip[layer], self.place, error, self.ages, input=base)
+        return kept, Error(self.place, error, base, self.betas[layer], self.fade)
+
+    def _count(self, past: int, ready: bool, whole: list[bool]) -> None:
         """What the frame's passes would have counted one by one; replayed rows are the device's."""
         session, shape = self.session, self.session.shape
         rows, places, meter = shape.batch, shape.tokens_per_frame, session.meter
         policy = session.plan.attention
         ends = [past + i + 1 for i in range(places)]
         if isinstance(policy, WindowPolicy):
-            whole = policy.sink + max(session.left_padding, default=0) + policy.tokens
-            ends = [end if end <= whole else policy.sink + policy.tokens for end in ends]
+            reach = policy.sink + max(session.left_padding, default=0) + policy.tokens
+            ends = [end if end <= reach else policy.sink + policy.tokens for end in ends]
         pairs = rows * shape.heads * shape.layers * sum(ends)
         meter.add("pairs", pairs)
         meter.add("macs", 2 * pairs * shape.head_dim)
@@ -231,6 +287,17 @@ class DecodeEngine:
             skipped, masked = self.counts.sum(0, dtype=torch.float64)
             # beside a row that is computed the weights are read all the same
             meter.add("simulated_rows_replayed", masked)
+        if self.neurons is not None:
+            part, memory = self.trunk.slices[0], self.neurons.remembers
+            work = sum(x.rows * x.columns for x in part.parts)
+            computed = (part.up.rows - part.linear) / mlp.up.rows  # of a sliced MLP's neurons
+            sliced = total * whole.count(False) / places
+            skipped = sliced * (1 - computed)
+            # maps, and slices of what was computed whole: errors are learned from them
+            more = sliced * (work - computed * macs) + (total - sliced) * work * memory
+            meter.add("rows_eligible", total * (ready or not memory))
+            meter.add("macs", more)
+            meter.add("mlp_macs", more)
         meter.add("rows_computed", total - skipped)
         meter.add("rows_replayed", skipped)
         meter.add("macs", (total - skipped) * macs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tachyscope.decode.int8 import norm_of, weight_of
 from tachyscope.decode.parts import LayerParts
 from tachyscope.kernels.decode_attention import Scratch, Step, decode_attention
-from tachyscope.kernels.decode_mlp import Kept, MlpWeights, decode_mlp
+from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.gemv import Norm, Weight, gemv
 
 
@@ -34,10 +34,6 @@ class LayerWeights:
             MlpWeights(norm_of(parts.mlp_norm), gate, weight_of(parts.up), weight_of(parts.down)),
         )
 
-    @property
-    def bytes(self) -> int:
-        return sum(weight.bytes for weight in (*self.qkv, self.out, *self.mlp.parts))
-
 
 class Layers:
     """Layers, and memory that they share: x [B, W] is the residual stream, changed in place."""
@@ -49,22 +45,35 @@ class Layers:
         self.qkv = x.new_empty(rows, sum(weight.rows for weight in first.qkv))
         self.attended = x.new_empty(rows, first.qkv[0].rows)
         self.inner = x.new_empty(rows, first.mlp.up.rows)
+        self.slices: list[MlpWeights] = []  # of the layers' MLPs
 
-    @property
-    def bytes(self) -> int:
-        """Of weights, what a step reads that computes all of them."""
-        return sum(layer.bytes for layer in self.weights)
+    def add_slices(self, slices: list[MlpWeights]) -> None:
+        """Parts of the layers' MLPs, which a step may run instead."""
+        self.slices, most = slices, max(self.inner.shape[1], *(part.up.rows for part in slices))
+        self.inner = self.x.new_empty(len(self.x), most)
+
+    def bytes(self, sliced: bool = False) -> int:
+        """Of weights, what a step reads that computes all of them, or slices of the MLPs."""
+        mlps = self.slices if sliced else [layer.mlp for layer in self.weights]
+        parts = [weight for layer in self.weights for weight in (*layer.qkv, layer.out)]
+        return sum(weight.bytes for weight in (*parts, *(x for mlp in mlps for x in mlp.parts)))
 
     def barriers(self, *count: int) -> Tensor:
         """Zeros for `step`, one a layer."""
         size = (*count, len(self.weights))
         return torch.zeros(size, dtype=torch.int32, device=self.x.device)
 
-    def step(self, steps: Sequence[Step], kept: Sequence[Kept | None], barriers: Tensor) -> None:
-        """One token through all layers; barriers [layers] are 0."""
+    def step(
+        self,
+        steps: Sequence[Step],
+        kept: Sequence[Kept | Error | None],
+        barriers: Tensor,
+        sliced: bool = False,
+    ) -> None:
+        """One token through all layers, or slices of their MLPs; barriers [layers] are 0."""
         for i, layer in enumerate(self.weights):
+            mlp = self.slices[i] if sliced else layer.mlp
             gemv(self.qkv, self.x, layer.qkv, layer.norm)
             decode_attention(self.attended, self.qkv, steps[i], self.scratch)
             gemv(self.x, self.attended, (layer.out,), add=True)
-            inner = self.inner[:, : layer.mlp.up.rows]
-            decode_mlp(self.x, layer.mlp, kept[i], inner, barriers[i])
+            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i])

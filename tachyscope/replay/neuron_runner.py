@@ -55,7 +55,7 @@ class NeuronRunner:
             return fn(x)
         ready = ctx.pass_index in self.ready or not policy.remembers
         # what is given is computed whole: the video rests on it
-        whole = ctx.given or not ready or policy.whole(ctx)
+        whole = ctx.given or not ready or policy.whole(ctx.chunk, ctx.start)
         meter.add("rows_eligible", rows * (ready and not ctx.given))
         count_rows(meter, fn.macs, rows * (1.0 if whole else part.mlp.macs / fn.macs), rows)
         if whole and not policy.remembers:

@@ -22,7 +22,6 @@ from typing import ClassVar, final
 
 from tachyscope.replay import ReplayPolicy
 from tachyscope.settings import check_settings, setting
-from tachyscope.types import PassContext
 
 
 class NeuronReplay(ReplayPolicy):
@@ -36,7 +35,7 @@ class NeuronReplay(ReplayPolicy):
     file: str | None
     remembers: ClassVar[bool]
 
-    def whole(self, ctx: PassContext) -> bool:
+    def whole(self, chunk: int, place: int) -> bool:
         """Whether a token's turn has come to be computed whole."""
         return False
 
@@ -64,6 +63,6 @@ class Neurons(NeuronReplay):
     def turns(self) -> bool:
         return self.age > 0
 
-    def whole(self, ctx: PassContext) -> bool:
+    def whole(self, chunk: int, place: int) -> bool:
         # neighbours have their turns in different frames, so that frames cost alike
-        return self.age > 0 and (ctx.chunk + ctx.start) % (self.age + 1) == 0
+        return self.age > 0 and (chunk + place) % (self.age + 1) == 0

@@ -5,24 +5,29 @@ from __future__ import annotations
 from torch import Tensor
 
 from tachyscope.kernels.decode_mlp import torch as torch_backend
-from tachyscope.kernels.decode_mlp.mlp import Kept, MlpWeights
+from tachyscope.kernels.decode_mlp.mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
 
 if HAS_TRITON:
     from tachyscope.kernels.decode_mlp import triton as triton_backend
 
-__all__ = ["Kept", "MlpWeights", "decode_mlp"]
+__all__ = ["Error", "Kept", "MlpWeights", "decode_mlp", "run_mlp"]
 
 
 def decode_mlp(
-    x: Tensor, mlp: MlpWeights, kept: Kept | None, inner: Tensor, barrier: Tensor
+    x: Tensor, mlp: MlpWeights, kept: Kept | Error | None, inner: Tensor, barrier: Tensor
 ) -> None:
     """x [B, W] += mlp(x), or what was kept of the last frame; outputs are kept in turn.
 
-    Where all tokens replay, no weight is read. `inner` [B, inner width] is scratch memory, and
-    `barrier` [] int32 is 0 before every call.
+    With an `Error` that is added as well. Where all tokens replay, no weight is read. `inner`
+    [B, inner width or more] is scratch memory, and `barrier` [] int32 is 0 before every call.
     """
     if has_decode_kernel(x):
         triton_backend.decode_mlp(x, mlp, kept, inner, barrier)
     else:
         torch_backend.decode_mlp(x, mlp, kept)
+
+
+def run_mlp(x: Tensor, mlp: MlpWeights) -> Tensor:
+    """mlp of any number of tokens [..., W], whose inputs are normed."""
+    return torch_backend.run_mlp(x, mlp)

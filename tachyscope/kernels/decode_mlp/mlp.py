@@ -11,12 +11,17 @@ from tachyscope.kernels.gemv.weights import Norm, Weight
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """down · (silu(gate · norm(x)) * (up · norm(x))); without a gate, down · gelu(up · norm(x))."""
+    """down · (silu(gate · norm(x)) * (up · norm(x))); without a gate, down · gelu(up · norm(x)).
+
+    The last `linear` rows of up have neither gate nor activation: with down's last columns they are
+    a map of low rank.
+    """
 
     norm: Norm
     gate: Weight | None
     up: Weight
     down: Weight
+    linear: int = 0
 
     @property
     def parts(self) -> tuple[Weight, ...]:
@@ -34,6 +39,7 @@ class Kept:
     drift   [B, W]        or None: the running mean, over `memory` tokens, of how computed outputs
                           differ from those they replace; what is replayed is moved by it
     ready   [] int32      0: nothing was kept yet, so that drift stays
+    input   [B, N, W]     or None: where the inputs, normed, are kept too
     """
 
     skip: Tensor
@@ -43,3 +49,24 @@ class Kept:
     drift: Tensor | None = None
     ready: Tensor | None = None
     memory: float = 1.0
+    input: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """What an MLP was off by at each place when last known, which is added to its output.
+
+    It fades with the distance of normed inputs, then and now: exp(-beta |x - old|² / |old|²).
+
+    place  [] int32
+    error  [B, N, W]
+    input  [B, N, W]    normed inputs of then
+    beta
+    fade   [B] float32  scratch memory
+    """
+
+    place: Tensor
+    error: Tensor
+    input: Tensor
+    beta: float
+    fade: Tensor

@@ -6,24 +6,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tachyscope.kernels.decode_mlp.mlp import Kept, MlpWeights
+from tachyscope.kernels.decode_mlp.mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.device import host_may_read
 from tachyscope.kernels.gemv.torch import linear, normed
+from tachyscope.kernels.replay import remembered_error
 
 
-def decode_mlp(x: Tensor, mlp: MlpWeights, kept: Kept | None = None) -> None:
+def decode_mlp(x: Tensor, mlp: MlpWeights, kept: Kept | Error | None = None) -> None:
     """On a CPU tokens that replay together run nothing; elsewhere they only mask."""
+    a = normed(x, mlp.norm)
     if kept is None:
-        x += _run(x, mlp)
+        x += run_mlp(a, mlp)
         return
     index = kept.place.long().view(1)
+    if isinstance(kept, Error):
+        error, base = (part.index_select(1, index)[:, 0] for part in (kept.error, kept.input))
+        x += run_mlp(a, mlp) + remembered_error(error, base, a, kept.beta)
+        return
+    if kept.input is not None:
+        kept.input.index_copy_(1, index, a[:, None])
     old, age = kept.output.index_select(1, index)[:, 0], kept.age.index_select(1, index)
     skip = kept.skip.bool()
     moved = old if kept.drift is None else old + kept.drift
     if host_may_read(x) and bool(skip.all()):
         y = moved
     else:
-        y = torch.where(skip[:, None], moved, _run(x, mlp))
+        y = torch.where(skip[:, None], moved, run_mlp(a, mlp))
         if kept.drift is not None and kept.ready is not None:
             learns = kept.ready.bool() & ~skip[:, None]
             new = torch.lerp(kept.drift, y - old, 1 / kept.memory)
@@ -33,8 +41,8 @@ def decode_mlp(x: Tensor, mlp: MlpWeights, kept: Kept | None = None) -> None:
     kept.age.index_copy_(1, index, torch.where(skip[:, None], age + 1, 0))
 
 
-def _run(x: Tensor, mlp: MlpWeights) -> Tensor:
-    a = normed(x, mlp.norm)
-    if mlp.gate is None:
-        return linear(F.gelu(linear(a, mlp.up)), mlp.down)
-    return linear(F.silu(linear(a, mlp.gate)) * linear(a, mlp.up), mlp.down)
+def run_mlp(a: Tensor, mlp: MlpWeights) -> Tensor:
+    up = linear(a, mlp.up)
+    neurons, mapped = up.split([mlp.up.rows - mlp.linear, mlp.linear], -1)
+    neurons = F.gelu(neurons) if mlp.gate is None else F.silu(linear(a, mlp.gate)) * neurons
+    return linear(torch.cat([neurons, mapped], -1), mlp.down)

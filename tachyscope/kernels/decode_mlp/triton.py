@@ -12,13 +12,13 @@ its own there, would wait for ever.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.decode_mlp.mlp import Kept, MlpWeights
+from tachyscope.kernels.decode_mlp.mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.device import multiprocessors
 from tachyscope.kernels.gemv.triton import (
     Setting,
@@ -26,7 +26,9 @@ from tachyscope.kernels.gemv.triton import (
     gelu,
     load_tile,
     norm_args,
+    norm_of,
     norm_stats,
+    normed_at,
     silu,
     tile_options,
 )
@@ -53,7 +55,7 @@ def setting_for(tokens: int, processors: int) -> MlpSetting:
 def decode_mlp(
     x: Tensor,
     mlp: MlpWeights,
-    kept: Kept | None,
+    kept: Kept | Error | None,
     inner: Tensor,
     barrier: Tensor,
     setting: MlpSetting | None = None,
@@ -65,11 +67,19 @@ def decode_mlp(
     processors = multiprocessors(x.device)
     made = setting or setting_for(tokens, processors)
     gate = mlp.gate or up
-    kept_args: tuple[Any, ...] = (barrier, barrier, x, barrier, x, barrier, 0.0)
-    drifts = kept is not None and kept.drift is not None
-    if kept is not None:
-        drift, ready = (kept.drift, kept.ready) if drifts else (x, barrier)
-        kept_args = kept.skip, kept.place, kept.output, kept.age, drift, ready, 1 / kept.memory
+    skip = place = ready = barrier
+    age = output = drift = base = fade = x
+    rate, places, drifts, stores = 0.0, 0, False, False
+    if isinstance(kept, Error):
+        place, output, base = kept.place, kept.error, kept.input
+        fade, rate, places = kept.fade, kept.beta, kept.error.shape[1]
+    elif kept is not None:
+        skip, place, output, age = kept.skip, kept.place, kept.output, kept.age
+        rate, places = 1 / kept.memory, kept.output.shape[1]
+        drifts, stores = kept.drift is not None, kept.input is not None
+        drift = x if kept.drift is None else kept.drift
+        ready = barrier if kept.ready is None else kept.ready
+        base = x if kept.input is None else kept.input
     kinds = tile_options(x, up, mlp.norm, made.first)
     kinds |= {"BLOCK_N2": made.last.block_n, "BLOCK_K2": made.last.block_k}
     for phase in (0,) if launches == 1 else (1, 2):
@@ -78,9 +88,11 @@ def decode_mlp(
             x, inner, barrier, gate.data, up.data, down.data,
             *(x if w.scale is None else w.scale for w in (gate, up, down)),
             *(x if w.bias is None else w.bias for w in (up, down)),
-            *norm_args(mlp.norm, x), *kept_args, 0 if kept is None else kept.output.shape[1],
-            K=width, INNER=up.rows, GATED=gated, HAS_BIAS=up.bias is not None,
-            KEPT=kept is not None, DRIFT=drifts, PHASE=phase,
+            *norm_args(mlp.norm, x), skip, place, output, age, drift, ready, base, fade, rate,
+            places, K=width, INNER=up.rows, NEURONS=up.rows - mlp.linear, GATED=gated,
+            UP_BIAS=up.bias is not None, DOWN_BIAS=down.bias is not None,
+            KEPT=isinstance(kept, Kept), DRIFT=drifts, STORE_INPUT=stores,
+            ERROR=isinstance(kept, Error), PHASE=phase,
             maxnreg=_registers(made, processors), **kinds, **Overlap.options(x),
         )  # fmt: skip
 
@@ -95,9 +107,10 @@ def _registers(setting: MlpSetting, processors: int) -> int:
 @triton.jit(do_not_specialize=["eps", "barrier", "skip", "place", "ready", "rate"])
 def _decode_mlp(
     x, inner, barrier, gate, up, down, gate_scale, up_scale, down_scale, up_bias, down_bias,
-    norm_w, norm_b, eps, skip, place, output, age, drift, ready, rate, places,
-    K: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEPT: tl.constexpr, DRIFT: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
+    norm_w, norm_b, eps, skip, place, output, age, drift, ready, base, fade, rate, places,
+    K: tl.constexpr, INNER: tl.constexpr, NEURONS: tl.constexpr, GATED: tl.constexpr,
+    UP_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr, KEPT: tl.constexpr, DRIFT: tl.constexpr,
+    STORE_INPUT: tl.constexpr, ERROR: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
     INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
@@ -114,33 +127,44 @@ def _decode_mlp(
     if KEPT:
         replayed = tl.load(skip + token, mask=there, other=1) != 0
         computing = tl.sum((~replayed).to(tl.int32))
+    if KEPT or ERROR:
         at = token.to(tl.int64) * places + tl.load(place)
     if computing > 0:
         if PHASE != 2:
             ahead = load_tile(up, pid * BLOCK_N, 0, INNER, WORDS, BLOCK_N, BLOCK_K)
             ahead_pair = ahead
             if GATED:
-                ahead_pair = load_tile(gate, pid * BLOCK_N, 0, INNER, WORDS, BLOCK_N, BLOCK_K)
+                ahead_pair = load_tile(gate, pid * BLOCK_N, 0, NEURONS, WORDS, BLOCK_N, BLOCK_K)
             stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
             for tile in range(pid, tl.cdiv(INNER, BLOCK_N), programs):
                 offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 mask = offs_n < INNER
                 u, g, ahead, ahead_pair = dot_tile(
                     x, up, gate, ahead, ahead_pair, tile * BLOCK_N, (tile + programs) * BLOCK_N,
-                    INNER, stats, norm_w, norm_b, K, GATED, TOKENS, R, NORM, INT8, BLOCK_N, BLOCK_K,
+                    INNER, NEURONS, stats, norm_w, norm_b, K, GATED, TOKENS, R, NORM, INT8,
+                    BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 if INT8:
                     u *= tl.load(up_scale + offs_n, mask=mask, other=0.0)[:, None]
-                if HAS_BIAS:
+                if UP_BIAS:
                     u += tl.load(up_bias + offs_n, mask=mask, other=0.0).to(tl.float32)[:, None]
                 if GATED:
                     if INT8:
-                        g *= tl.load(gate_scale + offs_n, mask=mask, other=0.0)[:, None]
+                        g *= tl.load(gate_scale + offs_n, mask=offs_n < NEURONS, other=0.0)[:, None]
                     h = silu(g) * u
                 else:
                     h = gelu(u)
+                if NEURONS < INNER:
+                    h = tl.where((offs_n < NEURONS)[:, None], h, u)
                 to = inner + token[None, :] * INNER + offs_n[:, None]
                 tl.store(to, h.to(inner.dtype.element_ty), mask=mask[:, None] & there[None, :])
+            # by the program that has least to do
+            if STORE_INPUT or ERROR:  # noqa: SIM102 - one is known when compiled
+                if pid == programs - 1:
+                    meet_input(
+                        x, base, fade, place, places, rate, eps, norm_w, norm_b, K, TOKENS, NORM,
+                        NORM_BLOCK, ERROR,
+                    )  # fmt: skip
         ahead2 = load_tile(down, pid * BLOCK_N2, 0, K, INNER_WORDS, BLOCK_N2, BLOCK_K2)
         if PHASE == 0:
             wait_for_all(barrier, programs)
@@ -150,15 +174,19 @@ def _decode_mlp(
                 mask = (offs_n < K)[:, None] & there[None, :]
                 y, _, ahead2, _ = dot_tile(
                     inner, down, down, ahead2, ahead2,
-                    tile * BLOCK_N2, (tile + programs) * BLOCK_N2, K, (0.0, 1.0, 0.0, 1.0),
+                    tile * BLOCK_N2, (tile + programs) * BLOCK_N2, K, K, (0.0, 1.0, 0.0, 1.0),
                     norm_w, norm_b, INNER, False, TOKENS, R, "", INT8, BLOCK_N2, BLOCK_K2,
                 )  # fmt: skip
                 if INT8:
                     y *= tl.load(down_scale + offs_n, mask=offs_n < K, other=0.0)[:, None]
-                if HAS_BIAS:
+                if DOWN_BIAS:
                     y += tl.load(down_bias + offs_n, mask=offs_n < K, other=0.0).to(tl.float32)[
                         :, None
                     ]
+                if ERROR:
+                    held = output + at[None, :] * K + offs_n[:, None]
+                    error = tl.load(held, mask=mask, other=0.0).to(tl.float32)
+                    y += tl.load(fade + token, mask=there, other=0.0)[None, :] * error
                 y = y.to(x.dtype.element_ty)
                 if KEPT:
                     held = output + at[None, :] * K + offs_n[:, None]
@@ -191,6 +219,28 @@ def _decode_mlp(
         if (pid == 0) & (PHASE != 1):
             old_age = tl.load(age + at, mask=there, other=0)
             tl.store(age + at, tl.where(replayed, old_age + 1, 0), mask=there)
+
+
+@triton.jit
+def meet_input(
+    x, base, fade, place, places, beta, eps, norm_w, norm_b, K: tl.constexpr, TOKENS: tl.constexpr,
+    NORM: tl.constexpr, NORM_BLOCK: tl.constexpr, COMPARE: tl.constexpr,
+):  # fmt: skip
+    """Keep norm(x) at the tokens' place; or compare it with what lies there, for `fade`."""
+    offs = tl.arange(0, NORM_BLOCK)
+    inside = offs < K
+    for token in tl.static_range(TOKENS):
+        mean, rstd = norm_of(x + token * K, K, eps, NORM, NORM_BLOCK)
+        a = normed_at(x + token * K, offs, inside, mean, rstd, norm_w, norm_b, NORM)
+        a = a.to(base.dtype.element_ty)
+        held = base + (token * places + tl.load(place)).to(tl.int64) * K + offs
+        if COMPARE:
+            old = tl.load(held, mask=inside, other=0.0).to(tl.float32)
+            change = tl.where(inside, a.to(tl.float32) - old, 0.0)
+            size = tl.maximum(tl.sum(old * old), 1e-12)
+            tl.store(fade + token, tl.exp(-beta * tl.sum(change * change) / size))
+        else:
+            tl.store(held, a, mask=inside)
 
 
 @triton.jit

@@ -107,7 +107,7 @@ def _gemv(
     wait_for_kernel_before(PDL)
     stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
     y, _, _, _ = dot_tile(
-        x, w, w, ahead, ahead, tile * BLOCK_N, n, n, stats, norm_w, norm_b, K, False,
+        x, w, w, ahead, ahead, tile * BLOCK_N, n, n, n, stats, norm_w, norm_b, K, False,
         TOKENS, R, NORM, INT8, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if INT8:
@@ -151,12 +151,13 @@ def load_tile(w, row, k, n, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
 
 @triton.jit
 def dot_tile(
-    x, w, w_pair, ahead, ahead_pair, row, next_row, n, stats, norm_w, norm_b,
+    x, w, w_pair, ahead, ahead_pair, row, next_row, n, n_pair, stats, norm_w, norm_b,
     K: tl.constexpr, PAIR: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr,
     NORM: tl.constexpr, INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """w[row:] · norm(x) of all tokens [BLOCK_N, R], and with PAIR that of a second matrix.
 
+    The matrices have n and n_pair rows.
     `ahead` is the tile's first step, loaded before; that of the tile at next_row is handed back,
     so that loads never pause between tiles.
     """
@@ -172,16 +173,16 @@ def dot_tile(
             then_row, then_k = tl.where(last, next_row, row), tl.where(last, 0, k + BLOCK_K)
             ahead = load_tile(w, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
             if PAIR:
-                ahead_pair = load_tile(w_pair, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
+                ahead_pair = load_tile(w_pair, then_row, then_k, n_pair, WORDS, BLOCK_N, BLOCK_K)
             inside = k + offs_k < WORDS
             for half in tl.static_range(2 if INT8 else 1):
                 at = half * WORDS + k + offs_k
-                a = _normed(x, at, inside, mean_0, rstd_0, norm_w, norm_b, NORM)
+                a = normed_at(x, at, inside, mean_0, rstd_0, norm_w, norm_b, NORM)
                 f = _floats(now, half, INT8)
                 acc_0 += _by_eights(f * a[None, :])
                 b = a
                 if R == 2:
-                    b = _normed(x + K, at, inside, mean_1, rstd_1, norm_w, norm_b, NORM)
+                    b = normed_at(x + K, at, inside, mean_1, rstd_1, norm_w, norm_b, NORM)
                     acc_1 += _by_eights(f * b[None, :])
                 if PAIR:
                     f = _floats(now_pair, half, INT8)
@@ -202,7 +203,7 @@ def dot_tile(
             then_row, then_k = tl.where(last, next_row, row), tl.where(last, 0, k + BLOCK_K)
             ahead = load_tile(w, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
             if PAIR:
-                ahead_pair = load_tile(w_pair, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
+                ahead_pair = load_tile(w_pair, then_row, then_k, n_pair, WORDS, BLOCK_N, BLOCK_K)
             inside = k + offs_k < WORDS
             for half in tl.static_range(2 if INT8 else 1):
                 at = half * WORDS + k + offs_k
@@ -254,10 +255,10 @@ def norm_stats(
     if NORM == "":
         return 0.0, 1.0, 0.0, 1.0
     elif R <= 2:
-        mean_0, rstd_0 = _norm_of(x, K, eps, NORM, NORM_BLOCK)
+        mean_0, rstd_0 = norm_of(x, K, eps, NORM, NORM_BLOCK)
         mean_1, rstd_1 = mean_0, rstd_0
         if R == 2:
-            mean_1, rstd_1 = _norm_of(x + K, K, eps, NORM, NORM_BLOCK)
+            mean_1, rstd_1 = norm_of(x + K, K, eps, NORM, NORM_BLOCK)
         return mean_0, rstd_0, mean_1, rstd_1
     else:
         token = tl.arange(0, R)
@@ -277,7 +278,7 @@ def norm_stats(
 
 
 @triton.jit
-def _norm_of(x, K: tl.constexpr, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
+def norm_of(x, K: tl.constexpr, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
     """One token's mean and 1 / deviation."""
     offs = tl.arange(0, BLOCK)
     a = tl.load(x + offs, mask=offs < K, other=0.0).to(tl.float32)
@@ -289,7 +290,7 @@ def _norm_of(x, K: tl.constexpr, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, at, inside, mean, rstd, norm_w, norm_b, NORM: tl.constexpr):
+def normed_at(x, at, inside, mean, rstd, norm_w, norm_b, NORM: tl.constexpr):
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if NORM != "":
         a = (a - mean) * rstd * tl.load(norm_w + at, mask=inside, other=0.0).to(tl.float32)

@@ -31,6 +31,11 @@ class Weight:
         return self.data.shape[1] * (1 if self.scale is None else 2)
 
     @property
+    def multiple(self) -> int:
+        """Columns must be a multiple of it."""
+        return 1 if self.scale is None else 2
+
+    @property
     def bytes(self) -> int:
         parts = (self.data, self.scale, self.bias)
         return sum(x.numel() * x.element_size() for x in parts if x is not None)
@@ -41,13 +46,21 @@ class Weight:
             return self.data.to(dtype)
         return (_codes(self.data).float() * self.scale[:, None]).to(dtype)
 
-    def part(self, rows: int, columns: int) -> Weight:
-        """The first rows and columns, with a copy where columns are left out."""
-        scale, bias = (None if x is None else x[:rows] for x in (self.scale, self.bias))
-        data = self.data[:rows]
-        if columns < self.columns:
-            data = data[:, :columns] if scale is None else _words(_codes(data)[:, :columns])
-        return Weight(data.contiguous(), scale, bias)
+    def pick(self, index: Tensor) -> Weight:
+        """Some of the rows."""
+        scale, bias = (None if x is None else x[index] for x in (self.scale, self.bias))
+        return Weight(self.data[index], scale, bias)
+
+    def like(self, matrix: Tensor) -> Weight:
+        """A matrix of floats, stored as this one is."""
+        weight = Weight(matrix.contiguous())
+        return weight if self.scale is None else to_int8(weight)
+
+    def below(self, other: Weight) -> Weight:
+        """A matrix of this one's rows and then the other's, both without a bias."""
+        both = self.scale, other.scale
+        scale = None if both[0] is None or both[1] is None else torch.cat([both[0], both[1]])
+        return Weight(torch.cat([self.data, other.data]), scale)
 
 
 def to_int8(weight: Weight) -> Weight:
