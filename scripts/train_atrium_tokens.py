@@ -45,11 +45,12 @@ from training import (
 )
 
 from tachyscope.models.atrium.words import VOCAB, WordTokenizer
+from tachyscope.models.llama import Layer
 from tachyscope.models.token_model import Sampler, draw_noise
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer
 from tachyscope.models.vila_u.model import VilaModel, load_vila, save_vila
-from tachyscope.models.vila_u.transformer import Layer, Vila
+from tachyscope.models.vila_u.transformer import Vila
 from tachyscope.types import Mlp, Rope, Shape
 from tachyscope.worlds import atrium
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tachyscope.errors import TachyscopeError
+    from tachyscope.models.causal_lm import token_adapter
     from tachyscope.models.registry import load
     from tachyscope.plan import Plan
     from tachyscope.rollout import rollout
@@ -25,6 +26,7 @@ __all__ = [
     "load",
     "open",
     "rollout",
+    "token_adapter",
 ]
 
 # Imported when first used: rooms without torch must not pay for it.
@@ -36,6 +38,7 @@ _HOMES = {
     "load": "models.registry",
     "open": "stream",
     "rollout": "rollout",
+    "token_adapter": "models.causal_lm",
 }
 
 

@@ -163,6 +163,27 @@ VILA = {
     "list": Bound(0, 16),  # numbers in a list
 }
 
+# what a config.json says of a Cosmos model, by our names
+COSMOS = {
+    "hidden": WIDTH,
+    "intermediate": Bound(1, 1_048_576),
+    "layers": LAYERS,
+    "heads": Bound(1, 1_024),
+    "kv_heads": Bound(1, 1_024),
+    "head_dim": Bound(6, 8_192),
+    "eps": EPS,
+    "theta": Bound(1e-6, 1e12),
+    "yarn": Bound(1.0, 1e3),
+    "trained": Bound(1, 1_024),
+    "grid": Bound(1, 1_024),
+    "levels": Bound(1, 1_024),
+    "stride": Bound(1, 64),
+    "fps": Bound(1, 1_000),
+    "temperature": Bound(1e-6, 1e3),
+    "top_k": Bound(1, 10_000_000),
+    "top_p": PART,
+}
+
 # what config files say of Wan's text encoder (transformers) and VAE (diffusers), by their names
 PARTS = {
     "vocab_size": Bound(1, 10_000_000),

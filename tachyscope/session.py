@@ -255,4 +255,4 @@ class Session(State):
         return self.rope.cos_sin(pos, self.dtype, self._origin, self._frequencies)
 
     def _rotate(self, raw: Tensor, pos: Tensor) -> Tensor:
-        return self.rope.rotate(raw, pos, self._origin)
+        return self.rope.rotate(raw, pos, self._origin, self._frequencies)

@@ -68,6 +68,8 @@ class Rope:
     theta: float = 10000.0
     interleaved: bool = True  # pairs are (2i, 2i + 1); else (i, i + half)
     scale: float = 1.0  # coordinates are divided by it (linear scaling)
+    speeds: tuple[float, ...] = ()  # of every pair, axis after axis, where theta does not tell them
+    amplitude: float = 1.0  # cos and sin are multiplied by it (YaRN's attention factor)
 
     def frequencies(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Every channel's coordinate, as weights [3, D] of (t, y, x), and its speed [D].
@@ -86,6 +88,8 @@ class Rope:
             return torch.stack([first, second], -1 if self.interleaved else -2).flatten(-2)
 
         weight, speed = torch.cat(weights, -1), torch.cat(speeds)
+        if self.speeds:
+            speed = torch.tensor(self.speeds, **kind)
         return pairs(weight, weight), pairs(-speed, speed)
 
     def cos_sin(
@@ -104,7 +108,10 @@ class Rope:
         place = pos.double() @ weights
         angle = (place if origin is None else place + origin) * speeds
         wide = torch.promote_types(dtype, torch.float32)
-        return angle.cos().to(wide), angle.sin().to(wide)
+        cos, sin = angle.cos(), angle.sin()
+        if self.amplitude != 1:
+            cos, sin = cos * self.amplitude, sin * self.amplitude
+        return cos.to(wide), sin.to(wide)
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [..., D] turned by angles that broadcast to it, in the angles' type."""
@@ -114,9 +121,15 @@ class Rope:
             partner = x.roll(x.shape[-1] // 2, -1)
         return (x * cos).add_(partner * sin).to(x.dtype)
 
-    def rotate(self, x: Tensor, pos: Tensor, origin: Tensor | None = None) -> Tensor:
+    def rotate(
+        self,
+        x: Tensor,
+        pos: Tensor,
+        origin: Tensor | None = None,
+        frequencies: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """x [B, H, N, D] at positions pos [B, H or 1, N, 3]."""
-        return self.apply(x, *self.cos_sin(pos, x.dtype, origin))
+        return self.apply(x, *self.cos_sin(pos, x.dtype, origin, frequencies))
 
 
 class Mlp(Protocol):

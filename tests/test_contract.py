@@ -18,6 +18,7 @@ import tachyscope as ts
 from tachyscope.calibrate import calibrate
 from tachyscope.graph_runner import ChunkRunner
 from tachyscope.models.checkpoint import write_tensors
+from tachyscope.models.cosmos_ar.model import toy_cosmos
 from tachyscope.models.wan.context import Absolute, Rolling
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.plan import POLICIES
@@ -63,11 +64,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def families(kind, name):
     """Models that a policy serves; passes are skipped in "steps", which has four of denoising."""
     if kind == "passes":
-        return ("tokens",) if name == "draft" else ("steps",)
+        return ("tokens", "cosmos") if name == "draft" else ("steps",)
     if name in ("neurons", "prune"):
-        return ("tokens",)
+        return ("tokens",)  # what calibrates cosmos are given frames
     # a token model has no cross-attention
-    return ("chunks", "rolling") if kind == "text" else ("chunks", "rolling", "tokens")
+    return ("chunks", "rolling") if kind == "text" else ("chunks", "rolling", "tokens", "cosmos")
 
 
 CASES = [
@@ -85,6 +86,8 @@ CHUNKS = 5
 def model_of(family, device):
     if family == "tokens":
         return load("toy-tokens", device=device)
+    if family == "cosmos":
+        return toy_cosmos(device=device)
     rule = Rolling() if family == "rolling" else Absolute()
     steps = (1000, 750, 500, 250) if family == "steps" else CONFIG.steps
     return random_wan(dataclasses.replace(CONFIG, context=rule, steps=steps), device=device)
@@ -108,7 +111,11 @@ def plan_of(kind, setting, family):
 
 
 def stream(plan, family, device, seed=0):
-    return ts.open(model_of(family, device), plan, prompt="a b", seed=seed)
+    model = model_of(family, device)
+    if family == "cosmos":
+        first = np.arange(3 * 16 * 16 * 3, dtype=np.uint8).reshape(3, 16, 16, 3)
+        return ts.open(model, plan, first=first, seed=seed)
+    return ts.open(model, plan, prompt="a b", seed=seed)
 
 
 def play(stream, chunks=CHUNKS):

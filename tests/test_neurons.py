@@ -15,8 +15,8 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.replay import remembered_error
 from tachyscope.kernels.replay.reference import remembered_error_reference
 from tachyscope.models.checkpoint import read_tensors, write_tensors
+from tachyscope.models.llama import SwiGlu
 from tachyscope.models.vila_u.model import toy_tokens
-from tachyscope.models.vila_u.transformer import SwiGlu
 from tachyscope.numerics import own_numerics
 
 WIDTH, INNER, LAYERS = TOKENS.width, 64, TOKENS.layers

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tachyscope.models.llama import SwiGlu
 from tachyscope.models.registry import load
-from tachyscope.models.vila_u.transformer import SwiGlu
 from tachyscope.numerics import own_numerics
 
 PAIRS = 2_000

@@ -12,6 +12,7 @@ import torch
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
+from tachyscope.models.cosmos_ar.model import load_cosmos
 from tachyscope.models.vila_u.model import load_vila, toy_tokens
 from tachyscope.models.wan.loading import load_wan
 from tachyscope.models.wan.model import WanModel
@@ -83,6 +84,12 @@ MODELS = {
         wan=True,
     ),
     "vila_u": Entry("any VILA-U checkpoint folder", "tokens", load_vila, weights=True),
+    "cosmos_ar": Entry(
+        "NVIDIA Cosmos-Predict1 4B or 12B: model.pt, goes on from given frames",
+        "tokens",
+        load_cosmos,
+        weights=True,
+    ),
 }
 
 # models that are known without a checkpoint, as shapes alone

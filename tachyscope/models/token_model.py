@@ -219,6 +219,9 @@ class TokenModel(VideoModel):
         shape = session.shape
         each = self._videos(shape) // len(session.generators)
         sizes = each, shape.tokens_per_frame, self.depth, self.codes
+        if self.sampler.top_k == 1:  # nothing is drawn
+            one = torch.ones((), dtype=torch.float32, device=self.device)
+            return one.expand(self._videos(shape), *sizes[1:])
         return torch.cat([draw_noise(x, sizes, self.device) for x in session.generators])
 
     @torch.no_grad()

@@ -55,6 +55,10 @@ class VilaConfig:
         _demand(differ, "actions must be letters that differ", actions)
 
     @property
+    def qk_norm(self) -> bool:
+        return False
+
+    @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
         rows, columns = self.pixels.latent or self.grid

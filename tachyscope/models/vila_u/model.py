@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,12 +27,13 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
+from tachyscope.models.llama import trunk_shape
 from tachyscope.models.token_model import Attends, TokenModel
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.decode import decode_parts
 from tachyscope.models.vila_u.depth import DepthConfig
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
-from tachyscope.models.vila_u.transformer import Layer, Vila
+from tachyscope.models.vila_u.transformer import Vila
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.numerics import own_numerics
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
@@ -69,8 +70,8 @@ class VilaModel(TokenModel):
         self.sampler, self.draw_macs = config.sampler, transformer.head.macs
 
     @property
-    def mlps(self) -> list[SliceableMlp]:
-        return [cast(Layer, layer).mlp for layer in self.transformer.trunk.layers]
+    def mlps(self) -> Sequence[SliceableMlp]:
+        return self.transformer.trunk.mlps
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
@@ -79,19 +80,7 @@ class VilaModel(TokenModel):
                 f"{self.name} makes frames of {c.size[0]}x{c.size[1]} pixels only, "
                 f"got {size[0]}x{size[1]}: leave the size out"
             )
-        projections = 2 * c.hidden * (c.heads + c.kv_heads) * c.head_dim
-        return Shape(
-            layers=c.layers,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            width=c.hidden,
-            grid=c.grid,
-            token_by_token=True,
-            batch=2 if c.sampler.guided else 1,
-            paired=c.sampler.guided,
-            macs=c.layers * projections,
-        )
+        return trunk_shape(c, c.grid, c.sampler.guided)
 
     def on_meta(self) -> Self:
         found = copy.copy(self)

@@ -1,0 +1,1 @@
+"""NVIDIA Cosmos, autoregressive: Predict1 4B and 12B."""

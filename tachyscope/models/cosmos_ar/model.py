@@ -1,0 +1,311 @@
+"""Cosmos as a stream drives it, and its checkpoints' files.
+
+The published container is `model.pt`: tensors under NVIDIA's names, perhaps in an entry "model".
+A model goes on from given frames: it has no prompt, and nothing that a video could begin with.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tachyscope.errors import TachyscopeError, shown
+from tachyscope.models.base import MemoryParts
+from tachyscope.models.checkpoint import (
+    allocate,
+    check_finite,
+    fit,
+    matched,
+    read_json,
+    read_tensors,
+    strip_prefixes,
+    write_json,
+    write_tensors,
+)
+from tachyscope.models.cosmos_ar.config import CosmosConfig, published
+from tachyscope.models.cosmos_ar.pictures import Preview, VideoTokenizer
+from tachyscope.models.llama import Trunk, trunk_shape
+from tachyscope.models.token_model import Attends, Prompt, Sampler, TokenModel
+from tachyscope.numerics import own_numerics
+from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
+from tachyscope.session import Session
+from tachyscope.types import Rope, Shape, SliceableMlp
+
+WEIGHTS = ("model.safetensors", "model.pt")
+# NVIDIA's names, and transformers' of a Qwen3; a layer's without "layers.N."
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+SHOWN = "pictures."  # codes that the next pictures hang on, by video
+
+
+class Cosmos(nn.Module):
+    """The trunk, which is a Qwen3's but for its rotation, and what its states are to codes."""
+
+    def __init__(self, config: CosmosConfig) -> None:
+        super().__init__()
+        self.model = Trunk(config)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+
+
+class CosmosModel(TokenModel):
+    """Cosmos behind the session: a code a place, no prompt."""
+
+    transformer: Cosmos
+    actions = ""
+    depth = 1
+
+    def __init__(
+        self,
+        transformer: Cosmos,
+        config: CosmosConfig,
+        tokenizer: VideoTokenizer | None = None,
+        name: str = "cosmos-ar",
+    ) -> None:
+        self.transformer, self.config, self.name = transformer, config, name
+        self.tokenizer = Preview(config) if tokenizer is None else tokenizer
+        weight = transformer.model.norm.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.fps, self.size = config.fps, config.size
+        self.grid, self.codes, self.sampler = config.grid, config.vocab, config.sampler
+        self.draw_macs = config.hidden * config.vocab
+
+    @property
+    def mlps(self) -> Sequence[SliceableMlp]:
+        return self.transformer.model.mlps
+
+    @property
+    def decoder_name(self) -> str:
+        return self.tokenizer.name
+
+    def shape(self, size: tuple[int, int] | None = None) -> Shape:
+        if size is not None and tuple(size) != self.size:
+            raise TachyscopeError(
+                f"{self.name} makes frames of {self.size[0]}x{self.size[1]} pixels only, "
+                f"got {size[0]}x{size[1]}: leave the size out"
+            )
+        return trunk_shape(self.config, self.grid, False)
+
+    def rope(self, shape: Shape) -> Rope:
+        c = self.config
+        return Rope(c.axes, theta=c.theta, interleaved=False, speeds=c.speeds)
+
+    def pixel_frames(self, latents: int) -> int:
+        return max(0, 1 + self.config.stride[0] * (latents - 1))
+
+    def on_meta(self) -> Self:
+        found = copy.copy(self)
+        found.device = torch.device("meta")
+        found.transformer = copy.deepcopy(self.transformer).to("meta")
+        return found
+
+    def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
+        tokens, width = shape.tokens_per_frame, self.config.hidden
+        x = torch.empty(shape.batch, tokens, width, dtype=self.dtype, device="meta")
+        return MemoryParts(
+            weights=tensor_bytes(self.transformer.parameters()),
+            decoder=0,  # the caller's
+            prompt=0,
+            activations=peak(lambda: self.transformer.model(FreeAttention(), x)),
+            decoding=0,
+        )
+
+    def encode_prompt(self, prompt: str) -> Prompt:
+        if prompt.strip():
+            raise TachyscopeError(
+                f"{self.name} goes on from given frames and takes no prompt, got "
+                f"{shown(prompt)}: leave the prompt out"
+            )
+        return Prompt(torch.zeros(1, 0, dtype=torch.int64, device=self.device), ())
+
+    def join_prompts(self, prompts: Sequence[Prompt]) -> Prompt:
+        return prompts[0]
+
+    def prefill_prompt(self, session: Session, prompt: Prompt) -> None:
+        return None
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        return []
+
+    def embed_prompt(self, ids: Tensor) -> Tensor:
+        return self.transformer.model.embed_tokens(ids)
+
+    def embed(self, codes: Tensor, actions: int | Tensor | None) -> Tensor:
+        return self.transformer.model.embed_tokens(codes[..., 0])
+
+    def run_trunk(self, session: Attends, x: Tensor) -> Tensor:
+        return self.transformer.model(session, x)
+
+    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
+        found = self.sampler.guide(self.transformer.lm_head(states))[:, None]
+        if logits is not None:
+            logits.copy_(found)
+        return self.sampler.pick(found, noise)
+
+    def logits(self, states: Tensor, codes: Tensor) -> Tensor:
+        return self.sampler.guide(self.transformer.lm_head(states))[:, :, None]
+
+    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+        if "hidden" not in session.features:
+            raise TachyscopeError(
+                f"{self.name} goes on from given frames, got none: give `first`, 1 frame or "
+                f"{1 + self.config.stride[0]}"
+            )
+        return super().sample(session, actions)
+
+    def prefill_latents(
+        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
+    ) -> None:
+        super().prefill_latents(session, latents, actions, shown)
+        if not shown:
+            for video, part in enumerate(latents):
+                self._remember(session, part, video)
+
+    def decoder_state(self, session: Session) -> dict[str, Tensor]:
+        return {k: x for k, x in session.features.items() if k.startswith(SHOWN)}
+
+    def encode_frames(self, frames: np.ndarray) -> Tensor:
+        """Latents [1, T, rows, columns, 1] of frames uint8 [F, H, W, 3]."""
+        every = self.config.stride[0]
+        if frames.shape[1:3] != self.size:
+            high, wide = self.size
+            raise TachyscopeError(
+                f"{self.name} takes frames of {high}x{wide} pixels only, "
+                f"got {frames.shape[1]}x{frames.shape[2]}: resize them"
+            )
+        if len(frames) % every != 1:
+            raise TachyscopeError(
+                f"{self.name} takes 1, {1 + every}, {1 + 2 * every}, … first frames, got "
+                f"{len(frames)}: leave some out"
+            )
+        return self.tokenizer.encode(frames)[None, ..., None].to(self.device)
+
+    def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
+        """The newest pictures of all codes that are kept: a causal decoder sees those before."""
+        codes = self._remember(session, latents[0], video)
+        frames = self.tokenizer.decode(codes)
+        return frames[self.pixel_frames(len(codes) - latents.shape[1]) :]
+
+    def _remember(self, session: Session, latents: Tensor, video: int) -> Tensor:
+        """The video's codes [T, rows, columns] with these [t, rows, columns, 1] behind them."""
+        name = f"{SHOWN}{video}"
+        codes = latents[..., 0]
+        if name in session.features:
+            codes = torch.cat([session.features[name], codes])
+        session.features[name] = codes
+        return codes
+
+
+def load_cosmos(
+    path: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    tokenizer: VideoTokenizer | None = None,
+) -> CosmosModel:
+    """The model in a published file or its folder, or in one with a config.json of ours."""
+    path, config = Path(path), None
+    if path.is_dir():
+        name, told = path.resolve().name, path / "config.json"
+        found = [path / file for file in WEIGHTS if (path / file).is_file()]
+        if not found:
+            raise TachyscopeError(
+                f"{path} must hold one of {', '.join(WEIGHTS)}, it has none: "
+                f"copy it from the published checkpoint"
+            )
+        if told.is_file() and (values := read_json(told)).get("model_type") == "cosmos_ar":
+            config = CosmosConfig.parse(values, str(told))
+        path = found[0]
+    else:
+        name = path.stem
+    where, tensors = str(path), qwen_names(read_tensors(path), str(path))
+    config = published(tensors, where) if config is None else config
+    with torch.device("meta"):
+        model = Cosmos(config)
+    matched(model, tensors, where)  # before memory is taken
+    model = allocate(model.to(dtype), device, where)
+    fit(model, tensors, where)
+    check_finite(model, where)
+    return CosmosModel(model.eval(), config, tokenizer, name)
+
+
+def save_cosmos(model: CosmosModel, folder: Path | str) -> None:
+    """Write the model under NVIDIA's names, with a config.json that tells its sizes."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {nvidia_name(k): x for k, x in model.transformer.state_dict().items()}
+    write_tensors(folder / WEIGHTS[0], tensors)
+    write_json(folder / "config.json", model.config.to_json())
+
+
+def qwen_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """A file's tensors under the module's names; what only training reads is left out."""
+    found = {}
+    for name, tensor in strip_prefixes(tensors).items():
+        if name.endswith("_extra_state"):
+            continue
+        if ".cross_attention." in name:
+            raise TachyscopeError(
+                f"{where} is a Video2World model, which reads a prompt by cross-attention "
+                f"({name}): give Cosmos-Predict1-4B or -12B"
+            )
+        found[_renamed(name, NAMES, LAYER_NAMES, "model.")] = tensor
+    return found
+
+
+def nvidia_name(name: str) -> str:
+    """NVIDIA's name of a tensor of the module."""
+    back, layers = ({v: k for k, v in names.items()} for names in (NAMES, LAYER_NAMES))
+    return _renamed(name, back, layers, "").replace("model.layers.", "layers.")
+
+
+def _renamed(name: str, names: Mapping[str, str], layers: Mapping[str, str], prefix: str) -> str:
+    part, _, end = name.rpartition(".")
+    if inside := re.fullmatch(r"((?:model\.)?layers\.\d+\.)(.+)", part):
+        return f"{prefix}{inside[1]}{layers.get(inside[2], inside[2])}.{end}"
+    return f"{names.get(part, part)}.{end}"
+
+
+def toy_cosmos(
+    seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> CosmosModel:
+    """A tiny random model: 16x16 pixels of 4x4 places, 2 frames a latent one."""
+    config = CosmosConfig(
+        hidden=64,
+        intermediate=96,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        yarn=2.0,
+        trained=(3, 4),
+        grid=(4, 4),
+        levels=(4, 4, 4),
+        stride=(2, 4, 4),
+        sampler=Sampler(cfg=1.0, top_k=64, top_p=0.8),
+    )
+    # drawn on the CPU, so that it is the same model on every device
+    with own_numerics(seed):
+        model = Cosmos(config).eval().to(device, dtype)
+    return CosmosModel(model, config, name="toy-cosmos")
