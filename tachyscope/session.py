@@ -116,8 +116,6 @@ class Session(State):
                     out = self.plan.attention.attend(rotated_q, here, ctx, self.meter)
                 else:
                     out = self._attend_present(rotated_q, here, ctx)
-        if self._reads_past and layer + 1 < len(self.layers):
-            self.layers[layer + 1].decode_ahead(ctx.past)
         for observer in self.observers:
             observer.on_attend(ctx, q, k, v, rotated_q)
         return out
@@ -189,8 +187,6 @@ class Session(State):
         for observer in self.observers:
             observer.on_commit(self._context, n)
         past, kept = 0, self.past if plan.cache.appends else 0
-        if (ahead := self.layers[0].ahead) is not None:
-            ahead.join()  # a clean pass does not read what was decoded for its last layer
         on_merge = self._on_merge if self.observers else None
         for i, layer in enumerate(self.layers):
             ctx = self._context.for_layer(i)
@@ -255,4 +251,4 @@ class Session(State):
         return self.rope.cos_sin(pos, self.dtype, self._origin, self._frequencies)
 
     def _rotate(self, raw: Tensor, pos: Tensor) -> Tensor:
-        return self.rope.rotate(raw, pos, self._origin, self._frequencies)
+        return self.rope.rotate(raw, pos, self._origin)

@@ -31,7 +31,6 @@ from tachyscope.state_file import (
     whole_numbers,
 )
 from tachyscope.store import KVStore
-from tachyscope.store.ahead import DecodedAhead
 from tachyscope.types import PassContext, Rope, Shape, Text
 
 
@@ -89,15 +88,6 @@ class State:
         slots = self.slots_for(self.lengths)
         check_memory(self.plan, self.shape, slots, self.dtype, self.device)
         self.layers = [self._empty_layer(slots) for _ in range(self.shape.layers)]
-        self._share_memory()
-
-    def _share_memory(self) -> None:
-        """What codes are decoded into ahead of their reading belongs to all layers."""
-        (first, *_) = self.layers
-        if self.device.type == "cuda" and first.scales and self.plan.attention.indexes:
-            ahead = DecodedAhead(first.slots - self.shape.max_pass_tokens)
-            for layer in self.layers:
-                layer.ahead = ahead
 
     def _begin_anew(self) -> None:
         """`reset` of all but the layers."""
@@ -228,7 +218,6 @@ class State:
             setattr(self, name, meta[name])
         self.replay.ready, self.seeds = set(meta["ready"]), tuple(meta["seeds"])
         self.layers = layers
-        self._share_memory()
         self.texts = [
             Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.log_count"))
             for i in range(meta["texts"])

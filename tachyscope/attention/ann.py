@@ -257,7 +257,7 @@ class Ann(AttentionPolicy):
     ) -> Tensor:
         """Attention over the blocks that each tile has chosen, and all present entries."""
         most, own = self._blocks_read(blocks, ctx), layer.own["attention"]
-        past = layer.decoded_past(ctx.past)
+        past = layer.past(ctx.past)
         table = BlockTable(
             past.k, past.v, own["log_count"], own["map"][..., :most], own["count"],
             self._tile(ctx.shape), blocks.size, ragged=self.top_p is not None,

@@ -14,7 +14,6 @@ from tachyscope.kernels.codes import Past, decode, decode_into, encode
 from tachyscope.kernels.merge import Entries, join_entries, merge_entries, take
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.kernels.slots import permute, shift
-from tachyscope.store.ahead import DecodedAhead
 from tachyscope.types import PassContext, Rope, Shape
 
 # unrotated keys [B, Hkv, n, D] and their positions -> rotated keys
@@ -46,7 +45,6 @@ class KVStore:
     present    [B, Hkv, S, D]       the present chunk of these, by name, where they are codes
     own        tensors that policies declared, by kind of policy and name
     scratch    what an attention policy keeps from one pass over a chunk to the next; no state
-    ahead      where codes are decoded ahead of their reading; shared by the layers, no state
 
     Slots up to `ctx.past` are the past; from there on a pass writes. What is stored as codes is
     encoded when its chunk is final (`append`), and then moved as codes.
@@ -62,7 +60,6 @@ class KVStore:
     own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     per_slot: frozenset[tuple[str, str]] = frozenset()
     scratch: tuple[Tensor, ...] = ()
-    ahead: DecodedAhead | None = None
 
     @classmethod
     def empty(
@@ -179,16 +176,6 @@ class KVStore:
         """Past entries up to slot `end`, as they are stored."""
         scales = [self.scales[name][:, :, :end] if self.scales else None for name in ("k", "v")]
         return Past(self.k[:, :, :end], self.v[:, :, :end], *scales)
-
-    def decode_ahead(self, end: int) -> None:
-        """Have the past up to slot `end` decoded beside what runs now, for `decoded_past`."""
-        if self.ahead is not None:
-            self.ahead.start(self, self.past(end), self.dtype)
-
-    def decoded_past(self, end: int) -> Past:
-        """`past`, in the model's dtype where it was decoded ahead."""
-        ready = None if self.ahead is None else self.ahead.take(self, end)
-        return ready or self.past(end)
 
     def read(
         self, ctx: PassContext, *runs: Run, log_count: Tensor | None = None

@@ -376,14 +376,19 @@ def _slide(
     elif part == 1:
         _move(v + b * v_b + h * v_h, v_n, c, c >= 0, order, stay, excess, count, N)
     elif part == 2:
+        # what is one or three numbers an entry, shared out over the programs
+        cuts = tl.num_programs(1)
         if cut == 0:
             axis = tl.arange(0, 4)
             _move(pos + b * p_b + h * p_h, p_n, axis, axis < 3, order, stay, excess, count, N)
-            axis = tl.arange(0, 1)
+        axis = tl.arange(0, 1)
+        if cut == 1 % cuts:
             _move(log_count + b * w_b + h * w_h, 1, axis, axis < 1, order, stay, excess, count, N)
-            if CODED:
-                scale_at = b * s_b + h * s_h
+        if CODED:
+            scale_at = b * s_b + h * s_h
+            if cut == 2 % cuts:
                 _move(k_scale + scale_at, 1, axis, axis < 1, order, stay, excess, count, N)
+            if cut == 3 % cuts:
                 _move(v_scale + scale_at, 1, axis, axis < 1, order, stay, excess, count, N)
     else:
         _move(unrotated + b * r_b + h * r_h, r_n, c, c >= 0, order, stay, excess, count, N)
