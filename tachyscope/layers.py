@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
+from tachyscope.attention.ann import Ann
+from tachyscope.cache.bank import Bank
 from tachyscope.errors import TachyscopeError
 from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 from tachyscope.replay.runners import replay_tensors
 from tachyscope.store import KVStore
+from tachyscope.store.bank import BankLayout, BlockBank
 from tachyscope.types import PassContext, Shape
 
 
@@ -20,21 +23,35 @@ def slots_for(plan: Plan, shape: Shape, lengths: Sequence[int], latent_frames: i
     cache, prompt = plan.cache, max(lengths, default=0)
     slots = cache.capacity(shape, prompt, latent_frames)
     plan.attention.check(shape, prompt, None if cache.grows else slots)
+    bank_layout(plan, shape, slots)
     return slots
+
+
+def bank_layout(plan: Plan, shape: Shape, slots: int) -> BankLayout | None:
+    """How the plan's bank cuts up a layer of so many slots; None where it has none."""
+    if not isinstance(plan.cache, Bank):
+        return None
+    assert isinstance(plan.attention, Ann)
+    return plan.attention.bank_layout(shape, slots, plan.cache.budget.entries(shape))
 
 
 def empty_layer(
     plan: Plan, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device
 ) -> KVStore:
     """One layer's cache with nothing in it."""
+    layout, bank = bank_layout(plan, shape, slots), None
+    if layout is not None:
+        assert isinstance(plan.cache, Bank)
+        bank = BlockBank.empty(layout, shape, plan.cache.host, dtype, device)
     declared = {
         "cache": plan.cache.tensors(shape, slots, device),
-        "attention": plan.attention.tensors(shape, slots, device),
+        # of a bank's past the bank has the index
+        "attention": {} if bank else plan.attention.tensors(shape, slots, device),
         "replay": replay_tensors(plan.replay, shape, dtype, device),
     }
     return KVStore.empty(
         shape, slots, plan.cache.cache_heads(shape), dtype, device,
-        unrotated=plan.cache.keeps_unrotated, codes=plan.store.codes, declared=declared,
+        unrotated=plan.cache.keeps_unrotated, codes=plan.store.codes, bank=bank, declared=declared,
     )  # fmt: skip
 
 
@@ -46,6 +63,15 @@ def check_memory(
     The system itself may grant what it does not have, and end the process when it is used.
     """
     limit = memory_of(device)
+    if isinstance(plan.cache, Bank):
+        meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"))
+        needed = shape.layers * sum(x.nbytes for x in meta.host_tensors().values())
+        most = memory_of(torch.device("cpu"))
+        if most is not None and needed > most:
+            raise TachyscopeError(
+                f"host memory of {most / 1e9:.3g} GB does not hold a bank of {needed / 1e9:.3g} "
+                f"GB: lower its budget={plan.cache.budget}, or set host=int4"
+            )
     size = 2 * shape.layers * shape.batch * shape.kv_heads * slots * shape.head_dim
     size *= (plan.store.codes or dtype).itemsize
     if limit is not None and size > limit:

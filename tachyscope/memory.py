@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tachyscope.arguments import parse_plan
 from tachyscope.bounds import check
+from tachyscope.cache.bank import Bank
 from tachyscope.cache.merge import Merge
 from tachyscope.errors import TachyscopeError
 from tachyscope.layers import empty_layer, make_room, slots_for
@@ -79,8 +80,13 @@ class Shapes:
     def tensors(self) -> dict[str, int]:
         """Bytes of all layers, by the tensors' names."""
         (layer,) = self.layers
-        held = layer.tensors() | {f"present.{name}": x for name, x in layer.present.items()}
+        held = layer.tensors() | layer.buffers()
         return {name: self.shape.layers * tensor_bytes([x]) for name, x in held.items()}
+
+    def host(self) -> int:
+        """Bytes of all layers in host memory."""
+        (layer,) = self.layers
+        return self.shape.layers * tensor_bytes(layer.host_tensors().values())
 
     def reading(self) -> int:
         """Bytes that one layer's attention works with, beside what goes in and out."""
@@ -122,6 +128,7 @@ class Need:
     weights: int
     decoder: int  # its weights, and what it keeps between chunks
     cache: dict[str, int]  # by tensor
+    host: int  # of the cache in host memory, which is no part of the sums
     prompt: int
     activations: int  # of a pass, attention left out
     attention: int
@@ -210,6 +217,7 @@ def _model_parts(model: VideoModel, session: Shapes) -> dict[str, Any]:
 def _need(session: Shapes, parts: Mapping[str, Any]) -> Need:
     return Need(
         cache=session.tensors(),
+        host=session.host(),
         attention=session.reading(),
         committing=session.committing(),
         **parts,
@@ -268,6 +276,10 @@ def fit(
 def bounded(plan: Plan, count: int) -> Plan:
     """The plan with a cache of so many latent frames; one without a budget merges instead."""
     cache = plan.cache
+    if isinstance(cache, Bank):
+        return dataclasses.replace(
+            plan, cache=dataclasses.replace(cache, resident=Size(count, True))
+        )
     budget: Any = {"budget": Size(count, True)}
     if getattr(cache, "budget", None) is None:
         return dataclasses.replace(plan, cache=Merge(**budget))
@@ -310,6 +322,8 @@ def lines(found: Document) -> list[str]:
     ]
     sizes = [(name, size) for name, size in stays.items() if size]
     sizes += [("stays", sum(stays.values())), *turns, ("peak", row["peak_bytes"])]
+    if row["host_bytes"]:
+        sizes.append(("in host memory", row["host_bytes"]))
     high, wide = row["grid"]
     out = [
         f"{row['model']} {row['dtype']}, {row['frames']} frames",

@@ -68,6 +68,9 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     replayed = total.get("rows_replayed", 0.0) + total.get("simulated_rows_replayed", 0.0)
     total["share_all"] = replayed / max(seen, 1.0)
     total["share_eligible"] = replayed / max(total.get("rows_eligible", 0.0), 1.0)
+    if total.get("blocks_wanted"):
+        for name in ("late", "denied"):
+            total[f"{name}_share"] = total[f"blocks_{name}"] / total["blocks_wanted"]
     if total.get("text_pairs_dense"):
         total["text_density"] = total["text_pairs"] / total["text_pairs_dense"]
     return total

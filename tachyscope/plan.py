@@ -16,6 +16,7 @@ from tachyscope.attention.dense import Dense, DenseText
 from tachyscope.attention.pads import Pads
 from tachyscope.attention.window import Window as ReadWindow
 from tachyscope.cache import CachePolicy
+from tachyscope.cache.bank import Bank
 from tachyscope.cache.dedup import Dedup
 from tachyscope.cache.keep_all import KeepAll
 from tachyscope.cache.merge import Merge
@@ -42,7 +43,13 @@ from tachyscope.types import Shape, Size
 
 # every kind of policy, as `Plan` has them, and its policies by name
 POLICIES: dict[str, dict[str, Any]] = {
-    "cache": {"keep_all": KeepAll, "window": Window, "merge": Merge, "dedup": Dedup},
+    "cache": {
+        "keep_all": KeepAll,
+        "window": Window,
+        "merge": Merge,
+        "dedup": Dedup,
+        "bank": Bank,
+    },
     "store": {"native": Native, "int8": Int8, "fp8": Fp8},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann},
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
@@ -147,6 +154,8 @@ class Plan(Mapping[str, Any]):
                 f"cache={spell(self.cache)} says itself what a pass reads, got "
                 f"attention={spell(self.attention)}: use attention=dense, or leave view out"
             )
+        if isinstance(self.cache, Bank):
+            self._check_bank(shape)
         why = self.passes.refusal(shape, replays=self.replay is not None)
         if why is not None:
             raise TachyscopeError(f"{why}, got passes={spell(self.passes)}: leave passes out")
@@ -159,6 +168,21 @@ class Plan(Mapping[str, Any]):
                 f"this model makes no video token by token, got replay={spell(self.replay)}: use "
                 f"replay=attentive, random or every_k"
             )
+
+    def _check_bank(self, shape: Shape) -> None:
+        """Raise where a bank, which is read by its index alone, cannot be."""
+        ann = self.attention if isinstance(self.attention, Ann) else None
+        faults = {
+            f"attention={spell(self.attention)}: use attention=ann:k=1280": ann is None,
+            "top_p: give ann a k or read": ann is not None and ann.top_p is not None,
+            "dense_passes or dense_layers: leave them out": ann is not None
+            and bool(ann.dense_passes or ann.dense_layers),
+            f"store={spell(self.store)}: leave it out, and set host": self.store != Native(),
+            "a model that writes token by token: use another cache": shape.token_by_token,
+        }
+        for fault, found in faults.items():
+            if found:
+                raise TachyscopeError(f"cache=bank cannot serve {fault}")
 
     def __str__(self) -> str:
         written = {k: x for k, x in self.items() if k not in SHORT or x != DEFAULT[k]}

@@ -14,6 +14,7 @@ from tachyscope.layers import make_room
 from tachyscope.observers import Observer
 from tachyscope.state import State
 from tachyscope.store import KVStore
+from tachyscope.store.bank import COUNTERS, sum_counters
 from tachyscope.types import DenoisePass, Mlp, PassContext
 
 NO_SPAN: AbstractContextManager[None] = nullcontext()
@@ -245,6 +246,17 @@ class Session(State):
         """A chunk like the last was made and committed by the launches that had made that."""
         self.made += self.shape.chunk
         self._count(self.shape.chunk * self.shape.tokens_per_frame)
+
+    def count_bank(self) -> None:
+        """Add to the meter what the device has counted of a bank since it was last asked."""
+        banks = [layer.bank for layer in self.layers if layer.bank is not None]
+        if not banks:
+            return
+        counted = dict(zip(COUNTERS, sum_counters(banks), strict=True))
+        for name, value in counted.items():
+            self.meter.add(name, value)
+        megabytes = counted["blocks_fetched"] * (banks[0].block_bytes / 1e6)
+        self.meter.add("fetched_mb", megabytes)
 
     def rotation(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B or 1, 1, S, D] of tokens at pos [S, 3], as `Rope.cos_sin` gives them."""

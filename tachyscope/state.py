@@ -193,7 +193,7 @@ class State:
             )
         noise = torch.cat([x.get_state() for x in self.generators])
         drawn = {"generator": noise, "policy_rng": self.policy_rng.get_state()}
-        return pack(self._tensors() | drawn, self._shared() | self._counts())
+        return pack(self._tensors() | self._host_tensors() | drawn, self._shared() | self._counts())
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state` was taken, in a session of the same model, size, plan and prompt.
@@ -250,13 +250,21 @@ class State:
     def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[KVStore]:
         """A state's layers, on the device."""
         like = self._empty_layer(slots)
+        ranges = {} if like.bank is None else like.bank.ranges()
         for i in range(self.shape.layers):
             for name, x in like.tensors().items():
-                check_tensor(tensors, f"layers.{i}.{name}", x, whole_numbers(name, slots))
+                known = ranges.get(name) or whole_numbers(name, slots)
+                check_tensor(tensors, f"layers.{i}.{name}", x, known)
+            for name, x in like.host_tensors().items():
+                used = int(tensors[f"layers.{i}.bank.used"])
+                check_tensor(tensors, f"layers.{i}.{name}", x[:, :, :used], (0, 0))
         found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
         for i, layer in enumerate(found):
             for name, x in layer.tensors().items():
                 x.copy_(tensors[f"layers.{i}.{name}"])
+            for name, x in layer.host_tensors().items():
+                held = tensors[f"layers.{i}.{name}"]
+                x[:, :, : held.shape[2]] = held
         return found
 
     def _check_texts(self, tensors: Mapping[str, Tensor], count: int) -> None:
@@ -276,6 +284,15 @@ class State:
             parts = {"k": text.k, "v": text.v, "log_count": text.log_count}
             found |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
         return found if self.latents is None else found | {"kept.latents": self.latents}
+
+    def _host_tensors(self) -> dict[str, Tensor]:
+        """What lies in host memory: of a bank the blocks that are in use."""
+        found = {}
+        for i, layer in enumerate(self.layers):
+            for name, x in layer.host_tensors().items():
+                assert layer.bank is not None
+                found[f"layers.{i}.{name}"] = x[:, :, : int(layer.bank.tensors["used"])]
+        return found
 
     def _shared(self) -> dict[str, Any]:
         """What a session must share with the one whose state it takes over."""

@@ -205,6 +205,7 @@ class Stream:
         session.meter.add("entries_before", session.past)
         with session.meter.span("chunk"):
             latents = self.runner(told)
+        session.count_bank()
         # on CUDA, what the launches took: near the chunk's own time, the device waits for the host
         session.meter.add("host_ms", 1e3 * (time.perf_counter() - begun))
         session.meter.add("cuda_graph", self.runner.replayed)

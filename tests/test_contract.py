@@ -30,6 +30,11 @@ CONTRACT = {
         "window": ("window:budget=99f", "window:budget=9f"),
         "merge": ("merge:budget=99f", "merge:budget=9f"),
         "dedup": ("dedup:budget=99f", "dedup:budget=9f"),
+        # read by an index alone
+        "bank": (
+            "bank:resident=99f attention=ann:read=1",
+            "bank:resident=9f,budget=15f attention=ann:read=0.6,block=2",
+        ),
     },
     # codes have no open setting: how near they come to native is held by tests/test_store.py
     "store": {"native": ("native", "native"), "int8": ("native", "int8"), "fp8": ("native", "fp8")},
@@ -67,8 +72,10 @@ def families(kind, name):
         return ("tokens", "cosmos") if name == "draft" else ("steps",)
     if name in ("neurons", "prune"):
         return ("tokens",)  # what calibrates cosmos are given frames
-    # a token model has no cross-attention
-    return ("chunks", "rolling") if kind == "text" else ("chunks", "rolling", "tokens", "cosmos")
+    # a token model has no cross-attention, and no bank
+    if kind == "text" or name == "bank":
+        return ("chunks", "rolling")
+    return ("chunks", "rolling", "tokens", "cosmos")
 
 
 CASES = [
@@ -104,7 +111,8 @@ def calibration():
 
 def plan_of(kind, setting, family):
     # a rolling window's budget counts the five chunks under way
-    setting = setting.replace("budget=9f", "budget=15f") if family == "rolling" else setting
+    if family == "rolling":
+        setting = setting.replace("budget=9f", "budget=15f").replace("resident=9f", "resident=15f")
     if "CALIBRATION" in setting:
         setting = setting.replace("CALIBRATION", str(calibration()))
     return f"dense {kind}={setting}"

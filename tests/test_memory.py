@@ -25,6 +25,7 @@ CUSTOM = {
         "cache=window:budget=6f,positions=reindexed",
         "cache=merge:budget=200,match=key_value,heads=shared attention=ann:k=120,hash=lsh",
         "cache=merge:budget=8f,heads=each attention=ann:top_p=0.9,block=3 text=ann",
+        "cache=bank:resident=8f,budget=30f,host=int4 attention=ann:k=60,block=4",
         "replay=attentive:threshold=0.5",
         "replay=random:share=0.5",
     ],
@@ -62,8 +63,9 @@ def test_the_cache_is_predicted_to_the_byte(models):
         session = open_session(model, plan, **asked)
         assert sum(found.cache.values()) == cache_bytes(session.layers), plan
         layer = session.layers[0]
-        present = {f"present.{name}" for name in layer.present}
-        assert found.cache.keys() == layer.tensors().keys() | present, plan
+        assert found.cache.keys() == layer.tensors().keys() | layer.buffers().keys(), plan
+        held = sum(x.nbytes for part in session.layers for x in part.host_tensors().values())
+        assert found.host == held, plan
         assert found.weights == sum(
             p.numel() * p.element_size() for p in model.transformer.parameters()
         )

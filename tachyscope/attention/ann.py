@@ -20,6 +20,7 @@ from tachyscope.kernels.slots import permute
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.store import KVStore, Tensors
+from tachyscope.store.bank import BankLayout
 from tachyscope.types import PassContext, Shape
 
 # sign bits that order the past, so that a block's entries are alike
@@ -129,9 +130,34 @@ class Ann(AttentionPolicy):
                 f"raise read to {blocks.always / blocks.all:.2g}, or lower sink or newest"
             )
 
+    def bank_layout(self, shape: Shape, slots: int, budget: int) -> BankLayout:
+        """How a bank cuts up a layer of so many slots; raises where they are too few."""
+        tokens, size = shape.tokens_per_frame, self._block(shape)
+        sink, newest = -(-self.sink * tokens // size), self.newest * tokens
+        room = slots - shape.max_pass_tokens
+        places = (room - newest) // size - sink
+        if places < 1:
+            least = -(-((sink + 1) * size + newest + shape.max_pass_tokens) // tokens)
+            raise TachyscopeError(
+                f"cache policy 'bank': resident slots for {slots} entries leave no block beside "
+                f"sink={self.sink}f, newest={self.newest}f and the present chunk of "
+                f"{shape.chunk + shape.rolling_frames}f: raise resident to {least}f or more"
+            )
+        chunk = shape.chunk * tokens
+        most = max(-(-budget // chunk) * -(-chunk // size), places)
+        return BankLayout(
+            size, sink, places, room - (sink + places) * size, most, self._tile(shape), BUCKET_BITS,
+            shape.head_dim if self.hash == "int8" else self.bits,
+            torch.int8 if self.hash == "int8" else torch.float32,
+            not (tokens % size or room % size),
+        )  # fmt: skip
+
+    def _block(self, shape: Shape) -> int:
+        return self.block or _power(shape.tokens_per_frame // BLOCK_SHARE)
+
     def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
         between = self._between(shape, prompt, past)
-        size = self.block or _power(shape.tokens_per_frame // BLOCK_SHARE)
+        size = self._block(shape)
         count, head = -(-past // size), -(-between.start // size)
         tail = count - max(head, between.stop // size) if between.stop < past else 0
         return Blocks(count, head, tail, size)
@@ -181,7 +207,7 @@ class Ann(AttentionPolicy):
         that appends pays for a chunk, not for its whole past.
         """
         layer.scratch = ()
-        if self._dense_layer(ctx):
+        if self._dense_layer(ctx) or layer.bank is not None:
             return
         blocks = self._cut(ctx.shape, ctx.prompt, past)
         between = self._between(ctx.shape, ctx.prompt, past)
@@ -206,7 +232,7 @@ class Ann(AttentionPolicy):
         meter.add("macs", keys.numel() * BUCKET_BITS)
 
     def restore_order(self, layer: KVStore, ctx: PassContext, past: int) -> None:
-        if not self._dense_layer(ctx):
+        if not self._dense_layer(ctx) and layer.bank is None:
             between = self._between(ctx.shape, ctx.prompt, past)
             order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
             layer.permute(between, order, back=True)
@@ -229,6 +255,8 @@ class Ann(AttentionPolicy):
 
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         first = math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
+        if layer.bank is not None:
+            return self._attend_bank(q, layer, ctx, meter)
         # given frames read everything: what they leave in the cache is what the video rests on
         given = ctx.given and not ctx.shape.token_by_token
         if ctx.past == 0 or self._dense_layer(ctx) or ctx.pass_index < first or given:
@@ -248,15 +276,48 @@ class Ann(AttentionPolicy):
     def log_weights(self, layer: KVStore, ctx: PassContext) -> Tensor:
         if self._dense_layer(ctx):
             return super().log_weights(layer, ctx)
-        past = layer.own["attention"]["log_count"][:, :, : ctx.past]
+        own = layer.own["attention"] if layer.bank is None else layer.bank.tensors
+        past = own["log_count"][:, :, : ctx.past]
         now = layer.log_count[:, :, ctx.past : ctx.end].expand(-1, past.shape[1], -1)
         return torch.cat([past, now], 2)
+
+    def _attend_bank(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
+        """Attention over chosen blocks of a bank, and all present entries."""
+        bank = layer.bank
+        assert bank is not None
+        layout, full = bank.layout, ctx.past == bank.layout.room
+        if ctx.past == 0 or (ctx.given and not full):
+            weights = None if layout.whole else self.log_weights(layer, ctx)
+            count(meter, "pairs", q, ctx.end)
+            return read_all(q, layer, ctx, weights)
+        sink, held, newest = layout.blocks(ctx.past)
+        cut = Blocks(sink + held + newest, sink, newest, layout.block)
+        all_resident = Blocks(layout.sink + layout.places + layout.open, sink, newest, layout.block)
+        read = self._blocks_read(cut, all_resident)
+        # the first pass over a chunk reads what is resident, unless it is the only one
+        early = not ctx.before and ctx.pass_index < ctx.pass_count - 1
+        if not ctx.before:
+            layer.scratch = ()
+            rows = layout.sink + layout.most + layout.open if full else cut.all
+            mass = block_mass(q, bank.codes, rows, layout.tile)
+            meter.add("macs", q.shape[:3].numel() * rows * layout.code)
+            bank.choose(mass, ctx.past, read, int(early), ctx.pass_count - ctx.pass_index)
+            if full and not early:
+                bank.fetch(layer)
+        table = bank.table(layer, ctx.past, read, early)
+        found = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
+        layer.scratch = () if early else found.kept
+        if full and early:
+            bank.fetch(layer)
+        meter.add("pairs", found.pairs)
+        meter.add("macs", 2 * found.pairs * q.shape[3])
+        return found.out
 
     def _read_blocks(
         self, q: Tensor, layer: KVStore, ctx: PassContext, blocks: Blocks, meter: Meter
     ) -> Tensor:
         """Attention over the blocks that each tile has chosen, and all present entries."""
-        most, own = self._blocks_read(blocks, ctx), layer.own["attention"]
+        most, own = self._blocks_read(blocks, self._full(blocks, ctx)), layer.own["attention"]
         past = layer.past(ctx.past)
         table = BlockTable(
             past.k, past.v, own["log_count"], own["map"][..., :most], own["count"],
@@ -273,15 +334,17 @@ class Ann(AttentionPolicy):
             meter.add("simulated_pairs_skipped", read.masked)
         return read.out
 
-    def _blocks_read(self, blocks: Blocks, ctx: PassContext) -> int:
+    def _full(self, blocks: Blocks, ctx: PassContext) -> Blocks:
+        """The blocks of a full cache: while it fills, it holds too little to leave much out."""
+        return blocks if ctx.room is None else self._cut(ctx.shape, ctx.prompt, ctx.room)
+
+    def _blocks_read(self, blocks: Blocks, full: Blocks) -> int:
         if self.top_p is not None:
             return blocks.all
         if self.k is not None:
             most = -(-self.k // blocks.size)
         else:
             assert self.read is not None
-            # of a full cache: while it fills, what it holds is too little to leave much out
-            full = blocks if ctx.room is None else self._cut(ctx.shape, ctx.prompt, ctx.room)
             most = round(self.read * full.all)
         return min(blocks.all, max(blocks.always, most, 1))
 
@@ -291,7 +354,7 @@ class Ann(AttentionPolicy):
         """Write each tile's blocks to the map: always read, then the likeliest; -1 for none."""
         layer.scratch = ()
         mass = self._mass(q, layer, ctx, blocks.all)  # [B, H, tiles, blocks]
-        most, own = self._blocks_read(blocks, ctx), layer.own["attention"]
+        most, own = self._blocks_read(blocks, self._full(blocks, ctx)), layer.own["attention"]
         meter.add("macs", q.shape[:3].numel() * blocks.all * own["code"].shape[3])
         tiles = mass.shape[2]
         last = blocks.all - blocks.tail

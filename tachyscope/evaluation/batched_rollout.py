@@ -80,8 +80,13 @@ def play(
 def counted(stats: Sequence[Values], session: Session) -> Values:
     """What a rollout's made frames cost, by the meter."""
     sums = summary(stats)
-    keys = ("density", "cache_mb", "share_all", "share_eligible", "text_density")
+    keys = (
+        "density", "cache_mb", "share_all", "share_eligible", "text_density", "late_share",
+        "denied_share",
+    )  # fmt: skip
     out = {key: sums[key] for key in keys if key in sums}
+    if "fetched_mb" in sums:
+        out["fetched_mb_chunk"] = sums["fetched_mb"] / len(stats) / session.shape.batch
     out["gmacs_frame"] = sums["macs"] / sums["frames"] / 1e9
     out["entries_share"] = session.past / session.total_entries
     return out

@@ -14,6 +14,7 @@ from tachyscope.kernels.codes import Past, decode, decode_into, encode
 from tachyscope.kernels.merge import Entries, join_entries, merge_entries, take
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.kernels.slots import permute, shift
+from tachyscope.store.bank import BlockBank
 from tachyscope.types import PassContext, Rope, Shape
 
 # unrotated keys [B, Hkv, n, D] and their positions -> rotated keys
@@ -44,6 +45,7 @@ class KVStore:
     scales     [B, Hkv, C]          of k, v and unrotated, by name, where these are codes
     present    [B, Hkv, S, D]       the present chunk of these, by name, where they are codes
     own        tensors that policies declared, by kind of policy and name
+    bank       what is not resident, in host memory, by cache=bank; else None
     scratch    what an attention policy keeps from one pass over a chunk to the next; no state
 
     Slots up to `ctx.past` are the past; from there on a pass writes. What is stored as codes is
@@ -59,6 +61,7 @@ class KVStore:
     present: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     per_slot: frozenset[tuple[str, str]] = frozenset()
+    bank: BlockBank | None = None
     scratch: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -72,6 +75,7 @@ class KVStore:
         *,
         unrotated: bool = False,
         codes: torch.dtype | None = None,
+        bank: BlockBank | None = None,
         declared: Mapping[str, Tensors],
     ) -> KVStore:
         """Slots without entries; `heads` of log_count and pos, 1 where all heads keep the same."""
@@ -98,7 +102,7 @@ class KVStore:
         weights, pos = torch.zeros(group, **fine), torch.zeros(*group, 3, **fine)
         return cls(
             held["k"], held["v"], weights, pos, held.get("unrotated"), scales, present, own,
-            frozenset(per_slot),
+            frozenset(per_slot), bank,
         )  # fmt: skip
 
     @property
@@ -120,15 +124,27 @@ class KVStore:
         return found | {f"{name}_scale": x for name, x in self.scales.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that outlasts a chunk, by name."""
+        """All on the device that outlasts a chunk, by name."""
         own = {f"{kind}.{name}": x for kind, found in self.own.items() for name, x in found.items()}
-        return self.entries() | own
+        bank = {} if self.bank is None else self.bank.tensors
+        return self.entries() | own | {f"bank.{name}": x for name, x in bank.items()}
+
+    def host_tensors(self) -> dict[str, Tensor]:
+        """All in host memory that outlasts a chunk, by name."""
+        bank = {} if self.bank is None else self.bank.host
+        return {f"host.{name}": x for name, x in bank.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What lies on the device and is no state, by name."""
+        bank = {} if self.bank is None else self.bank.work
+        present = {f"present.{name}": x for name, x in self.present.items()}
+        return present | {f"bank.{name}": x for name, x in bank.items()}
 
     def bytes(self, entries: int | None = None) -> int:
         """What the tensors take; with a number of entries, what these take of them."""
         share = 1.0 if entries is None else min(1.0, entries / self.slots)
         by_slot = self.entries().keys() | {f"{kind}.{name}" for kind, name in self.per_slot}
-        found = sum(x.nbytes for x in self.present.values()) + 0.0
+        found = sum(x.nbytes for x in self.buffers().values()) + 0.0
         for name, x in self.tensors().items():
             found += share * x.nbytes if name in by_slot else x.nbytes
         return round(found)
@@ -308,8 +324,10 @@ class KVStore:
                 self._put(name, span, x)
 
     def truncate(self, past: int) -> None:
-        """Drop all entries from slot `past` on."""
+        """Drop all entries from slot `past` on; with none left, those of a bank too."""
         self.log_count[:, :, past:] = 0.0
+        if past == 0 and self.bank is not None:
+            self.bank.clear()
 
     def grow(self, larger: KVStore) -> None:
         """Take over the tensors of an empty store of more slots; what is held stays."""

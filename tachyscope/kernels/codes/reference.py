@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.codes.torch import FP8, LARGEST
+from tachyscope.kernels.codes.torch import FP8, FP16_LEAST, INT4_LARGEST, LARGEST, int4_groups
 
 
 def encode_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -17,3 +17,16 @@ def encode_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         nearest = vector / scale[*at].double()
         code[*at] = nearest.round() if dtype == torch.int8 else nearest.to(FP8).view(dtype)
     return code, scale
+
+
+def encode_int4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers from -7 to 7 of x [B, H, n, D], and scales [B, H, n, groups] as float16 has them."""
+    groups = int4_groups(x.shape[-1])
+    number, scale = torch.empty(x.shape, dtype=torch.float64), torch.empty(*x.shape[:3], groups)
+    for at in torch.cartesian_prod(*map(torch.arange, x.shape[:3])).unbind():
+        for g, part in enumerate(x[*at].float().chunk(groups)):
+            scale[*at, g] = (part.abs().max() / INT4_LARGEST).clamp(min=FP16_LEAST).half()
+            nearest = (part / scale[*at, g]).round().clamp(-INT4_LARGEST, INT4_LARGEST)
+            width = len(part)
+            number[(*at.tolist(), slice(g * width, (g + 1) * width))] = nearest.double()
+    return number, scale.double()

@@ -1,0 +1,259 @@
+"""cache=bank: every entry is kept and can be read, what is resident is bounded, nothing is silent."""
+
+import dataclasses
+
+import pytest
+import torch
+from faults import refused
+from streams import CHUNKS, assert_same, draw, play, play_pass, session
+
+from tachyscope.kernels.host_blocks import HostBlocks
+from tachyscope.kernels.host_blocks import torch as blocks_torch
+from tachyscope.kernels.host_blocks.reference import stored_reference
+from tachyscope.plan import Plan
+from tachyscope.store.bank import HOST, UNUSED, _host_tensors
+
+ANN = "attention=ann:k=24,block=2,tile=3"
+SMALL = f"cache=bank:resident=10f,budget=60f {ANN}"
+
+
+def counted(at):
+    at.count_bank()
+    return at.meter.take()
+
+
+@pytest.mark.parametrize("attention", [ANN, "attention=ann:k=24,block=3,tile=2,hash=lsh,bits=16"])
+def test_with_everything_resident_it_equals_keep_all(attention):
+    one, other = (session(CHUNKS, f"{x} {attention}") for x in ("", "cache=bank:resident=40f"))
+    assert_same(play(one, 9), play(other, 9))
+    mine, theirs = counted(other), one.meter.take()
+    assert mine["pairs"] == theirs["pairs"] < mine["pairs_dense"]
+    assert mine["blocks_fetched"] == mine["blocks_late"] == mine["blocks_denied"] == 0
+
+
+def test_what_is_resident_is_what_host_memory_holds_and_pairs_stay_flat():
+    at = session(CHUNKS, SMALL)
+    rng = torch.Generator().manual_seed(0)
+    pairs, fetched = [], 0.0
+    for _ in range(20):
+        play(at, 1, seed=int(torch.randint(9**9, (), generator=rng)))
+        row = counted(at)
+        pairs.append(row["pairs"])
+        fetched += row["blocks_fetched"]
+        for layer in at.layers:
+            _check_places(layer)
+    assert fetched > 0
+    assert len(set(pairs[8:])) == 1
+
+
+def _check_places(layer):
+    bank, layout = layer.bank, layer.bank.layout
+    own = bank.tensors
+    places = layer.k[:, :, layout.first : layout.first + layout.places * layout.block]
+    held = own["log_count"][:, :, layout.first :]
+    for b, h in torch.cartesian_prod(*map(torch.arange, own["block"].shape[:2])).tolist():
+        there = own["block"][b, h].tolist()
+        stand = own["place"][b, h].tolist()
+        assert stand[-1] == -1
+        assert {block: i for i, block in enumerate(there) if block >= 0} == {
+            block: place for block, place in enumerate(stand) if place >= 0
+        }
+        for i, block in enumerate(there):
+            if block < 0:
+                continue
+            slots = slice(i * layout.block, i * layout.block + int(own["length"][b, h, block]))
+            rest = slice(slots.stop, (i + 1) * layout.block)
+            assert torch.equal(
+                places[b, h, slots], bank.host["k"][b, h, block, : slots.stop - slots.start]
+            )
+            assert (held[b, h, slots] == 0).all() and (held[b, h, rest] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("block", [2, 4, 5])
+def test_a_block_that_is_a_part_reads_no_more_than_its_entries(block):
+    """6 entries a latent frame: blocks of 4 and 5 leave parts."""
+    at = session(CHUNKS, f"cache=bank:resident=12f attention=ann:k=30,block={block},tile=3")
+    out = play(at, 12)
+    for layer in at.layers:
+        _check_places(layer)
+    assert all(x.isfinite().all() for part in out for x in part)
+
+
+def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
+    """Against the rule, block by block: wanted first by summed mass, then the last wanted."""
+    at = session(dataclasses.replace(CHUNKS, heads=2), f"cache=bank:resident=7f,budget=60f {ANN}")
+    play(at, 12)
+    counted(at)
+    layer = at.layers[0]
+    bank, layout = layer.bank, layer.bank.layout
+    rng = torch.Generator().manual_seed(3)
+    tiles, read = 4, layout.sink + layout.open + 5
+    rows = layout.sink + layout.most + layout.open
+    mass = torch.rand(1, 2, tiles, rows, generator=rng)
+    before = bank.tensors["block"].clone()
+    wanted_before = bank.tensors["wanted"].clone()
+    bank.choose(mass, layout.room, read, 1, 3)
+    live = int(bank.tensors["used"])
+    late = denied = fetched = 0
+    for h in range(2):
+        rest = mass[0, h, :, layout.sink : layout.sink + live]
+        chosen = [set(row.topk(5).indices.tolist()) for row in rest]
+        demand = {}
+        for i, ids in enumerate(chosen):
+            for block in ids:
+                demand[block] = demand.get(block, 0.0) + float(rest[i, block])
+        was = {x for x in before[0, h].tolist() if x >= 0}
+        order = sorted(demand, key=demand.get, reverse=True)
+        order += sorted(was - demand.keys(), key=lambda x: -float(wanted_before[0, h, x]))
+        resident = set(order[: layout.places])
+        assert {x for x in bank.tensors["block"][0, h].tolist() if x >= 0} == resident
+        fetched += len(resident - was)
+        late += sum(len(ids & resident - was) for ids in chosen)
+        denied += sum(len(ids - resident) for ids in chosen)
+        # until it has come a tile reads the best of what was there
+        for name, there in (("first", was), ("map", resident)):
+            for i in range(tiles):
+                best = sorted(there, key=lambda x: -float(rest[i, x]))[:5]
+                places = bank.work[name][0, h, i, :read].tolist()[-5:]
+                source = before if name == "first" else bank.tensors["block"]
+                read_now = [int(source[0, h, x - layout.sink]) for x in places if x >= 0]
+                assert read_now == best
+    assert denied > 0 and late > 0
+    row = counted(at)
+    assert row["blocks_wanted"] == 2 * tiles * 5 * 3
+    assert (row["blocks_late"], row["blocks_denied"], row["blocks_fetched"]) == (
+        late, 3 * denied, fetched,
+    )  # fmt: skip
+
+
+def test_an_entry_planted_early_is_found_late():
+    """One key of an early frame, and much later queries that point at it."""
+    at = session(CHUNKS, f"cache=bank:resident=8f,budget=200f,host=int8 {ANN}")
+    rng = torch.Generator().manual_seed(0)
+    planted = torch.randn(12, generator=rng, dtype=torch.float64)
+    for chunk in range(80):
+        pos = at.shape.positions(at.latent_frame, 2)
+        for step in range(3):
+            layers = draw(rng, at.shape, 12, at.dtype)
+            for _, k, v, _ in layers:
+                if chunk == 4:
+                    k[:, :, 3], v[:, :, 3] = planted, 100.0
+            play_pass(at, layers, pos, step, 3)
+        if chunk == 4:
+            key = at.layers[0].k[:, :, at.past + 3].clone()
+        at.commit()
+    # queries are rotated back by what the last chunk's places turn them
+    pos = at.shape.positions(at.latent_frame, 2)
+    back = at.rope.cos_sin(pos, at.dtype)
+    turned = key.repeat_interleave(2, 1).unsqueeze(2).expand(-1, -1, 12, -1)
+    q = 20 * at.rope.apply(turned, back[0], -back[1])
+    results = []
+    for step in range(3):
+        layers = draw(rng, at.shape, 12, at.dtype)
+        layers = [[q, k, v, x] for _, k, v, x in layers]
+        results.append(play_pass(at, layers, pos, step, 3)[0][0])
+    # not resident when it is asked for: late by one pass, then read by every query
+    assert results[0].max() < 10
+    assert results[1].min() > 50 and results[2].min() > 50
+    assert at.layers[0].bank.tensors["block"].shape[2] < at.total_entries / 20
+
+
+def test_what_leaves_a_full_bank_is_the_older_of_the_most_alike():
+    at = session(CHUNKS, "cache=bank:resident=7f,budget=16f attention=ann:k=24,block=1,tile=3")
+    rng = torch.Generator().manual_seed(0)
+    still = draw(rng, at.shape, 12, at.dtype)
+    still[0][1][..., :4] = still[1][1][..., :4] = 0.0  # what turns with time
+    seen = []
+    for chunk in range(30):
+        # every fifth chunk shows something new, the others what was there already
+        layers = draw(rng, at.shape, 12, at.dtype) if chunk % 5 == 0 else still
+        pos = at.shape.positions(at.latent_frame, 2)
+        for step in range(3):
+            play_pass(at, layers, pos, step, 3)
+        if chunk % 5 == 0 and chunk:
+            seen.append(at.layers[0].k[:, :, at.past : at.past + 12].clone())
+        at.commit()
+    bank = at.layers[0].bank
+    assert int(bank.tensors["used"]) == bank.layout.most
+    assert (bank.tensors["alike"] != UNUSED).all()
+    held = bank.host["k"].flatten(2, 3)
+    kept = [
+        (x[0, h, i] == held[0, h]).all(-1).any()
+        for x in seen for h in range(2) for i in range(12)
+    ]  # fmt: skip
+    # 5 of the last 29 chunks were new, and the bank holds 8: what repeats has left
+    assert all(kept)
+
+
+@pytest.mark.parametrize("host", HOST)
+@pytest.mark.parametrize("size", [(1, 2, 7, 12, 3, 5), (2, 1, 8, 64, 4, 3)])
+def test_blocks_in_host_memory_read_back_as_defined(host, size):
+    batch, heads, n, width, block, most = size
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, heads, n, width, generator=rng)
+    count = -(-n // block)
+    ids = torch.stack([torch.randperm(most, generator=rng)[:count] for _ in range(batch * heads)])
+    ids = ids.view(batch, heads, count).int()
+    want = stored_reference(x, ids, block, host)
+    for backend in _backends():
+        shape = (batch, heads, most, block)
+        held = _host_tensors(shape, width, host, x.dtype, torch.device("cpu"))
+        blocks = HostBlocks(held["k"], held.get("k_scale"))
+        backend.store_blocks(x, blocks, ids)
+        out = torch.full((batch, heads, (count + 1) * block, width), 7.0)
+        asked = torch.cat([ids, torch.full_like(ids[:, :, :1], -1)], 2).roll(1, 2).contiguous()
+        backend.load_blocks(blocks, asked, out)
+        assert (out[:, :, :block] == 7.0).all()
+        for (b, h, at), value in want.items():
+            place = asked[b, h].tolist().index(at)
+            found = out[b, h, place * block :][: len(value)].double()
+            # one code where a number lies between two
+            step = value.abs().max() / {"native": 1e9, "int8": 127, "int4": 7}[host]
+            assert (found - value).abs().max() <= 1.001 * step
+            assert ((found - value).abs() > 1e-5).double().mean() < 0.02
+
+
+def _backends():
+    yield blocks_torch
+    pytest.importorskip("triton")
+    from tachyscope.kernels.host_blocks import triton as blocks_triton
+
+    yield blocks_triton
+
+
+@pytest.mark.parametrize("host", ["int8", "int4"])
+def test_codes_in_host_memory_stay_near_native(host):
+    native, coded = (
+        session(CHUNKS, SMALL.replace("60f", f"60f,host={x}")) for x in ("native", host)
+    )
+    want, found = play(native, 12), play(coded, 12)
+    off = [
+        float((x[0] - y[0]).abs().mean() / x[0].abs().mean())
+        for x, y in zip(want, found, strict=True)
+    ]
+    assert 0 < max(off) < {"int8": 0.05, "int4": 0.4}[host]
+
+
+@pytest.mark.parametrize(
+    "plan, told",
+    [
+        ("cache=bank", "attention=dense"),
+        ("cache=bank attention=ann:top_p=0.9", "top_p"),
+        ("cache=bank attention=ann:k=24,dense_layers=0.5", "dense_layers"),
+        ("cache=bank store=int8 attention=ann:k=24", "store=int8"),
+        ("cache=bank:budget=9f attention=ann:k=24", "raise budget to 21f"),
+        ("cache=bank:resident=4f attention=ann:k=24", "raise resident"),
+    ],
+)
+def test_what_a_bank_cannot_serve_is_refused_in_one_line(plan, told):
+    refused(lambda: session(CHUNKS, plan), "bank", told)
+
+
+def test_a_bank_larger_than_host_memory_is_refused():
+    plan = f"cache=bank:budget=1000000f {ANN}"
+    refused(lambda: session(dataclasses.replace(CHUNKS, layers=200), plan), "host memory", "int4")
+
+
+def test_its_text_parses_back():
+    plan = Plan.parse("cache=bank:resident=12f,host=int4 attention=ann:k=640")
+    assert Plan.parse(str(plan)) == plan
