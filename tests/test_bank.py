@@ -12,6 +12,7 @@ from tachyscope.kernels.host_blocks import torch as blocks_torch
 from tachyscope.kernels.host_blocks.reference import stored_reference
 from tachyscope.plan import Plan
 from tachyscope.store.bank import HOST, UNUSED, _host_tensors
+from tachyscope.store.host_memory import register
 
 ANN = "attention=ann:k=24,block=2,tile=3"
 SMALL = f"cache=bank:resident=10f,budget=60f {ANN}"
@@ -185,9 +186,10 @@ def test_what_leaves_a_full_bank_is_the_older_of_the_most_alike():
     assert all(kept)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("host", HOST)
 @pytest.mark.parametrize("size", [(1, 2, 7, 12, 3, 5), (2, 1, 8, 64, 4, 3)])
-def test_blocks_in_host_memory_read_back_as_defined(host, size):
+def test_blocks_in_host_memory_read_back_as_defined(host, size, device):
     batch, heads, n, width, block, most = size
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(batch, heads, n, width, generator=rng)
@@ -195,14 +197,16 @@ def test_blocks_in_host_memory_read_back_as_defined(host, size):
     ids = torch.stack([torch.randperm(most, generator=rng)[:count] for _ in range(batch * heads)])
     ids = ids.view(batch, heads, count).int()
     want = stored_reference(x, ids, block, host)
-    for backend in _backends():
+    for backend in _backends(device):
         shape = (batch, heads, most, block)
-        held = _host_tensors(shape, width, host, x.dtype, torch.device("cpu"))
+        held = _host_tensors(shape, width, host, x.dtype, torch.device(device))
         blocks = HostBlocks(held["k"], held.get("k_scale"))
-        backend.store_blocks(x, blocks, ids)
+        backend.store_blocks(x.to(device), blocks, ids.to(device))
         out = torch.full((batch, heads, (count + 1) * block, width), 7.0)
         asked = torch.cat([ids, torch.full_like(ids[:, :, :1], -1)], 2).roll(1, 2).contiguous()
-        backend.load_blocks(blocks, asked, out)
+        out = out.to(device)
+        backend.load_blocks(blocks, asked.to(device), out)
+        out = out.cpu()
         assert (out[:, :, :block] == 7.0).all()
         for (b, h, at), value in want.items():
             place = asked[b, h].tolist().index(at)
@@ -213,8 +217,9 @@ def test_blocks_in_host_memory_read_back_as_defined(host, size):
             assert ((found - value).abs() > 1e-5).double().mean() < 0.02
 
 
-def _backends():
-    yield blocks_torch
+def _backends(device):
+    if device == "cpu":
+        yield blocks_torch
     pytest.importorskip("triton")
     from tachyscope.kernels.host_blocks import triton as blocks_triton
 
@@ -257,3 +262,12 @@ def test_a_bank_larger_than_host_memory_is_refused():
 def test_its_text_parses_back():
     plan = Plan.parse("cache=bank:resident=12f,host=int4 attention=ann:k=640")
     assert Plan.parse(str(plan)) == plan
+
+
+def test_memory_that_cannot_be_page_locked_is_refused(monkeypatch):
+    class Refusing:
+        def cudaHostRegister(self, *_):
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    refused(lambda: register(torch.zeros(8)), "page-lock", "budget")

@@ -31,6 +31,7 @@ from tachyscope.kernels.codes.torch import int4_groups
 from tachyscope.kernels.hashing import order_of, planes
 from tachyscope.kernels.host_blocks import HostBlocks, load_blocks, store_blocks
 from tachyscope.kernels.merge import take
+from tachyscope.store.host_memory import host_zeros
 from tachyscope.types import Shape
 
 if TYPE_CHECKING:
@@ -447,12 +448,11 @@ def _host_tensors(
 ) -> dict[str, Tensor]:
     """Keys and values of blocks, [B, Hkv, most, block, …]."""
     codes, found = HOST[host], dict[str, Tensor]()
-    at = device if device.type == "meta" else torch.device("cpu")
     for name in ("k", "v"):
         channels = width // 2 if host == "int4" else width
-        found[name] = torch.zeros(*size, channels, dtype=codes or dtype, device=at)
+        found[name] = host_zeros((*size, channels), codes or dtype, device)
         if codes is not None:
             groups = int4_groups(width) if host == "int4" else 1
             scale = torch.float16 if host == "int4" else torch.float32
-            found[f"{name}_scale"] = torch.zeros(*size, groups, dtype=scale, device=at)
+            found[f"{name}_scale"] = host_zeros((*size, groups), scale, device)
     return found
