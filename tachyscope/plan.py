@@ -18,6 +18,7 @@ from tachyscope.attention.window import Window as ReadWindow
 from tachyscope.cache import CachePolicy
 from tachyscope.cache.bank import Bank
 from tachyscope.cache.dedup import Dedup
+from tachyscope.cache.frames import Frames
 from tachyscope.cache.keep_all import KeepAll
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
@@ -48,6 +49,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "window": Window,
         "merge": Merge,
         "dedup": Dedup,
+        "frames": Frames,
         "bank": Bank,
     },
     "store": {"native": Native, "int8": Int8, "fp8": Fp8},

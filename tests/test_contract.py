@@ -30,6 +30,7 @@ CONTRACT = {
         "window": ("window:budget=99f", "window:budget=9f"),
         "merge": ("merge:budget=99f", "merge:budget=9f"),
         "dedup": ("dedup:budget=99f", "dedup:budget=9f"),
+        "frames": ("frames:budget=99f", "frames:budget=9f"),
         # read by an index alone
         "bank": (
             "bank:resident=99f attention=ann:read=1",

@@ -1,0 +1,95 @@
+"""Keep whole latent frames, and of those that are alike the newest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.cache import CachePolicy, OnMerge, Rotate, checked_capacity
+from tachyscope.errors import TachyscopeError
+from tachyscope.meter import Meter
+from tachyscope.settings import check_settings, setting
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape, Size
+
+
+@final
+@dataclass(frozen=True)
+class Frames(CachePolicy):
+    """Drop the latent frame that is most like another, in all heads alike.
+
+    Two frames are as alike as the cosine of their values, all places and heads in one vector. Of
+    the most alike pair the older leaves, or where that is the sink's the other. It is `dedup` with
+    one comparison a pair of frames instead of one a pair of entries.
+    """
+
+    budget: Size = setting(
+        Size(21, True),
+        "Most entries that a layer holds, the present chunk included: latent frames (21f), or "
+        "entries of whole ones.",
+    )
+    sink: int = setting(1, "First latent frames that are never dropped.")
+    newest: int = setting(1, "Latest latent frames that are never dropped.")
+
+    paper: ClassVar[str] = "after FAST-AR's TempCache, arXiv 2602.01801, by whole frames"
+    grows: ClassVar[bool] = False
+    keeps_unrotated: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_settings(self, "cache", "frames")
+
+    def cache_heads(self, shape: Shape) -> int:
+        return 1
+
+    def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
+        slots = checked_capacity("frames", self.budget, shape, prompt, self.sink, self.newest)
+        if slots % shape.tokens_per_frame:
+            raise TachyscopeError(
+                f"cache policy 'frames': budget={self.budget} is no whole number of latent frames "
+                f"of {shape.tokens_per_frame} entries: give it as frames, for example 21f"
+            )
+        return slots
+
+    def commit(
+        self,
+        layer: KVStore,
+        ctx: PassContext,
+        n: int,
+        rotate: Rotate,
+        meter: Meter,
+        on_merge: OnMerge | None = None,
+    ) -> int:
+        tokens, total = ctx.shape.tokens_per_frame, ctx.past + n
+        room = self.budget.entries(ctx.shape) - ctx.shape.max_pass_tokens - ctx.prompt
+        held, kept = (total - ctx.prompt) // tokens, room // tokens
+        if held <= kept:
+            return total
+        used = slice(ctx.prompt, total)
+        v = layer.vectors("v", used).unflatten(2, (held, -1)).flatten(3)  # [B, Hkv, F, N * D]
+        order = self._order((v @ v.mT).float().sum(1), held - kept)
+        slots = order.unsqueeze(-1) * tokens + torch.arange(tokens, device=order.device)
+        layer.gather(used, slots.flatten(1).unsqueeze(1))
+        meter.add("macs", held * v[:, :, 0].numel() * held)
+        return ctx.prompt + kept * tokens
+
+    def _order(self, dots: Tensor, excess: int) -> Tensor:
+        """Frames [B, F] by age, those `excess` that leave behind, for dot products [B, F, F]."""
+        frames = dots.shape[1]
+        norms = dots.diagonal(dim1=1, dim2=2).clamp(min=1e-12).rsqrt()
+        cosine = dots * norms.unsqueeze(1) * norms.unsqueeze(2)
+        index = torch.arange(frames, device=dots.device)
+        stays = (index < self.sink) | (index >= frames - self.newest)
+        newer = index.unsqueeze(0) > index.unsqueeze(1)
+        # [i, j]: whether i may leave for j
+        may_leave = ~stays.unsqueeze(1) & (newer | (newer.mT & stays.unsqueeze(0)))
+        cosine = cosine.masked_fill(~may_leave, -math.inf)
+        gone = torch.zeros_like(cosine[:, 0], dtype=torch.bool)
+        for _ in range(excess):
+            gone |= index == cosine.amax(2).argmax(1, keepdim=True)
+            left = gone.unsqueeze(1) | gone.unsqueeze(2)
+            cosine = cosine.masked_fill(left, -math.inf)
+        return gone.to(torch.int8).argsort(dim=1, stable=True)
