@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +18,13 @@ from torch import Tensor
 from tachyscope.bounds import ASKED, check
 from tachyscope.calibration import Calibration
 from tachyscope.errors import TachyscopeError, shown, warn
+from tachyscope.models.atrium.camera import START, place
 from tachyscope.models.base import VideoModel
 from tachyscope.models.checkpoint import read_tensors
 from tachyscope.plan import Plan, replaced
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.types import Shape
+from tachyscope.worlds.atrium import NEAR
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     PixelSize = str | tuple[int, int] | Sequence[int]
     # a file, or pictures: uint8 or floats from 0 to 1, [F, H, W, 3] or [H, W, 3]
     Pictures = str | os.PathLike[str] | Image | Sequence[Image] | np.ndarray | Tensor
+    # x, y and degrees; in a batch a list of them
+    Start = Sequence[float] | Sequence[Sequence[float]]
     # a file, or [draws, latent frames, C, h, w]
     Noise = str | os.PathLike[str] | np.ndarray | Tensor
 
@@ -118,6 +124,41 @@ def parse_calibration(model: VideoModel, plan: Plan) -> Calibration | None:
         return None
     path = model.calibration if policy.file is None else Path(policy.file)
     return None if path is None else Calibration.of(read_tensors(path), str(path))
+
+
+def parse_camera(
+    model: VideoModel, start: Start | None, pace: float | None, batch: int | None
+) -> Tensor | None:
+    """Where every video's camera stands at first, and its pace; None in a model without one."""
+    if not model.camera:
+        given = [name for name, x in {"start": start, "pace": pace}.items() if x is not None]
+        if given:
+            raise TachyscopeError(
+                f"{model.name} is not told where its camera stands, got `{given[0]}`: leave it out"
+            )
+        return None
+    starts: list[Any] = [START] * (batch or 1)
+    if start is not None:
+        starts = [start] if batch is None else _items(start, "start", "one a video", "[(x, y, 0)]")
+    if len(starts) != (batch or 1):
+        raise TachyscopeError(
+            f"`start` of a batch is a list of each video's, here {batch}, got {len(starts)}: give "
+            f"as many"
+        )
+    low, high = NEAR, 1 - NEAR
+    for each in starts:
+        right = isinstance(each, list | tuple) and len(each) == 3 and all(map(_is_number, each))
+        if not (right and low <= each[0] <= high and low <= each[1] <= high):
+            raise TachyscopeError(
+                f"`start` is (x, y, degrees) with x and y from {low} to {high}, got "
+                f"{_told(each)}: try {START}"
+            )
+    pace = 1.0 if pace is None else check("pace", pace)
+    return place(starts, pace, model.device)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def parse_size(size: PixelSize | None) -> tuple[int, int] | None:

@@ -57,6 +57,7 @@ ASKED = {
     "worlds": Bound(1, 10_000),
     "clips": Bound(1, 1_000),
     "given": Bound(1, 2_000),
+    "pace": Bound(1 / 30, 1.0),  # of a step
     "rounds": Bound(1, 1_000),
     "at": Bound(1, 10_000),
     "lengths": Bound(1, 10_000),

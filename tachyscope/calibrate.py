@@ -23,7 +23,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import MODELS
 from tachyscope.observers import Observer
-from tachyscope.prefill import prefill
+from tachyscope.prefill import Part, prefill
 from tachyscope.session import Session
 from tachyscope.stream import open as open_stream
 from tachyscope.tables import format_table
@@ -165,7 +165,7 @@ def _world_clips(model: VideoModel, clips: int, seed: int) -> Iterator[list[Tens
             frames=FRAMES, observers=[observer],
         )  # fmt: skip
         for i, move in enumerate(atrium.letters(letters).tolist()):
-            prefill(model, stream.session, [(given[:, i : i + 1], [move])])
+            prefill(model, stream.session, [Part(given[:, i : i + 1], [move])])
         yield observer.found
 
 

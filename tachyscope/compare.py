@@ -33,7 +33,7 @@ from tachyscope.types import Chunk
 from tachyscope.video import VideoWriter, beside
 
 if TYPE_CHECKING:
-    from tachyscope.arguments import Actions, Pictures, PixelSize
+    from tachyscope.arguments import Actions, Pictures, PixelSize, Start
 
 STRETCHES = 5  # parts of a rollout that are timed one by one, like a benchmark's rounds
 MUCH = 0.9  # of dense's counted work: a plan that does more cannot be much faster
@@ -90,6 +90,8 @@ def compare(
     size: PixelSize | None = None,
     first: Pictures | None = None,
     first_actions: Actions = "",
+    start: Start | None = None,
+    pace: float | None = None,
     truth: Truth | None = None,
     out: str | os.PathLike[str] | None = None,
     twin: VideoModel | None = None,
@@ -101,8 +103,8 @@ def compare(
 ) -> Comparison:
     """Play dense and a plan, and say what the plan saved and how far from dense it went.
 
-    Plan, frames, prompt, actions, seed, size, first and first_actions are as `rollout` takes
-    them.
+    Plan, frames, prompt, actions, seed, size, first, first_actions, start and pace are as
+    `rollout` takes them.
     twin: the same model in another dtype. Its dense run finds the horizon, the frame from which
     closeness to the dense run says nothing; `psnr_dense` is the mean over the frames before it.
     truth: the true frames from one number to another, counted from the first new one;
@@ -123,7 +125,8 @@ def compare(
             f"a floor needs the model in two dtypes, got {_dtype(model)} twice: load another twin"
         )
     asked: dict[str, Any] = {
-        "frames": frames, "prompt": prompt, "seed": seed, "size": size,
+        "frames": frames, "prompt": prompt, "seed": seed, "size": size, "start": start,
+        "pace": pace,
     }  # fmt: skip
     given: dict[str, Any] = {}
     if first is not None:

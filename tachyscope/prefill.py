@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from tachyscope.fingerprint import digest
+from tachyscope.models.atrium.camera import FEATURE, walk
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import own_numerics
 from tachyscope.session import Session
 
-# latents that are remembered in one pass, and the action of each of their frames
-Part = tuple[Tensor, list[int]]
+
+class Part(NamedTuple):
+    """Latents that are remembered in one pass, and what led to them."""
+
+    latents: Tensor
+    actions: Sequence[int]  # one a latent frame
+    camera: Tensor | None = None  # where it stood before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ def switch_prompt(
     model: VideoModel, session: Session, prompt: Prompt, held: Sequence[Part]
 ) -> None:
     """Go on under another prompt, with the newest latents prefilled again under it."""
-    again = model.switch_prompt(session, [latents for latents, _ in held]) if held else None
+    again = model.switch_prompt(session, [part.latents for part in held]) if held else None
     if again is None:
         decoding = model.decoder_state(session)
         refill(model, session, prompt, held, shown=True)
@@ -50,7 +56,7 @@ def switch_prompt(
         return
     session.source = replace(session.source, prompt=prompt.key)
     model.prefill_prompt(session, prompt.encoded)
-    prefill(model, session, [(again, [])], shown=True)
+    prefill(model, session, [Part(again, [])], shown=True)
     session.meter.take()
 
 
@@ -60,14 +66,17 @@ def refill(
     """Forget, then prefill a prompt and latents; the noise goes on where it was."""
     session.slots_for(prompt.encoded.lengths)  # raises while the session is still as it was
     if session.latent_frames is not None:
-        known = sum(latents.shape[model.frame_dim] for latents, _ in parts)
+        known = sum(part.latents.shape[model.frame_dim] for part in parts)
         session.latent_frames = known + max(0, session.latent_frames - session.latent_frame)
     session.lengths = tuple(prompt.encoded.lengths)
     session.source = replace(session.source, prompt=prompt.key)
     # a video goes on: the noise and the steps of its first chunk must not come again
     generators, policy_rng, made = session.generators, session.policy_rng, session.made
+    camera = session.features.get(FEATURE)
     session.layers.clear()  # else the old and the new would be in memory together
     session.reset()
+    if camera is not None:
+        session.features[FEATURE] = camera
     session.generators, session.policy_rng, session.made = generators, policy_rng, made
     model.prefill_prompt(session, prompt.encoded)
     prefill(model, session, parts, shown)
@@ -78,18 +87,33 @@ def prefill(
     model: VideoModel, session: Session, parts: Sequence[Part], shown: bool = False
 ) -> None:
     """Run given latents through the model, a clean pass a chunk, to fill the cache."""
-    for latents, told in parts:
-        model.prefill_latents(session, latents, told, shown)
+    for part in parts:
+        if part.camera is not None:
+            session.features[FEATURE] = part.camera.clone()
+        model.prefill_latents(session, part.latents, part.actions, shown)
         session.commit()
     if parts:
-        session.latents = torch.cat([latents for latents, _ in parts], model.frame_dim)
+        session.latents = torch.cat([part.latents for part in parts], model.frame_dim)
 
 
-def by_chunk(model: VideoModel, latents: Tensor, chunk: int, moves: Sequence[int]) -> list[Part]:
-    """Latents of a video's beginning by chunks, with actions that are given by frames."""
+def by_chunk(
+    model: VideoModel,
+    latents: Tensor,
+    chunk: int,
+    moves: Sequence[int],
+    camera: Tensor | None = None,
+) -> list[Part]:
+    """Latents of a video's beginning by chunks, with actions that are given by frames.
+
+    camera: where it stood before all of them.
+    """
     count = latents.shape[model.frame_dim]
     told = [moves[model.pixel_frames(i)] for i in range(count)] if model.actions else []
-    return [
-        (part, told[i * chunk :][: part.shape[model.frame_dim]])
-        for i, part in enumerate(latents.to(model.device).split(chunk, model.frame_dim))
-    ]
+    parts = []
+    stands = None if camera is None else camera.clone()
+    for i, part in enumerate(latents.to(model.device).split(chunk, model.frame_dim)):
+        actions = told[i * chunk :][: part.shape[model.frame_dim]]
+        parts.append(Part(part, actions, None if stands is None else stands.clone()))
+        if stands is not None:
+            walk(stands, torch.tensor(actions, device=stands.device))
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ from tachyscope.stream import open as open_stream
 from tachyscope.types import Chunk
 
 if TYPE_CHECKING:
-    from tachyscope.arguments import Actions, Noise, Pictures, PixelSize
+    from tachyscope.arguments import Actions, Noise, Pictures, PixelSize, Start
 
 
 def runs_beside(device: torch.device) -> bool:
@@ -55,6 +56,8 @@ def rollout(
     size: PixelSize | None = None,
     first: Pictures | Sequence[Pictures] | None = None,
     first_actions: Actions = "",
+    start: Start | None = None,
+    pace: float | None = None,
     then: Sequence[tuple[int, str]] = (),
     noise: Noise | None = None,
     stream: Stream | None = None,
@@ -64,7 +67,7 @@ def rollout(
 
     All is checked and the stream opened when this is called; chunks are made as they are asked
     for. Without a stream, plan is "dense", prompt "" and seed 0 unless given; `size`, `first`,
-    `first_actions` and `noise` are as `open` takes them. `actions` are text
+    `first_actions`, `start`, `pace` and `noise` are as `open` takes them. `actions` are text
     ("w*20 a*24"), or one letter or index a frame in a list, an array or a tensor.
 
     `then` are changes of prompt, each with the new frame from which on it is meant: there, or where
@@ -72,9 +75,9 @@ def rollout(
 
     Same model, plan, prompt, actions, seed, size and first frames: same frames; another device or
     number of threads may change a level of 255 here and there. A `stream` is gone on with, for
-    `frames` more, by one rollout at a time; another plan, prompt, seed, size, first or noise than
-    its own is refused. On a GPU, `overlap_decode` launches the next chunk before it decodes the
-    last, on a second CUDA stream: until the end a stream is then a chunk further than what was
+    `frames` more, by one rollout at a time; another plan, prompt, seed, size, first, pace or noise
+    than its own is refused. On a GPU, `overlap_decode` launches the next chunk before it decodes
+    the last, on a second CUDA stream: until the end a stream is then a chunk further than what was
     yielded, so unless asked for it is done only without one.
     """
     check_model(model)
@@ -88,10 +91,10 @@ def rollout(
         stream = open_stream(
             model, "dense" if plan is None else plan, frames=frames, size=size, first=first,
             prompt="" if prompt is None else prompt, seed=0 if seed is None else seed,
-            first_actions=first_actions, noise=noise,
+            first_actions=first_actions, start=start, pace=pace, noise=noise,
         )  # fmt: skip
     else:
-        _check_stream(model, stream, plan, prompt, seed, size, first, noise)
+        _check_stream(model, stream, plan, prompt, seed, size, first, start, pace, noise)
         session = stream.session
         needed = chunks_for(model, session.shape.chunk, session.latent_frame, frames)
         check_noise(session.noise, session.made + needed * session.shape.chunk)
@@ -137,6 +140,8 @@ def _check_stream(
     seed: int | Sequence[int] | None,
     size: PixelSize | None,
     first: Pictures | Sequence[Pictures] | None,
+    start: Start | None,
+    pace: float | None,
     noise: Noise | None,
 ) -> None:
     """Raise where a stream cannot be gone on with, or is asked for what it is not."""
@@ -159,6 +164,8 @@ def _check_stream(
             "size": size is not None and model.shape(parse_size(size)).grid != session.shape.grid,
             "first": first is not None
             and first_key(*parse_firsts(first, stream.batch)) != source.first,
+            "start": start is not None,
+            "pace": pace is not None and not math.isclose(pace, stream.pace or 0, rel_tol=1e-6),
             "noise": noise is not None
             and noise_key(parse_noise(noise, model, session.shape)) != source.noise,
         }.items()

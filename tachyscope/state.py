@@ -14,6 +14,7 @@ from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
 from tachyscope.layers import check_memory, empty_layer, slots_for
 from tachyscope.meter import Meter
+from tachyscope.models.atrium.camera import FEATURE
 from tachyscope.observers import Observer
 from tachyscope.passes import PassRunner
 from tachyscope.plan import Plan
@@ -207,6 +208,8 @@ class State:
         self._check_counts(meta, slots)
         layers = self._layers_of(tensors, slots)
         self._check_texts(tensors, meta["texts"])
+        if (camera := self.features.get(FEATURE)) is not None:
+            check_tensor(tensors, f"features.{FEATURE}", camera, (0, 0))
         rest = {k: x for k, x in tensors.items() if k.startswith(("texts.", "features.", "kept."))}
         for name, x in rest.items():
             check_finite(name, x)

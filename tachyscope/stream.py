@@ -21,6 +21,7 @@ from tachyscope.arguments import (
     check_whole,
     parse_actions,
     parse_calibration,
+    parse_camera,
     parse_first,
     parse_noise,
     parse_plan,
@@ -30,6 +31,7 @@ from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.graph_runner import repeating
 from tachyscope.layers import cache_bytes
+from tachyscope.models.atrium.camera import FEATURE
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.observers import Observer
@@ -40,7 +42,7 @@ from tachyscope.state import Source
 from tachyscope.types import Chunk, Shape
 
 if TYPE_CHECKING:
-    from tachyscope.arguments import Actions, Noise, Pictures, PixelSize
+    from tachyscope.arguments import Actions, Noise, Pictures, PixelSize, Start
 
 
 def open(
@@ -53,6 +55,8 @@ def open(
     size: PixelSize | None = None,
     first: Pictures | Sequence[Pictures] | None = None,
     first_actions: Actions = "",
+    start: Start | None = None,
+    pace: float | None = None,
     noise: Noise | None = None,
     observers: Sequence[Observer] = (),
 ) -> Stream:
@@ -67,15 +71,21 @@ def open(
     begins as, the others are added before its later passes, and come from the seed where they are
     not given. `observers` are told of all that the session does.
 
+    A model that is told where its camera stands takes `start`, where that is before the first frame
+    (x and y in sides of the room, and degrees to the left of the front wall; in the middle and 0
+    unless given), and `pace`, the part of a step that a frame takes: 1, unless given, is 15 degrees
+    of a turn or a twentieth of the room's side.
+
     Where `prompt` or `seed` is a list, one video is made of each, all in the same passes, with the
-    same actions; `first` is then a list of each one's frames. A video of a batch is the video that
-    is made alone, but for rounding where a kernel sums in another order for more rows.
+    same actions; `first` and `start` are then lists of each one's. A video of a batch is the video
+    that is made alone, but for rounding where a kernel sums in another order for more rows.
     """
     check_model(model)
     parsed, pixels = parse_plan(model, plan), parse_size(size)
     texts, seeds, batch = parse_batch(prompt, seed)
     frames = None if frames is None else check_whole("frames", frames)
     pictures = parse_firsts(first, batch)
+    camera = parse_camera(model, start, pace, batch)
     shape = model.shape(pixels)
     for each in pictures:
         check_first_size(model, each, pixels)
@@ -117,10 +127,12 @@ def open(
         keys = read.key, first_key(*pictures), noise_key(drawn)
         session.source = Source(model.fingerprint, *keys, model.decoder_name)
         model.prefill_prompt(session, read.encoded)
+        if camera is not None:
+            session.features[FEATURE] = camera.clone()
         if given is not None:
-            prefill(model, session, by_chunk(model, given, shape.chunk, moves))
+            prefill(model, session, by_chunk(model, given, shape.chunk, moves, camera))
         session.meter.take()
-        return Stream(model, session, moves, batch)
+        return Stream(model, session, moves, batch, camera)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +159,12 @@ class Stream:
         session: Session,
         actions: Sequence[int] = (),
         batch: int | None = None,
+        camera: Tensor | None = None,
     ) -> None:
         """Go on with a session; `actions` are those that led to its latents, one a frame.
 
         `batch` is how many videos it makes at once; chunks then have a frame for each of them.
+        `camera` is where it stood before the session's latents.
         """
         self.model, self.session, self.batch = model, session, batch
         self.runner = repeating(model, session)
@@ -158,7 +172,7 @@ class Stream:
         self.rollout: ref[Generator[Chunk]] | None = None  # the loop that advances it
         self._beside: torch.cuda.Stream | None = None
         self._closed = False
-        self._stand(actions)
+        self._stand(actions, camera)
 
     def __enter__(self) -> Self:
         return self
@@ -171,6 +185,12 @@ class Stream:
         """Pixel frames that the next chunk decodes to."""
         known, chunk = self.session.latent_frame, self.session.shape.chunk
         return self.model.pixel_frames(known + chunk) - self.model.pixel_frames(known)
+
+    @property
+    def pace(self) -> float | None:
+        """The part of a step that a frame takes; None in a model without a camera."""
+        camera = self.session.features.get(FEATURE)
+        return None if camera is None else float(camera[0, 3])
 
     def step(self, actions: Actions | None = None) -> Chunk:
         """Make the next chunk.
@@ -203,13 +223,14 @@ class Stream:
             at = [model.pixel_frames(before + i) - start for i in range(session.shape.chunk)]
             told = [actions[i] if i < len(actions) else 0 for i in at]
         session.meter.add("entries_before", session.past)
+        stood = session.features[FEATURE].clone() if FEATURE in session.features else None
         with session.meter.span("chunk"):
             latents = self.runner(told)
         session.count_bank()
         # on CUDA, what the launches took: near the chunk's own time, the device waits for the host
         session.meter.add("host_ms", 1e3 * (time.perf_counter() - begun))
         session.meter.add("cuda_graph", self.runner.replayed)
-        self._hold([(latents, told)])
+        self._hold([Part(latents, told, stood)])
         frames = model.pixel_frames(session.latent_frame) - start
         session.meter.add("frames", frames * (self.batch or 1))
         session.meter.add("frames_made", frames * (self.batch or 1))
@@ -268,22 +289,30 @@ class Stream:
 
     @torch.inference_mode()
     @no_autocast()
-    def refill(self, latents: Tensor, prompt: str | Sequence[str], actions: Actions = "") -> None:
+    def refill(
+        self,
+        latents: Tensor,
+        prompt: str | Sequence[str],
+        actions: Actions = "",
+        start: Start | None = None,
+    ) -> None:
         """Forget, then prefill given latents chunk by chunk under a prompt.
 
         latents are as `session.latents`; the last chunk of them need not be whole. `actions` are
-        those that led to each of their frames, as `rollout` takes actions. Noise goes on where it
-        was, and where the video's end is known, as much is to come as before.
+        those that led to each of their frames, as `rollout` takes actions, from `start` as `open`
+        takes it. Noise goes on where it was, and where the video's end is known, as much is to come
+        as before.
         """
         model, session = self.model, self.session
         model.check_latents(session.shape, latents)
         frames = model.pixel_frames(latents.shape[model.frame_dim])
         moves = parse_actions(actions, model.actions, frames)
-        parts = by_chunk(model, latents, session.shape.chunk, moves)
+        camera = parse_camera(model, start, self.pace, self.batch)
+        parts = by_chunk(model, latents, session.shape.chunk, moves, camera)
         refill(model, session, self.read_prompt(prompt), parts)
         self.next_prompt = None
         self.runner.forget()
-        self._stand(moves)
+        self._stand(moves, camera)
 
     @torch.inference_mode()
     @no_autocast()
@@ -328,15 +357,19 @@ class Stream:
         if self._closed:
             raise TachyscopeError("this stream is closed: open another")
 
-    def _stand(self, actions: Sequence[int] = ()) -> None:
-        """Count and hold from where the session stands."""
+    def _stand(self, actions: Sequence[int] = (), camera: Tensor | None = None) -> None:
+        """Count and hold from where the session stands.
+
+        Where actions are not known, its latents are taken as seen from where the camera is now.
+        """
         model, session = self.model, self.session
         self._index = session.chunk
         self._held: list[Part] = []
         if session.latents is not None:
             count = model.pixel_frames(session.latents.shape[model.frame_dim])
             moves = [*actions, *[0] * (count - len(actions))]
-            self._hold(by_chunk(model, session.latents, session.shape.chunk, moves))
+            stood = session.features.get(FEATURE) if camera is None else camera
+            self._hold(by_chunk(model, session.latents, session.shape.chunk, moves, stood))
 
     def _hold(self, parts: Sequence[Part]) -> None:
         """Keep the newest latents, as many as the cache has room for: a prompt may change."""

@@ -15,6 +15,7 @@ from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Restart
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.observers import Timing
+from tachyscope.worlds.atrium import ACTIONS
 
 CONFIG = WanConfig(
     dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=6, size=(4, 8), stride=(1, 8, 8),
@@ -81,15 +82,24 @@ PLANS = [
     ],
 )
 def test_repeated_chunks_are_those_made_anew(plan, actions):
+    _check_repeated(plan, actions=actions)
+
+
+def test_repeated_chunks_go_on_walking():
+    """Where a camera stands is the device's own number, as the time is."""
+    _check_repeated(PLANS[0], actions=ACTIONS, camera=True, size=(4, 4))
+
+
+def _check_repeated(plan, **changes):
     found = []
 
     def record(session, make):
         found.append(Again(session, make))
         return found[-1]
 
-    model, session = _open(plan, actions=actions)
+    model, session = _open(plan, **changes)
     got = _play(model, session, ChunkRunner(model, session, record), 10)
-    plain, other = _open(plan, actions=actions)
+    plain, other = _open(plan, **changes)
     want = _play(plain, other, ChunkRunner(plain, other), 10)
     assert [x.repeats for x in found] == [5]  # two to fill, two alike, one recorded
     for (x, ours), (y, theirs) in zip(got, want, strict=True):

@@ -18,6 +18,7 @@ from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import RULES
 from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
 from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.parts import Controls
 from tachyscope.models.wan.sampler import clean_from, noised, schedule
 from tachyscope.models.wan.toy import BytesText, Preview, random_wan, toy_chunks
 from tachyscope.models.wan.transformer import WanCausal
@@ -268,10 +269,10 @@ def test_a_clean_pass_leaves_what_sampling_left():
             assert x.equal(y)
 
 
-def whole_clean_pass(model, session, x, actions):
+def whole_clean_pass(model, session, x, controls):
     """The clean pass as any other: up to a prediction that nobody uses."""
     sampler.begin_pass(model, session, x, len(model.schedule), [0.0])
-    model.transformer(session, x, torch.zeros(len(x), x.shape[2]), actions)
+    model.transformer(session, x, torch.zeros(len(x), x.shape[2]), *controls)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +319,7 @@ def test_the_work_of_a_clean_pass_is_counted_as_it_is():
         session = session_for(adapter)
         adapter.prefill_prompt(session, adapter.encode_prompt("a"))
         session.meter.take()
-        (whole_clean_pass if whole else sampler.clean_pass)(adapter, session, x, None)
+        (whole_clean_pass if whole else sampler.clean_pass)(adapter, session, x, Controls())
         row = session.meter.take()
         # attention, the prompt's and the MLPs are the session's, not the transformer's
         counts.append(row["macs"] - 2 * 24 * (row["pairs"] + row["text_pairs"]))

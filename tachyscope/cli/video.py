@@ -52,6 +52,11 @@ class VideoVerb(Verb):
         "True frames of the world that the video goes on from; actions, one less, lead through "
         "them.",
     )
+    pace: float | None = option(
+        None,
+        "In models that are told where their camera stands, the part of a step that a frame takes: "
+        "1 is 15 degrees of a turn, 0.1 one and a half.",
+    )
     frames: int = option(48, "Pixel frames to make.")
     seed: int = option(
         0, "Same seed, same video, but for a last bit where the device or its threads differ."
@@ -111,6 +116,8 @@ class VideoVerb(Verb):
                 f"--given frames are a world's, got {self.given} of none: add --world"
             )
         check("seed", self.seed)
+        if self.pace is not None:
+            check("pace", self.pace)
         if self.world is not None:
             check("world", self.world)
         check_prompt(self.prompt)
@@ -122,7 +129,10 @@ class VideoVerb(Verb):
                 f"a prompt changes in generate alone, got {' and '.join(self.prompt_file)}: give "
                 f"one --prompt-file without a frame"
             )
-        return {"frames": self.frames, "prompt": self.prompt, "seed": self.seed, "size": size}
+        return {
+            "frames": self.frames, "prompt": self.prompt, "seed": self.seed, "size": size,
+            "pace": self.pace,
+        }  # fmt: skip
 
     def load(self, dtype: str | None = None) -> VideoModel:
         from tachyscope.arguments import parse_prompt_files
@@ -158,12 +168,15 @@ class VideoVerb(Verb):
         numbers = parse_actions(self.actions, model.actions, self.frames + self.given - 1)
         entry = MODELS[self.model]
         visit = Visit(self.world, numbers, pace=entry.pace, tempo=entry.tempo)
+        if self.pace is not None and model.camera:  # a model without one refuses it
+            visit = Visit(self.world, numbers, pace=self.pace)
         letters = [model.actions[number] for number in (0, *numbers)]
         return visit, {
             "prompt": visit.prompt,
             "first": visit.frames(0, self.given),
             "first_actions": " ".join(letters[: self.given]),
             "actions": " ".join(letters[self.given :]),
+            **({"start": visit.view} if model.camera else {}),
         }
 
 

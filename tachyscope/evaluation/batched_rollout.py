@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +14,11 @@ from tachyscope.evaluation.intervals import Values
 from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.evaluation.scenes import Scene
 from tachyscope.meter import summary
+from tachyscope.models.atrium.camera import FEATURE
 from tachyscope.models.wan.model import WanModel
 from tachyscope.observers import Observer
 from tachyscope.plan import Plan
-from tachyscope.prefill import prefill
+from tachyscope.prefill import Part, prefill
 from tachyscope.quality import Frames
 from tachyscope.session import Session
 from tachyscope.stream import Stream
@@ -32,11 +34,14 @@ def open_scenes(
 ) -> Stream:
     """A stream of one video a scene that has seen the first `given` true frames."""
     actions = list(scenes[0].actions)
+    camera: dict[str, Any] = {}
+    if model.camera:
+        camera = {"start": [scene.world.view for scene in scenes], "pace": scenes[0].pace}
     return open_stream(
         model, plan, prompt=[scene.world.prompt for scene in scenes],
         seed=[scene.world.number for scene in scenes], size=scenes[0].frames.shape[1:3],
         first=[scene.frames[:given] for scene in scenes], first_actions=actions[:given],
-        frames=len(actions) - given, observers=observers,
+        frames=len(actions) - given, observers=observers, **camera,
     )  # fmt: skip
 
 
@@ -125,10 +130,12 @@ def teacher_forced(
     frames, shown = [], []
     for i, true in enumerate(latents.split(1, 2), given):
         move = [model.actions.index(scenes[0].actions[i])]
+        stood = session.features.get(FEATURE)
+        stood = None if stood is None else stood.clone()
         if i in made:
             frames.append(stream.frames_of(model.sample(session, move)))
             shown.append(stream.frames_of(true))
         # the true frame takes the place of the made one in now
-        prefill(model, session, [(true, move)])
+        prefill(model, session, [Part(true, move, stood)])
     pairs = zip(np.concatenate(frames, 1), np.concatenate(shown, 1), strict=True)
     return [Forced(tuple(made), ours, theirs) for ours, theirs in pairs]

@@ -34,12 +34,12 @@ def surfaces_right(frames: Frames, scene: Scene, index: Sequence[int]) -> Tensor
     """
     out = torch.full((len(index), OBJECTS + 4), math.nan)
     for row, (picture, i) in enumerate(zip(pictures(frames), index, strict=True)):
-        out[row] = _read_surfaces(picture, scene.world.rooms, scene.pose[i : i + 1], float(i))
+        now = scene.time[i : i + 1].float()
+        out[row] = _read_surfaces(picture, scene.world.rooms, scene.pose[i : i + 1], now)
     return out
 
 
-def _read_surfaces(picture: Tensor, rooms: Rooms, pose: Tensor, now: float) -> Tensor:
-    time = torch.tensor([now])
+def _read_surfaces(picture: Tensor, rooms: Rooms, pose: Tensor, time: Tensor) -> Tensor:
     _, light, seen = atrium.cast(rooms, pose, time, SMALL, 1)
     surface, bright = seen[0, :, 0], light[0, :, 0].clamp(min=0.2)[:, None]
     truth = atrium.render(rooms, pose, time, SMALL)[0]
@@ -104,7 +104,7 @@ def pose_errors(frames: Frames, scene: Scene, index: Sequence[int]) -> tuple[flo
     places, headings = [], []
     for picture, i in zip(pictures(frames), index, strict=True):
         true = scene.pose[i]
-        near, now = true + ASTRAY, torch.tensor([float(i)])
+        near, now = true + ASTRAY, scene.time[i : i + 1].float()
         found, _ = atrium.locate(picture, scene.world.rooms, near, now)
         places.append(float((found[:2] - true[:2]).norm()))
         headings.append(abs(float(found[2] - true[2])) * 360 / TURN)
@@ -128,7 +128,7 @@ def unsaid_db(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
     size = frames.shape[1]
     found = []
     for frame, i in zip(frames, index, strict=True):
-        seen = atrium.see(rooms, scene.pose[i : i + 1], torch.tensor([float(i)]), size)[0]
+        seen = atrium.see(rooms, scene.pose[i : i + 1], scene.time[i : i + 1].float(), size)[0]
         mask = unsaid[seen].numpy()
         if mask.mean() >= 0.1:
             error = np.square(frame[mask].astype(np.float64) - scene.frames[i][mask]).mean()
@@ -148,7 +148,7 @@ def named_walls(frames: Frames, scene: Scene, index: Sequence[int]) -> list[tupl
     """
     rooms = scene.world.rooms
     at = torch.tensor(list(index))
-    views = atrium.in_view(rooms.repeat(len(at)), scene.pose[at], at.float())
+    views = atrium.in_view(rooms.repeat(len(at)), scene.pose[at], scene.time[at].float())
     hidden = atrium.in_view(rooms, scene.pose[:1], torch.zeros(1))[0] < 0.05
     front = int(atrium.facing(scene.pose[:1])[0])
     found = []
@@ -157,7 +157,7 @@ def named_walls(frames: Frames, scene: Scene, index: Sequence[int]) -> list[tupl
             continue
         row = int((views[:, wall] >= 0.8 * views[:, wall].max()).int().argmax())
         picture, i = pictures(frames[row : row + 1]), index[row]
-        time = torch.tensor([float(i)])
+        time = scene.time[i : i + 1].float()
         shares = atrium.colour_shares(picture, rooms, scene.pose[i : i + 1], time, wall)[0]
         plain = int(rooms.kind[0, wall]) == 0
         named = shares[rooms.colour[0, wall, : 1 if plain else 2]]

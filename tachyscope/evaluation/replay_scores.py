@@ -13,7 +13,7 @@ from tachyscope.evaluation.clips import GIVEN, Clip
 from tachyscope.meter import Meter
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.observers import Observer
-from tachyscope.prefill import prefill
+from tachyscope.prefill import Part, prefill
 from tachyscope.replay import TokenReplay
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.replay.runner import ReplayRunner, count_rows
@@ -182,6 +182,6 @@ def begin(
         session.replay = RankedReplay(session, way, note)
     moves = clip.moves_on(model.device)
     for i in range(GIVEN):
-        prefill(model, session, [(codes[:, i : i + 1], moves[i : i + 1])])
+        prefill(model, session, [Part(codes[:, i : i + 1], moves[i : i + 1])])
     session.meter.take()
     return session

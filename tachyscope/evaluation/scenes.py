@@ -33,14 +33,22 @@ class Scene:
     actions: str  # letters, one a frame; the first is "stay"
     pose: Tensor  # [T, 3]
     frames: Frames  # [T, 128, 128, 3]
+    pace: float = 1.0  # of a step that a frame takes
+
+    @property
+    def time(self) -> Tensor:
+        """Steps by which things have moved on, [T]."""
+        return atrium.tempo_of(self.pace) * torch.arange(len(self.actions))
 
 
-def make_scene(world: World, actions: str, device: torch.device | str = "cpu") -> Scene:
+def make_scene(
+    world: World, actions: str, device: torch.device | str = "cpu", pace: float = 1.0
+) -> Scene:
     """The truth of a walk, rendered on a device."""
-    pose = atrium.walk(world.start, atrium.letters(actions)[None])[0]
-    time = torch.arange(len(actions), device=device)
+    pose = atrium.walk(world.start, atrium.letters(actions)[None], pace)[0]
+    time = atrium.tempo_of(pace) * torch.arange(len(actions), device=device)
     frames = visit.draw(world.rooms.to(device), pose.to(device), time)
-    return Scene(world, actions, pose, frames)
+    return Scene(world, actions, pose, frames, pace)
 
 
 def pictures(frames: Frames) -> Tensor:

@@ -37,7 +37,7 @@ from tachyscope.tables import format_table
 from tachyscope.types import Chunk
 
 if TYPE_CHECKING:
-    from tachyscope.arguments import Actions, Pictures, PixelSize
+    from tachyscope.arguments import Actions, Pictures, PixelSize, Start
 
 __all__ = ["inspect_model", "lines", "write"]
 
@@ -55,6 +55,8 @@ def inspect_model(
     size: PixelSize | None = None,
     first: Pictures | None = None,
     first_actions: Actions = "",
+    start: Start | None = None,
+    pace: float | None = None,
     places: int = 64,
     queries: int = 16,
     rounds: int = 3,
@@ -63,10 +65,10 @@ def inspect_model(
 ) -> Document:
     """Observe one rollout, time `rounds` more, and say what was found as a results document.
 
-    Plan, frames, prompt, actions, seed, size and first are as `rollout` takes them. places: how
-    many places of a latent frame are held against the frame before, the same ones all along.
-    queries: of how many places the attention is weighed, drawn anew for every layer
-    and pass. Given frames are observed too, but count in the table `frames` alone. watch: is
+    Plan, frames, prompt, actions, seed, size, first, start and pace are as `rollout` takes them.
+    places: how many places of a latent frame are held against the frame before, the same ones all
+    along. queries: of how many places the attention is weighed, drawn anew for every layer and
+    pass. Given frames are observed too, but count in the table `frames` alone. watch: is
     told every chunk, with its run's name.
     """
     check_model(model)
@@ -88,7 +90,7 @@ def inspect_model(
     def play(name: str, *observers: Observer) -> list[Chunk]:
         stream = open_stream(
             model, parsed, prompt=prompt, frames=frames, seed=seed, size=pixels, first=pictures,
-            first_actions=first_actions, observers=observers,
+            first_actions=first_actions, start=start, pace=pace, observers=observers,
         )  # fmt: skip
         made = []
         for chunk in rollout(model, frames=frames, actions=actions, stream=stream):

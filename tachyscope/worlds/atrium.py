@@ -152,6 +152,11 @@ def step(pose: Tensor, action: Tensor, pace: float | Tensor = 1.0) -> Tensor:
     return torch.stack([x, y, heading], -1)
 
 
+def tempo_of(pace: float) -> float:
+    """The part of a step by which things move on in a frame at a pace: a power of two near it."""
+    return 2.0 ** round(math.log2(pace))
+
+
 def walk(start: Tensor, actions: Tensor, pace: float | Tensor = 1.0) -> Tensor:
     """Poses [B, T, 3] from start [B, 3]; each action comes before the frame of its number."""
     poses = []
@@ -190,8 +195,9 @@ def rays(pose: Tensor, grid: int) -> Tensor:
     way = F.normalize(way, dim=-1)
     place = pose[..., None, :2].expand(*way.shape[:-1], 2)
     eye = F.pad(place, (0, 1), value=EYE)
-    box = torch.tensor([1.0, 1.0, HEIGHT], device=pose.device, dtype=pose.dtype)
-    depth = (((way > 0) * box - eye) / _nonzero(way)).amin(-1, keepdim=True)
+    ahead = (way > 0).to(pose.dtype)
+    walls = torch.cat([ahead[..., :2], HEIGHT * ahead[..., 2:]], -1)
+    depth = ((walls - eye) / _nonzero(way)).amin(-1, keepdim=True)
     return torch.cat([place, way, eye + depth * way], -1)
 
 

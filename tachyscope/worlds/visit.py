@@ -28,6 +28,18 @@ class World:
     start: Tensor  # [1, 3]
     prompt: str
 
+    @property
+    def view(self) -> tuple[float, float, float]:
+        """The start as a model's camera is told it: in the room as the first frame faces it.
+
+        x, y, and degrees to the left of the front wall.
+        """
+        pose = atrium.seen_from(self.start[0], atrium.facing(self.start[0]))
+        x, y = pose[:2].clamp(atrium.NEAR, 1 - atrium.NEAR).double().tolist()
+        low, high = atrium.NEAR, 1 - atrium.NEAR
+        turned = float(pose[2]) * 360 / atrium.TURN
+        return min(max(x, low), high), min(max(y, low), high), turned
+
 
 def make_world(number: int, motion: float = 1.0) -> World:
     """Unseen room `number`: the same one for `--world`, `tachyscope eval` and Python.
@@ -54,7 +66,7 @@ class Visit:
     """A walk through unseen room `number`: frame 0 is its start, frame i follows action i.
 
     motion: how far things move on their own. pace: steps that a frame takes. tempo: steps by
-    which things move on in a frame; as many as the walker's, if none is given.
+    which things move on in a frame; about as many as the walker's, if none is given.
     """
 
     def __init__(
@@ -66,8 +78,8 @@ class Visit:
         tempo: float | None = None,
     ) -> None:
         world = make_world(number, motion)
-        self.rooms, self.prompt = world.rooms, world.prompt
-        self.tempo = pace if tempo is None else tempo
+        self.rooms, self.prompt, self.view = world.rooms, world.prompt, world.view
+        self.tempo = atrium.tempo_of(pace) if tempo is None else tempo
         self.pose = atrium.walk(world.start, torch.tensor([[0, *actions]]), pace)  # [1, T, 3]
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tachyscope.bounds import WAN, bound_fault, demand, has_type, told
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
+from tachyscope.worlds.atrium import ACTIONS
 
 # our field -> the name in Wan's config.json
 WAN_NAMES = {
@@ -63,7 +64,7 @@ class WanConfig:
     patch: tuple[int, int, int] = (1, 2, 2)
     chunk: int = 3  # latent frames made together
     actions: str = ""  # one letter an action; the first is "stay"
-    camera: bool = False  # whether the camera's rays are given to every token
+    camera: bool = False  # whether every token is told what Atrium's camera sees there
     steps: tuple[int, ...] = (1000, 750, 500, 250)
     first_steps: tuple[int, ...] = ()  # the first generated chunk's, where they are others
     warp: bool = True  # steps count along the schedule before its shift; else they are timesteps
@@ -107,6 +108,11 @@ class WanConfig:
             _demand(False, f"context {self.context.name} {wrong[0]}", wrong[1])
         _demand(
             len(set(self.actions)) == len(self.actions), "actions must differ", repr(self.actions)
+        )
+        _demand(
+            not self.camera or (self.actions == ACTIONS and self.size[0] == self.size[1]),
+            f"camera needs actions {ACTIONS!r} and a square size",
+            f"{self.actions!r} and {self.size}",
         )
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 from tachyscope.bounds import LATENTS, told, within
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.wan import sampler
+from tachyscope.models.wan.parts import Controls
 from tachyscope.session import Session
 
 if TYPE_CHECKING:
@@ -47,15 +48,15 @@ class ContextRule:
         """Latent frames that are under way behind the chunk that is finished next."""
         return 0
 
-    def denoise(self, model: WanModel, session: Session, actions: Tensor | None) -> Tensor:
+    def denoise(self, model: WanModel, session: Session, controls: Controls) -> Tensor:
         """The next chunk's clean latents."""
-        return sampler.denoise_chunk(model, session, actions)
+        return sampler.denoise_chunk(model, session, controls)
 
     def remember(
-        self, model: WanModel, session: Session, latents: Tensor, actions: Tensor | None
+        self, model: WanModel, session: Session, latents: Tensor, controls: Controls
     ) -> None:
         """The clean pass over a finished chunk, or over given latents."""
-        sampler.clean_pass(model, session, latents, actions)
+        sampler.clean_pass(model, session, latents, controls)
 
     def switch(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
         """Make room for a new prompt's KV: the latents to prefill in one pass after it.
@@ -109,7 +110,7 @@ class Restart(ContextRule):
         )
 
     def remember(
-        self, model: WanModel, session: Session, latents: Tensor, actions: Tensor | None
+        self, model: WanModel, session: Session, latents: Tensor, controls: Controls
     ) -> None:
         chunk, frame = model.config.chunk, session.latent_frame
         stretch = self.frames - chunk  # new latent frames of each
@@ -119,7 +120,7 @@ class Restart(ContextRule):
             if self.reencode and frame:
                 latents = reencode_first(model, session, latents)
                 model.restart_decoder(session, latents)
-        sampler.clean_pass(model, session, latents, actions)
+        sampler.clean_pass(model, session, latents, controls)
 
     def without_reencoding(self) -> ContextRule:
         return replace(self, reencode=False)
@@ -141,11 +142,11 @@ class Alone(ContextRule):
         return self.reencode
 
     def remember(
-        self, model: WanModel, session: Session, latents: Tensor, actions: Tensor | None
+        self, model: WanModel, session: Session, latents: Tensor, controls: Controls
     ) -> None:
         if self.reencode and session.latent_frame:
             latents = reencode_first(model, session, latents)
-        sampler.clean_pass(model, session, latents, actions, past=False)
+        sampler.clean_pass(model, session, latents, controls, past=False)
 
     def without_reencoding(self) -> ContextRule:
         return replace(self, reencode=False)
@@ -172,7 +173,7 @@ class Rolling(ContextRule):
     def rolling_frames(self, config: WanConfig) -> int:
         return (len(config.steps) - 1) * config.chunk
 
-    def denoise(self, model: WanModel, session: Session, actions: Tensor | None) -> Tensor:
+    def denoise(self, model: WanModel, session: Session, controls: Controls) -> Tensor:
         return sampler.denoise_rolling(model, session)
 
 

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
 from tachyscope.fingerprint import digest
+from tachyscope.models.atrium import camera
 from tachyscope.models.base import MemoryParts, VideoModel
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
-from tachyscope.models.wan.parts import Decoder, EncodedPrompt, TextEncoder
+from tachyscope.models.wan.parts import Controls, Decoder, EncodedPrompt, TextEncoder
 from tachyscope.models.wan.sampler import schedule
 from tachyscope.models.wan.text import PromptFile
 from tachyscope.models.wan.tiny_decoder import ERROR, TinyDecoder
-from tachyscope.models.wan.transformer import WanCausal, wider
+from tachyscope.models.wan.transformer import RAY, WanCausal, wider
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
@@ -54,7 +55,7 @@ class WanModel(VideoModel):
         self.kind, self.fps = self.config.kind, self.config.fps
         (high, wide), (_, down, across) = self.config.size, self.config.stride
         self.size = high * down, wide * across
-        self.actions = self.config.actions
+        self.actions, self.camera = self.config.actions, self.config.camera
         self.stock = self.config.stock
         self.context = self.config.context
         self.draws = max(len(self.config.steps), len(self.config.first_steps or ()))
@@ -89,6 +90,9 @@ class WanModel(VideoModel):
         x = torch.empty(self.latent_size(shape, frames), dtype=wider(self.dtype), **meta)
         t = torch.empty(shape.batch, frames, **meta)
         actions = torch.empty(frames, dtype=torch.int64, **meta) if c.actions else None
+        rays = None
+        if c.camera:
+            rays = torch.empty(shape.batch, frames * shape.tokens_per_frame, RAY, **meta)
         with torch.no_grad():
             keys, values = self.transformer.keys_values(
                 torch.empty(shape.batch, c.text_len, c.text_dim, **meta)
@@ -104,7 +108,7 @@ class WanModel(VideoModel):
             weights=tensor_bytes(self.transformer.parameters()),
             decoder=held + tensor_bytes(features.values()),
             prompt=tensor_bytes((*keys, *values)),
-            activations=peak(lambda: self.transformer(FreeAttention(), x, t, actions)),
+            activations=peak(lambda: self.transformer(FreeAttention(), x, t, actions, rays)),
             decoding=decoding,
         )
 
@@ -128,6 +132,11 @@ class WanModel(VideoModel):
             raise TachyscopeError(
                 f"{self.name} makes frames of a height that {grain[0]} divides and a width that "
                 f"{grain[1]} divides, got {size[0]}x{size[1]}: round it"
+            )
+        if self.camera and tuple(size) != self.size:
+            raise TachyscopeError(
+                f"{self.name} knows its camera at {self.size[0]}x{self.size[1]} alone, got "
+                f"{size[0]}x{size[1]}: leave `size` out"
             )
         for name, side in zip(("height", "width"), size, strict=True):
             check(name, side, f"the {name} of a video", "take a smaller `size`")
@@ -206,9 +215,9 @@ class WanModel(VideoModel):
 
     @torch.no_grad()
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
-        given = self.actions_tensor(actions, self.config.chunk)
-        clean = self.context.denoise(self, session, given)
-        self.context.remember(self, session, clean, given)
+        controls = self._controls(session, actions, self.config.chunk)
+        clean = self.context.denoise(self, session, controls)
+        self.context.remember(self, session, clean, controls)
         session.made += self.config.chunk
         return clean
 
@@ -216,9 +225,9 @@ class WanModel(VideoModel):
     def prefill_latents(
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
     ) -> None:
-        given = self.actions_tensor(actions, latents.shape[2])
+        controls = self._controls(session, actions, latents.shape[2])
         latents = latents.to(self.device)
-        self.context.remember(self, session, latents, given)
+        self.context.remember(self, session, latents, controls)
         again = session.features.pop("shown", None) is not None
         if self.decoder is not None and not again and not shown:
             for video, part in enumerate(latents.split(1)):
@@ -226,7 +235,8 @@ class WanModel(VideoModel):
                     self.decoder.skip(part, features)
 
     def decoder_state(self, session: Session) -> dict[str, Tensor]:
-        return {name: x for name, x in session.features.items() if name not in ("window", "shown")}
+        others = ("window", "shown", camera.FEATURE)
+        return {name: x for name, x in session.features.items() if name not in others}
 
     @torch.no_grad()
     def encode_frames(self, frames: np.ndarray) -> Tensor:
@@ -275,6 +285,17 @@ class WanModel(VideoModel):
                 f"{len(self.actions) - 1}, got {list(actions)}: give as many of these"
             )
         return torch.cat([torch.full((1,), a, device=self.device) for a in actions])
+
+    def _controls(self, session: Session, actions: Sequence[int] | Tensor, frames: int) -> Controls:
+        """What steers the next latent frames; the camera then stands at the last of them."""
+        told = self.actions_tensor(actions, frames)
+        if not self.camera or told is None:
+            return Controls(told)
+        if camera.FEATURE not in session.features:  # a session that was made by hand
+            start = camera.place([camera.START] * session.shape.batch, 1.0, self.device)
+            session.features[camera.FEATURE] = start
+        poses = camera.walk(session.features[camera.FEATURE], told)
+        return Controls(told, camera.rays(poses, session.shape.grid))
 
     def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
         """A chunk's noise, the draw-th that it takes: as handed in, else drawn.

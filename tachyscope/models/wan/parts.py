@@ -5,11 +5,18 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class Controls(NamedTuple):
+    """What steers latent frames beside the prompt; None where a model takes none such."""
+
+    actions: Tensor | None = None  # [F] indices
+    rays: Tensor | None = None  # [B, S, 8]
 
 
 class TextEncoder(Protocol):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tachyscope.models.wan.parts import Controls
 from tachyscope.models.wan.transformer import wider
 from tachyscope.session import Session
 from tachyscope.types import DenoisePass
@@ -45,7 +46,7 @@ def noised(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
     return (1 - sigma) * clean + sigma * noise
 
 
-def denoise_chunk(model: WanModel, session: Session, actions: Tensor | None) -> Tensor:
+def denoise_chunk(model: WanModel, session: Session, controls: Controls) -> Tensor:
     """The next chunk's clean latents, by one pass a step."""
     c = model.config
     x = clean = model.noise(session, 0)
@@ -55,7 +56,7 @@ def denoise_chunk(model: WanModel, session: Session, actions: Tensor | None) -> 
 
     def run(now: DenoisePass) -> Tensor:
         level = c.levels.index(steps[now.index])
-        return denoise_pass(model, session, [now.x], [level], actions)[0]
+        return denoise_pass(model, session, [now.x], [level], controls)[0]
 
     for i, step in enumerate(steps):
         timestep, sigma = model.schedule[c.levels.index(step)]
@@ -82,7 +83,7 @@ def denoise_rolling(model: WanModel, session: Session) -> Tensor:
         if not window or known is None or session.latent_frame + len(window) * chunk < known:
             window.append(model.noise(session, 0, len(window)))
         levels = [step - i for i in range(len(window))]
-        clean = denoise_pass(model, session, window, levels, None)
+        clean = denoise_pass(model, session, window, levels, Controls())
         window = [
             noised(x, model.noise(session, level + 1, i), model.schedule[level + 1][1])
             for i, (x, level) in enumerate(zip(clean, levels, strict=True))
@@ -98,7 +99,7 @@ def denoise_pass(
     session: Session,
     chunks: list[Tensor],
     levels: list[int],
-    actions: Tensor | None,
+    controls: Controls,
 ) -> list[Tensor]:
     """One pass over chunks, each at its own level of the schedule: their clean latents."""
     x, frames = torch.cat(chunks, 2), chunks[0].shape[2]
@@ -106,14 +107,14 @@ def denoise_pass(
     begin_pass(model, session, x, levels[0], sigmas)
     fine: dict[str, Any] = {"dtype": torch.float32, "device": model.device}
     times = [torch.full((len(x), frames), model.schedule[level][0], **fine) for level in levels]
-    predictions = model.transformer(session, x, torch.cat(times, 1), actions).split(frames, 2)
+    predictions = model.transformer(session, x, torch.cat(times, 1), *controls).split(frames, 2)
     return [
         clean_from(model.config, *each) for each in zip(chunks, predictions, sigmas, strict=True)
     ]
 
 
 def clean_pass(
-    model: WanModel, session: Session, x: Tensor, actions: Tensor | None, past: bool = True
+    model: WanModel, session: Session, x: Tensor, controls: Controls, past: bool = True
 ) -> None:
     """A pass over clean latents for the keys and values that it leaves.
 
@@ -127,7 +128,7 @@ def clean_pass(
     read = len(pos) + (session.total_entries if past else 0)
     session.meter.add("pairs_dense", -shape.batch * shape.heads * len(pos) * read)
     t = torch.zeros(len(x), x.shape[2], dtype=torch.float32, device=model.device)
-    model.transformer.prefill(session, session.write_kv, x, t, actions)
+    model.transformer.prefill(session, session.write_kv, x, t, *controls)
 
 
 def begin_pass(

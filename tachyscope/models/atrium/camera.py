@@ -1,0 +1,34 @@
+"""The camera of a world model: where it stands, moved by actions, and what its tokens look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tachyscope.worlds import atrium
+
+FEATURE = "camera"  # its name among what a session keeps between chunks
+START = (0.5, 0.5, 0.0)  # the middle of the room, facing the front wall
+
+
+def place(starts: Sequence[Sequence[float]], pace: float, device: torch.device) -> Tensor:
+    """A camera for each start (x, y, degrees): x, y, heading in steps of a turn, pace: [B, 4]."""
+    rows = [[x, y, turned * atrium.TURN / 360 % atrium.TURN, pace] for x, y, turned in starts]
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+def walk(camera: Tensor, actions: Tensor) -> Tensor:
+    """The poses [B, F, 3] that actions [F] lead cameras [B, 4] to; the cameras then stand there.
+
+    All of it is numbers of the device: launches recorded once go on walking.
+    """
+    poses = atrium.walk(camera[:, :3], actions.expand(len(camera), -1), camera[:, 3])
+    camera[:, :3] = poses[:, -1]
+    return poses
+
+
+def rays(poses: Tensor, grid: tuple[int, int]) -> Tensor:
+    """What every token of frames at poses [B, F, 3] looks at: [B, F * N, 8]."""
+    return atrium.rays(poses, grid[0]).flatten(1, 2)
