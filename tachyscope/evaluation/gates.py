@@ -30,6 +30,7 @@ SEEN = 2  # such rooms of every kind of camera, and frames of each
 METHODS = {
     "dense": "dense",
     "draft": "passes=draft",  # dense, code for code
+    "fastcar": "fastcar",  # as published: what share its threshold replays is the model's
     "neurons": "replay=neurons:share={s}",
     "neurons_age": "replay=neurons:share={s},age=7",
     "prune": "replay=prune:share={s}",
@@ -74,7 +75,8 @@ def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[flo
     def forced(share: float, *groups: tuple[str, ...]) -> list[Task]:
         return [Task("forced", kinds, share, names, worlds, 0, frames) for names in groups]
 
-    found = made(0.0, "dense", "draft")
+    found = made(0.0, "dense", "draft", "fastcar")
+    found += forced(0.0, ("fastcar",))
     for share in shares:
         if share <= 0.25:
             found += made(share, "neurons", "prune", "tas", "random")
