@@ -1,19 +1,22 @@
 """Kernels of a decode step on a CUDA device: are they right, and which settings are fastest.
 
-python scripts/tune_decode.py --out DIR [--seconds 150]
+for i in $(seq 0 11); do python scripts/tune_decode.py --warm $i/12 & done; wait
+python scripts/tune_decode.py --out DIR [--seconds 100]
 
-Each part stands alone; results are appended to DIR/tune_decode.jsonl as they come.
+Each part stands alone; results are appended to DIR/tune_decode.jsonl as they come. The first line
+only compiles, in several processes at once, what the second then times.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,10 @@ from tachyscope.kernels.decode_attention import (
     decode_attention,
 )
 from tachyscope.kernels.decode_attention import torch as attention_torch
-from tachyscope.kernels.decode_mlp import Kept, MlpWeights, decode_mlp
+from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
-from tachyscope.kernels.device import multiprocessors
-from tachyscope.kernels.gemv import Norm, Weight, gemv, to_int8
+from tachyscope.kernels.gemv import Norm, Weight, gemv, to_codes
 from tachyscope.kernels.gemv import torch as gemv_torch
 from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.gemv.triton import Setting
@@ -98,14 +100,16 @@ def graph_us(work: Callable[[], None], count: int, rounds: int = 7) -> float:
     return statistics.median(times)
 
 
-def mlp_of(width: int, inner: int, int8: bool, gated: bool = True) -> MlpWeights:
-    sizes = (inner, width), (inner, width), (width, inner)
-    parts = [
-        Weight(draw(*s, scale=s[1] ** -0.5), None, None if gated else draw(s[0])) for s in sizes
-    ]
-    parts = [to_int8(part) for part in parts] if int8 else parts
+def weight_of(rows: int, columns: int, kind: str, bias: bool = False) -> Weight:
+    weight = Weight(draw(rows, columns, scale=columns**-0.5), None, draw(rows) if bias else None)
+    return to_codes(weight, kind) if kind else weight
+
+
+def mlp_of(width: int, inner: int, kind: str, gated: bool = True, linear: int = 0) -> MlpWeights:
+    sizes = (inner - linear, width), (inner, width), (width, inner)
+    parts = [weight_of(*size, kind, not gated) for size in sizes]
     norm = Norm(draw(width), None if gated else draw(width), 1e-5)
-    return MlpWeights(norm, parts[0] if gated else None, *parts[1:])
+    return MlpWeights(norm, parts[0] if gated else None, *parts[1:], linear)
 
 
 def kept_of(tokens: int, width: int, places: int, skip: list[int]) -> Kept:
@@ -114,16 +118,20 @@ def kept_of(tokens: int, width: int, places: int, skip: list[int]) -> Kept:
     return Kept(flags, whole(3), draw(tokens, places, width), age)
 
 
+def error_of(tokens: int, width: int, places: int) -> Error:
+    held = (draw(tokens, places, width) for _ in range(2))
+    return Error(whole(3), *held, 0.5, torch.zeros(tokens, device="cuda"))
+
+
 def check_gemv(log: Log) -> None:
-    cases = (1, False, "rms"), (2, False, "layer"), (2, True, ""), (5, True, "rms"), (1, True, "")
-    for tokens, int8, kind in cases:
-        x = draw(tokens, 200)
-        weights = tuple(
-            Weight(draw(n, 200, scale=0.1), None, draw(n) if kind == "layer" else None)
-            for n in (70, 33, 90)
-        )
-        weights = tuple(map(to_int8, weights)) if int8 else weights
-        norm = Norm(draw(200), draw(200) if kind == "layer" else None, 1e-5) if kind else None
+    cases = (
+        (1, "", "rms"), (2, "", "layer"), (2, "int8", ""), (5, "int8", "rms"), (1, "int8", ""),
+        (1, "int4", "rms"), (2, "int4", "layer"), (5, "int4", ""),
+    )  # fmt: skip
+    for tokens, codes, kind in cases:
+        x = draw(tokens, 640)
+        weights = tuple(weight_of(n, 640, codes, kind == "layer") for n in (70, 33, 90))
+        norm = Norm(draw(640), draw(640) if kind == "layer" else None, 1e-5) if kind else None
         base = draw(tokens, 193)
         want = gemv_torch.gemv(base.clone(), x, weights, norm, kind == "layer", True)
         got = gemv_triton.gemv(base.clone(), x, weights, norm, kind == "layer", True)
@@ -132,19 +140,30 @@ def check_gemv(log: Log) -> None:
 
 
 def check_mlp(log: Log) -> None:
-    kinds = (1, False, True), (2, False, True), (2, True, True), (5, False, False), (1, True, False)
-    for (tokens, int8, gated), skip in itertools.product(kinds, ("none", "all", "one")):
-        mlp, x = mlp_of(328, 1000, int8, gated), draw(tokens, 328)
+    kinds = (
+        (1, "", True), (2, "", True), (2, "int8", True), (5, "", False), (1, "int8", False),
+        (1, "int4", True), (2, "int4", True),
+    )  # fmt: skip
+    for (tokens, codes, gated), skip in itertools.product(kinds, ("none", "all", "one")):
+        mlp, x = mlp_of(384, 1024, codes, gated), draw(tokens, 384)
         flags = {"none": [0] * tokens, "all": [1] * tokens, "one": [1] + [0] * (tokens - 1)}[skip]
-        kept = kept_of(tokens, 328, 6, flags)
+        kept = kept_of(tokens, 384, 6, flags)
         other = Kept(kept.skip, kept.place, kept.output.clone(), kept.age.clone())
         want, got = x.clone(), x.clone()
         mlp_torch.decode_mlp(want, mlp, kept)
         barrier = torch.zeros((), dtype=torch.int32, device="cuda")
-        mlp_triton.decode_mlp(got, mlp, other, torch.empty(tokens, 1000, **KINDS), barrier)
+        mlp_triton.decode_mlp(got, mlp, other, torch.empty(tokens, 1024, **KINDS), barrier)
         torch.testing.assert_close(got, want, rtol=4e-2, atol=6e-2)
         torch.testing.assert_close(other.output, kept.output, rtol=4e-2, atol=6e-2)
         assert torch.equal(other.age, kept.age)
+    for tokens, codes in ((1, ""), (2, ""), (1, "int8"), (2, "int4")):
+        mlp, x = mlp_of(384, 1024, codes, linear=128), draw(tokens, 384)
+        error = error_of(tokens, 384, 6)
+        want, got = x.clone(), x.clone()
+        mlp_torch.decode_mlp(want, mlp, error)
+        barrier = torch.zeros((), dtype=torch.int32, device="cuda")
+        mlp_triton.decode_mlp(got, mlp, error, torch.empty(tokens, 1024, **KINDS), barrier)
+        torch.testing.assert_close(got, want, rtol=4e-2, atol=6e-2)
     log(part="mlp", right=True)
 
 
@@ -210,7 +229,6 @@ def check_sample(log: Log) -> None:
     log(part="sample", equal=same, of=20)
     to = found[1]
     log(part="sample", us=graph_us(lambda: sample_code(logits, draw_by, to), 1))
-    log(part="sample torch", us=graph_us(lambda: sample_torch.sample_code(logits, draw_by, to), 1))
 
 
 def rates(log: Log) -> None:
@@ -223,80 +241,154 @@ def rates(log: Log) -> None:
     log(part="read", tb_s=size / graph_us(lambda: a.sum(), 1) / 1e6)
 
 
-def time_mlp(log: Log, tokens: int, int8: bool) -> None:
-    layers = [mlp_of(WIDTH, INNER, int8) for _ in range(LAYERS)]
-    x, inner = draw(tokens, WIDTH), torch.empty(tokens, INNER, **KINDS)
-    kept = kept_of(tokens, WIDTH, 256, [0] * tokens)
-    barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
-    size = sum(part.bytes for part in layers[0].parts)
-    processors = multiprocessors(x.device)
-    settings = [None]
-    for n, k, n2, warps, programs in (
-        (2, 1024, 4, 4, 5), (2, 1024, 4, 4, 6), (2, 2048, 2, 4, 4), (2, 1024, 2, 4, 4),
-        (1, 2048, 2, 4, 4), (2, 512, 4, 2, 8),
-    ):  # fmt: skip
-        first, last = Setting(n, k, warps), Setting(n2, k, warps)
-        settings.append(mlp_triton.MlpSetting(first, last, programs * processors))
-    for setting in settings:
-        if log.over:
-            return
+Cut = tuple[int, int, int, int, int, int]  # rows and columns of both steps, warps, programs
+SLICE, DENSE, DEPTH = (WIDTH, 3008, 256), (WIDTH, INNER, 0), (2560, 10240, 0)
+# of an MLP: width, inner width and linear rows; tokens; codes; cuts beside the usual one
+MLPS: list[tuple[tuple[int, int, int], int, str, list[Cut]]] = [
+    (SLICE, 1, "", [
+        (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (2, 1024, 4, 1024, 4, 752),
+        (4, 512, 4, 1024, 4, 752), (4, 512, 4, 512, 4, 376), (1, 2048, 2, 2048, 4, 660),
+        (1, 2048, 1, 2048, 4, 792), (2, 2048, 2, 2048, 4, 512), (4, 1024, 4, 1024, 4, 376),
+    ]),
+    (SLICE, 2, "", [
+        (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (4, 512, 4, 1024, 4, 376),
+        (4, 512, 4, 512, 4, 376), (4, 1024, 4, 1024, 4, 376),
+    ]),
+    (DENSE, 1, "", [
+        (4, 512, 4, 1024, 4, 660), (4, 512, 8, 512, 4, 660), (4, 1024, 4, 1024, 4, 396),
+    ]),
+    (DENSE, 2, "", [
+        (4, 512, 4, 1024, 4, 528), (4, 512, 8, 512, 4, 528), (2, 1024, 4, 1024, 4, 660),
+        (4, 1024, 8, 1024, 4, 264),
+    ]),
+    *((DEPTH, tokens, "", [
+        (4, 1024, 4, 1024, 4, 660), (8, 512, 4, 1024, 4, 660), (8, 512, 8, 512, 4, 528),
+        (4, 512, 4, 512, 4, 792), (8, 512, 4, 1024, 4, 528), (8, 1024, 4, 1024, 4, 528),
+    ]) for tokens in (1, 2)),
+    *((shape, tokens, kind, [
+        (4, 512, 4, 512, 4, 528), (4, 512, 8, 512, 4, 528), (4, 256, 4, 256, 2, 1056),
+        (4, 512, 4, 512, 4, 660), (2, 512, 8, 512, 4, 660),
+    ]) for kind in ("int8", "int4") for tokens in (1, 2) for shape in (DENSE,)),
+    *((SLICE, tokens, kind, [(4, 512, 4, 512, 4, 376)])
+      for kind in ("int8", "int4") for tokens in (1, 2)),
+    (DENSE, 2, "int4", [(2, 512, 2, 512, 4, 396), (4, 512, 4, 512, 4, 264)]),
+]  # fmt: skip
+# of a product: columns, rows of its matrices, norm; codes; cuts beside the usual one
+QKV, OUT = (WIDTH, (WIDTH,) * 3, "rms"), (WIDTH, (WIDTH,), "")
+DEPTH_QKV, DEPTH_OUT, CODES = (
+    (2560, (2560,) * 3, "layer"),
+    (2560, (2560,), ""),
+    (2560, (16384,), "layer"),
+)
+GEMVS: list[tuple[tuple[int, tuple[int, ...], str], str, list[tuple[int, int, int]]]] = [
+    (QKV, "", [(8, 512, 4), (4, 512, 4)]),
+    (OUT, "", [(8, 512, 4), (4, 512, 4)]),
+    (DEPTH_QKV, "", [(8, 512, 4), (4, 512, 4), (8, 512, 2), (16, 512, 4), (4, 512, 2)]),
+    (DEPTH_OUT, "", [(8, 512, 4), (4, 512, 4), (2, 1024, 4), (4, 512, 2), (2, 512, 2)]),
+    (CODES, "", [(8, 512, 4), (16, 512, 4), (8, 512, 2)]),
+    *((shape, kind, [(8, 512, 4), (8, 256, 2), (4, 256, 2), (2, 512, 4)])
+      for kind in ("int8", "int4") for shape in (QKV, OUT)),
+]  # fmt: skip
+Work = Callable[[], None]
 
-        def work(setting: Any = setting) -> None:
-            barrier.zero_()
-            for mlp, one in zip(layers, barrier, strict=True):
-                mlp_triton.decode_mlp(x, mlp, kept, inner, one, setting)
 
-        try:
-            kept.skip.zero_()
-            us = graph_us(work, LAYERS)
-            kept.skip.fill_(1)
-            skipped = graph_us(work, LAYERS)
-        except Exception as fault:
-            log(part="mlp", tokens=tokens, setting=setting, failed=str(fault)[:300])
-            continue
-        log(part="mlp", tokens=tokens, int8=int8, setting=setting, us=us, tb_s=size / us / 1e6,
-            skipped_us=skipped)  # fmt: skip
-    if not int8:
-        us = graph_us(lambda: [mlp_torch.decode_mlp(x, mlp, None) for mlp in layers], LAYERS)
-        log(part="mlp torch", tokens=tokens, us=us, tb_s=size / us / 1e6)
+@functools.lru_cache(maxsize=1)
+def mlps_of(shape: tuple[int, int, int], kind: str) -> list[MlpWeights]:
+    width, inner, linear = shape
+    return [mlp_of(width, inner, kind, shape != DEPTH, linear) for _ in range(LAYERS)]
 
 
-def time_gemv(log: Log, tokens: int, parts: int, int8: bool) -> None:
-    layers = [
-        tuple(Weight(draw(WIDTH, WIDTH, scale=0.02)) for _ in range(parts)) for _ in range(LAYERS)
+@functools.lru_cache(maxsize=1)
+def weights_of(shape: tuple[int, tuple[int, ...], str], kind: str) -> list[tuple[Weight, ...]]:
+    columns, sizes, norm = shape
+    return [
+        tuple(weight_of(n, columns, kind, norm == "layer") for n in sizes) for _ in range(LAYERS)
     ]
-    layers = [tuple(map(to_int8, layer)) for layer in layers] if int8 else layers
-    x, out = draw(tokens, WIDTH), draw(tokens, parts * WIDTH)
-    norm = Norm(draw(WIDTH), None, 1e-5) if parts == 3 else None
-    size = sum(weight.bytes for weight in layers[0])
-    cuts = (2, 1024, 4), (4, 1024, 2), (2, 1024, 2)
-    for setting in [None, *(Setting(*cut) for cut in cuts)]:
+
+
+def mlp_work(
+    shape: tuple[int, int, int], tokens: int, kind: str, cut: Cut | None
+) -> tuple[Work, int]:
+    layers, x = mlps_of(shape, kind), draw(tokens, shape[0])
+    kept = error_of(tokens, shape[0], 256) if shape == SLICE else None
+    inner = torch.empty(tokens, shape[1], **KINDS)
+    barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
+    setting = None
+    if cut is not None:
+        n, k, n2, k2, warps, programs = cut
+        setting = mlp_triton.MlpSetting(Setting(n, k, warps), Setting(n2, k2, warps), programs)
+
+    def work() -> None:
+        barrier.zero_()
+        for mlp, one in zip(layers, barrier, strict=True):
+            mlp_triton.decode_mlp(x, mlp, kept, inner, one, setting)
+
+    return work, sum(part.bytes for part in layers[0].parts)
+
+
+def gemv_work(
+    shape: tuple[int, tuple[int, ...], str], tokens: int, kind: str, cut: Sequence[int] | None
+) -> tuple[Work, int]:
+    layers, (columns, sizes, name) = weights_of(shape, kind), shape
+    x, out = draw(tokens, columns), draw(tokens, sum(sizes))
+    norm = Norm(draw(columns), draw(columns) if name == "layer" else None, 1e-5) if name else None
+    setting = None if cut is None else Setting(*cut)
+
+    def work() -> None:
+        for weights in layers:
+            gemv_triton.gemv(out, x, weights, norm, False, len(sizes) == 1 and not name, setting)
+
+    return work, sum(weight.bytes for weight in layers[0])
+
+
+def pieces() -> list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]]:
+    """All that is timed by itself: what it is, and what makes the work and tells its bytes."""
+    found: list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]] = []
+    for shape, tokens, kind, cuts in MLPS:
+        for cut in (None, *cuts):
+            said = {"part": "mlp", "shape": shape, "tokens": tokens, "kind": kind, "cut": cut}
+            found.append((said, functools.partial(mlp_work, shape, tokens, kind, cut)))
+    for one, kind, settings in GEMVS:
+        for tokens in (1, 2):
+            for setting in (None, *settings):
+                said = {
+                    "part": "gemv",
+                    "shape": one,
+                    "tokens": tokens,
+                    "kind": kind,
+                    "cut": setting,
+                }
+                found.append((said, functools.partial(gemv_work, one, tokens, kind, setting)))
+    return found
+
+
+def time_pieces(log: Log) -> None:
+    for said, make in pieces():
         if log.over:
             return
-
-        def work(setting: Any = setting) -> None:
-            for weights in layers:
-                gemv_triton.gemv(out, x, weights, norm, False, parts == 1, setting)
-
-        us = graph_us(work, LAYERS)
-        log(part="gemv", tokens=tokens, parts=parts, int8=int8, setting=setting, us=us,
-            tb_s=size / us / 1e6)  # fmt: skip
+        try:
+            work, size = make()
+            us = graph_us(work, LAYERS)
+            log(**said, us=us, tb_s=size / us / 1e6)
+        except Exception as fault:
+            log(**said, failed=f"{type(fault).__name__}: {fault}"[:300])
 
 
-def time_attention(log: Log, rows: int) -> None:
-    scratch = Scratch(rows, HEADS, HEADS, HEAD_DIM, torch.device("cuda"))
-    out, qkv = draw(rows, WIDTH), draw(rows, 3 * WIDTH)
-    for kind, window, slot in itertools.product(("", "share"), (False, True), (300, 1100, 2100)):
-        steps = [attention_step(rows, 2200, slot, kind, window, rows == 1) for _ in range(LAYERS)]
-        us = graph_us(lambda s=steps: [decode_attention(out, qkv, x, scratch) for x in s], LAYERS)
-        log(part="attention", rows=rows, gate=kind, window=window, entries=slot, us=us)
+def warm(part: str) -> None:
+    """Compile what others do not: pieces i, i + n, i + 2n, ... for "i/n"."""
+    first, step = map(int, part.split("/"))
+    for said, make in pieces()[first::step]:
+        try:
+            make()[0]()
+            torch.cuda.synchronize()
+        except Exception as fault:
+            print(said, f"{type(fault).__name__}: {fault}"[:300], flush=True)
 
 
-def time_layers(log: Log, rows: int, int8: bool) -> None:
+def time_layers(log: Log, rows: int, kind: str) -> None:
     """All launches of a layer, computing and skipped, with and without overlap."""
-    mlps = [mlp_of(WIDTH, INNER, int8) for _ in range(LAYERS)]
-    heads = [[Weight(draw(WIDTH, WIDTH, scale=0.02)) for _ in range(4)] for _ in range(LAYERS)]
-    heads = [[to_int8(x) for x in part] for part in heads] if int8 else heads
+    mlps = mlps_of(DENSE, kind)
+    heads = [[weight_of(WIDTH, WIDTH, kind) for _ in range(4)] for _ in range(LAYERS)]
     x, qkv, attended = draw(rows, WIDTH), draw(rows, 3 * WIDTH), draw(rows, WIDTH)
     inner, kept = torch.empty(rows, INNER, **KINDS), kept_of(rows, WIDTH, 256, [0] * rows)
     barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
@@ -324,33 +416,32 @@ def time_layers(log: Log, rows: int, int8: bool) -> None:
             x.copy_(start)
             work()
             found.append(x.clone())
-            log(part="layer", rows=rows, int8=int8, overlap=overlap, us=us[0], skipped_us=us[1])
+            log(part="layer", rows=rows, kind=kind, overlap=overlap, us=us[0], skipped_us=us[1])
         except Exception as fault:
-            log(part="layer", rows=rows, int8=int8, overlap=overlap, failed=str(fault)[:400])
+            log(part="layer", rows=rows, kind=kind, overlap=overlap, failed=str(fault)[:400])
         Overlap.on = True
     if len(found) == 2:
-        log(part="layer", rows=rows, int8=int8, same=torch.equal(*found))
+        log(part="layer", rows=rows, kind=kind, same=torch.equal(*found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--warm", help="i/n: only compile each n-th piece from the i-th on")
     given = parser.parse_args()
-    log = Log(given.out, given.seconds)
     torch.manual_seed(0)
     with torch.inference_mode():
-        log.part("rates", lambda: rates(log))
-        for check in (check_gemv, check_attention, check_sample, check_mlp):
+        if given.warm:
+            warm(given.warm)
+            return
+        log = Log(given.out, given.seconds)
+        for check in (rates, check_gemv, check_attention, check_sample, check_mlp):
             log.part(check.__name__, lambda check=check: check(log))
-        for rows, int8 in ((1, False), (2, False), (1, True), (2, True)):
-            log.part("layers", lambda r=rows, i=int8: time_layers(log, r, i))
-        for rows in (1, 2):
-            log.part("attention", lambda r=rows: time_attention(log, r))
-        for rows, int8 in ((1, False), (1, True), (2, False), (2, True)):
-            log.part("mlp", lambda r=rows, i=int8: time_mlp(log, r, i))
-            for parts in (3, 1):
-                log.part("gemv", lambda r=rows, p=parts, i=int8: time_gemv(log, r, p, i))
+        time_pieces(log)
+        for rows, kind in itertools.product((1, 2), ("", "int8", "int4")):
+            if not log.over:
+                log.part("layers", lambda r=rows, k=kind: time_layers(log, r, k))
     log(part="end", seconds=time.time() - log.start)
 
 

@@ -18,7 +18,7 @@ from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.decode_mlp.reference import decode_mlp_reference
-from tachyscope.kernels.gemv import Norm, Weight, to_int8
+from tachyscope.kernels.gemv import Norm, Weight, to_codes
 from tachyscope.kernels.gemv import torch as gemv_torch
 from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.gemv.reference import gemv_reference
@@ -55,20 +55,21 @@ def _whole(*values):
     return torch.tensor(values if len(values) != 1 else values[0], dtype=torch.int32)
 
 
-def _weight(rng, rows, columns, int8, bias=False):
+def _weight(rng, rows, columns, kind, bias=False):
     data = _draw(rng, rows, columns) * columns**-0.5
     weight = Weight(data, None, _draw(rng, rows) if bias else None)
-    return to_int8(weight) if int8 else weight
+    return to_codes(weight, kind) if kind else weight
 
 
 def _norm(rng, kind, width):
     return Norm(_draw(rng, width), _draw(rng, width) if kind == "layer" else None, 1e-5)
 
 
-def _case_gemv(rng, backend, tokens, int8, kind, add=False):
-    x = _draw(rng, tokens, 40)
-    weights = tuple(_weight(rng, n, 40, int8, kind == "layer") for n in (19, 7, 9))
-    norm = _norm(rng, kind, 40) if kind else None
+def _case_gemv(rng, backend, tokens, codes, kind, add=False):
+    width = 384 if codes == "int4" else 40
+    x = _draw(rng, tokens, width)
+    weights = tuple(_weight(rng, n, width, codes, kind == "layer") for n in (19, 7, 9))
+    norm = _norm(rng, kind, width) if kind else None
     base = _draw(rng, tokens, 35) if add else torch.zeros(tokens, 35, dtype=DTYPE)
     want = base + gemv_reference(x, weights, norm, kind == "layer")
     out = moved(base) if add else torch.empty(tokens, 35, dtype=DTYPE, device=DEVICE)
@@ -79,11 +80,11 @@ def _case_gemv(rng, backend, tokens, int8, kind, add=False):
 
 
 def _case_mlp(
-    rng, backend, tokens, int8, gated, skip, drift=False, ready=1, linear=0, remember=False
+    rng, backend, tokens, codes, gated, skip, drift=False, ready=1, linear=0, remember=False
 ):
-    width, inner = 40, 52
+    width, inner = (128, 256) if codes == "int4" else (40, 52)
     sizes = (inner - linear, width), (inner, width), (width, inner)
-    gate, up, down = (_weight(rng, *size, int8, not gated) for size in sizes)
+    gate, up, down = (_weight(rng, *size, codes, not gated) for size in sizes)
     norm = _norm(rng, "rms" if gated else "layer", width)
     if linear:
         down = dataclasses.replace(down, bias=_draw(rng, width))
@@ -217,28 +218,30 @@ ATTENTION = {
     "draw_all": (PAIR, {"gate": {"kind": "draw", "value": 1.0}, "window": True}),
 }
 BOTH = ("torch", "triton")
+KINDS = ("", "int8", "int4")
 CASES = {}
-for tokens, int8, kind in itertools.product((1, 2, 3), (False, True), ("", "rms", "layer")):
-    name = f"gemv_{tokens}_{'int8_' if int8 else ''}{kind or 'plain'}"
+for tokens, codes, kind in itertools.product((1, 2, 3), KINDS, ("", "rms", "layer")):
+    name = f"gemv_{tokens}_{codes}{'_' if codes else ''}{kind or 'plain'}"
     add = kind == "" or tokens == 2
-    CASES[name] = functools.partial(_case_gemv, tokens=tokens, int8=int8, kind=kind, add=add), BOTH
+    case = functools.partial(_case_gemv, tokens=tokens, codes=codes, kind=kind, add=add)
+    CASES[name] = case, BOTH
 for i, skip in enumerate((None, "none", "all", "first")):
     for tokens in (1, 2, 3):
-        int8, gated = bool((i + tokens) % 2), skip is not None or tokens == 1
-        name = f"decode_mlp_{tokens}_{skip}{'_int8' if int8 else ''}"
-        case = functools.partial(_case_mlp, tokens=tokens, int8=int8, gated=gated, skip=skip)
+        codes, gated = KINDS[(i + tokens) % 3], skip is not None or tokens == 1
+        name = f"decode_mlp_{tokens}_{skip}{'_' if codes else ''}{codes}"
+        case = functools.partial(_case_mlp, tokens=tokens, codes=codes, gated=gated, skip=skip)
         CASES[name] = case, BOTH
 for skip, ready in (("none", 1), ("none", 0), ("all", 1), ("first", 1)):
     case = functools.partial(
-        _case_mlp, tokens=2, int8=False, gated=True, skip=skip, drift=True, ready=ready
+        _case_mlp, tokens=2, codes="", gated=True, skip=skip, drift=True, ready=ready
     )
     CASES[f"decode_mlp_drift_{skip}_{ready}"] = case, BOTH
-for tokens, int8, skip, linear in (
-    (1, False, "error", 20), (2, True, "error", 16), (3, False, "error", 0), (2, False, None, 20),
-    (1, True, "none", 0), (2, False, "none", 0), (3, False, "none", 0),
+for tokens, codes, skip, linear in (
+    (1, "", "error", 20), (2, "int8", "error", 16), (1, "int4", "error", 32), (3, "", "error", 0),
+    (2, "", None, 20), (1, "int8", "none", 0), (2, "", "none", 0), (3, "int4", "none", 0),
 ):  # fmt: skip
     case = functools.partial(
-        _case_mlp, tokens=tokens, int8=int8, gated=True, skip=skip, linear=linear,
+        _case_mlp, tokens=tokens, codes=codes, gated=True, skip=skip, linear=linear,
         remember=skip == "none",
     )  # fmt: skip
     CASES[f"decode_mlp_slice_{tokens}_{skip}_{linear}"] = case, BOTH
@@ -255,7 +258,7 @@ for guided, top_k, top_p, temperature, depth in (
     CASES[f"sample_code_{top_k}_{top_p}_{guided}"] = case, BOTH
 # interpreted in every run of the quick tests
 QUICK = {
-    "gemv_2_int8_rms", "decode_mlp_1_all_int8", "decode_mlp_1_none", "decode_mlp_slice_1_error_20",
+    "gemv_2_int8_rms", "gemv_1_int4_rms", "decode_mlp_1_all", "decode_mlp_2_first_int4", "decode_mlp_slice_1_error_20",
     "decode_attention_share", "decode_attention_window",
     "sample_code_9_0.8_False",
 }  # fmt: skip

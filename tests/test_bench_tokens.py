@@ -17,7 +17,7 @@ def _config():
 def test_every_row_is_timed_and_told_when_it_is_done():
     names, told = ["dense", "all", "neurons75", "window16"], []
     found = bench_tokens(
-        _config(), names, device="cpu", rounds=2, peer=False,
+        _config(), names, device="cpu", rounds=2, peer=False, weights=("bf16", "int8"),
         told=lambda document: told.append(len(document["rows"])),
     )  # fmt: skip
     rows = found["rows"]

@@ -23,7 +23,7 @@ from tachyscope.bench.drafts import bench_drafts
 from tachyscope.bench.llama_peer import bench_llama
 from tachyscope.bench.single_chunk import clear
 from tachyscope.calibration import Calibration
-from tachyscope.decode import DecodeEngine, quantise_int8
+from tachyscope.decode import DecodeEngine, quantise
 from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.models.registry import find_device
 from tachyscope.models.token_model import Sampler
@@ -43,7 +43,7 @@ PROMPT = 64  # tokens
 FRAMES = 8  # of a video
 LATER = (1, 4, 7)  # frames at which the rest is timed
 TOKENS, START = 24, 112  # tokens timed in a frame, from this place on
-WEIGHTS = ("bf16", "int8")
+WEIGHTS = ("bf16", "int8", "int4")
 DRAFTS = (16, 32, 64)
 RANK = 256  # of the map that stands in for neurons that are left out
 NEVER, ALWAYS = 1e9, -1e9  # thresholds
@@ -230,7 +230,7 @@ def bench_tokens(
     command: str = "",
     told: Callable[[Document], None] | None = None,
 ) -> Document:
-    """Time each row with one row of the batch and with a guidance pair, in bfloat16 and by int8.
+    """Time each row with one row of the batch and with a guidance pair, of each kind of weights.
 
     After so many seconds no further row is begun. `told` is handed the document after every row.
     """
@@ -259,12 +259,12 @@ def bench_tokens(
 
     with torch.inference_mode():
         dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
-        model = random_vila(config, on, dtype)
         for kind in weights:
-            if kind == "int8":
-                clear(on)
-                quantise_int8(model.transformer.trunk)
-                quantise_int8(model.transformer.head)
+            model = random_vila(config, on, dtype)
+            if kind == "int8" or kind == "int4":
+                for part in (model.transformer.trunk, model.transformer.head):
+                    quantise(part, kind)
+            clear(on)
             for count in batch:
                 one = _guided(model, count == 2)
                 dense: Document = {}

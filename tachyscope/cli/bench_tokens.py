@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTokens(Verb):
-    """Time a VILA-U of 7B, random weights, token by token: dense, windows, replay, int8."""
+    """Time a VILA-U of 7B, random weights, token by token: dense, windows, replay, int8, int4."""
 
     out: Path | None = option(None, "A folder for tokens.json, which is written after every row.")
     rows: str | None = option(None, "Names of rows, set apart by commas, instead of all.")
     layers: int = option(32, "Layers of the trunk; 32 is the published model.")
     rounds: int = option(3, "How often each row is timed.")
     seconds: int = option(420, "No row is begun after so many seconds.")
-    weights: str = option("bf16,int8", "Of bf16 and int8, which: set apart by a comma.")
+    weights: str = option("bf16,int8,int4", "Of bf16, int8 and int4, which: set apart by commas.")
     batch: str = option("1,2", "Rows that share weights: 1, and 2 of a guidance pair.")
     peer: bool = option(True, "Also time Hugging Face's compiled trunk.")
     device: str = option("cuda", "cuda, cuda:N or cpu.")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tachyscope.decode.int8 import norm_of, weight_of
 from tachyscope.decode.layer import Layers
 from tachyscope.decode.parts import DepthParts
+from tachyscope.decode.quantise import norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Scratch, Step
 from tachyscope.kernels.gemv import Weight, gemv
 from tachyscope.kernels.sample_code import Codes, Draw, sample_code

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from tachyscope.attention.dense import Dense
 from tachyscope.attention.window import Window as WindowPolicy
 from tachyscope.decode.depth import Depth
-from tachyscope.decode.int8 import is_readable, norm_of, weight_of
 from tachyscope.decode.layer import Layers
 from tachyscope.decode.neurons import slice_mlp
 from tachyscope.decode.parts import DecodeParts
+from tachyscope.decode.quantise import is_readable, norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Error, Kept, run_mlp
 from tachyscope.kernels.gemv import gemv
@@ -48,7 +48,9 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         and not isinstance(plan.replay, NeuronReplay | None),
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
-        "its weights are neither floats nor int8": not all(map(is_readable, linears)),
+        "its weights are neither floats nor this package's codes": not all(
+            map(is_readable, linears)
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

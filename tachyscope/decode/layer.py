@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tachyscope.decode.int8 import norm_of, weight_of
 from tachyscope.decode.parts import LayerParts
+from tachyscope.decode.quantise import norm_of, weight_of
 from tachyscope.kernels.decode_attention import Scratch, Step, decode_attention
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.gemv import Norm, Weight, gemv

@@ -8,6 +8,7 @@ from torch import Tensor
 from tachyscope.calibration import Cut
 from tachyscope.kernels.decode_mlp import MlpWeights
 from tachyscope.kernels.gemv import Weight
+from tachyscope.kernels.gemv.weights import MULTIPLE
 
 
 def slice_mlp(mlp: MlpWeights, cut: Cut) -> MlpWeights:
@@ -18,10 +19,10 @@ def slice_mlp(mlp: MlpWeights, cut: Cut) -> MlpWeights:
     """
     into, out_of = _low_rank(cut.maps)
     down = mlp.down.dense(cut.bias.dtype)[:, cut.index]
-    spare = -(len(cut.index) + len(into)) % mlp.down.multiple
+    spare = -(len(cut.index) + len(into)) % MULTIPLE[mlp.down.bits]
     into = torch.cat([into, into.new_zeros(spare, into.shape[1])])
     out_of = torch.cat([out_of, out_of.new_zeros(len(out_of), spare)], 1)
-    if mlp.down.scale is not None:
+    if mlp.down.bits < 16:
         # of a size with down's columns, with which they share a scale
         size = out_of.abs().amax(0).clamp_min(1e-12) / down.abs().amax()
         into, out_of = into * size[:, None], out_of / size

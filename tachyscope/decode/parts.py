@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One layer; linears are nn.Linear or Int8Linear.
+    """One layer; linears are nn.Linear or CodedLinear.
 
     LLaMA's has RMS norms and a gate (SiLU); without a gate the activation is the exact GELU.
     """

@@ -28,9 +28,10 @@ from tachyscope.kernels.gemv.triton import (
     norm_args,
     norm_of,
     norm_stats,
-    normed_at,
     silu,
     tile_options,
+    words_of_a_step,
+    x_at,
 )
 from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.pdl import wait_for_kernel_before
@@ -44,12 +45,13 @@ class MlpSetting(NamedTuple):
     programs: int
 
 
-def setting_for(tokens: int, processors: int) -> MlpSetting:
+def setting_for(mlp: MlpWeights, tokens: int, processors: int) -> MlpSetting:
     """Measured on an H200. Four warps fit five times with 96 registers, four times with 128."""
     if tokens > 2:
         return MlpSetting(Setting(16, 128, 8), Setting(16, 256, 8), processors)
     each = 5 if tokens == 1 else 4
-    return MlpSetting(Setting(2, 1024, 4), Setting(4, 1024, 4), each * processors)
+    first, last = (words_of_a_step(weight) for weight in (mlp.up, mlp.down))
+    return MlpSetting(Setting(2, first, 4), Setting(4, last, 4), each * processors)
 
 
 def decode_mlp(
@@ -65,7 +67,7 @@ def decode_mlp(
     tokens, width = x.shape
     up, down, gated = mlp.up, mlp.down, mlp.gate is not None
     processors = multiprocessors(x.device)
-    made = setting or setting_for(tokens, processors)
+    made = setting or setting_for(mlp, tokens, processors)
     gate = mlp.gate or up
     skip = place = ready = barrier
     age = output = drift = base = fade = x
@@ -112,11 +114,11 @@ def _decode_mlp(
     UP_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr, KEPT: tl.constexpr, DRIFT: tl.constexpr,
     STORE_INPUT: tl.constexpr, ERROR: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
-    INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
 ):  # fmt: skip
-    WORDS: tl.constexpr = K // 2 if INT8 else K
-    INNER_WORDS: tl.constexpr = INNER // 2 if INT8 else INNER
+    WORDS: tl.constexpr = K if BITS == 16 else K // (32 // BITS)
+    INNER_WORDS: tl.constexpr = INNER if BITS == 16 else INNER // (32 // BITS)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     wait_for_kernel_before(PDL)
     token = tl.arange(0, R)
@@ -140,17 +142,13 @@ def _decode_mlp(
                 offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 mask = offs_n < INNER
                 u, g, ahead, ahead_pair = dot_tile(
-                    x, up, gate, ahead, ahead_pair, tile * BLOCK_N, (tile + programs) * BLOCK_N,
-                    INNER, NEURONS, stats, norm_w, norm_b, K, GATED, TOKENS, R, NORM, INT8,
-                    BLOCK_N, BLOCK_K,
+                    x, up, gate, up_scale, gate_scale, ahead, ahead_pair,
+                    tile * BLOCK_N, (tile + programs) * BLOCK_N, INNER, NEURONS, stats,
+                    norm_w, norm_b, K, GATED, TOKENS, R, NORM, BITS, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                if INT8:
-                    u *= tl.load(up_scale + offs_n, mask=mask, other=0.0)[:, None]
                 if UP_BIAS:
                     u += tl.load(up_bias + offs_n, mask=mask, other=0.0).to(tl.float32)[:, None]
-                if GATED:
-                    if INT8:
-                        g *= tl.load(gate_scale + offs_n, mask=offs_n < NEURONS, other=0.0)[:, None]
+                if GATED:  # noqa: SIM108 - known when compiled
                     h = silu(g) * u
                 else:
                     h = gelu(u)
@@ -173,12 +171,10 @@ def _decode_mlp(
                 offs_n = tile * BLOCK_N2 + tl.arange(0, BLOCK_N2)
                 mask = (offs_n < K)[:, None] & there[None, :]
                 y, _, ahead2, _ = dot_tile(
-                    inner, down, down, ahead2, ahead2,
+                    inner, down, down, down_scale, down_scale, ahead2, ahead2,
                     tile * BLOCK_N2, (tile + programs) * BLOCK_N2, K, K, (0.0, 1.0, 0.0, 1.0),
-                    norm_w, norm_b, INNER, False, TOKENS, R, "", INT8, BLOCK_N2, BLOCK_K2,
+                    norm_w, norm_b, INNER, False, TOKENS, R, "", BITS, BLOCK_N2, BLOCK_K2,
                 )  # fmt: skip
-                if INT8:
-                    y *= tl.load(down_scale + offs_n, mask=offs_n < K, other=0.0)[:, None]
                 if DOWN_BIAS:
                     y += tl.load(down_bias + offs_n, mask=offs_n < K, other=0.0).to(tl.float32)[
                         :, None
@@ -231,7 +227,9 @@ def meet_input(
     inside = offs < K
     for token in tl.static_range(TOKENS):
         mean, rstd = norm_of(x + token * K, K, eps, NORM, NORM_BLOCK)
-        a = normed_at(x + token * K, offs, inside, mean, rstd, norm_w, norm_b, NORM)
+        a = x_at(x + token * K, offs, inside, mean, rstd, norm_w, norm_b, NORM)
+        if NORM == "rms":
+            a *= rstd
         a = a.to(base.dtype.element_ty)
         held = base + (token * places + tl.load(place)).to(tl.int64) * K + offs
         if COMPARE:

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
 from tachyscope.kernels.gemv import torch as torch_backend
-from tachyscope.kernels.gemv.weights import Norm, Weight, to_int8
+from tachyscope.kernels.gemv.weights import Kind, Norm, Weight, to_codes
 
 if HAS_TRITON:
     from tachyscope.kernels.gemv import triton as triton_backend
 
-__all__ = ["Norm", "Weight", "gemv", "to_int8"]
+__all__ = ["Kind", "Norm", "Weight", "gemv", "to_codes"]
 
 
 def gemv(

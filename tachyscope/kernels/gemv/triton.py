@@ -29,12 +29,17 @@ class Setting(NamedTuple):
     warps: int
 
 
-def setting_for(columns: int, tokens: int, int8: bool) -> Setting:
+def setting_for(weight: Weight, tokens: int) -> Setting:
     """Measured on an H200; other GPUs of that kind are near it."""
     if tokens > 2:
         return Setting(16, 256, 4)
-    words = columns // 2 if int8 else columns
-    return Setting(4, min(1024, max(16, triton.next_power_of_2(words))), 4)
+    return Setting(4, words_of_a_step(weight), 4)
+
+
+def words_of_a_step(weight: Weight) -> int:
+    """16 bytes a thread, or less where a row is shorter."""
+    most = 1024 if weight.bits == 16 else 512
+    return min(most, max(16, triton.next_power_of_2(weight.data.shape[1])))
 
 
 def gemv(
@@ -50,7 +55,7 @@ def gemv(
     first, tokens = weights[0], x.shape[0]
     second, third = (weights[i] if i < len(weights) else first for i in (1, 2))
     sizes = [weight.rows for weight in weights] + [0] * (3 - len(weights))
-    made = setting or setting_for(first.columns, tokens, first.scale is not None)
+    made = setting or setting_for(first, tokens)
     tiles = [triton.cdiv(size, made.block_n) for size in sizes]
     launch(
         _gemv, (sum(tiles),),
@@ -59,7 +64,7 @@ def gemv(
         *(_or(part.bias, out) for part in (first, second, third)), *norm_args(norm, x),
         out.stride(0), *sizes, tiles[0], tiles[1],
         K=first.columns, HAS_BIAS=first.bias is not None, GELU=gelu, ADD=add,
-        **Overlap.options(x),
+        maxnreg=None if first.bits == 16 else 96 if tokens == 1 else 128, **Overlap.options(x),
         **tile_options(x, first, norm, made),
     )  # fmt: skip
     return out
@@ -76,7 +81,7 @@ def tile_options(x: Tensor, weight: Weight, norm: Norm | None, setting: Setting)
     tokens, kind = x.shape[0], "" if norm is None else "rms" if norm.bias is None else "layer"
     return {
         "TOKENS": tokens, "R": tokens if tokens <= 2 else 16, "NORM": kind,
-        "NORM_BLOCK": triton.next_power_of_2(x.shape[1]), "INT8": weight.scale is not None,
+        "NORM_BLOCK": triton.next_power_of_2(x.shape[1]), "BITS": weight.bits,
         "BLOCK_N": setting.block_n, "BLOCK_K": setting.block_k, "num_warps": setting.warps,
     }  # fmt: skip
 
@@ -93,7 +98,7 @@ def _gemv(
     K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
-    INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     second, third = pid >= tiles_0, pid >= tiles_0 + tiles_1
@@ -103,16 +108,15 @@ def _gemv(
     first = tl.where(third, n_0 + n_1, tl.where(second, n_0, 0))
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # under way before x is normed
-    ahead = load_tile(w, tile * BLOCK_N, 0, n, K // 2 if INT8 else K, BLOCK_N, BLOCK_K)
+    WORDS: tl.constexpr = K if BITS == 16 else K // (32 // BITS)
+    ahead = load_tile(w, tile * BLOCK_N, 0, n, WORDS, BLOCK_N, BLOCK_K)
+    scale = tl.where(third, scale_2, tl.where(second, scale_1, scale_0))
     wait_for_kernel_before(PDL)
     stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
     y, _, _, _ = dot_tile(
-        x, w, w, ahead, ahead, tile * BLOCK_N, n, n, n, stats, norm_w, norm_b, K, False,
-        TOKENS, R, NORM, INT8, BLOCK_N, BLOCK_K,
+        x, w, w, scale, scale, ahead, ahead, tile * BLOCK_N, n, n, n, stats, norm_w, norm_b, K,
+        False, TOKENS, R, NORM, BITS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    if INT8:
-        scale = tl.where(third, scale_2, tl.where(second, scale_1, scale_0))
-        y *= tl.load(scale + offs_n, mask=offs_n < n, other=0.0)[:, None]
     if HAS_BIAS:
         bias = tl.where(third, bias_2, tl.where(second, bias_1, bias_0))
         y += tl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)[:, None]
@@ -151,62 +155,38 @@ def load_tile(w, row, k, n, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
 
 @triton.jit
 def dot_tile(
-    x, w, w_pair, ahead, ahead_pair, row, next_row, n, n_pair, stats, norm_w, norm_b,
+    x, w, w_pair, scale, scale_pair, ahead, ahead_pair, row, next_row, n, n_pair, stats,
+    norm_w, norm_b,
     K: tl.constexpr, PAIR: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, INT8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """w[row:] · norm(x) of all tokens [BLOCK_N, R], and with PAIR that of a second matrix.
 
-    The matrices have n and n_pair rows.
-    `ahead` is the tile's first step, loaded before; that of the tile at next_row is handed back,
-    so that loads never pause between tiles.
+    The matrices have n and n_pair rows. `ahead` is the tile's first step, loaded before; that of
+    the tile at next_row is handed back, so that loads never pause between tiles.
     """
-    WORDS: tl.constexpr = K // 2 if INT8 else K
+    WORDS: tl.constexpr = K if BITS == 16 else K // (32 // BITS)
+    SIDE: tl.constexpr = 8 if BITS == 16 else 4  # words that a thread holds side by side
     offs_k = tl.arange(0, BLOCK_K)
     mean_0, rstd_0, mean_1, rstd_1 = stats
     if R <= 2:
-        acc_0 = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-        acc_1, pair_0, pair_1 = acc_0, acc_0, acc_0
-        for k in range(0, WORDS, BLOCK_K):
-            now, now_pair = ahead, ahead_pair
-            last = k + BLOCK_K >= WORDS
-            then_row, then_k = tl.where(last, next_row, row), tl.where(last, 0, k + BLOCK_K)
-            ahead = load_tile(w, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
-            if PAIR:
-                ahead_pair = load_tile(w_pair, then_row, then_k, n_pair, WORDS, BLOCK_N, BLOCK_K)
-            inside = k + offs_k < WORDS
-            for half in tl.static_range(2 if INT8 else 1):
-                at = half * WORDS + k + offs_k
-                a = normed_at(x, at, inside, mean_0, rstd_0, norm_w, norm_b, NORM)
-                f = _floats(now, half, INT8)
-                acc_0 += _by_eights(f * a[None, :])
-                b = a
-                if R == 2:
-                    b = normed_at(x + K, at, inside, mean_1, rstd_1, norm_w, norm_b, NORM)
-                    acc_1 += _by_eights(f * b[None, :])
-                if PAIR:
-                    f = _floats(now_pair, half, INT8)
-                    pair_0 += _by_eights(f * a[None, :])
-                    if R == 2:
-                        pair_1 += _by_eights(f * b[None, :])
-        y = _columns(acc_0, acc_1, R)
-        pair = y
-        if PAIR:
-            pair = _columns(pair_0, pair_1, R)
+        y_0 = tl.zeros([BLOCK_N, BLOCK_K // SIDE], tl.float32)
+        y_1, pair_0, pair_1 = y_0, y_0, y_0
     else:
-        y = tl.zeros([BLOCK_N, R], tl.float32)
-        pair = y
-        token = tl.arange(0, R)
-        for k in range(0, WORDS, BLOCK_K):
-            now, now_pair = ahead, ahead_pair
-            last = k + BLOCK_K >= WORDS
-            then_row, then_k = tl.where(last, next_row, row), tl.where(last, 0, k + BLOCK_K)
-            ahead = load_tile(w, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
-            if PAIR:
-                ahead_pair = load_tile(w_pair, then_row, then_k, n_pair, WORDS, BLOCK_N, BLOCK_K)
-            inside = k + offs_k < WORDS
-            for half in tl.static_range(2 if INT8 else 1):
-                at = half * WORDS + k + offs_k
+        y_0 = tl.zeros([BLOCK_N, R], tl.float32)
+        y_1, pair_0, pair_1 = y_0, y_0, y_0
+    for k in range(0, WORDS, BLOCK_K):
+        now, now_pair = ahead, ahead_pair
+        last = k + BLOCK_K >= WORDS
+        then_row, then_k = tl.where(last, next_row, row), tl.where(last, 0, k + BLOCK_K)
+        ahead = load_tile(w, then_row, then_k, n, WORDS, BLOCK_N, BLOCK_K)
+        if PAIR:
+            ahead_pair = load_tile(w_pair, then_row, then_k, n_pair, WORDS, BLOCK_N, BLOCK_K)
+        inside = k + offs_k < WORDS
+        if R > 2:
+            token = tl.arange(0, R)
+            for part in tl.static_range(1 if BITS == 16 else 32 // BITS):
+                at = _columns_at(k + offs_k, part, WORDS, BITS)
                 mask = (token < TOKENS)[None, :] & inside[:, None]
                 a = tl.load(x + token[None, :] * K + at[:, None], mask=mask, other=0.0)
                 if NORM != "":
@@ -215,26 +195,172 @@ def dot_tile(
                     if NORM == "layer":
                         f += tl.load(norm_b + at, mask=inside, other=0.0).to(tl.float32)[:, None]
                     a = f.to(x.dtype.element_ty)
-                y = tl.dot(_floats(now, half, INT8).to(a.dtype), a, y)
+                f = _floats(now, scale, row, k, n, part, K, BITS, BLOCK_N, BLOCK_K)
+                y_0 = tl.dot(f.to(a.dtype), a, y_0)
                 if PAIR:
-                    pair = tl.dot(_floats(now_pair, half, INT8).to(a.dtype), a, pair)
+                    f = _floats(
+                        now_pair, scale_pair, row, k, n_pair, part, K, BITS, BLOCK_N, BLOCK_K
+                    )
+                    pair_0 = tl.dot(f.to(a.dtype), a, pair_0)
+        elif BITS == 16:
+            at = k + offs_k
+            a = x_at(x, at, inside, mean_0, rstd_0, norm_w, norm_b, NORM)
+            f = now.to(tl.float32)
+            y_0 += _side_by_side(f * a[None, :], SIDE)
+            b = a
+            if R == 2:
+                b = x_at(x + K, at, inside, mean_1, rstd_1, norm_w, norm_b, NORM)
+                y_1 += _side_by_side(f * b[None, :], SIDE)
+            if PAIR:
+                f = now_pair.to(tl.float32)
+                pair_0 += _side_by_side(f * a[None, :], SIDE)
+                if R == 2:
+                    pair_1 += _side_by_side(f * b[None, :], SIDE)
+        else:
+            groups = _load_groups(scale, row, k, n, K, BITS, BLOCK_N, BLOCK_K)
+            groups_pair = groups
+            if PAIR:
+                groups_pair = _load_groups(scale_pair, row, k, n_pair, K, BITS, BLOCK_N, BLOCK_K)
+            zeros = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            t_0, t_1, p_0, p_1 = zeros, zeros, zeros, zeros
+            ones_0 = tl.zeros([BLOCK_K], tl.float32)
+            ones_1 = ones_0
+            for part in tl.static_range(32 // BITS):
+                at = _columns_at(k + offs_k, part, WORDS, BITS)
+                a = x_at(x, at, inside, mean_0, rstd_0, norm_w, norm_b, NORM)
+                ones_0 += a
+                a = _huge(a, part, BITS)
+                f = _tiny(now, part, BITS)
+                t_0 += f * a[None, :]
+                b = a
+                if R == 2:
+                    b = x_at(x + K, at, inside, mean_1, rstd_1, norm_w, norm_b, NORM)
+                    ones_1 += b
+                    b = _huge(b, part, BITS)
+                    t_1 += f * b[None, :]
+                if PAIR:
+                    f = _tiny(now_pair, part, BITS)
+                    p_0 += f * a[None, :]
+                    if R == 2:
+                        p_1 += f * b[None, :]
+            y_0 += _from_codes(t_0, ones_0, groups, BITS, SIDE)
+            if R == 2:
+                y_1 += _from_codes(t_1, ones_1, groups, BITS, SIDE)
+            if PAIR:
+                pair_0 += _from_codes(p_0, ones_0, groups_pair, BITS, SIDE)
+                if R == 2:
+                    pair_1 += _from_codes(p_1, ones_1, groups_pair, BITS, SIDE)
+    if R <= 2 and NORM == "rms":
+        y_0, y_1, pair_0, pair_1 = y_0 * rstd_0, y_1 * rstd_1, pair_0 * rstd_0, pair_1 * rstd_1
+    y = _finish(y_0, y_1, scale, row, n, R, BITS, BLOCK_N)
+    pair = y
+    if PAIR:
+        pair = _finish(pair_0, pair_1, scale_pair, row, n_pair, R, BITS, BLOCK_N)
     return y, pair, ahead, ahead_pair
 
 
 @triton.jit
-def _floats(tile, half: tl.constexpr, INT8: tl.constexpr):
-    """A tile in float32; a byte becomes the mantissa of 2**23, which no unit must convert."""
-    if INT8:
-        byte = (tile.to(tl.int32) >> (8 * half)) & 255
-        return (byte | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-    else:
-        return tile.to(tl.float32)
+def _finish(
+    y_0, y_1, scale, row, n, R: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Products [BLOCK_N, R] from what was summed of them, by a row's scale."""
+    y = y_0
+    if R <= 2:
+        y = _columns(y_0, y_1, R)
+        if BITS == 8:
+            y *= 562949953421312.0
+    if BITS == 8:
+        offs_n = row + tl.arange(0, BLOCK_N)
+        y *= tl.load(scale + offs_n, mask=offs_n < n, other=0.0)[:, None]
+    return y
 
 
 @triton.jit
-def _by_eights(products):
-    """Sums of eight neighbours, which one thread holds."""
-    return tl.sum(products.reshape(products.shape[0], products.shape[1] // 8, 8), 2)
+def _columns_at(word, part: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """The columns whose codes are a word's parts: see `Weight`."""
+    if BITS == 4:
+        return word // 16 * 128 + part * 16 + word % 16
+    else:
+        return part * WORDS + word
+
+
+@triton.jit
+def _tiny(word, part: tl.constexpr, BITS: tl.constexpr):
+    """One of a word's codes as a float32 too small to have an exponent: code · 2**(shift - 149).
+
+    So nothing has to be converted, and few codes be shifted: the code's bits are its mantissa.
+    """
+    FIRST: tl.constexpr = 2 if BITS == 8 else 5  # codes that lie in a mantissa's 23 bits
+    if part >= FIRST:
+        word = (word >> (FIRST * BITS)) & ((2**BITS - 1) << (part - FIRST) * BITS)
+    else:
+        word = word & ((2**BITS - 1) << part * BITS)
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _huge(a, part: tl.constexpr, BITS: tl.constexpr):
+    """a · 2**(100 - shift), which with what `_tiny` gives makes code · a · 2**-49."""
+    FIRST: tl.constexpr = 2 if BITS == 8 else 5
+    return a * (1.2676506002282294e30 / 2 ** (part % FIRST * BITS))
+
+
+@triton.jit
+def _from_codes(t, ones, groups, BITS: tl.constexpr, SIDE: tl.constexpr):
+    """Sums of weight · a from t, those of code · a · 2**-49, and `ones`, those of a.
+
+    Of 8 bits they still lack a row's scale and 2**49, which `_finish` gives them.
+    """
+    ones = tl.broadcast_to(ones[None, :], t.shape[0], t.shape[1])
+    if BITS == 8:
+        return _side_by_side(t, SIDE) - 2.2737367544323206e-13 * _side_by_side(ones, SIDE)
+    else:
+        size = (groups << 16).to(tl.float32, bitcast=True) * 562949953421312.0
+        offset = (groups & -65536).to(tl.float32, bitcast=True)
+        return _side_by_side(t, SIDE) * size + _side_by_side(ones, SIDE) * offset
+
+
+@triton.jit
+def _load_groups(
+    scale, row, k, n, K: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scale and offset of a step's groups, for every four words; nothing where rows have one."""
+    if BITS == 4:
+        return _groups_at(scale, row, k + 4 * tl.arange(0, BLOCK_K // 4), n, K, BLOCK_N)
+    else:
+        return 0
+
+
+@triton.jit
+def _groups_at(scale, row, word, n, K: tl.constexpr, BLOCK_N: tl.constexpr):
+    offs_n = row + tl.arange(0, BLOCK_N)
+    place = offs_n[:, None] * (K // 128) + (word // 16)[None, :]
+    mask = (offs_n < n)[:, None] & (word < K // 8)[None, :]
+    return tl.load(scale + place, mask=mask, other=0)
+
+
+@triton.jit
+def _floats(
+    tile, scale, row, k, n, part: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile, or of words one part, in float32; of 8 bits still without a row's scale."""
+    if BITS == 16:
+        return tile.to(tl.float32)
+    elif BITS == 8:
+        return ((tile >> 8 * part & 255) - 128).to(tl.float32)
+    else:
+        groups = _groups_at(scale, row, k + tl.arange(0, BLOCK_K), n, K, BLOCK_N)
+        size = (groups << 16).to(tl.float32, bitcast=True)
+        code = (tile >> 4 * part & 15).to(tl.float32)
+        return code * size + (groups & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _side_by_side(products, SIDE: tl.constexpr):
+    """Sums of neighbours, which one thread holds."""
+    return tl.sum(products.reshape(products.shape[0], products.shape[1] // SIDE, SIDE), 2)
 
 
 @triton.jit
@@ -290,10 +416,13 @@ def norm_of(x, K: tl.constexpr, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def normed_at(x, at, inside, mean, rstd, norm_w, norm_b, NORM: tl.constexpr):
+def x_at(x, at, inside, mean, rstd, norm_w, norm_b, NORM: tl.constexpr):
+    """Columns of x in float32, by its norm; an RMS norm's rstd is left to the end."""
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if NORM != "":
-        a = (a - mean) * rstd * tl.load(norm_w + at, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(norm_w + at, mask=inside, other=0.0).to(tl.float32)
         if NORM == "layer":
-            a += tl.load(norm_b + at, mask=inside, other=0.0).to(tl.float32)
+            a = (a - mean) * rstd * w + tl.load(norm_b + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            a *= w
     return a

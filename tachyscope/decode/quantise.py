@@ -1,4 +1,4 @@
-"""Linears whose weights are int8, a scale a row: half the bytes that a step reads."""
+"""Linears whose weights are codes of 8 or 4 bits: a half or a quarter of the bytes a step reads."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tachyscope.kernels.gemv import Norm, Weight, to_int8
+from tachyscope.kernels.gemv import Kind, Norm, Weight, to_codes
 
 
-class Int8Linear(nn.Module):
-    """A linear of int8 weights. The engine's kernels read the bytes; anything else, floats."""
+class CodedLinear(nn.Module):
+    """A linear of int8 or int4 weights. The engine's kernels read codes; anything else, floats."""
 
     codes: Tensor
     scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, kind: Kind) -> None:
         super().__init__()
-        rounded = to_int8(Weight(linear.weight.detach()))
+        rounded = to_codes(Weight(linear.weight.detach()), kind)
         self.register_buffer("codes", rounded.data)
         self.register_buffer("scale", rounded.scale)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
@@ -33,18 +33,21 @@ class Int8Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def quantise_int8(module: nn.Module) -> None:
-    """Replace every nn.Linear inside a module, in place; not of odd width: two codes are a word."""
+def quantise(module: nn.Module, kind: Kind) -> None:
+    """Replace every nn.Linear inside a module, in place.
+
+    "int8": a scale a row. "int4": a scale and an offset for every 128 columns of a row.
+    """
     for name, child in module.named_children():
-        if type(child) is nn.Linear and child.in_features % 2 == 0:
-            setattr(module, name, Int8Linear(child))
+        if type(child) is nn.Linear:
+            setattr(module, name, CodedLinear(child, kind))
         else:
-            quantise_int8(child)
+            quantise(child, kind)
 
 
 def weight_of(linear: nn.Module) -> Weight:
     """A linear's matrix as kernels read it."""
-    if isinstance(linear, Int8Linear):
+    if isinstance(linear, CodedLinear):
         return Weight(linear.codes, linear.scale, linear.bias)
     assert isinstance(linear, nn.Linear)
     bias = None if linear.bias is None else linear.bias.detach()
@@ -53,7 +56,7 @@ def weight_of(linear: nn.Module) -> Weight:
 
 def is_readable(linear: nn.Module) -> bool:
     """Whether kernels can read it; a quantised tensor of another library's they cannot."""
-    if isinstance(linear, Int8Linear):
+    if isinstance(linear, CodedLinear):
         return True
     plain = isinstance(linear, nn.Linear) and type(linear.weight) is nn.Parameter
     return plain and type(linear.weight.data) is torch.Tensor
