@@ -261,9 +261,9 @@ def bench_tokens(
         dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
         for kind in weights:
             model = random_vila(config, on, dtype)
-            if kind == "int8" or kind == "int4":
+            if kind != "bf16":
                 for part in (model.transformer.trunk, model.transformer.head):
-                    quantise(part, kind)
+                    quantise(part, "int8" if kind == "int8" else "int4")
             clear(on)
             for count in batch:
                 one = _guided(model, count == 2)
