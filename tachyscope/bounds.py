@@ -74,6 +74,7 @@ ASKED = {
     "tokens of a pass": Bound(1, 1_000_000),
     "plans": Bound(1, 100),  # or lengths
     "fps": Bound(0.001, 1_000.0),
+    "port": Bound(0, 65_535),
     "scale": Bound(1, 64),
 }
 

@@ -27,6 +27,7 @@ from tachyscope.cli.generate import Generate
 from tachyscope.cli.inspect import Inspect
 from tachyscope.cli.methods import Methods
 from tachyscope.cli.models import Models
+from tachyscope.cli.serve import Play, Serve
 from tachyscope.cli.verb import TRACEBACK, Option, Verb, choices_of, options_of, read_word
 from tachyscope.errors import TachyscopeError, TachyscopeWarning, as_typed
 from tachyscope.process import run_command
@@ -34,6 +35,8 @@ from tachyscope.process import run_command
 VERBS: dict[str, type[Verb]] = {
     "generate": Generate,
     "compare": Compare,
+    "play": Play,
+    "serve": Serve,
     "inspect": Inspect,
     "eval": Evaluate,
     "calibrate": Calibrate,
@@ -74,7 +77,7 @@ def as_function(verb: type[Verb]) -> Callable[..., None]:
     """A function with the verb's options as its parameters, for cyclopts to read."""
 
     def run(*args: Any, command: str = "", **options: Any) -> None:
-        verb(**dict(zip(positional, args, strict=True)), **options).run(command)
+        verb(**dict(zip(positional, args, strict=False)), **options).run(command)
 
     options = options_of(verb)
     positional = [one.name for one in options if one.positional]

@@ -39,9 +39,9 @@ class Option(NamedTuple):
         return f"--{self.name.replace('_', '-')}"
 
 
-def option(default: Any, help: str) -> Any:
+def option(default: Any, help: str, positional: bool = False) -> Any:
     """A dataclass field for an option, as `options_of` reads it."""
-    return dataclasses.field(default=default, metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help, "positional": positional})
 
 
 def required(help: str, positional: bool = False) -> Any:

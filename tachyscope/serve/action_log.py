@@ -1,0 +1,97 @@
+"""How a session began and what was done in every step: enough to make its video again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from tachyscope.errors import TachyscopeError
+
+VERSION = 1
+HEAD = {"version", "model", "weights", "opening", "steps"}
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a session begins with."""
+
+    plan: str
+    prompt: str = ""
+    seed: int = 0
+    world: int | None = None
+
+
+class Step(NamedTuple):
+    """One chunk: the action of its frames, and the prompt that began with it, if one did."""
+
+    actions: str = ""
+    prompt: str | None = None
+
+
+@dataclass
+class ActionLog:
+    """A session from its beginning; it grows by a step a chunk."""
+
+    model: str
+    weights: str  # the model's fingerprint
+    opening: Opening
+    steps: list[Step] = field(default_factory=list)
+
+    def prompt_before(self, chunk: int) -> str:
+        """The prompt that holds when so many steps are done."""
+        told = [step.prompt for step in self.steps[:chunk] if step.prompt is not None]
+        return told[-1] if told else self.opening.prompt
+
+    def to_json(self) -> dict[str, Any]:
+        steps = [one.actions if one.prompt is None else list(one) for one in self.steps]
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "weights": self.weights,
+            "opening": asdict(self.opening),
+            "steps": steps,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, model: str, weights: str, actions: str) -> ActionLog:
+        """A log that was saved; raises in one line where it is none, or another model's."""
+        if not isinstance(value, dict) or set(value) != HEAD:
+            raise TachyscopeError(f"an action log is an object of {', '.join(sorted(HEAD))}")
+        if value["version"] != VERSION:
+            raise TachyscopeError(f"an action log has version {VERSION}: save it again")
+        if (value["model"], value["weights"]) != (model, weights):
+            raise TachyscopeError(
+                f"this action log is of another model or other weights; here is {model}"
+            )
+        opening = value["opening"]
+        if not isinstance(opening, dict) or set(opening) != set(Opening.__dataclass_fields__):
+            raise TachyscopeError(
+                f"an action log's opening has {', '.join(Opening.__dataclass_fields__)}"
+            )
+        checks = {"plan": str, "prompt": str, "seed": int, "world": int | None}
+        for name, kind in checks.items():
+            part = opening[name]
+            if not isinstance(part, kind) or isinstance(part, bool):
+                raise TachyscopeError(f"an action log's {name} is of another type: save it again")
+        if not isinstance(value["steps"], list):
+            raise TachyscopeError("an action log's steps are a list")
+        return cls(model, weights, Opening(**opening), read_steps(value["steps"], actions))
+
+
+def read_steps(value: Sequence[Any], actions: str) -> list[Step]:
+    """Steps as they were saved; `actions` are the model's letters."""
+    found = []
+    for i, one in enumerate(value):
+        pair = one if isinstance(one, list) else [one, None]
+        if (
+            len(pair) != 2
+            or not isinstance(pair[0], str)
+            or not set(pair[0]) <= set(actions)
+            or not isinstance(pair[1], str | None)
+        ):
+            raise TachyscopeError(
+                f"step {i} of an action log is letters of {actions!r}, or those and a prompt"
+            )
+        found.append(Step(*pair))
+    return found

@@ -1,0 +1,162 @@
+"""The server: routes, who is let in, and what they get."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from tachyscope import __version__
+from tachyscope.models.registry import MODELS
+from tachyscope.plan import NAMES
+from tachyscope.serve.connection import Connection
+from tachyscope.serve.engine import Engine
+from tachyscope.serve.protocol import SUBPROTOCOL
+from tachyscope.serve.security import Guard
+
+PAGE = Path(__file__).parent / "page"
+FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+ENCODERS = 2  # threads
+# the page loads nothing from anywhere else, and no other site may frame it
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+OPEN_PATHS = {"/health", *FILES}  # for everybody who reaches the host
+
+
+class _Door:
+    """Asks the guard before anything else, and sets headers on every answer."""
+
+    def __init__(self, app: ASGIApp, engine: Engine, guard: Guard) -> None:
+        self.app, self.engine, self.guard = app, engine, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        socket = scope["type"] == "websocket"
+        asked = WebSocket(scope, receive, send) if socket else Request(scope)
+        refused = self.guard.refusal(asked.headers, scope.get("subprotocols", ()))
+        if refused and refused[0] == 401 and scope["path"] in OPEN_PATHS:
+            refused = None
+        if refused:
+            self.engine.metrics.refused.labels(f"status_{refused[0]}").inc()
+            answer = error(*refused)
+            if isinstance(asked, WebSocket):
+                await asked.receive()
+                await asked.send_denial_response(answer)
+            else:
+                await answer(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                pairs = [(key.encode(), value.encode()) for key, value in HEADERS.items()]
+                message["headers"] = [*message["headers"], *pairs]
+            await send(message)
+
+        await self.app(scope, receive, send if socket else with_headers)
+
+
+def error(status: int, message: str, **headers: str) -> JSONResponse:
+    """A refusal in OpenAI's shape."""
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    content = {"error": {"message": message, "type": "invalid_request_error", "code": status}}
+    return JSONResponse(content, status, headers)
+
+
+def make_app(engine: Engine, guard: Guard) -> Starlette:
+    """The application around an engine, which it starts and stops."""
+    pool = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await run_in_threadpool(engine.stop)
+        pool.shutdown()
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "version": __version__, "model": engine.name})
+
+    async def metrics(request: Request) -> Response:
+        engine.count()
+        return Response(engine.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [{"id": engine.name, "object": "model", "owned_by": "tachyscope"}],
+            }
+        )
+
+    async def settings(request: Request) -> Response:
+        """What the page must know before it opens a session."""
+        return JSONResponse(
+            {
+                "model": engine.name,
+                "plan": engine.plan,
+                "plans": list(NAMES),
+                "worlds": bool(MODELS[engine.name].world),
+                "prompt_letters": engine.limits.prompt_letters,
+                "log_bytes": engine.limits.log_bytes,
+            }
+        )
+
+    async def sessions(socket: WebSocket) -> None:
+        if SUBPROTOCOL not in socket.scope["subprotocols"]:
+            engine.metrics.refused.labels("version").inc()
+            await socket.receive()
+            await socket.send_denial_response(
+                error(400, f"this server speaks the WebSocket subprotocol {SUBPROTOCOL}")
+            )
+            return
+        await socket.accept(SUBPROTOCOL)
+        await Connection(socket, engine, pool).run()
+
+    async def recording(request: Request) -> Response:
+        """A session's finished mp4, for who has its secret."""
+        name, secret = request.path_params["name"], request.headers.get("x-session-secret", "")
+        live = engine.sessions.get(name)
+        if live is None or not hmac.compare_digest(live.secret.encode(), secret.encode()):
+            return error(404, "no session of this name and secret is open")
+        path = engine.recording(name)
+        if live.recorder is not None or not path.exists():
+            return error(404, "this session has no finished recording: send record on, then off")
+        return FileResponse(path, media_type="video/mp4")
+
+    async def page(request: Request, name: str) -> Response:
+        return FileResponse(PAGE / name)
+
+    return Starlette(
+        routes=[
+            *(Route(path, partial(page, name=name)) for path, name in FILES.items()),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/v1/models", models),
+            Route("/v1/settings", settings),
+            Route("/v1/sessions/{name}/recording", recording),
+            WebSocketRoute("/v1/sessions", sessions),
+        ],
+        middleware=[Middleware(_Door, engine=engine, guard=guard)],
+        lifespan=lifespan,
+    )

@@ -1,0 +1,255 @@
+"""One client's WebSocket: messages checked at the door, frames sent at their time or dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable
+from concurrent.futures import Executor, Future
+from typing import TypeVar
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.serve import protocol
+from tachyscope.serve.engine import Engine, Full
+from tachyscope.serve.limits import Bucket
+from tachyscope.serve.live import Live, Show, Told
+
+T = TypeVar("T")
+FRAMES = 2  # that may wait to be sent, of each lane; the newest win
+SHOWS = 4  # chunks that may wait to be encoded
+WORDS = 256  # text messages that may wait
+HELLO_S = 10.0  # for the first message to come
+# close codes: ours are above 4000
+POLICY, TOO_BIG, AGAIN_LATER, NORMAL = 1008, 1009, 1013, 1000
+
+
+class Connection:
+    """A WebSocket and the session that it plays."""
+
+    def __init__(self, socket: WebSocket, engine: Engine, pool: Executor) -> None:
+        self.socket, self.engine, self.pool = socket, engine, pool
+        self.limits, self.metrics = engine.limits, engine.metrics
+        self.live: Live | None = None
+        self._loop = asyncio.get_running_loop()
+        self._words: deque[str] = deque()
+        self._frames: deque[tuple[bytes, Show | None]] = deque()
+        self._shows: deque[Show] = deque()
+        self._to_send, self._to_show = asyncio.Event(), asyncio.Event()
+        self._leaving: tuple[int, str] | None = None
+        self._heard = time.monotonic()
+        self._faults, self._bucket = 0, Bucket(self.limits.messages_per_s)
+        self._format, self._quality = "jpeg", 85
+
+    async def run(self) -> None:
+        """Serve the client until it leaves, or is sent away."""
+        try:
+            await self._serve()
+        finally:
+            # not waited for: this task may be cancelled, and even while a session is being opened
+            self.engine.call(lambda: self.engine.detach(self.tell))
+
+    async def _serve(self) -> None:
+        tasks = [asyncio.create_task(one()) for one in (self._receive, self._play, self._send)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            fault = task.exception()
+            if fault is not None and not isinstance(fault, WebSocketDisconnect | RuntimeError):
+                raise fault
+
+    def tell(self, told: Told) -> None:
+        """Take what the session tells; from any thread."""
+        self._loop.call_soon_threadsafe(self._take, told)
+
+    def _take(self, told: Told) -> None:
+        if isinstance(told, Show):
+            if len(self._shows) >= SHOWS:
+                self.metrics.dropped.inc(len(self._shows.popleft().frames))
+            self._shows.append(told)
+            self._to_show.set()
+            return
+        if told["type"] == "began":  # frames of the last generation are no news
+            self._shows.clear()
+            self._frames.clear()
+        self._say(told)
+        if told["type"] == "closed":
+            self._leave(NORMAL, str(told["reason"]))
+
+    def _say(self, message: dict[str, object]) -> None:
+        if len(self._words) >= WORDS:
+            self._leave(POLICY, "messages were left unread")
+            return
+        self._words.append(protocol.write_json(message))
+        self._to_send.set()
+
+    def _leave(self, code: int, reason: str) -> None:
+        """Send what waits, then close."""
+        self._leaving = self._leaving or (code, reason)
+        self._to_send.set()
+
+    async def _receive(self) -> None:
+        while self._leaving is None:
+            wait = self.limits.idle_s if self.live else HELLO_S
+            try:
+                event = await asyncio.wait_for(self.socket.receive(), wait)
+            except TimeoutError:
+                self.metrics.ended.labels("idle").inc()
+                self._leave(POLICY, f"nothing was heard for {wait:g} s")
+                break
+            if event["type"] == "websocket.disconnect":
+                return
+            await self._hear(event.get("text"))
+        await asyncio.Event().wait()  # the sender ends it
+
+    async def _hear(self, text: str | None) -> None:
+        if not self._bucket.take():
+            self.metrics.refused.labels("rate").inc()
+            self._leave(POLICY, f"over {self.limits.messages_per_s} messages a second")
+            return
+        message: protocol.Message | None = None
+        try:
+            if text is None:
+                raise TachyscopeError("a client's messages are text, got a binary one")
+            message = protocol.parse(text, self.limits)
+            self.metrics.messages.labels(message.type).inc()
+            await self._obey(message)
+        except Full as fault:
+            self.metrics.refused.labels("full").inc()
+            self._say({"type": "error", "code": 503, "message": str(fault), "retry_after_s": 30})
+            self._leave(AGAIN_LATER, "no room")
+        except TachyscopeError as fault:
+            self._faults += 1
+            self.metrics.messages.labels("malformed").inc()
+            error = {"type": "error", "code": 400, "message": str(fault)}
+            self._say(error if message is None else error | {"id": message.id})
+            if self._faults >= self.limits.faults:
+                self._leave(POLICY, f"{self._faults} malformed messages")
+
+    async def _obey(self, message: protocol.Message) -> None:
+        live, engine = self.live, self.engine
+        if isinstance(message, protocol.Open | protocol.Resume):
+            if live is not None:
+                raise TachyscopeError("this connection has a session: reset it, or open a second")
+            self._format, self._quality = message.format, message.quality
+            begun = await _done(engine.call(lambda: self._begin(message)))
+            self.live = begun
+            self._say(self._opened(begun))
+            return
+        if live is None:
+            raise TachyscopeError("a connection's first message is open or resume")
+        if isinstance(message, protocol.Keys):
+            check_actions(message.actions, engine.model.actions or "")
+        live.receipt(message, "received")
+        if isinstance(message, protocol.Close):
+            await _done(engine.call(lambda: engine.close(live)))
+            self.live = None
+            self._say({"type": "closed", "reason": "closed by the client"})
+            self._leave(NORMAL, "closed")
+            return
+        engine.post(live, message)
+
+    def _begin(self, message: protocol.Open | protocol.Resume) -> Live:
+        if isinstance(message, protocol.Open):
+            return self.engine.open(message, self.tell)
+        return self.engine.resume(message, self.tell)
+
+    def _opened(self, live: Live) -> dict[str, object]:
+        model = self.engine.model
+        return {
+            "type": "opened",
+            "version": protocol.VERSION,
+            "model": self.engine.name,
+            "secret": live.secret,
+            "fps": model.fps,
+            "actions": model.actions or "",
+            "size": list(model.size),
+            "frames_left": self.limits.session_frames,
+            **live.described(),
+        }
+
+    async def _play(self) -> None:
+        """Encode frames and release them at their time; a newer chunk hurries an older one."""
+        while True:
+            await self._wait(self._to_show)
+            while self._shows:
+                await self._release(self._shows.popleft())
+
+    async def _release(self, show: Show) -> None:
+        begun, count = time.monotonic(), len(show.frames)
+        for i, frame in enumerate(show.frames):
+            file = await self._loop.run_in_executor(
+                self.pool, protocol.encode, frame, self._format, self._quality
+            )
+            await self._pause(begun + i * show.span_s / count - time.monotonic())
+            header = show.header._replace(
+                format=protocol.FORMATS.index(self._format),
+                frame=show.header.frame + i,
+                flags=protocol.LAST if i == count - 1 else 0,
+            )
+            waiting = [one for one in self._frames if one[0][2] == header.lane]
+            if len(waiting) >= FRAMES:
+                self._frames.remove(waiting[0])
+                self.metrics.dropped.inc()
+            self._frames.append((header.pack() + file, None if i else show))
+            self._to_send.set()
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait that long, or until another chunk is there."""
+        if seconds <= 0 or self._shows:
+            return
+        self._to_show.clear()
+        try:
+            await asyncio.wait_for(self._to_show.wait(), seconds)
+        except TimeoutError:
+            return
+        self._to_show.set()
+
+    async def _send(self) -> None:
+        while True:
+            while self._words:
+                await self._within(self.socket.send_text(self._words.popleft()))
+            if self._leaving is not None:
+                await self._within(self.socket.close(*self._leaving))
+                return
+            if self._frames:
+                data, show = self._frames.popleft()
+                await self._within(self.socket.send_bytes(data))
+                self.metrics.sent.inc()
+                for asked in show.asked_at if show else ():
+                    self.metrics.key_s.observe(time.monotonic() - asked)
+                continue
+            await self._wait(self._to_send)
+
+    async def _within(self, sending: Awaitable[None]) -> None:
+        """Send; a client that leaves it unread for too long is cut off."""
+        try:
+            await asyncio.wait_for(sending, self.limits.send_s)
+        except TimeoutError:
+            self.metrics.ended.labels("unread").inc()
+            raise WebSocketDisconnect(POLICY) from None
+
+    @staticmethod
+    async def _wait(event: asyncio.Event) -> None:
+        await event.wait()
+        event.clear()
+
+
+def check_actions(actions: str, known: str) -> None:
+    """Raise unless every letter is an action of the model."""
+    if not known and actions:
+        raise TachyscopeError("this model takes no actions: leave them empty")
+    unknown = set(actions) - set(known)
+    if unknown or len(actions) > 1:
+        raise TachyscopeError(f"an action is one of {' '.join(known)}, or empty, got {actions!r}")
+
+
+async def _done(future: Future[T]) -> T:
+    """What the engine's thread made of a call."""
+    return await asyncio.wrap_future(future)

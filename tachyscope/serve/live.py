@@ -1,0 +1,163 @@
+"""A session while it is played: its lane and log, and what its client asked for."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tachyscope.serve import protocol
+from tachyscope.serve.action_log import ActionLog, Step
+from tachyscope.serve.lane import Lane
+from tachyscope.serve.snapshots import Saved, hash_secret
+from tachyscope.types import Chunk
+from tachyscope.video import VideoWriter
+
+# of the time that a chunk is shown, left for its successor to be late
+SPARE = 0.15
+
+
+@dataclass(frozen=True)
+class Show:
+    """Frames of a chunk on their way to a client."""
+
+    header: protocol.Header  # of the first of them
+    frames: np.ndarray  # uint8 [F, H, W, 3]
+    span_s: float  # over which they are to be shown
+    asked_at: tuple[float, ...] = ()  # when the keys came that they answer
+
+
+# what a session tells its client: a text message or pictures
+Told = dict[str, Any] | Show
+
+
+@dataclass(eq=False)
+class Live:
+    """One session. The engine's thread alone calls its methods; others post to its inbox.
+
+    `tell` hands messages to the client, from any thread; None while there is none.
+    """
+
+    log: ActionLog
+    bytes: int  # of memory that its lane may take
+    fps: float
+    pace: str = "model"
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    generation: int = 0
+    lane: Lane | None = None  # None while it waits on disk
+    script: deque[Step] = field(default_factory=deque)  # of a log that is played
+    inbox: deque[tuple[protocol.Message, float]] = field(default_factory=deque)
+    asked: list[tuple[protocol.Message, float]] = field(default_factory=list)  # of the next step
+    tell: Callable[[Told], None] | None = None
+    paused: bool = False
+    ended: str = ""  # why, once it did
+    chunk: int = 0
+    saved: tuple[int, ...] = ()  # chunks of its snapshots, oldest first
+    due: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.monotonic)  # when it last had a client
+    saving: bool = False  # a snapshot is being written
+    recorder: VideoWriter | None = None
+    _held: str = ""
+    _shown_until: float = 0.0
+    _step_s: float = 0.0
+    _last: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has something to do."""
+        return (
+            self.tell is not None
+            and not self.ended
+            and self.lane is not None
+            and (bool(self.inbox) or not self.paused)
+        )
+
+    def say(self, **message: Any) -> None:
+        if self.tell is not None:
+            self.tell(message)
+
+    def receipt(self, message: protocol.Message, phase: str, **more: Any) -> None:
+        """Tell the client how far its message got."""
+        self.say(type="receipt", id=message.id, phase=phase, chunk=self.chunk, **more)
+
+    def next_step(self) -> tuple[Step, list[tuple[protocol.Message, float]]]:
+        """What the next chunk is made with, and the messages that it answers.
+
+        Of several keys since the last chunk the newest wins; one that was let go again before any
+        chunk saw it still counts, once. Whoever takes the keys ends a log that is played.
+        """
+        answered, self.asked = self.asked, []
+        action, prompt = self._held, None
+        for message, _ in answered:
+            self.script.clear()
+            if isinstance(message, protocol.Keys):
+                self._held = message.actions
+                action = message.actions.strip(".") or action
+            elif isinstance(message, protocol.Prompt):
+                prompt = message.text
+        if self.script:
+            return self.script.popleft(), answered
+        return Step(action, prompt), answered
+
+    def take_up(self, step: Step, made: Chunk, took: float) -> None:
+        """A chunk was made: it is part of the log, and the next one is due."""
+        self.log.steps.append(step)
+        self.chunk += 1
+        now, frames = time.monotonic(), len(made.frames)
+        self._step_s = took if not self._step_s else 0.8 * self._step_s + 0.2 * took
+        if self.pace == "free":
+            self.due = now
+        else:
+            self._shown_until = max(now, self._shown_until) + frames / self.fps
+            self.due = self._shown_until - (1 + SPARE) * self._step_s - SPARE * frames / self.fps
+        self.due = max(self.due, now)
+
+    def span(self, frames: int) -> float:
+        """Seconds over which a chunk is shown: as long as chunks are apart, within reason."""
+        now = time.monotonic()
+        apart, self._last = now - self._last, now
+        shown = frames / self.fps
+        return min(apart, shown) if self.pace == "free" else min(max(apart, shown), 4 * shown)
+
+    def begin_again(self, log: ActionLog, script: list[Step]) -> None:
+        """Another generation: nothing of what was counts."""
+        self.log, self.script = log, deque(script)
+        self.generation += 1
+        self.chunk, self.saved, self._shown_until, self._held, self.asked = 0, (), 0.0, "", []
+
+    def to_save(self) -> Saved:
+        """What is written beside a snapshot that is taken now."""
+        return Saved(hash_secret(self.secret), self.log.to_json(), self.generation, self.saved)
+
+    def described(self) -> dict[str, Any]:
+        """What a client must know to play it."""
+        return {
+            "session": self.name,
+            "generation": self.generation,
+            "chunk": self.chunk,
+            "plan": self.log.opening.plan,
+            "prompt": self.log.prompt_before(self.chunk),
+            "seed": self.log.opening.seed,
+            "world": self.log.opening.world,
+            "reserved_bytes": self.bytes,
+        }
+
+
+def reopened(log: ActionLog, message: protocol.Reset) -> ActionLog:
+    """An empty log that begins as another did, but for what the message gives."""
+    given: Mapping[str, Any] = {
+        name: getattr(message, name)
+        for name in ("plan", "prompt", "seed", "world")
+        if getattr(message, name) is not None
+    }
+    changes = dict(given)
+    # a world brings its own prompt; a prompt of the client's leaves the world it is in
+    if "world" in changes and "prompt" not in changes:
+        changes["prompt"] = ""
+    return ActionLog(log.model, log.weights, replace(log.opening, **changes))

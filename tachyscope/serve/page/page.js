@@ -1,0 +1,385 @@
+// The page of `tachyscope play` and `serve`: docs/serve.md has the protocol.
+
+const VERSION = 1;
+const HEADER_BYTES = 16;
+const TYPES = ["image/png", "image/jpeg", "image/webp"];
+const RECONNECT_MS = [300, 1000, 2000, 5000];
+const WINDOW_S = 3; // over which rates are taken
+const SAMPLES = 100; // of key to pixel
+
+const $ = (id) => document.getElementById(id);
+const token = new URLSearchParams(location.hash.slice(1)).get("token");
+const canvas = $("picture");
+const pen = canvas.getContext("2d");
+
+let socket = null;
+let settings = null;
+let session = null; // the last `opened` or `began`
+let attempts = 0;
+let nextId = 1;
+let paused = false;
+let held = []; // actions whose keys are down, newest last
+let sentAction = "";
+let drawn = { generation: 0, frame: -1 };
+let drawing = Promise.resolve();
+const sentAt = new Map(); // id of a keys message -> when the key was pressed
+const answeredBy = new Map(); // chunk -> when the keys that it answers were pressed
+const keyToPixel = [];
+const shownAt = [];
+const chunks = []; // the last chunk messages
+
+// ---- the connection
+
+async function start() {
+  const headers = token ? { authorization: `Bearer ${token}` } : {};
+  const answer = await fetch("/v1/settings", { headers });
+  if (!answer.ok) {
+    setStatus("ended", "not let in");
+    notice("This server needs a token: add #token=… to the address.");
+    return;
+  }
+  settings = await answer.json();
+  $("model").textContent = settings.model;
+  $("plan").replaceChildren(...settings.plans.map((name) => new Option(name, name)));
+  $("plan").value = settings.plan;
+  $("world-form").hidden = !settings.worlds;
+  $("prompt").maxLength = settings.prompt_letters;
+  connect();
+}
+
+function connect() {
+  const url = new URL("/v1/sessions", location.href);
+  url.protocol = url.protocol.replace("http", "ws");
+  const protocols = [`tachyscope.v${VERSION}`, ...(token ? [`bearer.${token}`] : [])];
+  setStatus("waiting", "connecting");
+  socket = new WebSocket(url, protocols);
+  socket.binaryType = "arraybuffer";
+  socket.onopen = hello;
+  socket.onmessage = (event) =>
+    typeof event.data === "string" ? hear(JSON.parse(event.data)) : see(event.data);
+  socket.onclose = lost;
+}
+
+function hello() {
+  const kept = JSON.parse(sessionStorage.getItem("session") ?? "null");
+  if (kept) {
+    send("resume", kept);
+  } else {
+    const opening = settings.worlds ? { world: Number($("world").value) } : {};
+    send("open", { plan: $("plan").value, ...opening });
+  }
+}
+
+function lost(event) {
+  release();
+  if (event.code === 1000 || event.code === 1008) {
+    setStatus("ended", "ended");
+    $("pause").disabled = true;
+    if (event.reason) notice(event.reason);
+    return;
+  }
+  setStatus("waiting", "reconnecting");
+  setTimeout(connect, RECONNECT_MS[Math.min(attempts++, RECONNECT_MS.length - 1)]);
+}
+
+function send(type, fields = {}) {
+  const id = nextId++;
+  if (socket?.readyState === WebSocket.OPEN) {
+    socket.send(JSON.stringify({ type, id, ...fields }));
+  }
+  return id;
+}
+
+// ---- what the server says
+
+const HEARD = {
+  opened(message) {
+    attempts = 0;
+    session = message;
+    sessionStorage.setItem(
+      "session",
+      JSON.stringify({ session: message.session, secret: message.secret }),
+    );
+    [canvas.height, canvas.width] = message.size;
+    $("pad").hidden = !message.actions;
+    began(message);
+    setPaused(false);
+    setRecording(false);
+    send("pause", { paused: false });
+    setStatus("live", "live");
+    notice("");
+  },
+  began(message) {
+    began(message);
+  },
+  chunk(message) {
+    chunks.push({ ...message, at: performance.now() });
+    if (chunks.length > 60) chunks.shift();
+  },
+  receipt(message) {
+    if (message.phase === "refused") notice(message.reason);
+    const pressed = sentAt.get(message.id);
+    if (pressed !== undefined && message.phase !== "received") {
+      sentAt.delete(message.id);
+      if (message.phase === "applied") {
+        answeredBy.set(message.chunk, [...(answeredBy.get(message.chunk) ?? []), pressed]);
+      }
+    }
+    if (message.id === promptId) {
+      const words = { received: "on its way", applied: `applied at chunk ${message.chunk}` };
+      $("prompt-receipt").textContent = words[message.phase] ?? "not applied";
+    }
+  },
+  async recorded(message) {
+    const headers = { "x-session-secret": session.secret };
+    if (token) headers.authorization = `Bearer ${token}`;
+    const answer = await fetch(`/v1/sessions/${session.session}/recording`, { headers });
+    if (answer.ok) download(await answer.blob(), `${session.model}-${message.frames}-frames.mp4`);
+    else notice("The recording could not be fetched.");
+  },
+  log(message) {
+    download(
+      new Blob([JSON.stringify(message.log)], { type: "application/json" }),
+      `${message.log.model}-${session.session.slice(0, 6)}.json`,
+    );
+    $("log-note").textContent = `saved ${message.log.steps.length} steps`;
+  },
+  notice(message) {
+    notice(message.message);
+  },
+  error(message) {
+    if (!session && sessionStorage.getItem("session")) {
+      sessionStorage.removeItem("session"); // what it was to go on with is gone
+      hello();
+      return;
+    }
+    notice(message.message);
+  },
+  closed(message) {
+    sessionStorage.removeItem("session");
+    notice(message.reason);
+  },
+};
+
+function hear(message) {
+  HEARD[message.type]?.(message);
+}
+
+function began(message) {
+  session = { ...session, ...message };
+  drawn = { generation: message.generation, frame: -1 };
+  chunks.length = keyToPixel.length = 0;
+  answeredBy.clear();
+  $("plan").value = settings.plans.includes(message.plan) ? message.plan : "";
+  $("prompt").value = message.prompt;
+  if (message.world !== null) $("world").value = message.world;
+}
+
+// ---- pictures
+
+function see(data) {
+  const view = new DataView(data);
+  const header = {
+    version: view.getUint8(0),
+    type: TYPES[view.getUint8(1)],
+    lane: view.getUint8(2),
+    generation: view.getUint32(4, true),
+    chunk: view.getUint32(8, true),
+    frame: view.getUint32(12, true),
+  };
+  if (header.version !== VERSION) return;
+  const file = new Blob([new Uint8Array(data, HEADER_BYTES)], { type: header.type });
+  const picture = createImageBitmap(file);
+  // pictures are drawn in the order in which they came, however long each takes to decode
+  drawing = drawing.then(async () => show(header, await picture)).catch(() => {});
+}
+
+function show(header, picture) {
+  if (header.generation !== drawn.generation || header.frame < drawn.frame) return;
+  drawn = { generation: header.generation, frame: header.frame, chunk: header.chunk };
+  pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  canvas.dataset.frame = header.frame;
+  picture.close();
+  const now = performance.now();
+  shownAt.push(now);
+  for (const [chunk, pressed] of answeredBy) {
+    if (chunk > header.chunk) continue;
+    keyToPixel.push(...pressed.map((at) => now - at));
+    answeredBy.delete(chunk);
+  }
+  while (keyToPixel.length > SAMPLES) keyToPixel.shift();
+}
+
+// ---- numbers
+
+function refresh() {
+  const now = performance.now();
+  while (shownAt.length && shownAt[0] < now - 1000 * WINDOW_S) shownAt.shift();
+  put("shown", shownAt.length > 1 ? (shownAt.length - 1) / ((shownAt.at(-1) - shownAt[0]) / 1000) : null);
+  put("key-p50", quantile(keyToPixel, 0.5), 0);
+  put("key-p95", quantile(keyToPixel, 0.95), 0);
+  const last = chunks.at(-1);
+  if (!last) return;
+  const recent = chunks.slice(-20);
+  const sum = (name) => recent.reduce((total, one) => total + one[name], 0);
+  put("made", (1000 * sum("frames")) / sum("step_ms"));
+  put("step", sum("step_ms") / recent.length, 0);
+  put("pairs", (100 * sum("pairs")) / sum("dense_pairs"));
+  put("mlp", (100 * sum("mlp_share")) / recent.length);
+  $("cache").textContent = bytes(last.cache_bytes);
+  $("cache-dense").textContent = bytes(last.dense_cache_bytes);
+  $("chunk").textContent = last.chunk;
+}
+
+function put(id, value, digits = 1) {
+  $(id).textContent = value === null || !Number.isFinite(value) ? "–" : value.toFixed(digits);
+}
+
+function quantile(values, share) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+}
+
+function bytes(count) {
+  const units = ["B", "kB", "MB", "GB"];
+  const power = Math.min(3, Math.floor(Math.log10(Math.max(count, 1)) / 3));
+  return `${(count / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+// ---- keys and the pad
+
+function press(action) {
+  if (!session?.actions.includes(action) || held.includes(action)) return;
+  held.push(action);
+  tellKeys();
+}
+
+function lift(action) {
+  held = held.filter((one) => one !== action);
+  tellKeys();
+}
+
+function release() {
+  held = [];
+  tellKeys();
+}
+
+function tellKeys() {
+  const action = held.at(-1) ?? "";
+  for (const button of $("pad").children) {
+    button.toggleAttribute("data-held", held.includes(button.dataset.action));
+  }
+  if (action === sentAction) return;
+  sentAction = action;
+  const id = send("keys", { actions: action });
+  if (action) sentAt.set(id, performance.now());
+}
+
+function typing(target) {
+  return target.closest("input, select, textarea") !== null;
+}
+
+addEventListener("keydown", (event) => {
+  if (typing(event.target) || event.repeat || event.ctrlKey || event.metaKey || event.altKey) return;
+  press(event.key.toLowerCase());
+});
+addEventListener("keyup", (event) => lift(event.key.toLowerCase()));
+addEventListener("blur", release);
+for (const button of $("pad").children) {
+  const { action } = button.dataset;
+  button.addEventListener("pointerdown", (event) => {
+    button.setPointerCapture(event.pointerId);
+    press(action);
+  });
+  for (const end of ["pointerup", "pointercancel", "lostpointercapture"]) {
+    button.addEventListener(end, () => lift(action));
+  }
+  button.addEventListener("contextmenu", (event) => event.preventDefault());
+}
+
+// ---- controls
+
+let promptId = 0;
+
+$("prompt-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  promptId = send("prompt", { text: $("prompt").value });
+  $("screen").focus();
+});
+$("world-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  begin({ world: Number($("world").value) });
+});
+$("dice").addEventListener("click", () => {
+  $("world").value = Math.floor(Math.random() * 1_000_000_000);
+  begin({ world: Number($("world").value) });
+});
+$("plan").addEventListener("change", () => begin({ plan: $("plan").value }));
+$("reset").addEventListener("click", () => begin({}));
+$("pause").addEventListener("click", () => {
+  setPaused(!paused);
+  send("pause", { paused });
+});
+$("record").addEventListener("click", () => {
+  const on = $("record").ariaPressed !== "true";
+  setRecording(on);
+  send("record", { on });
+});
+$("save").addEventListener("click", () => send("log"));
+$("load").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", async () => {
+  const [file] = $("file").files;
+  $("file").value = "";
+  if (!file) return;
+  if (file.size > settings.log_bytes) {
+    notice(`An action log has at most ${bytes(settings.log_bytes)}.`);
+    return;
+  }
+  try {
+    const log = JSON.parse(await file.text());
+    send("replay", { log });
+    $("log-note").textContent = `plays ${log.steps.length} steps`;
+  } catch {
+    notice("This file is no action log.");
+  }
+});
+
+function begin(fields) {
+  notice("");
+  send("reset", fields);
+  if (paused) $("pause").click();
+  $("screen").focus();
+}
+
+function setPaused(value) {
+  paused = value;
+  $("pause").disabled = false;
+  $("pause").textContent = paused ? "Go on" : "Pause";
+}
+
+function setRecording(on) {
+  $("record").ariaPressed = String(on);
+  $("record").textContent = on ? "Stop recording" : "Record";
+}
+
+function setStatus(state, words) {
+  $("status").dataset.state = state;
+  $("status").textContent = words;
+}
+
+function notice(words) {
+  $("notice").textContent = words;
+  $("notice").hidden = !words;
+}
+
+function download(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+setInterval(refresh, 400);
+start();

@@ -1,0 +1,78 @@
+"""Who may ask: bearer tokens, and pages of this host alone."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from tachyscope.errors import TachyscopeError, first_line
+
+# how a page, which cannot set headers, sends its token with a WebSocket
+TOKEN_PROTOCOL = "bearer."
+LOCAL = ("localhost", "127.0.0.1", "::1")
+SHORTEST = 16  # letters of a token
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Tokens and origins that are let in. Without tokens everybody is who reaches the host."""
+
+    tokens: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # names that the server goes by; any, if empty
+
+    def refusal(self, headers: Headers, protocols: Collection[str] = ()) -> tuple[int, str] | None:
+        """Why a request is not let in, as a status and words; None where it is."""
+        host = _host(f"//{headers.get('host', '')}")
+        if self.hosts and host not in self.hosts:
+            return 421, f"this server goes by {', '.join(self.hosts)}"
+        origin = headers.get("origin")
+        # a page of another site must not use a browser's way to this one
+        own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        if not own and origin not in self.origins:
+            return 403, "pages of other sites are not let in: start the server with --origin"
+        if self.tokens and not self._knows(headers, protocols):
+            return 401, "a bearer token is needed"
+        return None
+
+    def _knows(self, headers: Headers, protocols: Collection[str]) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        offered = [given] if scheme.lower() == "bearer" else []
+        offered += [
+            one.removeprefix(TOKEN_PROTOCOL) for one in protocols if one.startswith(TOKEN_PROTOCOL)
+        ]
+        # all are compared, so that time tells nothing
+        return any(
+            [
+                hmac.compare_digest(one.encode(), token.encode())
+                for one in offered
+                for token in self.tokens
+            ]
+        )
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """The tokens of a file, one a line."""
+    try:
+        lines = path.read_text().split()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise TachyscopeError(f"{path} cannot be read ({first_line(fault)})") from fault
+    short = sum(len(line) < SHORTEST for line in lines)
+    if not lines or short:
+        raise TachyscopeError(
+            f"{path} must have a token of at least {SHORTEST} letters a line, got {len(lines)} "
+            f"lines and {short} too short: make one by openssl rand -hex 16"
+        )
+    return tuple(lines)
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

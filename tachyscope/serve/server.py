@@ -1,0 +1,124 @@
+"""Loads a model, makes the engine and the application, and runs them by uvicorn."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import uvicorn
+
+from tachyscope.errors import TachyscopeError
+from tachyscope.memory import ROOM, need
+from tachyscope.models.base import VideoModel
+from tachyscope.serve.app import make_app
+from tachyscope.serve.engine import SNAPSHOT_CHUNKS, Engine
+from tachyscope.serve.limits import Limits
+from tachyscope.serve.metrics import Metrics
+from tachyscope.serve.security import LOCAL, Guard
+from tachyscope.serve.snapshots import Snapshots
+
+PING_S = 20.0  # a client that answers no ping for so long is gone
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server listens, and whom it lets in."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    tokens: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.host not in LOCAL and not self.tokens:
+            raise TachyscopeError(
+                f"who reaches {self.host} could use this machine: give --token-file, or listen on "
+                f"127.0.0.1"
+            )
+
+    @property
+    def guard(self) -> Guard:
+        # here by no other name: a site's own name may be made to lead here
+        return Guard(self.tokens, self.origins, LOCAL if self.host in LOCAL else ())
+
+
+def default_budget(model: VideoModel, plan: str) -> int:
+    """Bytes for sessions' caches: what a GPU has left, or half of the machine's memory."""
+    if model.device.type != "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    free, _ = torch.cuda.mem_get_info(model.device)
+    found = need(model.on_meta(), plan, frames=1)
+    return max(0, int(ROOM * free) - found.making - found.decoding)
+
+
+@contextmanager
+def kept_in(state: str | None) -> Iterator[Snapshots]:
+    """Snapshots in a folder or URL that stays, or in one that goes when the server does."""
+    if state is not None:
+        yield Snapshots(state)
+        return
+    folder = tempfile.mkdtemp(prefix="tachyscope-")
+    try:
+        yield Snapshots(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(
+    model: VideoModel,
+    name: str,
+    *,
+    plan: str,
+    place: Place,
+    limits: Limits,
+    state: str | None = None,
+    budget: int | None = None,
+    snapshot_chunks: int = SNAPSHOT_CHUNKS,
+    open_page: bool = False,
+) -> None:
+    """Serve until a signal comes."""
+    listener = _listen(place)
+    port = listener.getsockname()[1]
+    with kept_in(state) as snapshots, listener:
+        engine = Engine(
+            model, name, snapshots, plan=plan, limits=limits, metrics=Metrics(),
+            budget=default_budget(model, plan) if budget is None else budget,
+            snapshot_chunks=snapshot_chunks,
+        )  # fmt: skip
+        config = uvicorn.Config(
+            make_app(engine, place.guard),
+            log_level="warning",
+            ws_max_size=limits.log_bytes,
+            ws_ping_interval=PING_S,
+            ws_ping_timeout=PING_S,
+            timeout_graceful_shutdown=10,
+            server_header=False,
+        )
+        url = f"http://{'localhost' if place.host in LOCAL else place.host}:{port}/"
+        print(f"{name} by plan {plan}: {url} (Ctrl-C ends it)", flush=True)
+        if open_page:
+            threading.Timer(0.5, webbrowser.open, [url]).start()
+        uvicorn.Server(config).run([listener])
+
+
+def _listen(place: Place) -> socket.socket:
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((place.host, place.port))
+    except OSError as fault:
+        listener.close()
+        reason = (fault.strerror or str(fault)).lower()
+        raise TachyscopeError(
+            f"{place.host}:{place.port} cannot be listened on ({reason}): choose another `port`"
+        ) from fault
+    return listener

@@ -1,0 +1,127 @@
+"""Sessions on disk: what a client that was cut off, or a server that was killed, goes on from.
+
+A folder for every session: `session.json`, and a safetensors file for each of its last snapshots.
+A file is written under another name and then renamed, `session.json` last: what it lists is whole.
+The place is a path or an fsspec URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import safetensors.torch
+from torch import Tensor
+
+from tachyscope.errors import TachyscopeError
+
+VERSION = 1
+KEPT = 4  # snapshots of a session that one can go back to
+NAME = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A session as its file tells it."""
+
+    secret: str  # its hash
+    log: dict[str, Any]
+    generation: int
+    chunks: tuple[int, ...]  # of its snapshots, oldest first
+
+
+def hash_secret(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class Snapshots:
+    """The sessions of one folder."""
+
+    def __init__(self, place: str) -> None:
+        self.fs, self.root = fsspec.core.url_to_fs(place)
+        self.fs.makedirs(self.root, exist_ok=True)
+
+    def save(self, name: str, saved: Saved, chunk: int, state: Mapping[str, Tensor]) -> int:
+        """Add a snapshot to a session, and drop those that are too old; its bytes."""
+        folder = self._folder(name)
+        self.fs.makedirs(folder, exist_ok=True)
+        data = safetensors.torch.save({key: x.cpu().contiguous() for key, x in state.items()})
+        self._write(f"{folder}/{_file(saved.generation, chunk)}", data)
+        chunks = (*(one for one in saved.chunks if one < chunk), chunk)[-KEPT:]
+        text = {
+            "version": VERSION,
+            "secret": saved.secret,
+            "generation": saved.generation,
+            "chunks": chunks,
+            "saved": time.time(),
+            "log": saved.log,
+        }
+        self._write(f"{folder}/session.json", json.dumps(text).encode())
+        listed = {_file(saved.generation, one) for one in chunks} | {"session.json"}
+        for path in self.fs.ls(folder, detail=False):
+            if path.rsplit("/", 1)[-1] not in listed:
+                self.fs.rm_file(path)
+        return len(data)
+
+    def find(self, name: str, secret: str) -> Saved:
+        """A session that was saved; raises where there is none, or the secret is another."""
+        gone = "no session of this name and secret is kept here: open a new one"
+        try:
+            value = json.loads(self.fs.cat_file(f"{self._folder(name)}/session.json"))
+            found = Saved(
+                value["secret"], value["log"], value["generation"], tuple(value["chunks"])
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            raise TachyscopeError(gone) from None
+        if value["version"] != VERSION or not hmac.compare_digest(
+            found.secret, hash_secret(secret)
+        ):
+            raise TachyscopeError(gone)
+        return found
+
+    def load(self, name: str, generation: int, chunk: int) -> dict[str, Tensor]:
+        """A snapshot's tensors."""
+        data = self.fs.cat_file(f"{self._folder(name)}/{_file(generation, chunk)}")
+        return safetensors.torch.load(data)
+
+    def remove(self, name: str) -> None:
+        folder = self._folder(name)
+        if self.fs.exists(folder):
+            self.fs.rm(folder, recursive=True)
+
+    def sweep(self, kept_s: float) -> None:
+        """Remove sessions that were saved longer ago than that."""
+        for folder in self.fs.ls(self.root, detail=False):
+            name = folder.rsplit("/", 1)[-1]
+            try:
+                saved = json.loads(self.fs.cat_file(f"{folder}/session.json"))["saved"]
+            except (OSError, ValueError, KeyError):
+                saved = 0.0
+            if NAME.fullmatch(name) and saved < time.time() - kept_s:
+                self.fs.rm(folder, recursive=True)
+
+    def _folder(self, name: str) -> str:
+        if not NAME.fullmatch(name):
+            raise TachyscopeError("a session's name is 16 hexadecimal digits")
+        return f"{self.root}/{name}"
+
+    def _write(self, path: str, data: bytes) -> None:
+        part = f"{path}.part"
+        try:
+            self.fs.pipe_file(part, data)
+            self.fs.mv(part, path)
+        except BaseException:
+            if self.fs.exists(part):
+                self.fs.rm_file(part)
+            raise
+
+
+def _file(generation: int, chunk: int) -> str:
+    return f"{generation}-{chunk}.safetensors"

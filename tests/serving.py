@@ -1,0 +1,104 @@
+"""An in-process server of a toy, and a client that speaks its protocol."""
+
+import io
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+from PIL import Image
+from starlette.testclient import TestClient
+
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.toy import random_wan
+from tachyscope.serve import protocol
+from tachyscope.serve.app import make_app
+from tachyscope.serve.engine import Engine
+from tachyscope.serve.limits import Limits
+from tachyscope.serve.metrics import Metrics
+from tachyscope.serve.security import Guard
+from tachyscope.serve.snapshots import Snapshots
+
+HOST = "http://localhost"
+
+
+def tiny():
+    """A random model of one layer and few passes: a chunk of three frames in a blink."""
+    config = WanConfig(
+        dim=48, ffn_dim=64, layers=1, heads=2, text_dim=24, text_len=64, actions=".wsadqe",
+        size=(4, 6), stride=(1, 8, 8), steps=(1000, 500),
+    )  # fmt: skip
+    return random_wan(config, name="toy-chunks")
+
+
+def make_engine(model, folder, *, name="toy-chunks", plan="fast", budget=10**9, chunks=4, **limits):
+    return Engine(
+        model, name, Snapshots(str(folder)), plan=plan, budget=budget, metrics=Metrics(),
+        limits=replace(Limits(), **limits), snapshot_chunks=chunks,
+    )  # fmt: skip
+
+
+@contextmanager
+def serving(engine, guard=None):
+    """An HTTP client of a server that runs meanwhile."""
+    with TestClient(make_app(engine, guard or Guard()), base_url=HOST) as client:
+        yield client
+
+
+class Player:
+    """A client of a session: sends messages, and sorts what comes."""
+
+    def __init__(self, socket):
+        self.socket, self.frames, self.chunks, self.said = socket, {}, {}, []
+
+    def send(self, kind, **fields):
+        self.socket.send_text(json.dumps({"type": kind, **fields}))
+
+    def next(self):
+        """The next message: a dict, or a header and a picture."""
+        event = self.socket.receive()
+        if event["type"] == "websocket.close":
+            return {"type": "left", "code": event["code"], "reason": event.get("reason", "")}
+        if event.get("text") is not None:
+            message = json.loads(event["text"])
+            self.said.append(message)
+            if message["type"] == "chunk":
+                self.chunks[message["generation"], message["chunk"]] = message
+            return message
+        header, file = protocol.Header.read(event["bytes"])
+        picture = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
+        self.frames[header.lane, header.generation, header.frame] = picture
+        return header, picture
+
+    def until(self, kind, **fields):
+        """Read on until a message of this type with these fields."""
+        for _ in range(10_000):
+            message = self.next()
+            if isinstance(message, dict):
+                if message["type"] == kind and fields.items() <= message.items():
+                    return message
+                assert message["type"] != "left", message
+        raise AssertionError(f"no {kind} came")
+
+    def until_frame(self, frame, generation=1, lane=protocol.MAIN):
+        while (lane, generation, frame) not in self.frames:
+            message = self.next()
+            assert not isinstance(message, dict) or message["type"] != "left", message
+
+    def video(self, frames, generation=1, lane=protocol.MAIN):
+        """The first frames as they came."""
+        return np.stack([self.frames[lane, generation, i] for i in range(frames)])
+
+
+@contextmanager
+def playing(client, first="open", **fields):
+    """A session's client, and what it was answered."""
+    if first == "open":
+        fields = {"format": "png", "pace": "free"} | fields
+    with client.websocket_connect(
+        "ws://localhost/v1/sessions", subprotocols=[protocol.SUBPROTOCOL]
+    ) as socket:
+        player = Player(socket)
+        player.send(first, **fields)
+        player.opened = player.until("opened")
+        yield player

@@ -1,0 +1,388 @@
+"""The server by in-process clients: sessions, receipts, limits, snapshots, who is let in."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from serving import Player, make_engine, playing, serving, tiny
+from starlette.testclient import WebSocketDenialResponse
+
+import tachyscope as ts
+from tachyscope.cli import main
+from tachyscope.errors import TachyscopeError
+from tachyscope.serve import protocol
+from tachyscope.serve.limits import Bucket, Limits
+from tachyscope.serve.security import Guard, read_tokens
+from tachyscope.serve.server import Place
+
+SECRET = "a-token-of-many-letters"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture
+def engine(model, tmp_path):
+    return make_engine(model, tmp_path)
+
+
+def rolled(model, steps, plan="fast", seed=0, prompt=""):
+    """The frames of an action log's steps, by the library alone."""
+    with ts.open(model, plan, seed=seed, prompt=prompt) as stream:
+        parts = []
+        for step in steps:
+            action, text = step if isinstance(step, list) else (step, None)
+            if text is not None:
+                stream.set_prompt(text)
+            parts.append(stream.step(action or None).frames)
+        return np.concatenate(parts)
+
+
+def left(player):
+    """How the server ended the connection, after what it said before."""
+    while True:
+        message = player.next()
+        if isinstance(message, dict) and message["type"] == "left":
+            return message
+
+
+def connect(client, *protocols, **headers):
+    offered = list(protocols or [protocol.SUBPROTOCOL])
+    return client.websocket_connect(
+        "ws://localhost/v1/sessions", subprotocols=offered, headers=headers
+    )
+
+
+def settle(engine, player):
+    """Wait until a session that lost its client lies on disk."""
+    live = engine.sessions[player.opened["session"]]
+    while live.tell is not None or live.saving:
+        time.sleep(0.01)
+    return live
+
+
+def metric(client, line):
+    """A number of /metrics by the beginning of its line."""
+    (found,) = [row for row in client.get("/metrics").text.splitlines() if row.startswith(line)]
+    return float(found.split()[-1])
+
+
+def test_keys_make_the_frames_that_a_stream_makes_and_the_log_repeats_them(engine, model):
+    with serving(engine) as client:
+        with playing(client, seed=3, prompt="a red room") as player:
+            player.send("keys", id=1, actions="w")
+            assert player.until("receipt", id=1)["phase"] == "received"
+            applied = player.until("receipt", id=1, phase="applied")["chunk"]
+            player.send("prompt", id=2, text="a blue room")
+            player.until("receipt", id=2, phase="applied")
+            player.until_frame(3 * applied + 8)
+            player.send("log", id=3)
+            log = player.until("log")["log"]
+            # a tap that ends before any chunk saw it still counts
+            player.send("keys", id=4, actions="q")
+            player.send("keys", id=5, actions="")
+            chunk = player.until("receipt", id=5, phase="applied")["chunk"]
+            assert player.until("chunk", chunk=chunk)["actions"] == "q"
+            player.send("close")
+            assert player.until("closed")["reason"] == "closed by the client"
+        assert log["steps"][applied] == "w"
+        assert any(isinstance(step, list) and step[1] == "a blue room" for step in log["steps"])
+        count = 3 * applied + 9
+        wanted = rolled(model, log["steps"], seed=3, prompt="a red room")[:count]
+        assert np.array_equal(player.video(count), wanted)
+        with playing(client, log=log) as again:
+            again.until_frame(count - 1)
+        assert np.array_equal(again.video(count), wanted)
+        chunk = player.chunks[1, 2]
+        assert chunk["frames"] == 3 and chunk["frame"] == 6
+        assert 0 < chunk["pairs"] <= chunk["dense_pairs"]
+        assert metric(client, 'tachyscope_sessions_opened_total{how="open"}') == 2
+        assert metric(client, 'tachyscope_steps_total{lane="main"}') >= count / 3
+    assert not engine.sessions or all(one.lane is None for one in engine.sessions.values())
+
+
+def test_a_session_pauses_resets_and_takes_another_plan(engine, model):
+    with serving(engine) as client, playing(client) as player:
+        player.send("pause", id=1, paused=True)
+        at = player.until("receipt", id=1, phase="applied")["chunk"]
+        player.send("keys", id=2, actions="a")
+        player.until("receipt", id=2, phase="received")
+        player.send("reset", id=3, plan="balanced", seed=7)
+        began = player.until("began")
+        assert (began["generation"], began["chunk"], began["plan"]) == (2, 0, "balanced")
+        assert max((chunk for _, chunk in player.chunks), default=-1) < at
+        player.send("pause", id=4, paused=False)
+        player.until_frame(2, generation=2)
+        wanted = rolled(model, [""], plan="balanced", seed=7)
+        assert np.array_equal(player.video(3, generation=2), wanted)
+        player.send("reset", id=5, plan="no such plan")
+        refused = player.until("receipt", id=5, phase="refused")
+        assert "no plan 'no'" in refused["reason"]
+        player.until_frame(5, generation=2)
+
+
+def test_a_client_that_was_cut_off_goes_on_where_it_was(engine, model):
+    with serving(engine) as client:
+        with playing(client) as player:
+            player.send("keys", id=1, actions="d")
+            player.until_frame(8)
+        known = {name: player.opened[name] for name in ("session", "secret")}
+        stopped = settle(engine, player).chunk
+        with playing(client, "resume", format="png", **known) as again:
+            assert again.opened["chunk"] == stopped
+            again.until_frame(3 * stopped + 2)
+            again.send("log", id=9)
+            log = again.until("log")["log"]
+            with connect(client) as socket:
+                other = Player(socket)
+                other.send("resume", session=known["session"], secret="0" * 32)
+                assert "no session of this name and secret" in other.until("error")["message"]
+        wanted = rolled(model, log["steps"])
+        for frame in range(3 * stopped, 3 * stopped + 3):
+            assert np.array_equal(again.frames[0, 1, frame], wanted[frame])
+
+
+def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_path):
+    """The engine is left as kill -9 leaves it: only its files remain."""
+    first = make_engine(model, tmp_path, chunks=2)
+    with serving(first) as client, playing(client, prompt="a red room") as player:
+        player.send("keys", id=1, actions="s")
+        player.until_frame(14)
+        known = {name: player.opened[name] for name in ("session", "secret")}
+        while not first.sessions[known["session"]].saved:
+            time.sleep(0.01)
+        first.save = lambda live: None  # it dies before it can write again
+    second = make_engine(model, tmp_path)
+    with serving(second) as client, playing(client, "resume", format="png", **known) as again:
+        chunk = again.opened["chunk"]
+        assert chunk > 0 and chunk % 2 == 0
+        again.send("keys", id=1, actions="e")
+        again.until_frame(3 * chunk + 5)
+        again.send("log", id=2)
+        steps = again.until("log")["log"]["steps"]
+        wanted = rolled(model, steps, prompt="a red room")
+        for frame in range(3 * chunk, 3 * chunk + 6):
+            assert np.array_equal(again.frames[0, 1, frame], wanted[frame])
+
+
+def test_sessions_that_lost_their_client_make_room_on_disk(model, tmp_path):
+    size = make_engine(model, tmp_path).bytes_of("fast")
+    engine = make_engine(model, tmp_path, budget=size)
+    with serving(engine) as client:
+        with playing(client) as first:
+            first.until_frame(5)
+            with connect(client) as socket:
+                other = Player(socket)
+                other.send("open")
+                error = other.until("error")
+                assert error["code"] == 503 and error["retry_after_s"] == 30
+                assert (
+                    f"takes {size / 1e6:.1f} MB, and 0.0 of {size / 1e6:.1f} MB are free"
+                    in (error["message"])
+                )
+                assert left(other)["code"] == 1013
+        settle(engine, first)
+        with playing(client) as second:
+            second.until_frame(2)
+            assert metric(client, 'tachyscope_sessions{state="on_disk"}') == 1
+            assert metric(client, "tachyscope_reserved_bytes") == size
+        settle(engine, second)
+        known = {key: first.opened[key] for key in ("session", "secret")}
+        with playing(client, "resume", **known) as again:
+            again.until_frame(3 * again.opened["chunk"] + 2)
+
+
+def test_a_step_that_raises_ends_its_session_and_no_other(engine, monkeypatch):
+    with serving(engine) as client, playing(client) as well, playing(client) as ill:
+        well.until_frame(2)
+        live = engine.sessions[ill.opened["session"]]
+
+        def broken(step):
+            raise ZeroDivisionError("a secret of the machine's")
+
+        monkeypatch.setattr(live.lane, "step", broken)
+        error = ill.until("error")
+        assert (error["code"], error["message"]) == ("failed", "a step failed (ZeroDivisionError)")
+        assert left(ill)["code"] == 1000
+        latest = max(well.frames)[2]
+        well.until_frame(latest + 6)
+        assert metric(client, 'tachyscope_sessions_ended_total{why="failed"}') == 1
+
+
+def test_a_full_disk_is_told_and_the_session_goes_on(model, tmp_path, monkeypatch):
+    engine = make_engine(model, tmp_path, chunks=1)
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    with serving(engine) as client, playing(client) as player:
+        monkeypatch.setattr(engine.snapshots.fs, "pipe_file", full)
+        notice = player.until("notice")
+        assert notice["code"] == "snapshot_failed"
+        assert "no space left on device" in notice["message"]
+        latest = max(player.frames, default=(0, 0, 0))[2]
+        player.until_frame(latest + 6)
+        assert metric(client, 'tachyscope_snapshots_total{result="failed"}') > 0
+
+
+def test_recorded_frames_are_an_mp4_for_who_has_the_secret(engine):
+    with serving(engine) as client, playing(client) as player:
+        player.send("record", id=1, on=True)
+        player.until("receipt", id=1, phase="applied")
+        player.until_frame(max(player.frames, default=(0, 0, 0))[2] + 6)
+        player.send("record", id=2, on=False)
+        assert player.until("recorded")["frames"] % 3 == 0
+        url = f"/v1/sessions/{player.opened['session']}/recording"
+        assert client.get(url).status_code == 404
+        found = client.get(url, headers={"x-session-secret": player.opened["secret"]})
+        assert found.headers["content-type"] == "video/mp4" and found.content[4:8] == b"ftyp"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("", "a message is a JSON object"),
+        ("[" * 100_000, "a message is a JSON object"),
+        ("[]", "got []"),
+        ('{"type": "open", "seed": NaN}', "a message is a JSON object"),
+        ("{}", "a message has one of the types open, resume, keys"),
+        ('{"type": ["open"]}', "a message has one of the types"),
+        ('{"type": "open", "speed": 3}', "takes format, id, log, pace, plan, prompt"),
+        ('{"type": "open", "seed": 1.5}', "'seed' of message 'open' is a whole number, got 1.5"),
+        ('{"type": "open", "seed": true}', "is a whole number, got true"),
+        ('{"type": "open", "seed": -1}', "is from 0 to 9007199254740991, got -1"),
+        ('{"type": "open", "format": 3}', "is jpeg or webp or png, got 3"),
+        ('{"type": "open", "id": ' + "9" * 4000 + "}", "from 0 to 2147483647"),
+        ('{"type": "keys", "actions": "' + "w" * 300 + '"}', "at most 256 letters, got 300"),
+        ('{"type": "prompt", "text": "' + "w" * 3000 + '"}', "at most 2000 letters here, got 3000"),
+        ('{"type": "prompt", "text": "' + "w" * 70_000 + '"}', "at most 65536 bytes"),
+        ('{"type": "replay", "log": "' + "w" * 2_000_000 + '"}', "at most 1048576 bytes"),
+    ],
+)
+def test_a_message_that_is_none_is_refused_in_one_line(message, words):
+    with pytest.raises(TachyscopeError) as fault:
+        protocol.parse(message, Limits())
+    assert words in str(fault.value) and "\n" not in str(fault.value)
+
+
+def test_malformed_messages_are_answered_and_then_sent_away(model, tmp_path):
+    engine = make_engine(model, tmp_path, faults=3)
+    with serving(engine) as client, playing(client) as player:
+        player.send("keys", id=4, actions="z")
+        assert (
+            player.until("error", id=4)["message"]
+            == "an action is one of . w s a d q e, or empty, got 'z'"
+        )
+        player.socket.send_bytes(b"\0\1")
+        assert "got a binary one" in player.until("error")["message"]
+        player.send("open")
+        assert "this connection has a session" in player.until("error")["message"]
+        assert left(player) == {"type": "left", "code": 1008, "reason": "3 malformed messages"}
+        assert metric(client, 'tachyscope_messages_total{type="malformed"}') == 3
+
+
+def test_limits_on_rate_idle_time_length_and_number(model, tmp_path):
+    engine = make_engine(model, tmp_path, messages_per_s=4, sessions=2, session_frames=6)
+    with serving(engine) as client:
+        with playing(client, pace="model") as player:
+            error = player.until("error")
+            assert error["code"] == "length"
+            assert "a session has at most 6 frames here" in error["message"]
+        with playing(client) as player:
+            for i in range(20):
+                player.send("keys", id=i, actions="w")
+            assert left(player)["reason"] == "over 4 messages a second"
+    engine = make_engine(model, tmp_path, idle_s=0.2, sessions=1)
+    with serving(engine) as client, playing(client) as player:
+        player.send("pause", id=1)
+        assert left(player)["reason"] == "nothing was heard for 0.2 s"
+        with connect(client) as socket:
+            other = Player(socket)
+            other.send("open")
+            assert "1 of 1 sessions are open" in other.until("error")["message"]
+
+
+def test_only_who_may_is_let_in(model, tmp_path):
+    guard = Guard((SECRET,), ("https://friend.org",), ("localhost",))
+    with serving(make_engine(model, tmp_path), guard) as client:
+        bearer = {"authorization": f"Bearer {SECRET}"}
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/metrics", headers={"authorization": "Bearer no"}).status_code == 401
+        assert client.get("/metrics", headers=bearer).status_code == 200
+        assert client.get("/health", headers={"host": "evil.org"}).status_code == 421
+        assert client.get("/health", headers={"origin": "https://evil.org"}).status_code == 403
+        assert client.get("/health", headers={"origin": "http://localhost"}).status_code == 200
+        told = client.get("/metrics").json()["error"]
+        assert (told["message"], told["code"]) == ("a bearer token is needed", 401)
+        for refused, status, headers in (
+            ([protocol.SUBPROTOCOL], 401, {}),
+            ([protocol.SUBPROTOCOL, "bearer.no"], 401, {}),
+            (["tachyscope.v2", f"bearer.{SECRET}"], 400, {}),
+            ([protocol.SUBPROTOCOL, f"bearer.{SECRET}"], 403, {"origin": "https://evil.org"}),
+        ):
+            with (
+                pytest.raises(WebSocketDenialResponse) as denied,
+                connect(client, *refused, **headers),
+            ):
+                pytest.fail("was let in")
+            assert denied.value.status_code == status
+        offered = [protocol.SUBPROTOCOL, f"bearer.{SECRET}"]
+        with connect(client, *offered, origin="https://friend.org") as socket:
+            assert socket.accepted_subprotocol == protocol.SUBPROTOCOL
+
+
+def test_the_page_is_whole_and_names_no_other_host(engine):
+    with serving(engine) as client:
+        page = client.get("/")
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        for path, kind in (
+            ("/", "text/html"),
+            ("/page.css", "text/css"),
+            ("/page.js", "text/javascript"),
+        ):
+            found = client.get(path)
+            assert found.headers["content-type"].startswith(kind)
+            assert "http://" not in found.text and "https://" not in found.text
+        assert client.get("/v1/models").json()["data"][0]["id"] == "toy-chunks"
+        assert client.get("/v1/settings").json()["plan"] == "fast"
+
+
+def test_a_bucket_lets_through_its_rate_and_twice_as_many_at_once():
+    now = [0.0]
+    bucket = Bucket(10, lambda: now[0])
+    assert sum(bucket.take() for _ in range(50)) == 20
+    now[0] = 1.0
+    assert sum(bucket.take() for _ in range(50)) == 10
+
+
+def test_a_server_for_others_needs_tokens(tmp_path):
+    with pytest.raises(TachyscopeError, match="give --token-file"):
+        Place(host="0.0.0.0")
+    file = tmp_path / "tokens"
+    file.write_text("short\n")
+    with pytest.raises(TachyscopeError, match="1 too short"):
+        read_tokens(file)
+    file.write_text(f"{SECRET}\n")
+    assert Place(host="0.0.0.0", tokens=read_tokens(file)).guard.hosts == ()
+
+
+def test_play_without_its_packages_says_the_one_command(monkeypatch, capsys):
+    monkeypatch.setattr("tachyscope.cli.serve.find_spec", lambda name: None)
+    assert main(["play"]) == 2
+    assert capsys.readouterr().err == (
+        "tachyscope: play needs packages that are not installed: pip install 'tachyscope[serve]'\n"
+    )
+
+
+def test_a_log_of_another_model_or_shape_is_refused(engine):
+    good = {"version": 1, "model": "toy-chunks", "weights": engine.model.fingerprint,
+            "opening": {"plan": "fast", "prompt": "", "seed": 0, "world": None}, "steps": ["w"]}  # fmt: skip
+    assert engine.read_log(json.loads(json.dumps(good))).to_json() == good
+    for change in ({"version": 2}, {"weights": "x"}, {"steps": ["z"]}, {"steps": [3]}, {"steps": {}},
+                   {"opening": {}}, {"opening": good["opening"] | {"seed": "1"}}, {"more": 1}):  # fmt: skip
+        with pytest.raises(TachyscopeError):
+            engine.read_log(good | change)
