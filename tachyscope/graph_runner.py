@@ -135,14 +135,17 @@ class ChunkRunner:
 class FrameRunner:
     """Makes the frames of a token model's session by the decode engine, one a call.
 
-    On CUDA a step is recorded as a graph at the first token, and serves every token after it. While
-    an observer reads what it is told, each token is a pass of its own.
+    With `graph` a step is recorded at the first token, and serves every token after it: as a CUDA
+    graph, on a CPU as a native program. While an observer reads what it is told, each token is a
+    pass of its own.
     """
 
     record: None = None  # no chunk is
 
-    def __init__(self, model: VideoModel, session: Session, parts: DecodeParts) -> None:
-        self.model, self.session, self.parts = model, session, parts
+    def __init__(
+        self, model: VideoModel, session: Session, parts: DecodeParts, graph: bool = True
+    ) -> None:
+        self.model, self.session, self.parts, self.graph = model, session, parts, graph
         self.replayed = False  # whether the last frame was made by recorded launches
         self.engine: DecodeEngine | None = None
 
@@ -153,11 +156,12 @@ class FrameRunner:
             latents = self.model.sample(session, moves)
         else:
             if self.engine is None:
-                self.engine = DecodeEngine(self.parts, session, session.device.type == "cuda")
+                self.engine = DecodeEngine(self.parts, session, self.graph)
             latents = self.model.sample_by(self.engine, session, moves)
         session.commit()
         session.latents = latents
-        self.replayed = self.engine is not None and self.engine.replayed
+        on_gpu = session.device.type == "cuda"
+        self.replayed = on_gpu and self.engine is not None and self.engine.replayed
         return latents
 
     def forget(self) -> None:
@@ -167,9 +171,14 @@ class FrameRunner:
 
 def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
     """Makes a session's chunks, by repeated launches where the device has such."""
-    if session.device.type != "cuda":
+    if session.device.type != "cuda" and not model.compiled:
         return ChunkRunner(model, session)
     parts = model.decode_parts()
+    if session.device.type != "cuda" and parts is not None:
+        if reason := unsupported(parts, session):
+            warn(f"{session.plan} runs without a compiled step, each token by itself: {reason}")
+            return ChunkRunner(model, session)
+        return FrameRunner(model, session, parts)
     if parts is None:
         return ChunkRunner(model, session, Graph)
     if not has_decode_kernel(session.layers[0].v[..., 0, 0]):

@@ -1,14 +1,16 @@
 """Frames by the decode engine are the frames of a session that makes each token by itself."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 import toys
+from faults import refused
 
 import tachyscope as ts
 from tachyscope.bench.tokens import random_calibration
-from tachyscope.decode import CodedLinear, quantise, unsupported
+from tachyscope.decode import CodedLinear, can_compile, cpu, quantise, store_bf16, unsupported
 from tachyscope.errors import TachyscopeError
 from tachyscope.graph_runner import ChunkRunner, FrameRunner
 from tachyscope.models.checkpoint import write_tensors
@@ -34,9 +36,9 @@ PLANS = [
 QUICK = ("replay=attentive:share=0.5", PLANS[3])
 
 
-def _runner(model, session):
+def _runner(model, session, native=False):
     assert not unsupported(model.decode_parts(), session)
-    return FrameRunner(model, session, model.decode_parts())
+    return FrameRunner(model, session, model.decode_parts(), graph=native)
 
 
 def _frames(runner, count):
@@ -53,9 +55,9 @@ def _open(model, plan, frames=8, **asked):
     return toys.open_session(model, f"dense text=none {plan}", frames=frames, **asked)
 
 
-def _check(model, plan, count=5, **asked):
+def _check(model, plan, count=5, native=False, **asked):
     want = _frames(ChunkRunner(model, _open(model, plan, **asked)), count)
-    got = _frames(_runner(model, _open(model, plan, **asked)), count)
+    got = _frames(_runner(model, _open(model, plan, **asked), native), count)
     for (codes, row), (same, same_row) in zip(got, want, strict=True):
         assert torch.equal(codes, same)
         if masked := row.pop("simulated_rows_replayed", 0):
@@ -200,6 +202,74 @@ def test_a_width_that_codes_do_not_fit_is_refused():
         TachyscopeError, match="int4 weights need a width that is a multiple of 128"
     ):
         quantise(toy_tokens().transformer.trunk, "int4")
+
+
+@pytest.fixture
+def compiler():
+    if not can_compile(torch.float32):
+        pytest.skip("no C++ compiler")
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "plan", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in PLANS]
+)
+def test_a_compiled_step_makes_the_tokens_and_counts_of_single_passes(plan):
+    got = _check(toy_tokens(), plan, native=True, prompt="a red room")
+    assert len({tuple(codes.flatten().tolist()) for codes, _ in got}) == 5
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("rank", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["neurons:share=0.5,age=2", "prune:share=0.5"])
+def test_a_compiled_step_runs_slices_of_neurons(kind, rank, tmp_path):
+    model = toy_tokens()
+    _check(model, f"replay={kind},{_calibrated(model, tmp_path, rank)}", 3, native=True)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("store", [functools.partial(quantise, kind="int8"), store_bf16])
+def test_a_compiled_step_reads_stored_weights(store):
+    model = toy_tokens()
+    for part in (model.transformer.trunk, model.transformer.head):
+        store(part)
+    _check(model, "replay=attentive:share=0.5", count=2, native=True)
+    _check(model, "cache=keep_all", count=1, native=True, prompt=["a", "a b c"], seed=[1, 2])
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("threads", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_compiled_step_makes_the_same_of_any_number_of_threads(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        _check(toy_tokens(), "replay=attentive:share=0.5", count=2, native=True)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_compiled_model_is_streamed_and_says_what_it_cannot_compile(recwarn):
+    model, plain = toy_tokens().compile(), toy_tokens()
+    for plan, warned in (("dense", False), ("dense passes=draft:places=2", True)):
+        one, other = (ts.open(x, plan, prompt="a", seed=4) for x in (model, plain))
+        assert isinstance(one.runner, ChunkRunner if warned else FrameRunner)
+        assert any("without a compiled step" in str(x.message) for x in recwarn) == warned
+        made = [stream.step("w") for stream in (one, other)]
+        assert (made[0].frames == made[1].frames).all()
+        assert made[0].stats["cuda_graph"] == 0
+    refused(lambda: toy_tokens(dtype=torch.bfloat16).compile(), "compiled for float32")
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setattr(cpu, "COMPILERS", ())
+    cpu.library.cache_clear()
+    refused(lambda: toy_tokens().compile(), "no C++ compiler", "install g++")
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(cpu, "FLAGS", ("-another",))
+    refused(lambda: toy_tokens().compile(), "could not compile", "install g++")
+    cpu.library.cache_clear()
 
 
 class _Outputs(Observer):

@@ -1,15 +1,21 @@
-"""A token model's step on fixed memory, so that one CUDA graph serves every token."""
+"""A token model's step on fixed memory, so that one CUDA graph, or program, serves every token."""
 
+from tachyscope.decode.bf16 import Bf16Linear, store_bf16
+from tachyscope.decode.cpu import can_compile, compile_step
 from tachyscope.decode.engine import DecodeEngine, unsupported
 from tachyscope.decode.parts import DecodeParts, DepthParts, LayerParts
 from tachyscope.decode.quantise import CodedLinear, quantise
 
 __all__ = [
+    "Bf16Linear",
     "CodedLinear",
     "DecodeEngine",
     "DecodeParts",
     "DepthParts",
     "LayerParts",
+    "can_compile",
+    "compile_step",
     "quantise",
+    "store_bf16",
     "unsupported",
 ]

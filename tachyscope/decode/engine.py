@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tachyscope.attention.dense import Dense
 from tachyscope.attention.window import Window as WindowPolicy
+from tachyscope.decode.cpu import MAX_ROWS, StepProgram, is_direct
 from tachyscope.decode.depth import Depth
 from tachyscope.decode.layer import Layers
 from tachyscope.decode.neurons import slice_mlp
@@ -52,11 +53,16 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
             map(is_readable, linears)
         ),
     }
+    if session.device.type == "cpu":
+        reasons["a CPU's step is compiled for float32"] = session.dtype != torch.float32
+        coded = {weight_of(x).bits for x in linears if is_readable(x)}
+        reasons["a CPU's step reads no int4"] = 4 in coded
+        reasons[f"a CPU's step takes up to {MAX_ROWS} rows"] = shape.batch > MAX_ROWS
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 class DecodeEngine:
-    """Makes frames of a session, with `graph` by a CUDA graph of one step."""
+    """Makes frames of a session; with `graph` a step is a CUDA graph, on a CPU a program."""
 
     def __init__(self, parts: DecodeParts, session: Session, graph: bool) -> None:
         self.session, self.graph = session, graph
@@ -98,7 +104,7 @@ class DecodeEngine:
         self.gate: TokenGate | None = None
         self.memory: list[Tensor] = []  # the layers' tensors that steps read and write
         # a step that computes whole MLPs, and one that computes their slices
-        self.recorded: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.recorded: dict[bool, torch.cuda.CUDAGraph | StepProgram] = {}
         self.replayed = False  # whether the last frame was made by the graph alone
 
     def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
@@ -196,6 +202,8 @@ class DecodeEngine:
         self.trunk.step(self.steps, kept, self.barriers, sliced=not whole)
 
     def _next(self, whole: bool) -> None:
+        if self.graph and self.session.device.type == "cpu" and whole not in self.recorded:
+            self.recorded[whole] = StepProgram(self, whole)
         if whole in self.recorded:
             self.recorded[whole].replay()
             return
@@ -292,6 +300,8 @@ class DecodeEngine:
         if self.neurons is not None:
             part, memory = self.trunk.slices[0], self.neurons.remembers
             work = sum(x.rows * x.columns for x in part.parts)
+            if self.graph and session.device.type == "cpu" and is_direct(part):
+                work -= part.linear * part.down.rows
             computed = (part.up.rows - part.linear) / mlp.up.rows  # of a sliced MLP's neurons
             sliced = total * whole.count(False) / places
             skipped = sliced * (1 - computed)

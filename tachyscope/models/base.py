@@ -44,6 +44,7 @@ class VideoModel(abc.ABC):
     frame_dim: int  # which dimension of latents counts frames
     calibration: Path | None = None  # of `tachyscope calibrate`, where it lies beside the weights
     camera: bool = False  # whether it is told where its camera stands
+    compiled: bool = False  # whether a token's step is a native program, on a CPU
     # how often noise is drawn for a chunk; 0 where it cannot be handed in instead
     draws: int = 0
 

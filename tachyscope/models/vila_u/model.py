@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.decode import DecodeEngine, DecodeParts
+from tachyscope.decode import DecodeEngine, DecodeParts, can_compile, compile_step
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.atrium.words import WordTokenizer
 from tachyscope.models.base import MemoryParts
@@ -42,6 +42,7 @@ from tachyscope.types import Rope, Shape, SliceableMlp
 
 PARTS = ("llm", "vision_tower", "mm_projector")
 CALIBRATION = "calibration.safetensors"
+COMPILED_WIDTH = 128  # of a trunk, from which on a compiled step pays
 WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -140,6 +141,19 @@ class VilaModel(TokenModel):
         session.meter.add("macs", tokens * self.transformer.head.macs)
         codes = engine.frame(self.frame_noise(session), self._action(actions))
         return codes.reshape(-1, 1, *self.config.grid, self.config.depth)
+
+    def compiling_pays(self, chunks: int) -> bool:
+        # a program is built in seconds, once on a machine, and saves seconds a frame
+        wide = self.config.hidden >= COMPILED_WIDTH
+        return wide and self.device.type == "cpu" and can_compile(self.dtype)
+
+    def compile(self) -> Self:
+        """Have streams on a CPU run a token's step as one native program."""
+        if self.device.type != "cpu":
+            return super().compile()
+        compile_step(self.dtype)
+        self.compiled = True
+        return self
 
     def decode_parts(self) -> DecodeParts:
         return decode_parts(self.transformer, self.config.sampler)

@@ -1,0 +1,688 @@
+// A token's step on a CPU: threads go together through a list of operations, which are those of
+// tachyscope/kernels (gemv, decode_attention, decode_mlp, sample_code) for float32 activations.
+// Weights are float32, bfloat16, or int8 in the layout of kernels/gemv/weights.py.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+using i64 = int64_t;
+using i32 = int32_t;
+typedef float v8 __attribute__((vector_size(32)));
+typedef i32 n8 __attribute__((vector_size(32)));
+typedef uint32_t u8 __attribute__((vector_size(32)));
+typedef uint16_t h8 __attribute__((vector_size(16)));
+
+constexpr i64 BLOCK = 32;  // entries
+
+enum Kind : i64 { F32 = 0, BF16 = 1, INT8 = 2 };
+enum Code : i64 { GEMV = 0, ATTEND = 1, MLP = 2, SAMPLE = 3, NORM = 4, ADD = 5 };
+enum Rule : i64 { THRESHOLD = 0, SHARE = 1, DRAW = 2 };
+
+struct Weight {
+  const void *data;
+  const float *scale, *bias;
+  i64 rows, columns, stride, kind;  // stride: stored numbers of a row
+};
+
+struct Norm {
+  const float *weight, *bias;  // no weight: none; no bias: RMS
+  double eps;
+};
+
+struct Gemv {
+  float *out;
+  const float *x;
+  Norm norm;
+  Weight weights[3];
+  i64 count, batch, width, out_width, gelu, add;
+};
+
+struct Attend {
+  float *out, *k, *v, *unrotated;
+  const float *qkv, *log_count, *cos, *sin;
+  const i32 *slot, *place, *padding;
+  i64 batch, heads, kv_heads, dim, slots, log_heads, places, interleaved;
+  i64 windowed, sink, near, whole;
+  // the gate
+  i64 gated, rule, strict, mixed, tied, age_limit;
+  const float *value, *luck;
+  const i32 *ready, *age;
+  i32 *skip, *counts;
+  float *key, *recent, *due, *scores;
+};
+
+struct Mlp {
+  float *x, *inner;
+  Norm norm;
+  Weight gate, up, down;
+  i64 batch, width, linear, direct;  // direct: the linear rows are outputs as they are
+  const i32 *place;
+  i64 places;
+  // what is kept
+  i64 keeps;
+  const i32 *skip, *ready;
+  i32 *age;
+  float *output, *drift, *input;
+  double memory;
+  // what the slice was off by
+  const float *error, *base;
+  double beta;
+};
+
+struct Sample {
+  const float *logits, *noise, *book;
+  i64 *codes;
+  float *total;
+  const i32 *place;
+  i64 rows, videos, count, places, depths, depth, dim, guided, top_k;
+  double cfg, temperature, top_p;
+};
+
+struct Plain {  // NORM: out = norm(x); ADD: out += x, one row for all
+  float *out;
+  const float *x;
+  Norm norm;
+  i64 batch, width;
+};
+
+struct Op {
+  i64 code;
+  void *body;
+};
+
+inline v8 load(const float *p) {
+  v8 x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline void store(float *p, v8 x) { std::memcpy(p, &x, sizeof x); }
+
+inline h8 load16(const void *p) {
+  h8 x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline float sum(v8 x) {
+  return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
+}
+
+inline v8 floats(h8 bits) {
+  u8 wide = __builtin_convertvector(bits, u8) << 16;
+  v8 x;
+  std::memcpy(&x, &wide, sizeof x);
+  return x;
+}
+
+// four bytes a word, each less 128, as signed numbers
+inline n8 codes(const i32 *p) {
+  u8 words;
+  std::memcpy(&words, p, sizeof words);
+  words ^= 0x80808080u;
+  n8 x;
+  std::memcpy(&x, &words, sizeof x);
+  return x;
+}
+
+inline v8 exp8(v8 x) {
+  x = x < -87.0f ? v8{} - 87.0f : x;
+  x = x > 88.0f ? v8{} + 88.0f : x;
+  v8 half = x < 0.0f ? v8{} - 0.5f : v8{} + 0.5f;
+  n8 n = __builtin_convertvector(x * 1.44269504088896341f + half, n8);
+  v8 times = __builtin_convertvector(n, v8);
+  v8 r = x - times * 0.693359375f - times * -2.12194440e-4f;
+  v8 y = v8{} + 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  n8 bits = (n + 127) << 23;
+  v8 power;
+  std::memcpy(&power, &bits, sizeof power);
+  return y * power;
+}
+
+inline v8 silu(v8 x) { return x / (1.0f + exp8(-x)); }
+
+// x Φ(x), erf by Abramowitz and Stegun 7.1.26: off by 1.5e-7 at most
+inline v8 gelu(v8 x) {
+  v8 z = x * 0.70710678118654752f;
+  v8 a = z < 0.0f ? -z : z;
+  v8 t = 1.0f / (1.0f + 0.3275911f * a);
+  v8 y = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t +
+          0.254829592f) * t;
+  v8 erf = 1.0f - y * exp8(-a * a);
+  erf = z < 0.0f ? -erf : erf;
+  return 0.5f * x * (1.0f + erf);
+}
+
+template <v8 (*F)(v8)>
+void each(float *x, i64 count) {
+  i64 i = 0;
+  for (; i + 8 <= count; i += 8) store(x + i, F(load(x + i)));
+  if (i < count) {
+    float rest[8] = {};
+    std::memcpy(rest, x + i, (count - i) * sizeof(float));
+    store(rest, F(load(rest)));
+    std::memcpy(x + i, rest, (count - i) * sizeof(float));
+  }
+}
+
+float dot(const float *a, const float *b, i64 count) {
+  v8 acc[2] = {};
+  i64 i = 0;
+  for (; i + 16 <= count; i += 16) {
+    acc[0] += load(a + i) * load(b + i);
+    acc[1] += load(a + i + 8) * load(b + i + 8);
+  }
+  float rest = 0;
+  for (; i < count; i++) rest += a[i] * b[i];
+  return sum(acc[0] + acc[1]) + rest;
+}
+
+// the eight sums of eight vectors
+inline v8 sums(const v8 *x) {
+  v8 y[4], z[2];
+  for (int i = 0; i < 4; i++)
+    y[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], n8{0, 8, 2, 10, 4, 12, 6, 14}) +
+           __builtin_shuffle(x[2 * i], x[2 * i + 1], n8{1, 9, 3, 11, 5, 13, 7, 15});
+  for (int i = 0; i < 2; i++)
+    z[i] = __builtin_shuffle(y[2 * i], y[2 * i + 1], n8{0, 1, 8, 9, 4, 5, 12, 13}) +
+           __builtin_shuffle(y[2 * i], y[2 * i + 1], n8{2, 3, 10, 11, 6, 7, 14, 15});
+  return __builtin_shuffle(z[0], z[1], n8{0, 1, 2, 3, 8, 9, 10, 11}) +
+         __builtin_shuffle(z[0], z[1], n8{4, 5, 6, 7, 12, 13, 14, 15});
+}
+
+// out [count] = q times keys [count, d]
+void dots(float *out, const float *q, const float *keys, i64 count, i64 d) {
+  i64 s = 0;
+  for (; s + 8 <= count && d % 8 == 0; s += 8, keys += 8 * d) {
+    v8 acc[8] = {};
+    for (i64 c = 0; c < d; c += 8) {
+      v8 in = load(q + c);
+      for (int j = 0; j < 8; j++) acc[j] += in * load(keys + j * d + c);
+    }
+    store(out + s, sums(acc));
+  }
+  for (; s < count; s++, keys += d) out[s] = dot(q, keys, d);
+}
+
+// out [d] += p [count] times values [count, d]
+void mix(float *__restrict out, const float *p, const float *values, i64 count, i64 d) {
+  i64 s = 0;
+  for (; s + 4 <= count; s += 4, values += 4 * d)
+    for (i64 c = 0; c < d; c++)
+      out[c] += p[s] * values[c] + p[s + 1] * values[d + c] + p[s + 2] * values[2 * d + c] +
+                p[s + 3] * values[3 * d + c];
+  for (; s < count; s++, values += d)
+    for (i64 c = 0; c < d; c++) out[c] += p[s] * values[c];
+}
+
+void softmax(float *x, i64 count) {
+  v8 most = v8{} - INFINITY;
+  i64 i = 0;
+  for (; i + 8 <= count; i += 8) {
+    v8 here = load(x + i);
+    most = here > most ? here : most;
+  }
+  float top = x[0], total = 0;
+  for (int j = 0; j < 8; j++) top = std::max(top, most[j]);
+  for (; i < count; i++) top = std::max(top, x[i]);
+  for (i = 0; i < count; i++) x[i] -= top;
+  each<exp8>(x, count);
+  for (i = 0; i < count; i++) total += x[i];
+  for (i = 0; i < count; i++) x[i] /= total;
+}
+
+// R rows of a matrix times B inputs x [B, columns]
+template <int R, int B>
+void product(const Weight &w, i64 row, const float *x, float *out, i64 out_stride) {
+  v8 acc[R][B] = {};
+  float rest[R][B] = {};
+  i64 count = w.columns, i = 0;
+  if (w.kind == F32) {
+    const float *p = static_cast<const float *>(w.data) + row * w.stride;
+    for (; i + 8 <= count; i += 8) {
+      v8 in[B];
+      for (int b = 0; b < B; b++) in[b] = load(x + b * count + i);
+      for (int r = 0; r < R; r++) {
+        v8 weight = load(p + r * w.stride + i);
+        for (int b = 0; b < B; b++) acc[r][b] += weight * in[b];
+      }
+    }
+    for (; i < count; i++)
+      for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) rest[r][b] += p[r * w.stride + i] * x[b * count + i];
+  } else if (w.kind == BF16) {
+    const uint16_t *p = static_cast<const uint16_t *>(w.data) + row * w.stride;
+    for (; i + 8 <= count; i += 8) {
+      v8 in[B];
+      for (int b = 0; b < B; b++) in[b] = load(x + b * count + i);
+      for (int r = 0; r < R; r++) {
+        v8 weight = floats(load16(p + r * w.stride + i));
+        for (int b = 0; b < B; b++) acc[r][b] += weight * in[b];
+      }
+    }
+    for (; i < count; i++)
+      for (int r = 0; r < R; r++) {
+        uint32_t bits = static_cast<uint32_t>(p[r * w.stride + i]) << 16;
+        float weight;
+        std::memcpy(&weight, &bits, sizeof weight);
+        for (int b = 0; b < B; b++) rest[r][b] += weight * x[b * count + i];
+      }
+  } else {
+    // a word holds the codes of four columns a quarter of a row apart, each 128 too large
+    const i32 *p = static_cast<const i32 *>(w.data) + row * w.stride;
+    i64 part = count / 4;
+    for (; i + 8 <= part; i += 8) {
+      v8 in[4][B];
+      for (int c = 0; c < 4; c++)
+        for (int b = 0; b < B; b++) in[c][b] = load(x + b * count + c * part + i);
+      for (int r = 0; r < R; r++) {
+        n8 words = codes(p + r * w.stride + i);
+        for (int c = 0; c < 4; c++) {
+          v8 weight = __builtin_convertvector((words << (24 - 8 * c)) >> 24, v8);
+          for (int b = 0; b < B; b++) acc[r][b] += weight * in[c][b];
+        }
+      }
+    }
+    for (; i < part; i++)
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < 4; c++) {
+          float weight = static_cast<float>(((p[r * w.stride + i] >> (8 * c)) & 255) - 128);
+          for (int b = 0; b < B; b++) rest[r][b] += weight * x[b * count + c * part + i];
+        }
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) {
+      float y = sum(acc[r][b]) + rest[r][b];
+      if (w.scale) y *= w.scale[row + r];
+      if (w.bias) y += w.bias[row + r];
+      out[b * out_stride + r] = y;
+    }
+}
+
+template <int B>
+void some_rows(const Weight &w, i64 from, i64 to, const float *x, float *out, i64 out_stride) {
+  constexpr int R = B == 1 ? 8 : 4;
+  i64 row = from;
+  for (; row + R <= to; row += R) product<R, B>(w, row, x, out + row - from, out_stride);
+  for (; row < to; row++) product<1, B>(w, row, x, out + row - from, out_stride);
+}
+
+// out [batch, to - from] = rows from .. to of w times x [batch, columns]
+void rows_times(const Weight &w, i64 from, i64 to, const float *x, i64 batch, float *out,
+                i64 out_stride) {
+  i64 b = 0;
+  for (; b + 2 <= batch; b += 2)
+    some_rows<2>(w, from, to, x + b * w.columns, out + b * out_stride, out_stride);
+  if (b < batch)
+    some_rows<1>(w, from, to, x + b * w.columns, out + b * out_stride, out_stride);
+}
+
+void normed(float *out, const float *x, const Norm &norm, i64 batch, i64 width) {
+  for (i64 b = 0; b < batch; b++, out += width, x += width) {
+    if (!norm.weight) {
+      std::memcpy(out, x, width * sizeof(float));
+      continue;
+    }
+    double mean = 0, square = 0;
+    if (norm.bias) {
+      for (i64 i = 0; i < width; i++) mean += x[i];
+      mean /= width;
+    }
+    float middle = static_cast<float>(mean);
+    v8 acc = {};
+    i64 i = 0;
+    for (; i + 8 <= width; i += 8) {
+      v8 far = load(x + i) - middle;
+      acc += far * far;
+    }
+    for (; i < width; i++) square += (x[i] - middle) * (x[i] - middle);
+    square += sum(acc);
+    float by = static_cast<float>(1.0 / std::sqrt(square / width + norm.eps));
+    for (i = 0; i < width; i++) {
+      float y = (x[i] - middle) * by * norm.weight[i];
+      out[i] = norm.bias ? y + norm.bias[i] : y;
+    }
+  }
+}
+
+struct Team {  // one of the threads that go through a step together
+  i64 index, count;
+  std::vector<float> a, b, c;
+
+  float *room(std::vector<float> &v, i64 size) {
+    if (static_cast<i64>(v.size()) < size) v.resize(size);
+    return v.data();
+  }
+
+  // this thread's share of so many rows, in blocks of 8
+  void share(i64 total, i64 &from, i64 &to) const {
+    i64 blocks = (total + 7) / 8;
+    from = std::min(total, 8 * (blocks * index / count));
+    to = std::min(total, 8 * (blocks * (index + 1) / count));
+  }
+};
+
+void wait() {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+}
+
+void run(const Gemv &op, Team &team) {
+  float *x = team.room(team.a, op.batch * op.width);
+  normed(x, op.x, op.norm, op.batch, op.width);
+  i64 from, to, offset = 0;
+  team.share(op.out_width, from, to);
+  float *y = team.room(team.b, op.batch * (to - from));
+  i64 stride = to - from;
+  for (i64 i = 0; i < op.count; i++) {
+    const Weight &w = op.weights[i];
+    i64 low = std::max(from, offset), high = std::min(to, offset + w.rows);
+    if (low < high) rows_times(w, low - offset, high - offset, x, op.batch, y + low - from, stride);
+    offset += w.rows;
+  }
+  if (op.gelu) each<gelu>(y, op.batch * stride);
+  for (i64 b = 0; b < op.batch; b++)
+    for (i64 n = from; n < to; n++) {
+      float &out = op.out[b * op.out_width + n];
+      out = op.add ? out + y[b * stride + n - from] : y[b * stride + n - from];
+    }
+  wait();
+}
+
+void turn(float *out, const float *x, const float *cos, const float *sin, i64 dim, i64 pairs) {
+  for (i64 i = 0; i < dim; i++) {
+    i64 partner = pairs ? i ^ 1 : (i + dim / 2) % dim;
+    out[i] = x[i] * cos[i] + x[partner] * sin[i];
+  }
+}
+
+void decide(const Attend &op) {
+  i64 place = *op.place, n = op.batch, replayed = 0;
+  bool ready = *op.ready;
+  float score[64] = {};
+  for (i64 b = 0; b < n && op.key; b++) {
+    for (i64 h = 0; h < op.kv_heads; h++) score[b] += op.scores[b * op.kv_heads + h];
+    score[b] /= op.heads * std::sqrt(static_cast<float>(op.dim));
+  }
+  for (i64 b = 0; op.tied && b < n / 2; b++)
+    score[b] = score[b + n / 2] = (score[b] + score[b + n / 2]) / 2;
+  for (i64 b = 0; b < n; b++) {
+    bool replay;
+    if (op.rule == THRESHOLD) {
+      replay = op.strict ? score[b] > *op.value : score[b] >= *op.value;
+    } else if (op.rule == SHARE) {
+      float *ring = op.recent + b * op.places;
+      i64 known = 0, higher = 0;
+      for (i64 i = 0; i < op.places; i++) {
+        known += ring[i] == ring[i];
+        higher += ring[i] > score[b];
+      }
+      if (ready) ring[place] = score[b];
+      replay = higher + 0.5f < op.due[b] * (known + 1);
+    } else {
+      replay = *op.value > op.luck[place * n + b];
+    }
+    replay = replay && ready;
+    if (op.age_limit) replay = replay && op.age[b * op.places + place] < op.age_limit;
+    if (op.rule == SHARE && ready) op.due[b] += ((replay ? 0 : 1) - (1 - *op.value)) / op.places;
+    op.skip[b] = replay;
+    replayed += replay;
+  }
+  op.counts[replayed == n ? 0 : 1] += static_cast<i32>(replayed);
+}
+
+void run(const Attend &op, Team &team) {
+  i64 d = op.dim, group = op.heads / op.kv_heads, slot = *op.slot, place = *op.place;
+  i64 wide = (op.heads + 2 * op.kv_heads) * d;
+  float by = 1 / std::sqrt(static_cast<float>(d));
+  float *p = team.room(team.a, group * (slot + 1)), *q = team.room(team.b, group * d);
+  for (i64 task = team.index; task < op.batch * op.kv_heads; task += team.count) {
+    i64 b = task / op.kv_heads, h = task % op.kv_heads;
+    const float *row = op.qkv + b * wide, *raw = row + h * group * d;
+    const float *key = row + (op.heads + h) * d, *value = key + op.kv_heads * d;
+    float *k = op.k + task * op.slots * d, *v = op.v + task * op.slots * d;
+    const float *cos = op.cos ? op.cos + (b * op.places + place) * d : nullptr;
+    const float *sin = op.sin ? op.sin + (b * op.places + place) * d : nullptr;
+    if (cos) {
+      turn(k + slot * d, key, cos, sin, d, op.interleaved);
+      for (i64 g = 0; g < group; g++) turn(q + g * d, raw + g * d, cos, sin, d, op.interleaved);
+    } else {
+      std::memcpy(k + slot * d, key, d * sizeof(float));
+      std::memcpy(q, raw, group * d * sizeof(float));
+    }
+    std::memcpy(v + slot * d, value, d * sizeof(float));
+    if (op.unrotated)
+      std::memcpy(op.unrotated + (task * op.slots + slot) * d, key, d * sizeof(float));
+    if (op.gated && op.key) {
+      float *last = op.key + (task * op.places + place) * d, score = 0;
+      for (i64 g = 0; g < group; g++) score += dot((op.mixed ? raw : q) + g * d, last, d);
+      op.scores[task] = score;
+      std::memcpy(last, k + slot * d, d * sizeof(float));
+    }
+    // entries that are read: all, or the sink and the newest
+    i64 ranges[2][2] = {{0, slot + 1}, {0, 0}};
+    if (op.windowed && slot + 1 > op.whole) {
+      i64 first = op.padding[b], near = std::max<i64>(0, slot + 1 - op.near);
+      ranges[0][0] = first;
+      ranges[0][1] = std::min(first + op.sink, near);
+      ranges[1][0] = near;
+      ranges[1][1] = slot + 1;
+    }
+    const float *logs = nullptr;
+    if (op.log_count)
+      logs = op.log_count + (b * op.log_heads + (op.log_heads > 1 ? h : 0)) * op.slots;
+    // by blocks of entries, which all heads of a group read while they are near
+    i64 count = 0, stride = slot + 1;
+    for (auto &range : ranges)
+      for (i64 s = range[0]; s < range[1]; s += BLOCK) {
+        i64 many = std::min(BLOCK, range[1] - s);
+        for (i64 g = 0; g < group; g++) {
+          float *w = p + g * stride + count;
+          dots(w, q + g * d, k + s * d, many, d);
+          for (i64 i = 0; i < many; i++) w[i] *= by;
+          for (i64 i = 0; logs && i < many; i++)
+            if (s + i != slot) w[i] += std::max(logs[s + i], -1e30f);
+        }
+        count += many;
+      }
+    float *out = op.out + (b * op.heads + h * group) * d;
+    std::fill(out, out + group * d, 0.0f);
+    for (i64 g = 0; g < group; g++) softmax(p + g * stride, count);
+    count = 0;
+    for (auto &range : ranges)
+      for (i64 s = range[0]; s < range[1]; s += BLOCK) {
+        i64 many = std::min(BLOCK, range[1] - s);
+        for (i64 g = 0; g < group; g++)
+          mix(out + g * d, p + g * stride + count, v + s * d, many, d);
+        count += many;
+      }
+  }
+  wait();
+  // what it decides is read after the next wait
+  if (op.gated && team.index == 0) decide(op);
+}
+
+void run(const Mlp &op, Team &team) {
+  i64 w = op.width, n = op.batch, place = op.place ? *op.place : 0;
+  bool all = op.keeps && n > 0;
+  for (i64 b = 0; b < n && all; b++) all = op.skip[b] != 0;
+  if (all) {  // no weight is read
+    if (team.index == 0)
+      for (i64 b = 0; b < n; b++) {
+        float *kept = op.output + (b * op.places + place) * w, *x = op.x + b * w;
+        for (i64 i = 0; i < w; i++) {
+          if (op.drift) kept[i] += op.drift[b * w + i];
+          x[i] += kept[i];
+        }
+        op.age[b * op.places + place]++;
+      }
+    wait();
+    return;
+  }
+  float *a = team.room(team.a, n * w);
+  normed(a, op.x, op.norm, n, w);
+  i64 inner = op.up.rows, from, to;
+  team.share(inner, from, to);
+  i64 active = std::min(to, inner - op.linear) - from, stride = std::max<i64>(to - from, 1);
+  float *up = team.room(team.b, n * stride);
+  rows_times(op.up, from, to, a, n, up, stride);
+  if (active > 0 && op.gate.data) {
+    float *gate = team.room(team.c, n * active);
+    rows_times(op.gate, from, from + active, a, n, gate, active);
+    each<silu>(gate, n * active);
+    for (i64 b = 0; b < n; b++)
+      for (i64 i = 0; i < active; i++) up[b * stride + i] *= gate[b * active + i];
+  } else if (active > 0) {
+    for (i64 b = 0; b < n; b++) each<gelu>(up + b * stride, active);
+  }
+  i64 columns = op.down.columns;  // less than inner where the linear rows are outputs
+  for (i64 b = 0; b < n; b++)
+    for (i64 i = from; i < to; i++) {
+      i64 at = i < columns ? b * columns + i : n * columns + b * w + i - columns;
+      op.inner[at] = up[b * stride + i - from];
+    }
+  if (op.input && team.index == 0)
+    for (i64 b = 0; b < n; b++)
+      std::memcpy(op.input + (b * op.places + place) * w, a + b * w, w * sizeof(float));
+  wait();
+  team.share(w, from, to);
+  stride = std::max<i64>(to - from, 1);
+  float *y = team.room(team.b, n * stride);
+  rows_times(op.down, from, to, op.inner, n, y, stride);
+  for (i64 b = 0; b < n; b++) {
+    float *x = op.x + b * w, *row = y + b * stride;
+    if (op.direct)
+      for (i64 i = from; i < to; i++) row[i - from] += op.inner[n * columns + b * w + i];
+    i64 at = (b * op.places + place) * w;
+    if (op.error) {
+      const float *base = op.base + at, *now = a + b * w;
+      float far = 0, size = 0;
+      for (i64 i = 0; i < w; i++) {
+        far += (now[i] - base[i]) * (now[i] - base[i]);
+        size += base[i] * base[i];
+      }
+      float fade = std::exp(-static_cast<float>(op.beta) * far / std::max(size, 1e-12f));
+      for (i64 i = from; i < to; i++) row[i - from] += fade * op.error[at + i];
+    }
+    if (op.keeps)
+      for (i64 i = from; i < to; i++) {
+        float *drift = op.drift ? op.drift + b * w + i : nullptr, &kept = op.output[at + i];
+        if (op.skip[b])
+          row[i - from] = kept + (drift ? *drift : 0.0f);
+        else if (drift && *op.ready)
+          *drift += (row[i - from] - kept - *drift) / static_cast<float>(op.memory);
+        kept = row[i - from];
+      }
+    for (i64 i = from; i < to; i++) x[i] += row[i - from];
+    if (op.keeps && team.index == 0) {
+      i32 &age = op.age[b * op.places + place];
+      age = op.skip[b] ? age + 1 : 0;
+    }
+  }
+  wait();
+}
+
+void run(const Sample &op, Team &team) {
+  i64 count = op.count, place = *op.place;
+  for (i64 v = team.index; v < op.videos; v += team.count) {
+    float *logits = team.room(team.a, count), *score = team.room(team.b, count);
+    float *mass = team.room(team.c, count);
+    const float *with = op.logits + v * count, *without = with + op.videos * count;
+    const float *noise = op.noise + ((v * op.places + place) * op.depths + op.depth) * count;
+    float cfg = static_cast<float>(op.cfg), heat = static_cast<float>(op.temperature);
+    float most = -INFINITY;
+    for (i64 i = 0; i < count; i++) {
+      float x = op.guided ? without[i] + cfg * (with[i] - without[i]) : with[i];
+      logits[i] = x / heat;
+      most = std::max(most, logits[i]);
+      score[i] = logits[i] - std::log(noise[i]);
+    }
+    float least = -INFINITY, total = 0;  // of the top k
+    if (op.top_k < count) {
+      std::copy(logits, logits + count, mass);
+      std::nth_element(mass, mass + op.top_k - 1, mass + count, std::greater<float>());
+      least = mass[op.top_k - 1];
+    }
+    for (i64 i = 0; i < count; i++) mass[i] = logits[i] - most;
+    each<exp8>(mass, count);
+    for (i64 i = 0; i < count; i++) total += logits[i] >= least ? mass[i] : 0.0f;
+    i64 code = 0;
+    for (;;) {  // the best by score, unless it is ruled out
+      code = std::max_element(score, score + count) - score;
+      if (logits[code] == most) break;
+      float before = 0;
+      for (i64 i = 0; i < count; i++) before += logits[i] > logits[code] ? mass[i] : 0.0f;
+      bool late = op.top_p < 1 && before / total >= static_cast<float>(op.top_p);
+      if (logits[code] >= least && !late) break;
+      score[code] = -INFINITY;
+    }
+    op.codes[(v * op.places + place) * op.depths + op.depth] = code;
+    for (i64 b = v; b < op.rows; b += op.videos)
+      for (i64 i = 0; i < op.dim; i++) {
+        float &sum = op.total[b * op.dim + i], entry = op.book[code * op.dim + i];
+        sum = op.depth ? sum + entry : entry;
+      }
+  }
+  wait();
+}
+
+void run(const Plain &op, Team &team, bool norm) {
+  if (team.index == 0) {
+    if (norm)
+      normed(op.out, op.x, op.norm, op.batch, op.width);
+    else
+      for (i64 i = 0; i < op.batch * op.width; i++) op.out[i] += op.x[i % op.width];
+  }
+  wait();
+}
+
+void go_through(const Op *ops, i64 count, Team &team) {
+  for (i64 i = 0; i < count; i++) {
+    const void *body = ops[i].body;
+    switch (ops[i].code) {
+      case GEMV: run(*static_cast<const Gemv *>(body), team); break;
+      case ATTEND: run(*static_cast<const Attend *>(body), team); break;
+      case MLP: run(*static_cast<const Mlp *>(body), team); break;
+      case SAMPLE: run(*static_cast<const Sample *>(body), team); break;
+      default: run(*static_cast<const Plain *>(body), team, ops[i].code == NORM);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void tachyscope_run(const Op *ops, i64 count, i32 *numbers, i64 threads) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(static_cast<int>(threads))
+  {
+    thread_local Team team;
+    team.index = omp_get_thread_num();
+    team.count = omp_get_num_threads();
+    go_through(ops, count, team);
+  }
+#else
+  static thread_local Team team;
+  team.index = 0;
+  team.count = 1;
+  go_through(ops, count, team);
+#endif
+  if (numbers) {
+    numbers[0]++;
+    numbers[1]++;
+  }
+}
