@@ -2,6 +2,8 @@
 
     python scripts/eval_gates.py --out out/gates --device cuda --jobs 8
 
+With --plan those plans make frames beside dense, instead of all methods.
+
 All kinds of camera share a batch, a row a room. --out gets gates.jsonl, a line as each task ends
 (its rows, or its fault), and at the end gates.json, a results document, and gates.md, its tables.
 Tasks that the file already has are not done again, and after --seconds none is begun.
@@ -21,11 +23,12 @@ from typing import Any
 import torch
 
 from tachyscope.evaluation.clips import CLIPS, GIVEN
-from tachyscope.evaluation.gates import SHARES, Task, lines, measure, tasks
+from tachyscope.evaluation.gates import SHARES, Task, lines, measure, plan_tasks, tasks
 from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.process import spread
 from tachyscope.results import document
+from tachyscope.weights import digest
 
 
 @cache
@@ -58,14 +61,20 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="instead of the shipped one")
     parser.add_argument("--clip", action="append", choices=CLIPS)
     parser.add_argument("--share", action="append", type=float)
-    parser.add_argument("--frames", type=int, default=GIVEN, help="that are teacher-forced")
+    parser.add_argument("--frames", type=int, default=GIVEN, help="teacher-forced; of plans, made")
+    parser.add_argument("--plan", action="append", help="makes frames, instead of the methods")
+    parser.add_argument("--seed", type=int, default=0, help="of the plans' rooms")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "gates.jsonl"
     written = file.read_text().splitlines() if file.is_file() else []
     results = [one for one in map(json.loads, written) if "rows" in one]
     done = [json.dumps(one["task"]) for one in results]
-    asked = tasks(args.worlds, args.clip or tuple(CLIPS), args.share or SHARES, args.frames)
+    clips = args.clip or tuple(CLIPS)
+    asked = tasks(args.worlds, clips, args.share or SHARES, args.frames)
+    if args.plan:
+        together = args.device != "cpu"
+        asked = plan_tasks(args.plan, args.worlds, clips, args.seed, args.frames, together)
     left = [task for task in asked if json.dumps(asdict(task)) not in done]
     print(f"{len(left)} tasks of {len(asked)}", flush=True)
     with file.open("a") as out:
@@ -78,7 +87,7 @@ def main() -> None:
     rows = [row for one in results for row in one.get("rows", ())]
     found = document(
         "atrium-tokens-gates", rows, "scripts/eval_gates.py", model="atrium-tokens", clips=CLIPS,
-        given=GIVEN,
+        given=GIVEN, calibration=args.calibration and digest(args.calibration),
     )  # fmt: skip
     (args.out / "gates.json").write_text(json.dumps(found))
     (args.out / "gates.md").write_text("\n".join(lines(rows)) + "\n")

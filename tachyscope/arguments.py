@@ -22,6 +22,7 @@ from tachyscope.models.atrium.camera import START, place
 from tachyscope.models.base import VideoModel
 from tachyscope.models.checkpoint import read_tensors
 from tachyscope.plan import Plan, replaced
+from tachyscope.replay.input import Input
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.types import Shape
 from tachyscope.worlds.atrium import NEAR
@@ -120,8 +121,13 @@ def parse_plan(model: VideoModel, plan: Plan | str) -> Plan:
 def parse_calibration(model: VideoModel, plan: Plan) -> Calibration | None:
     """The calibration that a plan's replay needs: the file it names, or the model's own."""
     policy = plan.replay
-    if not isinstance(policy, NeuronReplay) or not policy.share:
+    if isinstance(policy, NeuronReplay):
+        needed = policy.share > 0
+    else:
+        needed = isinstance(policy, Input) and policy.loss is not None
+    if not needed:
         return None
+    assert isinstance(policy, NeuronReplay | Input)
     path = model.calibration if policy.file is None else Path(policy.file)
     return None if path is None else Calibration.of(read_tensors(path), str(path))
 

@@ -105,6 +105,9 @@ SETTINGS = {
     "passes teacache.threshold": Bound(0.0, 1e6),
     "passes flowcache.threshold": Bound(0.0, 1e6),
     "replay attentive.threshold": Bound(-1e12, 1e12),
+    "replay input.threshold": Bound(0.0, 1e6),
+    "replay input.budget": Bound(0.0, 1e6),
+    "replay input.loss": Bound(0.0, 100.0),
 }
 
 # what a config.json says of a Wan-type model, by our names

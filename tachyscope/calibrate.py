@@ -95,7 +95,8 @@ def calibrate(
     gathered = [torch.cat(layer) for layer in inputs]
     fits = [_fit(mlp, x) for mlp, x in zip(mlps, gathered, strict=True)]
     score = torch.stack([fit.score for fit in fits])
-    maps, bias, beta = {}, {}, {}
+    gain = torch.tensor([_gain(mlp, x) for mlp, x in zip(mlps, gathered, strict=True)])
+    maps, bias, beta, off = {}, {}, {}, {}
     for share in shares:
         rests = [
             _rest(mlp, x, fit, kept)
@@ -107,9 +108,10 @@ def calibrate(
         maps[share] = tuple(torch.stack(part) for part in parts)
         bias[share] = torch.stack([rest.bias for rest in rests])
         beta[share] = torch.tensor([rest.beta for rest in rests])
+        off[share] = torch.tensor([rest.off for rest in rests])
     norms = torch.stack([mlp.down.float().norm(dim=0).cpu() for mlp in mlps])
     known = torch.tensor(speeds, dtype=torch.float32).reshape(-1, 2)
-    plain = Calibration(score, norms, known, maps, bias, beta)
+    plain = Calibration(score, norms, known, maps, bias, beta, gain, off)
     # as it will be read again
     return Calibration.of(plain.tensors(), "this calibration")
 
@@ -200,6 +202,7 @@ class Rest:
     maps: tuple[Tensor, ...]
     bias: Tensor
     beta: float
+    off: tuple[float, float, float]  # as in `Calibration`
 
 
 def _fit(mlp: SliceableMlp, x: Tensor) -> Fit:
@@ -245,19 +248,49 @@ def _rest(mlp: SliceableMlp, x: Tensor, fit: Fit, kept: Tensor) -> Rest:
         for part in parts:
             about = about @ part
         errors.append(left(frame) - about - bias.to(about))
-    return Rest(maps, bias, _fading(torch.stack(errors, 1), some))
+    error = torch.stack(errors, 1)
+    beta = _fading(error, some)
+    off, most = [0.0], [0.0]
+    for new, old, x, base in _apart(error, some):
+        distance = (x - base).norm(dim=-1)
+        weight = torch.exp(-beta * (distance / base.norm(dim=-1).clamp_min(1e-12)).square())
+        left = (new - weight[..., None] * old).norm(dim=-1)
+        off.append(_steepest(left, distance))
+        most.append(float(left.max()))
+    return Rest(maps, bias, beta, (max(off), max(most), float(error.norm(dim=-1).max())))
+
+
+def _gain(mlp: SliceableMlp, x: Tensor) -> float:
+    """The most that outputs of inputs x [B, T, N, W] change by, over the change of inputs."""
+    some = x[:, :, ::4].to(mlp.down.device, mlp.down.dtype)
+    y = torch.stack([mlp(frame) for frame in some.unbind(1)], 1)
+    found = [0.0]
+    for new, old, now, base in _apart(y, some):
+        found.append(_steepest((new - old).norm(dim=-1), (now - base).norm(dim=-1)))
+    return max(found)
+
+
+def _apart(y: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """y and x [B, T, N, W] of frames that are LAGS apart: the later y, the earlier, x likewise."""
+    for lag in LAGS:
+        if lag < x.shape[1]:
+            yield y[:, lag:], y[:, :-lag], x[:, lag:], x[:, :-lag]
+
+
+def _steepest(change: Tensor, distance: Tensor) -> float:
+    """The greatest of changes over distances, where inputs differ by more than rounding."""
+    far = distance > 1e-6
+    return float((change[far] / distance[far]).max()) if bool(far.any()) else 0.0
 
 
 def _fading(error: Tensor, x: Tensor) -> float:
     """The beta that leaves least of errors [B, T, N, W] after what is remembered, over LAGS."""
     far, alike, size = [], [], []
-    for lag in LAGS:
-        if lag < x.shape[1]:
-            new, old, base = error[:, lag:], error[:, :-lag], x[:, :-lag]
-            square = base.square().sum(-1).clamp_min(1e-12)
-            far.append(((x[:, lag:] - base).square().sum(-1) / square).flatten())
-            alike.append((new * old).sum(-1).flatten())
-            size.append(old.square().sum(-1).flatten())
+    for new, old, now, base in _apart(error, x):
+        square = base.square().sum(-1).clamp_min(1e-12)
+        far.append(((now - base).square().sum(-1) / square).flatten())
+        alike.append((new * old).sum(-1).flatten())
+        size.append(old.square().sum(-1).flatten())
     d, c, s = (torch.cat(x).double().cpu() for x in (far, alike, size))
 
     def left(beta: float) -> float:

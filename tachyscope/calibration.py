@@ -4,7 +4,7 @@ for the others."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 from tachyscope.errors import TachyscopeError, shown
 from tachyscope.types import SliceableMlp
 
-VERSION = 1
+VERSION = 2
 STEP = 16  # neurons of a slice are a multiple of it, as kernels like them
-MOST = {"layers": 256, "inner": 1_048_576, "width": 65_536, "shares": 8, "speeds": 64}
+MOST = {"layers": 256, "inner": 1_048_576, "width": 65_536, "shares": 8, "speeds": 64, "losses": 64}
+MAY_BE_EMPTY = ("speeds", "losses")
+MARGIN = 1.5  # a bound is so many times the most that calibration has seen
 OTHER = 0.02  # relative difference of norms up to which weights are the same, stored otherwise
 AGAIN = "run tachyscope calibrate again"
 
@@ -71,6 +73,10 @@ class Calibration:
     maps    by share: the parts of `Slice.maps`, of all layers [L, ., .]
     bias    by share: [L, W]
     beta    by share: [L]
+    gain    [L]         the most that an MLP's output changed by for a change of its input by 1
+    off     by share: [L, 3] the most that neuron replay was off by, for a change of the input by 1
+            since the whole output; the most at any distance; the most without a memory
+    losses  [n, 2]      of `replay=input`: a budget, and the dB that it lost; empty where unknown
     """
 
     score: Tensor
@@ -79,6 +85,22 @@ class Calibration:
     maps: Mapping[float, tuple[Tensor, ...]]
     bias: Mapping[float, Tensor]
     beta: Mapping[float, Tensor]
+    gain: Tensor = field(default_factory=lambda: torch.zeros(0))
+    off: Mapping[float, Tensor] = field(default_factory=dict)
+    losses: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
+
+    def budget(self, loss: float) -> float:
+        """The budget of `replay=input` that loses so many dB, between two that were measured."""
+        budgets: list[float] = [0.0, *self.losses[:, 0].tolist()]
+        lost: list[float] = [0.0, *self.losses[:, 1].tolist()]
+        if len(lost) < 2 or not 0 <= loss <= lost[-1]:
+            raise TachyscopeError(
+                f"this calibration knows losses up to {lost[-1]:.2g} dB, got loss={loss:g}: "
+                f"take a smaller one, or give budget or share instead"
+            )
+        after = next(i for i, most in enumerate(lost) if i and loss <= most)
+        part = (loss - lost[after - 1]) / max(lost[after] - lost[after - 1], 1e-9)
+        return budgets[after - 1] + part * (budgets[after] - budgets[after - 1])
 
     def kept(self, share: float) -> list[Tensor]:
         """By layer, the neurons that are computed where a share of all is left out."""
@@ -130,7 +152,8 @@ class Calibration:
             for n, part in enumerate(self.maps[share]):
                 found[f"map.{i}.{n}"] = part.half()
             found |= {f"bias.{i}": self.bias[share].half(), f"beta.{i}": self.beta[share].float()}
-        return found
+            found[f"off.{i}"] = self.off[share]
+        return found | {"gain": self.gain, "losses": self.losses}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], where: str) -> Calibration:
@@ -146,7 +169,11 @@ class Calibration:
         if len(set(shares)) < count or not all(0 < share < 1 for share in shares):
             one.refuse("has shares that are not numbers between 0 and 1, each once")
         speeds = one.take("speeds", (one.sizes("speeds", "speeds", "speeds")[0], 2))
-        maps, bias, beta = {}, {}, {}
+        losses = one.take("losses", (one.sizes("losses", "losses", "losses")[0], 2))
+        if bool((losses.diff(dim=0, prepend=losses.new_zeros(1, 2)) < 0).any()):
+            one.refuse("has losses that fall")
+        gain = one.take("gain", (layers,))
+        maps, bias, beta, off = {}, {}, {}, {}
         for i, share in enumerate(shares):
             _, width, rank = one.sizes(f"map.{i}.0", "layers", "width", "width")
             sizes = [(width, rank)] if rank == width else [(width, rank), (rank, width)]
@@ -156,8 +183,9 @@ class Calibration:
             )
             bias[share] = one.take(f"bias.{i}", (layers, width), torch.float16).float()
             beta[share] = one.take(f"beta.{i}", (layers,))
+            off[share] = one.take(f"off.{i}", (layers, 3))
         one.done()
-        return cls(score, norms, speeds, maps, bias, beta)
+        return cls(score, norms, speeds, maps, bias, beta, gain, off, losses)
 
 
 def kept_neurons(score: Tensor, share: float) -> list[Tensor]:
@@ -183,7 +211,7 @@ class _Reader:
         if x is None:
             self.refuse(f"lacks {name!r}")
         fits = x.dim() == len(kinds) and all(
-            (n > 0 or kind == "speeds") and n <= MOST[kind]
+            (n > 0 or kind in MAY_BE_EMPTY) and n <= MOST[kind]
             for n, kind in zip(x.shape, kinds, strict=True)
         )
         if not fits:

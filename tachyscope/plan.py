@@ -32,6 +32,7 @@ from tachyscope.passes.teacache import TeaCache
 from tachyscope.replay import ReplayPolicy
 from tachyscope.replay.attentive import Attentive
 from tachyscope.replay.every_k import EveryK
+from tachyscope.replay.input import Input
 from tachyscope.replay.neurons import NeuronReplay, Neurons
 from tachyscope.replay.prune import Prune
 from tachyscope.replay.random import Random
@@ -66,6 +67,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "attentive": Attentive,
         "random": Random,
         "every_k": EveryK,
+        "input": Input,
         "neurons": Neurons,
         "prune": Prune,
     },

@@ -131,7 +131,7 @@ def test_help_and_version_are_no_faults(capsys):
         (["--plan", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
         (["--cache", "magic"], "no cache policy 'magic'; there are: keep_all, window, merge, dedup, frames, bank"),
         (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, "
-         "neurons, prune, none"),
+         "input, neurons, prune, none"),
         (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
         (["--cache", "dedup:budget=2f,newest=1"], "cache policy 'dedup': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),

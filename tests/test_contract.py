@@ -60,6 +60,7 @@ CONTRACT = {
         "attentive": ("attentive:share=0", "attentive:share=0.5"),
         "random": ("random:share=0", "random:share=0.5"),
         "every_k": ("every_k:k=1", "every_k:k=2"),
+        "input": ("input:share=0", "input:share=0.5"),
         "neurons": ("neurons:share=0", "neurons:share=0.5,age=2,file=CALIBRATION"),
         "prune": ("prune:share=0", "prune:share=0.5,file=CALIBRATION"),
     },

@@ -198,8 +198,9 @@ FAULTS = {
     "has NaN or infinity in 'bias.0'": lambda t: t["bias.0"].fill_(math.nan),
     "has 'map.0.0' as": lambda t: t.update({"map.0.0": t["map.0.0"].float()}),
     "has 'more', which no calibration has": lambda t: t.update(more=torch.zeros(1)),
-    "is not of version 1": lambda t: t["version"].fill_(2),
+    "is not of version 2": lambda t: t["version"].fill_(1),
     "shares that are not numbers between 0 and 1": lambda t: t["shares"].fill_(1.5),
+    "has losses that fall": lambda t: t.update(losses=torch.tensor([[1.0, 2.0], [2.0, 1.0]])),
     "has 'score' of sizes": lambda t: t.update(score=torch.zeros(3)),
 }
 

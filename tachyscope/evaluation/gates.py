@@ -61,7 +61,15 @@ class Task:
     methods: tuple[str, ...]
     worlds: int
     seed: int = 0
-    frames: int = GIVEN  # teacher-forced ones
+    frames: int = GIVEN  # teacher-forced, or made
+
+
+def plan_tasks(plans: Sequence[str], worlds: int, clips: Sequence[str], seed: int, frames: int,
+               together: bool) -> list[Task]:  # fmt: skip
+    """Dense and other plans, each making frames: all clips in one batch, or a task each."""
+    kinds = [tuple(clips)] if together else [(clip,) for clip in clips]
+    names = ("dense", *(plan for plan in plans if plan != "dense"))
+    return [Task("made", k, 0.0, (name,), worlds, seed, frames) for name in names for k in kinds]
 
 
 def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[float] = SHARES,
@@ -100,7 +108,8 @@ _clip = cache(make_clip)  # drawing one takes seconds
 def measure(model: VilaModel, task: Task) -> list[Document]:
     """The rows of one task."""
     size = model.config.size[0]
-    clip = join([_clip(name, task.worlds, task.seed, size) for name in task.clips])
+    frames = task.frames if task.what == "made" else GIVEN
+    clip = join([_clip(name, task.worlds, task.seed, size, frames) for name in task.clips])
     head = {"measure": task.what, "worlds": task.worlds, "seed": task.seed}
     if task.what == "bounds":
         return [head | row for row in _by_clip(task, bounds(model, clip))]
@@ -112,6 +121,7 @@ def measure(model: VilaModel, task: Task) -> list[Document]:
     rows = []
     for name, way, by_world in zip(task.methods, ways, results, strict=True):
         named: Document = head | {"method": name, "share": task.share, "plan": str(way)}
+        named["frames"] = task.frames
         for row in _by_clip(task, by_world):
             if "kl" in row:
                 row["kl_worst"] = max(row["by_world"]["kl"])
@@ -129,6 +139,8 @@ def _by_clip(task: Task, found: Sequence[Values]) -> list[Document]:
 
 def way_of(model: VilaModel, name: str, task: Task) -> Way:
     """A method at a share; what it must know beforehand comes from other rooms."""
+    if name not in METHODS:
+        return Way(name)
     k = round(1 / (1 - task.share))
     text = METHODS[name].replace("{s}", f"{task.share:g}").replace("{k}", str(k))
     text = text.replace("{age}", str(k if k > 2 else 2))
@@ -214,7 +226,7 @@ def lines(rows: Sequence[Document]) -> list[str]:
     for share in sorted({row["share"] for row in rows if "share" in row}, reverse=True):
         out += ["", f"| {share:g} left out | {' | '.join(CLIPS)} |"]
         out.append("|---" * (len(CLIPS) + 1) + "|")
-        for name in METHODS:
+        for name in dict.fromkeys([*METHODS, *(row["method"] for row in rows if "method" in row)]):
             cells = []
             for clip in CLIPS:
                 forced = there.get(("forced", clip, share, name, 0))

@@ -81,7 +81,7 @@ class RankedReplay(ReplayRunner):
     """
 
     def __init__(self, session: Session, way: Way, note: Sequence[str]) -> None:
-        policy = session.plan.replay
+        policy = session.replay.policy
         assert policy is None or isinstance(policy, TokenReplay)
         super().__init__(policy)
         self.rank, self.within, self.heads = way.rank, way.layers, way.heads
@@ -99,7 +99,8 @@ class RankedReplay(ReplayRunner):
     def score(
         self, own: dict[str, Tensor], ctx: PassContext, q: Tensor, rotated_q: Tensor, k: Tensor
     ) -> None:
-        if self.policy is not None and self.policy.score and not ctx.prefilling:
+        scored = self.policy is not None and self.policy.score in ("rotated", "mixed")
+        if scored and not ctx.prefilling:
             old = own["key"][ctx.pass_index].narrow(2, ctx.start, ctx.tokens)
             groups = rotated_q.unflatten(1, (old.shape[1], -1)) * old.unsqueeze(2)
             self.by_head[ctx.layer] = groups.sum(-1).flatten(1, 2) / math.sqrt(q.shape[-1])
@@ -167,7 +168,12 @@ def changes(new: Tensor, old: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def begin(
-    model: VilaModel, way: Way, clip: Clip, codes: Tensor, note: Sequence[str] = ()
+    model: VilaModel,
+    way: Way,
+    clip: Clip,
+    codes: Tensor,
+    note: Sequence[str] = (),
+    observers: Sequence[Observer] = (),
 ) -> Session:
     """A session, one row a world, that has seen the prompts and the given frames.
 
@@ -176,7 +182,7 @@ def begin(
     """
     session = open_stream(
         model, way.plan, prompt=[world.prompt for world in clip.worlds],
-        seed=[world.number for world in clip.worlds], frames=clip.length,
+        seed=[world.number for world in clip.worlds], frames=clip.length, observers=observers,
     ).session  # fmt: skip
     if not isinstance(session.plan.replay, NeuronReplay):
         session.replay = RankedReplay(session, way, note)

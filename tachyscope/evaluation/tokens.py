@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from tachyscope.meter import summary
 from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.process import spread
-from tachyscope.quality import psnr
+from tachyscope.quality import Frames, psnr
 from tachyscope.results import Document, document
 from tachyscope.session import Session
 from tachyscope.stream import Stream
@@ -117,7 +118,11 @@ def forced(
 
 @torch.inference_mode()
 def made(model: VilaModel, clip: Clip, ways: Sequence[Way]) -> list[list[Values]]:
-    """dB to the truth of frames that each way makes by itself, by world."""
+    """dB to the truth of frames that each way makes by itself, by world.
+
+    psnr_truth_to_N: of the eight frames up to the clip's N-th. motion: how much pictures change
+    from frame to frame, over how much the truth does: 0 is a picture that stands still.
+    """
     codes, moves = true_codes(model, clip), clip.moves_on(model.device)
     out = []
     for way in ways:
@@ -132,10 +137,19 @@ def made(model: VilaModel, clip: Clip, ways: Sequence[Way]) -> list[list[Values]
                 float(psnr(chunk.frames[world], true[i : i + 1])[0])
                 for i, chunk in enumerate(chunks, GIVEN)
             ]
-            ends = {"psnr_first": near[0], "psnr_last": near[-1]}
-            by_world.append({"psnr_truth": statistics.fmean(near)} | ends | shares[world])
+            film = np.concatenate([true[GIVEN - 1 : GIVEN], *(c.frames[world] for c in chunks)])
+            values = {"psnr_first": near[0], "psnr_last": near[-1]}
+            for end in range(2 * GIVEN, clip.length + 1, GIVEN):
+                values[f"psnr_truth_to_{end}"] = statistics.fmean(near[end - 2 * GIVEN :][:GIVEN])
+            values["motion"] = motion(film) / max(motion(true[GIVEN - 1 :]), 1e-9)
+            by_world.append({"psnr_truth": statistics.fmean(near)} | values | shares[world])
         out.append(by_world)
     return out
+
+
+def motion(film: Frames) -> float:
+    """Mean change of a pixel from frame to frame, in levels."""
+    return float(np.abs(np.diff(film.astype(np.int16), axis=0)).mean())
 
 
 @torch.inference_mode()

@@ -62,12 +62,13 @@ class TokenReplay(ReplayPolicy):
     drift: a replayed output is moved by what computed ones have lately changed by on average.
     """
 
-    drift: bool
+    drift: bool = False
 
     @property
     @abc.abstractmethod
     def score(self) -> str:
-        """What the session must measure: "" nothing, "rotated" TAS, "mixed" the authors' code's."""
+        """What must be measured: "" nothing, "rotated" TAS, "mixed" the authors' code's TAS, or
+        "input": the relative change of the MLP's input, negative."""
 
     @abc.abstractmethod
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:

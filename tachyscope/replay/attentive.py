@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.replay import Choice, TokenGate, TokenReplay
-from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
+from tachyscope.replay.share import (
+    nearest_share,
+    refresh_and_fill,
+    share_tensors,
+    tokens_to_compute,
+)
 from tachyscope.settings import check_settings, setting
 from tachyscope.types import PassContext, Shape
 
@@ -76,13 +80,7 @@ class Attentive(TokenReplay):
         return self.share is None or self.age > 0
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-        if self.share is None or not shape.token_by_token:
-            return {}
-        # not a number: no token has scored there yet
-        fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        recent = torch.full((shape.batch, shape.tokens_per_frame), math.nan, **fine)
-        due = torch.full((shape.batch, 1), self.share, **fine)
-        return {"recent_scores": recent, "share_due": due}
+        return {} if self.share is None else share_tensors(self.share, shape, device)
 
     def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
         tied = self.cfg == "tied" and shape.paired
@@ -105,34 +103,11 @@ class Attentive(TokenReplay):
         if self.cfg == "tied" and ctx.shape.paired:
             pairs = score.unflatten(0, (2, -1))
             score = pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
+        old = age >= self.age if self.age else None
         if self.threshold is not None:
             passed = score > self.threshold if self.authors else score >= self.threshold
-            return Choice(gate=self._or_old(~passed, age))
+            return Choice(gate=~passed if old is None else ~passed | old)
         assert self.share is not None
         if ctx.shape.token_by_token:
-            return Choice(gate=self._low_or_old(score, age, own, ctx))
+            return Choice(gate=nearest_share(score, self.share, own, ctx, old))
         return refresh_and_fill(-score, self.share, self.age, ctx, "attentive")
-
-    def _or_old(self, compute: Tensor, age: Tensor) -> Tensor:
-        return compute | (age >= self.age) if self.age else compute
-
-    def _low_or_old(
-        self, score: Tensor, age: Tensor, own: dict[str, Tensor], ctx: PassContext
-    ) -> Tensor:
-        """Whether its middle rank lies below the top `share` of the last frame's worth of scores.
-
-        Scores that rise or fall from frame to frame, and values that grow too old, would make that
-        another share: what is owed to the share so far is made good over a frame.
-        """
-        assert self.share is not None
-        ring, due = own["recent_scores"], own["share_due"]
-        # not a number is not itself
-        known = (ring == ring).sum(-1, keepdim=True, dtype=due.dtype)
-        higher = (ring > score).sum(-1, keepdim=True, dtype=due.dtype)
-        ring[:, ctx.start : ctx.start + 1] = score
-        compute = self._or_old(higher + 0.5 >= due * (known + 1), age)
-        # a token that is computed leaves the share owed, one that is replayed the rest
-        due.sub_((1 - self.share) / ctx.shape.tokens_per_frame).add_(
-            compute, alpha=1 / ctx.shape.tokens_per_frame
-        )
-        return compute

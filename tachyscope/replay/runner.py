@@ -11,6 +11,7 @@ from tachyscope.kernels.device import host_may_read
 from tachyscope.kernels.replay import (
     follow_drift,
     grow_older,
+    relative_change,
     replay_gated,
     replay_masked,
     replay_rows,
@@ -35,6 +36,7 @@ class ReplayRunner:
     age     [passes, B, N]          how often in a row it was replayed
     key     [passes, B, Hkv, N, D]  the rotated key, where the policy scores
     drift   [passes, B, 1, W]       the mean change of computed outputs, where it is followed
+    input   [passes, B, N, W]       what the output was computed from, where inputs are compared
     """
 
     def __init__(self, policy: TokenReplay | None) -> None:
@@ -50,7 +52,7 @@ class ReplayRunner:
         self, own: dict[str, Tensor], ctx: PassContext, q: Tensor, rotated_q: Tensor, k: Tensor
     ) -> None:
         """Score each token against its place one frame back, and keep its rotated key k."""
-        if self.policy is None or not self.policy.score or ctx.prefilling:
+        if self.policy is None or self.policy.score in ("", "input") or ctx.prefilling:
             return
         kept = _kept(own["key"], ctx, 2)
         if self.ready.issuperset(ctx.chunk_passes):
@@ -76,7 +78,11 @@ class ReplayRunner:
         outputs, ages = _kept(own["output"], ctx, 1), _kept(own["age"], ctx, 1)
         old = _for_tokens(outputs, ctx, 1)
         ready = self.ready.issuperset(ctx.chunk_passes)
-        choice = None
+        choice, inputs = None, []
+        if self.policy.score == "input":
+            inputs = _kept(own["input"], ctx, 1)
+            if ready:
+                self.scores[ctx.layer] = -relative_change(x, _for_tokens(inputs, ctx, 1))
         # what is given is computed whole: the video rests on it
         if ready and not ctx.given:
             meter.add("rows_eligible", rows)
@@ -89,6 +95,8 @@ class ReplayRunner:
             drift.copy_(moved)
         for part, last in zip(outputs, _last_frames(y, ctx, 1), strict=True):
             part.copy_(last)
+        for i, part in enumerate(inputs):
+            _copy_computed(part, _last_frames(x, ctx, 1)[i], computed, ctx, i)
         for i, age in enumerate(ages):
             grow_older(
                 age, computed if isinstance(computed, bool) else _last_frames(computed, ctx, 1)[i]
@@ -113,7 +121,9 @@ def token_tensors(
     found["age"] = torch.zeros(place, dtype=torch.int32, device=device)
     if policy.drift:
         found["drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
-    if policy.score:
+    if policy.score == "input":
+        found["input"] = torch.zeros(*place, shape.width, **kind)
+    elif policy.score:
         size = (*place[:2], shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
         found["key"] = torch.zeros(size, **kind)
     return found
@@ -152,6 +162,16 @@ def count_rows(meter: Meter, macs: int, computed: float, rows: int) -> None:
     meter.add("rows_replayed", rows - computed)
     meter.add("macs", computed * macs)
     meter.add("mlp_macs", computed * macs)
+
+
+def _copy_computed(
+    kept: Tensor, x: Tensor, computed: Tensor | bool, ctx: PassContext, chunk: int
+) -> None:
+    """Keep the inputs x [B, N, W] of those rows that were computed."""
+    if computed is True:
+        kept.copy_(x)
+    elif computed is not False:
+        kept.copy_(torch.where(_last_frames(computed, ctx, 1)[chunk].unsqueeze(-1), x, kept))
 
 
 def _kept(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:

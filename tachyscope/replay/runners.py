@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tachyscope.calibration import Calibration
 from tachyscope.replay import ReplayPolicy, TokenReplay
+from tachyscope.replay.input import Input
 from tachyscope.replay.neuron_runner import NeuronRunner, neuron_tensors
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.replay.runner import ReplayRunner, token_tensors
@@ -20,7 +21,7 @@ def runner_of(
     if isinstance(policy, NeuronReplay):
         return NeuronRunner(policy, calibration)
     assert policy is None or isinstance(policy, TokenReplay)
-    return ReplayRunner(policy)
+    return ReplayRunner(policy.calibrated(calibration) if isinstance(policy, Input) else policy)
 
 
 def replay_tensors(

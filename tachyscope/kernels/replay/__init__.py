@@ -3,6 +3,7 @@
 from tachyscope.kernels.replay.torch import (
     follow_drift,
     grow_older,
+    relative_change,
     remembered_error,
     replay_gated,
     replay_masked,
@@ -13,6 +14,7 @@ from tachyscope.kernels.replay.torch import (
 __all__ = [
     "follow_drift",
     "grow_older",
+    "relative_change",
     "remembered_error",
     "replay_gated",
     "replay_masked",

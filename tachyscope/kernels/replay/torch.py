@@ -21,6 +21,13 @@ def temporal_score(q: Tensor, k: Tensor) -> Tensor:
     return (q * k).sum((1, 3)) / (k.shape[1] * group * math.sqrt(q.shape[-1]))
 
 
+def relative_change(x: Tensor, old: Tensor) -> Tensor:
+    """|x - old| / |old| of inputs [B, S, W]: [B, S], in float32."""
+    fine = torch.promote_types(x.dtype, torch.float32)
+    far, size = (torch.linalg.vector_norm(z, dim=-1, dtype=fine) for z in (x - old, old))
+    return (far / size.clamp_min(1e-12)).float()
+
+
 def replay_rows(x: Tensor, old: Tensor, rows: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """fn(x) at tokens rows [B, R], old elsewhere: fn sees those rows only."""
     wide = rows.unsqueeze(-1).expand(-1, -1, x.shape[-1])
