@@ -127,6 +127,8 @@ def random_calibration(model: VilaModel, shares: Sequence[float], rank: int = RA
         maps={share: tuple(draw(*size) for size in sizes) for share in shares},
         bias={share: draw(width) for share in shares},
         beta={share: torch.ones(count) for share in shares},
+        gain=torch.ones(count),
+        off={share: torch.ones(count, 3) for share in shares},
     )
 
 
