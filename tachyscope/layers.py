@@ -14,7 +14,8 @@ from tachyscope.meter import Meter
 from tachyscope.plan import Plan
 from tachyscope.replay.runners import replay_tensors
 from tachyscope.store import KVStore
-from tachyscope.store.bank import BankLayout, BlockBank
+from tachyscope.store.bank import BlockBank
+from tachyscope.store.bank_layout import BankLayout
 from tachyscope.types import PassContext, Shape
 
 

@@ -14,7 +14,8 @@ from tachyscope.layers import make_room
 from tachyscope.observers import Observer
 from tachyscope.state import State
 from tachyscope.store import KVStore
-from tachyscope.store.bank import COUNTERS, sum_counters
+from tachyscope.store.bank import sum_counters
+from tachyscope.store.bank_layout import COUNTERS
 from tachyscope.types import DenoisePass, Mlp, PassContext
 
 NO_SPAN: AbstractContextManager[None] = nullcontext()

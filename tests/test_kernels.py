@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tachyscope.kernels import hashing
+from tachyscope.kernels import block_index, hashing
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention import torch as attention_torch
 from tachyscope.kernels.attention.reference import attention_reference
@@ -420,6 +420,21 @@ def _case_block_mass(rng, backend):
     return operation(q, codes, 70, 64), block_mass_reference(q, codes, 70, 64)
 
 
+def _case_mean_mass(rng, backend):
+    """A tile scores blocks by 16 means of 4 queries; programs share the blocks in three parts."""
+    (q,) = _moved(torch.randn(2, 150, 6, 64, generator=rng).transpose(1, 2))
+    code, scale = hashing.quantise(torch.randn(2, 3, 90, 64, generator=rng))
+    weight = torch.randn(2, 3, 90, generator=rng)
+    weight[:, :, 7] = -1e30
+    codes = Codes(*(x.to(DEVICE) for x in (code, scale, weight)))
+    means = torch.stack([part.mean(2) for part in q.split(4, 2)], 2)
+    if backend == "torch":
+        found = block_index.mean_mass(q.cpu(), Codes(code, scale, weight), 70, 64)
+    else:
+        found = block_index_triton.mean_mass(means, codes, 70, 16, parts=3)
+    return found, block_mass_reference(means, codes, 70, 16)
+
+
 def _case_match(rng, backend):
     base = torch.randn(2, 2, 20, 64, generator=rng)
     pick = torch.randint(20, (141,), generator=rng)
@@ -500,6 +515,7 @@ CASES = {
     "block_index_buckets": (_case_buckets, ("torch", "triton")),
     "block_index_encode": (_case_encode_blocks, ("torch", "triton")),
     "block_index_mass": (_case_block_mass, ("torch", "triton")),
+    "block_index_mean_mass": (_case_mean_mass, ("torch", "triton")),
     "match": (_case_match, ("torch", "triton")),
     "merge": (_case_merge, ("torch", "triton")),
     "merge_drops": (_case_merge_drops, ("torch", "triton")),

@@ -13,14 +13,21 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy, count
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.block_index import Codes, block_mass, buckets, encode_blocks, entry_mass
+from tachyscope.kernels.block_index import (
+    Codes,
+    block_mass,
+    buckets,
+    encode_blocks,
+    entry_mass,
+    mean_mass,
+)
 from tachyscope.kernels.block_sparse import BlockTable, block_sparse_attention
 from tachyscope.kernels.hashing import order_of, planes
 from tachyscope.kernels.slots import permute
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.store import KVStore, Tensors
-from tachyscope.store.bank import BankLayout
+from tachyscope.store.bank_layout import BankLayout
 from tachyscope.types import PassContext, Shape
 
 # sign bits that order the past, so that a block's entries are alike
@@ -135,16 +142,16 @@ class Ann(AttentionPolicy):
         tokens, size = shape.tokens_per_frame, self._block(shape)
         sink, newest = -(-self.sink * tokens // size), self.newest * tokens
         room = slots - shape.max_pass_tokens
-        places = (room - newest) // size - sink
-        if places < 1:
-            least = -(-((sink + 1) * size + newest + shape.max_pass_tokens) // tokens)
+        places, chunk = (room - newest) // size - sink, shape.chunk * tokens
+        sealed = -(-chunk // size)  # blocks of a chunk
+        if places < sealed:
+            least = -(-((sink + sealed) * size + newest + shape.max_pass_tokens) // tokens)
             raise TachyscopeError(
-                f"cache policy 'bank': resident slots for {slots} entries leave no block beside "
-                f"sink={self.sink}f, newest={self.newest}f and the present chunk of "
+                f"cache policy 'bank': {slots} resident entries have no place for a chunk of "
+                f"{shape.chunk}f beside sink={self.sink}f, newest={self.newest}f and the present "
                 f"{shape.chunk + shape.rolling_frames}f: raise resident to {least}f or more"
             )
-        chunk = shape.chunk * tokens
-        most = max(-(-budget // chunk) * -(-chunk // size), places)
+        most = max(-(-budget // chunk) * sealed, places)
         return BankLayout(
             size, sink, places, room - (sink + places) * size, most, self._tile(shape), BUCKET_BITS,
             shape.head_dim if self.hash == "int8" else self.bits,
@@ -207,7 +214,10 @@ class Ann(AttentionPolicy):
         that appends pays for a chunk, not for its whole past.
         """
         layer.scratch = ()
-        if self._dense_layer(ctx) or layer.bank is not None:
+        if layer.bank is not None:
+            layer.bank.join(layer)
+            return
+        if self._dense_layer(ctx):
             return
         blocks = self._cut(ctx.shape, ctx.prompt, past)
         between = self._between(ctx.shape, ctx.prompt, past)
@@ -299,7 +309,7 @@ class Ann(AttentionPolicy):
         if not ctx.before:
             layer.scratch = ()
             rows = layout.sink + layout.most + layout.open if full else cut.all
-            mass = block_mass(q, bank.codes, rows, layout.tile)
+            mass = (mean_mass if full else block_mass)(q, bank.codes, rows, layout.tile)
             meter.add("macs", q.shape[:3].numel() * rows * layout.code)
             bank.choose(mass, ctx.past, read, int(early), ctx.pass_count - ctx.pass_index)
             if full and not early:

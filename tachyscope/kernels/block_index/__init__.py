@@ -13,7 +13,10 @@ from tachyscope.kernels.device import BLOCKS, HAS_TRITON, TILES, has_kernel, rea
 if HAS_TRITON:
     from tachyscope.kernels.block_index import triton as triton_backend
 
-__all__ = ["Codes", "block_mass", "buckets", "encode_blocks", "entry_mass"]
+__all__ = ["Codes", "block_mass", "buckets", "encode_blocks", "entry_mass", "mean_mass"]
+
+# queries of a tile that score the blocks of a bank: its own, or means of neighbours
+MEANS = 16
 
 
 def buckets(x: Tensor, bits: int) -> Tensor:
@@ -46,3 +49,17 @@ def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
     if codes.code.dtype == int8 and tile in TILES and has_kernel(q.device, q.dtype, q.shape[3]):
         return triton_backend.block_mass(q, codes, blocks, tile)
     return torch_backend.block_mass(q, codes, blocks, tile)
+
+
+def mean_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
+    """`block_mass` where blocks are very many: a tile scores them by MEANS mean queries at most.
+
+    A mean is of tile / MEANS queries in a row, and the masses are sums over the means.
+    """
+    group = max(1, tile // MEANS)
+    if group == 1 or tile % MEANS:
+        return block_mass(q, codes, blocks, tile)
+    means = torch_backend.mean_queries(q, group)
+    if codes.code.dtype == int8 and has_kernel(q.device, q.dtype, q.shape[3]):
+        return triton_backend.mean_mass(means, codes, blocks, MEANS)
+    return torch_backend.block_mass(means, codes, blocks, MEANS)

@@ -55,6 +55,15 @@ def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
     return _sum_tiles((scores + weight.unsqueeze(2)).softmax(-1), tile, q.shape[2])
 
 
+def mean_queries(q: Tensor, group: int) -> Tensor:
+    """The mean of each `group` queries q [B, H, S, D] in a row; the last may be of fewer."""
+    whole = q.shape[2] // group * group
+    means = [q[:, :, :whole].unflatten(2, (-1, group)).mean(3)]
+    if whole < q.shape[2]:
+        means.append(q[:, :, whole:].mean(2, keepdim=True))
+    return torch.cat(means, 2)
+
+
 def entry_mass(q: Tensor, k: Tensor, log_count: Tensor | None, tile: int) -> Tensor:
     """`block_mass` where a block is one entry of k [B, Hkv, n, D]: its key is its own best code.
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -58,6 +59,24 @@ def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
         heads // code.shape[1], queries, blocks, 1 / math.sqrt(width),
         D=width, M=tile, N=64, num_warps=max(1, tile // 16),
     )  # fmt: skip
+    return out
+
+
+def mean_mass(q: Tensor, codes: Codes, blocks: int, tile: int, parts: int = 8) -> Tensor:
+    """`block_mass` of very many blocks by few queries a tile: programs share the blocks."""
+    code, scale, weight = codes
+    rows, heads, queries, width = q.shape
+    tiles, size = triton.cdiv(queries, tile), triton.cdiv(triton.cdiv(blocks, parts), 64) * 64
+    fine: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    out = torch.empty(rows, heads, tiles, blocks, **fine)
+    most, total = (torch.empty(parts, rows * heads, queries, **fine) for _ in range(2))
+    for kernel in (_part_sums, _part_mass):
+        launch(
+            kernel, (triton.cdiv(queries, 64), rows * heads, parts),
+            q, code, scale, weight, most, total, out, *q.stride()[:3], code.shape[2], heads,
+            heads // code.shape[1], queries, blocks, size, tiles, 1 / math.sqrt(width),
+            D=width, M=64, N=64, TILE=tile, PARTS=parts, num_warps=4, num_stages=3,
+        )  # fmt: skip
     return out
 
 
@@ -143,6 +162,84 @@ def _mass(
         p = tl.exp2((scores - m_i[:, None]) * LOG2E) * inverse[:, None]
         offs_n = start + tl.arange(0, N)
         tl.store(out_ptr + offs_n, tl.sum(p, 0), mask=offs_n < blocks)
+
+
+@triton.jit
+def _quantised(q_ptr, q_b, q_h, q_s, heads, queries, factor, D: tl.constexpr, M: tl.constexpr):
+    """A program's queries as int8, and their scales."""
+    row = tl.program_id(1)
+    offs_m = tl.program_id(0) * M + tl.arange(0, M)
+    q_ptr += (row // heads).to(tl.int64) * q_b + (row % heads).to(tl.int64) * q_h
+    q = tl.load(
+        q_ptr + offs_m.to(tl.int64)[:, None] * q_s + tl.arange(0, D)[None, :],
+        mask=(offs_m < queries)[:, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    q_scale = tl.maximum(tl.max(tl.abs(q), 1), 1e-12) / 127
+    return tl.floor(q / q_scale[:, None] + 0.5).to(tl.int8), q_scale * factor
+
+
+@triton.jit(do_not_specialize=["heads", "group", "queries", "blocks", "most", "size", "tiles"])
+def _part_sums(
+    q_ptr, code_ptr, scale_ptr, weight_ptr, m_ptr, l_ptr, out_ptr, q_b, q_h, q_s, most,
+    heads, group, queries, blocks, size, tiles, factor,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The softmax's maximum and sum over one part of the blocks, of each query."""
+    row, part = tl.program_id(1), tl.program_id(2)
+    q, q_scale = _quantised(q_ptr, q_b, q_h, q_s, heads, queries, factor, D, M)
+    head = (row // heads * (heads // group) + row % heads // group).to(tl.int64)
+    code_ptr += head * most * D
+    scale_ptr += head * most
+    weight_ptr += head * most
+    m_i = tl.full([M], LOWEST, tl.float32)
+    l_i = tl.zeros([M], tl.float32)
+    for start in tl.range(part * size, tl.minimum(blocks, (part + 1) * size), N):
+        scores = _score(q, q_scale, code_ptr, scale_ptr, weight_ptr, start, blocks, N, D)
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        l_i = l_i * tl.exp2((m_i - m_new) * LOG2E)
+        l_i += tl.sum(tl.exp2((scores - m_new[:, None]) * LOG2E), 1)
+        m_i = m_new
+    offs_m = tl.program_id(0) * M + tl.arange(0, M)
+    at = (part * tl.num_programs(1) + row).to(tl.int64) * queries + offs_m
+    tl.store(m_ptr + at, m_i, mask=offs_m < queries)
+    tl.store(l_ptr + at, l_i, mask=offs_m < queries)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "queries", "blocks", "most", "size", "tiles"])
+def _part_mass(
+    q_ptr, code_ptr, scale_ptr, weight_ptr, m_ptr, l_ptr, out_ptr, q_b, q_h, q_s, most,
+    heads, group, queries, blocks, size, tiles, factor,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Masses of one part of the blocks, for a program's tiles."""
+    row, part = tl.program_id(1), tl.program_id(2)
+    q, q_scale = _quantised(q_ptr, q_b, q_h, q_s, heads, queries, factor, D, M)
+    head = (row // heads * (heads // group) + row % heads // group).to(tl.int64)
+    code_ptr += head * most * D
+    scale_ptr += head * most
+    weight_ptr += head * most
+    offs_m = tl.program_id(0) * M + tl.arange(0, M)
+    mask_m = offs_m < queries
+    m_i = tl.full([M], LOWEST, tl.float32)
+    l_i = tl.zeros([M], tl.float32)
+    for other in tl.static_range(PARTS):
+        at = (other * tl.num_programs(1) + row).to(tl.int64) * queries + offs_m
+        m = tl.load(m_ptr + at, mask=mask_m, other=LOWEST)
+        m_new = tl.maximum(m_i, m)
+        l_i = l_i * tl.exp2((m_i - m_new) * LOG2E)
+        l_i += tl.load(l_ptr + at, mask=mask_m, other=0.0) * tl.exp2((m - m_new) * LOG2E)
+        m_i = m_new
+    m_i = tl.where(mask_m, m_i, -LOWEST)  # no mass of queries that are not
+    inverse = 1 / tl.maximum(l_i, 1e-30)
+    offs_t = tl.program_id(0) * (M // TILE) + tl.arange(0, M // TILE)
+    out_ptr += (row.to(tl.int64) * tiles + offs_t)[:, None] * blocks
+    for start in tl.range(part * size, tl.minimum(blocks, (part + 1) * size), N):
+        scores = _score(q, q_scale, code_ptr, scale_ptr, weight_ptr, start, blocks, N, D)
+        p = tl.exp2((scores - m_i[:, None]) * LOG2E) * inverse[:, None]
+        mass = tl.sum(tl.reshape(p, [M // TILE, TILE, N]), 1)
+        offs_n = start + tl.arange(0, N)
+        inside = (offs_t < tiles)[:, None] & (offs_n < blocks)[None, :]
+        tl.store(out_ptr + offs_n[None, :], mass, mask=inside)
 
 
 @triton.jit

@@ -14,23 +14,19 @@ if HAS_TRITON:
 __all__ = ["HostBlocks", "load_blocks", "store_blocks"]
 
 
-def store_blocks(x: Tensor, host: HostBlocks, ids: Tensor) -> None:
-    """Write entries x [B, H, n, D], cut into blocks, to the host's blocks `ids` [B, H, count].
+def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
+    """Copy the blocks that stand at places [B, H, n] of k, v to the host's blocks `ids` [B, H, n].
 
-    The last of the blocks may be a part: what is behind it in host memory is not defined.
+    k, v [B, H, places * block, D] are a part of a cache, places and ids int32.
     """
-    if x.is_cpu:
-        torch_backend.store_blocks(x, host, ids)
-    else:
-        triton_backend.store_blocks(x, host, ids)
+    backend = torch_backend if k.is_cpu else triton_backend
+    backend.store_blocks(k, v, places, host, ids)
 
 
-def load_blocks(host: HostBlocks, ids: Tensor, out: Tensor) -> None:
-    """Write the host's blocks `ids` [B, H, places] to out [B, H, places * block, D].
+def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write the host's blocks `ids` [B, H, places] to k, v [B, H, places * block, D].
 
     Where an id is below 0 the place stays as it is.
     """
-    if out.is_cpu:
-        torch_backend.load_blocks(host, ids, out)
-    else:
-        triton_backend.load_blocks(host, ids, out)
+    backend = torch_backend if k.is_cpu else triton_backend
+    backend.load_blocks(host, ids, k, v)

@@ -5,43 +5,44 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.kernels.codes import torch as codes
 
 
 class HostBlocks(NamedTuple):
-    """Blocks in host memory: code [B, H, most, block, W], scale [B, H, most, block, G] or none.
+    """Keys and values in host memory [B, H, most, block, W]; of codes the scales [.., block, G].
 
     W is a head's channels, or half of them where two share a byte (int4).
     """
 
-    code: Tensor
-    scale: Tensor | None = None
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def block(self) -> int:
-        return self.code.shape[3]
+        return self.k.shape[3]
 
 
-def store_blocks(x: Tensor, host: HostBlocks, ids: Tensor) -> None:
-    more = ids.shape[2] * host.block - x.shape[2]
-    blocks = F.pad(x, (0, 0, 0, more)).unflatten(2, (-1, host.block))
-    to = _rows(ids)
-    if host.scale is None:
-        host.code[to] = blocks
-        return
-    host.code[to], host.scale[to] = encode(blocks, host.code.dtype)
+def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
+    for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
+        blocks = x.unflatten(2, (-1, host.block))[_rows(places)]
+        if scale is None:
+            code[_rows(ids)] = blocks
+        else:
+            code[_rows(ids)], scale[_rows(ids)] = encode(blocks, code.dtype)
 
 
-def load_blocks(host: HostBlocks, ids: Tensor, out: Tensor) -> None:
+def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
     row, head, place = torch.where(ids >= 0)
     found = ids[row, head, place].long()
-    blocks = host.code[row, head, found]
-    if host.scale is not None:
-        blocks = decode(blocks, host.scale[row, head, found], out.dtype)
-    out.unflatten(2, (-1, host.block))[row, head, place] = blocks
+    for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
+        blocks = code[row, head, found]
+        if scale is not None:
+            blocks = decode(blocks, scale[row, head, found], x.dtype)
+        x.unflatten(2, (-1, host.block))[row, head, place] = blocks
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

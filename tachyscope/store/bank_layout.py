@@ -1,0 +1,115 @@
+"""How a bank is cut up, and its tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tachyscope.kernels.codes.torch import int4_groups
+from tachyscope.store.host_memory import host_zeros
+from tachyscope.types import Shape
+
+# what host memory holds a channel as
+HOST = {"native": None, "int8": torch.int8, "int4": torch.uint8}
+LOWEST = -1e30  # the weight of a block without entries
+UNUSED = 2.0  # over any cosine: a block that was never written is the first to be
+COUNTERS = ("blocks_wanted", "blocks_late", "blocks_denied", "blocks_fetched")
+# what tensors begin as where that is not 0
+START = {"weight": LOWEST, "place": -1, "block": -1, "wanted": -1.0, "alike": UNUSED, "norm": 1.0}
+
+
+class BankLayout(NamedTuple):
+    """How a layer's slots and its bank are cut up, in blocks but for `newest`."""
+
+    block: int  # entries
+    sink: int  # the first entries, always resident
+    places: int  # what is resident beside
+    newest: int  # entries that are not sealed yet, always resident
+    most: int  # what the bank holds
+    tile: int  # queries that read the same blocks
+    order_bits: int  # signs by which entries are ordered before they are cut into blocks
+    code: int  # numbers of a block's code
+    code_dtype: torch.dtype
+    whole: bool  # whether every block is full
+
+    @property
+    def open(self) -> int:
+        """Blocks that the newest entries fill."""
+        return -(-self.newest // self.block)
+
+    @property
+    def first(self) -> int:
+        """The slot of the first place."""
+        return self.sink * self.block
+
+    @property
+    def room(self) -> int:
+        """Slots of a full past."""
+        return self.first + self.places * self.block + self.newest
+
+    def resident(self, past: int) -> int:
+        """Blocks that stand in places when the past takes so many slots."""
+        return max(0, past - self.first - self.newest) // self.block
+
+    def blocks(self, past: int) -> tuple[int, int, int]:
+        """Blocks of the sink, of places and of the newest that so many slots fill."""
+        held = self.resident(past)
+        rest = max(0, past - self.first - held * self.block)
+        return -(-min(past, self.first) // self.block), held, -(-rest // self.block)
+
+
+def device_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    """What a bank holds on the device between chunks, as `BlockBank` lists it."""
+    blocks, places = (shape.batch, shape.kv_heads, layout.most), layout.places
+    rows = (*blocks[:2], layout.sink + layout.most + layout.open)
+    slots = -(-layout.room // layout.block) * layout.block
+    whole, fine = torch.int32, torch.float32
+    sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "code": ((*rows, layout.code), layout.code_dtype),
+        "scale": ((*rows, 1), fine),
+        "weight": (rows, fine),
+        "log_count": ((*blocks[:2], -(-slots // 4) * 4), fine),
+        "length": (blocks, whole),
+        "place": ((*blocks[:2], layout.most + 1), whole),
+        "block": ((*blocks[:2], places), whole),
+        "wanted": (blocks, fine),
+        "alike": (blocks, fine),
+        "norm": (blocks, fine),
+        "choices": ((1,), fine),
+        "used": ((1,), whole),
+    }
+    return {
+        name: torch.full(size, START.get(name, 0), dtype=dtype, device=device)
+        for name, (size, dtype) in sizes.items()
+    }
+
+
+def work_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    """What a choice is written to."""
+    whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    table = (shape.batch, shape.heads, -(-shape.max_pass_tokens // layout.tile))
+    most = layout.sink + layout.places + layout.open
+    return {
+        "fetched": torch.full((shape.batch, shape.kv_heads, layout.places), -1, **whole),
+        "count": torch.zeros(table, **whole),
+        "first": torch.zeros(*table, most, **whole),
+        "map": torch.zeros(*table, most, **whole),
+        "counters": torch.zeros(len(COUNTERS), dtype=torch.float64, device=device),
+    }
+
+
+def host_tensors(
+    size: tuple[int, ...], width: int, host: str, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Keys and values of blocks, [B, Hkv, most, block, …]."""
+    codes, found = HOST[host], dict[str, Tensor]()
+    for name in ("k", "v"):
+        channels = width // 2 if host == "int4" else width
+        found[name] = host_zeros((*size, channels), codes or dtype, device)
+        if codes is not None:
+            groups = int4_groups(width) if host == "int4" else 1
+            scale = torch.float16 if host == "int4" else torch.float32
+            found[f"{name}_scale"] = host_zeros((*size, groups), scale, device)
+    return found

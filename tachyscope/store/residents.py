@@ -1,0 +1,126 @@
+"""Which blocks of a bank are resident, and which of them each tile of queries reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tachyscope.store.bank_layout import BankLayout
+
+
+@dataclass(slots=True)
+class Residents:
+    """A bank's tensors, as `BlockBank` lists them, and the choice among its blocks.
+
+    Nothing here looks at data: on a GPU no launch depends on it, so that chunks can be recorded.
+    """
+
+    layout: BankLayout
+    tensors: dict[str, Tensor]
+    work: dict[str, Tensor]
+
+    def choose(self, mass: Tensor, past: int, read: int, late: int, passes: int) -> None:
+        """Write which blocks each tile reads, by its mass [B, H, tiles, blocks] on each.
+
+        A tile reads `read` blocks, the sink's and the newest's among them. Of the `passes` that the
+        choice is made for the first `late` ones run before `fetch`.
+        """
+        layout, own, work = self.layout, self.tensors, self.work
+        sink, held, newest = layout.blocks(past)
+        tiles, best = mass.shape[2], read - sink - newest
+        maps = [work[name][:, :, :tiles, :read] for name in ("first", "map")]
+        place = torch.arange(sink + held + newest, dtype=torch.int32, device=mass.device)
+        for x in maps:
+            x[..., :sink] = place[:sink]
+            x[..., sink : sink + newest] = place[sink + held :]
+        own["choices"] += 1
+        work["count"][:, :, :tiles] = read
+        full = past == layout.room
+        rest = mass[..., sink : mass.shape[3] - newest]
+        if not full:  # all that there is is resident
+            chosen = rest.topk(best, -1, sorted=False)
+            self._note(chosen.values, chosen.indices)
+            maps[1][..., sink + newest :] = chosen.indices + sink
+            self._count(chosen.indices.numel() * passes)
+            return
+        group = mass.shape[1] // own["weight"].shape[1]
+        none = (own["length"] == 0).repeat_interleave(group, 1).unsqueeze(2)
+        rest = rest.masked_fill(none, -1.0)
+        chosen = rest.topk(best, -1, sorted=False)
+        before = own["place"].clone()
+        # until what is fetched has come, a tile reads the best of what is there
+        self._table(rest, maps[0], sink, newest, best)
+        self._admit(self._note(chosen.values, chosen.indices))
+        self._table(rest, maps[1], sink, newest, best)
+        was, is_now = (
+            x.repeat_interleave(group, 1).gather(2, chosen.indices.flatten(2)) >= 0
+            for x in (before, own["place"])
+        )
+        missed = (is_now & ~was).sum() * late
+        fetched = (work["fetched"] >= 0).sum()
+        self._count(chosen.indices.numel() * passes, missed, (~is_now).sum() * passes, fetched)
+
+    def _note(self, mass: Tensor, ids: Tensor) -> Tensor:
+        """The summed mass of every block that a tile wants, [B, Hkv, most]; 0 of the others."""
+        own, layout = self.tensors, self.layout
+        heads = own["wanted"].shape[1]
+        index, mass = (x.unflatten(1, (heads, -1)).flatten(2) for x in (ids, mass))
+        size = (*own["wanted"].shape[:2], layout.most)
+        demand = torch.zeros(size, dtype=torch.float32, device=mass.device)
+        demand.scatter_add_(2, index, mass.clamp(min=1e-12))
+        share = demand / demand.amax(-1, keepdim=True) * 0.99
+        own["wanted"].copy_(torch.where(demand > 0, own["choices"] + share, own["wanted"]))
+        return demand
+
+    def _admit(self, demand: Tensor) -> None:
+        """Settle which blocks are resident from now on, and which of them are to be fetched.
+
+        All that are wanted, of largest mass first, then those wanted last.
+        """
+        own, work, layout = self.tensors, self.work, self.layout
+        resident = own["place"][:, :, :-1] >= 0
+        score = own["wanted"].masked_fill(~(resident | (demand > 0)), -1.0)
+        best = score.topk(layout.places, -1)
+        ids = best.indices.to(torch.int32)
+        comes = (best.values >= 0) & (at_or(own["place"], ids, 0) < 0)
+        # a block stays unless it is not among the best
+        kept = torch.zeros(*score.shape[:2], layout.most + 1, dtype=torch.bool, device=ids.device)
+        kept.scatter_(2, best.indices, best.values >= 0)
+        stays = (own["block"] >= 0) & at_or(kept, own["block"], 0)
+        # the i-th that comes gets the i-th place that is free
+        order = comes.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        listed = ids.gather(2, order)
+        rank = (~stays).long().cumsum(-1) - 1
+        gets = ~stays & (rank < comes.sum(-1, keepdim=True))
+        fetched = torch.where(gets, listed.gather(2, rank.clamp(min=0)), -1)
+        work["fetched"].copy_(fetched)
+        own["block"].copy_(torch.where(stays, own["block"], fetched))
+        own["place"].fill_(-1)
+        places = torch.arange(layout.places, dtype=torch.int32, device=ids.device)
+        index = or_last(own["block"], layout.most)
+        own["place"].scatter_(2, index, places.expand_as(index))
+        own["place"][:, :, -1] = -1
+
+    def _table(self, mass: Tensor, out: Tensor, sink: int, newest: int, best: int) -> None:
+        """Write the places of each tile's best resident blocks; of a full past none is free."""
+        blocks = self.tensors["block"]
+        group = mass.shape[1] // blocks.shape[1]
+        there = blocks.repeat_interleave(group, 1).unsqueeze(2).expand(-1, -1, mass.shape[2], -1)
+        found = mass.gather(3, there.long().clamp(min=0)).masked_fill(there < 0, -1.0)
+        out[..., sink + newest :] = found.topk(best, -1).indices + sink
+
+    def _count(self, *values: int | Tensor) -> None:
+        for i, value in enumerate(values):
+            self.work["counters"][i] += value
+
+
+def at_or(x: Tensor, index: Tensor, none: float) -> Tensor:
+    """x [B, Hkv, n] at index [B, Hkv, m], and `none` where that is below 0."""
+    return x.gather(2, index.long().clamp(min=0)).masked_fill(index < 0, none)
+
+
+def or_last(index: Tensor, last: int) -> Tensor:
+    """An index, and where it is below 0 the last."""
+    return torch.where(index < 0, last, index).long()
