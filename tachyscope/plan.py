@@ -92,11 +92,10 @@ NAMED: dict[str, dict[str, str]] = {
     },
     "tokens": {
         "dense": "cache=keep_all attention=dense text=none replay=none",
-        "lossless": "cache=keep_all attention=dense text=none replay=none",
-        "balanced": "cache=keep_all attention=dense text=none "
-        "replay=attentive:share=0.5,age=2,drift=true",
-        "fast": "cache=keep_all attention=window:tokens=256,sink=4 text=none "
-        "replay=attentive:share=0.75,age=4,drift=true",
+        # drafts lose nothing and save more than any replay does (docs/eval_tokens.md)
+        "lossless": "cache=keep_all attention=dense text=none passes=draft replay=none",
+        "balanced": "cache=keep_all attention=dense text=none passes=draft replay=none",
+        "fast": "cache=keep_all attention=dense text=none passes=draft:places=64 replay=none",
         "fastcar": "cache=keep_all attention=dense text=none "
         "replay=attentive:threshold=-4,cfg=free,authors=true",
         "fast-ar": "cache=merge:threshold=0.9,heads=shared "

@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,11 +49,13 @@ def test_the_top_neurons_share_of_change_is_that_of_a_count_by_hand(models, docu
     assert all(0.125 < row["top_12.5"] < row["top_25"] < row["top_50"] < 1 for row in rows)
     mlp = models["toy-tokens"].mlps[0]
     watched, rng = NeuronChange([mlp]), torch.Generator().manual_seed(0)
-    watched.on_open(None)
-    ctx = PassContext(streams.TOKENS, 0, 0, 9, 0, 2, 0, 1, (0.0,))
+    shape = replace(streams.TOKENS, grid=(1, 2))
+    watched.on_open(SimpleNamespace(shape=shape))
+    ctx = PassContext(shape, 0, 0, 9, 0, 2, 0, 1, (0.0,))
     frames = torch.randn(3, 1, 2, 64, generator=rng)
     want = torch.zeros(160, dtype=torch.float64)
     for i, x in enumerate(frames):
+        watched.on_mlp(ctx, -x, x)  # a draft that was refuted
         watched.on_mlp(ctx, x, x)
         watched.on_commit(ctx, 2)
         if i:

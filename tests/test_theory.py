@@ -123,3 +123,36 @@ def test_attention_to_one_key_bounds_the_distance_to_its_value():
     off = (paid @ values - values[7]).norm(dim=-1)
     most = (1 - paid[:, 7]) * (values - values[7]).norm(dim=-1).max()
     assert (off <= most + 1e-12).all()
+
+
+def test_input_change_is_within_what_residuals_scores_and_values_allow():
+    """(5) of docs/theory.md: through one head's attention and an RMS norm with a small epsilon."""
+    rng = torch.Generator().manual_seed(0)
+    width, dim, count, eps = 24, 8, 400, 1e-3
+
+    def draw(*size, scale=1.0):
+        return scale * torch.randn(*size, generator=rng, dtype=torch.float64)
+
+    gain, out = draw(width).abs(), draw(width, dim)
+
+    def attend(logits, values):
+        """The head's output, and how far it may be from the value at place 7."""
+        paid, old = logits.softmax(-1), values[:, 7]
+        far = (values - old[:, None]).norm(dim=-1).amax(-1)
+        return torch.einsum("cn,cnd->cd", paid, values), (1 - paid[:, 7]) * far, old
+
+    r0, v0, z0 = draw(count, width), draw(count, 40, dim), draw(count, 40, scale=3.0)
+    step = torch.rand(count, 1, generator=rng, dtype=torch.float64)
+    r, v = r0 + step * draw(count, width), v0 + step[..., None] * draw(count, 40, dim)
+    z = z0 + step * draw(count, 40, scale=3.0)
+    (o0, reach0, old0), (o, reach, old) = attend(z0, v0), attend(z, v)
+    h0, h = r0 + o0 @ out.T, r + o @ out.T
+
+    def length(x):
+        return (x.square().sum(-1) + width * eps).sqrt()
+
+    x0, x = (gain * F.rms_norm(y, (width,), eps=eps) for y in (h0, h))
+    spread = reach + reach0 + (old - old0).norm(dim=-1)
+    allowed = (r - r0).norm(dim=-1) + torch.linalg.matrix_norm(out, 2) * spread
+    most = gain.max() * width**0.5 * 2 / (length(h) + length(h0)) * allowed
+    assert ((x - x0).norm(dim=-1) <= most + 1e-12).all()

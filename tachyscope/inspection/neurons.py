@@ -27,16 +27,20 @@ class NeuronChange(Observer):
 
     def on_open(self, session: Session) -> None:
         self.changed = [torch.zeros(mlp.down.shape[1], dtype=torch.float64) for mlp in self.mlps]
-        self._now: dict[int, list[Tensor]] = {}
+        self._places = session.shape.tokens_per_frame
+        self._now: dict[int, Tensor] = {}  # inputs of the present frame, by layer: [B, N, W]
         self._last: dict[int, Tensor] = {}
 
     def on_mlp(self, ctx: PassContext, x: Tensor, y: Tensor) -> None:
         if not ctx.prefilling:
-            self._now.setdefault(ctx.layer, []).append(x.clone())
+            if ctx.layer not in self._now:
+                self._now[ctx.layer] = x.new_zeros(x.shape[0], self._places, x.shape[2])
+            # a draft that was refuted comes again
+            self._now[ctx.layer][:, ctx.start : ctx.start + ctx.tokens] = x
 
     def on_commit(self, ctx: PassContext, n: int) -> None:
-        for layer, parts in self._now.items():
-            mlp, new = self.mlps[layer], torch.cat(parts, 1)  # [B, N, W]
+        for layer, new in self._now.items():
+            mlp = self.mlps[layer]
             if layer in self._last:
                 change = mlp.activations(new) - mlp.activations(self._last[layer])
                 norms = mlp.down.double().square().sum(0)

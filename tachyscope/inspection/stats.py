@@ -54,7 +54,7 @@ class StatsObserver(Observer):
         self.places = sorted(drawn.sample(every, min(self.wanted, len(every))))
         self.queries = min(self.queries, len(every))
         self.found: dict[str, list[Record]] = defaultdict(list)
-        self._fresh: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._fresh: dict[tuple[str, int, int], dict[int, Tensor]] = {}
         self._last: dict[tuple[str, int, int], tuple[int, Tensor]] = {}
         self._weighed: list[tuple[str, Record]] = []
 
@@ -86,7 +86,8 @@ class StatsObserver(Observer):
     def on_commit(self, ctx: PassContext, n: int) -> None:
         frame, frames = self.session.latent_frame, n // ctx.shape.tokens_per_frame
         for (kind, layer, step), parts in self._fresh.items():
-            now = torch.cat(parts, 1).unflatten(1, (-1, len(self.places)))
+            found = [parts[place] for place in sorted(parts)]
+            now = torch.cat(found, 1).unflatten(1, (-1, len(self.places)))
             self._compare(kind, layer, step, frame, now[:, :frames])
         for kind, part in self._weighed:
             self.found[kind].append(part.on_host())
@@ -99,20 +100,24 @@ class StatsObserver(Observer):
 
     def _tokens(self, ctx: PassContext, places: Sequence[int]) -> Tensor:
         """Which of this pass's tokens stand at the places, latent frame by latent frame."""
+        inside = self._inside(ctx, places)
+        return torch.tensor(inside, dtype=torch.int64, device=self.session.device)
+
+    def _inside(self, ctx: PassContext, places: Sequence[int]) -> list[int]:
         size = ctx.shape.tokens_per_frame
         frames = range(-(-(ctx.start + ctx.tokens) // size))
         found = [frame * size + place - ctx.start for frame in frames for place in places]
-        inside = [i for i in found if 0 <= i < ctx.tokens]
-        return torch.tensor(inside, dtype=torch.int64, device=self.session.device)
+        return [i for i in found if 0 <= i < ctx.tokens]
 
     def _keep(self, kind: str, ctx: PassContext, x: Tensor) -> None:
         """Remember x [B, S, …] at the sampled places until the chunk is finished."""
-        tokens = self._tokens(ctx, self.places)
-        parts = self._fresh.setdefault((kind, ctx.layer, ctx.pass_index), [])
-        if not ctx.shape.token_by_token:
-            parts.clear()  # a pass that is run again stands for itself alone
-        if tokens.numel():
-            parts.append(x[:, tokens])
+        parts = self._fresh.setdefault((kind, ctx.layer, ctx.pass_index), {})
+        # a pass that is run again, and a draft that was refuted, stand for themselves alone
+        if ctx.shape.token_by_token:
+            for i in self._inside(ctx, self.places):
+                parts[ctx.start + i] = x[:, i : i + 1].clone()
+        else:
+            parts[0] = x[:, self._tokens(ctx, self.places)]
 
     def _compare(self, kind: str, layer: int, step: int, frame: int, now: Tensor) -> None:
         """Hold each latent frame of now [B, F, P, …], from `frame` on, against the one before."""
