@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,28 @@ def detail(frames: Frames) -> Values:
         grey = frame.mean(-1, dtype=np.float32)
         around = grey[:-2, 1:-1] + grey[2:, 1:-1] + grey[1:-1, :-2] + grey[1:-1, 2:]
         out[i] = np.abs(around - 4 * grey[1:-1, 1:-1]).mean(dtype=np.float64)
+    return out
+
+
+def has_ssim() -> bool:
+    """Whether SSIM can be measured: torchmetrics is installed."""
+    return find_spec("torchmetrics") is not None
+
+
+def ssim(a: Frames, b: Frames) -> Values:
+    """Structural similarity of each frame [F], by torchmetrics: 1 where they are equal."""
+    check_frames(a)
+    check_frames(b)
+    if not has_ssim():
+        raise TachyscopeError("SSIM is measured by torchmetrics: pip install tachyscope[eval]")
+    import torch
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    out = np.empty(len(a))
+    for i, pair in enumerate(zip(a, b, strict=True)):
+        # in float32 a frame would not quite equal itself
+        x, y = (torch.from_numpy(frame).permute(2, 0, 1)[None].double() / 255 for frame in pair)
+        out[i] = torch.as_tensor(structural_similarity_index_measure(x, y, data_range=1.0))
     return out
 
 

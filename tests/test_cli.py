@@ -180,8 +180,8 @@ def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, 
         (["generate", "toy-chunks"], "tachyscope generate needs a value for --out, got none: tachyscope generate --help tells more"),
         (["conjure"], "tachyscope has no verb 'conjure'; there are: generate, compare, play, serve, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
         (["--nope"], "tachyscope has no verb '--nope'; there are: generate, compare, play, serve, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
-        (["eval", "moon"], "no WHAT 'moon'; there are: atrium"),
-        (["eval", "atrium", "--only", "moon"], "no --only 'moon'; there are: both, world, tokens, views"),
+        (["eval", "moon"], "eval takes atrium, or two video files, got 'moon': try eval atrium, or eval A.mp4 B.mp4"),
+        (["eval", "atrium", "--only", "moon"], "no --only 'moon'; there are: both, world, tokens, views, loops"),
         (["bench", "cpu", "--rounds", "0"], "--rounds must be from 1 to 1,000, got 0"),
         (["bench", "cpu", "--frames", "0"], "--frames must be from 1 to 1,000,000, got 0"),
         (["bench", "cpu", "--plans", ";"], "--plans are texts set apart by ';', got ';': try 'fast;balanced'"),
@@ -542,8 +542,8 @@ def test_eval_has_both_models_in_one_document(monkeypatch, tmp_path, capsys):
 
     asked = []
 
-    def world(name, plans, **options):
-        asked.append((name, plans, options))
+    def world(plans, **options):
+        asked.append((plans, options))
         options["watch"](1)
         return document("atrium") | {"world": {"revisit_db": 1.0}}
 
@@ -559,8 +559,8 @@ def test_eval_has_both_models_in_one_document(monkeypatch, tmp_path, capsys):
     assert found["world"] == {"revisit_db": 1.0} and found["tokens"] == {"kl_random": 2.0}
     assert found["rows"] == [{"suite": "atrium"}]
     assert found["token_rows"] == [{"suite": "atrium-tokens"}]
-    name, plans, options = asked[0]
-    assert (name, tuple(plans)) == ("atrium-world", ("dense", "fast"))
+    plans, options = asked[0]
+    assert tuple(plans) == ("dense", "fast")
     for given in (options, asked[1]):
         assert (given["seed"], given["quick"], given["worlds"]) == (3, True, 4)
     assert options["command"].startswith("tachyscope eval atrium --quick")

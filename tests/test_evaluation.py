@@ -14,6 +14,9 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation import batched_rollout, frame_checks, intervals, recall, scenes, world
 from tachyscope.evaluation.__main__ import main
 from tachyscope.models.registry import load
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.loading import save_wan
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.plan import Plan
 from tachyscope.quality import psnr
 from tachyscope.rollout import rollout
@@ -60,7 +63,7 @@ def mean_recall(at):
 @pytest.mark.slow
 def test_true_frames_are_right_in_everything(scene):
     index = list(range(0, 12, 3))
-    assert frame_checks.identity(scene.frames[index], scene, index) == 1.0
+    assert frame_checks.surfaces_right(scene.frames[index], scene, index).nanmean() == 1.0
     place, heading = frame_checks.pose_errors(scene.frames[:2], scene, [0, 1])
     # the search ends on a grid of 0.019 of a room and 2.8 degrees, begun off the truth
     assert place < 0.03 and heading < 2.9
@@ -78,7 +81,7 @@ def test_another_side_of_the_room_is_not_taken_for_this_one(scene):
     turned = replace(scene.world, rooms=atrium.Rooms(**moved))
     other = scenes.make_scene(turned, scene.actions)
     index = list(range(0, 12, 3))
-    assert frame_checks.identity(other.frames[index], scene, index) < 0.7
+    assert frame_checks.surfaces_right(other.frames[index], scene, index).nanmean() < 0.7
 
 
 def test_a_pattern_of_the_same_colours_is_told_apart(scene):
@@ -333,7 +336,7 @@ def test_judging_elsewhere_is_judging_here(short, model):
                 assert b["world"][key] == pytest.approx(value, abs=0.3), key
 
 
-def test_faults_are_one_line(capsys):
+def test_faults_are_one_line(capsys, tmp_path):
     assert main(["atrium", "--plan", "cache=nothing"]) == 2
     assert "no cache policy 'nothing'" in capsys.readouterr().err
     assert main(["atrium", "--frames", "4"]) == 2
@@ -343,8 +346,19 @@ def test_faults_are_one_line(capsys):
         "no table 'all'; there are: readme, papers, budgets, matching, long, methods"
         in capsys.readouterr().err
     )
+    save_wan(random_wan(WanConfig(dim=16, ffn_dim=16, layers=1, heads=2)), tmp_path)
     with pytest.raises(TachyscopeError, match="is no world model of Atrium"):
-        world.evaluate_world("toy-tokens", floor=None)
+        world.world_models(str(tmp_path), "cpu", None)
+    assert main(["atrium", "--pace", "0.5", "--only", "world"]) == 2
+    assert "is not told where its camera stands" in capsys.readouterr().err
+    assert main(["atrium", "--pace", "0.4", "--only", "world"]) == 2
+    assert "1 over a whole number, got 0.4" in capsys.readouterr().err
+    assert main(["atrium", "--pace", "0.5", "--only", "tokens"]) == 2
+    assert "of the world model's walks" in capsys.readouterr().err
+    assert main(["somewhere"]) == 2
+    assert "eval takes atrium, or two video files, got 'somewhere'" in capsys.readouterr().err
+    assert main(["a.mp4", "b.mp4", "--worlds", "3"]) == 2
+    assert "--worlds is of worlds, got two videos" in capsys.readouterr().err
 
 
 @pytest.mark.slow

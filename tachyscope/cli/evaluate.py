@@ -6,14 +6,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tachyscope.bounds import check
-from tachyscope.cli.verb import Verb, option, required
+from tachyscope.cli.verb import PathText, Verb, option, options_of, required
+from tachyscope.errors import TachyscopeError, shown
+
+WORLD = "atrium"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Verb):
-    """Measure the shipped models and plans in unseen worlds whose truth is known."""
+    """Measure models and plans in unseen worlds whose truth is known, or one video by another."""
 
-    what: Literal["atrium"] = required("The world.", positional=True)
+    what: PathText = required(
+        "atrium, the world; or a video file to hold against another.", positional=True
+    )
+    reference: PathText | None = option(
+        None, "The video file that the first is held against.", positional=True
+    )
     plan: tuple[str, ...] = option(
         (),
         "A plan of the world model, or with --only tokens of the token model, a name or one with "
@@ -22,9 +30,10 @@ class Evaluate(Verb):
     table: str | None = option(
         None, "Plans of a table, beside dense: readme, papers, budgets, matching, long or methods."
     )
-    only: Literal["both", "world", "tokens", "views"] = option(
+    only: Literal["both", "world", "tokens", "views", "loops"] = option(
         "both",
-        "One of the two models; or views: what a prompt names at first sight, in 200 worlds.",
+        "One of the two models; views: what a prompt names at first sight, in 200 worlds; loops: "
+        "replay, return, loops, mirror and a switch of the prompt.",
     )
     worlds: int | None = option(
         None,
@@ -37,10 +46,49 @@ class Evaluate(Verb):
     plans_only: bool = option(False, "Measure plans, and nothing of the model itself.")
     own: bool = option(False, "Measure plans' memory of what the model made up itself.")
     clock: bool = option(True, "Take the time of a token.")
+    pace: float = option(
+        1.0,
+        "The part of a step that a frame takes, 1 over a whole number, of a world model whose "
+        "camera is told: 1 is 15 degrees of a turn.",
+    )
+    weights: PathText | None = option(
+        None, "A folder of a world model that training wrote, instead of the shipped one."
+    )
     device: str = option("cpu", "cpu, cuda or cuda:N; a token's time is always taken on the CPU.")
     jobs: int | None = option(None, "Processes; as many as cores if not given.")
 
     def run(self, command: str) -> None:
+        if self.what == WORLD and self.reference is None:
+            self._run_world(command)
+        elif self.what != WORLD and self.reference is not None:
+            self._run_videos(self.what, self.reference, command)
+        else:
+            raise TachyscopeError(
+                f"eval takes {WORLD}, or two video files, got "
+                f"{' and '.join(shown(x) for x in (self.what, self.reference) if x)}: try eval "
+                f"{WORLD}, or eval A.mp4 B.mp4"
+            )
+
+    def _run_videos(self, path: str, reference: str, command: str) -> None:
+        from tachyscope.evaluation.videos import evaluate_videos, lines
+
+        default = {one.name: one.default for one in options_of(type(self))}
+        given = [
+            name
+            for name, value in default.items()
+            if name not in ("what", "reference", "json") and getattr(self, name) != value
+        ]
+        if given:
+            raise TachyscopeError(
+                f"--{given[0].replace('_', '-')} is of worlds, got two videos: leave it out"
+            )
+        self.check_json()
+        results = evaluate_videos(path, reference, command)
+        if self.prints:
+            print(*lines(results), sep="\n")
+        self.emit(results)
+
+    def _run_world(self, command: str) -> None:
         from tachyscope.evaluation.atrium import evaluate_atrium, lines
         from tachyscope.evaluation.plan_tables import table
         from tachyscope.models.registry import find_device
@@ -51,6 +99,7 @@ class Evaluate(Verb):
         if self.worlds is not None:
             check("worlds", self.worlds)
         check("seed", self.seed)
+        check("pace", self.pace)
         plans = [*(table(self.table) if self.table else []), *self.plan]
         for text in plans:
             check_text(text, "tokens" if self.only == "tokens" else "chunks")
@@ -61,7 +110,7 @@ class Evaluate(Verb):
                 plans, only=self.only, worlds=self.worlds, device=self.device, seed=self.seed,
                 quick=self.quick, command=command, watch=watch, frames=self.frames,
                 recall=self.recall, world=not self.plans_only, own=self.own, jobs=self.jobs,
-                timed=self.clock,
+                timed=self.clock, pace=self.pace, weights=self.weights,
             )  # fmt: skip
         if self.prints:
             print(*lines(results), sep="\n")

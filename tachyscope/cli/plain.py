@@ -66,6 +66,8 @@ def _add(parser: argparse.ArgumentParser, one: Option) -> None:
     if not one.positional:
         more |= {"required": one.default is dataclasses.MISSING, "default": one.default}
         more["action"] = "extend" if one.many else "store"
+    elif one.default is not dataclasses.MISSING:
+        more |= {"nargs": "?", "default": one.default}
     if one.many:
         more |= {"nargs": 1, "default": []}
     name = one.name if one.positional else one.flag

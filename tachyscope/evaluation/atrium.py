@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import prompt_adherence, tokens, world
+from tachyscope.evaluation import loops, prompt_adherence, tokens, world
 from tachyscope.results import Document
 
-PARTS = ("both", "world", "tokens", "views")
+PARTS = ("both", "world", "tokens", "views", "loops")
 WORLDS, WORLDS_QUICK, VIEWS = 16, 4, 200
 PLANS = ("dense", "balanced", "fast")
 
@@ -26,13 +26,17 @@ def evaluate_atrium(
     watch: Callable[[str, int], None] | None = None,
     jobs: int | None = None,
     timed: bool = True,
+    weights: str | None = None,
+    pace: float = 1.0,
     **options: Any,
 ) -> Document:
     """A results document with `world`, `tokens`, and a row for each plan of the world model.
 
     only: `world` or `tokens`, one of the models; `views`, what a prompt names at first sight,
-    which needs more worlds than the rest. timed: take the time of a token. watch: is told
-    what is measured, and how much of it is done. More options are `evaluate_world`'s.
+    which needs more worlds than the rest; `loops`, the world model's memory as the field measures
+    it. weights: a world model's folder instead of the shipped one's. timed: take the time of a
+    token. watch: is told what is measured, and how much of it is done. More options are
+    `evaluate_world`'s.
     """
     if only not in PARTS:
         raise TachyscopeError(f"only is one of {', '.join(PARTS)}, got {only!r}")
@@ -48,6 +52,11 @@ def evaluate_atrium(
     def told(part: str) -> Callable[[int], None] | None:
         return None if watch is None else lambda done: watch(part, done)
 
+    if only in ("tokens", "views") and (weights is not None or pace != 1):
+        raise TachyscopeError(
+            f"`weights` and `pace` are of the world model's walks, got them with {only!r}: leave "
+            f"them out, or measure world or loops"
+        )
     if only == "views":
         worlds = VIEWS if worlds is None else worlds
         return prompt_adherence.evaluate_views(
@@ -57,8 +66,13 @@ def evaluate_atrium(
         return tokens.evaluate_tokens(
             plans=plans, **common, timed=timed, watch=told("measures of tokens")
         )
+    if only == "loops":
+        return loops.evaluate_loops(
+            plans or PLANS, worlds=common["worlds"], device=device, seed=seed, jobs=jobs,
+            command=command, weights=weights, pace=pace, watch=told("worlds"),
+        )  # fmt: skip
     found = world.evaluate_world(
-        "atrium-world", plans or PLANS, **common, watch=told("worlds"), **options
+        plans or PLANS, **common, weights=weights, pace=pace, watch=told("worlds"), **options
     )
     if only == "world":
         return found
@@ -71,6 +85,8 @@ def lines(found: Document) -> list[str]:
     """An evaluation as a reader wants it."""
     if found["suite"] == "atrium-views":
         return prompt_adherence.lines(found)
+    if found["suite"] == "atrium-loops":
+        return loops.lines(found)
     out = [] if found["suite"] == "atrium-tokens" else world.lines(found)
     if "tokens" in found:
         rows = found.get("token_rows", found["rows"])

@@ -94,11 +94,6 @@ def _pattern_right(mixed: Tensor, masks: Tensor, kind: int) -> bool:
     return bool(errors[kind] <= errors.min() + 0.05)
 
 
-def identity(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
-    """The share of surfaces in view, over all frames, that are right."""
-    return mean(surfaces_right(frames, scene, index).flatten().tolist())
-
-
 def pose_errors(frames: Frames, scene: Scene, index: Sequence[int]) -> tuple[float, float]:
     """How far frames seem to be from their true poses: in sides of the room, and in degrees."""
     places, headings = [], []
@@ -141,19 +136,22 @@ def prompt_right(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
     return mean(right for _, right in named_walls(frames, scene, index))
 
 
-def named_walls(frames: Frames, scene: Scene, index: Sequence[int]) -> list[tuple[str, float]]:
+def named_walls(
+    frames: Frames, scene: Scene, index: Sequence[int], hidden: bool = True
+) -> list[tuple[str, float]]:
     """Walls that the prompt names and the first frame hides: their side, 1 where they are right.
 
-    Judged at the frame, of numbers `index`, that first shows four fifths of the most seen of it.
+    With hidden False, all that it names. Judged at the frame, of numbers `index`, that first shows
+    four fifths of the most seen of it.
     """
     rooms = scene.world.rooms
     at = torch.tensor(list(index))
     views = atrium.in_view(rooms.repeat(len(at)), scene.pose[at], scene.time[at].float())
-    hidden = atrium.in_view(rooms, scene.pose[:1], torch.zeros(1))[0] < 0.05
+    unseen = atrium.in_view(rooms, scene.pose[:1], torch.zeros(1))[0] < (0.05 if hidden else 2.0)
     front = int(atrium.facing(scene.pose[:1])[0])
     found = []
     for wall in range(4):
-        if not (rooms.said[0, wall] and hidden[wall]):
+        if not (rooms.said[0, wall] and unseen[wall]):
             continue
         row = int((views[:, wall] >= 0.8 * views[:, wall].max()).int().argmax())
         picture, i = pictures(frames[row : row + 1]), index[row]

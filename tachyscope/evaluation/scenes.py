@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.quality import Frames
 from tachyscope.worlds import atrium, visit
@@ -39,6 +40,22 @@ class Scene:
     def time(self) -> Tensor:
         """Steps by which things have moved on, [T]."""
         return atrium.tempo_of(self.pace) * torch.arange(len(self.actions))
+
+
+def frames_a_step(pace: float) -> int:
+    """Frames that a whole step takes at a pace, which an evaluation's walks are made of."""
+    frames = round(1 / check("pace", pace))
+    if abs(frames * pace - 1) > 1e-6:
+        raise TachyscopeError(
+            f"an evaluation's `pace` is 1 over a whole number, got {pace}: try {1 / frames:.4f}"
+        )
+    return frames
+
+
+def spell(steps: str, pace: float) -> str:
+    """Actions of whole steps as those of frames; "stay" is one frame at every pace."""
+    times = frames_a_step(pace)
+    return "".join(letter if letter == "." else letter * times for letter in steps)
 
 
 def make_scene(

@@ -17,14 +17,21 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.batched_rollout import Forced, Take, play, teacher_forced
 from tachyscope.evaluation.frame_checks import (
-    identity,
     pose_errors,
     prompt_right,
     stopped,
+    surfaces_right,
     unsaid_db,
 )
 from tachyscope.evaluation.intervals import Values, combined, mean
-from tachyscope.evaluation.scenes import Scene, make_scene, make_world, new_place
+from tachyscope.evaluation.scenes import (
+    Scene,
+    frames_a_step,
+    make_scene,
+    make_world,
+    new_place,
+    spell,
+)
 from tachyscope.machine import cores
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
@@ -34,7 +41,7 @@ from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
 from tachyscope.results import Document, document
 from tachyscope.tables import format_table
 from tachyscope.worlds import atrium
-from tachyscope.worlds.atrium import TURN
+from tachyscope.worlds.atrium import OBJECTS, TURN
 
 GIVEN = "." + "q" * TURN  # all of the room is shown before anything is made
 # The same turn again, from the same place, where a frame can be copied; then, from places where
@@ -51,7 +58,8 @@ EVERY = {"pose": 6, "identity": 4, "teacher": 4}  # these looks cost more than a
 PROBED = (12, 24, 48, 96, 104)  # made frames at which recall is sampled; 104: 128 are before it
 TRUSTED = 24  # made frames over which closeness to dense is told; the floor says if rightly
 ENDS = 48  # made frames, first and last, whose identity is told apart
-SETTLED = 100 - len(GIVEN)  # made frames after which a bounded plan's work must be the same
+SETTLED = 100  # frames, given ones too, after which a bounded plan's work must be the same
+STRETCH = 160  # frames by which drift is told, where there are more
 BLURRED = 0.5  # of the truth's detail: a picture with less is blurred
 AT_ONCE = 16  # worlds that share a GPU's passes
 FLOOR_WORLDS, FLOOR_WORLDS_QUICK = 8, 1  # a second dense run, in a slower dtype on CPUs
@@ -70,12 +78,18 @@ class Asked:
     recall: bool = True
     world: bool = True  # the model's own measures
     own: bool = False  # every plan's revisit of what the model itself made up
+    pace: float = 1.0  # of a step that a frame takes
+
+    @property
+    def given(self) -> str:
+        return spell(GIVEN, self.pace)
 
     @property
     def walk(self) -> str:
         if self.quick:
-            return QUICK_WALK
-        return (WALK * (self.frames // len(WALK) + 1))[: self.frames]
+            return spell(QUICK_WALK, self.pace)
+        walk = spell(WALK, self.pace)
+        return (walk * (self.frames // len(walk) + 1))[: self.frames]
 
     @property
     def coarser(self) -> int:
@@ -102,8 +116,9 @@ def play_worlds(
     model: WanModel, asked: Asked, numbers: Sequence[int], twin: WanModel | None = None
 ) -> list[Played]:
     """Every rollout that is asked for, of several worlds at once."""
-    given, device = len(GIVEN), model.device
-    scenes = [make_scene(make_world(asked.seed, n), GIVEN + asked.walk, device) for n in numbers]
+    given, device, pace = len(asked.given), model.device, asked.pace
+    walk = asked.given + asked.walk
+    scenes = [make_scene(make_world(asked.seed, n), walk, device, pace) for n in numbers]
     probed = [i for i in PROBED if i <= asked.frames] if asked.recall else []
     found: list[dict[str, Any]] = [{"scene": scene} for scene in scenes]
 
@@ -127,11 +142,12 @@ def play_worlds(
     keep("takes", list(zip(*takes, strict=True)) if takes else [()] * len(scenes))
     if asked.world or asked.own:
         # nothing moves on its own, so that the second turn should equal the first
-        walk = "." + OWN_WALK[: TURN + 7 if asked.quick else None]
-        still = [make_scene(make_world(asked.seed, n, motion=0.0), walk, device) for n in numbers]
+        walk = "." + spell(OWN_WALK[: TURN + 7 if asked.quick else None], pace)
+        worlds = [make_world(asked.seed, n, motion=0.0) for n in numbers]
+        still = [make_scene(world, walk, device, pace) for world in worlds]
         keep("still", still)
     if asked.world:
-        last = given + FAR[-1]
+        last = given + far_frames(pace)[-1]
         short = [replace(s, actions=s.actions[:last], frames=s.frames[:last]) for s in scenes]
         keep("window", [take.frames for take in play(model, WINDOW, short, given)])
         made = range(given, given + min(48, len(asked.walk)), EVERY["teacher"] * asked.coarser)
@@ -147,11 +163,11 @@ def play_worlds(
 
 def judge_world(asked: Asked, played: Played) -> Document:
     """All that is measured on one world: `world`, the model's own values, and one row a plan."""
-    given, scene, dense = len(GIVEN), played.scene, played.dense
+    given, scene, dense = len(asked.given), played.scene, played.dense
     rows: list[Values] = []
     for i, (plan, take) in enumerate(zip(asked.plans, played.takes, strict=True)):
         row = judge(take.frames, scene, given) | take.cost
-        if late := take.work[SETTLED:]:
+        if late := take.work[max(0, SETTLED - given) :]:
             row["work_spread"] = max(late) / min(late)
         if dense is not None:
             near = psnr(take.frames[:TRUSTED], dense.frames[:TRUSTED])
@@ -160,7 +176,7 @@ def judge_world(asked: Asked, played: Played) -> Document:
         if plan == "dense" and asked.recall:
             row |= {"recall": 1.0, "recall_p5": 1.0, "recall_end": 1.0}
         if played.owns:
-            row["revisit_own_db"] = revisit_own(played.owns[i])
+            row["revisit_own_db"] = revisit_own(played.owns[i], asked.pace)
         rows.append(row)
     own: Values = {}
     if dense is not None and played.floor is not None:
@@ -181,8 +197,9 @@ def judge(frames: Frames, scene: Scene, given: int) -> Values:
     for low, high in zip((0, *HORIZONS), HORIZONS, strict=False):
         if len(near) >= high:
             out[f"psnr_truth_{high}"] = mean(near[low:high])
-    out["new_place_db"] = mean(near[new_place(scene, given)])
-    far = [i - 1 for i in FAR]
+    anew = new_place(scene, given)
+    out["new_place_db"] = mean(near[anew])
+    far = [i - 1 for i in far_frames(scene.pace)]
     out["revisit_db"] = mean(near[far])
     out["revisit_unsaid_db"] = unsaid_db(frames[far], scene, [given + i for i in far])
     sharp = detail(frames) / detail(truth)
@@ -191,20 +208,31 @@ def judge(frames: Frames, scene: Scene, given: int) -> Values:
     out["frozen"] = stopped(frames, truth, scene.frames[given - 1])
     out["flat"] = float((contrast(frames) < FLAT).mean())
     step = EVERY["identity"]
+    at = range(step - 1, len(frames), step)
+    right = surfaces_right(frames[at], scene, [given + i for i in at])
 
-    def same(at: range) -> float:
-        return identity(frames[at], scene, [given + i for i in at])
+    def same(start: int, stop: int) -> float:
+        return mean(x for i, row in zip(at, right, strict=True) if start <= i < stop for x in row)
 
-    out["identity"] = same(range(step - 1, len(frames), step))
+    out["identity"] = same(0, len(frames))
+    moved = [row[OBJECTS:] for i, row in zip(at, right, strict=True) if i in set(anew)]
+    out["objects_new_place"] = mean(x for row in moved for x in row.tolist())
     if len(frames) > 2 * ENDS:
-        out["identity_first"] = same(range(step - 1, ENDS, step))
-        out["identity_last"] = same(range(len(frames) - ENDS, len(frames), step))
+        out["identity_first"] = same(0, ENDS)
+        out["identity_last"] = same(len(frames) - ENDS, len(frames))
+    for start in range(0, len(frames) - STRETCH + 1, STRETCH) if len(frames) > STRETCH else ():
+        stop = start + STRETCH
+        out[f"stretch_{stop}_db"] = mean(near[start:stop])
+        out[f"identity_stretch_{stop}"] = same(start, stop)
+        out[f"blurred_{stop}"] = float((sharp[start:stop] < BLURRED).mean())
+        before = frames[start - 1] if start else scene.frames[given - 1]
+        out[f"frozen_{stop}"] = stopped(frames[start:stop], truth[start:stop], before)
     return out
 
 
 def judge_model(asked: Asked, played: Played) -> Values:
     """The model's own measures, those of its dense rollout among them."""
-    given, scene, forced = len(GIVEN), played.scene, played.forced
+    given, scene, forced = len(asked.given), played.scene, played.forced
     assert played.dense and forced and played.own and played.still and played.window is not None
     frames = played.dense.frames
     out = judge(frames, scene, given)
@@ -216,13 +244,13 @@ def judge_model(asked: Asked, played: Played) -> Values:
     at = forced.index[:4]
     out["pose_floor"], out["heading_floor"] = pose_errors(scene.frames[list(at)], scene, at)
     out |= judge_forced(forced, scene, given)
-    far = [i - 1 for i in FAR]
+    far = [i - 1 for i in far_frames(asked.pace)]
     out["revisit_window_db"] = mean(psnr(played.window[far], scene.frames[given:][far]))
-    out["revisit_own_db"] = revisit_own(played.own)
+    out["revisit_own_db"] = revisit_own(played.own, asked.pace)
     if played.own_window is not None:
-        out["revisit_own_window_db"] = revisit_own(played.own_window)
-    turn = range(1, TURN + 1)
-    out["prompt_right"] = prompt_right(played.own.frames[:TURN], played.still, turn)
+        out["revisit_own_window_db"] = revisit_own(played.own_window, asked.pace)
+    turn = TURN * frames_a_step(asked.pace)
+    out["prompt_right"] = prompt_right(played.own.frames[:turn], played.still, range(1, turn + 1))
     return out
 
 
@@ -241,15 +269,20 @@ def judge_forced(forced: Forced, scene: Scene, given: int) -> Values:
     }
 
 
-def revisit_own(take: Take) -> float:
+def revisit_own(take: Take, pace: float = 1.0) -> float:
     """PSNR of the second turn to the model's own first: what it made up, does it remember?"""
-    last = len(take.frames)
-    at = [TURN + i - 1 for i in FAR if TURN + i <= last]
-    return mean(psnr(take.frames[at], take.frames[[i - TURN for i in at]]))
+    last, turn = len(take.frames), TURN * frames_a_step(pace)
+    at = [turn + i - 1 for i in far_frames(pace) if turn + i <= last]
+    return mean(psnr(take.frames[at], take.frames[[i - turn for i in at]]))
+
+
+def far_frames(pace: float) -> range:
+    """Frames of a turn, from 1 on, that show nothing that its first shows."""
+    times = frames_a_step(pace)
+    return range(FAR[0] * times, FAR[-1] * times + 1)
 
 
 def evaluate_world(
-    name: str = "atrium-world",
     plans: Sequence[str] = ("dense", "balanced", "fast"),
     *,
     weights: str | None = None,
@@ -262,32 +295,35 @@ def evaluate_world(
     recall: bool = True,
     world: bool = True,
     own: bool = False,
+    pace: float = 1.0,
     jobs: int | None = None,
     command: str = "",
     watch: Watch | None = None,
 ) -> Document:
     """Play plans through unseen worlds; a results document with 95 % intervals over worlds.
 
-    Every rollout is shown one full turn of the room, then makes `frames` frames of a walk that
-    sees all of it again. world: also measure the model itself, as `world`. own: also each plan's
-    memory of what the model makes up. recall: sample each plan's attention recall. floor: the
-    dtype of a second dense run, which tells until which frame two dense runs agree. quick: 26
-    frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
-    processes, as many as cores unless given; on a GPU one process plays many worlds at once, and
-    the others judge.
+    Every rollout is shown one full turn of the room, then makes `frames` frames of a walk that sees
+    all of it again. world: also measure the model itself, as `world`. own: also each plan's memory
+    of what the model makes up. pace: the part of a step that a frame takes. recall: sample each
+    plan's attention recall. floor: the dtype of a second dense run, which tells until which frame
+    two dense runs agree. quick: 26 frames and no recall. watch: is told how many worlds are done.
+    Worlds are shared out to `jobs` processes, as many as cores unless given; on a GPU one process
+    plays many worlds at once, and the others judge.
     """
     check("worlds", worlds)
-    if frames < TURN:
-        raise TachyscopeError(f"frames must be {TURN} or more, a full turn, got {frames}")
+    turn = TURN * frames_a_step(pace)
+    if frames < turn and not quick:
+        raise TachyscopeError(f"frames must be {turn} or more, a full turn, got {frames}")
     for number in (0, worlds - 1):
         make_world(seed, number)  # raises where there are not so many
-    model, twin = _models(name, weights, device, floor)
+    model, twin = world_models(weights, device, floor)
+    model.check_pace(pace)
     for plan in plans:
         parse_plan(model, plan).check(model.shape())
-    made = len(QUICK_WALK) if quick else frames
-    asked = Asked(tuple(plans), seed, made, quick, recall and not quick, world, own)
+    made = len(spell(QUICK_WALK, pace)) if quick else frames
+    asked = Asked(tuple(plans), seed, made, quick, recall and not quick, world, own, pace)
     jobs = max(1, min(jobs or cores(), worlds))
-    measure = partial(_measure, asked, name, weights, device, floor)
+    measure = partial(_measure, asked, weights, device, floor)
     found: Iterable[Document]
     if jobs == 1:
         found = map(measure, range(worlds))
@@ -313,7 +349,8 @@ def evaluate_world(
             "worlds": worlds,
         }
         rows.append(row | combined([result["rows"][i] for result in results]))
-    more: Document = {"given": GIVEN, "walk": asked.walk, "seed": seed}
+    more: Document = {"given": asked.given, "walk": asked.walk, "seed": seed, "pace": pace}
+    more["fingerprint"] = model.fingerprint
     if world:
         whole = combined([result["world"] for result in results])
         parted = [x for x in whole["by_world"].get("horizon", []) if math.isfinite(x)]
@@ -325,10 +362,14 @@ def evaluate_world(
 
 
 @cache
-def _models(
-    name: str, weights: str | None, device: str, floor: str | None
+def world_models(
+    weights: str | None, device: str, floor: str | None
 ) -> tuple[WanModel, WanModel | None]:
-    """A process's models: that which is measured, and the same in another dtype."""
+    """A process's models: that which is measured, and the same in another dtype.
+
+    weights: a world model's folder instead of the shipped one's.
+    """
+    name = "atrium-world" if weights is None else "wan_causal"
     model = load(name, weights, device=device)
     fault = (
         f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
@@ -343,10 +384,10 @@ def _models(
 
 
 def _measure(
-    asked: Asked, name: str, weights: str | None, device: str, floor: str | None, number: int
+    asked: Asked, weights: str | None, device: str, floor: str | None, number: int
 ) -> Document:
     """All of one world, in whatever process."""
-    model, twin = _models(name, weights, device, floor)
+    model, twin = world_models(weights, device, floor)
     return judge_world(asked, play_worlds(model, asked, [number], twin)[0])
 
 
@@ -374,6 +415,7 @@ COLUMNS_SHOWN = {
     "revisit_own_db": ("own", 1.0, 1),
     "identity": ("same %", 100.0, 0),
     "identity_last": ("at end %", 100.0, 0),
+    "objects_new_place": ("objects %", 100.0, 0),
     "density": ("pairs %", 100.0, 0),
     "cache_mb": ("cache MB", 1.0, 1),
     "work_dense": ("work %", 100.0, 0),
@@ -405,7 +447,8 @@ def lines(found: Document) -> list[str]:
     out.append(
         f"{count} unseen worlds, {made} frames after one full turn; dB to the truth (anew: from "
         f"new places; own: to the model's first showing; worst: the worst world's revisit); same: "
-        f"surfaces in view that are right, at end: in the last {ENDS} frames; pairs scored and "
-        f"work counted, of dense's; recall: dense attention mass that was read"
+        f"surfaces in view that are right, at end: in the last {ENDS} frames, objects: objects, "
+        f"from new places; pairs scored and work counted, of dense's; recall: dense attention mass "
+        f"that was read"
     )
     return out

@@ -60,6 +60,13 @@ class VideoModel(abc.ABC):
         """Of the weights; worked out when first asked for."""
         return of_tensors(self.transformer.state_dict())
 
+    def check_pace(self, pace: float) -> None:
+        """Raise where a model without a camera is asked for another pace than 1."""
+        if pace != 1 and not self.camera:
+            raise TachyscopeError(
+                f"{self.name} is not told where its camera stands, got `pace` {pace}: leave it out"
+            )
+
     def prompt_key(self, prompt: str) -> str:
         """A hash by which a state knows its prompt."""
         return digest(prompt)

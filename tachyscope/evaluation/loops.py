@@ -1,0 +1,252 @@
+"""A world model's memory as the field measures it: replay, return, loops, mirror, prompt switch.
+
+    replay  what was shown is walked through again: closeness to the truth (Echo-Memory, MIND's lcm)
+    return  a turn of 45 degrees to the right and back: the last frame to the first (Echo-Memory)
+    loop    rot180, a half turn and back; rot360, a full turn (Echo-Memory); ABA, to a place and
+            back; ABCA, by two places (LoopNav): the last frame to the first
+    mirror  a walk, then its actions undone: the way back to the way there (MIND's gsc)
+    switch  a new prompt: its named surfaces that are drawn, and those of the old that stay
+
+Each is gated, as WBench's: by the share of frames on the way that move where the truth does, times
+the share that is not blurred. A picture that stands still or is blurred scores nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from tachyscope.arguments import parse_plan
+from tachyscope.bounds import check
+from tachyscope.evaluation.batched_rollout import open_scenes, play
+from tachyscope.evaluation.frame_checks import named_walls, stopped
+from tachyscope.evaluation.intervals import Values, combined, mean
+from tachyscope.evaluation.scenes import WORLDS_A_SEED, Scene, make_scene, make_world, spell
+from tachyscope.evaluation.world import BLURRED, GIVEN, WALK, world_models
+from tachyscope.machine import cores
+from tachyscope.models.wan.model import WanModel
+from tachyscope.process import spread
+from tachyscope.quality import Frames, detail, has_ssim, psnr, ssim
+from tachyscope.results import Document, document
+from tachyscope.tables import format_table
+from tachyscope.worlds import atrium
+from tachyscope.worlds.visit import World
+
+# Whole steps from the middle of the room, where no wall stops the walker; each ends as it began.
+LOOPS = {
+    "return": "eee" + "qqq",
+    "rot180": "q" * 12 + "e" * 12,
+    "rot360": "q" * 24,
+    "aba": ("wwww" + "q" * 12) * 2,
+    "abca": ("wwww" + "q" * 8) * 3,
+}
+AWAY = "wwaa" + "q" * 8 + "ww"
+UNDONE = dict(zip("wsadqe", "swdaeq", strict=True))
+REPLAY = WALK[:48]
+SWITCHED = 24  # steps under the new prompt: a full turn
+AT_ONCE = {"cpu": 1, "cuda": 64}  # worlds that share passes
+
+
+def gate(frames: Frames, truth: Frames, before: Frames) -> float:
+    """The share of frames that move where the truth does, times the share that is not blurred.
+
+    before [H, W, 3] is the frame ahead of the first, in both.
+    """
+    still = stopped(frames, truth, before)
+    blurred = float((detail(frames) < BLURRED * detail(truth)).mean())
+    return (1 - (0.0 if math.isnan(still) else still)) * (1 - blurred)
+
+
+def closeness(name: str, frames: Frames, others: Frames, factor: float) -> Values:
+    """Mean PSNR and SSIM of frames to others, times a gate."""
+    found = {f"{name}_db": factor * mean(psnr(frames, others))}
+    if has_ssim():
+        found[f"{name}_ssim"] = factor * mean(ssim(frames, others))
+    return found
+
+
+def judge_loop(name: str, frames: Frames, scene: Scene) -> Values:
+    """The last frame of a walk that ends where it began, to its first, which was given."""
+    factor = gate(frames, scene.frames[1:], scene.frames[0])
+    return {f"{name}_gate": factor} | closeness(name, frames[-1:], scene.frames[:1], factor)
+
+
+def judge_mirror(frames: Frames, scene: Scene) -> Values:
+    """The way back to the way there, both as they were made; the first frame was given."""
+    half = len(frames) // 2
+    there = np.concatenate([scene.frames[:1], frames[: half - 1]])
+    factor = gate(frames, scene.frames[1:], scene.frames[0])
+    back = frames[half:][::-1]
+    return {"mirror_gate": factor} | closeness("mirror", back, there, factor)
+
+
+def judge_replay(frames: Frames, scene: Scene, given: int) -> Values:
+    """A walk through what was shown before, to the truth."""
+    truth = scene.frames[given:]
+    factor = gate(frames, truth, scene.frames[given - 1])
+    return {"replay_gate": factor} | closeness("replay", frames, truth, factor)
+
+
+def judge_switch(frames: Frames, old: Scene, new: Scene, given: int) -> Values:
+    """Of the walls that the new prompt names, those that are drawn; of the old one's, that stay."""
+    index = range(given, given + len(frames))
+    factor = gate(frames, new.frames[given:], old.frames[given - 1])
+    shares = [
+        mean(right for _, right in named_walls(frames, scene, index, hidden=False))
+        for scene in (new, old)
+    ]
+    return {"switch_follows": factor * shares[0], "switch_stays": shares[1]}
+
+
+def in_the_middle(world: World) -> World:
+    """The world, its walk begun in the middle of the room."""
+    start = world.start.clone()
+    start[:, :2] = 0.5
+    return replace(world, start=start)
+
+
+def repainted(world: World, other: World) -> World:
+    """Another world's room seen from this one's start, with its prompt from there."""
+    prompt = atrium.descriptions(other.rooms, 0)[int(atrium.facing(world.start[0]))]
+    return replace(other, start=world.start, prompt=prompt)
+
+
+@torch.inference_mode()
+def play_switch(
+    model: WanModel, plan: str, old: Sequence[Scene], new: Sequence[Scene], given: int
+) -> list[Frames]:
+    """Frames made under new prompts, after given frames of the old scenes."""
+    stream = open_scenes(model, plan, old, given)
+    stream.set_prompt([scene.world.prompt for scene in new])
+    made = [stream.step(action).frames for action in old[0].actions[given:]]
+    return list(np.concatenate(made, 1))
+
+
+def measure(
+    plans: Sequence[str],
+    seed: int,
+    pace: float,
+    weights: str | None,
+    device: str,
+    numbers: Sequence[int],
+) -> list[list[Values]]:
+    """Every plan's values in some worlds, played together: by plan, then by world."""
+    model, _ = world_models(weights, device, None)
+    place = model.device
+    still = [make_world(seed, n, motion=0.0) for n in numbers]
+    middle = [in_the_middle(world) for world in still]
+    others = [make_world(seed, (n + WORLDS_A_SEED // 2) % WORLDS_A_SEED, 0.0) for n in numbers]
+
+    def scenes(worlds: Iterable[World], steps: str) -> list[Scene]:
+        return [make_scene(world, spell(steps, pace), place, pace) for world in worlds]
+
+    loops = {name: scenes(middle, "." + steps) for name, steps in LOOPS.items()}
+    back = "".join(UNDONE[letter] for letter in reversed(AWAY))
+    mirror = scenes(middle, "." + AWAY + back)
+    given = len(spell(GIVEN, pace))
+    replay = scenes((make_world(seed, n) for n in numbers), GIVEN + REPLAY)
+    turn = GIVEN + "q" * SWITCHED
+    old = scenes(still, turn)
+    new = scenes(map(repainted, still, others), turn)
+    found = []
+    for plan in plans:
+        rows: list[Values] = [{} for _ in numbers]
+        for name, walks in loops.items():
+            for row, take, scene in zip(rows, play(model, plan, walks, 1), walks, strict=True):
+                row |= judge_loop(name, take.frames, scene)
+        for row, take, scene in zip(rows, play(model, plan, mirror, 1), mirror, strict=True):
+            row |= judge_mirror(take.frames, scene)
+        for row, take, scene in zip(rows, play(model, plan, replay, given), replay, strict=True):
+            row |= judge_replay(take.frames, scene, given)
+        switched = play_switch(model, plan, old, new, given)
+        for row, frames, a, b in zip(rows, switched, old, new, strict=True):
+            row |= judge_switch(frames, a, b, given)
+        for row in rows:
+            row["loop_db"] = mean(row[f"{name}_db"] for name in LOOPS if name != "return")
+        found.append(rows)
+    return found
+
+
+def evaluate_loops(
+    plans: Sequence[str] = ("dense", "balanced", "fast"),
+    *,
+    weights: str | None = None,
+    worlds: int = 16,
+    device: str = "cpu",
+    seed: int = 0,
+    pace: float = 1.0,
+    jobs: int | None = None,
+    command: str = "",
+    watch: Callable[[int], None] | None = None,
+) -> Document:
+    """Play plans through loops of unseen worlds: a document with 95 % intervals over worlds.
+
+    pace: the part of a step that a frame takes. weights: a world model's folder instead of the
+    shipped one's.
+    """
+    check("worlds", worlds)
+    for number in (0, worlds - 1):
+        make_world(seed, number)
+    model, _ = world_models(weights, device, None)
+    model.check_pace(pace)
+    spell(GIVEN, pace)
+    for plan in plans:
+        parse_plan(model, plan).check(model.shape())
+    step = AT_ONCE[model.device.type]
+    groups = [range(i, min(worlds, i + step)) for i in range(0, worlds, step)]
+    work = partial(measure, tuple(plans), seed, pace, weights, device)
+    jobs = max(1, min(jobs or cores(), len(groups)))
+    parts: Iterable[list[list[Values]]] = map(work, groups)
+    if jobs > 1 and model.device.type == "cpu":
+        parts = spread(work, groups, jobs, torch.set_num_threads, max(1, cores() // jobs))
+    by_plan: list[list[Values]] = [[] for _ in plans]
+    for part in parts:
+        for known, found in zip(by_plan, part, strict=True):
+            known += found
+        if watch is not None:
+            watch(len(by_plan[0]))
+    rows: list[Document] = []
+    for plan, values in zip(plans, by_plan, strict=True):
+        row: Document = {"plan": str(parse_plan(model, plan)), "asked": plan}
+        rows.append(row | {"model": model.name, "worlds": worlds} | combined(values))
+    return document(
+        "atrium-loops", rows, command, seed=seed, pace=pace, fingerprint=model.fingerprint
+    )
+
+
+SHOWN = ("replay_db", "return_db", "loop_db", "rot180_db", "rot360_db", "aba_db", "abca_db",
+         "mirror_db", "replay_ssim", "mirror_ssim")  # fmt: skip
+SHARES = ("switch_follows", "switch_stays")
+
+
+def lines(found: Document) -> list[str]:
+    """The measures as a reader wants them, with the worst world of the loops."""
+    rows = found["rows"]
+    shown = [key for key in SHOWN if key in rows[0]]
+    head = [
+        "plan",
+        *(key.removesuffix("_db") for key in shown),
+        "worst loop",
+        "follows %",
+        "stays %",
+    ]
+    cells = [
+        [
+            row["asked"],
+            *(f"{row[key]:.{1 if key.endswith('_db') else 3}f}" for key in shown),
+            f"{row['loop_db_worst']:.1f}",
+            *(f"{100 * row[key]:.0f}" for key in SHARES),
+        ]
+        for row in rows
+    ]
+    told = (
+        f"{rows[0]['worlds']} unseen worlds at pace {found['pace']:g}; dB, gated: a picture that "
+        f"stands still or is blurred scores nothing. follows: walls that a new prompt names and "
+        f"that are drawn so; stays: walls of the old one that are still there"
+    )
+    return [*format_table(head, cells), told]
