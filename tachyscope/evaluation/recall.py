@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.ann import Ann
+from tachyscope.cache.bank import Bank
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.observers import Observer
@@ -66,7 +67,7 @@ class RecallObserver(Observer):
 
     def on_open(self, session: Session) -> None:
         self.session, shape = session, session.shape
-        if session.layers and session.layers[0].bank is not None:
+        if isinstance(session.plan.cache, Bank):
             raise TachyscopeError("recall is not told of cache=bank: leave it out (--no-recall)")
         groups = (shape.batch, session.plan.cache.cache_heads(shape), 0)
         # by layer: keys and log-weights as they were committed, and the slot each went to
