@@ -93,9 +93,10 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
     mass = torch.rand(1, 2, tiles, rows, generator=rng)
     before = bank.tensors["block"].clone()
     wanted_before = bank.tensors["wanted"].clone()
-    bank.choose(mass, layout.room, read, 1, 3)
+    bank.choose(mass, layout.room, read, True, 3)
     live = int(bank.tensors["used"])
     late = denied = fetched = 0
+    at_once = layout.places // 4
     for h in range(2):
         rest = mass[0, h, :, layout.sink : layout.sink + live]
         chosen = [set(row.topk(5).indices.tolist()) for row in rest]
@@ -109,15 +110,22 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
         resident = set(order[: layout.places])
         assert {x for x in bank.tensors["block"][0, h].tolist() if x >= 0} == resident
         fetched += len(resident - was)
+        now = set([x for x in order if x in resident - was][:at_once])
+        early = {x for x in bank.work["now"][0, h].tolist() if x >= 0}
+        assert early == now
+        kept = [
+            b if n < 0 else n for b, n in zip(before[0, h], bank.work["now"][0, h], strict=True)
+        ]
+        was = {int(x) for x in kept}  # what the first pass finds
         late += sum(len(ids & resident - was) for ids in chosen)
         denied += sum(len(ids - resident) for ids in chosen)
-        # until it has come a tile reads the best of what was there
+        # until all has come a tile reads the best of what is there
         for name, there in (("first", was), ("map", resident)):
             for i in range(tiles):
                 best = sorted(there, key=lambda x: -float(rest[i, x]))[:5]
                 places = bank.work[name][0, h, i, :read].tolist()[-5:]
-                source = before if name == "first" else bank.tensors["block"]
-                read_now = [int(source[0, h, x - layout.sink]) for x in places if x >= 0]
+                source = kept if name == "first" else bank.tensors["block"][0, h]
+                read_now = [int(source[x - layout.sink]) for x in places]
                 assert read_now == best
     assert denied > 0 and late > 0
     row = counted(at)

@@ -304,21 +304,21 @@ class Ann(AttentionPolicy):
         cut = Blocks(sink + held + newest, sink, newest, layout.block)
         all_resident = Blocks(layout.sink + layout.places + layout.open, sink, newest, layout.block)
         read = self._blocks_read(cut, all_resident)
-        # the first pass over a chunk reads what is resident, unless it is the only one
+        # the first pass over a chunk does not wait for all that it wants, unless it is the only one
         early = not ctx.before and ctx.pass_index < ctx.pass_count - 1
         if not ctx.before:
             layer.scratch = ()
             rows = layout.sink + layout.most + layout.open if full else cut.all
             mass = (mean_mass if full else block_mass)(q, bank.codes, rows, layout.tile)
             meter.add("macs", q.shape[:3].numel() * rows * layout.code)
-            bank.choose(mass, ctx.past, read, int(early), ctx.pass_count - ctx.pass_index)
-            if full and not early:
+            bank.choose(mass, ctx.past, read, early, ctx.pass_count - ctx.pass_index)
+            if full:
                 bank.fetch(layer)
         table = bank.table(layer, ctx.past, read, early)
         found = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
         layer.scratch = () if early else found.kept
         if full and early:
-            bank.fetch(layer)
+            bank.fetch_later(layer)
         meter.add("pairs", found.pairs)
         meter.add("macs", 2 * found.pairs * q.shape[3])
         return found.out

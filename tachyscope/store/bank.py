@@ -5,10 +5,9 @@ entries, and behind them the present chunk. Entries that leave the newest are or
 cut into blocks and sealed: written to host memory and put in places. Nothing changes or moves a
 sealed block there. The index knows every block by a code, so that queries choose among all of them.
 
-The choice is made in a chunk's first pass. A layer whose tiles have read what was resident then
-fetches the blocks that are wanted and are not, into places of the least recently wanted, while the
-pass goes on; the chunk's other passes read them. Where more is wanted than there are
-places, the largest mass wins.
+The choice is made in a chunk's first pass. Blocks that are wanted and not resident are fetched into
+places of the least recently wanted: those of most mass at once, the others while the pass goes on,
+for the chunk's other passes. Where more is wanted than there are places, the largest mass wins.
 """
 
 from __future__ import annotations
@@ -239,17 +238,26 @@ class BlockBank(Residents):
     # ---- a pass
 
     def fetch(self, layer: KVStore) -> None:
-        """Bring what was chosen and was not resident from host memory, beside what is launched
-        next; `join` waits for it."""
-        layout, own, ids = self.layout, self.tensors, self.work["fetched"]
+        """Bring from host memory what the first pass waits for."""
+        self._load(layer, self.work["now"])
+
+    def fetch_later(self, layer: KVStore) -> None:
+        """Bring the rest that was chosen, beside what is launched next; `join` waits for it."""
         with self._beside(layer):
-            load_blocks(self.host_blocks, ids, *self._places(layer))
-            length = at_or(own["length"], ids, 0).unsqueeze(-1)
-            beyond = torch.arange(layout.block, device=ids.device) >= length
-            held = own["log_count"][:, :, self._slots]
-            live = torch.zeros_like(held).masked_fill(beyond.flatten(2), -math.inf)
-            comes = (ids >= 0).repeat_interleave(layout.block, 2)
-            held.copy_(torch.where(comes, live, held))
+            self._load(layer, self.work["later"])
+
+    def _load(self, layer: KVStore, ids: Tensor) -> None:
+        """Copy blocks [B, Hkv, places] to places; none where an id is below 0."""
+        layout, own = self.layout, self.tensors
+        load_blocks(self.host_blocks, ids, *self._places(layer))
+        if layout.whole:
+            return
+        length = at_or(own["length"], ids, 0).unsqueeze(-1)
+        beyond = torch.arange(layout.block, device=ids.device) >= length
+        held = own["log_count"][:, :, self._slots]
+        live = torch.zeros_like(held).masked_fill(beyond.flatten(2), -math.inf)
+        comes = (ids >= 0).repeat_interleave(layout.block, 2)
+        held.copy_(torch.where(comes, live, held))
 
     @contextmanager
     def _beside(self, layer: KVStore, *used: Tensor) -> Iterator[None]:
@@ -283,7 +291,7 @@ class BlockBank(Residents):
         return layer.k[:, :, self._slots], layer.v[:, :, self._slots]
 
     def table(self, layer: KVStore, past: int, read: int, first: bool) -> BlockTable:
-        """What tiles read; `first` is for passes before `fetch`."""
+        """What tiles read; `first` is for the pass before `fetch_later`."""
         layout, kept = self.layout, layer.past(past)
         if not first:
             self.join(layer)

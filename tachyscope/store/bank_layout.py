@@ -92,7 +92,8 @@ def work_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> dict
     table = (shape.batch, shape.heads, -(-shape.max_pass_tokens // layout.tile))
     most = layout.sink + layout.places + layout.open
     return {
-        "fetched": torch.full((shape.batch, shape.kv_heads, layout.places), -1, **whole),
+        "now": torch.full((shape.batch, shape.kv_heads, layout.places), -1, **whole),
+        "later": torch.full((shape.batch, shape.kv_heads, layout.places), -1, **whole),
         "count": torch.zeros(table, **whole),
         "first": torch.zeros(*table, most, **whole),
         "map": torch.zeros(*table, most, **whole),
