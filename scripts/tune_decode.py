@@ -259,9 +259,13 @@ MLPS: list[tuple[tuple[int, int, int], int, str, list[Cut]]] = [
     (DENSE, 2, "", [(4, 512, 4, 1024, 4, 528)]),
     *((DEPTH, tokens, "", [(8, 512, 4, 1024, 4, 660), (8, 512, 8, 512, 4, 528)])
       for tokens in (1, 2)),
-    *((DENSE, tokens, kind, [
+    *((DENSE, tokens, "int8", [
         (4, 512, 4, 512, 4, 528), (4, 512, 8, 512, 4, 528), (4, 256, 4, 256, 2, 1056),
-    ]) for kind in ("int8", "int4") for tokens in (1, 2)),
+    ]) for tokens in (1, 2)),
+    (DENSE, 1, "int4", [
+        (4, 512, 4, 512, 4, 528), (2, 512, 2, 512, 4, 660), (4, 512, 4, 512, 4, 396),
+    ]),
+    (DENSE, 2, "int4", [(1, 512, 2, 512, 4, 528), (1, 512, 1, 512, 4, 528)]),
     *((SLICE_INT4 if kind == "int4" else SLICE, 1, kind, [(4, 512, 4, 512, 4, 376)])
       for kind in ("int8", "int4")),
 ]  # fmt: skip
@@ -276,7 +280,8 @@ GEMVS: list[tuple[tuple[int, tuple[int, ...], str], str, list[tuple[int, int, in
     (DEPTH_QKV, "", [(8, 512, 4), (4, 512, 4)]),
     (DEPTH_OUT, "", [(4, 512, 4), (2, 1024, 4)]),
     (CODES, "", [(8, 512, 4)]),
-    *((QKV, kind, [(8, 512, 4)]) for kind in ("int8", "int4")),
+    (QKV, "int8", [(8, 512, 4)]),
+    (QKV, "int4", [(8, 512, 4), (4, 512, 4)]),
 ]  # fmt: skip
 Work = Callable[[], None]
 
