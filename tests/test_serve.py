@@ -11,6 +11,7 @@ from starlette.testclient import WebSocketDenialResponse
 import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
+from tachyscope.quality import psnr
 from tachyscope.serve import protocol
 from tachyscope.serve.limits import Bucket, Limits
 from tachyscope.serve.security import Guard, read_tokens
@@ -145,6 +146,56 @@ def test_a_client_that_was_cut_off_goes_on_where_it_was(engine, model):
             assert np.array_equal(again.frames[0, 1, frame], wanted[frame])
 
 
+def test_one_can_go_back_to_a_snapshot_and_take_another_way(engine, model):
+    with serving(engine) as client, playing(client) as player:
+        player.send("rewind", id=1, chunk=0)
+        refused = player.until("receipt", id=1, phase="refused")
+        assert "there is no snapshot before chunk 0: kept are none yet" in refused["reason"]
+        player.send("keys", id=2, actions="w")
+        player.until("snapshot", chunk=8)
+        player.send("rewind", id=3, chunk=7)
+        began = player.until("began")
+        assert (began["generation"], began["chunk"], began["snapshots"]) == (2, 4, [4])
+        player.send("keys", id=4, actions="a")
+        player.until_frame(17, generation=2)
+        player.send("log", id=5)
+        steps = player.until("log")["log"]["steps"]
+        assert "a" in steps[4:] and "w" not in steps[4:]
+        wanted = rolled(model, steps)
+        for frame in range(12, 18):
+            assert np.array_equal(player.frames[0, 2, frame], wanted[frame])
+
+
+def test_dense_runs_beside_on_the_same_log(engine, model):
+    with serving(engine) as client, playing(client, plan="cache=window:budget=6f") as player:
+        player.send("keys", id=1, actions="w")
+        player.until("receipt", id=1, phase="applied")
+        player.send("beside", id=2, mode="follow")
+        player.send("pause", id=3, paused=True)
+        at = player.until("receipt", id=3, phase="applied")["chunk"]
+        # a free-running plan leaves dense no time: it follows once there is a pause
+        followed = player.until("beside", behind=0)
+        assert followed["chunk"] == at - 1
+        player.until_frame(3 * at - 1, lane=protocol.DENSE)
+        player.send("beside", id=4, mode="turns")
+        player.send("pause", id=5, paused=False)
+        told = [player.until("beside") for _ in range(4)]
+        assert all(one["behind"] == 0 and len(one["psnr"]) == 3 for one in told)
+        player.until_frame(3 * told[-1]["chunk"] + 2, lane=protocol.DENSE)
+        player.send("log", id=6)
+        steps = player.until("log")["log"]["steps"]
+        count = 3 * (told[-1]["chunk"] + 1)
+        wanted = rolled(model, steps, plan="dense")[:count]
+        assert np.array_equal(player.video(count, lane=protocol.DENSE), wanted)
+        main = rolled(model, steps, plan="cache=window:budget=6f")
+        assert told[-1]["psnr"] == pytest.approx(
+            psnr(main[count - 3 : count], wanted[-3:]), abs=0.01
+        )
+        assert engine.sessions[player.opened["session"]].bytes == sum(
+            map(engine.bytes_of, ("dense", "cache=window:budget=6f"))
+        )
+
+
 def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_path):
     """The engine is left as kill -9 leaves it: only its files remain."""
     first = make_engine(model, tmp_path, chunks=2)
@@ -154,7 +205,7 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
         known = {name: player.opened[name] for name in ("session", "secret")}
         while not first.sessions[known["session"]].saved:
             time.sleep(0.01)
-        first.save = lambda live: None  # it dies before it can write again
+        first.keeper.save = lambda live: None  # it dies before it can write again
     second = make_engine(model, tmp_path)
     with serving(second) as client, playing(client, "resume", format="png", **known) as again:
         chunk = again.opened["chunk"]
@@ -219,7 +270,7 @@ def test_a_full_disk_is_told_and_the_session_goes_on(model, tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with serving(engine) as client, playing(client) as player:
-        monkeypatch.setattr(engine.snapshots.fs, "pipe_file", full)
+        monkeypatch.setattr(engine.keeper.snapshots.fs, "pipe_file", full)
         notice = player.until("notice")
         assert notice["code"] == "snapshot_failed"
         assert "no space left on device" in notice["message"]

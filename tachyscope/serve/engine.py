@@ -12,34 +12,35 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from tachyscope.arguments import parse_plan
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.memory import need
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import MODELS
+from tachyscope.quality import psnr
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Opening, Step
+from tachyscope.serve.keeper import Keeper
 from tachyscope.serve.lane import Lane
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.live import Live, Show, Told, reopened
 from tachyscope.serve.metrics import Metrics
-from tachyscope.serve.snapshots import Saved, Snapshots, hash_secret
+from tachyscope.serve.snapshots import Snapshots, hash_secret
 from tachyscope.types import Chunk
 from tachyscope.video import VideoWriter
 
 T = TypeVar("T")
 SNAPSHOT_CHUNKS = 32  # between two snapshots
 SWEEP_S = 60.0
+DENSE_PLAN = "dense"
 
 logger = logging.getLogger("tachyscope.serve")
 
@@ -68,7 +69,7 @@ class Engine:
         snapshot_chunks: int = SNAPSHOT_CHUNKS,
     ) -> None:
         """`name` is the model's in the registry, `plan` the default, `budget` bytes for caches."""
-        self.model, self.name, self.snapshots = model, name, snapshots
+        self.model, self.name, self.keeper = model, name, Keeper(snapshots, metrics)
         self.plan, self.budget, self.limits, self.metrics = plan, budget, limits, metrics
         self.snapshot_chunks = snapshot_chunks
         parse_plan(model, plan)
@@ -80,13 +81,12 @@ class Engine:
         self._stopping = False
         self._swept = time.monotonic()
         self._recordings = Path()  # once it is started
-        self._writer = ThreadPoolExecutor(1, "tachyscope-snapshots")
         self._thread = threading.Thread(target=self._run, name="tachyscope-engine", daemon=True)
         metrics.budget.set(budget)
 
     def start(self) -> None:
         self._recordings = Path(mkdtemp(prefix="tachyscope-"))
-        self.snapshots.sweep(self.limits.kept_s)
+        self.keeper.sweep(self.limits.kept_s)
         self._thread.start()
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class Engine:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
-        self._writer.shutdown()
+        self.keeper.stop()
         shutil.rmtree(self._recordings, ignore_errors=True)
 
     def call(self, work: Callable[[], T]) -> Future[T]:
@@ -158,17 +158,18 @@ class Engine:
 
     def detach(self, tell: Callable[[Told], None]) -> None:
         """A client is gone; its session waits for it, at the chunk where it is."""
-        for live in self.sessions.values():
+        for live in list(self.sessions.values()):
             if live.tell == tell:
                 live.tell, live.used = None, time.monotonic()
                 live.inbox.clear()
+                self._set_beside(live, "off")
                 if live.chunk and live.chunk not in live.saved:
-                    self.save(live)
+                    self.keeper.save(live)
 
     def close(self, live: Live) -> None:
         """The client wants nothing kept."""
         self._forget(live)
-        self._writer.submit(self.snapshots.remove, live.name)
+        self.keeper.remove(live)
         self.metrics.ended.labels("closed").inc()
 
     def read_log(self, value: Any) -> ActionLog:
@@ -192,44 +193,6 @@ class Engine:
             self._sizes[plan] = sum(found.cache.values()) + found.prompt
         return self._sizes[plan]
 
-    def save(self, live: Live) -> None:
-        """Write a snapshot; on a thread of its own, so that no session waits for a disk."""
-        if live.lane is None or live.saving:
-            self.metrics.snapshots.labels("skipped").inc()
-            return
-        state, saved, chunk = live.lane.stream.snapshot(), live.to_save(), live.chunk
-        live.saving = True
-        self._writer.submit(self._write, live, saved, chunk, state)
-
-    def _is_saved(self, live: Live) -> bool:
-        """Whether a session lies on disk as it is; it is written now if it does not."""
-        for _ in range(2):  # the first time another may be under way
-            if live.chunk not in live.saved:
-                self.save(live)
-                self._writer.submit(lambda: None).result()
-        return live.chunk in live.saved
-
-    def _write(self, live: Live, saved: Saved, chunk: int, state: Mapping[str, Tensor]) -> None:
-        try:
-            size = self.snapshots.save(live.name, saved, chunk, state)
-        except OSError as fault:
-            self.metrics.snapshots.labels("failed").inc()
-            reason = (fault.strerror or str(fault)).lower()
-            logger.warning("snapshot of session %s failed: %s", live.name, reason)
-            live.say(
-                type="notice",
-                code="snapshot_failed",
-                message=f"the last snapshot could not be written ({reason}): the session goes on, "
-                f"and after a fault resumes from an older one",
-            )
-        else:
-            self.metrics.snapshots.labels("written").inc()
-            self.metrics.snapshot_bytes.inc(size)
-            if live.generation == saved.generation:
-                live.saved = (*(one for one in saved.chunks if one < chunk), chunk)
-        finally:
-            live.saving = False
-
     def _run(self) -> None:
         while True:
             with self._wake:
@@ -248,7 +211,7 @@ class Engine:
                 self._sweep()
         for live in list(self.sessions.values()):
             if live.chunk and live.chunk not in live.saved:
-                self.save(live)
+                self.keeper.save(live)
             live.say(type="closed", reason="the server is stopping: resume in a minute")
             self._forget(live)
         for _, future in self._calls:
@@ -259,6 +222,8 @@ class Engine:
         """The session that has been due for longest."""
         now = time.monotonic()
         due = [one for one in self.sessions.values() if one.ready and one.due <= now]
+        if not due:  # there is time for dense models that follow
+            due = [one for one in self.sessions.values() if one.lags]
         return min(due, key=lambda one: one.due, default=None)
 
     def _patience(self) -> float:
@@ -269,13 +234,18 @@ class Engine:
     def _turn(self, live: Live) -> None:
         """One session's turn: its messages, then a chunk unless it is paused."""
         try:
-            if not live.paused:
-                self.metrics.wait_s.observe(time.monotonic() - live.due)
             self._obey(live)
+            now = time.monotonic()
             if live.paused:
-                live.due = time.monotonic()
+                live.due = now
+            elif live.due <= now:
+                self.metrics.wait_s.observe(now - live.due)
+                self._step(live)
+                if live.lags and live.beside_turns:
+                    self._follow(live)
                 return
-            self._step(live)
+            if live.lags:
+                self._follow(live)
         except Exception as fault:  # whatever it is, the other sessions go on
             told = isinstance(fault, TachyscopeError)
             if not told:
@@ -302,6 +272,10 @@ class Engine:
     def _do(self, live: Live, message: protocol.Message) -> None:
         if isinstance(message, protocol.Pause):
             live.paused = message.paused
+        elif isinstance(message, protocol.Rewind):
+            self._rewind(live, message.chunk)
+        elif isinstance(message, protocol.Beside):
+            self._set_beside(live, message.mode)
         elif isinstance(message, protocol.Record):
             self._record(live, message.on)
         elif isinstance(message, protocol.GetLog):
@@ -312,6 +286,59 @@ class Engine:
             log = self.read_log(message.log)
             steps, log.steps = log.steps, []
             self._begin_again(live, log, steps)
+
+    def _rewind(self, live: Live, wanted: int) -> None:
+        found = [chunk for chunk in live.saved if chunk <= wanted]
+        if not found:
+            kept = ", ".join(map(str, live.saved)) or "none yet"
+            raise TachyscopeError(f"there is no snapshot before chunk {wanted}: kept are {kept}")
+        assert live.lane is not None
+        live.lane.close()
+        live.go_back(found[-1])
+        self._load(live, found[-1])
+        if live.beside is not None and live.beside.chunk > live.chunk:
+            self._open_beside(live)
+        live.say(type="began", **live.described())
+
+    def _set_beside(self, live: Live, mode: str) -> None:
+        if live.beside is not None and mode == "off":
+            live.beside.close()
+            live.beside = None
+            live.bytes -= self.bytes_of(DENSE_PLAN)
+        elif live.beside is None and mode != "off":
+            wanted = live.bytes + self.bytes_of(DENSE_PLAN)
+            self._make_room(replace(live, bytes=wanted), instead_of=live)
+            self._open_beside(live)
+            live.bytes = wanted
+        live.beside_turns = mode == "turns"
+
+    def _open_beside(self, live: Live) -> None:
+        if live.beside is not None:
+            live.beside.close()
+        opening = live.log.opening
+        live.beside = Lane(self.model, self.name, opening, opening.prompt, DENSE_PLAN)
+
+    def _follow(self, live: Live) -> None:
+        """One chunk of the dense model, along the log."""
+        lane = live.beside
+        assert lane is not None
+        chunk, before, begun = lane.chunk, lane.frames, time.monotonic()
+        made = lane.step(live.log.steps[chunk])
+        took = time.monotonic() - begun
+        self.metrics.steps.labels("dense").inc()
+        shown = live.recent.pop(chunk, None)
+        close = None if shown is None else [round(float(x), 2) for x in psnr(shown, made.frames)]
+        live.say(
+            type="beside",
+            generation=live.generation,
+            chunk=chunk,
+            frame=before,
+            frames=len(made.frames),
+            behind=live.chunk - lane.chunk,
+            step_ms=round(1e3 * took, 3),
+            psnr=close,
+        )
+        self._show(live, protocol.DENSE, chunk, before, made, ())
 
     def _record(self, live: Live, on: bool) -> None:
         if on and live.recorder is None:
@@ -332,10 +359,13 @@ class Engine:
         self._check_opening(log.opening)
         live.lane.stream.read_prompt(log.opening.prompt)
         size = self.bytes_of(log.opening.plan)
-        self._make_room(replace(live, log=log, bytes=size), instead_of=live)
+        beside = self.bytes_of(DENSE_PLAN) if live.beside else 0
+        self._make_room(replace(live, log=log, bytes=size + beside), instead_of=live)
         live.lane.close()  # else the old and the new would be in memory together
         live.begin_again(log, steps)
-        live.bytes, live.lane = size, self._lane(live)
+        live.bytes, live.lane = size + beside, self._lane(live)
+        if beside:
+            self._open_beside(live)
         live.say(type="began", **live.described())
 
     def _step(self, live: Live) -> None:
@@ -370,7 +400,7 @@ class Engine:
         if live.recorder is not None:
             live.recorder.write(made.frames)
         if live.chunk % self.snapshot_chunks == 0:
-            self.save(live)
+            self.keeper.save(live)
 
     def _tell_chunk(
         self,
@@ -406,11 +436,15 @@ class Engine:
             dense_pairs=stats.get("pairs_dense", 0.0),
             mlp_share=stats.get("rows_computed", 0.0) / rows if rows else 1.0,
         )
+        self._show(live, protocol.MAIN, live.chunk, before, made, keys)
+
+    def _show(
+        self, live: Live, lane: int, chunk: int, frame: int, made: Chunk, keys: tuple[float, ...]
+    ) -> None:
         if live.tell is not None:
-            header = protocol.Header(
-                protocol.VERSION, 0, protocol.MAIN, 0, live.generation, live.chunk, before
-            )
-            live.tell(Show(header, made.frames, live.span(frames), keys))
+            header = protocol.Header(protocol.VERSION, 0, lane, 0, live.generation, chunk, frame)
+            span = live.span(len(made.frames)) if lane == protocol.MAIN else 0.0
+            live.tell(Show(header, made.frames, span, keys))
 
     def _end(self, live: Live, why: str, words: str) -> None:
         live.ended = why
@@ -427,9 +461,10 @@ class Engine:
                 live.recorder.__exit__(_Discarded, _Discarded(), None)
             live.recorder = None
         self.recording(live.name).unlink(missing_ok=True)
-        if live.lane is not None:
-            live.lane.close()
-            live.lane = None
+        for lane in (live.lane, live.beside):
+            if lane is not None:
+                lane.close()
+        live.lane = live.beside = None
 
     def _check_opening(self, opening: Opening) -> None:
         parse_plan(self.model, opening.plan)
@@ -445,7 +480,7 @@ class Engine:
 
     def _saved(self, message: protocol.Resume) -> Live:
         """A session from its folder."""
-        saved = self.snapshots.find(message.session, message.secret)
+        saved = self.keeper.snapshots.find(message.session, message.secret)
         log = ActionLog.from_json(
             saved.log, self.name, self.model.fingerprint, self.model.actions or ""
         )
@@ -456,12 +491,12 @@ class Engine:
             name=message.session,
             secret=message.secret,
         )
-        live.generation, live.saved = saved.generation, saved.chunks
+        live.generation, live.files = saved.generation, saved.files
         return live
 
     def _load(self, live: Live, chunk: int) -> None:
         """Open a lane and have it stand at a snapshot."""
-        state = self.snapshots.load(live.name, live.generation, chunk)
+        state = self.keeper.load(live, chunk)
         live.chunk, live.log.steps = chunk, live.log.steps[:chunk]
         live.lane = self._lane(live)
         live.lane.restore(state, chunk)
@@ -475,7 +510,7 @@ class Engine:
         for one in sorted(resident, key=lambda one: one.used):
             if free >= live.bytes:
                 return
-            if one.tell is None and self._is_saved(one):
+            if one.tell is None and self.keeper.is_saved(one):
                 assert one.lane is not None
                 one.lane.close()
                 one.lane = None
@@ -496,7 +531,7 @@ class Engine:
             if live.tell is None and self._swept - live.used > self.limits.kept_s:
                 self._forget(live)
                 self.metrics.ended.labels("kept").inc()
-        self._writer.submit(self.snapshots.sweep, self.limits.kept_s)
+        self.keeper.sweep(self.limits.kept_s)
 
     def count(self) -> None:
         """Bring the gauges up to date."""
