@@ -13,9 +13,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.serve import protocol
-from tachyscope.serve.engine import Engine, Full
+from tachyscope.serve.engine import Engine
 from tachyscope.serve.limits import Bucket
 from tachyscope.serve.live import Live, Show, Told
+from tachyscope.serve.room import Full
 
 T = TypeVar("T")
 FRAMES = 2  # that may wait to be sent, of each lane; the newest win

@@ -24,6 +24,8 @@ class Keeper:
 
     def save(self, live: Live) -> None:
         """Write a snapshot; none while the last one is being written."""
+        if not live.kept:
+            return
         if live.lane is None or live.saving:
             self.metrics.snapshots.labels("skipped").inc()
             return

@@ -42,7 +42,7 @@ class Lane:
         if step.prompt is not None:
             self.stream.set_prompt(step.prompt)
             self.prompt = step.prompt
-        made = self.stream.step(step.actions or None)
+        made = self.stream.step(list(step.actions) or None)
         self.chunk += 1
         return made
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tachyscope.serve import protocol
-from tachyscope.serve.action_log import ActionLog, Step
+from tachyscope.serve.action_log import ActionLog, Opening, Step
 from tachyscope.serve.lane import Lane
+from tachyscope.serve.recording import Recording
 from tachyscope.serve.snapshots import Saved, hash_secret
 from tachyscope.types import Chunk
-from tachyscope.video import VideoWriter
 
 # of the time that a chunk is shown, left for its successor to be late
 SPARE = 0.15
@@ -65,8 +65,9 @@ class Live:
     recent: dict[int, np.ndarray] = field(default_factory=dict)  # last chunks' frames, for it
     due: float = field(default_factory=time.monotonic)
     used: float = field(default_factory=time.monotonic)  # when it last had a client
+    kept: bool = True  # on disk
     saving: bool = False  # a snapshot is being written
-    recorder: VideoWriter | None = None
+    recording: Recording | None = None
     _held: str = ""
     _shown_until: float = 0.0
     _step_s: float = 0.0
@@ -159,6 +160,13 @@ class Live:
         self.script.clear()
         self.recent.clear()
 
+    def close_lanes(self) -> None:
+        """Free its memory."""
+        for lane in (self.lane, self.beside):
+            if lane is not None:
+                lane.close()
+        self.lane = self.beside = None
+
     def to_save(self) -> Saved:
         """What is written beside a snapshot that is taken now."""
         return Saved(hash_secret(self.secret), self.log.to_json(), self.generation, self.files)
@@ -178,15 +186,12 @@ class Live:
         }
 
 
-def reopened(log: ActionLog, message: protocol.Reset) -> ActionLog:
-    """An empty log that begins as another did, but for what the message gives."""
-    given: Mapping[str, Any] = {
-        name: getattr(message, name)
-        for name in ("plan", "prompt", "seed", "world")
-        if getattr(message, name) is not None
+def reopened(opening: Opening, message: protocol.Reset) -> Opening:
+    """How a session begins again: as it did, but for what the message gives."""
+    given: dict[str, Any] = {
+        name: getattr(message, name) for name in ("plan", "prompt", "seed", "world")
     }
-    changes = dict(given)
-    # a world brings its own prompt; a prompt of the client's leaves the world it is in
-    if "world" in changes and "prompt" not in changes:
-        changes["prompt"] = ""
-    return ActionLog(log.model, log.weights, replace(log.opening, **changes))
+    changes = {name: value for name, value in given.items() if value is not None}
+    if "world" in changes:  # which brings its own prompt
+        changes = {"prompt": ""} | changes
+    return replace(opening, **changes)
