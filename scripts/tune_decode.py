@@ -1,10 +1,12 @@
 """Kernels of a decode step on a CUDA device: are they right, and which settings are fastest.
 
-for i in $(seq 0 11); do python scripts/tune_decode.py --warm $i/12 & done; wait
-python scripts/tune_decode.py --out DIR [--seconds 100]
+for i in $(seq 0 13); do python scripts/tune_decode.py --warm $i/14 & done; wait
+python scripts/tune_decode.py --out DIR [--seconds 100] [--only check,piece,layer]
+python scripts/tune_decode.py --settings DIR/settings.json -- tokens --out DIR ...
 
 Each part stands alone; results are appended to DIR/tune_decode.jsonl as they come. The first line
-only compiles, in several processes at once, what the second then times.
+only compiles, in several processes at once, what the second then times. Which settings were fastest
+is written to DIR/settings.json; the third line runs a benchmark with them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tachyscope.bench.__main__ import main as main_bench
 from tachyscope.kernels.decode_attention import (
     Entries,
     Gate,
@@ -243,51 +246,42 @@ def rates(log: Log) -> None:
 
 Cut = tuple[int, int, int, int, int, int]  # rows and columns of both steps, warps, programs
 SLICE, DENSE, DEPTH = (WIDTH, 3008, 256), (WIDTH, INNER, 0), (2560, 10240, 0)
+SLICE_INT4 = (WIDTH, 3072, 320)
 # of an MLP: width, inner width and linear rows; tokens; codes; cuts beside the usual one
 MLPS: list[tuple[tuple[int, int, int], int, str, list[Cut]]] = [
     (SLICE, 1, "", [
-        (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (2, 1024, 4, 1024, 4, 752),
-        (4, 512, 4, 1024, 4, 752), (4, 512, 4, 512, 4, 376), (1, 2048, 2, 2048, 4, 660),
-        (1, 2048, 1, 2048, 4, 792), (2, 2048, 2, 2048, 4, 512), (4, 1024, 4, 1024, 4, 376),
+        (2, 1024, 2, 1024, 4, 752), (2, 1024, 4, 1024, 4, 752), (4, 1024, 4, 1024, 4, 376),
+        (2, 2048, 2, 2048, 4, 512), (2, 1024, 4, 1024, 4, 512),
     ]),
     (SLICE, 2, "", [
-        (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (4, 512, 4, 1024, 4, 376),
-        (4, 512, 4, 512, 4, 376), (4, 1024, 4, 1024, 4, 376),
+        (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (4, 1024, 4, 1024, 4, 376),
     ]),
-    (DENSE, 1, "", [
-        (4, 512, 4, 1024, 4, 660), (4, 512, 8, 512, 4, 660), (4, 1024, 4, 1024, 4, 396),
-    ]),
-    (DENSE, 2, "", [
-        (4, 512, 4, 1024, 4, 528), (4, 512, 8, 512, 4, 528), (2, 1024, 4, 1024, 4, 660),
-        (4, 1024, 8, 1024, 4, 264),
-    ]),
-    *((DEPTH, tokens, "", [
-        (4, 1024, 4, 1024, 4, 660), (8, 512, 4, 1024, 4, 660), (8, 512, 8, 512, 4, 528),
-        (4, 512, 4, 512, 4, 792), (8, 512, 4, 1024, 4, 528), (8, 1024, 4, 1024, 4, 528),
-    ]) for tokens in (1, 2)),
-    *((shape, tokens, kind, [
+    (DENSE, 2, "", [(4, 512, 4, 1024, 4, 528)]),
+    *((DEPTH, tokens, "", [(8, 512, 4, 1024, 4, 660), (8, 512, 8, 512, 4, 528)])
+      for tokens in (1, 2)),
+    *((DENSE, tokens, "int8", [
         (4, 512, 4, 512, 4, 528), (4, 512, 8, 512, 4, 528), (4, 256, 4, 256, 2, 1056),
-        (4, 512, 4, 512, 4, 660), (2, 512, 8, 512, 4, 660),
-    ]) for kind in ("int8", "int4") for tokens in (1, 2) for shape in (DENSE,)),
-    *((SLICE, tokens, kind, [(4, 512, 4, 512, 4, 376)])
-      for kind in ("int8", "int4") for tokens in (1, 2)),
-    (DENSE, 2, "int4", [(2, 512, 2, 512, 4, 396), (4, 512, 4, 512, 4, 264)]),
+    ]) for tokens in (1, 2)),
+    (DENSE, 1, "int4", [
+        (4, 512, 4, 512, 4, 528), (2, 512, 2, 512, 4, 660), (4, 512, 4, 512, 4, 396),
+    ]),
+    (DENSE, 2, "int4", [(1, 512, 2, 512, 4, 528), (1, 512, 1, 512, 4, 528)]),
+    *((SLICE_INT4 if kind == "int4" else SLICE, 1, kind, [(4, 512, 4, 512, 4, 376)])
+      for kind in ("int8", "int4")),
 ]  # fmt: skip
 # of a product: columns, rows of its matrices, norm; codes; cuts beside the usual one
-QKV, OUT = (WIDTH, (WIDTH,) * 3, "rms"), (WIDTH, (WIDTH,), "")
+QKV = (WIDTH, (WIDTH,) * 3, "rms")
 DEPTH_QKV, DEPTH_OUT, CODES = (
     (2560, (2560,) * 3, "layer"),
     (2560, (2560,), ""),
     (2560, (16384,), "layer"),
 )
 GEMVS: list[tuple[tuple[int, tuple[int, ...], str], str, list[tuple[int, int, int]]]] = [
-    (QKV, "", [(8, 512, 4), (4, 512, 4)]),
-    (OUT, "", [(8, 512, 4), (4, 512, 4)]),
-    (DEPTH_QKV, "", [(8, 512, 4), (4, 512, 4), (8, 512, 2), (16, 512, 4), (4, 512, 2)]),
-    (DEPTH_OUT, "", [(8, 512, 4), (4, 512, 4), (2, 1024, 4), (4, 512, 2), (2, 512, 2)]),
-    (CODES, "", [(8, 512, 4), (16, 512, 4), (8, 512, 2)]),
-    *((shape, kind, [(8, 512, 4), (8, 256, 2), (4, 256, 2), (2, 512, 4)])
-      for kind in ("int8", "int4") for shape in (QKV, OUT)),
+    (DEPTH_QKV, "", [(8, 512, 4), (4, 512, 4)]),
+    (DEPTH_OUT, "", [(4, 512, 4), (2, 1024, 4)]),
+    (CODES, "", [(8, 512, 4)]),
+    (QKV, "int8", [(8, 512, 4)]),
+    (QKV, "int4", [(8, 512, 4), (4, 512, 4)]),
 ]  # fmt: skip
 Work = Callable[[], None]
 
@@ -310,7 +304,7 @@ def mlp_work(
     shape: tuple[int, int, int], tokens: int, kind: str, cut: Cut | None
 ) -> tuple[Work, int]:
     layers, x = mlps_of(shape, kind), draw(tokens, shape[0])
-    kept = error_of(tokens, shape[0], 256) if shape == SLICE else None
+    kept = error_of(tokens, shape[0], 256) if shape[2] else None
     inner = torch.empty(tokens, shape[1], **KINDS)
     barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
     setting = None
@@ -362,16 +356,43 @@ def pieces() -> list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]]:
     return found
 
 
-def time_pieces(log: Log) -> None:
+def time_pieces(log: Log, folder: Path) -> None:
+    """Every piece; of each shape the fastest cut, where it gains a hundredth part, is written."""
+    usual: dict[str, float] = {}
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
     for said, make in pieces():
         if log.over:
-            return
+            break
         try:
             work, size = make()
             us = graph_us(work, LAYERS)
             log(**said, us=us, tb_s=size / us / 1e6)
         except Exception as fault:
             log(**said, failed=f"{type(fault).__name__}: {fault}"[:300])
+            continue
+        key = json.dumps({name: said[name] for name in ("part", "shape", "tokens", "kind")})
+        if said["cut"] is None:
+            usual[key] = us
+        elif us < min(0.99 * usual.get(key, 0.0), best.get(key, (1e9, {}))[0]):
+            best[key] = us, said
+    (folder / "settings.json").write_text(json.dumps([said for _, said in best.values()], indent=1))
+
+
+def use_settings(file: Path) -> None:
+    """Let kernels use what was fastest."""
+    for said in json.loads(file.read_text()):
+        bits = {"": 16, "int8": 8, "int4": 4}[said["kind"]]
+        if said["part"] == "mlp":
+            n, k, n2, k2, warps, programs = said["cut"]
+            width, inner, linear = said["shape"]
+            gate = 0 if tuple(said["shape"]) == DEPTH else inner - linear
+            mlp_triton.SETTINGS[bits, said["tokens"], width, inner, gate] = mlp_triton.MlpSetting(
+                Setting(n, k, warps), Setting(n2, k2, warps), programs
+            )
+        else:
+            columns, sizes, _ = said["shape"]
+            key = bits, said["tokens"], columns, sum(sizes)
+            gemv_triton.SETTINGS[key] = Setting(*said["cut"])
 
 
 def warm(part: str) -> None:
@@ -429,18 +450,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--warm", help="i/n: only compile each n-th piece from the i-th on")
+    parser.add_argument("--only", default="check,piece,layer", help="what, set apart by commas")
+    parser.add_argument(
+        "--settings", type=Path, help="of an earlier run: with them do what follows"
+    )
+    parser.add_argument("bench", nargs="*", help="arguments of python -m tachyscope.bench")
     given = parser.parse_args()
     torch.manual_seed(0)
+    if given.settings:
+        use_settings(given.settings)
+        main_bench(given.bench)
+        return
+    only = given.only.split(",")
     with torch.inference_mode():
         if given.warm:
             warm(given.warm)
             return
         log = Log(given.out, given.seconds)
         for check in (rates, check_gemv, check_attention, check_sample, check_mlp):
-            log.part(check.__name__, lambda check=check: check(log))
-        time_pieces(log)
+            if "check" in only:
+                log.part(check.__name__, lambda check=check: check(log))
+        if "piece" in only:
+            time_pieces(log, given.out)
         for rows, kind in itertools.product((1, 2), ("", "int8", "int4")):
-            if not log.over:
+            if "layer" in only and not log.over:
                 log.part("layers", lambda r=rows, k=kind: time_layers(log, r, k))
     log(part="end", seconds=time.time() - log.start)
 

@@ -59,6 +59,7 @@ ASKED = {
     "given": Bound(1, 2_000),
     "pace": Bound(1 / 30, 1.0),  # of a step
     "rounds": Bound(1, 1_000),
+    "runs": Bound(1, 100),
     "at": Bound(1, 10_000),
     "lengths": Bound(1, 10_000),
     "rollout": Bound(1, 1_000_000),

@@ -29,9 +29,9 @@ class Observer:
         """q [B, H, S, D] and k, v [B, Hkv, S, D], unrotated, are about to enter the cache."""
 
     def on_attend(
-        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
     ) -> None:
-        """They have entered, and attention is done."""
+        """They have entered, and attention has the output `out` [B, H, S, D]."""
 
     def on_cross(self, ctx: PassContext, q: Tensor) -> None:
         """Attention over the prompt is done."""
@@ -69,6 +69,6 @@ class Timing(Observer):
         self.meter = session.meter
 
     def on_attend(
-        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
     ) -> None:
         self.meter.add("queries", q.shape[:3].numel())

@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from tachyscope.errors import TachyscopeError
 from tachyscope.files import check_file, user_path, write_atomically
 from tachyscope.machine import machine, versions
 from tachyscope.types import Chunk
@@ -66,6 +68,19 @@ def check_json(where: str | None) -> None:
     """Raise where a document could not be written, before it is measured."""
     if where is not None and where != "-":
         check_file(user_path(where, "`json`"))
+
+
+def read_results(path: Path, suite: str) -> Document:
+    """A document of a suite, as `emit` wrote it."""
+    try:
+        found = json.loads(path.read_text())
+        rows = found["rows"] if found["suite"] == suite else None
+        fits = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    except (OSError, ValueError, TypeError, KeyError):
+        fits = False
+    if not fits:
+        raise TachyscopeError(f"{path} is no results file of {suite}: give one, or none")
+    return dict(found)
 
 
 def emit(found: Document, where: str | None) -> None:

@@ -119,7 +119,7 @@ class Session(State):
                 else:
                     out = self._attend_present(rotated_q, here, ctx)
         for observer in self.observers:
-            observer.on_attend(ctx, q, k, v, rotated_q)
+            observer.on_attend(ctx, q, k, v, rotated_q, out)
         return out
 
     def _attend_present(self, q: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:

@@ -2,10 +2,13 @@
 
 import io
 import json
+import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -16,7 +19,8 @@ from tachyscope.serve.app import make_app
 from tachyscope.serve.engine import Engine
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.metrics import Metrics
-from tachyscope.serve.security import Guard
+from tachyscope.serve.security import LOCAL, Guard
+from tachyscope.serve.server import Place, listen
 from tachyscope.serve.snapshots import Snapshots
 
 HOST = "http://localhost"
@@ -43,6 +47,24 @@ def serving(engine, guard=None):
     """An HTTP client of a server that runs meanwhile."""
     with TestClient(make_app(engine, guard or Guard()), base_url=HOST) as client:
         yield client
+
+
+@contextmanager
+def running(engine):
+    """The address of a real server."""
+    listener = listen(Place(port=0))
+    config = uvicorn.Config(make_app(engine, Guard(hosts=LOCAL)), log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://localhost:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
 
 
 class Player:

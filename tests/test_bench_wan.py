@@ -246,6 +246,17 @@ def test_a_rollout_says_what_stayed_flat(model, monkeypatch):
     assert "counted work equal" in said[1] and "NOT equal" in said[3]
 
 
+def test_a_rollout_of_a_bank_says_what_was_fetched(model, monkeypatch):
+    monkeypatch.setattr(rollout_rate, "SETTLED", 30)
+    plan = "cache=bank:resident=12f,budget=45f,host=int4 attention=ann:read=0.5 text=pads"
+    found = bench_rollout(model, {"bank": plan}, frames=45)
+    (row,) = found["rows"]
+    assert row["work_equal"] and row["finite"] and row["host_gb"] > 0
+    assert len(row["fetched_mb_all"]) == 15 and max(row["fetched_mb_all"]) > 0
+    assert 0 <= row["late_share"] < 0.2 and 0 <= row["denied_share"] < 0.5
+    assert "MB fetched a chunk" in flat_lines(found)[1]
+
+
 def test_flat_is_time_work_and_memory():
     level, work = [100.0, 101.0] * 50, [7.0] * 100
     assert flatness(level, work, [10.0, 10.1])["flat"]

@@ -16,6 +16,7 @@ from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection import inspect_model, lines
 from tachyscope.inspection.neurons import NeuronChange
+from tachyscope.inspection.output_change import OutputChange
 from tachyscope.inspection.stats import ALIKE, PERCENTS, StatsObserver, alike, mass
 from tachyscope.inspection.timing import PARTS
 from tachyscope.plan import Plan
@@ -382,3 +383,47 @@ def test_a_fault_of_the_verb_is_one_line_and_leaves_no_file(words, message, tmp_
     assert main(["inspect", "toy-tokens", "--out", str(tmp_path / "out"), *words]) == 2
     assert capsys.readouterr() == ("", f"tachyscope: {message}\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["chunks", "tokens"])
+def test_dense_attention_changes_nothing_and_a_window_what_it_leaves_out(models, kind):
+    """By hand: the output over the entries that a window keeps against that over all of them."""
+    name = f"toy-{kind}"
+    found = {}
+    for plan in ("dense", "cache=keep_all attention=window:tokens=3"):
+        change = OutputChange(queries=10**6)
+        frames = 8 if kind == "chunks" else 1
+        stream = ts.open(models[name], plan, frames=frames, prompt="a b", observers=[change])
+        for _ in rollout(models[name], frames=frames, stream=stream):
+            pass
+        found[plan] = change
+    dense, window = found.values()
+    rows = dense.table()
+    assert [row["layer"] for row in rows] == list(range(models[name].shape().layers))
+    assert max(row["change"] for row in rows) < 1e-5
+    assert min(row["change"] for row in window.table()) > 0.01
+
+
+def test_the_change_of_one_layer_is_that_of_a_sum_by_hand(models):
+    class ByHand(OutputChange):
+        def on_attend(self, ctx, q, k, v, rotated_q, out):
+            super().on_attend(ctx, q, k, v, rotated_q, out)
+            if ctx.layer == 1 and ctx.past:
+                keys = torch.cat([x[0] for x in self.entries[1]], 2)
+                values = torch.cat([x[1] for x in self.entries[1]], 2)
+                now = self.session.layers[1].now(ctx)
+                every = [torch.cat(pair, 2) for pair in zip((keys, values), now, strict=True)]
+                want = torch.nn.functional.scaled_dot_product_attention(rotated_q, *every)
+                off = (out - want).norm(dim=-1) / want.norm(dim=-1)
+                torch.testing.assert_close(
+                    self.found[1][-1].float(), off.flatten(), rtol=1e-3, atol=1e-5
+                )
+                self.checked = True
+
+    observer = ByHand(queries=10**6)
+    model = models["toy-chunks"]
+    stream = ts.open(model, "cache=window:budget=6f", frames=15, observers=[observer])
+    for _ in rollout(model, frames=15, stream=stream):
+        pass
+    assert observer.checked
+    assert observer.table()[1]["change_p95"] > observer.table()[1]["change"] > 0.05

@@ -22,8 +22,8 @@ class Log(Observer):
     def on_write(self, ctx, q, k, v):
         self.calls.append(("write", ctx.layer))
 
-    def on_attend(self, ctx, q, k, v, rotated_q):
-        assert rotated_q.shape == q.shape
+    def on_attend(self, ctx, q, k, v, rotated_q, out):
+        assert rotated_q.shape == q.shape == out.shape
         self.calls.append(("attend", ctx.layer))
 
     def on_mlp(self, ctx, x, y):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,7 +44,7 @@ def milliseconds(work: Work, times: int, device: torch.device) -> float:
 
 def memory_rates(device: torch.device) -> dict[str, float]:
     """TB/s of a plain copy, read and written, the best of two ways; and of reading alone."""
-    size = COPY_BYTES if device.type == "cuda" else 1 << 27  # more than caches hold
+    size = COPY_BYTES if device.type == "cuda" else 1 << 24
     a = torch.zeros(size // 4, dtype=torch.float32, device=device)
     b = torch.zeros_like(a)
 
@@ -86,14 +87,39 @@ class EnergyCounter:
         )
         return None if failed else spent.value / 1e3
 
-    def watts(self, work: Work, times: int, device: torch.device) -> float | None:
-        """The mean over so many runs, which should take a second: the counter is slow."""
+    def watts(self, work: Work, seconds: float, device: torch.device) -> float | None:
+        """The mean while work is done over and over for so long.
+
+        The counter moves ten times a second or so: it is watched, and what is told is the slope
+        from its first move to its last.
+        """
         if self._library is None:
             return None
-        torch.cuda.synchronize(device)
-        before, begun = self.joules(), time.perf_counter()
-        for _ in range(times):
+        moves: list[tuple[float, float]] = []
+        done = threading.Event()
+
+        def watch() -> None:
+            last = self.joules()
+            while not done.wait(0.001):
+                now = self.joules()
+                if now is not None and now != last:
+                    moves.append((time.perf_counter(), now))
+                    last = now
+
+        watcher = threading.Thread(target=watch)
+        begun = time.perf_counter()
+        watcher.start()
+        while time.perf_counter() - begun < seconds:
             work()
-        torch.cuda.synchronize(device)
-        after, spent = self.joules(), time.perf_counter() - begun
-        return None if before is None or after is None else (after - before) / spent
+            torch.cuda.synchronize(device)
+        done.set()
+        watcher.join()
+        return slope(moves)
+
+
+def slope(moves: Sequence[tuple[float, float]]) -> float | None:
+    """From the first of some points (time, joules) to the last, which lie apart; None: too few."""
+    if len(moves) < 2:
+        return None
+    (begun, before), (ended, after) = moves[0], moves[-1]
+    return (after - before) / (ended - begun)

@@ -19,6 +19,8 @@ from tachyscope.bench.single_chunk import (
 )
 from tachyscope.bounds import check
 from tachyscope.layers import cache_bytes
+from tachyscope.memory import need
+from tachyscope.meter import summary
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.transformer import wider
 from tachyscope.rates import Clock, rates
@@ -99,6 +101,9 @@ def play(
         "chunk_ms": [round(x, 3) for x in ms],
         "macs": [chunk["macs"] for chunk in chunks],
     }
+    predicted = need(model.on_meta(), parsed, frames=frames, size=size, prompt=PROMPT)
+    row |= {"fit_gb": predicted.undecoded / 1e9, "host_gb": predicted.host / 1e9}
+    row |= bank_counts(chunks)
     if model.device.type == "cuda":
         row |= {"peak_gb_before": peaks[0] or peaks[1], "peak_gb": peaks[1]}
     starts = [model.pixel_frames(i * session.shape.chunk) for i in range(len(ms))]
@@ -106,6 +111,20 @@ def play(
     if first < len(ms):
         row |= flatness(ms[first:], [chunk["macs"] for chunk in chunks[first:]], peaks)
     return row
+
+
+def bank_counts(chunks: Sequence[Mapping[str, float]]) -> Document:
+    """What a bank fetched a chunk, and how much of what was wanted came late or not at all."""
+    if "blocks_wanted" not in chunks[-1]:
+        return {}
+    total = summary(chunks)
+    fetched = [chunk["fetched_mb"] for chunk in chunks if "fetched_mb" in chunk]
+    return {
+        "late_share": total["late_share"],
+        "denied_share": total["denied_share"],
+        "fetched_mb": statistics.median(fetched),
+        "fetched_mb_all": [round(x, 3) for x in fetched],
+    }
 
 
 def show(
@@ -186,7 +205,13 @@ def flat_lines(found: Document) -> list[str]:
             f"{'all numbers finite' if row['finite'] else 'NOT ALL NUMBERS FINITE'}"
         )
         if "peak_gb" in row:
-            out[-1] += f", peak {row['peak_gb']:.2f} GB"
+            out[-1] += f", peak {row['peak_gb']:.2f} GB ({row['fit_gb']:.2f} predicted)"
+        if "late_share" in row:
+            out.append(
+                f"  bank: {row['host_gb']:.1f} GB of host memory, {row['fetched_mb']:.1f} MB "
+                f"fetched a chunk; of the blocks wanted {row['late_share']:.2%} late, "
+                f"{row['denied_share']:.2%} denied"
+            )
         if "shown_fps" in row:
             steady = "too short for a steady rate"
             if row["shown_ms"] is not None:

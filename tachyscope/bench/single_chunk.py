@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from tachyscope.attention.ann import Ann
+from tachyscope.errors import TachyscopeError
+from tachyscope.machine import memory_of
 from tachyscope.models.wan.model import WanModel
 from tachyscope.observers import Timing
 from tachyscope.plan import Plan
@@ -93,6 +95,14 @@ def clear(device: torch.device) -> None:
         gc.collect()
         torch.cuda.empty_cache()
     count_peak(device)
+
+
+def hold_memory(device: str, gigabytes: float) -> None:
+    """Let torch take no more of a GPU's memory than this."""
+    total = memory_of(torch.device(device)) if device.startswith("cuda") else None
+    if total is None:
+        raise TachyscopeError(f"only a GPU's memory can be held, got device {device!r}: use cuda")
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * gigabytes / total), device)
 
 
 def count_peak(device: torch.device) -> None:

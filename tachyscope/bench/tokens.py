@@ -7,6 +7,7 @@ nothing can be replayed, and the others by straight lines between three of them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 import traceback
@@ -17,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tachyscope.arguments import parse_calibration
 from tachyscope.attention.window import Window
 from tachyscope.bench.device_clock import EnergyCounter, memory_rates, milliseconds, recorded
 from tachyscope.bench.drafts import bench_drafts
 from tachyscope.bench.llama_peer import bench_llama
 from tachyscope.bench.single_chunk import clear
 from tachyscope.calibration import Calibration
-from tachyscope.decode import DecodeEngine, StepProgram, can_compile, quantise
+from tachyscope.decode import DecodeEngine, quantise
 from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.models.registry import find_device
 from tachyscope.models.token_model import Sampler
@@ -43,9 +43,9 @@ from tachyscope.tables import format_table
 PROMPT = 64  # tokens
 FRAMES = 8  # of a video
 LATER = (1, 4, 7)  # frames at which the rest is timed
-TOKENS, START = 24, 112  # tokens timed in a frame, from this place on
+TOKENS = 24  # timed in the midst of a frame
+JOULES_S = 0.7  # of work that the GPU's counter is read over
 WEIGHTS = ("bf16", "int8", "int4")
-DRAFTS = (16, 32, 64)
 RANK = 256  # of the map that stands in for neurons that are left out
 NEVER, ALWAYS = 1e9, -1e9  # thresholds
 
@@ -72,8 +72,13 @@ ROWS = {
     "neurons50": "replay=neurons:share=0.5",
     "replay20": f"replay=random:share={_share(0.2):.4f}",
     "all-window256": f"{LONG} {ALL}",
+    "all-merge4f": f"cache=merge:budget=4f {ALL}",
     "window256": LONG,
+    "merge4f": "cache=merge:budget=4f",
 }
+# a pass over a token and so many drafts
+DRAFTS = {f"draft{count}": count for count in (16, 32, 64)}
+NAMES = (*ROWS, *DRAFTS)
 # FastCar's table for VILA-U-7B-256, 8 frames, on an Alveo U280 (docs/tokens.md)
 PAPER = {
     "dense": 1.0, "window256": 1.02, "window16": 1.04, "replay20": 1.24, "replay50": 1.45,
@@ -81,11 +86,16 @@ PAPER = {
 }  # fmt: skip
 
 
-def vila_7b(layers: int = 32, cfg: float = 3.0) -> VilaConfig:
+def vila_7b(layers: int = 32, places: int = 256, cfg: float = 3.0) -> VilaConfig:
     """VILA-U-7B-256, with a small decoder: pixels are not timed."""
+    side = math.isqrt(max(places, 0))
+    if side * side != places or not 4 <= places <= 4096:
+        raise TachyscopeError(
+            f"`places` must be a square number from 4 to 4096, got {places}: try 256, 729 or 1024"
+        )
     return VilaConfig(
         hidden=4096, intermediate=11008, layers=layers, heads=32, kv_heads=32, head_dim=128,
-        vocab=32004, eps=1e-5, grid=(16, 16), depth=4, codes=16384, code_dim=1024,
+        vocab=32004, eps=1e-5, grid=(side, side), depth=4, codes=16384, code_dim=1024,
         head=DepthConfig(width=2560, layers=6, heads=40),
         pixels=PixelConfig(
             ch=32, ch_mult=(1, 1, 2, 2, 4), num_res_blocks=1, attn_resolutions=(),
@@ -157,12 +167,12 @@ class Timed:
             calibration=_calibration(model, parsed),
         )  # fmt: skip
         parts = model.decode_parts()
-        native = model.device.type == "cpu" and can_compile(model.dtype)
-        self.engine = DecodeEngine(parts, self.session, graph=native)
+        self.engine = DecodeEngine(parts, self.session, graph=False)
         self.engine.meet_memory()
         for layer in self.session.layers:
             layer.k.normal_()
             layer.v.normal_()
+            layer.log_count.zero_()
             for name in {"error", "input"} & layer.own["replay"].keys():
                 layer.own["replay"][name].normal_()
         self.engine.noise.exponential_()
@@ -173,7 +183,7 @@ class Timed:
         self._runs: dict[tuple[str, bool], Callable[[], object]] = {}
 
     def run(self, part: str, frame: int) -> Callable[[], object]:
-        """The step or one of its parts in a frame: "trunk", "depth", "step"; see `StepProgram`."""
+        """The step or one of its parts in a frame: "trunk", "depth", "step"."""
         engine = self.engine
         whole = engine.whole_places(frame > 0)[0]
 
@@ -185,12 +195,6 @@ class Timed:
             engine.depth.step(engine.codes, engine.noise, engine.place)
 
         key = part, whole
-        if (
-            key not in self._runs
-            and self.clock.device.type == "cpu"
-            and can_compile(engine.x.dtype)
-        ):
-            self._runs[key] = StepProgram(engine, whole, part).replay
         if key not in self._runs:
             self._stand(0)
             works = {"trunk": trunk, "depth": depth, "step": lambda: engine.step(whole)}
@@ -204,18 +208,21 @@ class Timed:
         return milliseconds(run, self.clock.tokens, self.clock.device)
 
     def _stand(self, frame: int) -> None:
-        engine, session = self.engine, self.session
-        start = self.clock.start
-        engine.place.fill_(start)
-        engine.slot.fill_(session.prompt + frame * session.shape.tokens_per_frame + start)
+        engine = self.engine
+        engine.place.fill_(self.clock.start)
+        engine.slot.fill_(self._past(frame) + self.clock.start)
         engine.ready.fill_(frame > 0)
         engine.x.normal_()
         engine.hidden.normal_()
 
+    def _past(self, frame: int) -> int:
+        """Entries before a frame: as many as came, or as a bounded cache holds beside the frame."""
+        places, slots = self.session.shape.tokens_per_frame, self.session.layers[0].k.shape[2]
+        return min(self.session.prompt + frame * places, slots - places)
+
     def entries_read(self, frame: int) -> int:
         """Of a token in the midst of a frame."""
-        end = self.session.prompt + frame * self.session.shape.tokens_per_frame
-        end += self.clock.start + self.clock.tokens // 2
+        end = self._past(frame) + self.clock.start + self.clock.tokens // 2
         policy = self.session.plan.attention
         return min(end, policy.tokens + policy.sink) if isinstance(policy, Window) else end
 
@@ -223,15 +230,13 @@ class Timed:
 def _calibration(model: VilaModel, plan: Plan) -> Calibration | None:
     if not isinstance(plan.replay, NeuronReplay):
         return None
-    if model.calibration is not None:
-        return parse_calibration(model, plan)
     width = model.shape().width
     return random_calibration(model, (plan.replay.share,), min(RANK, width // 2))
 
 
 def bench_tokens(
     config: VilaConfig,
-    names: Sequence[str] = tuple(ROWS),
+    names: Sequence[str] = NAMES,
     *,
     device: str = "cuda",
     weights: Sequence[str] = WEIGHTS,
@@ -239,14 +244,16 @@ def bench_tokens(
     rounds: int = 3,
     seconds: float = 420,
     peer: bool = True,
+    accepted: Document | None = None,
     command: str = "",
     told: Callable[[Document], None] | None = None,
 ) -> Document:
     """Time each row with one row of the batch and with a guidance pair, of each kind of weights.
 
     After so many seconds no further row is begun. `told` is handed the document after every row.
+    `accepted` are the results of scripts/bench_drafts.py: places that a pass over drafts settles.
     """
-    for what, asked, known in (("row", names, ROWS), ("weights", weights, WEIGHTS)):
+    for what, asked, known in (("row", names, NAMES), ("weights", weights, WEIGHTS)):
         for name in asked:
             if name not in known:
                 raise TachyscopeError(f"no {what} {name!r}; there are: {', '.join(known)}")
@@ -256,9 +263,10 @@ def bench_tokens(
         raise TachyscopeError(f"`layers` must be from 1 to 256, got {config.layers}: change it")
     on, begun = find_device(device), time.perf_counter()
     places = config.grid[0] * config.grid[1]
-    clock = Clock(on, rounds, min(TOKENS, places // 2), min(START, places // 4))
+    tokens = min(TOKENS, places // 2)
+    clock = Clock(on, rounds, tokens, (places - tokens) // 2)
     energy = EnergyCounter(on)
-    head: Document = {"model": "vila-u-random", **memory_rates(on)}
+    head: Document = {"model": "vila-u-random", "places": places, **memory_rates(on)}
     rows: list[Document] = []
 
     def report(row: Document) -> None:
@@ -280,7 +288,7 @@ def bench_tokens(
             for count in batch:
                 one = _guided(model, count == 2)
                 dense: Document = {}
-                for name in names:
+                for name in [name for name in names if name in ROWS]:
                     key = {"name": name, "weights": kind, "rows": count}
                     if not left():
                         report(key | {"failed": "no time was left"})
@@ -295,10 +303,11 @@ def bench_tokens(
                         dense = row
                     report(key | row)
                     clear(on)
-                for drafts in DRAFTS if kind == "bf16" and left() else ():
-                    key = {"name": f"draft{drafts}", "weights": kind, "rows": count}
-                    report(key | _drafts(one, drafts, clock))
-                    clear(on)
+                for name in [name for name in names if name in DRAFTS and kind == "bf16"]:
+                    if left():
+                        key = {"name": name, "weights": kind, "rows": count}
+                        report(key | _drafts(one, DRAFTS[name], clock, dense, accepted))
+                        clear(on)
             if peer and kind == weights[0] and left():
                 for count in batch:
                     key = {"name": "transformers", "weights": "bf16", "rows": count}
@@ -339,7 +348,7 @@ def _time(
             out[f"{part}_speedup_later"] = dense[f"{part}_later_ms"] / later
     out["depth_ms"] = statistics.median(timed.ms("depth", 1) for _ in range(clock.rounds))
     out |= _bandwidth(timed, out, copy)
-    watts = energy.watts(lambda: timed.ms("step", LATER[1]), 4, clock.device)
+    watts = energy.watts(lambda: timed.ms("step", LATER[1]), JOULES_S, clock.device)
     if watts is not None:
         out |= {"watts": watts, "joules_video": watts * out["step_video_s"]}
     if timed.engine.gate is not None:
@@ -366,13 +375,31 @@ def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
     return found
 
 
-def _drafts(model: VilaModel, drafts: int, clock: Clock) -> Document:
+def _drafts(
+    model: VilaModel, drafts: int, clock: Clock, dense: Document, accepted: Document | None
+) -> Document:
+    """A pass's time, and where drafts were counted a token's, by kind of clip."""
     places = model.config.grid[0] * model.config.grid[1]
     try:
-        return bench_drafts(model, drafts, LATER[1] * places, clock.rounds)
+        out = bench_drafts(model, drafts, LATER[1] * places, clock.rounds)
     except Exception as fault:
         traceback.print_exc()
         return {"failed": first_line(fault)}
+    settled = places_a_pass(accepted, drafts)
+    for part in ("trunk", "step"):
+        out[f"{part}_ms_a_token"] = {clip: out[f"{part}_ms"] / n for clip, n in settled.items()}
+        if f"{part}_ms" in dense:
+            out[f"{part}_speedup_by_clip"] = {
+                clip: dense[f"{part}_ms"] / ms for clip, ms in out[f"{part}_ms_a_token"].items()
+            }
+    return out | {"places_a_pass": settled}
+
+
+def places_a_pass(accepted: Document | None, drafts: int) -> dict[str, float]:
+    """By kind of clip, what a pass over so many drafts of the last frame's codes settles."""
+    rows = [] if accepted is None else accepted["rows"]
+    wanted = f"passes=draft:places={drafts}"
+    return {row["camera"]: row["places_a_pass"] for row in rows if row["plan"] == wanted}
 
 
 def _peer(

@@ -53,6 +53,7 @@ FULL = "the GPU's memory ran out: ask for shorter lengths, or a smaller budget"
 MERGE = "cache=merge:budget=21f"
 FIFTH_READ = f"{MERGE} attention=ann:read=0.2 text=pads"
 HEADLINE = f"{FIFTH_READ} replay=none"
+BANK = "cache=bank:resident=21f,budget=300f,host=int4"
 MAIN = {
     "dense": "dense",
     "stock": "stock",
@@ -76,6 +77,10 @@ ALL = MAIN | {
     "text-ann": f"{MERGE} attention=ann:read=0.2 text=ann",
     "replay.25": f"{FIFTH_READ} replay=attentive:share=0.25",
     "replay.5": f"{FIFTH_READ} replay=attentive:share=0.5",
+    # of 18 past latent frames that are resident ten are read, or all; more lies in host memory
+    "bank10": f"{BANK} attention=ann:read=0.555 text=pads",
+    "bank20": f"{BANK} attention=ann:read=1 text=pads",
+    "bank10-int8": f"{BANK.replace('int4', 'int8')} attention=ann:read=0.555 text=pads",
     "int8": f"{FIFTH_READ} store=int8",
     "fp8": f"{FIFTH_READ} store=fp8",
 }

@@ -50,6 +50,9 @@ class BenchWan(Verb):
     )
     device: str = option("cuda", "cuda, cuda:N or cpu.")
     dtype: str = option("bfloat16", "float32, float64 or bfloat16.")
+    memory_gb: float | None = option(
+        None, "Hold the allocator to so much of the GPU's memory, as on a smaller one."
+    )
     seed: int = option(0, "Of noise and random entries.")
     json: str | None = option(
         None, "A file for the results, written after every row, or - for the last line of stdout."
@@ -59,7 +62,9 @@ class BenchWan(Verb):
         from tachyscope.arguments import parse_size
         from tachyscope.bench.cpu import split_lengths
         from tachyscope.bench.rollout import bench_rollout
+        from tachyscope.bench.single_chunk import hold_memory
         from tachyscope.bench.wan import bench_wan, choose_rows, load_sized, wan_lines
+        from tachyscope.bounds import check
         from tachyscope.models.wan.presets import PRESETS, SIZES
         from tachyscope.models.wan.tiny_decoder import TinyDecoder
         from tachyscope.models.wan.vae import WanVae
@@ -74,6 +79,8 @@ class BenchWan(Verb):
             raise TachyscopeError(
                 f"{self.decoder} would decode nothing: give --decode, or leave it out"
             )
+        if self.memory_gb is not None:
+            hold_memory(self.device, check("gpu_gb", self.memory_gb))
         model = load_sized(self.model, self.weights, self.device, self.dtype)
         if self.decoder is not None:
             model.decoder = TinyDecoder.read(self.decoder, model.config, model.device, model.dtype)

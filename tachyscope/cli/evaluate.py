@@ -46,6 +46,11 @@ class Evaluate(Verb):
     plans_only: bool = option(False, "Measure plans, and nothing of the model itself.")
     own: bool = option(False, "Measure plans' memory of what the model made up itself.")
     clock: bool = option(True, "Take the time of a token.")
+    runs: int = option(
+        1,
+        "Rollouts of every plan in a world, each with noise of its own: values are their means, "
+        "and bands say how far they lie apart.",
+    )
     pace: float = option(
         1.0,
         "The part of a step that a frame takes, 1 over a whole number, of a world model whose "
@@ -100,6 +105,7 @@ class Evaluate(Verb):
             check("worlds", self.worlds)
         check("seed", self.seed)
         check("pace", self.pace)
+        check("runs", self.runs)
         plans = [*(table(self.table) if self.table else []), *self.plan]
         for text in plans:
             check_text(text, "tokens" if self.only == "tokens" else "chunks")
@@ -110,7 +116,7 @@ class Evaluate(Verb):
                 plans, only=self.only, worlds=self.worlds, device=self.device, seed=self.seed,
                 quick=self.quick, command=command, watch=watch, frames=self.frames,
                 recall=self.recall, world=not self.plans_only, own=self.own, jobs=self.jobs,
-                timed=self.clock, pace=self.pace, weights=self.weights,
+                timed=self.clock, pace=self.pace, weights=self.weights, runs=self.runs,
             )  # fmt: skip
         if self.prints:
             print(*lines(results), sep="\n")

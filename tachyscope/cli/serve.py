@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tachyscope.models.base import VideoModel
     from tachyscope.serve.limits import Limits
 
-PACKAGES = ("starlette", "uvicorn", "websockets", "prometheus_client", "PIL")
+PACKAGES = ("starlette", "uvicorn", "websockets", "prometheus_client", "PIL", "python_multipart")
 
 
 def check_installed(verb: str) -> None:

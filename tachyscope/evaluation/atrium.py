@@ -57,6 +57,10 @@ def evaluate_atrium(
             f"`weights` and `pace` are of the world model's walks, got them with {only!r}: leave "
             f"them out, or measure world or loops"
         )
+    if only not in ("both", "world") and options.get("runs", 1) != 1:
+        raise TachyscopeError(
+            f"`runs` are of the world model, got {options['runs']} with {only!r}: leave them out"
+        )
     if only == "views":
         worlds = VIEWS if worlds is None else worlds
         return prompt_adherence.evaluate_views(

@@ -23,6 +23,7 @@ from tachyscope.quality import Frames
 from tachyscope.session import Session
 from tachyscope.stream import Stream
 from tachyscope.stream import open as open_stream
+from tachyscope.worlds.visit import WORLDS
 
 
 def open_scenes(
@@ -31,15 +32,20 @@ def open_scenes(
     scenes: Sequence[Scene],
     given: int,
     observers: Sequence[Observer] = (),
+    run: int = 0,
 ) -> Stream:
-    """A stream of one video a scene that has seen the first `given` true frames."""
+    """A stream of one video a scene that has seen the first `given` true frames.
+
+    Every run draws noise of its own.
+    """
     actions = list(scenes[0].actions)
     camera: dict[str, Any] = {}
     if model.camera:
         camera = {"start": [scene.world.view for scene in scenes], "pace": scenes[0].pace}
     return open_stream(
         model, plan, prompt=[scene.world.prompt for scene in scenes],
-        seed=[scene.world.number for scene in scenes], size=scenes[0].frames.shape[1:3],
+        seed=[scene.world.number + run * WORLDS for scene in scenes],
+        size=scenes[0].frames.shape[1:3],
         first=[scene.frames[:given] for scene in scenes], first_actions=actions[:given],
         frames=len(actions) - given, observers=observers, **camera,
     )  # fmt: skip
@@ -61,14 +67,15 @@ def play(
     scenes: Sequence[Scene],
     given: int,
     probed: Collection[int] = (),
+    run: int = 0,
 ) -> list[Take]:
     """Play the scenes' actions, the same in all, after their first `given` true frames.
 
-    probed: numbers of made frames, from 1 on, at which recall is sampled.
+    probed: numbers of made frames, from 1 on, at which recall is sampled. run: which noise.
     """
     wanted = [given + i - 1 for i in probed]
     recall = RecallObserver(wanted)
-    stream = open_scenes(model, plan, scenes, given, [recall] if probed else [])
+    stream = open_scenes(model, plan, scenes, given, [recall] if probed else [], run)
     session, rows, stats, made = stream.session, len(scenes), [], []
     for action in scenes[0].actions[given:]:
         chunk = stream.step(action)

@@ -78,7 +78,7 @@ class RecallObserver(Observer):
         self._merges: dict[int, tuple[Tensor, Tensor]] = {}  # of the present commit, by layer
 
     def on_attend(
-        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
     ) -> None:
         ends = ctx.pass_index in (0, ctx.pass_count - 1)
         if ctx.chunk in self.wanted and ends and ctx.past and not ctx.prefilling:

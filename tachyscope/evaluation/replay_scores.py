@@ -52,7 +52,7 @@ class MassObserver(Observer):
         self.found: dict[int, Tensor] = {}
 
     def on_attend(
-        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
     ) -> None:
         if q.shape[2] > 1 or not ctx.chunk:
             return

@@ -59,6 +59,7 @@ PROBED = (12, 24, 48, 96, 104)  # made frames at which recall is sampled; 104: 1
 TRUSTED = 24  # made frames over which closeness to dense is told; the floor says if rightly
 ENDS = 48  # made frames, first and last, whose identity is told apart
 SETTLED = 100  # frames, given ones too, after which a bounded plan's work must be the same
+BANDS = ("revisit_db", "new_place_db", "psnr_truth", "identity")  # most less least of the runs
 STRETCH = 160  # frames by which drift is told, where there are more
 BLURRED = 0.5  # of the truth's detail: a picture with less is blurred
 AT_ONCE = 16  # worlds that share a GPU's passes
@@ -79,6 +80,7 @@ class Asked:
     world: bool = True  # the model's own measures
     own: bool = False  # every plan's revisit of what the model itself made up
     pace: float = 1.0  # of a step that a frame takes
+    runs: int = 1  # of every plan, each with noise of its own
 
     @property
     def given(self) -> str:
@@ -102,6 +104,7 @@ class Played:
 
     scene: Scene
     takes: tuple[Take, ...]  # a plan each
+    again: tuple[tuple[Frames, ...], ...] = ()  # of each further run, a plan each
     dense: Take | None = None
     floor: Frames | None = None  # dense in another dtype
     window: Frames | None = None
@@ -140,6 +143,15 @@ def play_worlds(
         for plan in asked.plans
     ]
     keep("takes", list(zip(*takes, strict=True)) if takes else [()] * len(scenes))
+    again = [
+        [
+            [take.frames for take in play(model, plan, scenes, given, run=run)]
+            for plan in asked.plans
+        ]
+        for run in range(1, asked.runs)
+    ]
+    for row in range(len(scenes)):
+        found[row]["again"] = tuple(tuple(plan[row] for plan in run) for run in again)
     if asked.world or asked.own:
         # nothing moves on its own, so that the second turn should equal the first
         walk = "." + spell(OWN_WALK[: TURN + 7 if asked.quick else None], pace)
@@ -166,7 +178,10 @@ def judge_world(asked: Asked, played: Played) -> Document:
     given, scene, dense = len(asked.given), played.scene, played.dense
     rows: list[Values] = []
     for i, (plan, take) in enumerate(zip(asked.plans, played.takes, strict=True)):
-        row = judge(take.frames, scene, given) | take.cost
+        values = [judge(x, scene, given) for x in (take.frames, *(run[i] for run in played.again))]
+        row = {key: mean(each[key] for each in values) for key in values[0]} | take.cost
+        if len(values) > 1:
+            row |= {f"{key}_band": _spread(each[key] for each in values) for key in BANDS}
         if late := take.work[max(0, SETTLED - given) :]:
             row["work_spread"] = max(late) / min(late)
         if dense is not None:
@@ -187,6 +202,11 @@ def judge_world(asked: Asked, played: Played) -> Document:
     if asked.world:
         own |= judge_model(asked, played)
     return {"world": own, "rows": rows}
+
+
+def _spread(values: Iterable[float]) -> float:
+    found = list(values)
+    return max(found) - min(found)
 
 
 def judge(frames: Frames, scene: Scene, given: int) -> Values:
@@ -296,6 +316,7 @@ def evaluate_world(
     world: bool = True,
     own: bool = False,
     pace: float = 1.0,
+    runs: int = 1,
     jobs: int | None = None,
     command: str = "",
     watch: Watch | None = None,
@@ -304,13 +325,16 @@ def evaluate_world(
 
     Every rollout is shown one full turn of the room, then makes `frames` frames of a walk that sees
     all of it again. world: also measure the model itself, as `world`. own: also each plan's memory
-    of what the model makes up. pace: the part of a step that a frame takes. recall: sample each
-    plan's attention recall. floor: the dtype of a second dense run, which tells until which frame
-    two dense runs agree. quick: 26 frames and no recall. watch: is told how many worlds are done.
-    Worlds are shared out to `jobs` processes, as many as cores unless given; on a GPU one process
-    plays many worlds at once, and the others judge.
+    of what the model makes up. pace: the part of a step that a frame takes. runs: how often every
+    plan is played, each time with noise of its own; values are then means, and bands
+    (`revisit_db_band`) the most less the least. recall: sample each plan's attention recall. floor:
+    the dtype of a second dense run, which tells until which frame two dense runs agree. quick: 26
+    frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
+    processes, as many as cores unless given; on a GPU one process plays many worlds at once, and
+    the others judge.
     """
     check("worlds", worlds)
+    check("runs", runs)
     turn = TURN * frames_a_step(pace)
     if frames < turn and not quick:
         raise TachyscopeError(f"frames must be {turn} or more, a full turn, got {frames}")
@@ -321,7 +345,7 @@ def evaluate_world(
     for plan in plans:
         parse_plan(model, plan).check(model.shape())
     made = len(spell(QUICK_WALK, pace)) if quick else frames
-    asked = Asked(tuple(plans), seed, made, quick, recall and not quick, world, own, pace)
+    asked = Asked(tuple(plans), seed, made, quick, recall and not quick, world, own, pace, runs)
     jobs = max(1, min(jobs or cores(), worlds))
     measure = partial(_measure, asked, weights, device, floor)
     found: Iterable[Document]
@@ -349,7 +373,13 @@ def evaluate_world(
             "worlds": worlds,
         }
         rows.append(row | combined([result["rows"][i] for result in results]))
-    more: Document = {"given": asked.given, "walk": asked.walk, "seed": seed, "pace": pace}
+    more: Document = {
+        "given": asked.given,
+        "walk": asked.walk,
+        "seed": seed,
+        "pace": pace,
+        "runs": runs,
+    }
     more["fingerprint"] = model.fingerprint
     if world:
         whole = combined([result["world"] for result in results])

@@ -24,6 +24,7 @@ from tachyscope.arguments import (
 from tachyscope.errors import TachyscopeError
 from tachyscope.inspection.figures import NAMES, write
 from tachyscope.inspection.neurons import TOP, NeuronChange
+from tachyscope.inspection.output_change import OutputChange
 from tachyscope.inspection.stats import ALIKE, StatsObserver, table
 from tachyscope.inspection.timing import PARTS, overall, times
 from tachyscope.models.base import VideoModel
@@ -102,7 +103,9 @@ def inspect_model(
     # observing comes first, so that what a process does once is done before the clock runs
     observed = StatsObserver(places, queries)
     neurons = NeuronChange(model.mlps if shape.token_by_token else ())
-    chunks = play("observed", observed, *([neurons] if neurons.mlps else []))
+    # of the dense plan there is none to tell
+    changes = [] if str(parsed) == str(parse_plan(model, "dense")) else [OutputChange(queries)]
+    chunks = play("observed", observed, *([neurons] if neurons.mlps else []), *changes)
     names = [f"timed {i + 1}" for i in range(rounds)]
     timed = [[chunk.stats for chunk in play(name, Timing())] for name in names]
     by_chunk = times(timed, known, shape)
@@ -120,6 +123,7 @@ def inspect_model(
     return document(
         "inspect", [row], command, time=by_chunk, layers=table(made_only, ("layer",)),
         neurons=neurons.table() if neurons.mlps else [],
+        changes=changes[0].table() if changes else [],
         passes=table(made_only, ("pass",)), cells=table(made_only, ("layer", "frame")),
         frames=[
             part | {"given": part["frame"] < known} for part in table(observed.found, ("frame",))
@@ -167,6 +171,13 @@ def lines(found: Document) -> list[str]:
         masses.append(("prompt", "prompt_mass", row))
     cells = [[name, *(f"{part[f'{kind}_{p}']:.1%}" for p in shown)] for name, kind, part in masses]
     out += format_table(["layer", *(f"{p} %" for p in shown)], cells)
+    if found["changes"]:
+        out += ["", "Attention's output, its difference to dense over every entry, by layer:"]
+        cells = [
+            [str(part["layer"]), f"{part['change']:.1%}", f"{part['change_p95']:.1%}"]
+            for part in found["changes"]
+        ]
+        out += format_table(["layer", "mean", "95 % are below"], cells)
     if found["neurons"]:
         out += ["", "Share of the MLPs' change that the neurons hold that change most, by layer:"]
         cells = [

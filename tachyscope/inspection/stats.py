@@ -59,7 +59,7 @@ class StatsObserver(Observer):
         self._weighed: list[tuple[str, Record]] = []
 
     def on_attend(
-        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
     ) -> None:
         if ctx.prefilling:
             return

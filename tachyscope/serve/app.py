@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -24,8 +23,10 @@ from tachyscope.models.registry import MODELS
 from tachyscope.plan import NAMES
 from tachyscope.serve.connection import Connection
 from tachyscope.serve.engine import Engine
+from tachyscope.serve.jobs import Jobs
 from tachyscope.serve.protocol import SUBPROTOCOL
 from tachyscope.serve.security import Guard
+from tachyscope.serve.videos import error, video_routes
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -75,22 +76,16 @@ class _Door:
         await self.app(scope, receive, send if socket else with_headers)
 
 
-def error(status: int, message: str, **headers: str) -> JSONResponse:
-    """A refusal in OpenAI's shape."""
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    content = {"error": {"message": message, "type": "invalid_request_error", "code": status}}
-    return JSONResponse(content, status, headers)
-
-
 def make_app(engine: Engine, guard: Guard) -> Starlette:
     """The application around an engine, which it starts and stops."""
     pool = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
+    jobs = Jobs(engine)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         engine.start()
         yield
+        jobs.stop()
         await run_in_threadpool(engine.stop)
         pool.shutdown()
 
@@ -99,6 +94,7 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         engine.count()
+        jobs.count()
         return Response(engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(request: Request) -> Response:
@@ -135,12 +131,12 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
 
     async def recording(request: Request) -> Response:
         """A session's finished mp4, for who has its secret."""
-        name, secret = request.path_params["name"], request.headers.get("x-session-secret", "")
-        live = engine.sessions.get(name)
-        if live is None or not hmac.compare_digest(live.secret.encode(), secret.encode()):
+        name = request.path_params["name"]
+        live = engine.find(name, request.headers.get("x-session-secret", ""))
+        if live is None:
             return error(404, "no session of this name and secret is open")
         path = engine.recording(name)
-        if live.recorder is not None or not path.exists():
+        if live.recording is not None or not path.exists():
             return error(404, "this session has no finished recording: send record on, then off")
         return FileResponse(path, media_type="video/mp4")
 
@@ -155,6 +151,7 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/settings", settings),
             Route("/v1/sessions/{name}/recording", recording),
+            *video_routes(jobs),
             WebSocketRoute("/v1/sessions", sessions),
         ],
         middleware=[Middleware(_Door, engine=engine, guard=guard)],

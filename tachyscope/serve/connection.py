@@ -13,9 +13,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.serve import protocol
-from tachyscope.serve.engine import Engine, Full
+from tachyscope.serve.engine import Engine
 from tachyscope.serve.limits import Bucket
 from tachyscope.serve.live import Live, Show, Told
+from tachyscope.serve.room import Full
 
 T = TypeVar("T")
 FRAMES = 2  # that may wait to be sent, of each lane; the newest win
@@ -138,9 +139,7 @@ class Connection:
             if live is not None:
                 raise TachyscopeError("this connection has a session: reset it, or open a second")
             self._format, self._quality = message.format, message.quality
-            begun = await _done(engine.call(lambda: self._begin(message)))
-            self.live = begun
-            self._say(self._opened(begun))
+            self.live = await _done(engine.call(lambda: self._begin(message)))
             return
         if live is None:
             raise TachyscopeError("a connection's first message is open or resume")
@@ -156,23 +155,24 @@ class Connection:
         engine.post(live, message)
 
     def _begin(self, message: protocol.Open | protocol.Resume) -> Live:
+        """A session, told to the client before its first turn; in the engine's thread."""
         if isinstance(message, protocol.Open):
-            return self.engine.open(message, self.tell)
-        return self.engine.resume(message, self.tell)
-
-    def _opened(self, live: Live) -> dict[str, object]:
+            live = self.engine.open(message, self.tell)
+        else:
+            live = self.engine.resume(message, self.tell)
         model = self.engine.model
-        return {
-            "type": "opened",
-            "version": protocol.VERSION,
-            "model": self.engine.name,
-            "secret": live.secret,
-            "fps": model.fps,
-            "actions": model.actions or "",
-            "size": list(model.size),
-            "frames_left": self.limits.session_frames,
+        live.say(
+            type="opened",
+            version=protocol.VERSION,
+            model=self.engine.name,
+            secret=live.secret,
+            fps=model.fps,
+            actions=model.actions or "",
+            size=list(model.size),
+            frames_most=self.limits.session_frames,
             **live.described(),
-        }
+        )
+        return live
 
     async def _play(self) -> None:
         """Encode frames and release them at their time; a newer chunk hurries an older one."""

@@ -27,6 +27,7 @@ class Lane:
             entry = MODELS[name]
             visit = Visit(opening.world, [], pace=entry.pace, tempo=entry.tempo)
             options = {"prompt": prompt or visit.prompt, "first": visit.frames(0, 1)}
+        self.prompt = options["prompt"]
         self.stream = open_stream(model, plan, seed=opening.seed, **options)
         self.chunk = 0
         self._given = model.pixel_frames(self.stream.session.latent_frame)
@@ -40,7 +41,8 @@ class Lane:
     def step(self, step: Step) -> Chunk:
         if step.prompt is not None:
             self.stream.set_prompt(step.prompt)
-        made = self.stream.step(step.actions or None)
+            self.prompt = step.prompt
+        made = self.stream.step(list(step.actions) or None)
         self.chunk += 1
         return made
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tachyscope.serve import protocol
-from tachyscope.serve.action_log import ActionLog, Step
+from tachyscope.serve.action_log import ActionLog, Opening, Step
 from tachyscope.serve.lane import Lane
+from tachyscope.serve.recording import Recording
 from tachyscope.serve.snapshots import Saved, hash_secret
 from tachyscope.types import Chunk
-from tachyscope.video import VideoWriter
 
 # of the time that a chunk is shown, left for its successor to be late
 SPARE = 0.15
+RECENT = 16  # chunks whose frames the dense model's can be held against
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,15 @@ class Live:
     paused: bool = False
     ended: str = ""  # why, once it did
     chunk: int = 0
-    saved: tuple[int, ...] = ()  # chunks of its snapshots, oldest first
+    files: tuple[tuple[int, str], ...] = ()  # of its snapshots, oldest first
+    beside: Lane | None = None  # the dense model, along the same log
+    beside_turns: bool = False  # it steps in turns with the plan, not only when there is time
+    recent: dict[int, np.ndarray] = field(default_factory=dict)  # last chunks' frames, for it
     due: float = field(default_factory=time.monotonic)
     used: float = field(default_factory=time.monotonic)  # when it last had a client
+    kept: bool = True  # on disk
     saving: bool = False  # a snapshot is being written
-    recorder: VideoWriter | None = None
+    recording: Recording | None = None
     _held: str = ""
     _shown_until: float = 0.0
     _step_s: float = 0.0
@@ -77,6 +82,16 @@ class Live:
             and self.lane is not None
             and (bool(self.inbox) or not self.paused)
         )
+
+    @property
+    def saved(self) -> list[int]:
+        """After how many chunks its snapshots were taken."""
+        return [chunk for chunk, _ in self.files]
+
+    @property
+    def lags(self) -> bool:
+        """Whether the dense model has chunks of the log to make up for."""
+        return self.beside is not None and self.tell is not None and self.beside.chunk < self.chunk
 
     def say(self, **message: Any) -> None:
         if self.tell is not None:
@@ -109,6 +124,10 @@ class Live:
         """A chunk was made: it is part of the log, and the next one is due."""
         self.log.steps.append(step)
         self.chunk += 1
+        if self.beside is not None:
+            self.recent[self.chunk - 1] = made.frames
+            for old in list(self.recent)[:-RECENT]:
+                del self.recent[old]
         now, frames = time.monotonic(), len(made.frames)
         self._step_s = took if not self._step_s else 0.8 * self._step_s + 0.2 * took
         if self.pace == "free":
@@ -129,11 +148,28 @@ class Live:
         """Another generation: nothing of what was counts."""
         self.log, self.script = log, deque(script)
         self.generation += 1
-        self.chunk, self.saved, self._shown_until, self._held, self.asked = 0, (), 0.0, "", []
+        self.chunk, self.files, self._shown_until, self._held, self.asked = 0, (), 0.0, "", []
+        self.recent.clear()
+
+    def go_back(self, chunk: int) -> None:
+        """Another generation, that shares the log's first steps."""
+        self.log.steps = self.log.steps[:chunk]
+        self.files = tuple(one for one in self.files if one[0] <= chunk)
+        self.generation += 1
+        self.chunk, self._shown_until, self._held, self.asked = chunk, 0.0, "", []
+        self.script.clear()
+        self.recent.clear()
+
+    def close_lanes(self) -> None:
+        """Free its memory."""
+        for lane in (self.lane, self.beside):
+            if lane is not None:
+                lane.close()
+        self.lane = self.beside = None
 
     def to_save(self) -> Saved:
         """What is written beside a snapshot that is taken now."""
-        return Saved(hash_secret(self.secret), self.log.to_json(), self.generation, self.saved)
+        return Saved(hash_secret(self.secret), self.log.to_json(), self.generation, self.files)
 
     def described(self) -> dict[str, Any]:
         """What a client must know to play it."""
@@ -142,22 +178,20 @@ class Live:
             "generation": self.generation,
             "chunk": self.chunk,
             "plan": self.log.opening.plan,
-            "prompt": self.log.prompt_before(self.chunk),
+            "prompt": self.lane.prompt if self.lane else "",
+            "snapshots": self.saved,
             "seed": self.log.opening.seed,
             "world": self.log.opening.world,
             "reserved_bytes": self.bytes,
         }
 
 
-def reopened(log: ActionLog, message: protocol.Reset) -> ActionLog:
-    """An empty log that begins as another did, but for what the message gives."""
-    given: Mapping[str, Any] = {
-        name: getattr(message, name)
-        for name in ("plan", "prompt", "seed", "world")
-        if getattr(message, name) is not None
+def reopened(opening: Opening, message: protocol.Reset) -> Opening:
+    """How a session begins again: as it did, but for what the message gives."""
+    given: dict[str, Any] = {
+        name: getattr(message, name) for name in ("plan", "prompt", "seed", "world")
     }
-    changes = dict(given)
-    # a world brings its own prompt; a prompt of the client's leaves the world it is in
-    if "world" in changes and "prompt" not in changes:
-        changes["prompt"] = ""
-    return ActionLog(log.model, log.weights, replace(log.opening, **changes))
+    changes = {name: value for name, value in given.items() if value is not None}
+    if "world" in changes:  # which brings its own prompt
+        changes = {"prompt": ""} | changes
+    return replace(opening, **changes)

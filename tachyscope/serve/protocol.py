@@ -111,6 +111,22 @@ class Replay(Message):
 
 
 @dataclass(frozen=True)
+class Rewind(Message):
+    """Go back to the newest snapshot of at most so many chunks, and take another way from there."""
+
+    type: ClassVar[str] = "rewind"
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Beside(Message):
+    """Run the dense model along the same log: in turns with the plan, or when there is time."""
+
+    type: ClassVar[str] = "beside"
+    mode: Literal["off", "turns", "follow"] = "off"
+
+
+@dataclass(frozen=True)
 class Record(Message):
     """Write every frame from now on into an mp4, or finish it."""
 
@@ -134,13 +150,27 @@ class Close(Message):
 
 MESSAGES: dict[str, type[Message]] = {
     one.type: one
-    for one in (Open, Resume, Keys, Prompt, Pause, Reset, Replay, Record, GetLog, Close)
+    for one in (
+        Open,
+        Resume,
+        Keys,
+        Prompt,
+        Pause,
+        Reset,
+        Replay,
+        Rewind,
+        Beside,
+        Record,
+        GetLog,
+        Close,
+    )
 }
 BOUNDS = {
     "id": (0, MAX_INT),
     "seed": (ASKED["seed"].low, 2**53 - 1),  # what JavaScript's numbers hold
     "world": (ASKED["world"].low, ASKED["world"].high),
     "quality": (1, 100),
+    "chunk": (0, MAX_INT),
 }
 LETTERS = {"plan": 500, "session": 64, "secret": 64, "actions": 256}
 

@@ -85,7 +85,7 @@ def run(
     open_page: bool = False,
 ) -> None:
     """Serve until a signal comes."""
-    listener = _listen(place)
+    listener = listen(place)
     port = listener.getsockname()[1]
     with kept_in(state) as snapshots, listener:
         engine = Engine(
@@ -109,7 +109,8 @@ def run(
         uvicorn.Server(config).run([listener])
 
 
-def _listen(place: Place) -> socket.socket:
+def listen(place: Place) -> socket.socket:
+    """A socket at that place; raises where it is taken."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,7 +34,7 @@ class Saved:
     secret: str  # its hash
     log: dict[str, Any]
     generation: int
-    chunks: tuple[int, ...]  # of its snapshots, oldest first
+    files: tuple[tuple[int, str], ...]  # of its snapshots, oldest first, and after how many chunks
 
 
 def hash_secret(secret: str) -> str:
@@ -48,36 +48,37 @@ class Snapshots:
         self.fs, self.root = fsspec.core.url_to_fs(place)
         self.fs.makedirs(self.root, exist_ok=True)
 
-    def save(self, name: str, saved: Saved, chunk: int, state: Mapping[str, Tensor]) -> int:
-        """Add a snapshot to a session, and drop those that are too old; its bytes."""
-        folder = self._folder(name)
+    def save(
+        self, name: str, saved: Saved, chunk: int, state: Mapping[str, Tensor]
+    ) -> tuple[tuple[tuple[int, str], ...], int]:
+        """Add a snapshot to a session, drop those that are too old; the files, and its bytes."""
+        folder, file = self._folder(name), f"{saved.generation}-{chunk}.safetensors"
         self.fs.makedirs(folder, exist_ok=True)
         data = safetensors.torch.save({key: x.cpu().contiguous() for key, x in state.items()})
-        self._write(f"{folder}/{_file(saved.generation, chunk)}", data)
-        chunks = (*(one for one in saved.chunks if one < chunk), chunk)[-KEPT:]
+        self._write(f"{folder}/{file}", data)
+        files = (*(one for one in saved.files if one[0] < chunk), (chunk, file))[-KEPT:]
         text = {
             "version": VERSION,
             "secret": saved.secret,
             "generation": saved.generation,
-            "chunks": chunks,
+            "files": files,
             "saved": time.time(),
             "log": saved.log,
         }
         self._write(f"{folder}/session.json", json.dumps(text).encode())
-        listed = {_file(saved.generation, one) for one in chunks} | {"session.json"}
+        listed = {name for _, name in files} | {"session.json"}
         for path in self.fs.ls(folder, detail=False):
             if path.rsplit("/", 1)[-1] not in listed:
                 self.fs.rm_file(path)
-        return len(data)
+        return files, len(data)
 
     def find(self, name: str, secret: str) -> Saved:
         """A session that was saved; raises where there is none, or the secret is another."""
         gone = "no session of this name and secret is kept here: open a new one"
         try:
             value = json.loads(self.fs.cat_file(f"{self._folder(name)}/session.json"))
-            found = Saved(
-                value["secret"], value["log"], value["generation"], tuple(value["chunks"])
-            )
+            files = tuple((int(chunk), str(file)) for chunk, file in value["files"])
+            found = Saved(value["secret"], value["log"], value["generation"], files)
         except (OSError, ValueError, KeyError, TypeError):
             raise TachyscopeError(gone) from None
         if value["version"] != VERSION or not hmac.compare_digest(
@@ -86,10 +87,9 @@ class Snapshots:
             raise TachyscopeError(gone)
         return found
 
-    def load(self, name: str, generation: int, chunk: int) -> dict[str, Tensor]:
+    def load(self, name: str, file: str) -> dict[str, Tensor]:
         """A snapshot's tensors."""
-        data = self.fs.cat_file(f"{self._folder(name)}/{_file(generation, chunk)}")
-        return safetensors.torch.load(data)
+        return safetensors.torch.load(self.fs.cat_file(f"{self._folder(name)}/{file}"))
 
     def remove(self, name: str) -> None:
         folder = self._folder(name)
@@ -121,7 +121,3 @@ class Snapshots:
             if self.fs.exists(part):
                 self.fs.rm_file(part)
             raise
-
-
-def _file(generation: int, chunk: int) -> str:
-    return f"{generation}-{chunk}.safetensors"

@@ -68,14 +68,15 @@ class Residents:
         self._count(chosen.indices.numel() * passes, late, denied, fetched)
 
     def _note(self, mass: Tensor, ids: Tensor) -> Tensor:
-        """The summed mass of every block that a tile wants, [B, Hkv, most]; 0 of the others."""
+        """The summed mass of every block that a tile wants [B, Hkv, most], times 2^40; else 0."""
         own, layout = self.tensors, self.layout
         heads = own["wanted"].shape[1]
         index, mass = (x.unflatten(1, (heads, -1)).flatten(2) for x in (ids, mass))
         size = (*own["wanted"].shape[:2], layout.most)
-        demand = torch.zeros(size, dtype=torch.float32, device=mass.device)
-        demand.scatter_add_(2, index, mass.clamp(min=1e-12))
-        share = demand / demand.amax(-1, keepdim=True) * 0.99
+        demand = torch.zeros(size, dtype=torch.int64, device=mass.device)
+        # as whole numbers: a GPU adds them up in any order, and the sum is the same
+        demand.scatter_add_(2, index, (mass.double() * 2**40).long().clamp(min=1))
+        share = demand.float() / demand.amax(-1, keepdim=True) * 0.99
         own["wanted"].copy_(torch.where(demand > 0, own["choices"] + share, own["wanted"]))
         return demand
 

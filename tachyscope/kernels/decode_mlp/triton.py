@@ -45,13 +45,27 @@ class MlpSetting(NamedTuple):
     programs: int
 
 
+# by bits, tokens, width, rows of up and of gate: measured on an H200 (scripts/tune_decode.py)
+SETTINGS: dict[tuple[int, int, int, int, int], MlpSetting] = {}
+
+
 def setting_for(mlp: MlpWeights, tokens: int, processors: int) -> MlpSetting:
-    """Measured on an H200. Four warps fit five times with 96 registers, four times with 128."""
+    """What was measured for such an MLP on as many processors; else what serves most of them.
+
+    Four warps fit five times with 96 registers, four times with 128.
+    """
+    gate = 0 if mlp.gate is None else mlp.gate.rows
+    key = mlp.up.bits, tokens, mlp.up.columns, mlp.up.rows, gate
+    if key in SETTINGS and SETTINGS[key].programs <= 8 * processors:
+        return SETTINGS[key]
     if tokens > 2:
         return MlpSetting(Setting(16, 128, 8), Setting(16, 256, 8), processors)
     each = 5 if tokens == 1 else 4
     first, last = (words_of_a_step(weight) for weight in (mlp.up, mlp.down))
-    return MlpSetting(Setting(2, first, 4), Setting(4, last, 4), each * processors)
+    if mlp.up.bits == 4 and tokens == 2:
+        return MlpSetting(Setting(2, first, 4), Setting(2, last, 4), 3 * processors)
+    rows = 4 if mlp.gate is None else 2  # of one matrix or of two
+    return MlpSetting(Setting(rows, first, 4), Setting(4, last, 4), each * processors)
 
 
 def decode_mlp(
@@ -120,6 +134,12 @@ def _decode_mlp(
     WORDS: tl.constexpr = K if BITS == 16 else K // (32 // BITS)
     INNER_WORDS: tl.constexpr = INNER if BITS == 16 else INNER // (32 // BITS)
     pid, programs = tl.program_id(0), tl.num_programs(0)
+    if not KEPT and PHASE != 2:
+        # under way before the kernel before has ended; where a flag may skip them they wait for it
+        ahead = load_tile(up, pid * BLOCK_N, 0, INNER, WORDS, BLOCK_N, BLOCK_K)
+        ahead_pair = ahead
+        if GATED:
+            ahead_pair = load_tile(gate, pid * BLOCK_N, 0, NEURONS, WORDS, BLOCK_N, BLOCK_K)
     wait_for_kernel_before(PDL)
     token = tl.arange(0, R)
     there = token < TOKENS
@@ -133,10 +153,11 @@ def _decode_mlp(
         at = token.to(tl.int64) * places + tl.load(place)
     if computing > 0:
         if PHASE != 2:
-            ahead = load_tile(up, pid * BLOCK_N, 0, INNER, WORDS, BLOCK_N, BLOCK_K)
-            ahead_pair = ahead
-            if GATED:
-                ahead_pair = load_tile(gate, pid * BLOCK_N, 0, NEURONS, WORDS, BLOCK_N, BLOCK_K)
+            if KEPT:
+                ahead = load_tile(up, pid * BLOCK_N, 0, INNER, WORDS, BLOCK_N, BLOCK_K)
+                ahead_pair = ahead
+                if GATED:
+                    ahead_pair = load_tile(gate, pid * BLOCK_N, 0, NEURONS, WORDS, BLOCK_N, BLOCK_K)
             stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
             for tile in range(pid, tl.cdiv(INNER, BLOCK_N), programs):
                 offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -10,6 +10,7 @@ small, and a launch of its own would cost more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -29,11 +30,20 @@ class Setting(NamedTuple):
     warps: int
 
 
-def setting_for(weight: Weight, tokens: int) -> Setting:
-    """Measured on an H200; other GPUs of that kind are near it."""
+# by bits, tokens, columns and rows of all matrices: measured on an H200 (scripts/tune_decode.py)
+SETTINGS: dict[tuple[int, int, int, int], Setting] = {}
+
+
+def setting_for(weights: Sequence[Weight], tokens: int) -> Setting:
+    """What was measured for such matrices; else what serves most of them on an H200."""
+    first = weights[0]
+    key = first.bits, tokens, first.columns, sum(weight.rows for weight in weights)
+    if key in SETTINGS:
+        return SETTINGS[key]
     if tokens > 2:
         return Setting(16, 256, 4)
-    return Setting(4, words_of_a_step(weight), 4)
+    # two tokens and eight codes a word leave registers for two rows
+    return Setting(2 if first.bits == 4 and tokens == 2 else 4, words_of_a_step(first), 4)
 
 
 def words_of_a_step(weight: Weight) -> int:
@@ -55,7 +65,7 @@ def gemv(
     first, tokens = weights[0], x.shape[0]
     second, third = (weights[i] if i < len(weights) else first for i in (1, 2))
     sizes = [weight.rows for weight in weights] + [0] * (3 - len(weights))
-    made = setting or setting_for(first, tokens)
+    made = setting or setting_for(weights, tokens)
     tiles = [triton.cdiv(size, made.block_n) for size in sizes]
     launch(
         _gemv, (sum(tiles),),

@@ -2,6 +2,7 @@
 
 const VERSION = 1;
 const HEADER_BYTES = 16;
+const DENSE = 1; // the lane of the dense model; 0 is the plan's
 const TYPES = ["image/png", "image/jpeg", "image/webp"];
 const RECONNECT_MS = [300, 1000, 2000, 5000];
 const WINDOW_S = 3; // over which rates are taken
@@ -27,6 +28,10 @@ const answeredBy = new Map(); // chunk -> when the keys that it answers were pre
 const keyToPixel = [];
 const shownAt = [];
 const chunks = []; // the last chunk messages
+const KEPT = 64; // pictures that dense's can be laid beside
+const kept = new Map(); // frame -> picture, while dense runs beside
+let dense = null; // dense's last picture and its frame
+let snapshots = []; // chunks that one can go back to
 
 // ---- the connection
 
@@ -100,7 +105,8 @@ const HEARD = {
       "session",
       JSON.stringify({ session: message.session, secret: message.secret }),
     );
-    [canvas.height, canvas.width] = message.size;
+    for (const one of [canvas, $("dense")]) [one.height, one.width] = message.size;
+    $("beside").value = "off";
     $("pad").hidden = !message.actions;
     began(message);
     setPaused(false);
@@ -115,6 +121,14 @@ const HEARD = {
   chunk(message) {
     chunks.push({ ...message, at: performance.now() });
     if (chunks.length > 60) chunks.shift();
+  },
+  beside(message) {
+    $("behind").textContent = message.behind;
+    if (message.psnr) put("psnr", message.psnr.at(-1));
+    $("beside-note").textContent = message.behind > 1 ? "dense follows while you pause" : "";
+  },
+  snapshot(message) {
+    setSnapshots(message.chunks);
   },
   receipt(message) {
     if (message.phase === "refused") notice(message.reason);
@@ -169,10 +183,13 @@ function began(message) {
   session = { ...session, ...message };
   drawn = { generation: message.generation, frame: -1 };
   chunks.length = keyToPixel.length = 0;
+  forgetPictures();
+  setSnapshots(message.snapshots);
   answeredBy.clear();
   $("plan").value = settings.plans.includes(message.plan) ? message.plan : "";
   $("prompt").value = message.prompt;
   if (message.world !== null) $("world").value = message.world;
+  setView();
 }
 
 // ---- pictures
@@ -195,11 +212,21 @@ function see(data) {
 }
 
 function show(header, picture) {
-  if (header.generation !== drawn.generation || header.frame < drawn.frame) return;
+  if (header.generation !== drawn.generation) return;
+  if (header.lane === DENSE) {
+    showDense(header.frame, picture);
+    return;
+  }
+  if (header.frame < drawn.frame) return;
   drawn = { generation: header.generation, frame: header.frame, chunk: header.chunk };
-  pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  if (besideMode() === "off") {
+    paint(canvas, picture);
+    picture.close();
+  } else {
+    keep(header.frame, picture);
+    if ($("view").value === "side") paint(canvas, picture);
+  }
   canvas.dataset.frame = header.frame;
-  picture.close();
   const now = performance.now();
   shownAt.push(now);
   for (const [chunk, pressed] of answeredBy) {
@@ -209,6 +236,82 @@ function show(header, picture) {
   }
   while (keyToPixel.length > SAMPLES) keyToPixel.shift();
 }
+
+function paint(target, picture) {
+  target.getContext("2d").drawImage(picture, 0, 0, target.width, target.height);
+}
+
+// ---- dense beside
+
+const besideMode = () => $("beside").value;
+
+function keep(frame, picture) {
+  kept.set(frame, picture);
+  for (const old of [...kept.keys()].slice(0, -KEPT)) {
+    kept.get(old).close();
+    kept.delete(old);
+  }
+}
+
+function forgetPictures() {
+  for (const picture of kept.values()) picture.close();
+  kept.clear();
+  dense = null;
+  for (const id of ["psnr", "behind"]) $(id).textContent = "–";
+}
+
+function showDense(frame, picture) {
+  dense?.picture.close();
+  dense = { frame, picture };
+  $("dense").dataset.frame = frame;
+  if ($("view").value === "side") paint($("dense"), picture);
+  else compose();
+}
+
+// both pictures of dense's last frame in one canvas
+function compose() {
+  const own = dense && kept.get(dense.frame);
+  if (!own) return;
+  const { width, height } = canvas;
+  pen.save();
+  paint(canvas, own);
+  if ($("view").value === "wipe") {
+    const at = Math.round((width * $("wipe").value) / 100);
+    pen.beginPath();
+    pen.rect(at, 0, width - at, height);
+    pen.clip();
+    pen.drawImage(dense.picture, 0, 0, width, height);
+    pen.fillStyle = "#7fb6d9";
+    pen.fillRect(at, 0, 1, height);
+  } else {
+    pen.globalCompositeOperation = "difference";
+    pen.drawImage(dense.picture, 0, 0, width, height);
+    pen.globalCompositeOperation = "lighter";
+    for (let times = 0; times < 3; times++) pen.drawImage(canvas, 0, 0); // doubles: x8
+  }
+  pen.restore();
+}
+
+function setView() {
+  const on = besideMode() !== "off";
+  const side = $("view").value === "side";
+  $("view").disabled = !on;
+  $("dense-figure").hidden = !(on && side);
+  $("picture-name").hidden = !on;
+  $("picture-name").textContent = side ? $("plan").value : `${$("plan").value} and dense`;
+  $("wipe").hidden = !on || $("view").value !== "wipe";
+  $("psnr-tile").hidden = !on;
+  if (on && !side) compose();
+}
+
+$("beside").addEventListener("change", () => {
+  send("beside", { mode: besideMode() });
+  $("beside-note").textContent = "";
+  if (besideMode() === "off") forgetPictures();
+  setView();
+});
+$("view").addEventListener("change", setView);
+$("wipe").addEventListener("input", compose);
 
 // ---- numbers
 
@@ -317,6 +420,7 @@ $("dice").addEventListener("click", () => {
 });
 $("plan").addEventListener("change", () => begin({ plan: $("plan").value }));
 $("reset").addEventListener("click", () => begin({}));
+$("back").addEventListener("click", () => send("rewind", { chunk: backTo() }));
 $("pause").addEventListener("click", () => {
   setPaused(!paused);
   send("pause", { paused });
@@ -350,6 +454,18 @@ function begin(fields) {
   send("reset", fields);
   if (paused) $("pause").click();
   $("screen").focus();
+}
+
+// the newest snapshot that is a second or more ago, else the oldest
+function backTo() {
+  const now = chunks.at(-1)?.chunk ?? session.chunk;
+  const ago = Math.ceil(session.fps / (chunks.at(-1)?.frames ?? 1));
+  return snapshots.filter((chunk) => chunk <= now - ago).at(-1) ?? snapshots[0];
+}
+
+function setSnapshots(found) {
+  snapshots = found;
+  $("back").disabled = !found.length;
 }
 
 function setPaused(value) {

@@ -1,0 +1,237 @@
+"""What a session does in its turn: its messages, a chunk, and one of the dense model beside it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tachyscope.errors import TachyscopeError, is_out_of_memory
+from tachyscope.quality import psnr
+from tachyscope.serve import protocol
+from tachyscope.serve.action_log import ActionLog, Step
+from tachyscope.serve.lane import Lane
+from tachyscope.serve.live import Live, Show, reopened
+from tachyscope.serve.metrics import Metrics
+from tachyscope.serve.recording import Recording
+from tachyscope.serve.room import DENSE, Room
+from tachyscope.types import Chunk
+
+logger = logging.getLogger("tachyscope.serve")
+
+
+class Turns:
+    """Turns of the sessions of a room; the engine's thread alone takes them."""
+
+    def __init__(
+        self,
+        room: Room,
+        metrics: Metrics,
+        snapshot_chunks: int,
+        recording: Callable[[str], Path],
+    ) -> None:
+        """`recording` is where a session's mp4 goes."""
+        self.room, self.keeper, self.metrics = room, room.keeper, metrics
+        self.snapshot_chunks, self.recording = snapshot_chunks, recording
+
+    def take(self, live: Live) -> None:
+        """One session's turn; whatever goes wrong, the other sessions go on."""
+        try:
+            self._obey(live)
+            now = time.monotonic()
+            if live.paused:
+                live.due = now
+            elif live.due <= now:
+                self.metrics.wait_s.observe(now - live.due)
+                self._step(live)
+                if live.lags and live.beside_turns:
+                    self._follow(live)
+                return
+            if live.lags:
+                self._follow(live)
+        except Exception as fault:
+            told = isinstance(fault, TachyscopeError)
+            if not told:
+                logger.exception("a step of session %s failed", live.name)
+            words = str(fault) if told else f"a step failed ({type(fault).__name__})"
+            if is_out_of_memory(fault):
+                words = "the memory is not enough for this session"
+            self._end(live, "failed", words)
+
+    def set_beside(self, live: Live, mode: str) -> None:
+        """Have the dense model run beside, or not."""
+        if live.beside is not None and mode == "off":
+            live.beside.close()
+            live.beside = None
+            live.bytes -= self.room.bytes_of(DENSE)
+        elif live.beside is None and mode != "off":
+            self.room.make_room(live, live.bytes + self.room.bytes_of(DENSE))
+            self.room.open_beside(live)
+        live.beside_turns = mode == "turns"
+
+    def _obey(self, live: Live) -> None:
+        """Do what messages ask for; keys and prompts are the next step's."""
+        while live.inbox:
+            message, at = live.inbox.popleft()
+            if isinstance(message, protocol.Keys | protocol.Prompt):
+                live.asked.append((message, at))
+                continue
+            try:
+                self._do(live, message)
+            except TachyscopeError as fault:
+                live.receipt(message, "refused", reason=str(fault))
+            else:
+                live.receipt(message, "applied")
+
+    def _do(self, live: Live, message: protocol.Message) -> None:
+        match message:
+            case protocol.Pause():
+                live.paused = message.paused
+            case protocol.GetLog():
+                live.say(type="log", id=message.id, log=live.log.to_json())
+            case protocol.Reset():
+                opening = reopened(live.log.opening, message)
+                self._begin_again(live, self.room.new_log(opening), [])
+            case protocol.Replay():
+                log = self.room.read_log(message.log)
+                steps, log.steps = log.steps, []
+                self._begin_again(live, log, steps)
+            case protocol.Rewind():
+                self._rewind(live, message.chunk)
+            case protocol.Beside():
+                self.set_beside(live, message.mode)
+            case protocol.Record():
+                self._record(live, message.on)
+
+    def _begin_again(self, live: Live, log: ActionLog, steps: list[Step]) -> None:
+        assert live.lane is not None
+        live.lane.stream.read_prompt(log.opening.prompt)  # raises while all is as it was
+        size = self.room.bytes_of(log.opening.plan)
+        if live.beside is not None:
+            size += self.room.bytes_of(DENSE)
+        self.room.make_room(live, size)
+        live.lane.close()  # else the old and the new would be in memory together
+        live.begin_again(log, steps)
+        self.room.open_lane(live)
+        if live.beside is not None:
+            self.room.open_beside(live)
+        live.say(type="began", **live.described())
+
+    def _rewind(self, live: Live, wanted: int) -> None:
+        found = [chunk for chunk in live.saved if chunk <= wanted]
+        if not found:
+            kept = ", ".join(map(str, live.saved)) or "none yet"
+            raise TachyscopeError(f"there is no snapshot before chunk {wanted}: kept are {kept}")
+        assert live.lane is not None
+        live.lane.close()
+        live.go_back(found[-1])
+        self.room.load(live, found[-1])
+        if live.beside is not None and live.beside.chunk > live.chunk:
+            self.room.open_beside(live)
+        live.say(type="began", **live.described())
+
+    def _record(self, live: Live, on: bool) -> None:
+        if on and live.recording is None:
+            path, most = self.recording(live.name), self.room.limits.session_frames
+            live.recording = Recording(path, live.fps, most)
+        elif not on and live.recording is not None:
+            recording, live.recording = live.recording, None
+            live.say(type="recorded", frames=recording.finish())
+
+    def _step(self, live: Live) -> None:
+        """Make the next chunk."""
+        lane, most = live.lane, self.room.limits.session_frames
+        assert lane is not None
+        if lane.frames >= most:
+            words = f"a session has at most {most} frames here: reset it, or open another"
+            self._end(live, "length", words)
+            return
+        step, answered = live.next_step()
+        if step.prompt is not None:
+            try:
+                lane.stream.read_prompt(step.prompt)
+            except TachyscopeError as fault:
+                step = step._replace(prompt=None)
+                for message, _ in answered:
+                    if isinstance(message, protocol.Prompt):
+                        live.receipt(message, "refused", reason=str(fault))
+                answered = [one for one in answered if not isinstance(one[0], protocol.Prompt)]
+        before, begun = lane.frames, time.monotonic()
+        made = lane.step(step)
+        took = time.monotonic() - begun
+        for message, _ in answered:
+            live.receipt(message, "applied")
+        self._tell_chunk(live, lane, step, made, took, before)
+        keys = tuple(at for message, at in answered if isinstance(message, protocol.Keys))
+        self._show(live, protocol.MAIN, live.chunk, before, made, keys)
+        live.take_up(step, made, took)
+        if live.recording is not None:
+            live.recording.write(made.frames)
+        if live.chunk % self.snapshot_chunks == 0:
+            self.keeper.save(live)
+
+    def _tell_chunk(
+        self, live: Live, lane: Lane, step: Step, made: Chunk, took: float, before: int
+    ) -> None:
+        stats = made.stats
+        self.metrics.steps.labels("main").inc()
+        self.metrics.made.inc(len(made.frames))
+        self.metrics.step_s.observe(took)
+        self.metrics.count(stats)
+        held, dense = int(1e6 * stats["cache_mb"]), lane.dense_bytes()
+        self.metrics.cache.labels("held").set(held)
+        self.metrics.cache.labels("dense").set(dense)
+        rows = stats.get("rows_computed", 0.0) + stats.get("rows_replayed", 0.0)
+        live.say(
+            type="chunk",
+            generation=live.generation,
+            chunk=live.chunk,
+            frame=before,
+            frames=len(made.frames),
+            actions=step.actions,
+            prompt=step.prompt,
+            step_ms=round(1e3 * took, 3),
+            cache_bytes=held,
+            dense_cache_bytes=dense,
+            pairs=stats.get("pairs", 0.0),
+            dense_pairs=stats.get("pairs_dense", 0.0),
+            mlp_share=stats.get("rows_computed", 0.0) / rows if rows else 1.0,
+        )
+
+    def _follow(self, live: Live) -> None:
+        """One chunk of the dense model, along the log."""
+        lane = live.beside
+        assert lane is not None
+        chunk, before, begun = lane.chunk, lane.frames, time.monotonic()
+        made = lane.step(live.log.steps[chunk])
+        took = time.monotonic() - begun
+        self.metrics.steps.labels("dense").inc()
+        shown = live.recent.pop(chunk, None)
+        close = None if shown is None else [round(float(x), 2) for x in psnr(shown, made.frames)]
+        live.say(
+            type="beside",
+            generation=live.generation,
+            chunk=chunk,
+            frame=before,
+            frames=len(made.frames),
+            behind=live.chunk - lane.chunk,
+            step_ms=round(1e3 * took, 3),
+            psnr=close,
+        )
+        self._show(live, protocol.DENSE, chunk, before, made, ())
+
+    def _show(
+        self, live: Live, lane: int, chunk: int, frame: int, made: Chunk, keys: tuple[float, ...]
+    ) -> None:
+        if live.tell is not None:
+            header = protocol.Header(protocol.VERSION, 0, lane, 0, live.generation, chunk, frame)
+            span = live.span(len(made.frames)) if lane == protocol.MAIN else 0.0
+            live.tell(Show(header, made.frames, span, keys))
+
+    def _end(self, live: Live, why: str, words: str) -> None:
+        live.ended = why
+        self.metrics.ended.labels(why).inc()
+        live.say(type="error", code=why, message=words)
+        live.say(type="closed", reason=words)
+        self.room.forget(live)
