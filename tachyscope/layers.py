@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tachyscope.attention.ann import Ann
 from tachyscope.cache.bank import Bank
@@ -37,13 +38,18 @@ def bank_layout(plan: Plan, shape: Shape, slots: int) -> BankLayout | None:
 
 
 def empty_layer(
-    plan: Plan, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device
+    plan: Plan,
+    shape: Shape,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    host: dict[str, Tensor] | None = None,
 ) -> KVStore:
-    """One layer's cache with nothing in it."""
+    """One layer's cache with nothing in it; `host` is memory of a bank that is not in use."""
     layout, bank = bank_layout(plan, shape, slots), None
     if layout is not None:
         assert isinstance(plan.cache, Bank)
-        bank = BlockBank.empty(layout, shape, plan.cache.host, dtype, device)
+        bank = BlockBank.empty(layout, shape, plan.cache.host, dtype, device, host)
     declared = {
         "cache": plan.cache.tensors(shape, slots, device),
         # of a bank's past the bank has the index

@@ -22,6 +22,8 @@ from tachyscope.replay.runners import runner_of
 from tachyscope.state_file import (
     AGAIN,
     COUNTS,
+    blocks_of,
+    check_blocks,
     check_finite,
     check_range,
     check_tensor,
@@ -124,8 +126,11 @@ class State:
         for observer in self.observers:
             observer.on_open(self)
 
-    def _empty_layer(self, slots: int) -> KVStore:
-        return empty_layer(self.plan, self.shape, slots, self.dtype, self.device)
+    def _empty_layer(self, slots: int, like: int | None = None) -> KVStore:
+        """A layer without entries; a bank's host memory is layer `like`'s, if nothing is in it."""
+        unused = self.layers[like].bank if like is not None and not self.total_entries else None
+        memory = None if unused is None else unused.host
+        return empty_layer(self.plan, self.shape, slots, self.dtype, self.device, memory)
 
     @property
     def latent_frame(self) -> int:
@@ -185,8 +190,11 @@ class State:
         for layer in self.layers:
             layer.truncate(self.past)
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything between two chunks, as tensors by name, ready for a safetensors file."""
+    def state(self, host: bool = True) -> dict[str, Tensor]:
+        """Everything between two chunks, as tensors by name, ready for a safetensors file.
+
+        Without `host` a bank's blocks in host memory are left out: `BlockBank.segment` has them.
+        """
         if self.now:
             raise TachyscopeError(
                 f"a session's state can be taken between chunks, and {self.now} tokens of one are "
@@ -194,11 +202,16 @@ class State:
             )
         noise = torch.cat([x.get_state() for x in self.generators])
         drawn = {"generator": noise, "policy_rng": self.policy_rng.get_state()}
-        return pack(self._tensors() | self._host_tensors() | drawn, self._shared() | self._counts())
+        blocks = self._host_tensors() if host else {}
+        return pack(self._tensors() | blocks | drawn, self._shared() | self._counts())
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def restore(
+        self, state: Mapping[str, Tensor], segments: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
         """Go on where `state` was taken, in a session of the same model, size, plan and prompt.
 
+        `segments` have a bank's blocks where the state was taken without them, the oldest first. A
+        session that has made nothing yet takes them into the host memory that it has.
         All of it is checked and copied before anything changes: a state that does not fit is
         refused, and the session goes on as if it had not been asked.
         """
@@ -206,7 +219,7 @@ class State:
         keys = tensors.get("layers.0.k")
         slots = keys.shape[2] if keys is not None and keys.dim() == 4 else 0
         self._check_counts(meta, slots)
-        layers = self._layers_of(tensors, slots)
+        layers = self._layers_of(tensors, slots, segments)
         self._check_texts(tensors, meta["texts"])
         if (camera := self.features.get(FEATURE)) is not None:
             check_tensor(tensors, f"features.{FEATURE}", camera, (0, 0))
@@ -250,24 +263,34 @@ class State:
         for step in meta["ready"]:
             check_range("ready", step, 0, shape.passes - 1)
 
-    def _layers_of(self, tensors: Mapping[str, Tensor], slots: int) -> list[KVStore]:
+    def _layers_of(
+        self,
+        tensors: Mapping[str, Tensor],
+        slots: int,
+        segments: Sequence[Mapping[str, Tensor]] | None,
+    ) -> list[KVStore]:
         """A state's layers, on the device."""
-        like = self._empty_layer(slots)
+        like = self._empty_layer(slots, 0)
         ranges = {} if like.bank is None else like.bank.ranges()
         for i in range(self.shape.layers):
             for name, x in like.tensors().items():
                 known = ranges.get(name) or whole_numbers(name, slots)
                 check_tensor(tensors, f"layers.{i}.{name}", x, known)
-            for name, x in like.host_tensors().items():
+            if like.bank is not None:
                 used = int(tensors[f"layers.{i}.bank.used"])
-                check_tensor(tensors, f"layers.{i}.{name}", x[:, :, :used], (0, 0))
-        found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
-        for i, layer in enumerate(found):
-            for name, x in layer.tensors().items():
-                x.copy_(tensors[f"layers.{i}.{name}"])
-            for name, x in layer.host_tensors().items():
-                held = tensors[f"layers.{i}.{name}"]
-                x[:, :, : held.shape[2]] = held
+                check_blocks(tensors, segments, i, like.bank.host, used)
+        found = [like, *(self._empty_layer(slots, i) for i in range(1, self.shape.layers))]
+        # memory that an open stream reserved is inference mode's own
+        with torch.inference_mode():
+            for i, layer in enumerate(found):
+                for name, x in layer.tensors().items():
+                    x.copy_(tensors[f"layers.{i}.{name}"])
+                for name, x in layer.host_tensors().items() if segments is None else ():
+                    held = tensors[f"layers.{i}.{name}"]
+                    x[:, :, : held.shape[2]] = held
+                for segment in segments or ():
+                    assert layer.bank is not None
+                    layer.bank.load_segment(blocks_of(segment, i))
         return found
 
     def _check_texts(self, tensors: Mapping[str, Tensor], count: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -102,6 +102,43 @@ def check_tensor(
     elif x.element_size() > 1 and x.numel():
         check_range(f"numbers in {name} from", int(x.min()), *whole)
         check_range(f"numbers in {name} up to", int(x.max()), *whole)
+
+
+def blocks_of(segment: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """One layer's part of a segment of a bank."""
+    prefix = f"layers.{layer}."
+    return {k.removeprefix(prefix): x for k, x in segment.items() if k.startswith(prefix)}
+
+
+def check_blocks(
+    tensors: Mapping[str, Tensor],
+    segments: Sequence[Mapping[str, Tensor]] | None,
+    layer: int,
+    host: Mapping[str, Tensor],
+    used: int,
+) -> None:
+    """Raise unless a state has the blocks of a layer's bank: its own, or segments' together."""
+    if segments is None:
+        for name, x in host.items():
+            check_tensor(tensors, f"layers.{layer}.host.{name}", x[:, :, :used], (0, 0))
+        return
+    size = next(iter(host.values())).shape[:2]
+    found = torch.zeros(*size, used + 1, dtype=torch.bool)
+    for number, segment in enumerate(segments):
+        parts = blocks_of(segment, layer)
+        ids = parts.get("ids")
+        if ids is None or ids.dim() != 3 or ids.dtype != torch.int32:
+            refuse(f"has no blocks of layer {layer} in segment {number}", AGAIN)
+        like = {name: x[:, :, : ids.shape[2]] for name, x in host.items()}
+        most = next(iter(host.values())).shape[2]
+        shape = torch.zeros(*size, ids.shape[2], dtype=torch.int32)
+        check_tensor(parts, "ids", shape, (0, most - 1))
+        for name, x in like.items():
+            check_tensor(parts, name, x, (0, 0))
+        # some of an older segment's may have left
+        found.scatter_(2, ids.long().clamp(max=used), True)
+    if not bool(found[:, :, :used].all()):
+        refuse(f"lacks blocks of layer {layer} in its segments", AGAIN)
 
 
 def whole_numbers(name: str, slots: int) -> tuple[int, int]:

@@ -316,19 +316,25 @@ class Stream:
 
     @torch.inference_mode()
     @no_autocast()
-    def snapshot(self) -> dict[str, Tensor]:
-        """Everything between two chunks, as tensors by name, ready for a safetensors file."""
+    def snapshot(self, host: bool = True) -> dict[str, Tensor]:
+        """Everything between two chunks, as tensors by name, ready for a safetensors file.
+
+        Without `host` a bank's blocks in host memory are left out, as `Snapshots` writes them.
+        """
         self._check_open()
         self._switch_prompt()
-        return self.session.state()
+        return self.session.state(host)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def restore(
+        self, state: Mapping[str, Tensor], segments: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
         """Go on where a snapshot was taken, in a stream of the same model, size, plan and prompt.
 
         A snapshot that does not fit is refused, and the stream goes on as if nothing happened.
+        `segments` are a bank's blocks, where it was taken without them.
         """
         self._check_open()
-        self.session.restore(state)
+        self.session.restore(state, segments)
         self.next_prompt = None
         self.runner.forget()
         with torch.inference_mode():

@@ -140,7 +140,7 @@ def test_an_entry_planted_early_is_found_late():
     at = session(CHUNKS, f"cache=bank:resident=8f,budget=200f,host=int8 {ANN}")
     rng = torch.Generator().manual_seed(0)
     planted = torch.randn(12, generator=rng, dtype=torch.float64)
-    for chunk in range(80):
+    for chunk in range(30):
         pos = at.shape.positions(at.latent_frame, 2)
         for step in range(3):
             layers = draw(rng, at.shape, 12, at.dtype)
@@ -156,15 +156,15 @@ def test_an_entry_planted_early_is_found_late():
     back = at.rope.cos_sin(pos, at.dtype)
     turned = key.repeat_interleave(2, 1).unsqueeze(2).expand(-1, -1, 12, -1)
     q = 20 * at.rope.apply(turned, back[0], -back[1])
+    assert (at.layers[0].v[:, :, : at.past].abs() < 50).all()  # it is not resident
     results = []
     for step in range(3):
         layers = draw(rng, at.shape, 12, at.dtype)
         layers = [[q, k, v, x] for _, k, v, x in layers]
         results.append(play_pass(at, layers, pos, step, 3)[0][0])
-    # not resident when it is asked for: late by one pass, then read by every query
-    assert results[0].max() < 10
+    # from the second pass on at the latest every query reads it
     assert results[1].min() > 50 and results[2].min() > 50
-    assert at.layers[0].bank.tensors["block"].shape[2] < at.total_entries / 20
+    assert at.layers[0].bank.tensors["block"].shape[2] < at.total_entries / 15
 
 
 def test_what_leaves_a_full_bank_is_the_older_of_the_most_alike():

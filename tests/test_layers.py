@@ -27,7 +27,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"graph_runner", "registry", "video"},
     {"arguments", "prefill"},
     {"stream"},
-    {"rollout"},
+    {"rollout", "snapshots"},
     {"report", "results", "plan_notes", "progress"},
     {"memory", "fpga"},
     {"bench"},

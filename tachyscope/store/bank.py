@@ -62,7 +62,8 @@ class BlockBank(Residents):
       wanted     [B, Hkv, most]    when it was last wanted: the choice's number, and by how much
       alike      [B, Hkv, most]    its largest cosine with a newer block; UNUSED: never written
       norm       [B, Hkv, most]    its code's
-      choices, used                choices made, and blocks written
+      written    [B, Hkv, most]    how many blocks had been sealed when it was, it counted
+      choices, sealed, used        choices made, blocks sealed, and those that are in use
     host: k and v of blocks, as they are or as codes with scales
     work, no state: tables of the present choice, what is fetched, counts since they were last read
     pending: after it the copies that were asked for are done
@@ -73,8 +74,15 @@ class BlockBank(Residents):
 
     @classmethod
     def empty(
-        cls, layout: BankLayout, shape: Shape, host: str, dtype: torch.dtype, device: torch.device
+        cls,
+        layout: BankLayout,
+        shape: Shape,
+        host: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: dict[str, Tensor] | None = None,
     ) -> BlockBank:
+        """No blocks, in new host memory, or in that of a bank which has none either."""
         # made now, not in the first chunk
         planes(layout.order_bits, shape.head_dim, device)
         if layout.code_dtype.is_floating_point:
@@ -84,7 +92,7 @@ class BlockBank(Residents):
             layout,
             device_tensors(layout, shape, device),
             work_tensors(layout, shape, device),
-            host_tensors(size, shape.head_dim, host, dtype, device),
+            memory or host_tensors(size, shape.head_dim, host, dtype, device),
         )
 
     @property
@@ -94,7 +102,8 @@ class BlockBank(Residents):
     def clear(self) -> None:
         """Drop every block."""
         for name, x in self.tensors.items():
-            x.fill_(START.get(name, 0))
+            if name != "sealed":
+                x.fill_(START.get(name, 0))
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """The least and the greatest whole number of a tensor, by name."""
@@ -104,7 +113,25 @@ class BlockBank(Residents):
             "bank.place": (-1, layout.places - 1),
             "bank.block": (-1, most - 1),
             "bank.used": (0, most),
+            "bank.sealed": (0, 2**31 - 1),
+            "bank.written": (0, 2**31 - 1),
         }
+
+    # ---- saved apart from what is on the device
+
+    def segment(self, since: int) -> dict[str, Tensor]:
+        """The blocks that were written since so many had been sealed: `ids` [B, Hkv, n] and what
+        host memory holds of them, [B, Hkv, n, …]."""
+        used, sealed = (int(self.tensors[name]) for name in ("used", "sealed"))
+        ids = self.tensors["written"].topk(min(sealed - since, used), -1).indices.to("cpu")
+        at = _rows(ids)
+        return {"ids": ids.to(torch.int32)} | {name: x[at] for name, x in self.host.items()}
+
+    def load_segment(self, segment: Mapping[str, Tensor]) -> None:
+        """Take up what `segment` gave."""
+        at = _rows(segment["ids"].long())
+        for name, x in self.host.items():
+            x[at] = segment[name]
 
     # ---- a commit
 
@@ -155,6 +182,8 @@ class BlockBank(Residents):
         leave = alike.topk(count, -1).indices.to(torch.int32)
         ids = torch.where(used + count <= layout.most, fresh, leave).contiguous()
         used.copy_((used + count).clamp(max=layout.most))
+        own["sealed"] += count
+        own["written"].scatter_(2, ids.long(), own["sealed"].expand(ids.shape))
         # a block that leaves leaves its place too
         gone = own["place"].gather(2, ids.long())
         keep = F.pad(own["block"], (0, 1)).scatter(2, or_last(gone, layout.places), -1)
@@ -319,6 +348,11 @@ def sum_counters(banks: Sequence[BlockBank]) -> tuple[Tensor, ...]:
     for x in counters:
         x.zero_()
     return total.unbind()
+
+
+def _rows(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, heads = (torch.arange(n) for n in ids.shape[:2])
+    return rows[:, None, None], heads[None, :, None], ids
 
 
 @functools.cache

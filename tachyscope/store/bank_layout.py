@@ -77,7 +77,9 @@ def device_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> di
         "wanted": (blocks, fine),
         "alike": (blocks, fine),
         "norm": (blocks, fine),
+        "written": (blocks, whole),
         "choices": ((1,), fine),
+        "sealed": ((1,), whole),
         "used": ((1,), whole),
     }
     return {
