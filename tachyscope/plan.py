@@ -159,9 +159,12 @@ class Plan(Mapping[str, Any]):
             )
         if isinstance(self.cache, Bank):
             self._check_bank(shape)
-        why = self.passes.refusal(shape, replays=self.replay is not None)
+        # a slice of neurons that is the same for every token needs no decision
+        static = isinstance(self.replay, NeuronReplay) and not self.replay.turns
+        decides = self.replay is not None and not static
+        why = self.passes.refusal(shape, replays=decides)
         if why is not None:
-            raise TachyscopeError(f"{why}, got passes={spell(self.passes)}: leave passes out")
+            raise TachyscopeError(f"{why}, got passes={spell(self.passes)}: use passes=all")
         if self.text is not None and not shape.text:
             raise TachyscopeError(
                 f"this model has no cross-attention, got text={spell(self.text)}: leave text out"

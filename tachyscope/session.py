@@ -66,12 +66,19 @@ class Session(State):
         return self.passes.clean
 
     def begin(
-        self, pos: Tensor, step: int, steps: int, noise: Sequence[float], past: bool = True
+        self,
+        pos: Tensor,
+        step: int,
+        steps: int,
+        noise: Sequence[float],
+        past: bool = True,
+        drafted: bool = False,
     ) -> None:
         """A pass starts, over tokens at pos [S, 3], with each latent frame's noise level.
 
         In chunk models a pass overwrites the present chunk; in token models it goes on behind it.
-        With `past` False the pass reads the present chunk alone.
+        With `past` False the pass reads the present chunk alone. `drafted`: tokens behind the first
+        may be taken back.
         """
         tokens, self._reads_past = pos.shape[0], past
         start = self.now if self.shape.token_by_token else 0
@@ -81,7 +88,7 @@ class Session(State):
         self._context = PassContext(
             self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
             self.prompt, self.left_padding, self._plain, tuple(self._begun) if known else (),
-            (0, 0), self._room,
+            (0, 0), self._room, drafted,
         )  # fmt: skip
         make_room(self.layers, self.plan, self._context, self.meter)
         if self.plan.cache.view_depends_on_pass:

@@ -177,6 +177,7 @@ class PassContext(NamedTuple):
         0,
     )  # slots of the past, from and to, that the pass leaves out
     room: int | None = None  # the most past entries that a bounded cache holds
+    drafted: bool = False  # the tokens behind the first are drafts, which may be refuted
 
     @property
     def end(self) -> int:
@@ -192,7 +193,7 @@ class PassContext(NamedTuple):
     def given(self) -> bool:
         """Whether the tokens were not made here but handed in: a prompt, first frames."""
         if self.shape.token_by_token:
-            return self.tokens > 1
+            return self.tokens > 1 and not self.drafted
         return self.pass_index > 0 and not self.before and not any(self.noise)
 
     @property

@@ -7,7 +7,9 @@ import torch
 from toys import load
 
 import tachyscope as ts
+from tachyscope.calibrate import calibrate
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.model import VilaModel, toy_tokens
 from tachyscope.observers import Observer
@@ -126,7 +128,22 @@ def test_a_draft_from_other_logits_is_right_as_often_as_both_agree(logits):
     torch.testing.assert_close(shares, p, atol=0.01, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_drafts_beside_neurons_make_the_codes_of_neurons_alone(first, tmp_path):
+    here, file = model(cfg=1.0), tmp_path / "calibration.safetensors"
+    write_tensors(file, calibrate(here, clips=1, shares=[0.5]).tensors())
+    options = {"first": torch.zeros(1, 32, 32, 3, dtype=torch.uint8).numpy()} if first else {}
+    plan = f"replay=neurons:share=0.5,file={file}"
+    want, alone, *_ = play(here, plan, seed=3, **options)
+    got, counts, _, cache = play(here, f"{plan} passes=draft:places=5", seed=3, **options)
+    assert torch.equal(got, want)
+    assert not torch.equal(want, play(here, "dense", seed=3, **options)[0])
+    assert counts[-1]["drafts"] > 0 and counts[-1]["rows_replayed"] > alone[-1]["rows_replayed"]
+
+
 @pytest.mark.parametrize("name, plan, words", [
+    ("toy-tokens", "passes=draft replay=neurons:share=0,age=2", "replay"),
     ("toy-chunks", "passes=draft", "token"),
     ("toy-tokens", "passes=draft replay=attentive:share=0.5", "replay"),
 ])  # fmt: skip

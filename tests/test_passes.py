@@ -159,7 +159,7 @@ def test_a_skipped_pass_is_a_step_left_out_of_the_schedule():
     ],
 )
 def test_models_of_one_pass_refuse_to_skip_any(shape, why):
-    message = f"{why}, so none can be skipped, got passes=every_k:k=2: leave passes out"
+    message = f"{why}, so none can be skipped, got passes=every_k:k=2: use passes=all"
     with pytest.raises(TachyscopeError, match=f"^{re.escape(message)}$"):
         Plan(passes=EveryK(2)).check(shape)
 

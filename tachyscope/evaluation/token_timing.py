@@ -38,10 +38,15 @@ class Timed(VilaModel):
         self.trunk_ms: list[float] = []
 
     def _feed(
-        self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+        self,
+        session: Session,
+        codes: Tensor,
+        pos: Tensor,
+        actions: Sequence[int] | Tensor,
+        drafted: bool = False,
     ) -> Tensor:
         start = time.perf_counter()
-        states = super()._feed(session, codes, pos, actions)
+        states = super()._feed(session, codes, pos, actions, drafted)
         self.trunk_ms.append((time.perf_counter() - start) * 1e3)
         return states
 

@@ -203,7 +203,7 @@ class TokenModel(VideoModel):
         self, session: Session, noise: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
     ) -> TokenFrame:
         def feed(codes: Tensor, at: int) -> Tensor:
-            return self._feed(session, codes, pos[at : at + codes.shape[1]], actions)
+            return self._feed(session, codes, pos[at : at + codes.shape[1]], actions, drafted=True)
 
         def draw(states: Tensor, at: int) -> tuple[Tensor, Tensor]:
             session.meter.add("macs", states.shape[:2].numel() * self.draw_macs)
@@ -256,11 +256,16 @@ class TokenModel(VideoModel):
         return shape.batch // (2 if shape.paired else 1)
 
     def _feed(
-        self, session: Session, codes: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
+        self,
+        session: Session,
+        codes: Tensor,
+        pos: Tensor,
+        actions: Sequence[int] | Tensor,
+        drafted: bool = False,
     ) -> Tensor:
         """The trunk's states [B, S, W] of codes [V, S, D], in both rows of a pair."""
         x = self.embed(codes, self._action(actions))
-        return self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos)
+        return self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos, drafted)
 
     def _action(self, actions: Sequence[int] | Tensor) -> int | Tensor | None:
         if not self.actions:
@@ -281,8 +286,8 @@ class TokenModel(VideoModel):
             )
         return actions[0]
 
-    def _run(self, session: Session, x: Tensor, pos: Tensor) -> Tensor:
-        session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
+    def _run(self, session: Session, x: Tensor, pos: Tensor, drafted: bool = False) -> Tensor:
+        session.begin(pos=pos, step=0, steps=1, noise=(0.0,), drafted=drafted)
         states = self.run_trunk(session, x)
         # the last token's state predicts the next token, which may be the next frame's first
         session.features["hidden"] = states[:, -1]

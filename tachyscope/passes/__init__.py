@@ -29,7 +29,7 @@ class PassPolicy(abc.ABC):
     graph_capturable: ClassVar[bool] = True  # whether the host knows by itself which passes run
 
     def refusal(self, shape: Shape, replays: bool) -> str | None:
-        """Why the policy cannot serve this shape, or not beside a replay policy."""
+        """Why the policy cannot serve this shape, or not beside replay that decides by token."""
         return None
 
     def sample_frame(self, session: Calls, frame: TokenFrame) -> Tensor | None:
