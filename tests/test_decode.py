@@ -11,6 +11,7 @@ from faults import refused
 import tachyscope as ts
 from tachyscope.bench.tokens import random_calibration
 from tachyscope.decode import CodedLinear, can_compile, cpu, quantise, store_bf16, unsupported
+from tachyscope.decode.quantise import is_readable, weight_of
 from tachyscope.errors import TachyscopeError
 from tachyscope.graph_runner import ChunkRunner, FrameRunner
 from tachyscope.models.checkpoint import write_tensors
@@ -195,6 +196,39 @@ def test_int4_weights_run_by_modules_and_by_the_engine(tmp_path):
         runs.append(torch.stack([layer.own["replay"]["error"] for layer in session.layers]))
     # a slice's columns are rounded again
     assert (runs[0] - runs[1]).norm() < 0.2 * runs[1].norm()
+
+
+class _Torchao(torch.Tensor):
+    """As torchao's tensors are: codes, and what stands for a row or for 128 columns of it."""
+
+    def detach(self):
+        return self
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_codes_of_torchao_are_read_as_they_are(kind):
+    rng = torch.Generator().manual_seed(0)
+    linear, bound = torch.nn.Linear(256, 48), 8 if kind == "int4" else 128
+    weight = linear.weight.detach().as_subclass(_Torchao)
+    weight.qdata = torch.randint(-bound, bound, (48, 256), generator=rng, dtype=torch.int8)
+    groups = 2 if kind == "int4" else 1
+    weight.scale = torch.rand(48, groups, generator=rng).bfloat16()
+    zero = torch.zeros(48, groups, dtype=torch.int8)
+    if kind == "int4":
+        weight.target_dtype = torch.int4
+        zero = torch.randint(-3, 4, (48, 2), generator=rng, dtype=torch.int8)
+    weight.zero_point = zero
+    linear.weight = torch.nn.Parameter(weight)
+    linear.weight.__dict__.update(weight.__dict__)
+    assert is_readable(linear)
+    each = 256 // groups
+    scale, moved = (x.float().repeat_interleave(each, 1) for x in (weight.scale, zero))
+    want, got = (weight.qdata.float() - moved) * scale, weight_of(linear)
+    # an offset of eleven steps, rounded to bfloat16
+    off = 11 / 256 if kind == "int4" else 0.0
+    torch.testing.assert_close(got.dense(torch.float32), want, rtol=0, atol=off)
+    weight.scale = linear.weight.scale = weight.scale[:, :0]
+    assert not is_readable(linear)
 
 
 def test_a_width_that_codes_do_not_fit_is_refused():

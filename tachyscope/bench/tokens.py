@@ -125,10 +125,11 @@ def random_calibration(model: VilaModel, shares: Sequence[float], rank: int = RA
     """A calibration of the model's own weights in which order and maps are random."""
     mlps = model.mlps
     count, (width, inner) = len(mlps), mlps[0].down.shape
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator(model.device).manual_seed(0)
 
     def draw(*size: int) -> Tensor:
-        return torch.randn(count, *size, generator=rng).mul_(width**-0.5)
+        drawn = torch.randn(count, *size, generator=rng, device=model.device)
+        return drawn.mul_(width**-0.5)
 
     sizes = [(width, rank), (rank, width)] if rank < width else [(width, width)]
     return Calibration(

@@ -49,7 +49,7 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         and not isinstance(plan.replay, NeuronReplay | None),
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
-        "its weights are neither floats nor this package's codes": not all(
+        "its weights are neither floats nor codes that the kernels read": not all(
             map(is_readable, linears)
         ),
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tachyscope.kernels.gemv import Kind, Norm, Weight, to_codes
+from tachyscope.kernels.gemv.weights import GROUP, int4_weight, int8_weight
 
 
 class CodedLinear(nn.Module):
@@ -46,20 +49,50 @@ def quantise(module: nn.Module, kind: Kind) -> None:
 
 
 def weight_of(linear: nn.Module) -> Weight:
-    """A linear's matrix as kernels read it."""
+    """A linear's matrix as kernels read it; of torchao's codes a copy, arranged for them."""
     if isinstance(linear, CodedLinear):
         return Weight(linear.codes, linear.scale, linear.bias)
     assert isinstance(linear, nn.Linear)
     bias = None if linear.bias is None else linear.bias.detach()
-    return Weight(linear.weight.detach(), None, bias)
+    if _is_plain(linear):
+        return Weight(linear.weight.detach(), None, bias)
+    codes: Any = linear.weight.detach()
+    if _torchao_kind(codes) == "int8":
+        return int8_weight(codes.qdata.int(), codes.scale.flatten(), bias)
+    scale, zero = codes.scale.float(), codes.zero_point
+    offset = -(8.0 if zero is None else 8.0 + zero.float()) * scale
+    return int4_weight(codes.qdata.int() + 8, scale, offset, bias)
 
 
 def is_readable(linear: nn.Module) -> bool:
-    """Whether kernels can read it; a quantised tensor of another library's they cannot."""
+    """Whether kernels can read it: floats, this package's codes, and of torchao's those that
+    have a scale a row of int8, or for 128 columns of int4."""
     if isinstance(linear, CodedLinear):
         return True
-    plain = isinstance(linear, nn.Linear) and type(linear.weight) is nn.Parameter
-    return plain and type(linear.weight.data) is torch.Tensor
+    if not isinstance(linear, nn.Linear):
+        return False
+    return _is_plain(linear) or bool(_torchao_kind(linear.weight))
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    return type(linear.weight) is nn.Parameter and type(linear.weight.data) is torch.Tensor
+
+
+def _torchao_kind(weight: Any) -> Kind | Literal[""]:
+    """By what it holds: torchao need not be installed."""
+    codes, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    if not isinstance(codes, Tensor) or not isinstance(scale, Tensor) or codes.dim() != 2:
+        return ""
+    rows, columns = codes.shape
+    if codes.dtype != torch.int8 or codes.shape != weight.shape:
+        return ""
+    zero = getattr(weight, "zero_point", None)
+    if str(getattr(weight, "target_dtype", None)) == "torch.int4":
+        groups = (rows, columns // GROUP)
+        fits = columns % GROUP == 0 and scale.shape == groups
+        return "int4" if fits and (zero is None or zero.shape == groups) else ""
+    fits = scale.numel() == rows and columns % 4 == 0
+    return "int8" if fits and (zero is None or not bool(zero.any())) else ""
 
 
 def norm_of(norm: nn.RMSNorm | nn.LayerNorm) -> Norm:

@@ -92,13 +92,23 @@ def to_codes(weight: Weight, kind: Kind) -> Weight:
     tiny = torch.finfo(torch.bfloat16).tiny
     if bits == 8:
         scale = data.abs().amax(1).clamp_min(tiny) / 127
-        return Weight(_words((data / scale[:, None]).round() + 128, bits), scale, weight.bias)
+        return int8_weight((data / scale[:, None]).round(), scale, weight.bias)
     groups = data.unflatten(1, (-1, GROUP))
     low, high = groups.amin(2), groups.amax(2)
     scale, offset = ((high - low) / 15).clamp_min(tiny).bfloat16(), low.bfloat16()
     codes = ((groups - offset.float()[:, :, None]) / scale.float()[:, :, None]).round().clamp(0, 15)
-    pair = torch.stack([scale, offset], -1).contiguous().view(torch.int32)[:, :, 0]
-    return Weight(_words(codes.flatten(1), bits), pair.contiguous(), weight.bias)
+    return int4_weight(codes.flatten(1), scale, offset, weight.bias)
+
+
+def int8_weight(codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Weight:
+    """Of codes [N, K] from -128 to 127 and scale [N]."""
+    return Weight(_words(codes + 128, 8), scale.float().contiguous(), bias)
+
+
+def int4_weight(codes: Tensor, scale: Tensor, offset: Tensor, bias: Tensor | None = None) -> Weight:
+    """Of codes [N, K] from 0 to 15, scale and offset [N, K / 128]."""
+    pair = torch.stack([scale.bfloat16(), offset.bfloat16()], -1).contiguous()
+    return Weight(_words(codes, 4), pair.view(torch.int32)[:, :, 0].contiguous(), bias)
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
