@@ -16,7 +16,7 @@ from tachyscope.evaluation.__main__ import main
 from tachyscope.models.registry import load
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.loading import save_wan
-from tachyscope.models.wan.toy import random_wan
+from tachyscope.models.wan.toy import random_wan, toy_chunks
 from tachyscope.plan import Plan
 from tachyscope.quality import psnr
 from tachyscope.rollout import rollout
@@ -351,7 +351,9 @@ def test_faults_are_one_line(capsys, tmp_path):
     save_wan(random_wan(WanConfig(dim=16, ffn_dim=16, layers=1, heads=2)), tmp_path)
     with pytest.raises(TachyscopeError, match="is no world model of Atrium"):
         world.world_models(str(tmp_path), "cpu", None)
-    assert main(["atrium", "--pace", "0.5", "--only", "world"]) == 2
+    save_wan(toy_chunks(), tmp_path / "toy")  # with Atrium's actions, and no camera
+    toy = ["--weights", str(tmp_path / "toy")]
+    assert main(["atrium", "--pace", "0.5", "--only", "world", *toy]) == 2
     assert "is not told where its camera stands" in capsys.readouterr().err
     assert main(["atrium", "--pace", "0.4", "--only", "world"]) == 2
     assert "1 over a whole number, got 0.4" in capsys.readouterr().err
@@ -386,3 +388,33 @@ def test_first_views_are_told_by_side(capsys, tmp_path):
     views = json.loads(target.read_text())["views"]
     assert len(views["by_world"]["right"]) == 4
     assert 0 <= views["right"] <= 1 and "right_back" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pace", [1.0, 0.5])
+def test_a_slower_walk_shows_the_same_in_more_frames(short, monkeypatch, pace):
+    config = WanConfig(
+        dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=256, size=(16, 16), chunk=1,
+        stride=(1, 8, 8), actions=atrium.ACTIONS, camera=True, steps=(1000, 500), stock="dense",
+    )  # fmt: skip
+    model = random_wan(config)
+    monkeypatch.setattr(
+        type(model.decoder), "encode", lambda self, x: torch.zeros(1, 16, len(x), 16, 16)
+    )
+    times = round(1 / pace)
+    asked = world.Asked(
+        ("dense", "cache=window:budget=3f"), frames=3 * times, quick=True, recall=False, own=True,
+        pace=pace, runs=2,
+    )  # fmt: skip
+    (played,) = world.play_worlds(model, asked, [0])
+    assert len(played.scene.frames) == 1 + 5 * times
+    assert [len(take.frames) for take in played.takes] == [3 * times] * 2
+    # every whole step ends where it ends at full pace
+    plain = scenes.make_scene(scenes.make_world(0, 0), ".qqqqw")
+    torch.testing.assert_close(played.scene.pose[::times], plain.pose)
+    if pace == 1:
+        assert np.array_equal(played.scene.frames, plain.frames)
+    found = world.judge_world(asked, played)
+    for row in (found["world"], *found["rows"]):
+        assert math.isfinite(row["revisit_db"]) and math.isfinite(row["revisit_own_db"])
+    assert found["rows"][0]["psnr_truth_band"] >= 0
