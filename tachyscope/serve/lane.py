@@ -27,6 +27,8 @@ class Lane:
             entry = MODELS[name]
             visit = Visit(opening.world, [], pace=entry.pace, tempo=entry.tempo)
             options = {"prompt": prompt or visit.prompt, "first": visit.frames(0, 1)}
+            if model.camera:
+                options["start"] = visit.view
         self.prompt = options["prompt"]
         self.stream = open_stream(model, plan, seed=opening.seed, **options)
         self.chunk = 0
