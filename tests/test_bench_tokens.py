@@ -3,11 +3,16 @@
 import dataclasses
 
 import pytest
+import torch
 
 from tachyscope.bench import tokens
 from tachyscope.bench.device_clock import slope
 from tachyscope.bench.tokens import PAPER, ROWS, bench_tokens, places_a_pass, token_lines, vila_7b
+from tachyscope.bench.tokens_cpu import bench_tokens_cpu, cpu_lines
+from tachyscope.cli.app import main
+from tachyscope.decode import can_compile
 from tachyscope.errors import TachyscopeError
+from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.model import toy_tokens
 from tachyscope.results import read_results
 
@@ -68,3 +73,42 @@ def test_a_file_that_is_no_result_of_drafts_is_refused(tmp_path):
             read_results(path, "atrium-drafts")
     path.write_text('{"suite": "atrium-drafts", "rows": []}')
     assert read_results(path, "atrium-drafts")["rows"] == []
+
+
+@pytest.mark.slow
+def test_a_cpus_rows_are_timed_by_turns_and_told_beside_their_limit(capsys):
+    if not can_compile(torch.float32):
+        pytest.skip("no C++ compiler")
+    told = []
+    names = ["dense", "all", "replay80", "neurons75", "all-window16"]
+    config = dataclasses.replace(_config(), sampler=Sampler(cfg=1.0))
+    found = bench_tokens_cpu(
+        config, names, weights=("float32", "int8"), rounds=3, tokens=2, told=told.append
+    )
+    assert [row["name"] for row in found["rows"]] == 2 * names and len(told) == 6
+    every = {row["name"]: row for row in found["rows"][:5]}
+    assert every["all"]["mlp_work"] == 0 and every["dense"]["mlp_work"] == 1
+    # one of six draws is above the share of those that can be replayed
+    assert every["replay80"]["mlp_work"] == pytest.approx(1 / 6)
+    assert 0.2 < every["neurons75"]["mlp_work"] < 1
+    assert every["neurons75"]["trunk_bytes"] < every["dense"]["trunk_bytes"]
+    assert "limit" in every["all"] and "limit" not in every["all-window16"]
+    per_frame = 1e3 / (16 * every["dense"]["step_ms"])
+    assert every["dense"]["frames_s"] == pytest.approx(per_frame)
+    assert len(cpu_lines(found)) == 2 + 1 + 10
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--shape", "2b"], "no shape '2b'; there are: 1b, atrium-tokens"),
+        (["--weights", "int4"], "no weights 'int4'; there are: float32, bf16, int8"),
+        (["--rows", "all"], "add dense"),
+        (["--batch", "2"], "--batch is of a GPU's bench"),
+        (["--no-peer"], "--peer is of a GPU's bench"),
+    ],
+)
+def test_a_cpus_bench_refuses_what_it_cannot_time(words, said, capsys):
+    assert main(["bench", "tokens", "--device", "cpu", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tachyscope.arguments import parse_calibration
 from tachyscope.attention.window import Window
 from tachyscope.bench.device_clock import EnergyCounter, memory_rates, milliseconds, recorded
 from tachyscope.bench.drafts import bench_drafts
 from tachyscope.bench.llama_peer import bench_llama
 from tachyscope.bench.single_chunk import clear
 from tachyscope.calibration import Calibration
-from tachyscope.decode import DecodeEngine, quantise
+from tachyscope.decode import DecodeEngine, StepProgram, can_compile, quantise
 from tachyscope.errors import TachyscopeError, first_line
 from tachyscope.models.registry import find_device
 from tachyscope.models.token_model import Sampler
@@ -168,7 +169,8 @@ class Timed:
             calibration=_calibration(model, parsed),
         )  # fmt: skip
         parts = model.decode_parts()
-        self.engine = DecodeEngine(parts, self.session, graph=False)
+        native = model.device.type == "cpu" and can_compile(model.dtype)
+        self.engine = DecodeEngine(parts, self.session, graph=native)
         self.engine.meet_memory()
         for layer in self.session.layers:
             layer.k.normal_()
@@ -184,7 +186,7 @@ class Timed:
         self._runs: dict[tuple[str, bool], Callable[[], object]] = {}
 
     def run(self, part: str, frame: int) -> Callable[[], object]:
-        """The step or one of its parts in a frame: "trunk", "depth", "step"."""
+        """The step or one of its parts in a frame: "trunk", "depth", "step"; see `StepProgram`."""
         engine = self.engine
         whole = engine.whole_places(frame > 0)[0]
 
@@ -196,6 +198,12 @@ class Timed:
             engine.depth.step(engine.codes, engine.noise, engine.place)
 
         key = part, whole
+        if (
+            key not in self._runs
+            and self.clock.device.type == "cpu"
+            and can_compile(engine.x.dtype)
+        ):
+            self._runs[key] = StepProgram(engine, whole, part).replay
         if key not in self._runs:
             self._stand(0)
             works = {"trunk": trunk, "depth": depth, "step": lambda: engine.step(whole)}
@@ -231,6 +239,8 @@ class Timed:
 def _calibration(model: VilaModel, plan: Plan) -> Calibration | None:
     if not isinstance(plan.replay, NeuronReplay):
         return None
+    if model.calibration is not None:
+        return parse_calibration(model, plan)
     width = model.shape().width
     return random_calibration(model, (plan.replay.share,), min(RANK, width // 2))
 

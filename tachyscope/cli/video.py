@@ -186,8 +186,8 @@ class CompiledVerb(VideoVerb):
 
     compile: bool | None = option(
         None,
-        "Compile the layers of a Wan-type model first; left out, where a GPU and many chunks make "
-        "it pay.",
+        "Compile the layers of a Wan-type model first, or a token's step on a CPU; left out, where "
+        "it pays.",
     )
 
     def compile_layers(self, model: VideoModel) -> bool:

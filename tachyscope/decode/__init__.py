@@ -1,7 +1,7 @@
 """A token model's step on fixed memory, so that one CUDA graph, or program, serves every token."""
 
 from tachyscope.decode.bf16 import Bf16Linear, store_bf16
-from tachyscope.decode.cpu import can_compile, compile_step
+from tachyscope.decode.cpu import StepProgram, can_compile, compile_step
 from tachyscope.decode.engine import DecodeEngine, unsupported
 from tachyscope.decode.parts import DecodeParts, DepthParts, LayerParts
 from tachyscope.decode.quantise import CodedLinear, quantise
@@ -13,6 +13,7 @@ __all__ = [
     "DecodeParts",
     "DepthParts",
     "LayerParts",
+    "StepProgram",
     "can_compile",
     "compile_step",
     "quantise",

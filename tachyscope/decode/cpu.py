@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import weakref
 from ctypes import POINTER, Structure, addressof, c_double, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +37,8 @@ COMPILERS = ("c++", "g++", "clang++")
 # sums may be taken in any order; infinities and NaN stay what they are
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math", "-shared", "-fPIC",
+    "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math", "-shared", "-fPIC", "-pthread",
 )  # fmt: skip
-THREADS = ("-fopenmp",)
 MAX_ROWS = 64
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 INT8 = 2
@@ -78,7 +78,7 @@ _Mlp = _struct(
     "Mlp", x=c_void_p, inner=c_void_p, norm=_Norm, **_of(_Weight, "gate", "up", "down"),
     **_of(c_int64, "batch", "width", "linear", "direct"), place=c_void_p, places=c_int64,
     keeps=c_int64, **_of(c_void_p, "skip", "ready", "age", "output", "drift", "input"),
-    memory=c_double, error=c_void_p, base=c_void_p, beta=c_double,
+    memory=c_double, error=c_void_p, base=c_void_p, fade=c_void_p, beta=c_double,
 )  # fmt: skip
 _Sample = _struct(
     "Sample", **_of(c_void_p, "logits", "noise", "book", "codes", "total", "place"),
@@ -93,11 +93,11 @@ class StepProgram:
     """A step of an engine whose activations are float32; `replay` runs it once."""
 
     def __init__(self, engine: DecodeEngine, whole: bool, parts: str = "step") -> None:
-        """`parts`: the step, or of it "trunk" or "depth" alone."""
+        """`parts`: the step, or of it "trunk" or "depth" alone; "hollow": a trunk less its MLPs."""
         self.library, self.threads = library(), torch.get_num_threads()
         self.held: list[Any] = []  # what the operations point to
         self.ops: list[tuple[int, Any]] = []
-        if parts != "trunk":
+        if parts in ("step", "depth"):
             self._add_depth(engine)
         if parts == "step":
             first, second = engine.projector
@@ -110,11 +110,16 @@ class StepProgram:
             kept: Any = engine.kept if whole else engine.errors
             self._add_layers(engine.trunk, engine.steps, mlps, kept)
             self._plain(NORM, engine.hidden, engine.x, engine.norm)
+        if parts == "hollow":
+            self.ops = [(code, x) for code, x in self.ops if code != MLP]
         self.list = (_Op * len(self.ops))(*(_Op(code, addressof(x)) for code, x in self.ops))
         self.numbers = self._at(engine.numbers) if parts != "depth" else None
+        self.program = c_void_p(self.library.tachyscope_new(self.list, len(self.ops)))
+        # before the lists are freed, which this object holds
+        weakref.finalize(self, self.library.tachyscope_free, self.program)
 
     def replay(self) -> None:
-        self.library.tachyscope_run(self.list, len(self.ops), self.numbers, self.threads)
+        self.library.tachyscope_run(self.program, self.numbers, self.threads)
 
     def _add_depth(self, engine: DecodeEngine) -> None:
         depth, draw = engine.depth, engine.depth.draw
@@ -199,6 +204,7 @@ class StepProgram:
             one.gate = self._weight(mlp.gate)
         if isinstance(kept, Error):
             one.error, one.base, one.beta = self._at(kept.error), self._at(kept.input), kept.beta
+            one.fade = self._at(kept.fade)
             one.place, one.places = self._at(kept.place), kept.error.shape[1]
         elif kept is not None:
             one.keeps, one.memory, one.places = True, kept.memory, kept.output.shape[1]
@@ -269,13 +275,16 @@ def library() -> Any:
             f"no {lacks.removeprefix('a ')}: install g++, or leave `compile` out"
         )
     source = SOURCE.read_text(encoding="utf-8")
-    known = "\n".join([source, compiler, *FLAGS, *THREADS, _processor()])
+    known = "\n".join([source, compiler, *FLAGS, _processor()])
     path = folder / "cpu" / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.so"
     if not path.is_file():
         _build(compiler, path)
     found = ctypes.CDLL(str(path))
-    found.tachyscope_run.argtypes = [POINTER(_Op), c_int64, c_void_p, c_int64]
-    found.tachyscope_run.restype = None
+    found.tachyscope_new.argtypes = [POINTER(_Op), c_int64]
+    found.tachyscope_new.restype = c_void_p
+    found.tachyscope_run.argtypes = [c_void_p, c_void_p, c_int64]
+    found.tachyscope_free.argtypes = [c_void_p]
+    found.tachyscope_run.restype = found.tachyscope_free.restype = None
     return found
 
 
@@ -283,18 +292,15 @@ def _build(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         out = Path(folder) / path.name
-        said = ""
-        for flags in ((*FLAGS, *THREADS), FLAGS):  # a compiler may know no threads
-            command = [*compiler.split(), *flags, "-o", str(out), str(SOURCE)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-            except OSError as fault:
-                said = str(fault)
-                continue
+        command = [*compiler.split(), *FLAGS, "-o", str(out), str(SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 out.replace(path)
                 return
             said = (done.stderr.strip() or "nothing").splitlines()[0][:200]
+        except OSError as fault:
+            said = str(fault)
     raise TachyscopeError(
         f"{compiler} could not compile a token's step ({said}): install g++, or leave `compile` out"
     )

@@ -1,14 +1,22 @@
 // A token's step on a CPU: threads go together through a list of operations, which are those of
 // tachyscope/kernels (gemv, decode_attention, decode_mlp, sample_code) for float32 activations.
 // Weights are float32, bfloat16, or int8 in the layout of kernels/gemv/weights.py.
+//
+// An operation is one phase or two, a phase some chunks that threads claim one by one. It is done
+// when its chunks are, whoever did them: a thread that the system has put aside holds up nobody.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <mutex>
+#include <thread>
 #include <vector>
-#ifdef _OPENMP
-#include <omp.h>
+#ifdef __AVX2__
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -74,6 +82,7 @@ struct Mlp {
   double memory;
   // what the slice was off by
   const float *error, *base;
+  float *fade;
   double beta;
 };
 
@@ -117,7 +126,11 @@ inline float sum(v8 x) {
 }
 
 inline v8 floats(h8 bits) {
+#ifdef __AVX2__  // the compiler makes eight numbers of it one by one
+  n8 wide = (n8)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
+#else
   u8 wide = __builtin_convertvector(bits, u8) << 16;
+#endif
   v8 x;
   std::memcpy(&x, &wide, sizeof x);
   return x;
@@ -359,8 +372,20 @@ void normed(float *out, const float *x, const Norm &norm, i64 batch, i64 width) 
   }
 }
 
-struct Team {  // one of the threads that go through a step together
-  i64 index, count;
+struct alignas(64) Phase {
+  std::atomic<uint64_t> next, done;  // the step's number above 32 bits, chunks below
+};
+
+struct Program {
+  const Op *ops;
+  i64 count;
+  std::vector<Phase> phases;
+};
+
+struct Thread {  // one of those that go through a step, and its own memory
+  Program *program = nullptr;
+  uint64_t step = 0;
+  i64 at = 0, threads = 1;
   std::vector<float> a, b, c;
 
   float *room(std::vector<float> &v, i64 size) {
@@ -368,40 +393,67 @@ struct Team {  // one of the threads that go through a step together
     return v.data();
   }
 
-  // this thread's share of so many rows, in blocks of 8
-  void share(i64 total, i64 &from, i64 &to) const {
-    i64 blocks = (total + 7) / 8;
-    from = std::min(total, 8 * (blocks * index / count));
-    to = std::min(total, 8 * (blocks * (index + 1) / count));
+  // rows of a chunk: some for every thread, but not fewer than are worth a claim
+  i64 rows_of_chunk(i64 rows, i64 columns) const {
+    if (threads == 1) return rows;
+    i64 worth = std::max<i64>(1, 16384 / columns);
+    return 8 * ((std::max(worth, rows / (4 * threads)) + 7) / 8);
+  }
+
+  // do a phase's chunks with the others; false: the step is over without this thread
+  template <class F>
+  bool phase(i64 chunks, F work) {
+    Phase &p = program->phases[at++];
+    constexpr uint64_t LOW = 0xffffffff;
+    uint64_t now = p.next.load(std::memory_order_acquire);
+    for (;;) {
+      if (now >> 32 != step) return false;
+      if (static_cast<i64>(now & LOW) >= chunks) break;
+      if (!p.next.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
+      work(static_cast<i64>(now & LOW));
+      p.done.fetch_add(1, std::memory_order_release);
+      now = p.next.load(std::memory_order_acquire);
+    }
+    for (i64 spins = 0;; spins++) {
+      uint64_t done = p.done.load(std::memory_order_acquire);
+      if (done >> 32 != step) return false;
+      if (static_cast<i64>(done & LOW) >= chunks) return true;
+      if (spins < 4096)
+        pause();
+      else
+        std::this_thread::yield();
+    }
+  }
+
+  static void pause() {
+#ifdef __AVX2__
+    _mm_pause();
+#endif
   }
 };
 
-void wait() {
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
-}
-
-void run(const Gemv &op, Team &team) {
-  float *x = team.room(team.a, op.batch * op.width);
-  normed(x, op.x, op.norm, op.batch, op.width);
-  i64 from, to, offset = 0;
-  team.share(op.out_width, from, to);
-  float *y = team.room(team.b, op.batch * (to - from));
-  i64 stride = to - from;
-  for (i64 i = 0; i < op.count; i++) {
-    const Weight &w = op.weights[i];
-    i64 low = std::max(from, offset), high = std::min(to, offset + w.rows);
-    if (low < high) rows_times(w, low - offset, high - offset, x, op.batch, y + low - from, stride);
-    offset += w.rows;
-  }
-  if (op.gelu) each<gelu>(y, op.batch * stride);
-  for (i64 b = 0; b < op.batch; b++)
-    for (i64 n = from; n < to; n++) {
-      float &out = op.out[b * op.out_width + n];
-      out = op.add ? out + y[b * stride + n - from] : y[b * stride + n - from];
+bool run(const Gemv &op, Thread &t) {
+  i64 size = t.rows_of_chunk(op.out_width, op.width);
+  float *x = nullptr;
+  return t.phase((op.out_width + size - 1) / size, [&](i64 chunk) {
+    if (!x) normed(x = t.room(t.a, op.batch * op.width), op.x, op.norm, op.batch, op.width);
+    i64 from = chunk * size, to = std::min(op.out_width, from + size), stride = to - from;
+    float *y = t.room(t.b, op.batch * stride);
+    i64 offset = 0;
+    for (i64 i = 0; i < op.count; i++) {
+      const Weight &w = op.weights[i];
+      i64 low = std::max(from, offset), high = std::min(to, offset + w.rows);
+      if (low < high)
+        rows_times(w, low - offset, high - offset, x, op.batch, y + low - from, stride);
+      offset += w.rows;
     }
-  wait();
+    if (op.gelu) each<gelu>(y, op.batch * stride);
+    for (i64 b = 0; b < op.batch; b++)
+      for (i64 n = from; n < to; n++) {
+        float &out = op.out[b * op.out_width + n];
+        out = op.add ? out + y[b * stride + n - from] : y[b * stride + n - from];
+      }
+  });
 }
 
 void turn(float *out, const float *x, const float *cos, const float *sin, i64 dim, i64 pairs) {
@@ -446,12 +498,12 @@ void decide(const Attend &op) {
   op.counts[replayed == n ? 0 : 1] += static_cast<i32>(replayed);
 }
 
-void run(const Attend &op, Team &team) {
+bool run(const Attend &op, Thread &t) {
   i64 d = op.dim, group = op.heads / op.kv_heads, slot = *op.slot, place = *op.place;
   i64 wide = (op.heads + 2 * op.kv_heads) * d;
   float by = 1 / std::sqrt(static_cast<float>(d));
-  float *p = team.room(team.a, group * (slot + 1)), *q = team.room(team.b, group * d);
-  for (i64 task = team.index; task < op.batch * op.kv_heads; task += team.count) {
+  bool all = t.phase(op.batch * op.kv_heads, [&](i64 task) {
+    float *p = t.room(t.a, group * (slot + 1)), *q = t.room(t.b, group * d);
     i64 b = task / op.kv_heads, h = task % op.kv_heads;
     const float *row = op.qkv + b * wide, *raw = row + h * group * d;
     const float *key = row + (op.heads + h) * d, *value = key + op.kv_heads * d;
@@ -511,76 +563,83 @@ void run(const Attend &op, Team &team) {
           mix(out + g * d, p + g * stride + count, v + s * d, many, d);
         count += many;
       }
-  }
-  wait();
-  // what it decides is read after the next wait
-  if (op.gated && team.index == 0) decide(op);
+  });
+  return all && (!op.gated || t.phase(1, [&](i64) { decide(op); }));
 }
 
-void run(const Mlp &op, Team &team) {
+// x += what was kept, for all rows: no weight is read
+void replay(const Mlp &op, i64 place) {
+  for (i64 b = 0; b < op.batch; b++) {
+    float *kept = op.output + (b * op.places + place) * op.width, *x = op.x + b * op.width;
+    for (i64 i = 0; i < op.width; i++) {
+      if (op.drift) kept[i] += op.drift[b * op.width + i];
+      x[i] += kept[i];
+    }
+    op.age[b * op.places + place]++;
+  }
+}
+
+// how far a remembered error still holds at inputs a
+void fade(const Mlp &op, const float *a, i64 place) {
+  for (i64 b = 0; b < op.batch; b++) {
+    const float *base = op.base + (b * op.places + place) * op.width, *now = a + b * op.width;
+    float far = 0, size = 0;
+    for (i64 i = 0; i < op.width; i++) {
+      far += (now[i] - base[i]) * (now[i] - base[i]);
+      size += base[i] * base[i];
+    }
+    op.fade[b] = std::exp(-static_cast<float>(op.beta) * far / std::max(size, 1e-12f));
+  }
+}
+
+bool run(const Mlp &op, Thread &t) {
   i64 w = op.width, n = op.batch, place = op.place ? *op.place : 0;
-  bool all = op.keeps && n > 0;
+  bool all = op.keeps;
   for (i64 b = 0; b < n && all; b++) all = op.skip[b] != 0;
-  if (all) {  // no weight is read
-    if (team.index == 0)
-      for (i64 b = 0; b < n; b++) {
-        float *kept = op.output + (b * op.places + place) * w, *x = op.x + b * w;
-        for (i64 i = 0; i < w; i++) {
-          if (op.drift) kept[i] += op.drift[b * w + i];
-          x[i] += kept[i];
-        }
-        op.age[b * op.places + place]++;
-      }
-    wait();
-    return;
+  if (all) {
+    bool done = t.phase(1, [&](i64) { replay(op, place); });
+    t.at++;
+    return done;
   }
-  float *a = team.room(team.a, n * w);
-  normed(a, op.x, op.norm, n, w);
-  i64 inner = op.up.rows, from, to;
-  team.share(inner, from, to);
-  i64 active = std::min(to, inner - op.linear) - from, stride = std::max<i64>(to - from, 1);
-  float *up = team.room(team.b, n * stride);
-  rows_times(op.up, from, to, a, n, up, stride);
-  if (active > 0 && op.gate.data) {
-    float *gate = team.room(team.c, n * active);
-    rows_times(op.gate, from, from + active, a, n, gate, active);
-    each<silu>(gate, n * active);
-    for (i64 b = 0; b < n; b++)
-      for (i64 i = 0; i < active; i++) up[b * stride + i] *= gate[b * active + i];
-  } else if (active > 0) {
-    for (i64 b = 0; b < n; b++) each<gelu>(up + b * stride, active);
-  }
-  i64 columns = op.down.columns;  // less than inner where the linear rows are outputs
-  for (i64 b = 0; b < n; b++)
-    for (i64 i = from; i < to; i++) {
-      i64 at = i < columns ? b * columns + i : n * columns + b * w + i - columns;
-      op.inner[at] = up[b * stride + i - from];
+  i64 inner = op.up.rows, columns = op.down.columns;  // less where linear rows are outputs
+  i64 size = t.rows_of_chunk(inner, 2 * w);
+  float *a = nullptr;
+  bool done = t.phase((inner + size - 1) / size, [&](i64 chunk) {
+    if (!a) normed(a = t.room(t.a, n * w), op.x, op.norm, n, w);
+    i64 from = chunk * size, to = std::min(inner, from + size), stride = to - from;
+    i64 active = std::min(to, inner - op.linear) - from;
+    float *up = t.room(t.b, n * stride);
+    rows_times(op.up, from, to, a, n, up, stride);
+    if (active > 0 && op.gate.data) {
+      float *gate = t.room(t.c, n * active);
+      rows_times(op.gate, from, from + active, a, n, gate, active);
+      each<silu>(gate, n * active);
+      for (i64 b = 0; b < n; b++)
+        for (i64 i = 0; i < active; i++) up[b * stride + i] *= gate[b * active + i];
+    } else if (active > 0) {
+      for (i64 b = 0; b < n; b++) each<gelu>(up + b * stride, active);
     }
-  if (op.input && team.index == 0)
     for (i64 b = 0; b < n; b++)
-      std::memcpy(op.input + (b * op.places + place) * w, a + b * w, w * sizeof(float));
-  wait();
-  team.share(w, from, to);
-  stride = std::max<i64>(to - from, 1);
-  float *y = team.room(team.b, n * stride);
-  rows_times(op.down, from, to, op.inner, n, y, stride);
-  for (i64 b = 0; b < n; b++) {
-    float *x = op.x + b * w, *row = y + b * stride;
-    if (op.direct)
-      for (i64 i = from; i < to; i++) row[i - from] += op.inner[n * columns + b * w + i];
-    i64 at = (b * op.places + place) * w;
-    if (op.error) {
-      const float *base = op.base + at, *now = a + b * w;
-      float far = 0, size = 0;
-      for (i64 i = 0; i < w; i++) {
-        far += (now[i] - base[i]) * (now[i] - base[i]);
-        size += base[i] * base[i];
-      }
-      float fade = std::exp(-static_cast<float>(op.beta) * far / std::max(size, 1e-12f));
-      for (i64 i = from; i < to; i++) row[i - from] += fade * op.error[at + i];
-    }
-    if (op.keeps)
       for (i64 i = from; i < to; i++) {
+        i64 at = i < columns ? b * columns + i : n * columns + b * w + i - columns;
+        op.inner[at] = up[b * stride + i - from];
+      }
+    if (chunk == 0 && op.error) fade(op, a, place);
+    for (i64 b = 0; chunk == 0 && op.input && b < n; b++)
+      std::memcpy(op.input + (b * op.places + place) * w, a + b * w, w * sizeof(float));
+  });
+  if (!done) return false;
+  size = t.rows_of_chunk(w, columns);
+  return t.phase((w + size - 1) / size, [&](i64 chunk) {
+    i64 from = chunk * size, to = std::min(w, from + size), stride = to - from;
+    float *y = t.room(t.b, n * stride);
+    rows_times(op.down, from, to, op.inner, n, y, stride);
+    for (i64 b = 0; b < n; b++) {
+      float *x = op.x + b * w, *row = y + b * stride;
+      i64 at = (b * op.places + place) * w;
+      for (i64 i = from; op.direct && i < to; i++) row[i - from] += op.inner[n * columns + b * w + i];
+      for (i64 i = from; op.error && i < to; i++) row[i - from] += op.fade[b] * op.error[at + i];
+      for (i64 i = from; op.keeps && i < to; i++) {
         float *drift = op.drift ? op.drift + b * w + i : nullptr, &kept = op.output[at + i];
         if (op.skip[b])
           row[i - from] = kept + (drift ? *drift : 0.0f);
@@ -588,20 +647,20 @@ void run(const Mlp &op, Team &team) {
           *drift += (row[i - from] - kept - *drift) / static_cast<float>(op.memory);
         kept = row[i - from];
       }
-    for (i64 i = from; i < to; i++) x[i] += row[i - from];
-    if (op.keeps && team.index == 0) {
-      i32 &age = op.age[b * op.places + place];
-      age = op.skip[b] ? age + 1 : 0;
+      for (i64 i = from; i < to; i++) x[i] += row[i - from];
+      if (op.keeps && chunk == 0) {
+        i32 &age = op.age[b * op.places + place];
+        age = op.skip[b] ? age + 1 : 0;
+      }
     }
-  }
-  wait();
+  });
 }
 
-void run(const Sample &op, Team &team) {
+bool run(const Sample &op, Thread &t) {
   i64 count = op.count, place = *op.place;
-  for (i64 v = team.index; v < op.videos; v += team.count) {
-    float *logits = team.room(team.a, count), *score = team.room(team.b, count);
-    float *mass = team.room(team.c, count);
+  return t.phase(op.videos, [&](i64 v) {
+    float *logits = t.room(t.a, count), *score = t.room(t.b, count);
+    float *mass = t.room(t.c, count);
     const float *with = op.logits + v * count, *without = with + op.videos * count;
     const float *noise = op.noise + ((v * op.places + place) * op.depths + op.depth) * count;
     float cfg = static_cast<float>(op.cfg), heat = static_cast<float>(op.temperature);
@@ -637,52 +696,126 @@ void run(const Sample &op, Team &team) {
         float &sum = op.total[b * op.dim + i], entry = op.book[code * op.dim + i];
         sum = op.depth ? sum + entry : entry;
       }
-  }
-  wait();
+  });
 }
 
-void run(const Plain &op, Team &team, bool norm) {
-  if (team.index == 0) {
+bool run(const Plain &op, Thread &t, bool norm) {
+  return t.phase(1, [&](i64) {
     if (norm)
       normed(op.out, op.x, op.norm, op.batch, op.width);
     else
       for (i64 i = 0; i < op.batch * op.width; i++) op.out[i] += op.x[i % op.width];
-  }
-  wait();
+  });
 }
 
-void go_through(const Op *ops, i64 count, Team &team) {
-  for (i64 i = 0; i < count; i++) {
-    const void *body = ops[i].body;
-    switch (ops[i].code) {
-      case GEMV: run(*static_cast<const Gemv *>(body), team); break;
-      case ATTEND: run(*static_cast<const Attend *>(body), team); break;
-      case MLP: run(*static_cast<const Mlp *>(body), team); break;
-      case SAMPLE: run(*static_cast<const Sample *>(body), team); break;
-      default: run(*static_cast<const Plain *>(body), team, ops[i].code == NORM);
+i64 phases_of(const Op &op) {
+  if (op.code == ATTEND) return static_cast<const Attend *>(op.body)->gated ? 2 : 1;
+  return op.code == MLP ? 2 : 1;
+}
+
+void go_through(Program *program, uint64_t step, i64 threads, Thread &t) {
+  t.program = program;
+  t.step = step;
+  t.threads = threads;
+  t.at = 0;
+  bool on = true;
+  for (i64 i = 0; i < program->count && on; i++) {
+    const void *body = program->ops[i].body;
+    switch (program->ops[i].code) {
+      case GEMV: on = run(*static_cast<const Gemv *>(body), t); break;
+      case ATTEND: on = run(*static_cast<const Attend *>(body), t); break;
+      case MLP: on = run(*static_cast<const Mlp *>(body), t); break;
+      case SAMPLE: on = run(*static_cast<const Sample *>(body), t); break;
+      default: on = run(*static_cast<const Plain *>(body), t, program->ops[i].code == NORM);
     }
   }
 }
 
+// Threads that help; they live as long as the process, and sleep while there is nothing to do.
+struct Pool {
+  std::mutex one;  // step at a time
+  std::mutex lock;
+  std::condition_variable wake;
+  std::atomic<uint64_t> step{0};  // odd while one runs
+  std::atomic<Program *> program{nullptr};
+  std::atomic<i64> threads{1}, sleepers{0};
+  std::vector<std::atomic<int> *> inside;  // whether a helper is in a step
+  Thread own;
+
+  void help(i64 index, std::atomic<int> *here) {
+    Thread thread;
+    uint64_t seen = 0;
+    for (;;) {
+      for (i64 spins = 0; step.load() == seen || step.load() % 2 == 0; spins++) {
+        if (spins < 8192) {
+          Thread::pause();
+          continue;
+        }
+        std::unique_lock<std::mutex> held(lock);
+        sleepers++;
+        wake.wait(held, [&] { return step.load() != seen && step.load() % 2; });
+        sleepers--;
+      }
+      seen = step.load();
+      here->store(1);
+      // a program is freed once no helper is inside
+      if (step.load() == seen && seen % 2 && index + 1 < threads.load())
+        go_through(program.load(), seen & 0xffffffff, threads.load(), thread);
+      here->store(0);
+    }
+  }
+
+  void run_step(Program *next, i64 count) {
+    std::lock_guard<std::mutex> alone(one);
+    while (static_cast<i64>(inside.size()) + 1 < count) {
+      auto *here = new std::atomic<int>(0);
+      i64 index = inside.size();
+      inside.push_back(here);
+      std::thread([this, index, here] { help(index, here); }).detach();
+    }
+    uint64_t number = step.load() + 1, base = (number & 0xffffffff) << 32;
+    for (Phase &phase : next->phases) {
+      phase.done.store(base);
+      phase.next.store(base);
+    }
+    program.store(next);
+    threads.store(count);
+    {
+      std::lock_guard<std::mutex> held(lock);  // no helper falls asleep in between
+      step.store(number);
+    }
+    if (sleepers.load()) wake.notify_all();
+    go_through(next, number & 0xffffffff, count, own);
+    step.store(number + 1);
+  }
+
+  void free(Program *old) {
+    std::lock_guard<std::mutex> alone(one);
+    for (auto *here : inside)
+      while (here->load()) std::this_thread::yield();
+    delete old;
+  }
+};
+
+Pool &pool() {
+  static Pool *found = new Pool;  // never destroyed: helpers may outlive what is
+  return *found;
+}
+
 }  // namespace
 
-extern "C" void tachyscope_run(const Op *ops, i64 count, i32 *numbers, i64 threads) {
-#ifdef _OPENMP
-#pragma omp parallel num_threads(static_cast<int>(threads))
-  {
-    thread_local Team team;
-    team.index = omp_get_thread_num();
-    team.count = omp_get_num_threads();
-    go_through(ops, count, team);
-  }
-#else
-  static thread_local Team team;
-  team.index = 0;
-  team.count = 1;
-  go_through(ops, count, team);
-#endif
+extern "C" void *tachyscope_new(const Op *ops, i64 count) {
+  i64 phases = 0;
+  for (i64 i = 0; i < count; i++) phases += phases_of(ops[i]);
+  return new Program{ops, count, std::vector<Phase>(phases)};
+}
+
+extern "C" void tachyscope_run(void *program, i32 *numbers, i64 threads) {
+  pool().run_step(static_cast<Program *>(program), threads);
   if (numbers) {
     numbers[0]++;
     numbers[1]++;
   }
 }
+
+extern "C" void tachyscope_free(void *program) { pool().free(static_cast<Program *>(program)); }

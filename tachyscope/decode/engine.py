@@ -275,6 +275,14 @@ class DecodeEngine:
         kept = Kept(self.skip[layer], self.place, error, self.ages, input=base)
         return kept, Error(self.place, error, base, self.betas[layer], self.fade)
 
+    def slice_work(self) -> int:
+        """Multiply-adds of a token in a layer's slice."""
+        part = self.trunk.slices[0]
+        work = sum(x.rows * x.columns for x in part.parts)
+        if self.graph and self.session.device.type == "cpu" and is_direct(part):
+            work -= part.linear * part.down.rows
+        return work
+
     def _count(self, past: int, ready: bool, whole: list[bool]) -> None:
         """What the frame's passes would have counted one by one; replayed rows are the device's."""
         session, shape = self.session, self.session.shape
@@ -299,9 +307,7 @@ class DecodeEngine:
             meter.add("simulated_rows_replayed", masked)
         if self.neurons is not None:
             part, memory = self.trunk.slices[0], self.neurons.remembers
-            work = sum(x.rows * x.columns for x in part.parts)
-            if self.graph and session.device.type == "cpu" and is_direct(part):
-                work -= part.linear * part.down.rows
+            work = self.slice_work()
             computed = (part.up.rows - part.linear) / mlp.up.rows  # of a sliced MLP's neurons
             sliced = total * whole.count(False) / places
             skipped = sliced * (1 - computed)
