@@ -308,10 +308,12 @@ def largest(fits: Callable[[int], bool], most: int) -> int | None:
 def lines(found: Document) -> list[str]:
     """A document of `fit` as a reader wants it."""
     (row,) = found["rows"]
+    cache = row["cache_bytes"]
     stays = {
         "weights": row["weights_bytes"],
         "decoder, and what it keeps": row["decoder_bytes"],
-        **{f"cache: {name}": size for name, size in row["cache_bytes"].items()},
+        **{f"cache: {name}": n for name, n in cache.items() if not name.startswith("bank.")},
+        "cache: a bank's index": sum(n for name, n in cache.items() if name.startswith("bank.")),
         "prompt's keys and values": row["prompt_bytes"],
     }
     turns = [

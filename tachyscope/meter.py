@@ -54,7 +54,7 @@ class Meter:
 
 
 # a chunk's own values, where adding up over a rollout makes no sense
-LEVELS = ("cache_mb", "cache_allocated_mb", "entries", "entries_before")
+LEVELS = ("cache_mb", "cache_allocated_mb", "host_mb", "entries", "entries_before")
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -237,6 +237,8 @@ class Stream:
         held = session.past + session.shape.max_pass_tokens
         session.meter.add("cache_mb", cache_bytes(session.layers, held) / 1e6)
         session.meter.add("cache_allocated_mb", cache_bytes(session.layers) / 1e6)
+        if host := sum(x.nbytes for layer in session.layers for x in layer.host_tensors().values()):
+            session.meter.add("host_mb", host / 1e6)
         session.meter.add("entries", session.past)
         # waits for the chunk, so that decoding it need not
         made = Latents(self._index, latents, frames, session.meter.take())

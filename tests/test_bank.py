@@ -237,6 +237,24 @@ def _backends(device):
     yield blocks_triton
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOST)
+def test_the_kernels_serve_a_whole_video(host, monkeypatch):
+    """Triton in the place of stock torch, interpreted: the same video."""
+    pytest.importorskip("triton")
+    plan = f"cache=bank:resident=12f,budget=20f,host={host} attention=ann:k=30,block=4,tile=3"
+    want = play(session(CHUNKS, plan, dtype=torch.float32), 12)
+    from tachyscope.kernels.host_blocks import triton as blocks_triton
+
+    monkeypatch.setattr("tachyscope.kernels.host_blocks.torch_backend", blocks_triton)
+    at = session(CHUNKS, plan, dtype=torch.float32)
+    found = play(at, 12)
+    assert counted(at)["blocks_fetched"] > 0
+    off = [float((x[0] - y[0]).abs().max()) for x, y in zip(want, found, strict=True)]
+    # a code of half a step may go either way
+    assert max(off) < {"native": 1e-6, "int8": 0.05, "int4": 0.5}[host]
+
+
 @pytest.mark.parametrize("host", ["int8", "int4"])
 def test_codes_in_host_memory_stay_near_native(host):
     native, coded = (

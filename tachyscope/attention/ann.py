@@ -307,6 +307,7 @@ class Ann(AttentionPolicy):
         # the first pass over a chunk does not wait for all that it wants, unless it is the only one
         early = not ctx.before and ctx.pass_index < ctx.pass_count - 1
         if not ctx.before:
+            bank.join(layer)
             layer.scratch = ()
             rows = layout.sink + layout.most + layout.open if full else cut.all
             mass = (mean_mass if full else block_mass)(q, bank.codes, rows, layout.tile)
