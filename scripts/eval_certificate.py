@@ -46,12 +46,12 @@ def parts(device: str, file: Path | None) -> tuple[VilaModel, Calibration]:
 
 
 def work(
-    device: str, file: Path | None, worlds: int, frames: int, task: tuple[str, str]
+    device: str, file: Path | None, worlds: int, seed: int, frames: int, task: tuple[str, str]
 ) -> list[dict[str, Any]]:
     plan, camera = task
     model, calibration = parts(device, file)
-    rows = certify(model, make_clip(camera, worlds), plan, calibration, frames)
-    return [{"plan": plan, "clip": camera, "worlds": worlds} | row for row in rows]
+    rows = certify(model, make_clip(camera, worlds, seed), plan, calibration, frames)
+    return [{"plan": plan, "clip": camera, "worlds": worlds, "seed": seed} | row for row in rows]
 
 
 class Clocked(Certificate):
@@ -92,13 +92,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0, help="of the rooms")
     parser.add_argument("--frames", type=int, default=8)
     parser.add_argument("--calibration", type=Path, help="instead of the shipped one")
     parser.add_argument("--plan", action="append")
     parser.add_argument("--clip", action="append", choices=CLIPS)
     args = parser.parse_args()
     tasks = [(plan, clip) for plan in args.plan or PLANS for clip in args.clip or CLIPS]
-    one, rows = partial(work, args.device, args.calibration, args.worlds, args.frames), []
+    one = partial(work, args.device, args.calibration, args.worlds, args.seed, args.frames)
+    rows: list[dict[str, Any]] = []
     for found in spread(one, tasks, args.jobs, torch.set_num_threads, 1):
         rows += found
         print(found[-1], flush=True)

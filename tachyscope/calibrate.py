@@ -36,6 +36,7 @@ SHARES = (0.5, 0.75)
 RANK = 256
 RIDGE = 3e-4  # of the mean square of inputs
 LAGS = range(1, 9)  # frames apart that an error is remembered over
+TYPICAL = 4.0  # medians that the greatest change counts as at least: few clips may show no more
 BETAS = tuple(0.05 * 1.25**i for i in range(40))
 ROOMS = 900_000  # number of the first room: evaluations take lower ones
 # by kind of camera: letters of 16 frames
@@ -256,8 +257,8 @@ def _rest(mlp: SliceableMlp, x: Tensor, fit: Fit, kept: Tensor) -> Rest:
         weight = torch.exp(-beta * (distance / base.norm(dim=-1).clamp_min(1e-12)).square())
         left = (new - weight[..., None] * old).norm(dim=-1)
         off.append(_steepest(left, distance))
-        most.append(float(left.max()))
-    return Rest(maps, bias, beta, (max(off), max(most), float(error.norm(dim=-1).max())))
+        most.append(_greatest(left))
+    return Rest(maps, bias, beta, (max(off), max(most), _greatest(error.norm(dim=-1))))
 
 
 def _gain(mlp: SliceableMlp, x: Tensor) -> float:
@@ -280,7 +281,14 @@ def _apart(y: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tenso
 def _steepest(change: Tensor, distance: Tensor) -> float:
     """The greatest of changes over distances, where inputs differ by more than rounding."""
     far = distance > 1e-6
-    return float((change[far] / distance[far]).max()) if bool(far.any()) else 0.0
+    return _greatest(change[far] / distance[far])
+
+
+def _greatest(values: Tensor) -> float:
+    """The greatest value, or TYPICAL times the median where that is more; of none 0."""
+    if not values.numel():
+        return 0.0
+    return max(float(values.max()), TYPICAL * float(values.median()))
 
 
 def _fading(error: Tensor, x: Tensor) -> float:

@@ -17,7 +17,7 @@ VERSION = 2
 STEP = 16  # neurons of a slice are a multiple of it, as kernels like them
 MOST = {"layers": 256, "inner": 1_048_576, "width": 65_536, "shares": 8, "speeds": 64, "losses": 64}
 MAY_BE_EMPTY = ("speeds", "losses")
-MARGIN = 1.5  # a bound is so many times the most that calibration has seen
+MARGIN = 1.75  # a bound is so many times the most that calibration has seen
 OTHER = 0.02  # relative difference of norms up to which weights are the same, stored otherwise
 AGAIN = "run tachyscope calibrate again"
 
