@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tachyscope.fingerprint import digest
-from tachyscope.models.atrium.camera import FEATURE, walk
+from tachyscope.models.atrium.camera import walk
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import own_numerics
 from tachyscope.session import Session
+from tachyscope.types import CAMERA
 
 
 class Part(NamedTuple):
@@ -72,11 +73,11 @@ def refill(
     session.source = replace(session.source, prompt=prompt.key)
     # a video goes on: the noise and the steps of its first chunk must not come again
     generators, policy_rng, made = session.generators, session.policy_rng, session.made
-    camera = session.features.get(FEATURE)
+    camera = session.features.get(CAMERA)
     session.layers.clear()  # else the old and the new would be in memory together
     session.reset()
     if camera is not None:
-        session.features[FEATURE] = camera
+        session.features[CAMERA] = camera
     session.generators, session.policy_rng, session.made = generators, policy_rng, made
     model.prefill_prompt(session, prompt.encoded)
     prefill(model, session, parts, shown)
@@ -89,7 +90,7 @@ def prefill(
     """Run given latents through the model, a clean pass a chunk, to fill the cache."""
     for part in parts:
         if part.camera is not None:
-            session.features[FEATURE] = part.camera.clone()
+            session.features[CAMERA] = part.camera.clone()
         model.prefill_latents(session, part.latents, part.actions, shown)
         session.commit()
     if parts:

@@ -14,7 +14,6 @@ from tachyscope.compile_cache import keep_programs
 from tachyscope.errors import TachyscopeError
 from tachyscope.layers import check_memory, empty_layer, slots_for
 from tachyscope.meter import Meter
-from tachyscope.models.atrium.camera import FEATURE
 from tachyscope.observers import Observer
 from tachyscope.passes import PassRunner
 from tachyscope.plan import Plan
@@ -34,7 +33,7 @@ from tachyscope.state_file import (
     whole_numbers,
 )
 from tachyscope.store import KVStore
-from tachyscope.types import PassContext, Rope, Shape, Text
+from tachyscope.types import CAMERA, PassContext, Rope, Shape, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +220,8 @@ class State:
         self._check_counts(meta, slots)
         layers = self._layers_of(tensors, slots, segments)
         self._check_texts(tensors, meta["texts"])
-        if (camera := self.features.get(FEATURE)) is not None:
-            check_tensor(tensors, f"features.{FEATURE}", camera, (0, 0))
+        if (camera := self.features.get(CAMERA)) is not None:
+            check_tensor(tensors, f"features.{CAMERA}", camera, (0, 0))
         rest = {k: x for k, x in tensors.items() if k.startswith(("texts.", "features.", "kept."))}
         for name, x in rest.items():
             check_finite(name, x)

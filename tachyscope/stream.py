@@ -31,7 +31,6 @@ from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.graph_runner import repeating
 from tachyscope.layers import cache_bytes
-from tachyscope.models.atrium.camera import FEATURE
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.observers import Observer
@@ -39,7 +38,7 @@ from tachyscope.plan import Plan
 from tachyscope.prefill import Part, Prompt, by_chunk, prefill, refill, switch_prompt
 from tachyscope.session import Session
 from tachyscope.state import Source
-from tachyscope.types import Chunk, Shape
+from tachyscope.types import CAMERA, Chunk, Shape
 
 if TYPE_CHECKING:
     from tachyscope.arguments import Actions, Noise, Pictures, PixelSize, Start
@@ -128,7 +127,7 @@ def open(
         session.source = Source(model.fingerprint, *keys, model.decoder_name)
         model.prefill_prompt(session, read.encoded)
         if camera is not None:
-            session.features[FEATURE] = camera.clone()
+            session.features[CAMERA] = camera.clone()
         if given is not None:
             prefill(model, session, by_chunk(model, given, shape.chunk, moves, camera))
         session.meter.take()
@@ -189,7 +188,7 @@ class Stream:
     @property
     def pace(self) -> float | None:
         """The part of a step that a frame takes; None in a model without a camera."""
-        camera = self.session.features.get(FEATURE)
+        camera = self.session.features.get(CAMERA)
         return None if camera is None else float(camera[0, 3])
 
     def step(self, actions: Actions | None = None) -> Chunk:
@@ -223,7 +222,7 @@ class Stream:
             at = [model.pixel_frames(before + i) - start for i in range(session.shape.chunk)]
             told = [actions[i] if i < len(actions) else 0 for i in at]
         session.meter.add("entries_before", session.past)
-        stood = session.features[FEATURE].clone() if FEATURE in session.features else None
+        stood = session.features[CAMERA].clone() if CAMERA in session.features else None
         with session.meter.span("chunk"):
             latents = self.runner(told)
         session.count_bank()
@@ -376,7 +375,7 @@ class Stream:
         if session.latents is not None:
             count = model.pixel_frames(session.latents.shape[model.frame_dim])
             moves = [*actions, *[0] * (count - len(actions))]
-            stood = session.features.get(FEATURE) if camera is None else camera
+            stood = session.features.get(CAMERA) if camera is None else camera
             self._hold(by_chunk(model, session.latents, session.shape.chunk, moves, stood))
 
     def _hold(self, parts: Sequence[Part]) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError, shown
 
+CAMERA = "camera"  # of what a session keeps between chunks: where a world model's camera stands
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

@@ -13,6 +13,7 @@ from tachyscope.models.atrium import camera
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.toy import random_wan, toy_chunks
 from tachyscope.rollout import rollout
+from tachyscope.types import CAMERA
 from tachyscope.worlds import atrium
 
 CONFIG = WanConfig(
@@ -32,7 +33,7 @@ def frames(model, **asked):
 
 
 def standing(stream):
-    return stream.session.features[camera.FEATURE]
+    return stream.session.features[CAMERA]
 
 
 def test_the_camera_takes_the_walk_that_the_truth_takes(model):
@@ -82,7 +83,7 @@ def test_a_state_carries_where_the_camera_stands(model):
         assert np.array_equal(a.step(letter).frames, b.step(letter).frames)
     b.restore(state)  # what was walked since is undone
     assert not torch.equal(standing(a), standing(b))
-    lacking = {name: x for name, x in state.items() if name != f"features.{camera.FEATURE}"}
+    lacking = {name: x for name, x in state.items() if name != f"features.{CAMERA}"}
     refused(lambda: b.restore(lacking), "lacks")
 
 

@@ -290,6 +290,7 @@ def test_a_batch_draws_what_a_rollout_of_its_own_draws(model):
     chunks = rollout(
         model, "dense", frames=2, prompt=scene.world.prompt, actions="q q", seed=3,
         first=scene.frames[:1], first_actions=".",
+        start=scene.world.view if model.camera else None,
     )  # fmt: skip
     assert np.array_equal(found.frames, np.concatenate([chunk.frames for chunk in chunks]))
 

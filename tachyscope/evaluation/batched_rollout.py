@@ -14,7 +14,6 @@ from tachyscope.evaluation.intervals import Values
 from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.evaluation.scenes import Scene
 from tachyscope.meter import summary
-from tachyscope.models.atrium.camera import FEATURE
 from tachyscope.models.wan.model import WanModel
 from tachyscope.observers import Observer
 from tachyscope.plan import Plan
@@ -23,6 +22,7 @@ from tachyscope.quality import Frames
 from tachyscope.session import Session
 from tachyscope.stream import Stream
 from tachyscope.stream import open as open_stream
+from tachyscope.types import CAMERA
 from tachyscope.worlds.visit import WORLDS
 
 
@@ -137,7 +137,7 @@ def teacher_forced(
     frames, shown = [], []
     for i, true in enumerate(latents.split(1, 2), given):
         move = [model.actions.index(scenes[0].actions[i])]
-        stood = session.features.get(FEATURE)
+        stood = session.features.get(CAMERA)
         stood = None if stood is None else stood.clone()
         if i in made:
             frames.append(stream.frames_of(model.sample(session, move)))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tachyscope.worlds import atrium
 
-FEATURE = "camera"  # its name among what a session keeps between chunks
 START = (0.5, 0.5, 0.0)  # the middle of the room, facing the front wall
 
 

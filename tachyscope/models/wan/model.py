@@ -26,7 +26,7 @@ from tachyscope.models.wan.transformer import RAY, WanCausal, wider
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
-from tachyscope.types import Rope, Shape
+from tachyscope.types import CAMERA, Rope, Shape
 
 # Compiling layers takes 7 s on an H200 the first time and about 3 s from disk, and saves 40 ms of a
 # chunk of Wan 1.3B. A narrow model's chunk is launches, which a CUDA graph saves already.
@@ -235,7 +235,7 @@ class WanModel(VideoModel):
                     self.decoder.skip(part, features)
 
     def decoder_state(self, session: Session) -> dict[str, Tensor]:
-        others = ("window", "shown", camera.FEATURE)
+        others = ("window", "shown", CAMERA)
         return {name: x for name, x in session.features.items() if name not in others}
 
     @torch.no_grad()
@@ -291,10 +291,10 @@ class WanModel(VideoModel):
         told = self.actions_tensor(actions, frames)
         if not self.camera or told is None:
             return Controls(told)
-        if camera.FEATURE not in session.features:  # a session that was made by hand
+        if CAMERA not in session.features:  # a session that was made by hand
             start = camera.place([camera.START] * session.shape.batch, 1.0, self.device)
-            session.features[camera.FEATURE] = start
-        poses = camera.walk(session.features[camera.FEATURE], told)
+            session.features[CAMERA] = start
+        poses = camera.walk(session.features[CAMERA], told)
         return Controls(told, camera.rays(poses, session.shape.grid))
 
     def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
