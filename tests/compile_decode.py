@@ -1,0 +1,94 @@
+"""Compile the kernels of a decode step for a Hopper GPU, where none is: run by test_decode_compile.
+
+Prints a line for each launch: its name, registers of a thread, bytes that did not fit in them.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
+from tachyscope.kernels.decode_mlp import triton as mlp
+from tachyscope.kernels.gemv import Norm, Weight
+from tachyscope.kernels.gemv import triton as gemv
+
+BF16, WIDTH, INNER = torch.bfloat16, 4096, 11008
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def weight(rows, columns, kind):
+    if not kind:
+        return Weight(torch.empty(rows, columns, dtype=BF16))
+    words = torch.empty(rows, columns // (4 if kind == "int8" else 8), dtype=torch.int32)
+    groups = torch.empty(rows, columns // 128, dtype=torch.int32)
+    return Weight(words, torch.empty(rows) if kind == "int8" else groups)
+
+
+def source(kernel, args, options):
+    """What is compiled, as the launcher would say it: types, constants, aligned pointers."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | options
+    plain = {kernel.arg_names[x] if isinstance(x, int) else x for x in kernel.do_not_specialize}
+    types, constants, facts = {}, {}, {}
+    for i, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = given[name]
+        if param.is_constexpr:
+            types[name], constants[i,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            types[name] = POINTERS[value.dtype]
+        else:
+            types[name] = "fp32" if isinstance(value, float) else "i32"
+        even = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if types[name] != "constexpr" and even and name not in plain:
+            facts[i,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, types, constants, facts)
+
+
+def launch(kernel, grid, *args, **options):
+    options = options | {"PDL": True}
+    names = set(kernel.arg_names)
+    settings = {name: value for name, value in options.items() if name not in names}
+    settings.pop("launch_pdl", None)
+    built = triton.compile(
+        source(kernel, args, options), target=GPUTarget("cuda", 90, 32), options=settings
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [TOOLS / "cuobjdump", "--dump-resource-usage", file.name],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
+    print(kernel.fn.__name__, registers, stack, flush=True)
+
+
+def main():
+    gemv.launch = mlp.launch = launch
+    barrier, place = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+    for tokens, kind in ((1, ""), (2, ""), (1, "int8"), (1, "int4"), (2, "int4")):
+        x, norm = (
+            torch.empty(tokens, WIDTH, dtype=BF16),
+            Norm(torch.empty(WIDTH, dtype=BF16), None, 1e-5),
+        )
+        out, inner = (torch.empty(tokens, n, dtype=BF16) for n in (3 * WIDTH, INNER))
+        gemv.gemv(out, x, (weight(WIDTH, WIDTH, kind),) * 3, norm)
+        whole = MlpWeights(norm, *(weight(INNER, WIDTH, kind),) * 2, weight(WIDTH, INNER, kind))
+        held = [torch.empty(tokens, 256, WIDTH, dtype=BF16) for _ in range(2)]
+        age = torch.empty(tokens, 256, dtype=torch.int32)
+        skip = torch.empty(tokens, dtype=torch.int32)
+        mlp.decode_mlp(x, whole, Kept(skip, place, held[0], age, input=held[1]), inner, barrier)
+        up, down = weight(3072, WIDTH, kind), weight(WIDTH, 3072, kind)
+        part = MlpWeights(norm, weight(2752, WIDTH, kind), up, down, 320)
+        error = Error(place, *held, 0.5, torch.empty(tokens))
+        mlp.decode_mlp(x, part, error, inner, barrier)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The decode step's kernels compile for a GPU that is not there, and fit its registers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.slow
+def test_kernels_of_a_decode_step_compile_for_a_hopper_gpu():
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    file = Path(__file__).with_name("compile_decode.py")
+    done = subprocess.run(
+        [sys.executable, file], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, _, _ in lines] == ["_gemv", "_decode_mlp", "_decode_mlp"] * 5
+    # as many programs as are launched must be there at once: 96 or 128 registers, or 168 for int4
+    assert all(int(registers) <= 168 for _, registers, _ in lines)
+    assert all(int(stack) <= 64 for _, _, stack in lines)
