@@ -177,7 +177,7 @@ def test_every_method_is_measured_once_a_share():
         for what in ("forced", "made"):
             some = [t for t in found if (t.what, t.share, t.seed) == (what, share, 0)]
             names = [name for task in some for name in task.methods]
-            assert sorted(["dense", "draft", *names]) == sorted(gates.METHODS)
+            assert sorted(["dense", "draft", "fastcar", *names]) == sorted(gates.METHODS)
 
 
 def test_the_table_tells_losses_room_by_room():
