@@ -35,7 +35,8 @@ from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.plan import Plan
 from tachyscope.rates import warm_up
-from tachyscope.types import Rope
+from tachyscope.types import CAMERA, Rope
+from tachyscope.worlds.atrium import ACTIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -523,6 +524,27 @@ def test_a_key_a_step_replays_the_cuda_graph(batch):
     assert [chunk.stats["cuda_graph"] for chunk in got] == [0, 0, 0, 0, 0, 1, 1, 1]
     for one, other in zip(got, want, strict=True):
         assert (one.frames == other.frames).all()
+
+
+def test_a_camera_walks_on_in_a_cuda_graph():
+    config = WanConfig(
+        dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=6, size=(8, 8), chunk=1,
+        stride=(1, 8, 8), actions=ACTIONS, camera=True, steps=(1000, 500), stock="dense",
+    )  # fmt: skip
+    model = random_wan(config, device="cuda")
+    streams = [ts.open(model, "cache=window:budget=4f", pace=0.5) for _ in range(2)]
+    streams[1].runner.record = None
+    keys = "qqwwaaeesdqw"
+    got, want = ([stream.step(key) for key in keys] for stream in streams)
+    assert got[-1].stats["cuda_graph"] == 1
+    for one, other in zip(got, want, strict=True):
+        assert (one.frames == other.frames).all()
+    ours, theirs = (stream.session.features[CAMERA] for stream in streams)
+    assert torch.equal(ours, theirs)
+    alone = ts.open(random_wan(config), "cache=window:budget=4f", pace=0.5)
+    for key in keys:
+        alone.step(key)
+    torch.testing.assert_close(ours.cpu(), alone.session.features[CAMERA])
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
