@@ -419,3 +419,17 @@ def test_a_slower_walk_shows_the_same_in_more_frames(short, monkeypatch, pace):
     for row in (found["world"], *found["rows"]):
         assert math.isfinite(row["revisit_db"]) and math.isfinite(row["revisit_own_db"])
     assert found["rows"][0]["psnr_truth_band"] >= 0
+
+
+def test_drift_is_told_by_stretches_of_the_rollout(monkeypatch):
+    monkeypatch.setattr(world, "STRETCH", 4)
+    monkeypatch.setattr(world, "FAR", range(1, 3))
+    scene = scenes.make_scene(scenes.make_world(0, 3), ".qqqqqqqq")
+    made = scene.frames[1:].copy()
+    assert "stretch_4_db" in world.judge(made, scene, 1)
+    made[4:] = made[3]  # it stops after four frames
+    found = world.judge(made, scene, 1)
+    assert (found["stretch_4_db"], found["frozen_4"], found["blurred_4"]) == (100.0, 0.0, 0.0)
+    assert found["stretch_8_db"] < 30 and found["frozen_8"] == 1.0
+    assert found["identity_stretch_4"] == 1.0 > found["identity_stretch_8"]
+    assert "stretch_4_db" not in world.judge(made[:4], scene, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tachyscope.evaluation.intervals import mean
 from tachyscope.evaluation.scenes import Scene, pictures
-from tachyscope.quality import Frames, motion
+from tachyscope.quality import Frames, Values, motion
 from tachyscope.worlds import atrium
 from tachyscope.worlds.atrium import FLOOR, OBJECTS, SIDES, TURN, Rooms
 
@@ -111,7 +111,11 @@ def stopped(frames: Frames, truth: Frames, before: Frames) -> float:
 
     before [H, W, 3] is the frame ahead of the first, in both.
     """
-    ours, theirs = motion(frames, before), motion(truth, before)
+    return stopped_share(motion(frames, before), motion(truth, before))
+
+
+def stopped_share(ours: Values, theirs: Values) -> float:
+    """`stopped` of frames whose motion is known."""
     asked = theirs > 1.0
     return float((ours[asked] < STOPPED * theirs[asked]).mean()) if asked.any() else math.nan
 

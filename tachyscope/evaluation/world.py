@@ -19,7 +19,7 @@ from tachyscope.evaluation.batched_rollout import Forced, Take, play, teacher_fo
 from tachyscope.evaluation.frame_checks import (
     pose_errors,
     prompt_right,
-    stopped,
+    stopped_share,
     surfaces_right,
     unsaid_db,
 )
@@ -37,7 +37,7 @@ from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import NAMES
 from tachyscope.process import spread
-from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, psnr
+from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, motion, psnr
 from tachyscope.results import Document, document
 from tachyscope.tables import format_table
 from tachyscope.worlds import atrium
@@ -225,7 +225,8 @@ def judge(frames: Frames, scene: Scene, given: int) -> Values:
     sharp = detail(frames) / detail(truth)
     out["sharpness"] = float(sharp.mean())
     out["blurred"] = float((sharp < BLURRED).mean())
-    out["frozen"] = stopped(frames, truth, scene.frames[given - 1])
+    moved = [motion(x, scene.frames[given - 1]) for x in (frames, truth)]
+    out["frozen"] = stopped_share(*moved)
     out["flat"] = float((contrast(frames) < FLAT).mean())
     step = EVERY["identity"]
     at = range(step - 1, len(frames), step)
@@ -235,18 +236,18 @@ def judge(frames: Frames, scene: Scene, given: int) -> Values:
         return mean(x for i, row in zip(at, right, strict=True) if start <= i < stop for x in row)
 
     out["identity"] = same(0, len(frames))
-    moved = [row[OBJECTS:] for i, row in zip(at, right, strict=True) if i in set(anew)]
-    out["objects_new_place"] = mean(x for row in moved for x in row.tolist())
+    strange = set(anew)
+    things = [row[OBJECTS:] for i, row in zip(at, right, strict=True) if i in strange]
+    out["objects_new_place"] = mean(x for row in things for x in row.tolist())
     if len(frames) > 2 * ENDS:
         out["identity_first"] = same(0, ENDS)
         out["identity_last"] = same(len(frames) - ENDS, len(frames))
-    for start in range(0, len(frames) - STRETCH + 1, STRETCH) if len(frames) > STRETCH else ():
-        stop = start + STRETCH
+    for start in range(0, len(frames), STRETCH) if len(frames) > STRETCH else ():
+        stop = min(start + STRETCH, len(frames))
         out[f"stretch_{stop}_db"] = mean(near[start:stop])
         out[f"identity_stretch_{stop}"] = same(start, stop)
         out[f"blurred_{stop}"] = float((sharp[start:stop] < BLURRED).mean())
-        before = frames[start - 1] if start else scene.frames[given - 1]
-        out[f"frozen_{stop}"] = stopped(frames[start:stop], truth[start:stop], before)
+        out[f"frozen_{stop}"] = stopped_share(*(x[start:stop] for x in moved))
     return out
 
 
