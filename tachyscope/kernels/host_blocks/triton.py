@@ -66,44 +66,42 @@ def _encode(
     x, code, scale, to, x_n, KIND: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head."""
-    at, offs_d = tl.arange(0, N), tl.arange(0, W)
-    inside = (at < BLOCK)[:, None] & (offs_d < HALF)[None, :]
-    x += at.to(tl.int64)[:, None] * x_n + offs_d[None, :]
-    low = tl.load(x, mask=inside, other=0.0)
-    high = tl.load(x + HALF, mask=inside, other=0.0)
+    """One block of one head, whole rows at once; of int4 their halves, which share bytes."""
+    at = tl.arange(0, N)
     entry = to + at
-    if KIND == 0:
-        code += entry[:, None] * (2 * HALF) + offs_d[None, :]
-        tl.store(code, low, mask=inside)
-        tl.store(code + HALF, high, mask=inside)
-    else:
-        low, high = low.to(tl.float32), high.to(tl.float32)
+    x += at.to(tl.int64)[:, None] * x_n
+    if KIND < 2:
+        offs_d = tl.arange(0, 2 * W)[None, :]
+        inside = (at < BLOCK)[:, None] & (offs_d < 2 * HALF)
+        found = tl.load(x + offs_d, mask=inside, other=0.0)
+        code += entry[:, None] * (2 * HALF) + offs_d
         if KIND == 1:
-            most_of = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-            step = tl.maximum(most_of, 1e-12) / 127
+            found = found.to(tl.float32)
+            step = tl.maximum(tl.max(tl.abs(found), 1), 1e-12) / 127
             tl.store(scale + entry, step, mask=at < BLOCK)
-            code += entry[:, None] * (2 * HALF) + offs_d[None, :]
-            tl.store(code, tl.floor(low / step[:, None] + 0.5).to(tl.int8), mask=inside)
-            tl.store(code + HALF, tl.floor(high / step[:, None] + 0.5).to(tl.int8), mask=inside)
+            tl.store(code, tl.floor(found / step[:, None] + 0.5).to(tl.int8), mask=inside)
         else:
-            SIZE: tl.constexpr = 2 * HALF // GROUPS
-            step_low, step_high = tl.zeros([N, W], tl.float32), tl.zeros([N, W], tl.float32)
-            for g in tl.static_range(GROUPS):
-                mine_low = (offs_d // SIZE == g)[None, :]
-                mine_high = ((offs_d + HALF) // SIZE == g)[None, :]
-                most_of = tl.maximum(
-                    tl.max(tl.where(mine_low, tl.abs(low), 0.0), 1),
-                    tl.max(tl.where(mine_high, tl.abs(high), 0.0), 1),
-                )
-                step = tl.maximum(most_of / LARGEST, LEAST).to(tl.float16)
-                tl.store(scale + entry * GROUPS + g, step, mask=at < BLOCK)
-                wide = step.to(tl.float32)[:, None]
-                step_low = tl.where(mine_low, wide, step_low)
-                step_high = tl.where(mine_high, wide, step_high)
-            code += entry[:, None] * HALF + offs_d[None, :]
-            byte = _nibble(low, step_low) | (_nibble(high, step_high) << 4)
-            tl.store(code, byte.to(tl.uint8), mask=inside)
+            tl.store(code, found, mask=inside)
+    else:
+        SIZE: tl.constexpr = 2 * HALF // GROUPS
+        offs_d = tl.arange(0, W)[None, :]
+        inside = (at < BLOCK)[:, None] & (offs_d < HALF)
+        low = tl.load(x + offs_d, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(x + offs_d + HALF, mask=inside, other=0.0).to(tl.float32)
+        step_low, step_high = tl.zeros([N, W], tl.float32), tl.zeros([N, W], tl.float32)
+        for g in tl.static_range(GROUPS):
+            mine_low, mine_high = offs_d // SIZE == g, (offs_d + HALF) // SIZE == g
+            most_of = tl.maximum(
+                tl.max(tl.where(mine_low, tl.abs(low), 0.0), 1),
+                tl.max(tl.where(mine_high, tl.abs(high), 0.0), 1),
+            )
+            step = tl.maximum(most_of / LARGEST, LEAST).to(tl.float16)
+            tl.store(scale + entry * GROUPS + g, step, mask=at < BLOCK)
+            wide = step.to(tl.float32)[:, None]
+            step_low = tl.where(mine_low, wide, step_low)
+            step_high = tl.where(mine_high, wide, step_high)
+        byte = _nibble(low, step_low) | (_nibble(high, step_high) << 4)
+        tl.store(code + entry[:, None] * HALF + offs_d, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -135,26 +133,27 @@ def _decode(
     out, code, scale, start, o_n, KIND: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head."""
-    at, offs_d = tl.arange(0, N), tl.arange(0, W)
-    inside = (at < BLOCK)[:, None] & (offs_d < HALF)[None, :]
-    out += at.to(tl.int64)[:, None] * o_n + offs_d[None, :]
-    entry, kind = start + at, out.dtype.element_ty
-    if KIND == 2:
-        SIZE: tl.constexpr = 2 * HALF // GROUPS
-        byte = tl.load(code + entry[:, None] * HALF + offs_d[None, :], mask=inside, other=0)
-        byte = byte.to(tl.int32)
-        scale += entry[:, None] * GROUPS
-        step = tl.load(scale + (offs_d // SIZE)[None, :], mask=inside, other=0.0)
-        low = ((byte & 15) - 8).to(tl.float32) * step.to(tl.float32)
-        step = tl.load(scale + ((offs_d + HALF) // SIZE)[None, :], mask=inside, other=0.0)
-        high = ((byte >> 4) - 8).to(tl.float32) * step.to(tl.float32)
-    else:
-        code += entry[:, None] * (2 * HALF) + offs_d[None, :]
-        low = tl.load(code, mask=inside, other=0)
-        high = tl.load(code + HALF, mask=inside, other=0)
+    """One block of one head, as `_encode` wrote it."""
+    at = tl.arange(0, N)
+    entry = start + at
+    out += at.to(tl.int64)[:, None] * o_n
+    if KIND < 2:
+        offs_d = tl.arange(0, 2 * W)[None, :]
+        inside = (at < BLOCK)[:, None] & (offs_d < 2 * HALF)
+        found = tl.load(code + entry[:, None] * (2 * HALF) + offs_d, mask=inside, other=0)
         if KIND == 1:
-            step = tl.load(scale + entry, mask=at < BLOCK, other=0.0)[:, None]
-            low, high = low.to(tl.float32) * step, high.to(tl.float32) * step
-    tl.store(out, low.to(kind), mask=inside)
-    tl.store(out + HALF, high.to(kind), mask=inside)
+            step = tl.load(scale + entry, mask=at < BLOCK, other=0.0)
+            found = found.to(tl.float32) * step[:, None]
+        tl.store(out + offs_d, found.to(out.dtype.element_ty), mask=inside)
+    else:
+        SIZE: tl.constexpr = 2 * HALF // GROUPS
+        offs_d = tl.arange(0, W)[None, :]
+        inside = (at < BLOCK)[:, None] & (offs_d < HALF)
+        byte = tl.load(code + entry[:, None] * HALF + offs_d, mask=inside, other=0).to(tl.int32)
+        scale += entry[:, None] * GROUPS
+        step = tl.load(scale + offs_d // SIZE, mask=inside, other=0.0).to(tl.float32)
+        low = ((byte & 15) - 8).to(tl.float32) * step
+        step = tl.load(scale + (offs_d + HALF) // SIZE, mask=inside, other=0.0).to(tl.float32)
+        high = ((byte >> 4) - 8).to(tl.float32) * step
+        tl.store(out + offs_d, low.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offs_d + HALF, high.to(out.dtype.element_ty), mask=inside)
