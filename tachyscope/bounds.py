@@ -82,6 +82,7 @@ ASKED = {
 # what a policy is set to, by its parameters' names; a policy's own go before
 SETTINGS = {
     "budget": ENTRIES,
+    "resident": ENTRIES,
     "view": ENTRIES,
     "tokens": ENTRIES,
     "sink": LATENTS,

@@ -3,6 +3,7 @@
 Where there is no GPU, Triton is interpreted; the interpreter multiplies no bfloat16.
 """
 
+import functools
 import math
 import subprocess
 import sys
@@ -33,6 +34,9 @@ from tachyscope.kernels.codes import Past
 from tachyscope.kernels.codes import torch as codes_torch
 from tachyscope.kernels.codes.reference import encode_reference
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
+from tachyscope.kernels.host_blocks import HostBlocks
+from tachyscope.kernels.host_blocks import torch as host_blocks_torch
+from tachyscope.kernels.host_blocks.reference import stored_reference
 from tachyscope.kernels.match.reference import best_older_reference
 from tachyscope.kernels.match.torch import alike_features, best_older
 from tachyscope.kernels.merge import torch as merge_torch
@@ -51,6 +55,7 @@ from tachyscope.kernels.replay.reference import follow_drift_reference, temporal
 from tachyscope.kernels.rotary.reference import apply_rotary_reference
 from tachyscope.kernels.slots import torch as slots_torch
 from tachyscope.kernels.slots.reference import permute_reference, shift_reference
+from tachyscope.store.bank_layout import host_tensors
 from tachyscope.types import Rope
 
 pytest.importorskip("triton")
@@ -60,6 +65,7 @@ from tachyscope.kernels.attention import triton as flash
 from tachyscope.kernels.block_index import triton as block_index_triton
 from tachyscope.kernels.block_sparse import triton as block_sparse_triton
 from tachyscope.kernels.codes import triton as codes_triton
+from tachyscope.kernels.host_blocks import triton as host_blocks_triton
 from tachyscope.kernels.match import triton as match_triton
 from tachyscope.kernels.merge import triton as merge_triton
 from tachyscope.kernels.prompt_hits import triton as hits_triton
@@ -503,7 +509,28 @@ def _case_drift(rng, backend):
     return torch.cat(got, 1), torch.cat(want, 1)
 
 
+def _case_host_blocks(rng, backend, host):
+    """Blocks of 4 entries copied to host memory and back to other places."""
+    at = "cpu" if backend == "torch" else DEVICE  # stock torch serves caches that lie there too
+    k, v = torch.randn(2, 3, 2, 24, 64, generator=rng).to(at, DTYPE)
+    held = host_tensors((3, 2, 9, 4), 64, host, DTYPE, torch.device(at))
+    stood = torch.randperm(6, generator=rng)[:5].expand(3, 2, 5).int().to(at)
+    ids = torch.randperm(9, generator=rng)[:5].expand(3, 2, 5).int().contiguous().to(at)
+    operation = {"torch": host_blocks_torch, "triton": host_blocks_triton}[backend]
+    blocks, out = HostBlocks(**held), [torch.empty_like(k[:, :, :20]) for _ in range(2)]
+    operation.store_blocks(k, v, stood, blocks, ids)
+    operation.load_blocks(blocks, ids, *out)
+    want = [stored_reference(x.cpu(), 4, host)[:, :, stood[0, 0].long().cpu()] for x in (k, v)]
+    return torch.stack(out).unflatten(3, (5, 4)), torch.stack(want)
+
+
 CASES = {
+    "host_blocks_native": (
+        functools.partial(_case_host_blocks, host="native"),
+        ("torch", "triton"),
+    ),
+    "host_blocks_int8": (functools.partial(_case_host_blocks, host="int8"), ("torch", "triton")),
+    "host_blocks_int4": (functools.partial(_case_host_blocks, host="int4"), ("torch", "triton")),
     "attention": (_case_attention, ("torch", "triton", "hopper")),
     "block_sparse": (_case_block_sparse, ("torch", "triton", "hopper")),
     "rotary": (_case_rotary, ("torch", "triton")),

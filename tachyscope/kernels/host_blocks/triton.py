@@ -79,7 +79,8 @@ def _encode(
             found = found.to(tl.float32)
             step = tl.maximum(tl.max(tl.abs(found), 1), 1e-12) / 127
             tl.store(scale + entry, step, mask=at < BLOCK)
-            tl.store(code, tl.floor(found / step[:, None] + 0.5).to(tl.int8), mask=inside)
+            found = tl.floor(found * (1 / step)[:, None] + 0.5)  # a division a row, not a channel
+            tl.store(code, found.to(tl.int8), mask=inside)
         else:
             tl.store(code, found, mask=inside)
     else:
@@ -88,7 +89,7 @@ def _encode(
         inside = (at < BLOCK)[:, None] & (offs_d < HALF)
         low = tl.load(x + offs_d, mask=inside, other=0.0).to(tl.float32)
         high = tl.load(x + offs_d + HALF, mask=inside, other=0.0).to(tl.float32)
-        step_low, step_high = tl.zeros([N, W], tl.float32), tl.zeros([N, W], tl.float32)
+        times_low, times_high = tl.zeros([N, W], tl.float32), tl.zeros([N, W], tl.float32)
         for g in tl.static_range(GROUPS):
             mine_low, mine_high = offs_d // SIZE == g, (offs_d + HALF) // SIZE == g
             most_of = tl.maximum(
@@ -97,16 +98,16 @@ def _encode(
             )
             step = tl.maximum(most_of / LARGEST, LEAST).to(tl.float16)
             tl.store(scale + entry * GROUPS + g, step, mask=at < BLOCK)
-            wide = step.to(tl.float32)[:, None]
-            step_low = tl.where(mine_low, wide, step_low)
-            step_high = tl.where(mine_high, wide, step_high)
-        byte = _nibble(low, step_low) | (_nibble(high, step_high) << 4)
+            times = (1 / step.to(tl.float32))[:, None]
+            times_low = tl.where(mine_low, times, times_low)
+            times_high = tl.where(mine_high, times, times_high)
+        byte = _nibble(low * times_low) | (_nibble(high * times_high) << 4)
         tl.store(code + entry[:, None] * HALF + offs_d, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _nibble(x, step):
-    number = tl.floor(x / tl.where(step > 0, step, 1.0) + 0.5)
+def _nibble(x):
+    number = tl.floor(x + 0.5)
     return (tl.minimum(tl.maximum(number, -LARGEST), LARGEST) + 8).to(tl.int32)
 
 
