@@ -36,7 +36,7 @@ def test_what_is_resident_is_what_host_memory_holds_and_pairs_stay_flat():
     at = session(CHUNKS, SMALL)
     rng = torch.Generator().manual_seed(0)
     pairs, fetched = [], 0.0
-    for _ in range(20):
+    for _ in range(14):
         play(at, 1, seed=int(torch.randint(9**9, (), generator=rng)))
         row = counted(at)
         pairs.append(row["pairs"])
@@ -196,7 +196,7 @@ def test_what_leaves_a_full_bank_is_the_older_of_the_most_alike():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("host", HOST)
-@pytest.mark.parametrize("size", [(1, 2, 5, 12, 3, 7), (2, 1, 4, 64, 4, 6), (1, 3, 2, 96, 5, 2)])
+@pytest.mark.parametrize("size", [(2, 1, 5, 12, 3, 7), (1, 2, 2, 96, 5, 2)])
 def test_blocks_in_host_memory_read_back_as_defined(host, size, device):
     batch, heads, places, width, block, most = size
     rng = torch.Generator().manual_seed(0)
@@ -260,7 +260,7 @@ def test_codes_in_host_memory_stay_near_native(host):
     native, coded = (
         session(CHUNKS, SMALL.replace("60f", f"60f,host={x}")) for x in ("native", host)
     )
-    want, found = play(native, 12), play(coded, 12)
+    want, found = play(native, 8), play(coded, 8)
     off = [
         float((x[0] - y[0]).abs().mean() / x[0].abs().mean())
         for x, y in zip(want, found, strict=True)
