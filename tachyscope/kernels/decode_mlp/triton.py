@@ -191,24 +191,29 @@ def _decode_mlp(
             for tile in range(pid, tl.cdiv(K, BLOCK_N2), programs):
                 offs_n = tile * BLOCK_N2 + tl.arange(0, BLOCK_N2)
                 mask = (offs_n < K)[:, None] & there[None, :]
+                held = output + at[None, :] * K + offs_n[:, None]
+                stream = x + token[None, :] * K + offs_n[:, None]
+                # what does not depend on the product is under way while it is made
+                total = tl.load(stream, mask=mask, other=0.0).to(tl.float32)
+                if DOWN_BIAS:
+                    bias = tl.load(down_bias + offs_n, mask=offs_n < K, other=0.0).to(tl.float32)
+                if ERROR:
+                    error = tl.load(held, mask=mask, other=0.0).to(tl.float32)
+                    error *= tl.load(fade + token, mask=there, other=0.0)[None, :]
+                if KEPT:
+                    wanted = mask if DRIFT else mask & replayed[None, :]
+                    old = tl.load(held, mask=wanted, other=0.0)
                 y, _, ahead2, _ = dot_tile(
                     inner, down, down, down_scale, down_scale, ahead2, ahead2,
                     tile * BLOCK_N2, (tile + programs) * BLOCK_N2, K, K, (0.0, 1.0, 0.0, 1.0),
                     norm_w, norm_b, INNER, False, TOKENS, R, "", BITS, BLOCK_N2, BLOCK_K2,
                 )  # fmt: skip
                 if DOWN_BIAS:
-                    y += tl.load(down_bias + offs_n, mask=offs_n < K, other=0.0).to(tl.float32)[
-                        :, None
-                    ]
+                    y += bias[:, None]
                 if ERROR:
-                    held = output + at[None, :] * K + offs_n[:, None]
-                    error = tl.load(held, mask=mask, other=0.0).to(tl.float32)
-                    y += tl.load(fade + token, mask=there, other=0.0)[None, :] * error
+                    y += error
                 y = y.to(x.dtype.element_ty)
                 if KEPT:
-                    held = output + at[None, :] * K + offs_n[:, None]
-                    wanted = mask if DRIFT else mask & replayed[None, :]
-                    old = tl.load(held, mask=wanted, other=0.0)
                     if DRIFT:
                         follow = drift + token[None, :] * K + offs_n[:, None]
                         mean = tl.load(follow, mask=mask, other=0.0).to(tl.float32)
@@ -219,7 +224,7 @@ def _decode_mlp(
                         old = (old.to(tl.float32) + mean).to(old.dtype)
                     y = tl.where(replayed[None, :], old, y)
                     tl.store(held, y, mask=mask)
-                _add(x + token[None, :] * K + offs_n[:, None], y, mask)
+                tl.store(stream, (total + y.to(tl.float32)).to(x.dtype.element_ty), mask=mask)
     elif PHASE != 1:
         for tile in range(pid, tl.cdiv(K, 128), programs):
             offs_n = tile * 128 + tl.arange(0, 128)

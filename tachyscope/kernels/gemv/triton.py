@@ -123,22 +123,26 @@ def _gemv(
     scale = tl.where(third, scale_2, tl.where(second, scale_1, scale_0))
     wait_for_kernel_before(PDL)
     stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
+    token = tl.arange(0, R)[None, :]
+    mask = (offs_n < n)[:, None] & (token < TOKENS)
+    out += token * out_row + (first + offs_n)[:, None]
+    # what does not depend on the product is under way while it is made
+    if HAS_BIAS:
+        bias = tl.where(third, bias_2, tl.where(second, bias_1, bias_0))
+        shift = tl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)
+    if ADD:
+        total = tl.load(out, mask=mask, other=0.0).to(tl.float32)
     y, _, _, _ = dot_tile(
         x, w, w, scale, scale, ahead, ahead, tile * BLOCK_N, n, n, n, stats, norm_w, norm_b, K,
         False, TOKENS, R, NORM, BITS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
-        bias = tl.where(third, bias_2, tl.where(second, bias_1, bias_0))
-        y += tl.load(bias + offs_n, mask=offs_n < n, other=0.0).to(tl.float32)[:, None]
+        y += shift[:, None]
     if GELU:
         y = gelu(y)
-    token = tl.arange(0, R)[None, :]
-    mask = (offs_n < n)[:, None] & (token < TOKENS)
-    out += token * out_row + (first + offs_n)[:, None]
     if ADD:
         # rounded as it would be on its own, then added
-        y = y.to(out.dtype.element_ty).to(tl.float32)
-        y += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+        y = y.to(out.dtype.element_ty).to(tl.float32) + total
     tl.store(out, y.to(out.dtype.element_ty), mask=mask)
 
 
