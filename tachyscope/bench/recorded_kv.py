@@ -71,7 +71,7 @@ def record(seed: int = 0) -> tuple[Trace, Shape]:
     recorder = Recorder()
     stream = open_stream(
         model, "dense", prompt=visit.prompt, frames=FRAMES, seed=seed, first=visit.frames(0, 1),
-        observers=[recorder],
+        start=visit.view if model.camera else None, observers=[recorder],
     )  # fmt: skip
     for _ in rollout(model, frames=FRAMES, actions=WALK, stream=stream):
         pass
