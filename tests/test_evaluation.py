@@ -434,3 +434,14 @@ def test_drift_is_told_by_stretches_of_the_rollout(monkeypatch):
     assert found["identity_stretch_4"] == 1.0 > found["identity_stretch_8"]
     short = replace(scene, actions=scene.actions[:5], frames=scene.frames[:5], pose=scene.pose[:5])
     assert "stretch_4_db" not in world.judge(made[:4], short, 1)
+
+
+def test_the_worst_world_is_told_where_more_is_better():
+    found = intervals.combined(
+        [
+            {"loop_db": 20.0, "objects_new_place": 0.5, "frozen": 0.1, "identity_band": 0.2},
+            {"loop_db": 12.0, "objects_new_place": math.nan, "frozen": 0.3, "identity_band": 0.1},
+        ]
+    )
+    assert (found["loop_db_worst"], found["objects_new_place_worst"]) == (12.0, 0.5)
+    assert not {"frozen_worst", "identity_band_worst"} & set(found)

@@ -18,6 +18,10 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
            2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
 
 
+# keys that begin so are of measures where more is better, as are dB and SSIM
+BETTER = ("identity", "psnr_truth", "objects_new_place", "switch_follows")
+
+
 def interval(values: Iterable[float]) -> tuple[float, float, float]:
     """Mean of what is a number, and its 95 % interval by Student's t; no interval of one value."""
     x = np.array([value for value in values if math.isfinite(value)])
@@ -47,7 +51,7 @@ def mean(values: Iterable[float]) -> float:
 def combined(found: Sequence[Values]) -> Document:
     """Means and intervals of the worlds' values, the worst world, and the values themselves.
 
-    The worst is the lowest: of measures where more is better, which dB and identity are.
+    The worst is the lowest: of measures where more is better.
     """
     keys = list(dict.fromkeys(key for values in found for key in values))
     out: Document = {}
@@ -55,7 +59,7 @@ def combined(found: Sequence[Values]) -> Document:
     for key in keys:
         by_world[key] = [values.get(key, math.nan) for values in found]
         out[key], out[f"{key}_low"], out[f"{key}_high"] = interval(by_world[key])
-        if key.endswith("_db") or key.startswith(("identity", "psnr_truth")):
+        if (key.endswith(("_db", "_ssim")) or key.startswith(BETTER)) and "_band" not in key:
             known = [value for value in by_world[key] if math.isfinite(value)]
             out[f"{key}_worst"] = min(known, default=math.nan)
     return out | {"by_world": by_world}
