@@ -135,6 +135,21 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("resident", [10, 11])
+def test_a_past_that_is_just_full_has_no_stale_codes(resident):
+    """12 entries a chunk, blocks of 2: 10f end a chunk's places exactly, 11f in the midst of it."""
+    at = session(CHUNKS, f"cache=bank:resident={resident}f,budget=60f {ANN}")
+    for _ in range(9):
+        play(at, 1)
+        for layer in at.layers:
+            own, layout = layer.bank.tensors, layer.bank.layout
+            sealed = own["weight"][:, :, layout.sink : layout.sink + layout.most]
+            if at.past == layout.room:
+                assert ((sealed > -1e29) == (own["length"] > 0)).all()
+                assert (own["weight"][:, :, layout.sink + layout.most :] > -1e29).all()
+                assert (own["block"] >= 0).all()
+
+
 def test_an_entry_planted_early_is_found_late():
     """One key of an early frame, and much later queries that point at it."""
     at = session(CHUNKS, f"cache=bank:resident=8f,budget=200f,host=int8 {ANN}")

@@ -150,7 +150,7 @@ class BlockBank(Residents):
         taken = {name: getattr(layer, name)[:, :, start : start + more] for name in ("k", "v")}
         taken = {name: x.clone() for name, x in taken.items()}
         entries = {name: take(x[:, :, :piece], order) for name, x in taken.items()}
-        full = held + count > layout.places
+        full = held + count >= layout.places
         live = torch.zeros(*order.shape[:2], count * size, dtype=torch.float32, device=order.device)
         live[:, :, piece:] = -math.inf
         ids = self._number(entries["k"], live, count)
