@@ -28,7 +28,9 @@ class Evaluate(Verb):
         "changes; may be given several times. Without any: dense, balanced, fast.",
     )
     table: str | None = option(
-        None, "Plans of a table, beside dense: readme, papers, budgets, matching, long or methods."
+        None,
+        "Plans of a table, beside dense: readme, papers, memory, budgets, matching, "
+        "long or methods.",
     )
     only: Literal["both", "world", "tokens", "views", "loops"] = option(
         "both",

@@ -19,6 +19,21 @@ TABLES = {
         "passes=flowcache:threshold=0.185",
         "fast passes=teacache:threshold=0.2",
     ],
+    "memory": [
+        "cache=window:budget=21f",
+        "lossless cache=frames:budget=21f",
+        "balanced",
+        "lossless attention=ann:k=1280",
+        *[
+            f"lossless cache=bank:{where} attention=ann:{read}"
+            for where, read in (
+                ("resident=21f", "k=640"),
+                ("resident=21f", "read=1"),
+                ("resident=21f,host=int4", "read=1"),
+                ("resident=42f", "k=1280"),
+            )
+        ],
+    ],
     "budgets": [
         f"cache={cache}:budget={frames}f{more}"
         for frames in (9, 13, 17, 21, 25, 33)
@@ -66,9 +81,9 @@ def table(name: str) -> list[str]:
     """Plans of a trade-off table, beside dense.
 
     readme: the plans of README's table. papers: FAST-AR's plan, and passes skipped by TeaCache and
-    FlowCache. budgets: window and merge at equal budgets. matching: on
-    what merge compares, whom it keeps, by head or for all. long: what lasts over hundreds of
-    frames. methods: all the others.
+    FlowCache. memory: what is kept, at 21 resident latent frames. budgets: window and merge at
+    equal budgets. matching: on what merge compares, whom it keeps, by head or for all. long: what
+    lasts over hundreds of frames. methods: all the others.
     """
     if name not in TABLES:
         raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
