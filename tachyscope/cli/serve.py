@@ -14,6 +14,7 @@ from tachyscope.errors import TachyscopeError
 if TYPE_CHECKING:
     from tachyscope.models.base import VideoModel
     from tachyscope.serve.limits import Limits
+    from tachyscope.serve.server import Place
 
 PACKAGES = ("starlette", "uvicorn", "websockets", "prometheus_client", "PIL", "python_multipart")
 
@@ -95,6 +96,9 @@ class Serve(_Server):
         "Folder or fsspec URL for snapshots, from which sessions resume after a restart; left out, "
         "a folder that goes with the server.",
     )
+    replicas: int = option(
+        0, "Replicas of the model by Ray Serve, which needs --state and the extra ray; 0 without."
+    )
     snapshot_chunks: int = option(32, "Chunks between two snapshots of a session.")
     sessions: int = option(16, "Sessions open at once, those that wait on disk included.")
     idle_s: float = option(300.0, "Seconds without a message after which a client is sent away.")
@@ -106,9 +110,28 @@ class Serve(_Server):
 
         tokens = () if self.token_file is None else read_tokens(self.token_file)
         place = Place(self.host, self.port, tokens, self.origin)
+        limits = self.limits(sessions=self.sessions, idle_s=self.idle_s)
+        if self.replicas:
+            self._run_replicas(place, limits)
+            return
         model = self.load("serve", self.model)
         run(
             model, self.model, plan=self.plan, place=place, budget=self.budget, state=self.state,
-            limits=self.limits(sessions=self.sessions, idle_s=self.idle_s),
-            snapshot_chunks=self.snapshot_chunks,
+            limits=limits, snapshot_chunks=self.snapshot_chunks,
         )  # fmt: skip
+
+    def _run_replicas(self, place: Place, limits: Limits) -> None:
+        if find_spec("ray") is None:
+            raise TachyscopeError(
+                "--replicas needs packages that are not installed: pip install "
+                "'tachyscope[serve,ray]'"
+            )
+        if self.state is None:
+            raise TachyscopeError("--replicas share --state, got none: give a path they all reach")
+        from tachyscope.serve.ray import Settings, run
+
+        settings = Settings(
+            self.model, self.state, self.plan, self.weights, self.device, self.dtype, self.budget,
+            self.snapshot_chunks, limits,
+        )  # fmt: skip
+        run(settings, place, self.replicas)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -24,6 +25,7 @@ from tachyscope.plan import NAMES
 from tachyscope.serve.connection import Connection
 from tachyscope.serve.engine import Engine
 from tachyscope.serve.jobs import Jobs
+from tachyscope.serve.limits import Limits
 from tachyscope.serve.protocol import SUBPROTOCOL
 from tachyscope.serve.security import Guard
 from tachyscope.serve.videos import error, video_routes
@@ -42,11 +44,23 @@ HEADERS = {
 OPEN_PATHS = {"/health", *FILES}  # for everybody who reaches the host
 
 
-class _Door:
+async def accept(socket: WebSocket) -> bool:
+    """Accept a client that speaks our version of the protocol, and no other."""
+    if SUBPROTOCOL not in socket.scope["subprotocols"]:
+        await socket.receive()
+        await socket.send_denial_response(
+            error(400, f"this server speaks the WebSocket subprotocol {SUBPROTOCOL}")
+        )
+        return False
+    await socket.accept(SUBPROTOCOL)
+    return True
+
+
+class Door:
     """Asks the guard before anything else, and sets headers on every answer."""
 
-    def __init__(self, app: ASGIApp, engine: Engine, guard: Guard) -> None:
-        self.app, self.engine, self.guard = app, engine, guard
+    def __init__(self, app: ASGIApp, guard: Guard, refused: Counter) -> None:
+        self.app, self.guard, self.refused = app, guard, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -58,7 +72,7 @@ class _Door:
         if refused and refused[0] == 401 and scope["path"] in OPEN_PATHS:
             refused = None
         if refused:
-            self.engine.metrics.refused.labels(f"status_{refused[0]}").inc()
+            self.refused.labels(f"status_{refused[0]}").inc()
             answer = error(*refused)
             if isinstance(asked, WebSocket):
                 await asked.receive()
@@ -74,6 +88,27 @@ class _Door:
             await send(message)
 
         await self.app(scope, receive, send if socket else with_headers)
+
+
+def describe(model: str, plan: str, limits: Limits) -> dict[str, Any]:
+    """What the page must know before it opens a session."""
+    return {
+        "model": model,
+        "plan": plan,
+        "plans": list(NAMES),
+        "worlds": bool(MODELS[model].world),
+        "prompt_letters": limits.prompt_letters,
+        "log_bytes": limits.log_bytes,
+    }
+
+
+def page_routes() -> list[Route]:
+    """The page's files."""
+
+    async def page(request: Request, name: str) -> Response:
+        return FileResponse(PAGE / name)
+
+    return [Route(path, partial(page, name=name)) for path, name in FILES.items()]
 
 
 def make_app(engine: Engine, guard: Guard) -> Starlette:
@@ -106,28 +141,13 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
         )
 
     async def settings(request: Request) -> Response:
-        """What the page must know before it opens a session."""
-        return JSONResponse(
-            {
-                "model": engine.name,
-                "plan": engine.plan,
-                "plans": list(NAMES),
-                "worlds": bool(MODELS[engine.name].world),
-                "prompt_letters": engine.limits.prompt_letters,
-                "log_bytes": engine.limits.log_bytes,
-            }
-        )
+        return JSONResponse(describe(engine.name, engine.plan, engine.limits))
 
     async def sessions(socket: WebSocket) -> None:
-        if SUBPROTOCOL not in socket.scope["subprotocols"]:
+        if await accept(socket):
+            await Connection(socket, engine, pool).run()
+        else:
             engine.metrics.refused.labels("version").inc()
-            await socket.receive()
-            await socket.send_denial_response(
-                error(400, f"this server speaks the WebSocket subprotocol {SUBPROTOCOL}")
-            )
-            return
-        await socket.accept(SUBPROTOCOL)
-        await Connection(socket, engine, pool).run()
 
     async def recording(request: Request) -> Response:
         """A session's finished mp4, for who has its secret."""
@@ -140,12 +160,9 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
             return error(404, "this session has no finished recording: send record on, then off")
         return FileResponse(path, media_type="video/mp4")
 
-    async def page(request: Request, name: str) -> Response:
-        return FileResponse(PAGE / name)
-
     return Starlette(
         routes=[
-            *(Route(path, partial(page, name=name)) for path, name in FILES.items()),
+            *page_routes(),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/v1/models", models),
@@ -154,6 +171,6 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
             *video_routes(jobs),
             WebSocketRoute("/v1/sessions", sessions),
         ],
-        middleware=[Middleware(_Door, engine=engine, guard=guard)],
+        middleware=[Middleware(Door, guard=guard, refused=engine.metrics.refused)],
         lifespan=lifespan,
     )

@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Awaitable
 from concurrent.futures import Executor, Future
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocketDisconnect
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.serve import protocol
@@ -27,10 +27,22 @@ HELLO_S = 10.0  # for the first message to come
 POLICY, TOO_BIG, AGAIN_LATER, NORMAL = 1008, 1009, 1013, 1000
 
 
+class Socket(Protocol):
+    """What a connection needs of a WebSocket; Starlette's is one."""
+
+    async def receive(self) -> Any: ...
+
+    async def send_text(self, data: str) -> None: ...
+
+    async def send_bytes(self, data: bytes) -> None: ...
+
+    async def close(self, code: int, reason: str | None) -> None: ...
+
+
 class Connection:
     """A WebSocket and the session that it plays."""
 
-    def __init__(self, socket: WebSocket, engine: Engine, pool: Executor) -> None:
+    def __init__(self, socket: Socket, engine: Engine, pool: Executor) -> None:
         self.socket, self.engine, self.pool = socket, engine, pool
         self.limits, self.metrics = engine.limits, engine.metrics
         self.live: Live | None = None

@@ -172,6 +172,12 @@ class Engine:
                 if live.chunk and live.chunk not in live.saved:
                     self.keeper.save(live)
 
+    def let_go(self) -> None:
+        """Keep no session without a client in memory: another machine may go on with it."""
+        for live in list(self.room.sessions.values()):
+            if live.tell is None and self.keeper.is_saved(live):
+                self.room.forget(live)
+
     def close(self, live: Live) -> None:
         """The client wants nothing kept."""
         self.room.forget(live)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import uvicorn
+from starlette.applications import Starlette
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.memory import ROOM, need
@@ -86,27 +87,37 @@ def run(
 ) -> None:
     """Serve until a signal comes."""
     listener = listen(place)
-    port = listener.getsockname()[1]
     with kept_in(state) as snapshots, listener:
         engine = Engine(
             model, name, snapshots, plan=plan, limits=limits, metrics=Metrics(),
             budget=default_budget(model, plan) if budget is None else budget,
             snapshot_chunks=snapshot_chunks,
         )  # fmt: skip
-        config = uvicorn.Config(
-            make_app(engine, place.guard),
-            log_level="warning",
-            ws_max_size=limits.log_bytes,
-            ws_ping_interval=PING_S,
-            ws_ping_timeout=PING_S,
-            timeout_graceful_shutdown=10,
-            server_header=False,
-        )
-        url = f"http://{'localhost' if place.host in LOCAL else place.host}:{port}/"
+        url = address(place, listener)
         print(f"{name} by plan {plan}: {url} (Ctrl-C ends it)", flush=True)
         if open_page:
             threading.Timer(0.5, webbrowser.open, [url]).start()
-        uvicorn.Server(config).run([listener])
+        app = make_app(engine, place.guard)
+        uvicorn.Server(uvicorn_config(app, limits)).run([listener])
+
+
+def uvicorn_config(app: Starlette, limits: Limits) -> uvicorn.Config:
+    """How a server of ours is run."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        ws_max_size=limits.log_bytes,
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PING_S,
+        timeout_graceful_shutdown=10,
+        server_header=False,
+    )
+
+
+def address(place: Place, listener: socket.socket) -> str:
+    """Where a browser finds it."""
+    host = "localhost" if place.host in LOCAL else place.host
+    return f"http://{host}:{listener.getsockname()[1]}/"
 
 
 def listen(place: Place) -> socket.socket:

@@ -87,6 +87,12 @@ class Snapshots:
             raise TachyscopeError(gone)
         return found
 
+    def has(self, name: str) -> bool:
+        """Whether a session of this name was saved."""
+        return bool(NAME.fullmatch(name)) and bool(
+            self.fs.exists(f"{self.root}/{name}/session.json")
+        )
+
     def load(self, name: str, file: str) -> dict[str, Tensor]:
         """A snapshot's tensors."""
         return safetensors.torch.load(self.fs.cat_file(f"{self._folder(name)}/{file}"))
