@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tachyscope.decode import DecodeEngine, DecodeParts, unsupported
+from tachyscope.decode import DecodeEngine, DecodeParts, DraftEngine, unsupported
 from tachyscope.errors import warn
 from tachyscope.kernels.device import has_decode_kernel
 from tachyscope.models.base import VideoModel
@@ -147,7 +147,7 @@ class FrameRunner:
     ) -> None:
         self.model, self.session, self.parts, self.graph = model, session, parts, graph
         self.replayed = False  # whether the last frame was made by recorded launches
-        self.engine: DecodeEngine | None = None
+        self.engine: DecodeEngine | DraftEngine | None = None
 
     def __call__(self, moves: Sequence[int]) -> Tensor:
         session = self.session
@@ -156,13 +156,18 @@ class FrameRunner:
             latents = self.model.sample(session, moves)
         else:
             if self.engine is None:
-                self.engine = DecodeEngine(self.parts, session, self.graph)
+                self.engine = self._make_engine()
             latents = self.model.sample_by(self.engine, session, moves)
         session.commit()
         session.latents = latents
         on_gpu = session.device.type == "cuda"
         self.replayed = on_gpu and self.engine is not None and self.engine.replayed
         return latents
+
+    def _make_engine(self) -> DecodeEngine | DraftEngine:
+        if self.session.plan.passes.drafts_codes:
+            return DraftEngine(self.parts, self.session)
+        return DecodeEngine(self.parts, self.session, self.graph)
 
     def forget(self) -> None:
         """Let go of the engine, of what it recorded and of the memory that it works with."""

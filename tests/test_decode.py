@@ -272,6 +272,30 @@ def test_a_compiled_step_reads_stored_weights(store):
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "cache=merge:budget=4f passes=draft:places=4",
+        pytest.param(
+            "attention=window:tokens=9,sink=2 passes=draft:places=3", marks=pytest.mark.slow
+        ),
+        pytest.param("passes=draft:places=5,source=row,jacobi=false", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_passes_over_drafts_make_the_tokens_and_counts_of_torchs(plan):
+    _check(toy_tokens(), plan, 3, native=True, prompt="a red room")
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_drafts_of_a_batch_in_a_cache_that_grows():
+    asked = {"frames": None, "prompt": ["a", "a red room"], "seed": [1, 2]}
+    got = _check(toy_tokens(), "passes=draft:places=4", 3, native=True, **asked)
+    dense = _frames(_runner(toy_tokens(), _open(toy_tokens(), "cache=keep_all", **asked), True), 3)
+    for (codes, row), (same, _) in zip(got, dense, strict=True):
+        assert torch.equal(codes, same) and row["drafts"] > 0
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("threads", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_compiled_step_makes_the_same_of_any_number_of_threads(threads):
     before = torch.get_num_threads()
@@ -285,7 +309,7 @@ def test_a_compiled_step_makes_the_same_of_any_number_of_threads(threads):
 @pytest.mark.usefixtures("compiler")
 def test_a_compiled_model_is_streamed_and_says_what_it_cannot_compile(recwarn):
     model, plain = toy_tokens().compile(), toy_tokens()
-    for plan, warned in (("dense", False), ("dense passes=draft:places=2", True)):
+    for plan, warned in (("dense", False), ("dense attention=ann:read=1", True)):
         one, other = (ts.open(x, plan, prompt="a", seed=4) for x in (model, plain))
         assert isinstance(one.runner, ChunkRunner if warned else FrameRunner)
         assert any("without a compiled step" in str(x.message) for x in recwarn) == warned
@@ -338,7 +362,7 @@ def test_what_the_engine_cannot_do_it_says():
     for plan, word in {
         "attention=ann:read=0.5,block=4": "attention=ann",
         "cache=merge:threshold=0.7": "queries",
-        "passes=draft:places=4": "passes=draft",
+        "passes=draft:places=4,source=logits": "passes=draft",
         "store=int8 cache=window:budget=4f": "store=int8",
     }.items():
         assert word in unsupported(parts, _open(model, plan))

@@ -29,6 +29,7 @@ from tachyscope.models.vila_u.depth import DepthConfig
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.models.vila_u.vqgan import PixelConfig
 from tachyscope.results import Document, document
+from tachyscope.stream import open as open_stream
 from tachyscope.tables import format_table
 
 SHAPES = ("1b", "atrium-tokens")
@@ -37,6 +38,7 @@ NAMES = (
     "dense", "replay80", "all", "neurons75", "window16", "all-window16", "neurons75-window16",
 )  # fmt: skip
 AGAIN, HOLLOW = "again", "no-mlp"  # dense once more, and without its MLPs
+PROMPT, CAMERAS, DRAFTS = "a red room", {"still": ".", "walk": "w"}, (8, 16, 32)
 GOLDEN = 0.6180339887498949
 TOKENS = {"1b": 2, "atrium-tokens": 24}  # timed in a row
 
@@ -97,9 +99,45 @@ def bench_tokens_cpu(
             more = {"weights": kind, "model": name, "trained": trained, "places": places}
             more["seconds"] = time.perf_counter() - begun
             rows += [row | more for row in found]
+            if trained:
+                rows += [row | more for row in _drafts(one, rounds)]
             del one, timed
     head = {"threads": torch.get_num_threads(), "read_gb_s": 1e3 * rate}
     return document("bench-tokens-cpu", rows, command, widest, **head)
+
+
+def _drafts(model: VilaModel, rounds: int) -> list[Document]:
+    """Frames of videos by drafts against dense's, by turns: the same videos, code for code."""
+    model.compile()
+    rows = []
+    for camera, letter in CAMERAS.items():
+        plans = {"dense": "dense", AGAIN: "dense"}
+        plans |= {f"draft{n}": f"dense passes=draft:places={n}" for n in DRAFTS}
+        streams = {
+            name: open_stream(model, plan, prompt=PROMPT, frames=rounds + 2)
+            for name, plan in plans.items()
+        }
+        action = [model.actions.index(letter)]
+        takes: dict[str, list[float]] = {name: [] for name in plans}
+        counts: dict[str, list[float]] = {name: [] for name in plans}
+        draw = random.Random(0)
+        for i in range(rounds + 2):
+            for name in draw.sample(list(plans), len(plans)):
+                begun = time.perf_counter()
+                stats = streams[name].generate(action).stats
+                if i > 1:  # a second frame is the first that has one to draft from
+                    takes[name].append(1e3 * (time.perf_counter() - begun))
+                    counts[name].append(stats.get("drafts_accepted", 0.0))
+        aa = noise(takes["dense"], takes[AGAIN])
+        places = model.shape().tokens_per_frame
+        for name in (f"draft{n}" for n in DRAFTS):
+            ratios = [a / b for a, b in zip(takes["dense"], takes[name], strict=True)]
+            row: Document = {"name": name, "camera": camera, "plan": plans[name], "aa": list(aa)}
+            row |= {"frame_ms": statistics.median(takes[name]), "frame_takes_ms": takes[name]}
+            row["places_a_pass"] = places / (places - statistics.mean(counts[name]))
+            row["frames_s"] = 1e3 / row["frame_ms"]
+            rows.append(row | verdict(ratios, aa))
+    return rows
 
 
 def _tell(told: Callable[[str], None] | None, kind: str, line: str) -> None:
@@ -236,6 +274,8 @@ def cpu_lines(found: Document) -> list[str]:
     low, high = found["aa"].values()
     cells = []
     for row in found["rows"]:
+        if "camera" in row:
+            continue
         rate = [f"{row['gb_s']:.1f}", f"{row['of_read']:.2f}"] if "gb_s" in row else ["", ""]
         speed = [""] * 5
         if row["name"] != "dense":
@@ -260,4 +300,21 @@ def cpu_lines(found: Document) -> list[str]:
         f"{found['read_gb_s']:.1f} GB/s; MLPs take {first['mlp_share']:.0%} of dense's trunk",
         f"dense against itself: {low:.2f}x to {high:.2f}x; a ratio inside is noise",
         *format_table(head, cells),
+        *_draft_lines([row for row in found["rows"] if "camera" in row]),
     ]
+
+
+def _draft_lines(rows: Sequence[Document]) -> list[str]:
+    if not rows:
+        return []
+    cells = [
+        [
+            row["name"], row["camera"], row["weights"], f"{row['places_a_pass']:.1f}",
+            f"{row['frame_ms']:.0f}", f"{row['frames_s']:.2f}",
+            f"{row['ratio_dense']:.2f} {speed_word(row)}",
+            f"{row['aa'][0]:.2f} to {row['aa'][1]:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["row", "camera", "weights", "places a pass", "frame ms", "frames/s", "x dense", "A/A"]
+    return format_table(head, cells)

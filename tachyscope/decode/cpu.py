@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from tachyscope.compile_cache import programs_folder
+from tachyscope.decode.depth import Depth
+from tachyscope.decode.parts import DepthParts
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.decode_attention import Step
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
@@ -68,7 +70,7 @@ _Attend = _struct(
     "Attend",
     **_of(c_void_p, "out", "k", "v", "unrotated", "qkv", "log_count", "cos", "sin"),
     **_of(c_void_p, "slot", "place", "padding"),
-    **_of(c_int64, "batch", "heads", "kv_heads", "dim", "slots", "log_heads", "places"),
+    **_of(c_int64, "batch", "tokens", "heads", "kv_heads", "dim", "slots", "log_heads", "places"),
     **_of(c_int64, "interleaved", "windowed", "sink", "near", "whole"),
     **_of(c_int64, "gated", "rule", "strict", "mixed", "tied", "age_limit"),
     **_of(c_void_p, "value", "luck", "ready", "age", "skip", "counts"),
@@ -89,31 +91,17 @@ _Plain = _struct("Plain", out=c_void_p, x=c_void_p, norm=_Norm, **_of(c_int64, "
 _Op = _struct("Op", code=c_int64, body=c_void_p)
 
 
-class StepProgram:
-    """A step of an engine whose activations are float32; `replay` runs it once."""
+class Program:
+    """A list of operations on tensors that stay where they are; `replay` runs them once."""
 
-    def __init__(self, engine: DecodeEngine, whole: bool, parts: str = "step") -> None:
-        """`parts`: the step, or of it "trunk" or "depth" alone; "hollow": a trunk less its MLPs."""
+    def __init__(self) -> None:
         self.library, self.threads = library(), torch.get_num_threads()
         self.held: list[Any] = []  # what the operations point to
         self.ops: list[tuple[int, Any]] = []
-        if parts in ("step", "depth"):
-            self._add_depth(engine)
-        if parts == "step":
-            first, second = engine.projector
-            self._gemv(engine.projected, engine.depth.total, (first,), gelu=True)
-            self._gemv(engine.x, engine.projected, (second,))
-            if engine.actions is not None:
-                self._plain(ADD, engine.x, engine.action)
-        if parts != "depth":
-            mlps = [x.mlp for x in engine.trunk.weights] if whole else engine.trunk.slices
-            kept: Any = engine.kept if whole else engine.errors
-            self._add_layers(engine.trunk, engine.steps, mlps, kept)
-            self._plain(NORM, engine.hidden, engine.x, engine.norm)
-        if parts == "hollow":
-            self.ops = [(code, x) for code, x in self.ops if code != MLP]
+        self.numbers: int | None = None  # of a token's place and slot, which a step raises
+
+    def finish(self) -> None:
         self.list = (_Op * len(self.ops))(*(_Op(code, addressof(x)) for code, x in self.ops))
-        self.numbers = self._at(engine.numbers) if parts != "depth" else None
         self.program = c_void_p(self.library.tachyscope_new(self.list, len(self.ops)))
         # before the lists are freed, which this object holds
         weakref.finalize(self, self.library.tachyscope_free, self.program)
@@ -121,28 +109,30 @@ class StepProgram:
     def replay(self) -> None:
         self.library.tachyscope_run(self.program, self.numbers, self.threads)
 
-    def _add_depth(self, engine: DecodeEngine) -> None:
-        depth, draw = engine.depth, engine.depth.draw
-        mlps, kept = [x.mlp for x in depth.blocks.weights], depth.kept
+    def add_depth(self, depth: Depth, codes: Tensor, noise: Tensor, place: Tensor) -> None:
+        """Draw codes [V, N, D] at a place."""
+        draw, mlps = depth.draw, [x.mlp for x in depth.blocks.weights]
+        videos, places, depths = codes.shape
         for d, weight in enumerate(depth.inputs):
             self._gemv(depth.x, depth.total if d else depth.hidden, (weight,))
-            self._add_layers(depth.blocks, depth.steps[d], mlps, kept)
+            self.add_layers(depth.blocks, depth.steps[d], mlps, depth.kept)
             self._gemv(depth.logits, depth.x, (depth.classifier,), depth.norm)
-            videos, places, depths = engine.codes.shape
             one = _Sample(
-                logits=self._at(depth.logits), noise=self._at(engine.noise),
-                book=self._at(depth.books[d]), codes=self._at(engine.codes),
-                total=self._at(depth.total), place=self._at(engine.place), rows=len(depth.x),
-                videos=videos, count=engine.noise.shape[3], places=places, depths=depths, depth=d,
+                logits=self._at(depth.logits), noise=self._at(noise),
+                book=self._at(depth.books[d]), codes=self._at(codes),
+                total=self._at(depth.total), place=self._at(place), rows=len(depth.x),
+                videos=videos, count=noise.shape[3], places=places, depths=depths, depth=d,
                 dim=depth.total.shape[1], guided=draw.guided, top_k=draw.top_k, cfg=draw.cfg,
                 temperature=draw.temperature, top_p=draw.top_p,
             )  # fmt: skip
             self.ops.append((SAMPLE, one))
 
-    def _add_layers(self, layers: Layers, steps: Any, mlps: Any, kept: Any) -> None:
+    def add_layers(
+        self, layers: Layers | PassMemory, steps: Any, mlps: Any, kept: Any, tokens: int = 1
+    ) -> None:
         for i, layer in enumerate(layers.weights):
             self._gemv(layers.qkv, layers.x, layer.qkv, layer.norm)
-            self._attend(layers, steps[i])
+            self._attend(layers, steps[i], tokens)
             self._gemv(layers.x, layers.attended, (layer.out,), add=True)
             self._mlp(layers, mlps[i], kept[i])
 
@@ -157,15 +147,16 @@ class StepProgram:
         )  # fmt: skip
         self.ops.append((GEMV, one))
 
-    def _attend(self, layers: Layers, step: Step) -> None:
+    def _attend(self, layers: Layers | PassMemory, step: Step, tokens: int) -> None:
         held, rotation, window, gate = step.entries, step.rotation, step.window, step.gate
         batch, kv_heads, slots, dim = held.k.shape
         one = _Attend(
             out=self._at(layers.attended), k=self._at(held.k), v=self._at(held.v),
             unrotated=self._at(held.unrotated), qkv=self._at(layers.qkv),
             log_count=self._at(held.log_count), slot=self._at(held.slot),
-            place=self._at(step.place), batch=batch, heads=step.heads, kv_heads=kv_heads, dim=dim,
-            slots=slots, log_heads=1 if held.log_count is None else held.log_count.shape[1],
+            place=self._at(step.place), batch=batch, tokens=tokens, heads=step.heads,
+            kv_heads=kv_heads, dim=dim, slots=slots,
+            log_heads=1 if held.log_count is None else held.log_count.shape[1],
         )  # fmt: skip
         if rotation is not None:
             one.cos, one.sin = self._at(rotation.cos), self._at(rotation.sin)
@@ -191,7 +182,7 @@ class StepProgram:
             one.scores = self._at(torch.zeros(batch * kv_heads))
         self.ops.append((ATTEND, one))
 
-    def _mlp(self, layers: Layers, mlp: MlpWeights, kept: Kept | Error | None) -> None:
+    def _mlp(self, layers: Layers | PassMemory, mlp: MlpWeights, kept: Kept | Error | None) -> None:
         down, direct = self._weight(mlp.down), is_direct(mlp)
         if direct:  # what is left of its rows are the neurons' columns
             down.columns -= mlp.linear
@@ -212,7 +203,7 @@ class StepProgram:
                 setattr(one, name, self._at(getattr(kept, name)))
         self.ops.append((MLP, one))
 
-    def _plain(self, code: int, out: Tensor, x: Tensor, norm: Norm | None = None) -> None:
+    def plain(self, code: int, out: Tensor, x: Tensor, norm: Norm | None = None) -> None:
         one = _Plain(self._at(out), self._at(x), self._norm(norm), len(out), out.shape[1])
         self.ops.append((code, one))
 
@@ -235,6 +226,69 @@ class StepProgram:
         assert x.is_contiguous() and x.device.type == "cpu"
         self.held.append(x)
         return x.data_ptr()
+
+
+class StepProgram(Program):
+    """A step of an engine whose activations are float32."""
+
+    def __init__(self, engine: DecodeEngine, whole: bool, parts: str = "step") -> None:
+        """`parts`: the step, or of it "trunk" or "depth" alone; "hollow": a trunk less its MLPs."""
+        super().__init__()
+        if parts in ("step", "depth"):
+            self.add_depth(engine.depth, engine.codes, engine.noise, engine.place)
+        if parts == "step":
+            first, second = engine.projector
+            self._gemv(engine.projected, engine.depth.total, (first,), gelu=True)
+            self._gemv(engine.x, engine.projected, (second,))
+            if engine.actions is not None:
+                self.plain(ADD, engine.x, engine.action)
+        if parts != "depth":
+            mlps = [x.mlp for x in engine.trunk.weights] if whole else engine.trunk.slices
+            kept: Any = engine.kept if whole else engine.errors
+            self.add_layers(engine.trunk, engine.steps, mlps, kept)
+            self.plain(NORM, engine.hidden, engine.x, engine.norm)
+            self.numbers = self._at(engine.numbers)
+        if parts == "hollow":
+            self.ops = [(code, x) for code, x in self.ops if code != MLP]
+        self.finish()
+
+
+class PassMemory:
+    """What a pass of the trunk over several tokens works on, for B rows of S tokens."""
+
+    def __init__(self, layers: Layers, rows: int, tokens: int) -> None:
+        self.weights, many = layers.weights, rows * tokens
+        sizes = [x.shape[1] for x in (layers.x, layers.qkv, layers.attended, layers.inner)]
+        self.x, self.qkv, self.attended, self.inner = (layers.x.new_empty(many, n) for n in sizes)
+        self.states = torch.empty_like(self.x)
+
+
+class TrunkPass(Program):
+    """The trunk over `tokens` tokens of an engine's session, from its place and slot on."""
+
+    def __init__(self, engine: DecodeEngine, tokens: int) -> None:
+        super().__init__()
+        self.memory = PassMemory(engine.trunk, len(engine.x), tokens)
+        mlps = [x.mlp for x in engine.trunk.weights]
+        none = [None] * len(mlps)
+        self.add_layers(self.memory, engine.steps, mlps, none, tokens)
+        self.plain(NORM, self.memory.states, self.memory.x, engine.norm)
+        self.finish()
+
+
+class DepthPass(Program):
+    """Codes of `tokens` places at once, each drawn as if it came alone."""
+
+    def __init__(self, engine: DecodeEngine, parts: DepthParts, tokens: int) -> None:
+        super().__init__()
+        rows, (videos, _, depths, count) = len(engine.x), engine.noise.shape
+        self.hidden = engine.x.new_empty(rows * tokens, engine.x.shape[1])
+        self.codes = engine.codes.new_zeros(videos * tokens, 1, depths)
+        self.noise = engine.noise.new_empty(videos * tokens, 1, depths, count)
+        place = torch.zeros((), dtype=torch.int32)
+        self.depth = Depth(parts, engine.depth.draw, self.hidden)
+        self.add_depth(self.depth, self.codes, self.noise, place)
+        self.finish()
 
 
 def is_direct(mlp: MlpWeights) -> bool:

@@ -57,7 +57,7 @@ struct Attend {
   float *out, *k, *v, *unrotated;
   const float *qkv, *log_count, *cos, *sin;
   const i32 *slot, *place, *padding;
-  i64 batch, heads, kv_heads, dim, slots, log_heads, places, interleaved;
+  i64 batch, tokens, heads, kv_heads, dim, slots, log_heads, places, interleaved;
   i64 windowed, sink, near, whole;
   // the gate
   i64 gated, rule, strict, mixed, tied, age_limit;
@@ -334,14 +334,20 @@ void some_rows(const Weight &w, i64 from, i64 to, const float *x, float *out, i6
   for (; row < to; row++) product<1, B>(w, row, x, out + row - from, out_stride);
 }
 
-// out [batch, to - from] = rows from .. to of w times x [batch, columns]
+// out [batch, to - from] = rows from .. to of w times x [batch, columns], by blocks of rows that
+// stay near while all inputs meet them
 void rows_times(const Weight &w, i64 from, i64 to, const float *x, i64 batch, float *out,
                 i64 out_stride) {
-  i64 b = 0;
-  for (; b + 2 <= batch; b += 2)
-    some_rows<2>(w, from, to, x + b * w.columns, out + b * out_stride, out_stride);
-  if (b < batch)
-    some_rows<1>(w, from, to, x + b * w.columns, out + b * out_stride, out_stride);
+  i64 size = batch > 2 ? 8 : std::max<i64>(1, to - from);
+  for (i64 row = from; row < to; row += size) {
+    i64 end = std::min(to, row + size), b = 0;
+    float *y = out + row - from;
+    for (; b + 3 <= batch; b += 3)
+      some_rows<3>(w, row, end, x + b * w.columns, y + b * out_stride, out_stride);
+    for (; b + 2 <= batch; b += 2)
+      some_rows<2>(w, row, end, x + b * w.columns, y + b * out_stride, out_stride);
+    if (b < batch) some_rows<1>(w, row, end, x + b * w.columns, y + b * out_stride, out_stride);
+  }
 }
 
 void normed(float *out, const float *x, const Norm &norm, i64 batch, i64 width) {
@@ -498,71 +504,87 @@ void decide(const Attend &op) {
   op.counts[replayed == n ? 0 : 1] += static_cast<i32>(replayed);
 }
 
-bool run(const Attend &op, Thread &t) {
-  i64 d = op.dim, group = op.heads / op.kv_heads, slot = *op.slot, place = *op.place;
-  i64 wide = (op.heads + 2 * op.kv_heads) * d;
+// one token's query of a head's group, which reads what is written up to its slot
+void attend(const Attend &op, Thread &t, i64 task, i64 token) {
+  i64 d = op.dim, group = op.heads / op.kv_heads, slot = *op.slot + token;
+  i64 b = task / op.kv_heads, h = task % op.kv_heads, row = b * op.tokens + token;
+  i64 wide = (op.heads + 2 * op.kv_heads) * d, place = *op.place + token;
   float by = 1 / std::sqrt(static_cast<float>(d));
-  bool all = t.phase(op.batch * op.kv_heads, [&](i64 task) {
-    float *p = t.room(t.a, group * (slot + 1)), *q = t.room(t.b, group * d);
-    i64 b = task / op.kv_heads, h = task % op.kv_heads;
-    const float *row = op.qkv + b * wide, *raw = row + h * group * d;
-    const float *key = row + (op.heads + h) * d, *value = key + op.kv_heads * d;
-    float *k = op.k + task * op.slots * d, *v = op.v + task * op.slots * d;
-    const float *cos = op.cos ? op.cos + (b * op.places + place) * d : nullptr;
-    const float *sin = op.sin ? op.sin + (b * op.places + place) * d : nullptr;
-    if (cos) {
-      turn(k + slot * d, key, cos, sin, d, op.interleaved);
-      for (i64 g = 0; g < group; g++) turn(q + g * d, raw + g * d, cos, sin, d, op.interleaved);
+  float *p = t.room(t.a, group * (slot + 1)), *q = t.room(t.b, group * d);
+  const float *raw = op.qkv + row * wide + h * group * d;
+  float *k = op.k + task * op.slots * d, *v = op.v + task * op.slots * d;
+  for (i64 g = 0; g < group; g++)
+    if (op.cos) {
+      i64 at = (b * op.places + place) * d;
+      turn(q + g * d, raw + g * d, op.cos + at, op.sin + at, d, op.interleaved);
     } else {
-      std::memcpy(k + slot * d, key, d * sizeof(float));
-      std::memcpy(q, raw, group * d * sizeof(float));
+      std::memcpy(q + g * d, raw + g * d, d * sizeof(float));
     }
-    std::memcpy(v + slot * d, value, d * sizeof(float));
-    if (op.unrotated)
-      std::memcpy(op.unrotated + (task * op.slots + slot) * d, key, d * sizeof(float));
-    if (op.gated && op.key) {
-      float *last = op.key + (task * op.places + place) * d, score = 0;
-      for (i64 g = 0; g < group; g++) score += dot((op.mixed ? raw : q) + g * d, last, d);
-      op.scores[task] = score;
-      std::memcpy(last, k + slot * d, d * sizeof(float));
-    }
-    // entries that are read: all, or the sink and the newest
-    i64 ranges[2][2] = {{0, slot + 1}, {0, 0}};
-    if (op.windowed && slot + 1 > op.whole) {
-      i64 first = op.padding[b], near = std::max<i64>(0, slot + 1 - op.near);
-      ranges[0][0] = first;
-      ranges[0][1] = std::min(first + op.sink, near);
-      ranges[1][0] = near;
-      ranges[1][1] = slot + 1;
-    }
-    const float *logs = nullptr;
-    if (op.log_count)
-      logs = op.log_count + (b * op.log_heads + (op.log_heads > 1 ? h : 0)) * op.slots;
-    // by blocks of entries, which all heads of a group read while they are near
-    i64 count = 0, stride = slot + 1;
-    for (auto &range : ranges)
-      for (i64 s = range[0]; s < range[1]; s += BLOCK) {
-        i64 many = std::min(BLOCK, range[1] - s);
-        for (i64 g = 0; g < group; g++) {
-          float *w = p + g * stride + count;
-          dots(w, q + g * d, k + s * d, many, d);
-          for (i64 i = 0; i < many; i++) w[i] *= by;
-          for (i64 i = 0; logs && i < many; i++)
-            if (s + i != slot) w[i] += std::max(logs[s + i], -1e30f);
-        }
-        count += many;
+  if (op.gated && op.key) {
+    float *last = op.key + (task * op.places + place) * d, score = 0;
+    for (i64 g = 0; g < group; g++) score += dot((op.mixed ? raw : q) + g * d, last, d);
+    op.scores[task] = score;
+    std::memcpy(last, k + slot * d, d * sizeof(float));
+  }
+  // entries that are read: all, or the sink and the newest
+  i64 ranges[2][2] = {{0, slot + 1}, {0, 0}};
+  if (op.windowed && slot + 1 > op.whole) {
+    i64 first = op.padding[b], near = std::max<i64>(0, slot + 1 - op.near);
+    ranges[0][0] = first;
+    ranges[0][1] = std::min(first + op.sink, near);
+    ranges[1][0] = near;
+    ranges[1][1] = slot + 1;
+  }
+  const float *logs = nullptr;
+  if (op.log_count)
+    logs = op.log_count + (b * op.log_heads + (op.log_heads > 1 ? h : 0)) * op.slots;
+  // by blocks of entries, which all heads of a group read while they are near
+  i64 count = 0, stride = slot + 1;
+  for (auto &range : ranges)
+    for (i64 s = range[0]; s < range[1]; s += BLOCK) {
+      i64 many = std::min(BLOCK, range[1] - s);
+      for (i64 g = 0; g < group; g++) {
+        float *w = p + g * stride + count;
+        dots(w, q + g * d, k + s * d, many, d);
+        for (i64 i = 0; i < many; i++) w[i] *= by;
+        // the present tokens' own entries stand for themselves
+        for (i64 i = 0; logs && i < many; i++)
+          if (s + i < *op.slot) w[i] += std::max(logs[s + i], -1e30f);
       }
-    float *out = op.out + (b * op.heads + h * group) * d;
-    std::fill(out, out + group * d, 0.0f);
-    for (i64 g = 0; g < group; g++) softmax(p + g * stride, count);
-    count = 0;
-    for (auto &range : ranges)
-      for (i64 s = range[0]; s < range[1]; s += BLOCK) {
-        i64 many = std::min(BLOCK, range[1] - s);
-        for (i64 g = 0; g < group; g++)
-          mix(out + g * d, p + g * stride + count, v + s * d, many, d);
-        count += many;
-      }
+      count += many;
+    }
+  float *out = op.out + (row * op.heads + h * group) * d;
+  std::fill(out, out + group * d, 0.0f);
+  for (i64 g = 0; g < group; g++) softmax(p + g * stride, count);
+  count = 0;
+  for (auto &range : ranges)
+    for (i64 s = range[0]; s < range[1]; s += BLOCK) {
+      i64 many = std::min(BLOCK, range[1] - s);
+      for (i64 g = 0; g < group; g++) mix(out + g * d, p + g * stride + count, v + s * d, many, d);
+      count += many;
+    }
+}
+
+// keys and values of a head's tokens, put into their slots
+void write(const Attend &op, i64 task, i64 token) {
+  i64 d = op.dim, b = task / op.kv_heads, h = task % op.kv_heads;
+  const float *row = op.qkv + (b * op.tokens + token) * (op.heads + 2 * op.kv_heads) * d;
+  const float *key = row + (op.heads + h) * d, *value = key + op.kv_heads * d;
+  i64 at = (task * op.slots + *op.slot + token) * d;
+  if (op.cos) {
+    i64 angle = (b * op.places + *op.place + token) * d;
+    turn(op.k + at, key, op.cos + angle, op.sin + angle, d, op.interleaved);
+  } else {
+    std::memcpy(op.k + at, key, d * sizeof(float));
+  }
+  std::memcpy(op.v + at, value, d * sizeof(float));
+  if (op.unrotated) std::memcpy(op.unrotated + at, key, d * sizeof(float));
+}
+
+bool run(const Attend &op, Thread &t) {
+  bool all = t.phase(op.batch * op.kv_heads, [&](i64 task) {
+    for (i64 token = 0; token < op.tokens; token++) write(op, task, token);
+    for (i64 token = 0; token < op.tokens; token++) attend(op, t, task, token);
   });
   return all && (!op.gated || t.phase(1, [&](i64) { decide(op); }));
 }

@@ -39,6 +39,7 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
     plan, shape = session.plan, session.shape
     gate = None if plan.replay is None else plan.replay.token_gate(shape, 0)
     linears = [x for layer in parts.layers for x in (layer.q, layer.o, layer.up, layer.down)]
+    drafted = plan.passes.drafts_codes and plan.replay is None
     reasons = {
         f"attention={spell(plan.attention)} reads other entries for every token": not isinstance(
             plan.attention, Dense | WindowPolicy
@@ -47,7 +48,8 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         or plan.cache.view_depends_on_pass,
         f"replay={spell(plan.replay)} is not decided on the device": gate is None
         and not isinstance(plan.replay, NeuronReplay | None),
-        f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All),
+        f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All)
+        and not (session.device.type == "cpu" and drafted),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
         "its weights are neither floats nor codes that the kernels read": not all(
             map(is_readable, linears)
@@ -106,6 +108,7 @@ class DecodeEngine:
         # a step that computes whole MLPs, and one that computes their slices
         self.recorded: dict[bool, torch.cuda.CUDAGraph | StepProgram] = {}
         self.replayed = False  # whether the last frame was made by the graph alone
+        self.drawn = rows * places  # rows of tokens whose codes a frame draws
 
     def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
         """The next frame's codes [V, N, D], from noise [V, N, D, K]; the caller commits it."""

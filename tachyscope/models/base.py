@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tachyscope.decode import DecodeEngine, DecodeParts
+from tachyscope.decode import DecodeEngine, DecodeParts, DraftEngine
 from tachyscope.errors import TachyscopeError
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.session import Session
@@ -137,7 +137,7 @@ class VideoModel(abc.ABC):
         return None
 
     def sample_by(
-        self, engine: DecodeEngine, session: Session, actions: Sequence[int] | Tensor
+        self, engine: DecodeEngine | DraftEngine, session: Session, actions: Sequence[int] | Tensor
     ) -> Tensor:
         """`sample`, token after token by the decode engine."""
         raise NotImplementedError

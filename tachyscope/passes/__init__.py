@@ -28,6 +28,11 @@ class PassPolicy(abc.ABC):
     paper: ClassVar[str]
     graph_capturable: ClassVar[bool] = True  # whether the host knows by itself which passes run
 
+    @property
+    def drafts_codes(self) -> bool:
+        """Whether it makes a token model's frames by drafts, and needs no logits for them."""
+        return False
+
     def refusal(self, shape: Shape, replays: bool) -> str | None:
         """Why the policy cannot serve this shape, or not beside replay that decides by token."""
         return None

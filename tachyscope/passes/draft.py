@@ -42,6 +42,10 @@ class Draft(PassPolicy):
     def __post_init__(self) -> None:
         check_settings(self, "passes", "draft")
 
+    @property
+    def drafts_codes(self) -> bool:
+        return self.source != "logits"
+
     def refusal(self, shape: Shape, replays: bool) -> str | None:
         if not shape.token_by_token:
             return "only token models can be drafted, this one makes whole chunks"

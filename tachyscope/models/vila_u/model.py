@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.decode import DecodeEngine, DecodeParts, can_compile, compile_step
+from tachyscope.decode import DecodeEngine, DecodeParts, DraftEngine, can_compile, compile_step
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.atrium.words import WordTokenizer
 from tachyscope.models.base import MemoryParts
@@ -134,12 +134,11 @@ class VilaModel(TokenModel):
 
     @torch.no_grad()
     def sample_by(
-        self, engine: DecodeEngine, session: Session, actions: Sequence[int] | Tensor
+        self, engine: DecodeEngine | DraftEngine, session: Session, actions: Sequence[int] | Tensor
     ) -> Tensor:
         """`sample`, token after token by the decode engine."""
-        tokens = session.shape.batch * session.shape.tokens_per_frame
-        session.meter.add("macs", tokens * self.transformer.head.macs)
         codes = engine.frame(self.frame_noise(session), self._action(actions))
+        session.meter.add("macs", engine.drawn * self.transformer.head.macs)
         return codes.reshape(-1, 1, *self.config.grid, self.config.depth)
 
     def compiling_pays(self, chunks: int) -> bool:
