@@ -74,7 +74,7 @@ def refill(
     # a video goes on: the noise and the steps of its first chunk must not come again
     generators, policy_rng, made = session.generators, session.policy_rng, session.made
     camera = session.features.get(CAMERA)
-    session.layers.clear()  # else the old and the new would be in memory together
+    session.drop_layers()
     session.reset()
     if camera is not None:
         session.features[CAMERA] = camera

@@ -78,6 +78,9 @@ class State:
         self.source = Source()
         # handed in: [draws, latent frames, C, h, w], counted over those that are generated
         self.noise: Tensor | None = None
+        # host memory of banks that are gone, for those that come: page-locking it takes long
+        self._spare: list[dict[str, Tensor]] = []
+        self.layers: list[KVStore] = []
         self.reset()
 
     def slots_for(self, lengths: Sequence[int]) -> int:
@@ -90,6 +93,11 @@ class State:
         slots = self.slots_for(self.lengths)
         check_memory(self.plan, self.shape, slots, self.dtype, self.device)
         self.layers = [self._empty_layer(slots) for _ in range(self.shape.layers)]
+
+    def drop_layers(self) -> None:
+        """Free the layers, so that new ones are not in memory beside them."""
+        self._spare = [layer.bank.host for layer in self.layers if layer.bank is not None]
+        self.layers.clear()
 
     def _begin_anew(self) -> None:
         """`reset` of all but the layers."""
@@ -125,10 +133,8 @@ class State:
         for observer in self.observers:
             observer.on_open(self)
 
-    def _empty_layer(self, slots: int, like: int | None = None) -> KVStore:
-        """A layer without entries; a bank's host memory is layer `like`'s, if nothing is in it."""
-        unused = self.layers[like].bank if like is not None and not self.total_entries else None
-        memory = None if unused is None else unused.host
+    def _empty_layer(self, slots: int) -> KVStore:
+        memory = self._spare.pop() if self._spare else None
         return empty_layer(self.plan, self.shape, slots, self.dtype, self.device, memory)
 
     @property
@@ -218,7 +224,12 @@ class State:
         keys = tensors.get("layers.0.k")
         slots = keys.shape[2] if keys is not None and keys.dim() == 4 else 0
         self._check_counts(meta, slots)
-        layers = self._layers_of(tensors, slots, segments)
+        if not self.total_entries:  # what an empty bank's memory holds does not matter
+            self._spare = [layer.bank.host for layer in self.layers if layer.bank is not None]
+        try:
+            layers = self._layers_of(tensors, slots, segments)
+        finally:
+            self._spare = []
         self._check_texts(tensors, meta["texts"])
         if (camera := self.features.get(CAMERA)) is not None:
             check_tensor(tensors, f"features.{CAMERA}", camera, (0, 0))
@@ -269,7 +280,7 @@ class State:
         segments: Sequence[Mapping[str, Tensor]] | None,
     ) -> list[KVStore]:
         """A state's layers, on the device."""
-        like = self._empty_layer(slots, 0)
+        like = self._empty_layer(slots)
         ranges = {} if like.bank is None else like.bank.ranges()
         for i in range(self.shape.layers):
             for name, x in like.tensors().items():
@@ -278,7 +289,7 @@ class State:
             if like.bank is not None:
                 used = int(tensors[f"layers.{i}.bank.used"])
                 check_blocks(tensors, segments, i, like.bank.host, used)
-        found = [like, *(self._empty_layer(slots, i) for i in range(1, self.shape.layers))]
+        found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
         # memory that an open stream reserved is inference mode's own
         with torch.inference_mode():
             for i, layer in enumerate(found):

@@ -212,11 +212,11 @@ def test_a_restore_that_runs_out_of_memory_changes_nothing(monkeypatch):
     _video(model, session), _video(model, control)
     empty = ts.Session._empty_layer
 
-    def full(self, slots, like=None):
+    def full(self, slots):
         made.append(slots)
         if len(made) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return empty(self, slots, like)
+        return empty(self, slots)
 
     with monkeypatch.context() as patch:
         patch.setattr(ts.Session, "_empty_layer", full)
