@@ -181,7 +181,10 @@ class DecodeEngine:
         """Where whole outputs were left, leave what the slices are off by."""
         if self.neurons is None or not self.neurons.remembers or not any(whole):
             return
-        index = torch.tensor(whole, device=self.session.device).nonzero()[:, 0]
+        index = torch.tensor([place for place, one in enumerate(whole) if one])
+        if self.session.device.type == "cuda":
+            # from pinned memory, so that the host does not wait
+            index = index.pin_memory().to(self.session.device, non_blocking=True)
         for layer, part in zip(self.session.layers, self.trunk.slices, strict=True):
             error, base = (layer.own["replay"][name][0] for name in ("error", "input"))
             about = run_mlp(base.index_select(1, index), part)
