@@ -11,7 +11,7 @@ from faults import refused
 import tachyscope as ts
 from tachyscope.bench.tokens import random_calibration
 from tachyscope.decode import CodedLinear, can_compile, cpu, quantise, store_bf16, unsupported
-from tachyscope.decode.quantise import is_readable, weight_of
+from tachyscope.decode.quantise import bits_of, weight_of
 from tachyscope.errors import TachyscopeError
 from tachyscope.graph_runner import ChunkRunner, FrameRunner
 from tachyscope.models.checkpoint import write_tensors
@@ -220,7 +220,7 @@ def test_codes_of_torchao_are_read_as_they_are(kind):
     weight.zero_point = zero
     linear.weight = torch.nn.Parameter(weight)
     linear.weight.__dict__.update(weight.__dict__)
-    assert is_readable(linear)
+    assert bits_of(linear) == weight_of(linear).bits == int(kind[3:])
     each = 256 // groups
     scale, moved = (x.float().repeat_interleave(each, 1) for x in (weight.scale, zero))
     want, got = (weight.qdata.float() - moved) * scale, weight_of(linear)
@@ -228,7 +228,7 @@ def test_codes_of_torchao_are_read_as_they_are(kind):
     off = 11 / 256 if kind == "int4" else 0.0
     torch.testing.assert_close(got.dense(torch.float32), want, rtol=0, atol=off)
     weight.scale = linear.weight.scale = weight.scale[:, :0]
-    assert not is_readable(linear)
+    assert bits_of(linear) == 0
 
 
 def test_a_width_that_codes_do_not_fit_is_refused():
@@ -366,6 +366,10 @@ def test_what_the_engine_cannot_do_it_says():
         "store=int8 cache=window:budget=4f": "store=int8",
     }.items():
         assert word in unsupported(parts, _open(model, plan))
+    mixed = toy_tokens()
+    layer = mixed.transformer.trunk.layers[1]
+    layer.mlp.up_proj = CodedLinear(layer.mlp.up_proj, "int8")
+    assert "several kinds" in unsupported(mixed.decode_parts(), _open(mixed, "cache=keep_all"))
     linear = model.transformer.trunk.layers[1].self_attn.o_proj
     linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(_Subclass))
     assert "codes" in unsupported(parts, _open(model, "cache=keep_all"))

@@ -21,7 +21,7 @@ from tachyscope.decode.depth import Depth
 from tachyscope.decode.layer import Layers
 from tachyscope.decode.neurons import slice_mlp
 from tachyscope.decode.parts import DecodeParts
-from tachyscope.decode.quantise import is_readable, norm_of, weight_of
+from tachyscope.decode.quantise import bits_of, norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Error, Kept, run_mlp
 from tachyscope.kernels.gemv import gemv
@@ -38,8 +38,16 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
     """Why the engine cannot make a session's frames; empty where it can."""
     plan, shape = session.plan, session.shape
     gate = None if plan.replay is None else plan.replay.token_gate(shape, 0)
+<<<<<<< HEAD
     linears = [x for layer in parts.layers for x in (layer.q, layer.o, layer.up, layer.down)]
     drafted = plan.passes.drafts_codes and plan.replay is None
+=======
+    # a launch reads q, k and v, another gate, up and down
+    launches = [[x.q, x.k, x.v] for x in parts.layers]
+    launches += [[x.up, x.down, *([] if x.gate is None else [x.gate])] for x in parts.layers]
+    bits = [{bits_of(linear) for linear in launch} for launch in launches]
+    bits += [{bits_of(x.o)} for x in parts.layers]
+>>>>>>> ce4bc86 (Weights of one launch must be of one kind; log of the decode engine)
     reasons = {
         f"attention={spell(plan.attention)} reads other entries for every token": not isinstance(
             plan.attention, Dense | WindowPolicy
@@ -51,14 +59,14 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All)
         and not (session.device.type == "cpu" and drafted),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
-        "its weights are neither floats nor codes that the kernels read": not all(
-            map(is_readable, linears)
+        "its weights are neither floats nor codes that the kernels read": any(
+            0 in kinds for kinds in bits
         ),
+        "weights of one launch are of several kinds": any(len(kinds) > 1 for kinds in bits),
     }
     if session.device.type == "cpu":
         reasons["a CPU's step is compiled for float32"] = session.dtype != torch.float32
-        coded = {weight_of(x).bits for x in linears if is_readable(x)}
-        reasons["a CPU's step reads no int4"] = 4 in coded
+        reasons["a CPU's step reads no int4"] = any(4 in kinds for kinds in bits)
         reasons[f"a CPU's step takes up to {MAX_ROWS} rows"] = shape.batch > MAX_ROWS
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,42 +57,45 @@ def weight_of(linear: nn.Module) -> Weight:
     if _is_plain(linear):
         return Weight(linear.weight.detach(), None, bias)
     codes: Any = linear.weight.detach()
-    if _torchao_kind(codes) == "int8":
+    if _torchao_bits(codes) == 8:
         return int8_weight(codes.qdata.int(), codes.scale.flatten(), bias)
     scale, zero = codes.scale.float(), codes.zero_point
     offset = -(8.0 if zero is None else 8.0 + zero.float()) * scale
     return int4_weight(codes.qdata.int() + 8, scale, offset, bias)
 
 
-def is_readable(linear: nn.Module) -> bool:
-    """Whether kernels can read it: floats, this package's codes, and of torchao's those that
-    have a scale a row of int8, or for 128 columns of int4."""
+def bits_of(linear: nn.Module) -> int:
+    """Of a weight as kernels read it; 0 where they cannot.
+
+    They read floats, this package's codes, and of torchao's those that have a scale for a row of
+    int8, or for 128 columns of int4.
+    """
     if isinstance(linear, CodedLinear):
-        return True
+        return Weight(linear.codes, linear.scale).bits
     if not isinstance(linear, nn.Linear):
-        return False
-    return _is_plain(linear) or bool(_torchao_kind(linear.weight))
+        return 0
+    return 16 if _is_plain(linear) else _torchao_bits(linear.weight)
 
 
 def _is_plain(linear: nn.Linear) -> bool:
     return type(linear.weight) is nn.Parameter and type(linear.weight.data) is torch.Tensor
 
 
-def _torchao_kind(weight: Any) -> Kind | Literal[""]:
+def _torchao_bits(weight: Any) -> int:
     """By what it holds: torchao need not be installed."""
     codes, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if not isinstance(codes, Tensor) or not isinstance(scale, Tensor) or codes.dim() != 2:
-        return ""
+        return 0
     rows, columns = codes.shape
     if codes.dtype != torch.int8 or codes.shape != weight.shape:
-        return ""
+        return 0
     zero = getattr(weight, "zero_point", None)
     if str(getattr(weight, "target_dtype", None)) == "torch.int4":
         groups = (rows, columns // GROUP)
         fits = columns % GROUP == 0 and scale.shape == groups
-        return "int4" if fits and (zero is None or zero.shape == groups) else ""
+        return 4 if fits and (zero is None or zero.shape == groups) else 0
     fits = scale.numel() == rows and columns % 4 == 0
-    return "int8" if fits and (zero is None or not bool(zero.any())) else ""
+    return 8 if fits and (zero is None or not bool(zero.any())) else 0
 
 
 def norm_of(norm: nn.RMSNorm | nn.LayerNorm) -> Norm:
