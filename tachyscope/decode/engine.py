@@ -38,16 +38,12 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
     """Why the engine cannot make a session's frames; empty where it can."""
     plan, shape = session.plan, session.shape
     gate = None if plan.replay is None else plan.replay.token_gate(shape, 0)
-<<<<<<< HEAD
-    linears = [x for layer in parts.layers for x in (layer.q, layer.o, layer.up, layer.down)]
     drafted = plan.passes.drafts_codes and plan.replay is None
-=======
     # a launch reads q, k and v, another gate, up and down
     launches = [[x.q, x.k, x.v] for x in parts.layers]
     launches += [[x.up, x.down, *([] if x.gate is None else [x.gate])] for x in parts.layers]
     bits = [{bits_of(linear) for linear in launch} for launch in launches]
     bits += [{bits_of(x.o)} for x in parts.layers]
->>>>>>> ce4bc86 (Weights of one launch must be of one kind; log of the decode engine)
     reasons = {
         f"attention={spell(plan.attention)} reads other entries for every token": not isinstance(
             plan.attention, Dense | WindowPolicy
