@@ -29,7 +29,7 @@ def cluster(folder):
     settings = ours.Settings(
         "toy-chunks", str(folder), "dense", snapshot_chunks=2, limits=Limits(send_s=60.0)
     )
-    os.environ["RAY_worker_niceness"] = "0"  # else a busy machine starves them
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - else a busy machine starves them
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
     try:
         handle = ours.deploy(settings, 2, 2)

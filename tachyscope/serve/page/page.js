@@ -309,8 +309,12 @@ $("beside").addEventListener("change", () => {
   $("beside-note").textContent = "";
   if (besideMode() === "off") forgetPictures();
   setView();
+  $("screen").focus();
 });
-$("view").addEventListener("change", setView);
+$("view").addEventListener("change", () => {
+  setView();
+  $("screen").focus(); // keys move again
+});
 $("wipe").addEventListener("input", compose);
 
 // ---- numbers
@@ -476,7 +480,7 @@ function setPaused(value) {
 
 function setRecording(on) {
   $("record").ariaPressed = String(on);
-  $("record").textContent = on ? "Stop recording" : "Record";
+  $("record").textContent = on ? "Stop" : "Record";
 }
 
 function setStatus(state, words) {
