@@ -160,6 +160,22 @@ def test_dense_runs_beside_and_one_can_go_back(browser, address):
     page.context.close()
 
 
+def test_the_map_lies_over_the_picture(browser, address):
+    url, _ = address
+    page = Page(browser, url)
+    page.until(lambda: page.text("status") == "live", "the session")
+    page.tab.locator("#map-kind").select_option("read")
+    page.until(lambda: page.tab.locator("#map").get_attribute("data-chunk"), "the map")
+    picture, drawn = (page.tab.locator(one).bounding_box() for one in ("#picture", "#map"))
+    assert drawn == pytest.approx(picture, abs=1)
+    assert page.pixels("map").max() > 0
+    assert "% on average" in page.text("map-note")
+    page.tab.locator("#map-kind").select_option("")
+    page.until(lambda: not page.tab.locator("#map").is_visible(), "its end")
+    assert not page.said
+    page.context.close()
+
+
 def test_prompt_log_and_record(browser, address, tmp_path):
     url, _ = address
     page = Page(browser, url)

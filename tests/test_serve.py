@@ -206,6 +206,30 @@ def test_dense_runs_beside_on_the_same_log(engine, model):
         )
 
 
+def test_the_map_tells_what_was_read_merged_and_replayed(engine, model):
+    plan = "cache=dedup:budget=12f,newest=1 attention=ann:read=0.5,block=2,tile=2,sink=0 replay=every_k"
+    with serving(engine) as client, playing(client, plan=plan) as player:
+        player.until_frame(2)
+        player.send("map", id=1, on=True)
+        player.until("receipt", id=1, phase="applied")
+        maps = [player.until("map") for _ in range(6)]
+        assert all(one["grid"] == [2, 3] for one in maps)
+        groups = [group for one in maps for group in one["groups"]]
+        assert all(group["layers"] == [0, 0] for group in groups) and len(groups) == 6
+        for kind in ("read", "merged", "replayed"):
+            values = [group[kind] for group in groups]
+            assert all(len(one) == 6 and 0 <= min(one) and max(one) <= 1 for one in values)
+            assert any(map(any, values)), kind
+        assert 0.3 < sum(groups[-1]["read"]) / 6 < 1  # half of the blocks, the newest among them
+        player.send("map", id=2, on=False)
+        player.until("receipt", id=2, phase="applied")
+        player.until_frame(player.latest() + 6)
+        player.send("log", id=3)
+        # watching changes nothing
+        wanted = rolled(model, player.until("log")["log"]["steps"], plan=plan)
+        assert player.matches(wanted)
+
+
 def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_path):
     """The engine is left as kill -9 leaves it: only its files remain."""
     first = make_engine(model, tmp_path, chunks=2)

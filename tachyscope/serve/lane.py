@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import MODELS
+from tachyscope.observers import Observer
 from tachyscope.serve.action_log import Opening, Step
 from tachyscope.stream import open as open_stream
 from tachyscope.types import Chunk
@@ -19,7 +20,13 @@ class Lane:
     """One stream of a session, and how many steps of the log it has done."""
 
     def __init__(
-        self, model: VideoModel, name: str, opening: Opening, prompt: str, plan: str
+        self,
+        model: VideoModel,
+        name: str,
+        opening: Opening,
+        prompt: str,
+        plan: str,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """`name` is the model's in the registry; `prompt` the one that holds where it begins."""
         options: dict[str, Any] = {"prompt": prompt}
@@ -30,7 +37,7 @@ class Lane:
             if model.camera:
                 options["start"] = visit.view
         self.prompt = options["prompt"]
-        self.stream = open_stream(model, plan, seed=opening.seed, **options)
+        self.stream = open_stream(model, plan, seed=opening.seed, observers=observers, **options)
         self.chunk = 0
         self._given = model.pixel_frames(self.stream.session.latent_frame)
 

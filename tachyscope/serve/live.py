@@ -14,6 +14,7 @@ import numpy as np
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Opening, Step
 from tachyscope.serve.lane import Lane
+from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.recording import Recording
 from tachyscope.serve.snapshots import Saved, hash_secret
 from tachyscope.types import Chunk
@@ -68,6 +69,7 @@ class Live:
     kept: bool = True  # on disk
     saving: bool = False  # a snapshot is being written
     recording: Recording | None = None
+    map: ReadMap | None = None  # watches its lane
     _held: str = ""
     _shown_until: float = 0.0
     _step_s: float = 0.0

@@ -127,6 +127,14 @@ class Beside(Message):
 
 
 @dataclass(frozen=True)
+class Map(Message):
+    """Tell with every chunk what was read, merged and replayed; costs time, and CUDA graphs."""
+
+    type: ClassVar[str] = "map"
+    on: bool = True
+
+
+@dataclass(frozen=True)
 class Record(Message):
     """Write every frame from now on into an mp4, or finish it."""
 
@@ -160,6 +168,7 @@ MESSAGES: dict[str, type[Message]] = {
         Replay,
         Rewind,
         Beside,
+        Map,
         Record,
         GetLog,
         Close,

@@ -104,7 +104,8 @@ class Room:
     def open_lane(self, live: Live) -> None:
         """Have it stand where its log ends, or begins: `restore` follows in the first case."""
         opening, prompt = live.log.opening, live.log.prompt_before(live.chunk)
-        live.lane = Lane(self.model, self.name, opening, prompt, opening.plan)
+        watching = () if live.map is None else (live.map,)
+        live.lane = Lane(self.model, self.name, opening, prompt, opening.plan, watching)
 
     def open_beside(self, live: Live) -> None:
         """The dense model at the beginning of the log."""

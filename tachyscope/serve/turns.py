@@ -14,6 +14,7 @@ from tachyscope.serve.action_log import ActionLog, Step
 from tachyscope.serve.lane import Lane
 from tachyscope.serve.live import Live, Show, reopened
 from tachyscope.serve.metrics import Metrics
+from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.recording import Recording
 from tachyscope.serve.room import DENSE, Room
 from tachyscope.types import Chunk
@@ -101,6 +102,8 @@ class Turns:
                 self._rewind(live, message.chunk)
             case protocol.Beside():
                 self.set_beside(live, message.mode)
+            case protocol.Map():
+                self._set_map(live, message.on)
             case protocol.Record():
                 self._record(live, message.on)
 
@@ -130,6 +133,17 @@ class Turns:
         if live.beside is not None and live.beside.chunk > live.chunk:
             self.room.open_beside(live)
         live.say(type="began", **live.described())
+
+    def _set_map(self, live: Live, on: bool) -> None:
+        """Watch the lane or not: it is opened anew, and stands where it stood."""
+        if on == (live.map is not None):
+            return
+        assert live.lane is not None
+        state = live.lane.stream.snapshot()
+        live.lane.close()
+        live.map = ReadMap() if on else None
+        self.room.open_lane(live)
+        live.lane.restore(state, live.chunk)
 
     def _record(self, live: Live, on: bool) -> None:
         if on and live.recording is None:
@@ -165,6 +179,9 @@ class Turns:
         self._tell_chunk(live, lane, step, made, took, before)
         keys = tuple(at for message, at in answered if isinstance(message, protocol.Keys))
         self._show(live, protocol.MAIN, live.chunk, before, made, keys)
+        if live.map is not None:
+            place = {"generation": live.generation, "chunk": live.chunk}
+            live.say(type="map", **place, **live.map.take())
         live.take_up(step, made, took)
         if live.recording is not None:
             live.recording.write(made.frames)

@@ -107,6 +107,7 @@ const HEARD = {
     );
     for (const one of [canvas, $("dense")]) [one.height, one.width] = message.size;
     $("beside").value = "off";
+    if ($("map-kind").value) send("map", { on: true });
     $("pad").hidden = !message.actions;
     began(message);
     setPaused(false);
@@ -126,6 +127,10 @@ const HEARD = {
     $("behind").textContent = message.behind;
     if (message.psnr) put("psnr", message.psnr.at(-1));
     $("beside-note").textContent = message.behind > 1 ? "dense follows while you pause" : "";
+  },
+  map(message) {
+    lastMap = message;
+    drawMap();
   },
   snapshot(message) {
     setSnapshots(message.chunks);
@@ -316,6 +321,47 @@ $("view").addEventListener("change", () => {
   $("screen").focus(); // keys move again
 });
 $("wipe").addEventListener("input", compose);
+
+// ---- the map
+
+let lastMap = null;
+const COLOURS = { read: "127 182 217", merged: "224 164 88", replayed: "124 196 138" };
+
+function drawMap() {
+  const kind = $("map-kind").value;
+  $("map").hidden = !kind || !lastMap;
+  if ($("map").hidden) return;
+  const names = lastMap.groups.map(({ layers: [low, high] }) =>
+    low === high ? `layer ${low}` : `layers ${low} to ${high}`,
+  );
+  if ($("map-group").length !== names.length) {
+    $("map-group").replaceChildren(...names.map((name, i) => new Option(name, i)));
+  }
+  const values = lastMap.groups[$("map-group").value][kind];
+  const [high, wide] = lastMap.grid;
+  const box = canvas.getBoundingClientRect();
+  Object.assign($("map").style, { width: `${box.width}px`, height: `${box.height}px` });
+  Object.assign($("map"), { width: wide, height: high });
+  const brush = $("map").getContext("2d");
+  values.forEach((value, i) => {
+    brush.fillStyle = `rgb(${COLOURS[kind]} / ${value})`;
+    brush.fillRect(i % wide, Math.floor(i / wide), 1, 1);
+  });
+  const mean = values.reduce((total, value) => total + value, 0) / values.length;
+  $("map-note").textContent =
+    kind === "merged" ? `chunk ${lastMap.chunk}` : `chunk ${lastMap.chunk}: ${(100 * mean).toFixed(0)} % on average`;
+  $("map").dataset.chunk = lastMap.chunk;
+}
+
+$("map-kind").addEventListener("change", () => {
+  const on = $("map-kind").value !== "";
+  if (on !== !$("map-group").disabled) send("map", { on });
+  $("map-group").disabled = !on;
+  if (!on) $("map-note").textContent = "";
+  drawMap();
+  $("screen").focus();
+});
+$("map-group").addEventListener("change", drawMap);
 
 // ---- numbers
 

@@ -1,0 +1,91 @@
+"""What a chunk read, merged and replayed, place by place of the picture: the page's live map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tachyscope.evaluation.recall import read_mass
+from tachyscope.observers import Observer
+from tachyscope.session import Session
+from tachyscope.types import PassContext
+
+GROUPS = 3  # of layers: the first, the middle and the last ones
+
+
+class ReadMap(Observer):
+    """Watches one layer of each group; `take` hands over what it saw of the last chunk.
+
+    read      of a place's entries in the past, the share that a query of the chunk read, on average
+    merged    entries of a place that joined another, or went, when the chunk was committed
+    replayed  of a place's MLP outputs, the share that was the last frame's
+    """
+
+    def on_open(self, session: Session) -> None:
+        self.session = session
+        layers, groups = session.shape.layers, min(GROUPS, session.shape.layers)
+        self.spans = [(i * layers // groups, (i + 1) * layers // groups) for i in range(groups)]
+        self.watched = {(low + high) // 2: i for i, (low, high) in enumerate(self.spans)}
+        self.read = [self._nothing() for _ in self.spans]
+        self.merged = [self._nothing() for _ in self.spans]
+        self.pos: dict[int, Tensor] = {}
+
+    def on_attend(
+        self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
+    ) -> None:
+        # the first pass, in which sparse attention chooses what the chunk's others read too
+        if ctx.layer in self.watched and ctx.past and ctx.pass_index == 0:
+            layer = self.session.layers[ctx.layer]
+            mass = read_mass(self.session.plan.attention, rotated_q, layer, ctx)[..., : ctx.past]
+            share = (mass > 0).double().mean((0, 1, 2))
+            place = self._places(layer.pos[0, 0, : ctx.past])
+            count = torch.bincount(place, minlength=len(self._nothing()))
+            total = torch.bincount(place, share.cpu(), minlength=len(count))
+            self.read[self.watched[ctx.layer]] = total / count.clamp(min=1)
+
+    def on_commit(self, ctx: PassContext, n: int) -> None:
+        self.pos = {i: self.session.layers[i].pos[0, 0].clone() for i in self.watched}
+        self.merged = [self._nothing() for _ in self.spans]
+
+    def on_merge(self, ctx: PassContext, source: Tensor, root: Tensor) -> None:
+        if ctx.layer in self.watched:
+            place = self._places(self.pos[ctx.layer][source[0, 0]])
+            counts = torch.bincount(place, minlength=len(self._nothing()))
+            self.merged[self.watched[ctx.layer]] = counts.double()
+
+    def take(self) -> dict[str, Any]:
+        """The last chunk's map: for every group of layers, a number from 0 to 1 a place."""
+        groups = []
+        for layer, group in self.watched.items():
+            low, high = self.spans[group]
+            merged = self.merged[group]
+            groups.append(
+                {
+                    "layers": [low, high - 1],
+                    "read": _rounded(self.read[group]),
+                    "merged": _rounded(merged / max(1.0, float(merged.max()))),
+                    "replayed": _rounded(self._replayed(layer)),
+                }
+            )
+        return {"grid": list(self.session.shape.grid), "groups": groups}
+
+    def _replayed(self, layer: int) -> Tensor:
+        age = self.session.layers[layer].own.get("replay", {}).get("age")
+        if age is None:
+            return self._nothing()
+        return (age[:, 0] > 0).double().mean(0).cpu()
+
+    def _places(self, pos: Tensor) -> Tensor:
+        """The place [..] of entries at (t, y, x); a prompt's entries, before all frames, are 0."""
+        high, wide = self.session.shape.grid
+        y, x = pos[:, 1].clamp(0, high - 1), pos[:, 2].clamp(0, wide - 1)
+        return (y * wide + x).long().cpu()
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros(self.session.shape.tokens_per_frame, dtype=torch.float64)
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(float(x), 3) for x in values]
