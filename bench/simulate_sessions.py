@@ -173,7 +173,8 @@ def refusals(load: Load, wanted: int, replicas: int, slots: int, seed: int) -> F
 
 def fewest_replicas(load: Load, wanted: int, slots: int, seed: int) -> tuple[int, Fleet]:
     """The fewest replicas that refuse under 0.1 % of arrivals."""
-    low, high = wanted // slots, 2 * (wanted // slots) + 4
+    # what a room of that size wants beyond the mean is a few standard deviations of arrivals
+    low, high = wanted // slots, math.ceil((wanted + 6 * math.sqrt(wanted)) / slots) + 4
     best = refusals(load, wanted, high, slots, seed)
     while high - low > max(1, high // 200):
         middle = (low + high) // 2

@@ -218,7 +218,7 @@ def test_the_map_tells_what_was_read_merged_and_replayed(engine, model):
         assert all(group["layers"] == [0, 0] for group in groups) and len(groups) == 6
         for kind in ("read", "merged", "replayed"):
             values = [group[kind] for group in groups]
-            assert all(len(one) == 6 and 0 <= min(one) and max(one) <= 1 for one in values)
+            assert all(len(one) == 6 and min(one) >= 0 and max(one) <= 1 for one in values)
             assert any(map(any, values)), kind
         assert 0.3 < sum(groups[-1]["read"]) / 6 < 1  # half of the blocks, the newest among them
         player.send("map", id=2, on=False)

@@ -338,13 +338,14 @@ function drawMap() {
     $("map-group").replaceChildren(...names.map((name, i) => new Option(name, i)));
   }
   const values = lastMap.groups[$("map-group").value][kind];
+  const most = Math.max(...values) || 1; // colours are relative to it
   const [high, wide] = lastMap.grid;
   const box = canvas.getBoundingClientRect();
   Object.assign($("map").style, { width: `${box.width}px`, height: `${box.height}px` });
   Object.assign($("map"), { width: wide, height: high });
   const brush = $("map").getContext("2d");
   values.forEach((value, i) => {
-    brush.fillStyle = `rgb(${COLOURS[kind]} / ${value})`;
+    brush.fillStyle = `rgb(${COLOURS[kind]} / ${value / most})`;
     brush.fillRect(i % wide, Math.floor(i / wide), 1, 1);
   });
   const mean = values.reduce((total, value) => total + value, 0) / values.length;
