@@ -1,5 +1,6 @@
 """Replay by the change of inputs: its rule, its budget, and the certificate of what it replays."""
 
+import fit_losses
 import pytest
 import torch
 from streams import TOKENS, draw, play_pass, session
@@ -185,3 +186,19 @@ def test_a_certificate_needs_replay_of_a_token_model(own):
         ts.open(
             load("toy-tokens"), "replay=random:share=0.5,drift=true", observers=[Certificate(own)]
         )
+
+
+def test_a_table_of_losses_never_falls():
+    def row(method, clip, *psnr):
+        return {"method": method, "clip": clip, "by_world": {"psnr_truth": list(psnr)}}
+
+    rows = [
+        row("dense", "still", 30.0, 32.0), row("dense", "walk", 20.0, 20.0),
+        row("replay=input:budget=0.02", "still", 29.0, 31.0),
+        row("replay=input:budget=0.02", "walk", 20.0, 20.0),
+        row("replay=input:budget=0.01", "still", 29.0, 32.0),
+        row("replay=input:budget=0.01", "walk", 18.5, 20.0),
+        row("replay=input:budget=0.001", "still", 31.0, 32.0),
+        row("replay=input:budget=0.001", "walk", 20.0, 20.0),
+    ]  # fmt: skip
+    assert fit_losses.losses(rows) == [(0.001, 0.0), (0.01, 0.625), (0.02, 0.625)]
