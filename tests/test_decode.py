@@ -287,6 +287,20 @@ def test_compiled_passes_over_drafts_make_the_tokens_and_counts_of_torchs(plan):
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "replay=input:share=0.5",
+        pytest.param("replay=input:budget=0.4", marks=pytest.mark.slow),
+        pytest.param("replay=input:threshold=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_step_replays_by_inputs(plan):
+    got = _check(toy_tokens(), plan, 4, native=True, prompt="a red room")
+    assert sum(row["rows_replayed"] for _, row in got) > 0
+
+
+@pytest.mark.usefixtures("compiler")
 def test_compiled_drafts_of_a_batch_in_a_cache_that_grows():
     asked = {"frames": None, "prompt": ["a", "a red room"], "seed": [1, 2]}
     got = _check(toy_tokens(), "passes=draft:places=4", 3, native=True, **asked)

@@ -22,6 +22,7 @@ from tachyscope.bench.tokens import FRAMES, LATER, ROWS, Clock, Timed, random_vi
 from tachyscope.decode import quantise, store_bf16
 from tachyscope.decode.cpu import is_direct
 from tachyscope.errors import TachyscopeError
+from tachyscope.meter import summary
 from tachyscope.models.registry import load
 from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.config import VilaConfig
@@ -100,26 +101,30 @@ def bench_tokens_cpu(
             more["seconds"] = time.perf_counter() - begun
             rows += [row | more for row in found]
             if trained:
-                rows += [row | more for row in _drafts(one, rounds)]
+                rows += [row | more for row in _videos(one, rounds, found[0])]
             del one, timed
     head = {"threads": torch.get_num_threads(), "read_gb_s": 1e3 * rate}
     return document("bench-tokens-cpu", rows, command, widest, **head)
 
 
-def _drafts(model: VilaModel, rounds: int) -> list[Document]:
-    """Frames of videos by drafts against dense's, by turns: the same videos, code for code."""
+def _videos(model: VilaModel, rounds: int, dense: Document) -> list[Document]:
+    """Frames of real videos by plans against dense's, by turns: drafts, and replay by inputs.
+
+    `dense` is that row: what MLPs take of its step tells what replay can reach.
+    """
     model.compile()
     rows = []
     for camera, letter in CAMERAS.items():
         plans = {"dense": "dense", AGAIN: "dense"}
         plans |= {f"draft{n}": f"dense passes=draft:places={n}" for n in DRAFTS}
+        plans["input75"] = "dense replay=input:share=0.75"
         streams = {
             name: open_stream(model, plan, prompt=PROMPT, frames=rounds + 2)
             for name, plan in plans.items()
         }
         action = [model.actions.index(letter)]
         takes: dict[str, list[float]] = {name: [] for name in plans}
-        counts: dict[str, list[float]] = {name: [] for name in plans}
+        counts: dict[str, list[dict[str, float]]] = {name: [] for name in plans}
         draw = random.Random(0)
         for i in range(rounds + 2):
             for name in draw.sample(list(plans), len(plans)):
@@ -127,16 +132,24 @@ def _drafts(model: VilaModel, rounds: int) -> list[Document]:
                 stats = streams[name].generate(action).stats
                 if i > 1:  # a second frame is the first that has one to draft from
                     takes[name].append(1e3 * (time.perf_counter() - begun))
-                    counts[name].append(stats.get("drafts_accepted", 0.0))
+                    counts[name].append(stats)
         aa = noise(takes["dense"], takes[AGAIN])
         places = model.shape().tokens_per_frame
-        for name in (f"draft{n}" for n in DRAFTS):
+        mlps = dense["mlp_share"] * dense["trunk_points_ms"][2] / dense["step_middle_ms"]
+        for name in list(plans)[2:]:
             ratios = [a / b for a, b in zip(takes["dense"], takes[name], strict=True)]
             row: Document = {"name": name, "camera": camera, "plan": plans[name], "aa": list(aa)}
             row |= {"frame_ms": statistics.median(takes[name]), "frame_takes_ms": takes[name]}
-            row["places_a_pass"] = places / (places - statistics.mean(counts[name]))
             row["frames_s"] = 1e3 / row["frame_ms"]
-            rows.append(row | verdict(ratios, aa))
+            row |= verdict(ratios, aa)
+            total = summary(counts[name])
+            accepted = total.get("drafts_accepted", 0.0) / rounds
+            row["places_a_pass"] = places / (places - accepted)
+            replayed = total["rows_replayed"] / (total["rows_replayed"] + total["rows_computed"])
+            if replayed:
+                row |= {"replayed": replayed, "limit": 1 / (1 - replayed * mlps)}
+                row["of_limit"] = row["ratio_dense"] / row["limit"]
+            rows.append(row)
     return rows
 
 
@@ -300,21 +313,26 @@ def cpu_lines(found: Document) -> list[str]:
         f"{found['read_gb_s']:.1f} GB/s; MLPs take {first['mlp_share']:.0%} of dense's trunk",
         f"dense against itself: {low:.2f}x to {high:.2f}x; a ratio inside is noise",
         *format_table(head, cells),
-        *_draft_lines([row for row in found["rows"] if "camera" in row]),
+        *_video_lines([row for row in found["rows"] if "camera" in row]),
     ]
 
 
-def _draft_lines(rows: Sequence[Document]) -> list[str]:
+def _video_lines(rows: Sequence[Document]) -> list[str]:
     if not rows:
         return []
     cells = [
         [
             row["name"], row["camera"], row["weights"], f"{row['places_a_pass']:.1f}",
+            f"{row.get('replayed', 0):.0%}",
             f"{row['frame_ms']:.0f}", f"{row['frames_s']:.2f}",
             f"{row['ratio_dense']:.2f} {speed_word(row)}",
             f"{row['aa'][0]:.2f} to {row['aa'][1]:.2f}",
+            f"{row['of_limit']:.0%} of {row['limit']:.2f}" if "limit" in row else "",
         ]
         for row in rows
     ]  # fmt: skip
-    head = ["row", "camera", "weights", "places a pass", "frame ms", "frames/s", "x dense", "A/A"]
+    head = [
+        "row", "camera", "weights", "places a pass", "MLPs replayed", "frame ms", "frames/s",
+        "x dense", "A/A", "of limit",
+    ]  # fmt: skip
     return format_table(head, cells)

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import weakref
 from ctypes import POINTER, Structure, addressof, c_double, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,26 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 INT8 = 2
 GEMV, ATTEND, MLP, SAMPLE, NORM, ADD = range(6)
 RULES = {"threshold": 0, "share": 1, "draw": 2}
+JUDGES = {"threshold": 1, "share": 2, "budget": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Which tokens of a layer replay by how far their MLP's input is from the kept one.
+
+    kind    "threshold", "share" or "budget", and its number `limit`: see `replay/input.py`
+    paired  rows b and b + B/2 decide by their mean
+    counts  [2] int32  as of `decode_attention.Gate`
+    credit  [B, 1] float32; recent [B, N], due [B, 1]: of the kinds that have a memory
+    """
+
+    kind: str
+    limit: float
+    paired: bool
+    counts: Tensor
+    credit: Tensor | None = None
+    recent: Tensor | None = None
+    due: Tensor | None = None
 
 
 def _struct(name: str, **fields: Any) -> Any:
@@ -79,8 +100,10 @@ _Attend = _struct(
 _Mlp = _struct(
     "Mlp", x=c_void_p, inner=c_void_p, norm=_Norm, **_of(_Weight, "gate", "up", "down"),
     **_of(c_int64, "batch", "width", "linear", "direct"), place=c_void_p, places=c_int64,
-    keeps=c_int64, **_of(c_void_p, "skip", "ready", "age", "output", "drift", "input"),
+    keeps=c_int64, **_of(c_void_p, "ready", "skip", "age", "output", "drift", "input"),
     memory=c_double, error=c_void_p, base=c_void_p, fade=c_void_p, beta=c_double,
+    **_of(c_int64, "judged", "paired"), limit=c_double,
+    **_of(c_void_p, "credit", "recent", "due", "counts"),
 )  # fmt: skip
 _Sample = _struct(
     "Sample", **_of(c_void_p, "logits", "noise", "book", "codes", "total", "place"),
@@ -128,13 +151,14 @@ class Program:
             self.ops.append((SAMPLE, one))
 
     def add_layers(
-        self, layers: Layers | PassMemory, steps: Any, mlps: Any, kept: Any, tokens: int = 1
-    ) -> None:
+        self, layers: Layers | PassMemory, steps: Any, mlps: Any, kept: Any, tokens: int = 1,
+        judges: Any = (),
+    ) -> None:  # fmt: skip
         for i, layer in enumerate(layers.weights):
             self._gemv(layers.qkv, layers.x, layer.qkv, layer.norm)
             self._attend(layers, steps[i], tokens)
             self._gemv(layers.x, layers.attended, (layer.out,), add=True)
-            self._mlp(layers, mlps[i], kept[i])
+            self._mlp(layers, mlps[i], kept[i], judges[i] if judges else None)
 
     def _gemv(
         self, out: Tensor, x: Tensor, weights: tuple[Weight, ...], norm: Norm | None = None,
@@ -182,7 +206,13 @@ class Program:
             one.scores = self._at(torch.zeros(batch * kv_heads))
         self.ops.append((ATTEND, one))
 
-    def _mlp(self, layers: Layers | PassMemory, mlp: MlpWeights, kept: Kept | Error | None) -> None:
+    def _mlp(
+        self,
+        layers: Layers | PassMemory,
+        mlp: MlpWeights,
+        kept: Kept | Error | None,
+        judge: Judge | None = None,
+    ) -> None:
         down, direct = self._weight(mlp.down), is_direct(mlp)
         if direct:  # what is left of its rows are the neurons' columns
             down.columns -= mlp.linear
@@ -201,6 +231,10 @@ class Program:
             one.keeps, one.memory, one.places = True, kept.memory, kept.output.shape[1]
             for name in ("place", "skip", "ready", "age", "output", "drift", "input"):
                 setattr(one, name, self._at(getattr(kept, name)))
+        if judge is not None:
+            one.judged, one.paired, one.limit = JUDGES[judge.kind], judge.paired, judge.limit
+            for name in ("credit", "recent", "due", "counts"):
+                setattr(one, name, self._at(getattr(judge, name)))
         self.ops.append((MLP, one))
 
     def plain(self, code: int, out: Tensor, x: Tensor, norm: Norm | None = None) -> None:
@@ -245,7 +279,7 @@ class StepProgram(Program):
         if parts != "depth":
             mlps = [x.mlp for x in engine.trunk.weights] if whole else engine.trunk.slices
             kept: Any = engine.kept if whole else engine.errors
-            self.add_layers(engine.trunk, engine.steps, mlps, kept)
+            self.add_layers(engine.trunk, engine.steps, mlps, kept, judges=engine.judges)
             self.plain(NORM, engine.hidden, engine.x, engine.norm)
             self.numbers = self._at(engine.numbers)
         if parts == "hollow":

@@ -33,6 +33,8 @@ constexpr i64 BLOCK = 32;  // entries
 enum Kind : i64 { F32 = 0, BF16 = 1, INT8 = 2 };
 enum Code : i64 { GEMV = 0, ATTEND = 1, MLP = 2, SAMPLE = 3, NORM = 4, ADD = 5 };
 enum Rule : i64 { THRESHOLD = 0, SHARE = 1, DRAW = 2 };
+enum Judge : i64 { NOT = 0, NEAR = 1, NEAREST = 2, BUDGET = 3 };
+constexpr float DEAREST = 4;  // times the budget that one token may take of it
 
 struct Weight {
   const void *data;
@@ -76,14 +78,19 @@ struct Mlp {
   i64 places;
   // what is kept
   i64 keeps;
-  const i32 *skip, *ready;
-  i32 *age;
+  const i32 *ready;
+  i32 *skip, *age;
   float *output, *drift, *input;
   double memory;
   // what the slice was off by
   const float *error, *base;
   float *fade;
   double beta;
+  // by how far the input is from the kept one: which tokens replay
+  i64 judged, paired;
+  double limit;
+  float *credit, *recent, *due;
+  i32 *counts;
 };
 
 struct Sample {
@@ -614,8 +621,57 @@ void fade(const Mlp &op, const float *a, i64 place) {
   }
 }
 
+// replay=input: a token replays where its input a has changed little
+void judge(const Mlp &op, const float *a, i64 place) {
+  i64 n = op.batch, w = op.width, replayed = 0;
+  float change[64] = {}, limit = static_cast<float>(op.limit);
+  for (i64 b = 0; b < n; b++) {
+    const float *base = op.input + (b * op.places + place) * w, *now = a + b * w;
+    float far = 0, size = 0;
+    for (i64 i = 0; i < w; i++) {
+      far += (now[i] - base[i]) * (now[i] - base[i]);
+      size += base[i] * base[i];
+    }
+    change[b] = std::sqrt(far) / std::max(std::sqrt(size), 1e-12f);
+  }
+  for (i64 b = 0; op.paired && b < n / 2; b++)
+    change[b] = change[b + n / 2] = (change[b] + change[b + n / 2]) / 2;
+  for (i64 b = 0; b < n; b++) {
+    bool compute = true;
+    if (*op.ready && op.judged == NEAR) {
+      compute = change[b] > limit;
+    } else if (*op.ready && op.judged == NEAREST) {
+      float *ring = op.recent + b * op.places, score = -change[b];
+      i64 known = 0, higher = 0;
+      for (i64 i = 0; i < op.places; i++) {
+        known += ring[i] == ring[i];
+        higher += ring[i] > score;
+      }
+      ring[place] = score;
+      compute = higher + 0.5f >= op.due[b] * (known + 1);
+      op.due[b] += ((compute ? 1 : 0) - (1 - limit)) / op.places;
+    } else if (*op.ready) {
+      float price = change[b] * change[b], &credit = op.credit[b];
+      credit = std::min(credit + limit, limit * op.places);
+      compute = price > credit || price > DEAREST * limit;
+      if (!compute) credit -= price;
+    }
+    op.skip[b] = !compute;
+    replayed += !compute;
+  }
+  op.counts[replayed == n ? 0 : 1] += static_cast<i32>(replayed);
+}
+
 bool run(const Mlp &op, Thread &t) {
   i64 w = op.width, n = op.batch, place = op.place ? *op.place : 0;
+  if (op.judged) {
+    bool done = t.phase(1, [&](i64) {
+      float *a = t.room(t.a, n * w);
+      normed(a, op.x, op.norm, n, w);
+      judge(op, a, place);
+    });
+    if (!done) return false;
+  }
   bool all = op.keeps;
   for (i64 b = 0; b < n && all; b++) all = op.skip[b] != 0;
   if (all) {
@@ -648,7 +704,8 @@ bool run(const Mlp &op, Thread &t) {
       }
     if (chunk == 0 && op.error) fade(op, a, place);
     for (i64 b = 0; chunk == 0 && op.input && b < n; b++)
-      std::memcpy(op.input + (b * op.places + place) * w, a + b * w, w * sizeof(float));
+      if (!op.skip[b])
+        std::memcpy(op.input + (b * op.places + place) * w, a + b * w, w * sizeof(float));
   });
   if (!done) return false;
   size = t.rows_of_chunk(w, columns);
@@ -732,7 +789,8 @@ bool run(const Plain &op, Thread &t, bool norm) {
 
 i64 phases_of(const Op &op) {
   if (op.code == ATTEND) return static_cast<const Attend *>(op.body)->gated ? 2 : 1;
-  return op.code == MLP ? 2 : 1;
+  if (op.code == MLP) return static_cast<const Mlp *>(op.body)->judged ? 3 : 2;
+  return 1;
 }
 
 void go_through(Program *program, uint64_t step, i64 threads, Thread &t) {

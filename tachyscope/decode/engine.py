@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tachyscope.attention.dense import Dense
 from tachyscope.attention.window import Window as WindowPolicy
-from tachyscope.decode.cpu import MAX_ROWS, StepProgram, is_direct
+from tachyscope.decode.cpu import MAX_ROWS, Judge, StepProgram, is_direct
 from tachyscope.decode.depth import Depth
 from tachyscope.decode.layer import Layers
 from tachyscope.decode.neurons import slice_mlp
@@ -29,6 +29,7 @@ from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
 from tachyscope.replay import TokenGate
+from tachyscope.replay.input import Input
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.replay.runner import DRIFT_ROWS
 from tachyscope.session import Session
@@ -51,7 +52,8 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries
         or plan.cache.view_depends_on_pass,
         f"replay={spell(plan.replay)} is not decided on the device": gate is None
-        and not isinstance(plan.replay, NeuronReplay | None),
+        and not isinstance(plan.replay, NeuronReplay | None)
+        and not (session.device.type == "cpu" and isinstance(plan.replay, Input)),
         f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All)
         and not (session.device.type == "cpu" and drafted),
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
@@ -134,6 +136,8 @@ class DecodeEngine:
         self.counts.zero_()
         policy = session.plan.replay
         gate = None if policy is None else policy.token_gate(shape, session.chunk)
+        if self.judges:
+            self.ready.fill_(ready)
         if gate is not None:
             self.ready.fill_(ready)
             self.value.fill_(gate.value)
@@ -241,11 +245,14 @@ class DecodeEngine:
         self.steps: list[Step] = []
         self.kept: list[Kept | None] = []
         self.errors: list[Error | None] = []
+        self.judges: list[Judge] = []
         for i, layer in enumerate(session.layers):
             gate, kept = self._gate(i) if self.gate is not None else (None, None)
             error = None
             if self.neurons is not None and self.neurons.remembers:
                 kept, error = self._memory(i)
+            if isinstance(policy, Input):
+                kept = self._judge(i)
             log_count = layer.log_count if merged else None
             entries = Entries(layer.k, layer.v, self.slot, log_count, layer.unrotated)
             step = Step(entries, shape.heads, self.place, rotation, window, gate)
@@ -276,6 +283,22 @@ class DecodeEngine:
         drift = own["drift"][0, :, 0] if "drift" in own else None
         output = own["output"][0]
         return gate, Kept(self.skip[layer], self.place, output, age, drift, self.ready, DRIFT_ROWS)
+
+    def _judge(self, layer: int) -> Kept:
+        """What a layer's MLP keeps where its own input decides; on a CPU alone."""
+        own, policy = self.session.layers[layer].own["replay"], self.session.replay.policy
+        assert isinstance(policy, Input)
+        kinds = {"threshold": policy.threshold, "share": policy.share, "budget": policy.budget}
+        kind, limit = next((name, x) for name, x in kinds.items() if x is not None)
+        judge = Judge(
+            kind, limit, self.session.shape.paired, self.counts[layer], own.get("credit"),
+            own.get("recent_scores"), own.get("share_due"),
+        )  # fmt: skip
+        self.judges.append(judge)
+        return Kept(
+            self.skip[layer], self.place, own["output"][0], own["age"][0], ready=self.ready,
+            input=own["input"][0],
+        )  # fmt: skip
 
     def _memory(self, layer: int) -> tuple[Kept, Error]:
         """What a token that is computed whole leaves, and how one that is not reads it."""
@@ -309,7 +332,7 @@ class DecodeEngine:
         macs = sum(part.rows * part.columns for part in mlp.parts)
         total = rows * places * shape.layers
         skipped: Tensor | float = 0.0
-        if self.gate is not None:
+        if self.gate is not None or self.judges:
             if ready:
                 meter.add("rows_eligible", total)
             skipped, masked = self.counts.sum(0, dtype=torch.float64)
