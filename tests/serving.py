@@ -5,7 +5,8 @@ import json
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -127,13 +128,24 @@ class Player:
 
 
 @contextmanager
+def connected(client, protocols=(protocol.SUBPROTOCOL,), headers=None):
+    """A WebSocket of the test client's."""
+    # leaving it, the test client cancels the server's task and then tells of that
+    with (
+        suppress(CancelledError),
+        client.websocket_connect(
+            "ws://localhost/v1/sessions", subprotocols=list(protocols), headers=headers or {}
+        ) as socket,
+    ):
+        yield socket
+
+
+@contextmanager
 def playing(client, first="open", **fields):
     """A session's client, and what it was answered."""
     if first == "open":
         fields = {"format": "png", "pace": "free"} | fields
-    with client.websocket_connect(
-        "ws://localhost/v1/sessions", subprotocols=[protocol.SUBPROTOCOL]
-    ) as socket:
+    with connected(client) as socket:
         player = Player(socket)
         player.send(first, **fields)
         player.opened = player.until("opened")

@@ -9,7 +9,7 @@ import av
 import numpy as np
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
-from serving import Player, make_engine, playing, serving, tiny
+from serving import Player, connected, make_engine, playing, serving, tiny
 from starlette.testclient import WebSocketDenialResponse
 
 import tachyscope as ts
@@ -61,10 +61,7 @@ def left(player):
 
 
 def connect(client, *protocols, **headers):
-    offered = list(protocols or [protocol.SUBPROTOCOL])
-    return client.websocket_connect(
-        "ws://localhost/v1/sessions", subprotocols=offered, headers=headers
-    )
+    return connected(client, protocols or (protocol.SUBPROTOCOL,), headers)
 
 
 def settle(engine, player):
