@@ -38,7 +38,9 @@ QUICK = ("replay=attentive:share=0.5", PLANS[3])
 
 
 def _runner(model, session, native=False):
-    assert not unsupported(model.decode_parts(), session)
+    # of int4 the launches of a GPU's step run here too, the native program does not
+    known = () if native else ("a CPU's step reads no int4",)
+    assert unsupported(model.decode_parts(), session) in ("", *known)
     return FrameRunner(model, session, model.decode_parts(), graph=native)
 
 
