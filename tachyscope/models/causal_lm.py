@@ -91,11 +91,7 @@ class CausalLm(TokenModel):
         return [mlp for mlp in found if isinstance(mlp, SwiGlu)] if _gated(found) else ()
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
-        if size is not None and tuple(size) != self.size:
-            raise TachyscopeError(
-                f"{self.name} makes frames of {self.size[0]}x{self.size[1]} pixels only, "
-                f"got {size[0]}x{size[1]}: leave the size out"
-            )
+        self.check_size(size)
         t, guided = self.transformer, self.sampler.guided
         return Shape(
             layers=len(t.mlps),

@@ -148,6 +148,14 @@ class TokenModel(VideoModel):
     def logits(self, states: Tensor, codes: Tensor) -> Tensor:
         """Guided logits [V, N, D, K] of given codes [V, N, D], for the states that predict them."""
 
+    def check_size(self, size: tuple[int, int] | None) -> None:
+        """Raise unless a size in pixels is the model's own: places are what it was trained on."""
+        if size is not None and tuple(size) != self.size:
+            raise TachyscopeError(
+                f"{self.name} makes frames of {self.size[0]}x{self.size[1]} pixels only, "
+                f"got {size[0]}x{size[1]}: leave the size out"
+            )
+
     def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
         return self._videos(shape), frames, *self.grid, self.depth
 

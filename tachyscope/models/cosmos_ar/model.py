@@ -101,11 +101,7 @@ class CosmosModel(TokenModel):
         return self.tokenizer.name
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
-        if size is not None and tuple(size) != self.size:
-            raise TachyscopeError(
-                f"{self.name} makes frames of {self.size[0]}x{self.size[1]} pixels only, "
-                f"got {size[0]}x{size[1]}: leave the size out"
-            )
+        self.check_size(size)
         return trunk_shape(self.config, self.grid, False)
 
     def rope(self, shape: Shape) -> Rope:

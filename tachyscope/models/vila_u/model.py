@@ -76,11 +76,7 @@ class VilaModel(TokenModel):
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
-        if size is not None and tuple(size) != c.size:
-            raise TachyscopeError(
-                f"{self.name} makes frames of {c.size[0]}x{c.size[1]} pixels only, "
-                f"got {size[0]}x{size[1]}: leave the size out"
-            )
+        self.check_size(size)
         return trunk_shape(c, c.grid, c.sampler.guided)
 
     def on_meta(self) -> Self:
