@@ -191,10 +191,10 @@ def fewest_replicas(load: Load, wanted: int, slots: int, seed: int) -> tuple[int
 
 LOADS = {
     # docs/results.md: 44.6 frames/s once warm, 12 frames a chunk; bench fit: 21 latent frames
-    "wan 1.3B 480x832, fast, H200": Load(0.269, 0.03, 12, 16.0, 6.2, 125.0),
-    "wan 1.3B 480x832, dense at 118 s, H200": Load(2.857, 0.03, 12, 16.0, 135.0, 125.0),
+    "wan 1.3B 480x832, fast, H200": Load(0.269, 0.03, 12, 16.0, 6.6, 125.0),
+    "wan 1.3B 480x832, dense at 118 s, H200": Load(2.857, 0.03, 12, 16.0, 135.8, 125.0),
     # half of the frames/s asked for, as LingBot's public demo shows them
-    "wan 1.3B 480x832, fast, shown at 8 frames/s, H200": Load(0.269, 0.03, 12, 8.0, 6.2, 125.0),
+    "wan 1.3B 480x832, fast, shown at 8 frames/s, H200": Load(0.269, 0.03, 12, 8.0, 6.6, 125.0),
 }
 
 
