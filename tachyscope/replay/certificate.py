@@ -12,7 +12,6 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.observers import Observer
 from tachyscope.replay import TokenReplay
 from tachyscope.replay.neurons import NeuronReplay
-from tachyscope.session import Session
 from tachyscope.types import PassContext
 
 
@@ -30,7 +29,7 @@ class Certificate(Observer):
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
 
-    def on_open(self, session: Session) -> None:
+    def on_open(self, session: Any) -> None:
         shape, policy = session.shape, session.plan.replay
         if not shape.token_by_token or policy is None:
             raise TachyscopeError(
