@@ -138,6 +138,7 @@ def test_a_repeated_chunk_leaves_an_unbounded_cache_as_long_as_it_was(model):
     assert session.latent_frame == before[1]
 
 
+@pytest.mark.slow
 def test_a_plan_that_keeps_an_index_is_given_room_for_all_its_chunks(model, monkeypatch):
     grown = []
     monkeypatch.setattr("tachyscope.layers._grow", lambda *args: grown.append(args))
@@ -246,6 +247,7 @@ def test_a_rollout_says_what_stayed_flat(model, monkeypatch):
     assert "counted work equal" in said[1] and "NOT equal" in said[3]
 
 
+@pytest.mark.slow
 def test_a_rollout_of_a_bank_says_what_was_fetched(model, monkeypatch):
     monkeypatch.setattr(rollout_rate, "SETTLED", 30)
     plan = "cache=bank:resident=12f,budget=45f,host=int4 attention=ann:read=0.5 text=pads"
@@ -299,6 +301,7 @@ def test_a_trace_fills_a_larger_model(model):
     torch.testing.assert_close(told.layers[0].v[:, :, : shape.max_pass_tokens], large[0][2][0])
 
 
+@pytest.mark.slow
 def test_the_command_runs_it_and_leaves_a_file(tmp_path, capsys):
     target = tmp_path / "a.json"
     words = "wan --model toy-chunks --device cpu --dtype float32 --size 64x96 --rounds 2"
@@ -318,6 +321,7 @@ def test_the_command_runs_it_and_leaves_a_file(tmp_path, capsys):
     assert row["decoder"] == "preview" and row["decode_ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_rollout_is_shown_by_a_tiny_decoder(monkeypatch, tmp_path, capsys):
     config = dataclasses.replace(
         PRESETS["self-forcing"].config, dim=96, ffn_dim=64, layers=2, heads=4, in_channels=4,

@@ -488,6 +488,7 @@ def test_generate_says_which_methods_saved_nothing(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("no_plots")
+@pytest.mark.slow
 def test_compare_ends_with_one_line_of_both_meters_sums(tmp_path, capsys):
     words = f"compare toy-chunks --plan fast --frames 24 --out {tmp_path} --json -"
     assert main(words.split()) == 0

@@ -36,6 +36,7 @@ def frames_of(model, plan):
     return np.concatenate([chunk.frames for chunk in rollout(model, plan, **ASKED)])
 
 
+@pytest.mark.slow
 def test_runs_by_turns_count_what_each_counts_alone(model):
     found = compare(model, "fast", **ASKED)
     for row, plan in zip(found.document["rows"], ("dense", "fast"), strict=True):
@@ -131,6 +132,7 @@ def clocked(monkeypatch, dense, plan):
 LONG = {"frames": 30, "prompt": "a red room"}  # 10 chunks, of which 6 fill the cache of fast
 
 
+@pytest.mark.slow
 def test_a_faster_plan_leads_with_by_how_much_and_at_what_cost(model, monkeypatch):
     clocked(monkeypatch, [100.0] * 10, [500.0] * 6 + [50.0] * 4)
     found = compare(model, "fast", **LONG)

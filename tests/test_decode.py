@@ -355,6 +355,7 @@ class _Outputs(Observer):
         self.count += 1
 
 
+@pytest.mark.slow
 def test_an_observer_sees_every_pass_and_changes_no_token():
     model, plan, seen, got = toy_tokens(), "replay=attentive:share=0.5", _Outputs(), []
     want, runner = (_runner(model, _open(model, plan)) for _ in range(2))

@@ -121,6 +121,7 @@ def test_replay_in_one_layer_leaves_the_others_whole(model, clip):
     assert row["rows_computed"] == 2 * row["rows_replayed"]
 
 
+@pytest.mark.slow
 def test_the_best_ranking_replays_what_changes_least(model, clip):
     ways = [
         replay_scores.Way("replay=attentive:share=0.5", rank)

@@ -79,6 +79,7 @@ def test_a_replay_is_held_to_the_truth(middle, pixels_only):
     assert loops.judge_replay(frozen, scene, 3)["replay_db"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_switch_counts_walls_of_the_new_prompt_and_of_the_old():
     world, other = (scenes.make_world(0, n, motion=0.0) for n in (4, 504))
     painted = loops.repainted(world, other)

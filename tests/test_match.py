@@ -228,6 +228,7 @@ SHAPE = dataclasses.replace(CHUNKS, head_dim=64 if DEVICE == "cuda" else 16)
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, monkeypatch):
     shape = dataclasses.replace(SHAPE, layers=layers)
     plan = Plan.parse(f"dense text=none cache={cache}", "chunks")

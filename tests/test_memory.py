@@ -54,6 +54,7 @@ def test_the_named_plans_serve_five_chunks_under_way(plan):
     assert found.cache["k"] == 33 * shape.tokens_per_frame * shape.width * shape.layers * 2
 
 
+@pytest.mark.slow
 def test_the_cache_is_predicted_to_the_byte(models):
     model, shapes = models
     # as far as a cache that merges by threshold reserves: how it grows from there is data
