@@ -19,6 +19,7 @@ from tachyscope.arguments import (
     parse_plan,
     parse_size,
 )
+from tachyscope.batch import parse_batch, parse_firsts
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
 from tachyscope.plan import Plan
@@ -30,8 +31,6 @@ from tachyscope.stream import (
     chunks_for,
     first_key,
     noise_key,
-    parse_batch,
-    parse_firsts,
 )
 from tachyscope.stream import open as open_stream
 from tachyscope.types import Chunk

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 from weakref import ref
 
 import numpy as np
@@ -22,11 +21,11 @@ from tachyscope.arguments import (
     parse_actions,
     parse_calibration,
     parse_camera,
-    parse_first,
     parse_noise,
     parse_plan,
     parse_size,
 )
+from tachyscope.batch import batched_shape, parse_batch, parse_firsts
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.graph_runner import repeating
@@ -38,7 +37,7 @@ from tachyscope.plan import Plan
 from tachyscope.prefill import Part, Prompt, by_chunk, prefill, refill, switch_prompt
 from tachyscope.session import Session
 from tachyscope.state import Source
-from tachyscope.types import CAMERA, Chunk, Shape
+from tachyscope.types import CAMERA, Chunk
 
 if TYPE_CHECKING:
     from tachyscope.arguments import Actions, Noise, Pictures, PixelSize, Start
@@ -89,7 +88,7 @@ def open(
     for each in pictures:
         check_first_size(model, each, pixels)
     if batch is not None:
-        shape = _batched(model, shape, batch, noise)
+        shape = batched_shape(model, shape, batch, noise)
     with torch.inference_mode(), no_autocast():
         read = Prompt.read(model, texts)
         with own_numerics():
@@ -405,53 +404,6 @@ def chunks_for(model: VideoModel, chunk: int, start: int, frames: int) -> int:
     while shown_by(enough) < wanted:
         enough *= 2
     return bisect_left(range(enough), wanted, key=shown_by)
-
-
-def parse_batch(prompt: Any, seed: Any) -> tuple[list[str], list[int], int | None]:
-    """Every video's prompt and seed, and how many videos a list was given for; None without one."""
-    given = {"prompt": prompt, "seed": seed}
-    lists = {name: list(x) for name, x in given.items() if isinstance(x, list | tuple)}
-    counts = {len(x) for x in lists.values()}
-    if counts == {0} or len(counts) > 1:
-        told = " and ".join(f"{len(x)} of `{name}`" for name, x in lists.items())
-        raise TachyscopeError(
-            f"a batch takes one prompt and one seed a video, got {told}: give as many of each"
-        )
-    batch = counts.pop() if counts else None
-    prompts, seeds = (lists.get(name, [x] * (batch or 1)) for name, x in given.items())
-    return [check_prompt(x) for x in prompts], [check_whole("seed", x) for x in seeds], batch
-
-
-def parse_firsts(first: Any, batch: int | None) -> list[np.ndarray]:
-    """Every video's first frames; none where none are given."""
-    if first is None:
-        return []
-    if batch is None:
-        return [parse_first(first)]
-    if isinstance(first, str | PathLike) or len(first) != batch:
-        raise TachyscopeError(
-            f"`first` of a batch is a list of each video's frames, here {batch}, got "
-            f"{1 if isinstance(first, str | PathLike) else len(first)}: give as many"
-        )
-    found = [parse_first(each) for each in first]
-    if len({x.shape for x in found}) > 1:
-        raise TachyscopeError(
-            f"first frames of a batch have one size and number, got "
-            f"{', '.join(str(list(x.shape)) for x in found)}: cut them alike"
-        )
-    return found
-
-
-def _batched(model: VideoModel, shape: Shape, batch: int, noise: Noise | None) -> Shape:
-    """The shape of so many videos made at once."""
-    if not model.overlaps_decode and batch > 1:
-        raise TachyscopeError(
-            f"{model.name} encodes its own frames again and makes one video at a time, got "
-            f"{batch}: open a stream for each"
-        )
-    if noise is not None:
-        raise TachyscopeError("`noise` is for one video, got it for a batch: give seeds instead")
-    return replace(shape, batch=shape.batch * batch)
 
 
 def first_key(*pictures: np.ndarray) -> str:

@@ -7,7 +7,8 @@ import torch
 
 from tachyscope.bench import tokens
 from tachyscope.bench.device_clock import slope
-from tachyscope.bench.tokens import PAPER, ROWS, bench_tokens, places_a_pass, token_lines, vila_7b
+from tachyscope.bench.random_vila import vila_7b
+from tachyscope.bench.tokens import PAPER, ROWS, bench_tokens, places_a_pass, token_lines
 from tachyscope.bench.tokens_cpu import bench_tokens_cpu, cpu_lines
 from tachyscope.cli.app import main
 from tachyscope.decode import can_compile

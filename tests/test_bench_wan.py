@@ -24,8 +24,8 @@ from tachyscope.bench.wan import (
     choose_rows,
     default_lengths,
     load_sized,
-    wan_lines,
 )
+from tachyscope.bench.wan_lines import wan_lines
 from tachyscope.memory import need
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel

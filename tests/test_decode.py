@@ -9,7 +9,7 @@ import toys
 from faults import refused
 
 import tachyscope as ts
-from tachyscope.bench.tokens import random_calibration
+from tachyscope.bench.random_vila import random_calibration
 from tachyscope.decode import CodedLinear, can_compile, cpu, quantise, store_bf16, unsupported
 from tachyscope.decode.quantise import bits_of, weight_of
 from tachyscope.errors import TachyscopeError

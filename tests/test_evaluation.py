@@ -11,7 +11,15 @@ from streams import CHUNKS, ROPE
 from streams import play as stream
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import batched_rollout, frame_checks, intervals, recall, scenes, world
+from tachyscope.evaluation import (
+    batched_rollout,
+    frame_checks,
+    intervals,
+    judges,
+    recall,
+    scenes,
+    world,
+)
 from tachyscope.evaluation.__main__ import main
 from tachyscope.models.registry import load
 from tachyscope.models.wan.config import WanConfig
@@ -160,7 +168,7 @@ def test_the_walk_shows_a_turn_again_and_then_leaves_its_place():
     scene = scenes.make_scene(scenes.make_world(0, 0), world.GIVEN + world.WALK[:4])
     for i in range(4):
         assert torch.equal(scene.pose[25 + i], scene.pose[1 + i])
-    assert max(world.HORIZONS) <= len(world.WALK)
+    assert max(judges.HORIZONS) <= len(world.WALK)
     # recall's last sample has 128 latent frames before it
     assert world.PROBED[-1] == len(world.WALK) == 129 - len(world.GIVEN)
 
@@ -300,7 +308,7 @@ def short(monkeypatch):
     monkeypatch.setattr(world, "GIVEN", ".qq")
     monkeypatch.setattr(world, "QUICK_WALK", "qqw")
     monkeypatch.setattr(world, "OWN_WALK", "q" * 3)
-    monkeypatch.setattr(world, "FAR", range(1, 3))
+    monkeypatch.setattr(judges, "FAR", range(1, 3))
     monkeypatch.setattr(world, "TURN", 1)
     monkeypatch.setattr(world, "SETTLED", 1)
 
@@ -422,18 +430,18 @@ def test_a_slower_walk_shows_the_same_in_more_frames(short, monkeypatch, pace):
 
 
 def test_drift_is_told_by_stretches_of_the_rollout(monkeypatch):
-    monkeypatch.setattr(world, "STRETCH", 4)
-    monkeypatch.setattr(world, "FAR", range(1, 3))
+    monkeypatch.setattr(judges, "STRETCH", 4)
+    monkeypatch.setattr(judges, "FAR", range(1, 3))
     scene = scenes.make_scene(scenes.make_world(0, 3), ".qqqqqqqq")
     made = scene.frames[1:].copy()
-    assert "stretch_4_db" in world.judge(made, scene, 1)
+    assert "stretch_4_db" in judges.judge(made, scene, 1)
     made[4:] = made[3]  # it stops after four frames
-    found = world.judge(made, scene, 1)
+    found = judges.judge(made, scene, 1)
     assert (found["stretch_4_db"], found["frozen_4"], found["blurred_4"]) == (100.0, 0.0, 0.0)
     assert found["stretch_8_db"] < 30 and found["frozen_8"] == 1.0
     assert found["identity_stretch_4"] == 1.0 > found["identity_stretch_8"]
     short = replace(scene, actions=scene.actions[:5], frames=scene.frames[:5], pose=scene.pose[:5])
-    assert "stretch_4_db" not in world.judge(made[:4], short, 1)
+    assert "stretch_4_db" not in judges.judge(made[:4], short, 1)
 
 
 def test_the_worst_world_is_told_where_more_is_better():

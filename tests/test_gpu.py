@@ -15,7 +15,7 @@ from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, 
 
 import tachyscope as ts
 from tachyscope.attention.ann import Ann
-from tachyscope.bench.tokens import random_calibration
+from tachyscope.bench.random_vila import random_calibration
 from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.compile_cache import VARIABLES
 from tachyscope.decode import DecodeEngine

@@ -18,7 +18,8 @@ import torch
 from tachyscope.attention.dense import Dense
 from tachyscope.bench.device_clock import memory_rates
 from tachyscope.bench.noise import noise, speed_word, verdict
-from tachyscope.bench.tokens import FRAMES, LATER, ROWS, Clock, Timed, random_vila
+from tachyscope.bench.random_vila import random_vila
+from tachyscope.bench.tokens import FRAMES, LATER, ROWS, Clock, Timed
 from tachyscope.decode import quantise, store_bf16
 from tachyscope.decode.cpu import is_direct
 from tachyscope.errors import TachyscopeError

@@ -70,7 +70,8 @@ class BenchTokens(Verb):
             emit(results, str(self.out / "tokens.json"))
 
     def _run_gpu(self, command: str) -> None:
-        from tachyscope.bench.tokens import NAMES, bench_tokens, token_lines, vila_7b
+        from tachyscope.bench.random_vila import vila_7b
+        from tachyscope.bench.tokens import NAMES, bench_tokens, token_lines
         from tachyscope.bounds import check, whole
         from tachyscope.results import read_results
 

@@ -63,7 +63,8 @@ class BenchWan(Verb):
         from tachyscope.bench.cpu import split_lengths
         from tachyscope.bench.rollout import bench_rollout
         from tachyscope.bench.single_chunk import hold_memory
-        from tachyscope.bench.wan import bench_wan, choose_rows, load_sized, wan_lines
+        from tachyscope.bench.wan import bench_wan, choose_rows, load_sized
+        from tachyscope.bench.wan_lines import wan_lines
         from tachyscope.bounds import check
         from tachyscope.models.wan.presets import PRESETS, SIZES
         from tachyscope.models.wan.tiny_decoder import TinyDecoder

@@ -26,8 +26,9 @@ from tachyscope.bounds import check
 from tachyscope.evaluation.batched_rollout import open_scenes, play
 from tachyscope.evaluation.frame_checks import named_walls, stopped
 from tachyscope.evaluation.intervals import Values, combined, mean
+from tachyscope.evaluation.judges import BLURRED
 from tachyscope.evaluation.scenes import WORLDS_A_SEED, Scene, make_scene, make_world, spell
-from tachyscope.evaluation.world import BLURRED, GIVEN, WALK, world_models
+from tachyscope.evaluation.world import GIVEN, WALK, world_models
 from tachyscope.machine import cores
 from tachyscope.models.wan.model import WanModel
 from tachyscope.process import spread

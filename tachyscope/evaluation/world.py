@@ -19,17 +19,21 @@ from tachyscope.evaluation.batched_rollout import Forced, Take, play, teacher_fo
 from tachyscope.evaluation.frame_checks import (
     pose_errors,
     prompt_right,
-    stopped_share,
-    surfaces_right,
-    unsaid_db,
 )
 from tachyscope.evaluation.intervals import Values, combined, mean
+from tachyscope.evaluation.judges import (
+    ENDS,
+    EVERY,
+    far_frames,
+    judge,
+    judge_forced,
+    revisit_own,
+)
 from tachyscope.evaluation.scenes import (
     Scene,
     frames_a_step,
     make_scene,
     make_world,
-    new_place,
     spell,
 )
 from tachyscope.machine import cores
@@ -37,31 +41,23 @@ from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import NAMES
 from tachyscope.process import spread
-from tachyscope.quality import FLAT, Frames, contrast, detail, horizon, motion, psnr
+from tachyscope.quality import Frames, horizon, psnr
 from tachyscope.results import Document, document
 from tachyscope.tables import format_table
 from tachyscope.worlds import atrium
-from tachyscope.worlds.atrium import OBJECTS, TURN
+from tachyscope.worlds.atrium import TURN
 
 GIVEN = "." + "q" * TURN  # all of the room is shown before anything is made
 # The same turn again, from the same place, where a frame can be copied; then, from places where
 # the walker never stood, what was seen before must be drawn anew. Longer walks repeat it.
 WALK = "q" * 24 + "wwaa" + "e" * 20 + "dddd" + "q" * 20 + "ssss" + "e" * 20 + "wwddssaa"
 QUICK_WALK = "q" * 18 + "wwaa" + "e" * 4
-HORIZONS = (24, 48, 96)
-# A turned camera sees nothing of a view left six steps ago. So these frames of a turn show nothing
-# that the first frame shows, which most caches keep as a sink.
-FAR = range(6, TURN - 5)
 OWN_WALK = "q" * (TURN + 12)  # from one given frame: the second turn must repeat the first
 WINDOW = "cache=window:budget=13f"  # shorter than the turn
-EVERY = {"pose": 6, "identity": 4, "teacher": 4}  # these looks cost more than a frame's making
 PROBED = (12, 24, 48, 96, 104)  # made frames at which recall is sampled; 104: 128 are before it
 TRUSTED = 24  # made frames over which closeness to dense is told; the floor says if rightly
-ENDS = 48  # made frames, first and last, whose identity is told apart
 SETTLED = 100  # frames, given ones too, after which a bounded plan's work must be the same
 BANDS = ("revisit_db", "new_place_db", "psnr_truth", "identity")  # most less least of the runs
-STRETCH = 160  # frames by which drift is told, where there are more
-BLURRED = 0.5  # of the truth's detail: a picture with less is blurred
 AT_ONCE = 16  # worlds that share a GPU's passes
 FLOOR_WORLDS, FLOOR_WORLDS_QUICK = 8, 1  # a second dense run, in a slower dtype on CPUs
 
@@ -209,48 +205,6 @@ def _spread(values: Iterable[float]) -> float:
     return max(found) - min(found)
 
 
-def judge(frames: Frames, scene: Scene, given: int) -> Values:
-    """A rollout against the truth; every frame it made shows what was given before."""
-    truth = scene.frames[given:]
-    near = psnr(frames, truth)
-    out: Values = {"psnr_truth": mean(near)}
-    for low, high in zip((0, *HORIZONS), HORIZONS, strict=False):
-        if len(near) >= high:
-            out[f"psnr_truth_{high}"] = mean(near[low:high])
-    anew = new_place(scene, given)
-    out["new_place_db"] = mean(near[anew])
-    far = [i - 1 for i in far_frames(scene.pace)]
-    out["revisit_db"] = mean(near[far])
-    out["revisit_unsaid_db"] = unsaid_db(frames[far], scene, [given + i for i in far])
-    sharp = detail(frames) / detail(truth)
-    out["sharpness"] = float(sharp.mean())
-    out["blurred"] = float((sharp < BLURRED).mean())
-    moved = [motion(x, scene.frames[given - 1]) for x in (frames, truth)]
-    out["frozen"] = stopped_share(*moved)
-    out["flat"] = float((contrast(frames) < FLAT).mean())
-    step = EVERY["identity"]
-    at = range(step - 1, len(frames), step)
-    right = surfaces_right(frames[at], scene, [given + i for i in at])
-
-    def same(start: int, stop: int) -> float:
-        return mean(x for i, row in zip(at, right, strict=True) if start <= i < stop for x in row)
-
-    out["identity"] = same(0, len(frames))
-    strange = set(anew)
-    things = [row[OBJECTS:] for i, row in zip(at, right, strict=True) if i in strange]
-    out["objects_new_place"] = mean(x for row in things for x in row.tolist())
-    if len(frames) > 2 * ENDS:
-        out["identity_first"] = same(0, ENDS)
-        out["identity_last"] = same(len(frames) - ENDS, len(frames))
-    for start in range(0, len(frames), STRETCH) if len(frames) > STRETCH else ():
-        stop = min(start + STRETCH, len(frames))
-        out[f"stretch_{stop}_db"] = mean(near[start:stop])
-        out[f"identity_stretch_{stop}"] = same(start, stop)
-        out[f"blurred_{stop}"] = float((sharp[start:stop] < BLURRED).mean())
-        out[f"frozen_{stop}"] = stopped_share(*(x[start:stop] for x in moved))
-    return out
-
-
 def judge_model(asked: Asked, played: Played) -> Values:
     """The model's own measures, those of its dense rollout among them."""
     given, scene, forced = len(asked.given), played.scene, played.forced
@@ -273,34 +227,6 @@ def judge_model(asked: Asked, played: Played) -> Values:
     turn = TURN * frames_a_step(asked.pace)
     out["prompt_right"] = prompt_right(played.own.frames[:turn], played.still, range(1, turn + 1))
     return out
-
-
-def judge_forced(forced: Forced, scene: Scene, given: int) -> Values:
-    """The next frame given the true past; repeating the last one; and what none can beat."""
-    at = list(forced.index)
-    truth, anew = scene.frames[at], new_place(scene, given)
-    near = psnr(forced.frames, truth)
-    return {
-        "teacher_forced_db": mean(near),
-        "teacher_forced_new_place_db": mean(
-            x for x, i in zip(near, at, strict=True) if i - given in anew
-        ),
-        "repeat_db": mean(psnr(scene.frames[[i - 1 for i in at]], truth)),
-        "autoencoder_db": mean(psnr(forced.shown, truth)),
-    }
-
-
-def revisit_own(take: Take, pace: float = 1.0) -> float:
-    """PSNR of the second turn to the model's own first: what it made up, does it remember?"""
-    last, turn = len(take.frames), TURN * frames_a_step(pace)
-    at = [turn + i - 1 for i in far_frames(pace) if turn + i <= last]
-    return mean(psnr(take.frames[at], take.frames[[i - turn for i in at]]))
-
-
-def far_frames(pace: float) -> range:
-    """Frames of a turn, from 1 on, that show nothing that its first shows."""
-    times = frames_a_step(pace)
-    return range(FAR[0] * times, FAR[-1] * times + 1)
 
 
 def evaluate_world(
