@@ -309,7 +309,8 @@ def short(monkeypatch):
     monkeypatch.setattr(world, "QUICK_WALK", "qqw")
     monkeypatch.setattr(world, "OWN_WALK", "q" * 3)
     monkeypatch.setattr(judges, "FAR", range(1, 3))
-    monkeypatch.setattr(world, "TURN", 1)
+    for module in (world, judges):
+        monkeypatch.setattr(module, "TURN", 1)
     monkeypatch.setattr(world, "SETTLED", 1)
 
 
