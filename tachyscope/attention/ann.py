@@ -264,9 +264,9 @@ class Ann(AttentionPolicy):
         return ctx.layer < math.ceil(self.dense_layers * ctx.shape.layers)
 
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
-        first = math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
         if layer.bank is not None:
             return self._attend_bank(q, layer, ctx, meter)
+        first = math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
         # given frames read everything: what they leave in the cache is what the video rests on
         given = ctx.given and not ctx.shape.token_by_token
         if ctx.past == 0 or self._dense_layer(ctx) or ctx.pass_index < first or given:

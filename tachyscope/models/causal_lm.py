@@ -11,7 +11,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tachyscope.bounds import ASKED, check, whole, within
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.base import MemoryParts
 from tachyscope.models.llama import SwiGlu
-from tachyscope.models.token_model import Attends, Sampler, TokenModel
+from tachyscope.models.token_model import Attends, OneCodeModel, Sampler
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Rope, Shape, SliceableMlp
@@ -60,12 +60,11 @@ def token_adapter(
     return found
 
 
-class CausalLm(TokenModel):
+class CausalLm(OneCodeModel):
     """A causal language model behind the session: a token of its vocabulary a place."""
 
     transformer: _Copy
     actions = ""
-    depth = 1
     fps = 8
 
     def __init__(
@@ -115,12 +114,6 @@ class CausalLm(TokenModel):
     def pixel_frames(self, latents: int) -> int:
         return latents
 
-    def on_meta(self) -> Self:
-        found = copy.copy(self)
-        found.device = torch.device("meta")
-        found.transformer = copy.deepcopy(self.transformer).to("meta")
-        return found
-
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
         size = shape.batch, max(prompt, 1), shape.width
         x = torch.empty(size, dtype=self.dtype, device="meta")
@@ -157,14 +150,9 @@ class CausalLm(TokenModel):
     def run_trunk(self, session: Attends, x: Tensor) -> Tensor:
         return self.transformer(session, x)
 
-    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
-        found = self.sampler.guide(self.transformer.head(states))[:, None]
-        if logits is not None:
-            logits.copy_(found)
-        return self.sampler.pick(found, noise)
-
-    def logits(self, states: Tensor, codes: Tensor) -> Tensor:
-        return self.sampler.guide(self.transformer.head(states))[:, :, None]
+    def head(self, states: Tensor) -> Tensor:
+        found: Tensor = self.transformer.head(states)
+        return found
 
     def encode_frames(self, frames: np.ndarray) -> Tensor:
         raise TachyscopeError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +157,12 @@ class TokenModel(VideoModel):
                 f"got {size[0]}x{size[1]}: leave the size out"
             )
 
+    def on_meta(self) -> Self:
+        found = copy.copy(self)
+        found.device = torch.device("meta")
+        found.transformer = copy.deepcopy(self.transformer).to("meta")
+        return found
+
     def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
         return self._videos(shape), frames, *self.grid, self.depth
 
@@ -300,3 +307,22 @@ class TokenModel(VideoModel):
         # the last token's state predicts the next token, which may be the next frame's first
         session.features["hidden"] = states[:, -1]
         return states
+
+
+class OneCodeModel(TokenModel):
+    """A token model of one code a place, which a linear head draws from the trunk's state."""
+
+    depth = 1
+
+    @abc.abstractmethod
+    def head(self, states: Tensor) -> Tensor:
+        """Logits [..., K] for states [..., W]."""
+
+    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
+        found = self.sampler.guide(self.head(states))[:, None]
+        if logits is not None:
+            logits.copy_(found)
+        return self.sampler.pick(found, noise)
+
+    def logits(self, states: Tensor, codes: Tensor) -> Tensor:
+        return self.sampler.guide(self.head(states))[:, :, None]

@@ -6,11 +6,9 @@ A model goes on from given frames: it has no prompt, and nothing that a video co
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
@@ -32,7 +30,7 @@ from tachyscope.models.checkpoint import (
 from tachyscope.models.cosmos_ar.config import CosmosConfig, published
 from tachyscope.models.cosmos_ar.pictures import Preview, VideoTokenizer
 from tachyscope.models.llama import Trunk, trunk_shape
-from tachyscope.models.token_model import Attends, Prompt, Sampler, TokenModel
+from tachyscope.models.token_model import Attends, OneCodeModel, Prompt, Sampler
 from tachyscope.numerics import own_numerics
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
@@ -70,12 +68,11 @@ class Cosmos(nn.Module):
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
 
 
-class CosmosModel(TokenModel):
+class CosmosModel(OneCodeModel):
     """Cosmos behind the session: a code a place, no prompt."""
 
     transformer: Cosmos
     actions = ""
-    depth = 1
 
     def __init__(
         self,
@@ -110,12 +107,6 @@ class CosmosModel(TokenModel):
 
     def pixel_frames(self, latents: int) -> int:
         return max(0, 1 + self.config.stride[0] * (latents - 1))
-
-    def on_meta(self) -> Self:
-        found = copy.copy(self)
-        found.device = torch.device("meta")
-        found.transformer = copy.deepcopy(self.transformer).to("meta")
-        return found
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
         tokens, width = shape.tokens_per_frame, self.config.hidden
@@ -154,14 +145,9 @@ class CosmosModel(TokenModel):
     def run_trunk(self, session: Attends, x: Tensor) -> Tensor:
         return self.transformer.model(session, x)
 
-    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
-        found = self.sampler.guide(self.transformer.lm_head(states))[:, None]
-        if logits is not None:
-            logits.copy_(found)
-        return self.sampler.pick(found, noise)
-
-    def logits(self, states: Tensor, codes: Tensor) -> Tensor:
-        return self.sampler.guide(self.transformer.lm_head(states))[:, :, None]
+    def head(self, states: Tensor) -> Tensor:
+        found: Tensor = self.transformer.lm_head(states)
+        return found
 
     def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         if "hidden" not in session.features:

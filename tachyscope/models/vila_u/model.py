@@ -6,7 +6,6 @@ Containers are the published ones: `config.json` and the folders `llm`, `vision_
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -78,12 +77,6 @@ class VilaModel(TokenModel):
         c = self.config
         self.check_size(size)
         return trunk_shape(c, c.grid, c.sampler.guided)
-
-    def on_meta(self) -> Self:
-        found = copy.copy(self)
-        found.device = torch.device("meta")
-        found.transformer = copy.deepcopy(self.transformer).to("meta")
-        return found
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
         c, vae = self.config, self.transformer.vae
