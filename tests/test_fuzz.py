@@ -102,7 +102,7 @@ def ended(**changes):
         ({"err": "tachyscope: `frames` must be\n"}, "as it is typed"),
         ({"err": "Traceback (most recent call last):\n"}, "a traceback"),
         ({"err": "tachyscope: the memory is not enough: give\n"}, "ran out of its memory"),
-        ({"cpu": 21.0}, "took 21 s of CPU"),
+        ({"cpu": 91.0}, "took 91 s of CPU"),
         ({"code": -9, "wall": 130.0}, "did not end within 130 s"),
         ({"grown": 3 * 10**9}, "took 3.0 GB"),
         ({"left": ["out/video.mp4"]}, "after a fault"),
