@@ -62,7 +62,7 @@ def _inputs(rng, b, h, kv, s, n, d, groups=1):
 
 
 @EACH
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "b, h, kv, s, n",
     [pytest.param(1, 1, 1, 16, 16, marks=pytest.mark.slow), (1, 4, 2, 20, 35), (2, 2, 2, 5, 3)],

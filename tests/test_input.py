@@ -163,6 +163,7 @@ def test_a_certificate_lies_above_every_error_of_its_own_clip(own, plan):
     torch.testing.assert_close(watch.bounds[layer, row, place], want)
 
 
+@pytest.mark.slow
 def test_a_certificate_of_neurons_is_bounded_at_any_distance(own, tmp_path):
     file = tmp_path / "one.safetensors"
     write_tensors(file, own.tensors())

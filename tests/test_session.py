@@ -121,7 +121,10 @@ def test_reset_gives_what_a_new_session_gives(plan, kind):
     assert_same(play(used, 5, seed=4), play(session(SHAPES[kind], plan), 5, seed=4))
 
 
-@pytest.mark.parametrize("plan", ["cache=keep_all", "attention=ann:read=0.5,block=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param("cache=keep_all", marks=pytest.mark.slow), "attention=ann:read=0.5,block=2"],
+)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_cache_that_grows_equals_one_that_was_reserved(plan, kind):
     reserved = session(SHAPES[kind], plan, latent_frames=60)

@@ -156,7 +156,7 @@ def _alone(i, **asked):
     return {**asked, "prompt": BATCH["prompt"][i], "seed": BATCH["seed"][i]}
 
 
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("bounded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_video_of_a_batch_is_the_video_made_alone(model, bounded):
     batch, each = BATCH, model.shape().chunk
     if bounded and model.shape().token_by_token:
@@ -179,6 +179,7 @@ def test_a_video_of_a_batch_is_the_video_made_alone(model, bounded):
     assert sum(chunk.stats["macs"] for chunk in chunks) == pytest.approx(work, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_batch_goes_on_from_each_videos_own_frames():
     model = toys.load("toy-tokens")
     asked = {"frames": 2, "first_actions": "w q"}

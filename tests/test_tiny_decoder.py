@@ -334,6 +334,7 @@ def test_a_model_shows_its_latents_by_a_tiny_decoder(folder, small, monkeypatch)
     assert np.array_equal(np.concatenate(on), np.concatenate(back))
 
 
+@pytest.mark.slow
 def test_a_change_of_prompt_leaves_no_seam(folder, small):
     model = ts.load("wan_causal", folder, decoder=small[0] / "taew2_1.pth")
     session, made, shown = open_session(model, prompt="a", frames=33), [], []
@@ -350,6 +351,7 @@ def test_a_change_of_prompt_leaves_no_seam(folder, small):
     assert np.array_equal(chunk.frames, whole[9:])
 
 
+@pytest.mark.slow
 def test_given_frames_are_encoded_by_the_vae(folder, small):
     first = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
     plain, tiny = load_wan(folder), load_wan(folder, decoder=small[0] / "taew2_1.pth")
@@ -414,6 +416,7 @@ def test_faults_of_the_decoders_options(folder, small, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_tiny_decoder_is_saved_with_its_model(folder, small, tmp_path):
     for name in ("taew2_1", "lighttaew2_1"):
         model = ts.load("wan_causal", folder, decoder=small[0] / f"{name}.pth")
@@ -424,6 +427,7 @@ def test_a_tiny_decoder_is_saved_with_its_model(folder, small, tmp_path):
             assert np.array_equal(a.frames, b.frames)
 
 
+@pytest.mark.slow
 def test_its_memory_is_predicted(folder, small):
     model = ts.load("wan_causal", folder, decoder=small[0] / "taew2_1.pth")
     model.decoder.compile()  # nothing is compiled for shapes alone
@@ -433,6 +437,7 @@ def test_its_memory_is_predicted(folder, small):
     assert found.decoding > 12 * 32 * 48 * 3  # the frames alone
 
 
+@pytest.mark.slow
 def test_random_weights_of_the_published_shape_leave_the_global_generator_alone():
     before = torch.get_rng_state()
     one = TinyDecoder.read("random-tiny", WanConfig())

@@ -214,6 +214,7 @@ def test_a_place_costs_four_token_passes_of_the_depth_transformer(head):
     assert rows == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_drawing_a_place_never_looks_at_the_data(toy):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         hidden, noise = torch.randn(2, 64), torch.ones(1, 4, 32)
@@ -539,6 +540,7 @@ def test_a_frame_given_in_one_pass_leaves_what_token_by_token_leaves(toy):
             torch.testing.assert_close(ours, theirs, **close)
 
 
+@pytest.mark.slow
 def test_a_frames_own_noise_picks_its_codes_again_from_its_scores(toy):
     codes, _ = play(toy, seed=5)
     prompt = toy.encode_prompt("a red room")
@@ -721,6 +723,7 @@ def test_what_only_understanding_needs_is_passed_over(folder, toy, tmp_path):
     assert same_model(copy, toy)
 
 
+@pytest.mark.slow
 def test_one_stored_table_serves_a_shared_codebook(tmp_path):
     adapter = made(replace(toy_tokens().config, shared_codebook=True))
     save_vila(adapter, tmp_path)
@@ -745,6 +748,7 @@ def test_tied_word_embeddings_need_no_head_in_the_file(folder, tmp_path):
     assert torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight)
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_in_the_dtype_that_is_asked_for_or_written(folder, tmp_path):
     half = load_vila(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in half.transformer.parameters()} == {torch.bfloat16}

@@ -258,6 +258,7 @@ def test_compiled_norms_give_the_same_frames(folder):
         torch.testing.assert_close(got, vae._decode(part, features), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_streamed_video_is_the_whole_one(folder):
     vae, features = WanVae.read(folder), {}
@@ -359,6 +360,7 @@ def test_a_published_folder_makes_a_video(folder):
     assert np.array_equal(again.frames, chunks[0].frames)
 
 
+@pytest.mark.slow
 def test_parts_are_saved_with_their_model(folder, tmp_path):
     model = load_wan(folder)
     save_wan(model, tmp_path)
@@ -368,6 +370,7 @@ def test_parts_are_saved_with_their_model(folder, tmp_path):
         assert np.array_equal(a.frames, b.frames)
 
 
+@pytest.mark.slow
 def test_a_saved_state_streams_on(folder):
     model = load_wan(folder)
     session = open_session(model, prompt="a", frames=33)
