@@ -347,6 +347,15 @@ def parse_noise(noise: Noise, model: VideoModel, shape: Shape) -> Tensor:
     return found
 
 
+def check_noise(noise: Tensor | None, frames: int) -> None:
+    """Raise where noise does not last for so many latent frames."""
+    if noise is not None and noise.shape[1] < frames:
+        raise TachyscopeError(
+            f"`noise` must be for the {frames} latent frames to be made, got {noise.shape[1]}: "
+            f"give more, or take fewer `frames`"
+        )
+
+
 def _is_pil(x: Any) -> bool:
     return hasattr(x, "mode") and hasattr(x, "convert") and hasattr(x, "getbands")
 

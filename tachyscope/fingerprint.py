@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,3 +35,14 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     # one copy from the device, not one a tensor
     data = torch.cat(values).cpu().numpy().tobytes() if values else b""
     return digest("\n".join(names), data)
+
+
+def first_key(*pictures: np.ndarray) -> str:
+    """The hash by which a session knows its first frames."""
+    parts = [part for x in pictures for part in (str(x.shape), x.tobytes())]
+    return digest(*parts) if parts else ""
+
+
+def noise_key(noise: Tensor | None) -> str:
+    """The hash by which a session knows noise that was handed in."""
+    return "" if noise is None else of_tensors({"noise": noise})

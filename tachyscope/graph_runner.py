@@ -16,6 +16,7 @@ from tachyscope.models.base import VideoModel
 from tachyscope.session import Session
 
 Make = Callable[[], Tensor]
+Ready = Callable[[Tensor], None]
 
 
 class Recorded(Protocol):
@@ -67,19 +68,20 @@ class ChunkRunner:
         self._told: Tensor | None = None  # actions, where recorded launches read them
         self.replayed = False  # whether the last chunk was made by recorded launches
 
-    def __call__(self, moves: Sequence[int]) -> Tensor:
+    def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
+        """The next chunk's latents; `ready` is handed them early where nothing is recorded."""
         self.replayed = self._recorded is not None
-        latents = self._next(moves)
+        latents = self._next(moves, ready)
         self.replayed &= self._recorded is not None
         self._chunk = self.session.chunk
         return latents
 
-    def _next(self, moves: Sequence[int]) -> Tensor:
+    def _next(self, moves: Sequence[int], ready: Ready | None) -> Tensor:
         session = self.session
         alike = session.graph_capturable and self.model.graph_capturable
         if self.record is None or not alike:
             self.forget()
-            return self._make(moves)
+            return self._make(moves, ready)
         memory = [session.texts, session.layers]
         same = bool(self._memory) and all(map(operator.is_, memory, self._memory))
         if not same or session.chunk != self._chunk:
@@ -109,8 +111,8 @@ class ChunkRunner:
         """Let go of what was recorded, and of the memory that it works with."""
         self._alike, self._recorded, self._told = [], None, None
 
-    def _make(self, moves: Sequence[int] | Tensor) -> Tensor:
-        latents = self.model.sample(self.session, moves)
+    def _make(self, moves: Sequence[int] | Tensor, ready: Ready | None = None) -> Tensor:
+        latents = self.model.sample(self.session, moves, ready)
         self.session.commit()
         self.session.latents = latents
         return latents
@@ -149,7 +151,7 @@ class FrameRunner:
         self.replayed = False  # whether the last frame was made by recorded launches
         self.engine: DecodeEngine | DraftEngine | None = None
 
-    def __call__(self, moves: Sequence[int]) -> Tensor:
+    def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
         session = self.session
         if any(observer.host for observer in session.observers):
             self.forget()
@@ -158,6 +160,8 @@ class FrameRunner:
             if self.engine is None:
                 self.engine = self._make_engine()
             latents = self.model.sample_by(self.engine, session, moves)
+        if ready is not None:
+            ready(latents)
         session.commit()
         session.latents = latents
         on_gpu = session.device.type == "cuda"

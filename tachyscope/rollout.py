@@ -13,6 +13,7 @@ import torch
 from tachyscope.arguments import (
     check_changes,
     check_model,
+    check_noise,
     check_whole,
     parse_actions,
     parse_noise,
@@ -21,17 +22,12 @@ from tachyscope.arguments import (
 )
 from tachyscope.batch import parse_batch, parse_firsts
 from tachyscope.errors import TachyscopeError
+from tachyscope.fingerprint import first_key, noise_key
 from tachyscope.models.base import VideoModel
 from tachyscope.plan import Plan
 from tachyscope.prefill import Prompt
 from tachyscope.session import Session
-from tachyscope.stream import (
-    Stream,
-    check_noise,
-    chunks_for,
-    first_key,
-    noise_key,
-)
+from tachyscope.stream import Stream, chunks_for
 from tachyscope.stream import open as open_stream
 from tachyscope.types import Chunk
 

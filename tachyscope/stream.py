@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 from weakref import ref
@@ -16,6 +16,7 @@ from torch import Tensor
 from tachyscope.arguments import (
     check_first_size,
     check_model,
+    check_noise,
     check_prompt,
     check_whole,
     parse_actions,
@@ -27,7 +28,7 @@ from tachyscope.arguments import (
 )
 from tachyscope.batch import batched_shape, parse_batch, parse_firsts
 from tachyscope.errors import TachyscopeError, is_out_of_memory
-from tachyscope.fingerprint import digest, of_tensors
+from tachyscope.fingerprint import first_key, noise_key
 from tachyscope.graph_runner import repeating
 from tachyscope.layers import cache_bytes
 from tachyscope.models.base import VideoModel
@@ -190,25 +191,51 @@ class Stream:
         camera = self.session.features.get(CAMERA)
         return None if camera is None else float(camera[0, 3])
 
-    def step(self, actions: Actions | None = None) -> Chunk:
+    def step(
+        self, actions: Actions | None = None, show: Callable[[np.ndarray], None] | None = None
+    ) -> Chunk:
         """Make the next chunk.
 
         `actions` are as `rollout` takes them, for the frames of this chunk; a single one is held
         for all of them. The same actions, in steps or in a rollout, make the same video.
+
+        `show` is handed the chunk's frames once they are decoded. On a CPU that is before the clean
+        pass and the cache's upkeep, a third of a step; on a GPU, where a chunk may be one CUDA
+        graph, it is after them.
         """
         self.check_free()
         frames = self.next_frames
         moves = parse_actions("" if actions is None else actions, self.model.actions, frames)
         if actions is not None and len(actions) == 1:
             moves = moves[:1] * frames
-        return self.decode(self.generate(moves))
+        early = self.model.overlaps_decode and self.model.device.type == "cpu"
+        if show is None or not early:
+            chunk = self.decode(self.generate(moves))
+            if show is not None:
+                show(chunk.frames)
+            return chunk
+        shown: list[np.ndarray] = []
+
+        def ready(latents: Tensor) -> None:
+            begun = time.perf_counter()
+            shown.append(self.frames_of(latents))
+            show(shown[0])
+            spent = 1e3 * (time.perf_counter() - begun)
+            for name, ms in (("decode_ms", spent), ("chunk_ms", -spent), ("host_ms", -spent)):
+                self.session.meter.add(name, ms)
+
+        made = self.generate(moves, ready)
+        return Chunk(made.index, shown[0], made.stats)
 
     @torch.inference_mode()
     @no_autocast()
-    def generate(self, actions: Sequence[int] = ()) -> Latents:
+    def generate(
+        self, actions: Sequence[int] = (), ready: Callable[[Tensor], None] | None = None
+    ) -> Latents:
         """The next chunk's latents: `step` without decoding.
 
-        `actions` are indices, one a frame; the frames after them stay where they are.
+        `actions` are indices, one a frame; the frames after them stay where they are. `ready` is
+        handed the latents once they are final, where no CUDA graph makes them.
         """
         self._check_open()
         self._switch_prompt()
@@ -223,7 +250,7 @@ class Stream:
         session.meter.add("entries_before", session.past)
         stood = session.features[CAMERA].clone() if CAMERA in session.features else None
         with session.meter.span("chunk"):
-            latents = self.runner(told)
+            latents = self.runner(told, ready)
         session.count_bank()
         # on CUDA, what the launches took: near the chunk's own time, the device waits for the host
         session.meter.add("host_ms", 1e3 * (time.perf_counter() - begun))
@@ -404,23 +431,3 @@ def chunks_for(model: VideoModel, chunk: int, start: int, frames: int) -> int:
     while shown_by(enough) < wanted:
         enough *= 2
     return bisect_left(range(enough), wanted, key=shown_by)
-
-
-def first_key(*pictures: np.ndarray) -> str:
-    """The hash by which a session knows its first frames."""
-    parts = [part for x in pictures for part in (str(x.shape), x.tobytes())]
-    return digest(*parts) if parts else ""
-
-
-def noise_key(noise: Tensor | None) -> str:
-    """The hash by which a session knows noise that was handed in."""
-    return "" if noise is None else of_tensors({"noise": noise})
-
-
-def check_noise(noise: Tensor | None, frames: int) -> None:
-    """Raise where noise does not last for so many latent frames."""
-    if noise is not None and noise.shape[1] < frames:
-        raise TachyscopeError(
-            f"`noise` must be for the {frames} latent frames to be made, got {noise.shape[1]}: "
-            f"give more, or take fewer `frames`"
-        )

@@ -281,7 +281,7 @@ def test_a_step_that_raises_ends_its_session_and_no_other(engine, monkeypatch):
         well.until_frame(2)
         live = engine.room.sessions[ill.opened["session"]]
 
-        def broken(step):
+        def broken(step, show):
             raise ZeroDivisionError("a secret of the machine's")
 
         monkeypatch.setattr(live.lane, "step", broken)

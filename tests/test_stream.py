@@ -40,7 +40,16 @@ def test_steps_are_the_chunks_of_a_rollout(model):
         )
     )
     with ts.open(model, PLANS[model.name], frames=each * count, **ASKED) as stream:
-        got = [stream.step(f"w*{each}"), stream.step([5] * each), stream.step(""), stream.step()]
+        shown, begun = [], stream.session.chunk
+
+        def show(frames):
+            shown.append((frames, stream.session.chunk - begun))
+
+        keys = f"w*{each}", [5] * each, ""
+        got = [stream.step(key, show) for key in keys] + [stream.step()]
+    # shown before the chunk is in the cache
+    assert [at for _, at in shown] == [0, 1, 2]
+    assert all(frames is chunk.frames for (frames, _), chunk in zip(shown, got, strict=False))
     for one, other in zip(got, want, strict=True):
         assert one.index == other.index and np.array_equal(one.frames, other.frames)
         assert _counts(one) == _counts(other)

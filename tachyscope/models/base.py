@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -126,10 +126,16 @@ class VideoModel(abc.ABC):
         """Hand the prompt to the session: cross-attention's keys and values, or one prefill."""
 
     @abc.abstractmethod
-    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+    def sample(
+        self,
+        session: Session,
+        actions: Sequence[int] | Tensor,
+        ready: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """The next chunk's clean latents; its last pass leaves clean keys and values in now.
 
-        One action a latent frame, or what `actions_tensor` made of them.
+        One action a latent frame, or what `actions_tensor` made of them. `ready` is handed the
+        latents once they are final, before a pass that only leaves keys and values.
         """
 
     def decode_parts(self) -> DecodeParts | None:

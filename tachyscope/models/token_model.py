@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -200,19 +200,30 @@ class TokenModel(VideoModel):
         session.commit()
 
     @torch.no_grad()
-    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+    def sample(
+        self,
+        session: Session,
+        actions: Sequence[int] | Tensor,
+        ready: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """Codes [V, 1, rows, columns, D]."""
+        codes = self._sample_codes(session, actions).reshape(-1, 1, *self.grid, self.depth)
+        if ready is not None:
+            ready(codes)
+        return codes
+
+    def _sample_codes(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         shape, noise = session.shape, self.frame_noise(session)
         pos = shape.positions(session.latent_frame, 1, self.device)
         frame = self._token_frame(session, noise, pos, actions)
         if (drafted := session.plan.passes.sample_frame(session, frame)) is not None:
-            return drafted.reshape(-1, 1, *self.grid, self.depth)
+            return drafted
         session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.draw_macs)
         codes = []
         for i in range(shape.tokens_per_frame):
             codes.append(self.draw(session.features["hidden"], noise[:, i]))
             self._feed(session, codes[-1][:, None], pos[i : i + 1], actions)
-        return torch.stack(codes, 1).reshape(-1, 1, *self.grid, self.depth)
+        return torch.stack(codes, 1)
 
     def _token_frame(
         self, session: Session, noise: Tensor, pos: Tensor, actions: Sequence[int] | Tensor

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from tachyscope.models.base import VideoModel
@@ -47,11 +48,12 @@ class Lane:
         known = self.stream.model.pixel_frames(self.stream.session.latent_frame)
         return known - self._given
 
-    def step(self, step: Step) -> Chunk:
+    def step(self, step: Step, show: Callable[[np.ndarray], None] | None = None) -> Chunk:
+        """The next chunk; `show` gets its frames as soon as they can be seen."""
         if step.prompt is not None:
             self.stream.set_prompt(step.prompt)
             self.prompt = step.prompt
-        made = self.stream.step(list(step.actions) or None)
+        made = self.stream.step(list(step.actions) or None, show)
         self.chunk += 1
         return made
 

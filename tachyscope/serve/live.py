@@ -72,7 +72,7 @@ class Live:
     map: ReadMap | None = None  # watches its lane
     _held: str = ""
     _shown_until: float = 0.0
-    _step_s: float = 0.0
+    _lead_s: float = 0.0  # from a step's beginning to its frames
     _last: float = 0.0
 
     @property
@@ -122,8 +122,11 @@ class Live:
             return self.script.popleft(), answered
         return Step(action, prompt), answered
 
-    def take_up(self, step: Step, made: Chunk, took: float) -> None:
-        """A chunk was made: it is part of the log, and the next one is due."""
+    def take_up(self, step: Step, made: Chunk, begun: float, shown: float) -> None:
+        """A chunk was made: it is part of the log, and the next one is due.
+
+        `begun` and `shown` are when its step began and when its frames were there.
+        """
         self.log.steps.append(step)
         self.chunk += 1
         if self.beside is not None:
@@ -131,12 +134,13 @@ class Live:
             for old in list(self.recent)[:-RECENT]:
                 del self.recent[old]
         now, frames = time.monotonic(), len(made.frames)
-        self._step_s = took if not self._step_s else 0.8 * self._step_s + 0.2 * took
+        lead = shown - begun
+        self._lead_s = lead if not self._lead_s else 0.8 * self._lead_s + 0.2 * lead
         if self.pace == "free":
             self.due = now
         else:
-            self._shown_until = max(now, self._shown_until) + frames / self.fps
-            self.due = self._shown_until - (1 + SPARE) * self._step_s - SPARE * frames / self.fps
+            self._shown_until = max(shown, self._shown_until) + frames / self.fps
+            self.due = self._shown_until - (1 + SPARE) * self._lead_s - SPARE * frames / self.fps
         self.due = max(self.due, now)
 
     def span(self, frames: int) -> float:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.quality import psnr
 from tachyscope.serve import protocol
@@ -171,18 +173,23 @@ class Turns:
                     if isinstance(message, protocol.Prompt):
                         live.receipt(message, "refused", reason=str(fault))
                 answered = [one for one in answered if not isinstance(one[0], protocol.Prompt)]
-        before, begun = lane.frames, time.monotonic()
-        made = lane.step(step)
-        took = time.monotonic() - begun
-        for message, _ in answered:
-            live.receipt(message, "applied")
-        self._tell_chunk(live, lane, step, made, took, before)
+        before, begun, shown = lane.frames, time.monotonic(), 0.0
         keys = tuple(at for message, at in answered if isinstance(message, protocol.Keys))
-        self._show(live, protocol.MAIN, live.chunk, before, made, keys)
+
+        def show(frames: np.ndarray) -> None:
+            """Send the pictures while the rest of the step goes on."""
+            nonlocal shown
+            shown = time.monotonic()
+            for message, _ in answered:
+                live.receipt(message, "applied")
+            self._show(live, protocol.MAIN, live.chunk, before, frames, keys)
+
+        made = lane.step(step, show)
+        self._tell_chunk(live, lane, step, made, time.monotonic() - begun, before)
         if live.map is not None:
             place = {"generation": live.generation, "chunk": live.chunk}
             live.say(type="map", **place, **live.map.take())
-        live.take_up(step, made, took)
+        live.take_up(step, made, begun, shown)
         if live.recording is not None:
             live.recording.write(made.frames)
         if live.chunk % self.snapshot_chunks == 0:
@@ -236,15 +243,21 @@ class Turns:
             step_ms=round(1e3 * took, 3),
             psnr=close,
         )
-        self._show(live, protocol.DENSE, chunk, before, made, ())
+        self._show(live, protocol.DENSE, chunk, before, made.frames, ())
 
     def _show(
-        self, live: Live, lane: int, chunk: int, frame: int, made: Chunk, keys: tuple[float, ...]
+        self,
+        live: Live,
+        lane: int,
+        chunk: int,
+        frame: int,
+        frames: np.ndarray,
+        keys: tuple[float, ...],
     ) -> None:
         if live.tell is not None:
             header = protocol.Header(protocol.VERSION, 0, lane, 0, live.generation, chunk, frame)
-            span = live.span(len(made.frames)) if lane == protocol.MAIN else 0.0
-            live.tell(Show(header, made.frames, span, keys))
+            span = live.span(len(frames)) if lane == protocol.MAIN else 0.0
+            live.tell(Show(header, frames, span, keys))
 
     def _end(self, live: Live, why: str, words: str) -> None:
         live.ended = why

@@ -7,7 +7,7 @@ A model goes on from given frames: it has no prompt, and nothing that a video co
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -149,13 +149,18 @@ class CosmosModel(OneCodeModel):
         found: Tensor = self.transformer.lm_head(states)
         return found
 
-    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+    def sample(
+        self,
+        session: Session,
+        actions: Sequence[int] | Tensor,
+        ready: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         if "hidden" not in session.features:
             raise TachyscopeError(
                 f"{self.name} goes on from given frames, got none: give `first`, 1 frame or "
                 f"{1 + self.config.stride[0]}"
             )
-        return super().sample(session, actions)
+        return super().sample(session, actions, ready)
 
     def prefill_latents(
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -214,9 +214,16 @@ class WanModel(VideoModel):
         session.set_prompt_kv(keys, values, [n for n in prompt.tokens for _ in range(each)])
 
     @torch.no_grad()
-    def sample(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
+    def sample(
+        self,
+        session: Session,
+        actions: Sequence[int] | Tensor,
+        ready: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         controls = self._controls(session, actions, self.config.chunk)
         clean = self.context.denoise(self, session, controls)
+        if ready is not None:
+            ready(clean)
         self.context.remember(self, session, clean, controls)
         session.made += self.config.chunk
         return clean
