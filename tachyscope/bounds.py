@@ -98,6 +98,7 @@ SETTINGS = {
     "block": Bound(1, 4_096),
     "tile": Bound(1, 4_096),
     "bits": Bound(1, 256),
+    "decay": Bound(TINY, 1e6),
     "text ann.keep": Bound(1, 100_000),
     "age": Bound(0, 1_000_000),
     "text ann.bits": Bound(1, 32),  # a bucket is one number

@@ -14,6 +14,7 @@ from tachyscope.attention.ann import Ann
 from tachyscope.attention.ann_text import AnnText
 from tachyscope.attention.dense import Dense, DenseText
 from tachyscope.attention.pads import Pads
+from tachyscope.attention.radial import Radial
 from tachyscope.attention.window import Window as ReadWindow
 from tachyscope.cache import CachePolicy
 from tachyscope.cache.bank import Bank
@@ -54,7 +55,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "bank": Bank,
     },
     "store": {"native": Native, "int8": Int8, "fp8": Fp8},
-    "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann},
+    "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann, "radial": Radial},
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
     "passes": {
         "all": All,

@@ -43,6 +43,7 @@ CONTRACT = {
         "dense": ("dense", "dense"),
         "window": ("window:tokens=100000", "window:tokens=20"),
         "ann": ("ann:read=1", "ann:read=0.5,block=2"),
+        "radial": ("radial:block=1,decay=99", "radial:block=2"),
     },
     "text": {
         "dense": ("dense", "dense"),
@@ -74,8 +75,8 @@ def families(kind, name):
         return ("tokens", "cosmos") if name == "draft" else ("steps",)
     if name in ("neurons", "prune"):
         return ("tokens",)  # what calibrates cosmos are given frames
-    # a token model has no cross-attention, and no bank
-    if kind == "text" or name == "bank":
+    # a token model has no cross-attention, no bank, and no latent frame to go by
+    if kind == "text" or name in ("bank", "radial"):
         return ("chunks", "rolling")
     return ("chunks", "rolling", "tokens", "cosmos")
 

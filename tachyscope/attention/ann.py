@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from tachyscope.attention import AttentionPolicy, count
+from tachyscope.attention import count
+from tachyscope.attention.blocks import BlockAttention, default_block, power_of_two
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.block_index import (
@@ -21,9 +22,8 @@ from tachyscope.kernels.block_index import (
     entry_mass,
     mean_mass,
 )
-from tachyscope.kernels.block_sparse import BlockTable, block_sparse_attention
+from tachyscope.kernels.block_sparse import block_sparse_attention
 from tachyscope.kernels.hashing import order_of, planes
-from tachyscope.kernels.slots import permute
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.store import KVStore, Tensors
@@ -32,11 +32,8 @@ from tachyscope.types import PassContext, Shape
 
 # sign bits that order the past, so that a block's entries are alike
 BUCKET_BITS = 8
-
-
-# What a block and a tile are of a latent frame unless asked for: on Atrium, whose frames have 64
-# places, blocks of 4 and tiles of 8 lose 1 dB where 16 and 64 lose 10
-BLOCK_SHARE, TILE_SHARE, LARGEST = 12, 8, 128
+# what a tile is of a latent frame unless asked for: on Atrium tiles of 8 lose 1 dB where 64 lose 10
+TILE_SHARE = 8
 
 
 class Blocks(NamedTuple):
@@ -54,7 +51,7 @@ class Blocks(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Ann(AttentionPolicy):
+class Ann(BlockAttention):
     """Each tile of queries reads the blocks of past entries that it is likely to attend to.
 
     Between commits the past stands in the order of hash buckets, cut into blocks; a block's code
@@ -66,9 +63,6 @@ class Ann(AttentionPolicy):
     block=1, tile=1 is the paper's per-query form; left out, they are parts of a latent frame.
     The choice is made in a chunk's first sparse pass and kept for its others; a token model
     chooses for every token.
-
-    dense_passes, dense_layers: that share of the first passes and layers reads everything. So do
-    given frames of a chunk model.
     """
 
     read: float | None = setting(
@@ -111,7 +105,6 @@ class Ann(AttentionPolicy):
     )
 
     paper: ClassVar[str] = "FAST-AR's AnnSA, arXiv 2602.01801"
-    indexes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if sum(dial is not None for dial in (self.read, self.k, self.top_p)) != 1:
@@ -119,6 +112,10 @@ class Ann(AttentionPolicy):
                 "attention policy 'ann' takes one of read, k, top_p: try ann:read=0.2"
             )
         check_settings(self, "attention", "ann")
+
+    @property
+    def ragged(self) -> bool:
+        return self.top_p is not None
 
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
         protected = prompt + (self.sink + self.newest) * shape.tokens_per_frame
@@ -160,7 +157,7 @@ class Ann(AttentionPolicy):
         )  # fmt: skip
 
     def _block(self, shape: Shape) -> int:
-        return self.block or _power(shape.tokens_per_frame // BLOCK_SHARE)
+        return default_block(shape, self.block)
 
     def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
         between = self._between(shape, prompt, past)
@@ -170,40 +167,30 @@ class Ann(AttentionPolicy):
         return Blocks(count, head, tail, size)
 
     def _between(self, shape: Shape, prompt: int, past: int) -> slice:
-        """The slots that are ordered, between the sink and the newest."""
         sink = min(past, prompt + self.sink * shape.tokens_per_frame)
         return slice(sink, past - min(past - sink, self.newest * shape.tokens_per_frame))
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
-        size = self._cut(shape, 0, 0).size
-        most = -(-slots // size)
-        tiles = -(-shape.max_pass_tokens // self._tile(shape))
-        block, code = (shape.batch, shape.kv_heads, most), torch.int8
-        width = shape.head_dim if self.hash == "int8" else self.bits
+        block = (shape.batch, shape.kv_heads, -(-slots // self._block(shape)))
+        width, code = shape.head_dim if self.hash == "int8" else self.bits, torch.int8
         if self.hash == "lsh":
             code = torch.float32
             planes(self.bits, shape.head_dim, device)  # made now, not in the first chunk
         planes(BUCKET_BITS, shape.head_dim, device)
-        whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
         fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        tile = (shape.batch, shape.heads, tiles)
         return {
+            **super().tensors(shape, slots, device),
             # whose key and value each slot between sink and newest holds, counted from the sink
-            "order": torch.zeros(*block[:2], slots, **whole),
-            # the weights of what the slots hold; a part block ends in empty ones
-            "log_count": torch.zeros(*block[:2], -(-most * size // 4) * 4, **fine),
+            "order": torch.zeros(*block[:2], slots, dtype=torch.int32, device=device),
             "code": torch.zeros(*block, width, dtype=code, device=device),
             "scale": torch.zeros(*block, 1, **fine),
             "weight": torch.zeros(block, **fine),
-            # the blocks that each tile reads, -1 behind them, and how many
-            "map": torch.zeros(*tile, most, **whole),
-            "count": torch.zeros(tile, **whole),
         }
 
     def _tile(self, shape: Shape) -> int:
-        return (
-            1 if shape.token_by_token else self.tile or _power(shape.tokens_per_frame // TILE_SHARE)
-        )
+        if shape.token_by_token:
+            return 1
+        return self.tile or power_of_two(shape.tokens_per_frame // TILE_SHARE)
 
     def build_index(
         self, layer: KVStore, ctx: PassContext, past: int, meter: Meter, kept: int = 0
@@ -241,37 +228,11 @@ class Ann(AttentionPolicy):
         encode_blocks(layer.past(past), log_count, blocks.size, _codes(own), first)
         meter.add("macs", keys.numel() * BUCKET_BITS)
 
-    def restore_order(self, layer: KVStore, ctx: PassContext, past: int) -> None:
-        if not self._dense_layer(ctx) and layer.bank is None:
-            between = self._between(ctx.shape, ctx.prompt, past)
-            order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
-            layer.permute(between, order, back=True)
-
-    def grow(self, own: dict[str, Tensor], larger: Mapping[str, Tensor], kept: int) -> None:
-        if kept:
-            for name in ("order", "log_count", "code", "scale", "weight"):
-                larger[name][:, :, : own[name].shape[2]] = own[name]
-        own.update(larger)
-
-    def to_index_order(self, x: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
-        if not self._dense_layer(ctx):
-            x, between = x.clone(), self._between(ctx.shape, ctx.prompt, ctx.past)
-            order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
-            permute(x[:, :, between], order)
-        return x
-
-    def _dense_layer(self, ctx: PassContext) -> bool:
-        return ctx.layer < math.ceil(self.dense_layers * ctx.shape.layers)
-
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         if layer.bank is not None:
             return self._attend_bank(q, layer, ctx, meter)
-        first = math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
-        # given frames read everything: what they leave in the cache is what the video rests on
-        given = ctx.given and not ctx.shape.token_by_token
-        if ctx.past == 0 or self._dense_layer(ctx) or ctx.pass_index < first or given:
-            count(meter, "pairs", q, ctx.end)
-            return read_all(q, layer, ctx, None if ctx.plain else self.log_weights(layer, ctx))
+        if self._reads_all(ctx):
+            return self._attend_all(q, layer, ctx, meter)
         blocks = self._cut(ctx.shape, ctx.prompt, ctx.past)
         if ctx.shape.token_by_token and ctx.tokens > 1:
             parts = [
@@ -279,17 +240,10 @@ class Ann(AttentionPolicy):
                 for i in range(ctx.tokens)
             ]
             return torch.cat(parts, 2)
-        if ctx.shape.token_by_token or all(step < first for step in ctx.before):
+        if ctx.shape.token_by_token or self._chooses(ctx):
             self._choose(q, layer, ctx, blocks, meter)
-        return self._read_blocks(q, layer, ctx, blocks, meter)
-
-    def log_weights(self, layer: KVStore, ctx: PassContext) -> Tensor:
-        if self._dense_layer(ctx):
-            return super().log_weights(layer, ctx)
-        own = layer.own["attention"] if layer.bank is None else layer.bank.tensors
-        past = own["log_count"][:, :, : ctx.past]
-        now = layer.log_count[:, :, ctx.past : ctx.end].expand(-1, past.shape[1], -1)
-        return torch.cat([past, now], 2)
+        most = self._blocks_read(blocks, self._full(blocks, ctx))
+        return self._read_blocks(q, layer, ctx, most, meter)
 
     def _attend_bank(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         """Attention over chosen blocks of a bank, and all present entries."""
@@ -323,27 +277,6 @@ class Ann(AttentionPolicy):
         meter.add("pairs", found.pairs)
         meter.add("macs", 2 * found.pairs * q.shape[3])
         return found.out
-
-    def _read_blocks(
-        self, q: Tensor, layer: KVStore, ctx: PassContext, blocks: Blocks, meter: Meter
-    ) -> Tensor:
-        """Attention over the blocks that each tile has chosen, and all present entries."""
-        most, own = self._blocks_read(blocks, self._full(blocks, ctx)), layer.own["attention"]
-        past = layer.past(ctx.past)
-        table = BlockTable(
-            past.k, past.v, own["log_count"], own["map"][..., :most], own["count"],
-            self._tile(ctx.shape), blocks.size, ragged=self.top_p is not None,
-            plain=ctx.plain and not ctx.past % blocks.size and self.top_p is None,
-            k_scale=past.k_scale, v_scale=past.v_scale,
-        )  # fmt: skip
-        # present entries stand for themselves alone
-        read = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
-        layer.scratch = () if ctx.shape.token_by_token else read.kept
-        meter.add("pairs", read.pairs)
-        meter.add("macs", 2 * read.pairs * q.shape[3])
-        if read.masked is not None:
-            meter.add("simulated_pairs_skipped", read.masked)
-        return read.out
 
     def _full(self, blocks: Blocks, ctx: PassContext) -> Blocks:
         """The blocks of a full cache: while it fills, it holds too little to leave much out."""
@@ -393,11 +326,6 @@ class Ann(AttentionPolicy):
                 q, layer.vectors("k", slice(0, ctx.past)), weight, self._tile(ctx.shape)
             )
         return block_mass(q, _codes(layer.own["attention"]), blocks, self._tile(ctx.shape))
-
-
-def _power(most: int) -> int:
-    """The largest power of two that is `most` or less, from 1 to LARGEST."""
-    return 1 << min(max(most, 1), LARGEST).bit_length() - 1
 
 
 def _codes(own: Mapping[str, Tensor]) -> Codes:

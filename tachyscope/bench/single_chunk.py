@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tachyscope.attention.ann import Ann
+from tachyscope.attention.blocks import BlockAttention
 from tachyscope.errors import TachyscopeError
 from tachyscope.machine import memory_of
 from tachyscope.models.wan.model import WanModel
@@ -68,7 +68,7 @@ def parts(session: Session, row: Mapping[str, float]) -> dict[str, float]:
     reads = [span(f"read_{step}") for step in passes if span(f"read_{step}")]
     # the last pass is the clean one, which ends a layer early
     choose = 0.0
-    if isinstance(session.plan.attention, Ann) and len(reads) > 2:
+    if isinstance(session.plan.attention, BlockAttention) and len(reads) > 2:
         choose = max(0.0, reads[0] - statistics.median(reads[1:-1]))
     found = {
         "read": sum(reads) - choose,

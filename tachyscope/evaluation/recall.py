@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy
-from tachyscope.attention.ann import Ann
+from tachyscope.attention.blocks import BlockAttention
 from tachyscope.cache.bank import Bank
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
@@ -40,9 +40,10 @@ def recall_of(method: Tensor, dense: Tensor, slot: Tensor) -> Tensor:
 def read_mass(policy: AttentionPolicy, q: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
     """The attention [B, H, S, end] that a policy really pays: its answer to one-hot values."""
     width = COLUMNS
-    if q.is_cuda or (isinstance(policy, Ann) and policy.top_p is not None):
-        width = q.shape[3]  # kernels, and the ragged form of ann, take values as wide as queries
-    parts = []
+    if q.is_cuda or (isinstance(policy, BlockAttention) and policy.ragged):
+        width = q.shape[3]  # kernels, and ragged lists of blocks, take values as wide as queries
+    # what is read was chosen when the pass asked, and by its true values
+    ctx, parts = ctx._replace(before=(*ctx.before, ctx.pass_index)), []
     for lo in range(0, ctx.end, width):
         hot = torch.zeros(ctx.end, width, dtype=layer.dtype, device=q.device)
         count = min(width, ctx.end - lo)

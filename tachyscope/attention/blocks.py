@@ -1,0 +1,189 @@
+"""What attention policies share that leave blocks of the past out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tachyscope.attention import AttentionPolicy, count
+from tachyscope.attention.dense import read_all
+from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.block_sparse import BlockTable, block_sparse_attention
+from tachyscope.kernels.slots import permute
+from tachyscope.meter import Meter
+from tachyscope.store import KVStore, Tensors
+from tachyscope.types import PassContext, Shape
+
+# What a block is of a latent frame unless asked for, and its most: 128 entries of a Wan frame at
+# 480p. On Atrium, whose frames have 64 places, blocks of 4 lose 1 dB where 16 lose 10
+BLOCK_SHARE, LARGEST = 12, 128
+
+
+class BlockAttention(AttentionPolicy):
+    """Each tile of queries reads listed blocks of the past, and the whole present chunk.
+
+    A block is so many slots in a row, the last of them maybe a part. The lists are tensors of the
+    layer: "map" and "count". dense_passes, dense_layers: that share of the first passes and layers
+    reads everything. So do given frames of a chunk model.
+    """
+
+    indexes: ClassVar[bool] = True
+    dense_passes: float
+    dense_layers: float
+
+    @property
+    def ragged(self) -> bool:
+        """Whether tiles list different numbers of blocks."""
+        return False
+
+    def _block(self, shape: Shape) -> int:
+        """Slots of a block."""
+        raise NotImplementedError
+
+    def _tile(self, shape: Shape) -> int:
+        """Queries that read the same blocks."""
+        raise NotImplementedError
+
+    def _between(self, shape: Shape, prompt: int, past: int) -> slice:
+        """The slots whose keys and values stand in another order between commits."""
+        return slice(0, 0)
+
+    def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
+        block = self._block(shape)
+        most = -(-slots // block)
+        kv = (shape.batch, shape.kv_heads)
+        tile = (shape.batch, shape.heads, -(-shape.max_pass_tokens // self._tile(shape)))
+        whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        return {
+            # the weights of what the slots hold; a part block ends in empty ones
+            "log_count": torch.zeros(
+                *kv, -(-most * block // 4) * 4, dtype=torch.float32, device=device
+            ),
+            # the blocks that each tile reads, -1 behind them, and how many
+            "map": torch.zeros(*tile, most, **whole),
+            "count": torch.zeros(tile, **whole),
+        }
+
+    def build_index(
+        self, layer: KVStore, ctx: PassContext, past: int, meter: Meter, kept: int = 0
+    ) -> None:
+        layer.scratch = ()
+        if not self._dense_layer(ctx):
+            self._weigh(layer, ctx.shape, past)
+
+    def _weigh(self, layer: KVStore, shape: Shape, past: int, order: Tensor | None = None) -> None:
+        """Note the weights of the past's slots, which hold the entries of `order` [B, Hkv, n]."""
+        log_count = layer.own["attention"]["log_count"]
+        held = layer.log_count[:, :, :past].expand(-1, log_count.shape[1], -1)
+        log_count[:, :, :past] = held if order is None else held.gather(2, order)
+        block = self._block(shape)
+        log_count[:, :, past : -(-past // block) * block] = -math.inf
+
+    def restore_order(self, layer: KVStore, ctx: PassContext, past: int) -> None:
+        between = self._between(ctx.shape, ctx.prompt, past)
+        if between.stop > between.start and not self._dense_layer(ctx) and layer.bank is None:
+            order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
+            layer.permute(between, order, back=True)
+
+    def grow(self, own: dict[str, Tensor], larger: Mapping[str, Tensor], kept: int) -> None:
+        if kept:
+            for name in own.keys() - {"map", "count"}:
+                larger[name][:, :, : own[name].shape[2]] = own[name]
+        own.update(larger)
+
+    def to_index_order(self, x: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
+        between = self._between(ctx.shape, ctx.prompt, ctx.past)
+        if between.stop > between.start and not self._dense_layer(ctx):
+            x = x.clone()
+            order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
+            permute(x[:, :, between], order)
+        return x
+
+    def log_weights(self, layer: KVStore, ctx: PassContext) -> Tensor:
+        if self._dense_layer(ctx):
+            return super().log_weights(layer, ctx)
+        own = layer.own["attention"] if layer.bank is None else layer.bank.tensors
+        past = own["log_count"][:, :, : ctx.past]
+        now = layer.log_count[:, :, ctx.past : ctx.end].expand(-1, past.shape[1], -1)
+        return torch.cat([past, now], 2)
+
+    def _dense_layer(self, ctx: PassContext) -> bool:
+        return ctx.layer < math.ceil(self.dense_layers * ctx.shape.layers)
+
+    def _first_sparse(self, ctx: PassContext) -> int:
+        """The first pass over a chunk that leaves blocks out."""
+        return math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
+
+    def _chooses(self, ctx: PassContext) -> bool:
+        """Whether no pass over the chunk has left blocks out so far."""
+        return all(step < self._first_sparse(ctx) for step in ctx.before)
+
+    def _reads_all(self, ctx: PassContext) -> bool:
+        # given frames read everything: what they leave in the cache is what the video rests on
+        given = ctx.given and not ctx.shape.token_by_token
+        early = ctx.pass_index < self._first_sparse(ctx)
+        return ctx.past == 0 or self._dense_layer(ctx) or early or given
+
+    def _attend_all(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
+        count(meter, "pairs", q, ctx.end)
+        return read_all(q, layer, ctx, None if ctx.plain else self.log_weights(layer, ctx))
+
+    def _read_blocks(
+        self, q: Tensor, layer: KVStore, ctx: PassContext, most: int, meter: Meter
+    ) -> Tensor:
+        """Attention over the blocks that each tile lists, at most so many, and the present."""
+        own, block = layer.own["attention"], self._block(ctx.shape)
+        past = layer.past(ctx.past)
+        table = BlockTable(
+            past.k, past.v, own["log_count"], own["map"][..., :most], own["count"],
+            self._tile(ctx.shape), block, ragged=self.ragged,
+            plain=ctx.plain and not ctx.past % block and not self.ragged,
+            k_scale=past.k_scale, v_scale=past.v_scale,
+        )  # fmt: skip
+        # present entries stand for themselves alone
+        read = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
+        layer.scratch = () if ctx.shape.token_by_token else read.kept
+        meter.add("pairs", read.pairs)
+        meter.add("macs", 2 * read.pairs * q.shape[3])
+        if read.masked is not None:
+            meter.add("simulated_pairs_skipped", read.masked)
+        return read.out
+
+
+def list_blocks(mask: Tensor, own: Mapping[str, Tensor]) -> None:
+    """Write the blocks of mask [B, Hkv or 1 or H, tiles, blocks] to the map, in their order."""
+    tiles, blocks = mask.shape[2:]
+    heads = own["map"].shape[1]
+    number = torch.arange(blocks, dtype=torch.int32, device=mask.device)
+    ids = number.where(mask, blocks).sort(-1).values
+    ids = ids.masked_fill(ids == blocks, -1).repeat_interleave(heads // mask.shape[1], 1)
+    own["map"][:, :, :tiles, :blocks] = ids
+    own["count"][:, :, :tiles] = (ids >= 0).sum(-1)
+
+
+def default_block(shape: Shape, block: int | None) -> int:
+    """A block's slots as they are set, or a part of a latent frame."""
+    return block or power_of_two(shape.tokens_per_frame // BLOCK_SHARE)
+
+
+def power_of_two(most: int) -> int:
+    """The largest power of two that is `most` or less, from 1 to LARGEST."""
+    return 1 << min(max(most, 1), LARGEST).bit_length() - 1
+
+
+def check_frames(name: str, shape: Shape, block: int) -> None:
+    """Raise where a policy that goes by latent frames cannot serve a shape."""
+    if shape.token_by_token:
+        raise TachyscopeError(
+            f"attention policy {name!r} is for models that write whole latent frames, and this one "
+            f"writes token by token: use attention=ann or window"
+        )
+    if block > shape.tokens_per_frame:
+        raise TachyscopeError(
+            f"attention policy {name!r}: block={block} is over the {shape.tokens_per_frame} tokens "
+            f"of a latent frame: lower block"
+        )

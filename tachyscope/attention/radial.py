@@ -1,0 +1,122 @@
+"""Read less the older it is (Radial Attention)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from tachyscope.attention.blocks import BlockAttention, check_frames, default_block, list_blocks
+from tachyscope.meter import Meter
+from tachyscope.settings import check_settings, setting
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape
+
+# a block is read where over so many of the columns it has in the mask have so many rows in it
+COLUMNS, ROWS = 0.6, 1 / 3
+
+
+@final
+@dataclass(frozen=True)
+class Radial(BlockAttention):
+    """A query reads places near its own, the fewer the further back their latent frame lies.
+
+    How near halves with every doubling of the distance in time; where that is less than a block,
+    the block stays and frames are left out instead, every second, every fourth. The frame before
+    and the first one are read whole. The mask hangs on positions alone: one for all heads.
+    """
+
+    decay: float = setting(
+        0.2, "What the width of the diagonal is multiplied by, over 0; never less than a block."
+    )
+    block: int | None = setting(
+        None,
+        "Entries, and queries, of a block of the mask; unless given the largest power of two "
+        "within a twelfth of a latent frame, at most 128.",
+    )
+    dense_passes: float = setting(
+        0.2, "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
+    )
+    dense_layers: float = setting(
+        0.025, "Share of the layers, the first ones, that read everything, from 0 to 1."
+    )
+
+    paper: ClassVar[str] = "Radial Attention, arXiv 2506.19852"
+
+    def __post_init__(self) -> None:
+        check_settings(self, "attention", "radial")
+
+    @property
+    def ragged(self) -> bool:
+        return True
+
+    def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
+        check_frames("radial", shape, self._block(shape))
+
+    def _block(self, shape: Shape) -> int:
+        return default_block(shape, self.block)
+
+    def _tile(self, shape: Shape) -> int:
+        return self._block(shape)
+
+    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
+        if self._reads_all(ctx):
+            return self._attend_all(q, layer, ctx, meter)
+        if self._chooses(ctx):
+            layer.scratch = ()
+            list_blocks(self._mask(layer, ctx), layer.own["attention"])
+        blocks = -(-ctx.past // self._block(ctx.shape))
+        return self._read_blocks(q, layer, ctx, blocks, meter)
+
+    def _mask(self, layer: KVStore, ctx: PassContext) -> Tensor:
+        """Which blocks each tile reads, [B, Hkv or 1, tiles, blocks]."""
+        frame, block = ctx.shape.tokens_per_frame, self._block(ctx.shape)
+        device, tokens = layer.pos.device, ctx.tokens
+        # the rows of a tile are of one latent frame, or of two: its runs
+        first = torch.arange(0, tokens, block, device=device)
+        stop = (first + block).clamp(max=tokens)
+        cut = torch.minimum((first // frame + 1) * frame, stop)
+        start = torch.stack([first, cut.clamp(max=tokens - 1)])  # [runs, tiles]
+        rows = torch.stack([cut - first, stop - cut])
+        now = layer.pos[:, :, ctx.past : ctx.end, 0][:, :, start].unsqueeze(-1)
+        pos = layer.pos[:, :, None, None, : ctx.past]
+        place = pos[..., 1] * ctx.shape.grid[1] + pos[..., 2]
+        width = self._width((now - pos[..., 0]).abs(), frame, block)
+        # the first latent frame is a sink
+        sink = torch.arange(ctx.past, device=device) < frame
+        width = width.masked_fill(sink, frame)
+        # rows of a run from which a column is no further than its width
+        low = (start % frame).unsqueeze(-1)
+        high = low + rows.unsqueeze(-1) - 1
+        seen = torch.minimum(high, place + width) - torch.maximum(low, place - width) + 1
+        seen = seen.clamp(min=0).masked_fill(width < 0, 0)
+        dense = seen > ROWS * (stop - first).unsqueeze(-1)
+        return _shrink(seen > 0, dense, frame, block).any(2)
+
+    def _width(self, distance: Tensor, frame: int, block: int) -> Tensor:
+        """How far from its own place a query reads at a distance in time; -1: not at all."""
+        doublings = torch.frexp(distance.round()).exponent  # as many as the number has bits
+        base = torch.ldexp(torch.full_like(distance, 2.0 ** frame.bit_length()), -doublings)
+        width = (base * self.decay).clamp(min=block).floor().clamp(max=frame)
+        every = (block / base).floor().clamp(min=1)
+        width = width.masked_fill(distance.round() % every != 0, -1)
+        return width.masked_fill(distance.round() <= 1, frame)
+
+
+def _shrink(any_row: Tensor, dense: Tensor, frame: int, block: int) -> Tensor:
+    """Blocks [..., blocks] that are read, of columns [..., past] in the mask, and densely so.
+
+    Columns of one latent frame decide together, as do the rows: a block may hold two frames' parts.
+    """
+    past = any_row.shape[-1]
+    first = torch.arange(0, past, block, device=any_row.device)
+    stop = (first + block).clamp(max=past)
+    cut = torch.minimum((first // frame + 1) * frame, stop)
+    read = torch.zeros((), dtype=torch.bool, device=any_row.device)
+    sums = [torch.nn.functional.pad(x.cumsum(-1), (1, 0)) for x in (any_row, dense)]
+    for lo, hi in ((first, cut), (cut, stop)):
+        some, many = (x[..., hi] - x[..., lo] for x in sums)
+        read = read | (many > COLUMNS * some)
+    return read
