@@ -76,6 +76,8 @@ ASKED = {
     "plans": Bound(1, 100),  # or lengths
     "fps": Bound(0.001, 1_000.0),
     "port": Bound(0, 65_535),
+    "clients": Bound(1, 10_000),
+    "minutes": Bound(TINY, 10_000.0),
     "scale": Bound(1, 64),
 }
 

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 
 from tachyscope.cli.bench_cpu import BenchCpu
 from tachyscope.cli.bench_fit import BenchFit
+from tachyscope.cli.bench_sessions import BenchSessions
 from tachyscope.cli.bench_tokens import BenchTokens
 from tachyscope.cli.bench_wan import BenchWan
 from tachyscope.cli.plain import run_one_of
 
-VERBS = {"cpu": BenchCpu, "wan": BenchWan, "tokens": BenchTokens, "fit": BenchFit}
+VERBS = {
+    "cpu": BenchCpu,
+    "wan": BenchWan,
+    "tokens": BenchTokens,
+    "sessions": BenchSessions,
+    "fit": BenchFit,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

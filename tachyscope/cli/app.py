@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter, Token
 from tachyscope import __version__
 from tachyscope.cli.bench_cpu import BenchCpu
 from tachyscope.cli.bench_fit import BenchFit
+from tachyscope.cli.bench_sessions import BenchSessions
 from tachyscope.cli.bench_tokens import BenchTokens
 from tachyscope.cli.bench_wan import BenchWan
 from tachyscope.cli.calibrate import Calibrate
@@ -48,6 +49,7 @@ BENCH: dict[str, type[Verb]] = {
     "cpu": BenchCpu,
     "wan": BenchWan,
     "tokens": BenchTokens,
+    "sessions": BenchSessions,
     "fit": BenchFit,
 }
 

@@ -52,6 +52,7 @@ class Connection:
         self._shows: deque[Show] = deque()
         self._to_send, self._to_show = asyncio.Event(), asyncio.Event()
         self._leaving: tuple[int, str] | None = None
+        self._ended = False
         self._heard = time.monotonic()
         self._faults, self._bucket = 0, Bucket(self.limits.messages_per_s)
         self._format, self._quality = "jpeg", 85
@@ -61,6 +62,8 @@ class Connection:
         try:
             await self._serve()
         finally:
+            self._ended = True
+            self._drop_all()
             # not waited for: this task may be cancelled, and even while a session is being opened
             self.engine.call(lambda: self.engine.detach(self.tell))
 
@@ -83,17 +86,25 @@ class Connection:
 
     def _take(self, told: Told) -> None:
         if isinstance(told, Show):
+            if self._ended:  # of a step that was under way when the client left
+                self.metrics.dropped.inc(len(told.frames))
+                return
             if len(self._shows) >= SHOWS:
                 self.metrics.dropped.inc(len(self._shows.popleft().frames))
             self._shows.append(told)
             self._to_show.set()
             return
         if told["type"] == "began":  # frames of the last generation are no news
-            self._shows.clear()
-            self._frames.clear()
+            self._drop_all()
         self._say(told)
         if told["type"] == "closed":
             self._leave(NORMAL, str(told["reason"]))
+
+    def _drop_all(self) -> None:
+        """Send none of the frames that wait."""
+        self.metrics.dropped.inc(len(self._frames) + sum(len(one.frames) for one in self._shows))
+        self._shows.clear()
+        self._frames.clear()
 
     def _say(self, message: dict[str, object]) -> None:
         if len(self._words) >= WORDS:
@@ -196,10 +207,14 @@ class Connection:
     async def _release(self, show: Show) -> None:
         begun, count = time.monotonic(), len(show.frames)
         for i, frame in enumerate(show.frames):
-            file = await self._loop.run_in_executor(
-                self.pool, protocol.encode, frame, self._format, self._quality
-            )
-            await self._pause(begun + i * show.span_s / count - time.monotonic())
+            try:
+                file = await self._loop.run_in_executor(
+                    self.pool, protocol.encode, frame, self._format, self._quality
+                )
+                await self._pause(begun + i * show.span_s / count - time.monotonic())
+            except asyncio.CancelledError:
+                self.metrics.dropped.inc(count - i)
+                raise
             header = show.header._replace(
                 format=protocol.FORMATS.index(self._format),
                 frame=show.header.frame + i,
@@ -232,7 +247,11 @@ class Connection:
                 return
             if self._frames:
                 data, show = self._frames.popleft()
-                await self._within(self.socket.send_bytes(data))
+                try:
+                    await self._within(self.socket.send_bytes(data))
+                except BaseException:
+                    self.metrics.dropped.inc()
+                    raise
                 self.metrics.sent.inc()
                 for asked in show.asked_at if show else ():
                     self.metrics.key_s.observe(time.monotonic() - asked)

@@ -46,8 +46,7 @@ class Turns:
             if live.paused:
                 live.due = now
             elif live.due <= now:
-                self.metrics.wait_s.observe(now - live.due)
-                self._step(live)
+                self._step(live, now - live.due)
                 if live.lags and live.beside_turns:
                     self._follow(live)
                 return
@@ -155,8 +154,8 @@ class Turns:
             recording, live.recording = live.recording, None
             live.say(type="recorded", frames=recording.finish())
 
-    def _step(self, live: Live) -> None:
-        """Make the next chunk."""
+    def _step(self, live: Live, waited: float) -> None:
+        """Make the next chunk, which was due so many seconds ago."""
         lane, most = live.lane, self.room.limits.session_frames
         assert lane is not None
         if lane.frames >= most:
@@ -185,7 +184,8 @@ class Turns:
             self._show(live, protocol.MAIN, live.chunk, before, frames, keys)
 
         made = lane.step(step, show)
-        self._tell_chunk(live, lane, step, made, time.monotonic() - begun, before)
+        self.metrics.wait_s.observe(waited)
+        self._tell_chunk(live, lane, step, made, time.monotonic() - begun, waited, before)
         if live.map is not None:
             place = {"generation": live.generation, "chunk": live.chunk}
             live.say(type="map", **place, **live.map.take())
@@ -196,7 +196,14 @@ class Turns:
             self.keeper.save(live)
 
     def _tell_chunk(
-        self, live: Live, lane: Lane, step: Step, made: Chunk, took: float, before: int
+        self,
+        live: Live,
+        lane: Lane,
+        step: Step,
+        made: Chunk,
+        took: float,
+        waited: float,
+        before: int,
     ) -> None:
         stats = made.stats
         self.metrics.steps.labels("main").inc()
@@ -216,6 +223,7 @@ class Turns:
             actions=step.actions,
             prompt=step.prompt,
             step_ms=round(1e3 * took, 3),
+            wait_ms=round(1e3 * waited, 3),
             cache_bytes=held,
             dense_cache_bytes=dense,
             pairs=stats.get("pairs", 0.0),
@@ -231,6 +239,7 @@ class Turns:
         made = lane.step(live.log.steps[chunk])
         took = time.monotonic() - begun
         self.metrics.steps.labels("dense").inc()
+        self.metrics.made.inc(len(made.frames))
         shown = live.recent.pop(chunk, None)
         close = None if shown is None else [round(float(x), 2) for x in psnr(shown, made.frames)]
         live.say(
