@@ -91,6 +91,8 @@ SETTINGS = {
     "newest": LATENTS,
     "max_distance": Bound(1, 1_000_000),
     "fold": SHARE,
+    "long": SHARE,
+    "short": SHARE,
     "share": SHARE,
     "dense_passes": SHARE,
     "dense_layers": SHARE,

@@ -21,6 +21,7 @@ from tachyscope.cache.bank import Bank
 from tachyscope.cache.dedup import Dedup
 from tachyscope.cache.frames import Frames
 from tachyscope.cache.keep_all import KeepAll
+from tachyscope.cache.memrope import MemRope
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
 from tachyscope.errors import TachyscopeError, shown
@@ -53,6 +54,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "dedup": Dedup,
         "frames": Frames,
         "bank": Bank,
+        "memrope": MemRope,
     },
     "store": {"native": Native, "int8": Int8, "fp8": Fp8},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann, "radial": Radial},

@@ -88,7 +88,7 @@ class Session(State):
         self._context = PassContext(
             self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
             self.prompt, self.left_padding, self._plain, tuple(self._begun) if known else (),
-            (0, 0), self._room, drafted,
+            (0, 0), self._room, drafted, self.total_entries,
         )  # fmt: skip
         make_room(self.layers, self.plan, self._context, self.meter)
         if self.plan.cache.view_depends_on_pass:

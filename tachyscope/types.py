@@ -180,6 +180,7 @@ class PassContext(NamedTuple):
     )  # slots of the past, from and to, that the pass leaves out
     room: int | None = None  # the most past entries that a bounded cache holds
     drafted: bool = False  # the tokens behind the first are drafts, which may be refuted
+    total: int = 0  # entries that an unbounded cache would hold before this chunk
 
     @property
     def end(self) -> int:

@@ -36,6 +36,7 @@ CONTRACT = {
             "bank:resident=99f attention=ann:read=1",
             "bank:resident=9f,budget=15f attention=ann:read=0.6,block=2",
         ),
+        "memrope": ("memrope:budget=99f", "memrope:budget=9f,sink=1"),
     },
     # codes have no open setting: how near they come to native is held by tests/test_store.py
     "store": {"native": ("native", "native"), "int8": ("native", "int8"), "fp8": ("native", "fp8")},

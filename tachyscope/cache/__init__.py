@@ -15,7 +15,15 @@ from tachyscope.store import KVStore, Tensors
 from tachyscope.store.kv import Rotate
 from tachyscope.types import PassContext, Shape, Size
 
-__all__ = ["CachePolicy", "OnMerge", "Rotate", "checked_capacity", "clamp_distance"]
+__all__ = [
+    "CachePolicy",
+    "OnMerge",
+    "Rotate",
+    "check_whole_frames",
+    "checked_capacity",
+    "clamp_distance",
+    "stand_at",
+]
 
 # told that slots `source` joined slots `root`, both [B, Hkv or 1, e]
 OnMerge = Callable[[PassContext, Tensor, Tensor], None]
@@ -113,3 +121,21 @@ def clamp_distance(layer: KVStore, past: int, nearest: Tensor, rotate: Rotate) -
     moved = time < nearest
     time.copy_(time.maximum(nearest))
     layer.rotate(slice(0, past), rotate, moved)
+
+
+def check_whole_frames(policy: str, budget: Size, shape: Shape) -> None:
+    """Raise where a budget is no whole number of latent frames."""
+    if budget.entries(shape) % shape.tokens_per_frame:
+        raise TachyscopeError(
+            f"cache policy {policy!r}: budget={budget} is no whole number of latent frames of "
+            f"{shape.tokens_per_frame} entries: give it as frames, for example 21f"
+        )
+
+
+def stand_at(
+    layer: KVStore, slots: slice, time: Tensor, tokens_per_frame: int, rotate: Rotate
+) -> None:
+    """Let entries stand in latent frames from `time` [B, Hkv or 1, 1] on, as many as fill one."""
+    index = torch.arange(slots.stop - slots.start, device=time.device) // tokens_per_frame
+    layer.pos[:, :, slots, 0] = time + index
+    layer.rotate(slots, rotate)

@@ -9,8 +9,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, OnMerge, Rotate, checked_capacity
-from tachyscope.errors import TachyscopeError
+from tachyscope.cache import (
+    CachePolicy,
+    OnMerge,
+    Rotate,
+    check_whole_frames,
+    checked_capacity,
+)
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.store import KVStore
@@ -47,11 +52,7 @@ class Frames(CachePolicy):
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         slots = checked_capacity("frames", self.budget, shape, prompt, self.sink, self.newest)
-        if slots % shape.tokens_per_frame:
-            raise TachyscopeError(
-                f"cache policy 'frames': budget={self.budget} is no whole number of latent frames "
-                f"of {shape.tokens_per_frame} entries: give it as frames, for example 21f"
-            )
+        check_whole_frames("frames", self.budget, shape)
         return slots
 
     def commit(

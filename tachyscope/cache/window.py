@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
-import torch
-
-from tachyscope.cache import CachePolicy, OnMerge, Rotate, checked_capacity, clamp_distance
+from tachyscope.cache import (
+    CachePolicy,
+    OnMerge,
+    Rotate,
+    checked_capacity,
+    clamp_distance,
+    stand_at,
+)
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
@@ -157,8 +162,4 @@ class Window(CachePolicy):
         sink = slice(ctx.prompt, ctx.prompt + self.sink * ctx.shape.tokens_per_frame)
         # in whole frames; with nothing behind the sink, the frame that comes next
         oldest = layer.pos[:, :, end - 1 : end, 0] - (behind - 1) // ctx.shape.tokens_per_frame
-        index = (
-            torch.arange(sink.stop - sink.start, device=oldest.device) // ctx.shape.tokens_per_frame
-        )
-        layer.pos[:, :, sink, 0] = oldest - self.sink + index
-        layer.rotate(sink, rotate)
+        stand_at(layer, sink, oldest - self.sink, ctx.shape.tokens_per_frame, rotate)

@@ -323,6 +323,25 @@ class KVStore:
             if self.scales:
                 self._put(name, span, x)
 
+    def average(
+        self, source: slice, tokens: int, shares: Mapping[int, float], by_place: bool
+    ) -> None:
+        """Bring unrotated keys and values of frames of `tokens` slots nearer to `source`'s mean.
+
+        `shares` says by how much, by the frame's first slot. `by_place` has a mean for every place
+        of a frame, else all places get the mean of all entries.
+        """
+        for name in ("unrotated", "v"):
+            leaving = self.vectors(name, source)
+            wide = torch.promote_types(leaving.dtype, torch.float32)
+            mean = leaving.to(wide).unflatten(2, (-1, tokens)).mean(2)
+            if not by_place:
+                mean = mean.mean(2, keepdim=True).expand_as(mean)
+            for start, share in shares.items():
+                span = slice(start, start + tokens)
+                x = self.vectors(name, span).to(wide).lerp(mean, share)
+                self._put(name, span, x.to(leaving.dtype))
+
     def truncate(self, past: int) -> None:
         """Drop all entries from slot `past` on; with none left, those of a bank too."""
         self.log_count[:, :, past:] = 0.0

@@ -1,0 +1,94 @@
+"""Keep the first latent frames, two running means of all that left, and the newest (MemRoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+from tachyscope.cache import (
+    CachePolicy,
+    OnMerge,
+    Rotate,
+    check_whole_frames,
+    checked_capacity,
+    stand_at,
+)
+from tachyscope.meter import Meter
+from tachyscope.settings import check_settings, setting
+from tachyscope.store import KVStore
+from tachyscope.types import PassContext, Shape, Size
+
+MEMORY = 2  # latent frames of memory: the long-term one, then the short-term one
+
+
+@final
+@dataclass(frozen=True)
+class MemRope(CachePolicy):
+    """Keep `sink` first latent frames, two frames of memory and the newest that fit the budget.
+
+    What leaves the window goes into both memories, keys before RoPE and values: memory · (1 - rate)
+    + mean of what leaves · rate. Sink and memory stand right before the window, so that positions
+    are those of a video as long as the cache.
+    """
+
+    budget: Size = setting(
+        Size(12, True),
+        "Most entries that a layer holds, the present chunk included: latent frames (12f), or "
+        "entries of whole ones.",
+    )
+    sink: int = setting(3, "First latent frames that are always kept.")
+    long: float = setting(0.01, "Rate of the long-term memory, from 0 to 1.")
+    short: float = setting(0.1, "Rate of the short-term memory, from 0 to 1.")
+    average: Literal["all", "place"] = setting(
+        "all",
+        "What leaves is averaged over all its entries (all), or a mean for every place of a frame "
+        "(place).",
+    )
+
+    paper: ClassVar[str] = "MemRoPE, arXiv 2603.12513"
+    grows: ClassVar[bool] = False
+    keeps_unrotated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_settings(self, "cache", "memrope")
+
+    def cache_heads(self, shape: Shape) -> int:
+        return 1
+
+    def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
+        slots = checked_capacity("memrope", self.budget, shape, prompt, self.sink, MEMORY)
+        if shape.token_by_token:
+            return slots - (slots - prompt) % shape.tokens_per_frame
+        check_whole_frames("memrope", self.budget, shape)
+        return slots
+
+    def commit(
+        self,
+        layer: KVStore,
+        ctx: PassContext,
+        n: int,
+        rotate: Rotate,
+        meter: Meter,
+        on_merge: OnMerge | None = None,
+    ) -> int:
+        shape, total = ctx.shape, ctx.past + n
+        tokens = shape.tokens_per_frame
+        keep = self.capacity(shape, ctx.prompt, None) - shape.max_pass_tokens
+        if total <= keep:
+            return total
+        first = ctx.prompt + self.sink * tokens
+        window = first + MEMORY * tokens
+        # until something has left there is no memory: its slots hold the oldest frames, which leave
+        begun = ctx.total > ctx.past
+        leaving = slice(window if begun else first, window + total - keep)
+        rates = {first: self.long, first + tokens: self.short}
+        shares = {slot: rate if begun else 1.0 for slot, rate in rates.items()}
+        layer.average(leaving, tokens, shares, self.average == "place")
+        entries = shape.batch * shape.kv_heads * (leaving.stop - leaving.start)
+        meter.add("macs", 2 * entries * shape.head_dim)
+        layer.move(leaving.stop, window, keep - window)
+        before = slice(ctx.prompt, window)
+        newest = layer.pos[:, :, total - 1 : total, 0]
+        time = newest + 1 - (keep - ctx.prompt) // tokens
+        stand_at(layer, before, time, tokens, rotate)
+        return keep
