@@ -181,9 +181,9 @@ def fewest_replicas(load: Load, wanted: int, slots: int, seed: int) -> tuple[int
     best = refusals(load, wanted, high, slots, seed)
     while high - low > max(1, high // 200):
         middle = (low + high) // 2
-        found = refusals(load, wanted, middle, slots, seed)
-        if found.refused <= 0.001 * max(1, found.arrived):
-            high, best = middle, found
+        outcome = refusals(load, wanted, middle, slots, seed)
+        if outcome.refused <= 0.001 * max(1, outcome.arrived):
+            high, best = middle, outcome
         else:
             low = middle
     return high, best

@@ -94,11 +94,11 @@ def camera(kind: str, frames: int, generator: Generator) -> str:
         return ("." + turn * away + BACK[turn] * frames)[:frames]
     if kind != "walk":
         raise TachyscopeError(f"a camera is one of {', '.join(CAMERAS)}, got {kind!r}: use these")
-    found = "."
-    while len(found) < frames:
-        found += "wwwwsad"[number(0, 6)] * number(3, 10)
-        found += "qe"[number(0, 1)] * number(2, 5) * number(0, 1)
-    return found[:frames]
+    letters = "."
+    while len(letters) < frames:
+        letters += "wwwwsad"[number(0, 6)] * number(3, 10)
+        letters += "qe"[number(0, 1)] * number(2, 5) * number(0, 1)
+    return letters[:frames]
 
 
 def make_clips(

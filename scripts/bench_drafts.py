@@ -48,7 +48,7 @@ def play(task: tuple[Clip, int, int]) -> dict[str, dict[str, float]]:
     """One world's clip by every plan: passes, tokens that they ran over, seconds, equal codes."""
     clip, number, frames = task
     world, shown, letters = clip.worlds[0], clip.frames[0], clip.actions[0]
-    found, want = {}, None
+    results, want = {}, None
     for name, plan in PLANS.items():
         stream = open_stream(
             model, plan, prompt=world.prompt, seed=number, first=shown[:GIVEN],
@@ -65,13 +65,13 @@ def play(task: tuple[Clip, int, int]) -> dict[str, dict[str, float]]:
         drafts, right = (
             sum(x.get(key, 0.0) for x in stats) for key in ("drafts", "drafts_accepted")
         )
-        found[name] = {
+        results[name] = {
             "places_a_pass": places / (places - right),
             "tokens_a_place": (places - right + drafts) / places,
             "seconds_a_frame": seconds / frames,
             "equal": (codes == want).float().mean().item(),
         }
-    return found
+    return results
 
 
 def main() -> None:
@@ -95,11 +95,17 @@ def main() -> None:
     for camera in clips:
         results = list(islice(played, args.worlds))
         for name, plan in PLANS.items():
-            found = [result[name] for result in results]
-            worst = min(x["places_a_pass"] for x in found)
+            values = [result[name] for result in results]
+            worst = min(x["places_a_pass"] for x in values)
             rows.append(
-                {"model": MODEL, "camera": camera, "name": name, "plan": plan, "worlds": len(found)}
-                | combined(found)
+                {
+                    "model": MODEL,
+                    "camera": camera,
+                    "name": name,
+                    "plan": plan,
+                    "worlds": len(values),
+                }
+                | combined(values)
                 | {"places_a_pass_worst": worst}
             )
             print(camera, name, rows[-1]["places_a_pass"], worst, flush=True)

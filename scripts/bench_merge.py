@@ -141,7 +141,7 @@ class Bench:
     def ms(self, call: Callable[[], object], head_start: int = HEAD_START) -> float:
         """The median of some runs, after one that is not counted."""
         call()
-        found = []
+        times = []
         for _ in range(ROUNDS if self.device.type == "cuda" else 1):
             if self.device.type == "cuda":
                 torch.cuda._sleep(head_start)
@@ -150,12 +150,12 @@ class Bench:
                 call()
                 stop.record()
                 stop.synchronize()
-                found.append(start.elapsed_time(stop))
+                times.append(start.elapsed_time(stop))
             else:
                 t0 = time.perf_counter()
                 call()
-                found.append(1e3 * (time.perf_counter() - t0))
-        return statistics.median(found)
+                times.append(1e3 * (time.perf_counter() - t0))
+        return statistics.median(times)
 
 
 def copied(layer: KVStore) -> KVStore:
@@ -193,10 +193,10 @@ def check_match(b: Bench, setting: Setting) -> dict[str, float]:
     exact = unit[:, :, left + rows] @ unit.mT
     newer = torch.arange(k.shape[2], device=b.device) >= (left + rows)[:, None]
     exact.masked_fill_(newer, -torch.inf)
-    found = exact.gather(3, partner[:, :, rows, None]).squeeze(-1)
+    reached = exact.gather(3, partner[:, :, rows, None]).squeeze(-1)
     best, index = exact.max(-1)
-    worst = (best - found).max().item()
-    off = (cosine[:, :, rows] - found).abs().max().item()
+    worst = (best - reached).max().item()
+    off = (cosine[:, :, rows] - reached).abs().max().item()
     if not (worst < 2e-5 and off < 2e-6):
         raise AssertionError(f"match misses the best by {worst:.1e}, its cosine by {off:.1e}")
     older = (partner < left + torch.arange(m, device=b.device)).all().item()
@@ -288,17 +288,17 @@ def main() -> None:
     row: dict[str, Any] = {"places": args.places, "newest": args.newest}
     with torch.inference_mode():
         run(row, Bench(args.places, args.newest, device))
-    found = document(f"bench-merge-{device}", [row], shlex.join(["python", *sys.argv]))
-    print(to_json(found, indent=1))
-    emit(found, args.out)
+    results = document(f"bench-merge-{device}", [row], shlex.join(["python", *sys.argv]))
+    print(to_json(results, indent=1))
+    emit(results, args.out)
 
 
-def run(found: dict[str, Any], b: Bench) -> None:
+def run(results: dict[str, Any], b: Bench) -> None:
     layer, old, left = b.layer, b.old, b.left
     entries = old.stop - old.start
     looking = entries - left
-    found |= {"entries": entries, "looking": looking, "folded": b.excess}
-    found["checks"] = {
+    results |= {"entries": entries, "looking": looking, "folded": b.excess}
+    results["checks"] = {
         "match": tried(lambda: check_match(b, Setting())),
         "slide": tried(lambda: check_slide(b, folding.Setting()) or "equal"),
         "commit": tried(lambda: check_commit(b)),
@@ -315,13 +315,13 @@ def run(found: dict[str, Any], b: Bench) -> None:
             "check": tried(lambda: check_match(b, setting)),
         }
 
-    found["match"] = [{**s._asdict(), "result": tried(lambda s=s: rate(s))} for s in MATCHES]
+    results["match"] = [{**s._asdict(), "result": tried(lambda s=s: rate(s))} for s in MATCHES]
     alike[:, :, left:], partner[:, :, left:] = match(k, left)
     folds = folding.choose(alike, partner, b.excess)
     used = slice(old.start, b.total)
     held = Entries(**{name: x[:, :, used].clone() for name, x in layer.entries().items()})
     # what was moved or folded before changes the content, not how much there is to do
-    found["slide"] = [
+    results["slide"] = [
         {**s._asdict(), "ms": tried(lambda s=s: b.ms(lambda: folding.slide(held, folds, s)))}
         for s in SLIDES
     ]
@@ -338,7 +338,7 @@ def run(found: dict[str, Any], b: Bench) -> None:
         "torch's topk": lambda: alike.topk(b.excess, 2),
         "torch's match": lambda: best_older(F.normalize(k.float(), dim=-1), left),
     }
-    found["ms"] = {name: tried(lambda call=call: b.ms(call)) for name, call in parts.items()}
+    results["ms"] = {name: tried(lambda call=call: b.ms(call)) for name, call in parts.items()}
     layers = [copied(layer) for _ in range(b.shape.layers if b.device.type == "cuda" else 1)]
 
     def chunk() -> None:
@@ -346,16 +346,16 @@ def run(found: dict[str, Any], b: Bench) -> None:
             b.commit(one)
 
     for name in ("chunk", "chunk again"):  # 30 layers
-        found["ms"][name] = tried(lambda: b.ms(chunk, LONG_HEAD_START))
+        results["ms"][name] = tried(lambda: b.ms(chunk, LONG_HEAD_START))
     if b.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         b.commit(layers[0])
-        found["workspace_bytes"] = torch.cuda.max_memory_allocated() - before
-        found["waits"] = tried(lambda: without_waits(lambda: b.commit(layers[0])) or "none")
+        results["workspace_bytes"] = torch.cuda.max_memory_allocated() - before
+        results["waits"] = tried(lambda: without_waits(lambda: b.commit(layers[0])) or "none")
         t0 = time.perf_counter()
         chunk()
-        found["ms"]["the host's part of a chunk"] = 1e3 * (time.perf_counter() - t0)
+        results["ms"]["the host's part of a chunk"] = 1e3 * (time.perf_counter() - t0)
         torch.cuda.synchronize()
 
 

@@ -28,13 +28,13 @@ BUDGET = "replay=input:budget="
 def losses(rows: Sequence[Document]) -> list[tuple[float, float]]:
     """Budgets that were measured and the dB that each lost, in order."""
     dense = {row["clip"]: row for row in rows if row["method"] == "dense"}
-    found: dict[float, list[float]] = {}
+    by_budget: dict[float, list[float]] = {}
     for row in rows:
         if row["method"].startswith(BUDGET):
             lost = versus(dense[row["clip"]], row, "psnr_truth")[0]
-            found.setdefault(float(row["method"].removeprefix(BUDGET)), []).append(lost)
+            by_budget.setdefault(float(row["method"].removeprefix(BUDGET)), []).append(lost)
     out, most = [], 0.0
-    for budget, lost in sorted(found.items()):
+    for budget, lost in sorted(by_budget.items()):
         most = max(most, statistics.fmean(lost))
         out.append((budget, most))
     return out
@@ -47,10 +47,10 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="of eval_gates.py")
     parser.add_argument("calibration", type=Path, help="to be written anew")
     args = parser.parse_args()
-    found = losses(json.loads(args.results.read_text())["rows"])
-    tensors = read_tensors(args.calibration) | {"losses": torch.tensor(found)}
+    fitted = losses(json.loads(args.results.read_text())["rows"])
+    tensors = read_tensors(args.calibration) | {"losses": torch.tensor(fitted)}
     write_tensors(args.calibration, Calibration.of(tensors, str(args.calibration)).tensors())
-    for budget, lost in found:
+    for budget, lost in fitted:
         print(f"{budget:g}: {lost:.2f} dB")
 
 

@@ -65,16 +65,16 @@ def export(args: argparse.Namespace) -> None:
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
 
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for i, layer in enumerate(trunk.layers):
         named = {
             name.split(".")[-2]: value.double().numpy()
             for name, value in layer.state_dict().items()
         }
         for part, linear in layer_of(named, config.head_dim)._asdict().items():
-            found[f"{i}.{part}.weight"] = linear.weight.astype(np.int8)
-            found[f"{i}.{part}.multiplier"] = linear.multiplier.astype(np.int16)
-            found[f"{i}.{part}.shift"] = linear.shift.astype(np.int8)
+            tensors[f"{i}.{part}.weight"] = linear.weight.astype(np.int8)
+            tensors[f"{i}.{part}.multiplier"] = linear.multiplier.astype(np.int16)
+            tensors[f"{i}.{part}.shift"] = linear.shift.astype(np.int8)
     places = config.grid[0] * config.grid[1]
     rope = Rope.of(config.head_dim, config.theta, config.rope_scale)
     prompt_ids = model.encode_prompt("").ids.shape[1]
@@ -88,7 +88,9 @@ def export(args: argparse.Namespace) -> None:
         "tokens_per_frame": places,
         "context": prompt_ids + (GIVEN + MADE) * places,
     }
-    np.savez(out / "trunk.npz", shape=json.dumps(shape), eps=config.eps, steps=rope.steps, **found)
+    np.savez(
+        out / "trunk.npz", shape=json.dumps(shape), eps=config.eps, steps=rope.steps, **tensors
+    )
 
     head, projector = model.transformer.head, model.transformer.mm_projector
     arrays = {
@@ -181,16 +183,16 @@ def draw(
 ) -> Drawn:
     """A frame, token by token; in the last one the gate may decide. All that was seen is kept."""
     clip = np.load(args.out / "clip.npz")
-    found: dict[str, list[Any]] = {"codes": [], "inputs": [], "states": [], "replayed": []}
+    recorded: dict[str, list[Any]] = {"codes": [], "inputs": [], "states": [], "replayed": []}
     for place, noise in enumerate(clip["noise"][frame]):
         codes = depth.generate(state, noise)
         x = depth.embed(codes, int(clip["moves"][GIVEN + frame]))
         state, replayed = step(x, Token(index + place, place, frame == MADE - 1))
-        for key, value in zip(found, (codes, x, state, replayed), strict=True):
-            found[key].append(value)
+        for key, value in zip(recorded, (codes, x, state, replayed), strict=True):
+            recorded[key].append(value)
         if place % 64 == 63:
             print(f"{args.what}: frame {frame} place {place}", flush=True)
-    return {key: np.array(value) for key, value in found.items()}
+    return {key: np.array(value) for key, value in recorded.items()}
 
 
 def save(args: argparse.Namespace, name: str, frames: Sequence[Drawn], tas: float) -> None:

@@ -95,7 +95,7 @@ def main() -> None:
     def write() -> None:
         write_weights(average.weights("autoencoder"), args.out, "autoencoder", torch.float32)
 
-    step, saved, told = 0, clock.elapsed, 0.0
+    step, saved, logged = 0, clock.elapsed, 0.0
     model.norm.train(not args.decoder_only)
     while clock.share < 1:
         with torch.no_grad():
@@ -114,9 +114,9 @@ def main() -> None:
         optimizer.step()
         average.update()
         step += 1
-        if step == 1 or clock.elapsed - told > 5:
-            told = clock.elapsed
-            log(step=step, seconds=told, loss=loss.item(), mse=error.square().mean().item())
+        if step == 1 or clock.elapsed - logged > 5:
+            logged = clock.elapsed
+            log(step=step, seconds=logged, loss=loss.item(), mse=error.square().mean().item())
         if clock.elapsed - saved > 60:
             saved = clock.elapsed
             write()

@@ -136,14 +136,14 @@ def judge(
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Quality on pictures of unseen rooms, and how many codes' worth of entropy they use."""
     generator = Generator().manual_seed(2**31)
-    found, codes, rows = [], [], []
+    pictures, codes, rows = [], [], []
     for _ in range(count // 32):
         truth = atrium.render(*draw(32, generator, device), size)
         codes.append(model.quantizer.quantise(model.encode(truth * 2 - 1)))
         made = (model.decode(model.quantizer.sum(codes[-1])) * 0.5 + 0.5).clamp(0, 1)
-        found.append(atrium_clips.psnr(made, truth))
+        pictures.append(atrium_clips.psnr(made, truth))
         rows = [truth[:12], made[:12], truth[12:24], made[12:24]]
-    scores = {"psnr_tokenizer": torch.cat(found).mean().item()}
+    scores = {"psnr_tokenizer": torch.cat(pictures).mean().item()}
     for d, used in enumerate(torch.cat(codes).flatten(0, -2).unbind(-1)):
         share = torch.bincount(used).float() / len(used)
         scores[f"perplexity_{d}"] = torch.special.entr(share).sum().exp().item()
@@ -214,7 +214,7 @@ def main() -> None:
     )
     while pool.made < min(args.pool // 4, 32 * args.batch):
         pool.put()
-    step, saved, told, coded = 0, clock.elapsed, 0.0, bool(args.resume)
+    step, saved, logged, coded = 0, clock.elapsed, 0.0, bool(args.resume)
     checks = dict(CHECKS) if device == "cuda" else {}  # a CPU only tries the script out
     while clock.share < 1:
         truth = pool.take(dtype)
@@ -248,11 +248,11 @@ def main() -> None:
         step += 1
         if step % args.every == 0:
             pool.put()
-        if step == 1 or clock.elapsed - told > 5:
-            told = clock.elapsed
+        if step == 1 or clock.elapsed - logged > 5:
+            logged = clock.elapsed
             db = -10 * (error.square().mean() / 4).log10().item()
             used = [int((c > 0.05 * c.mean()).sum()) for c in following.counts]
-            log(step=step, seconds=told, loss=loss.item(), db=db, lost=lost.item(), used=used)
+            log(step=step, seconds=logged, loss=loss.item(), db=db, lost=lost.item(), used=used)
             for share in [share for share in checks if clock.share > share]:
                 least = checks.pop(share)
                 if not db >= least:

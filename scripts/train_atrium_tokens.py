@@ -327,8 +327,8 @@ class Teacher:
         """Cross-entropy [B, T, N, D]."""
         states = self.states(spoil(codes), actions, ids)
         sums = self.model.vae.quantizer.sums(codes).flatten(0, 2)
-        found = self.loss(self.model.head, states.flatten(0, 1), sums, codes.flatten(0, 2))
-        return found.view_as(codes)
+        losses = self.loss(self.model.head, states.flatten(0, 1), sums, codes.flatten(0, 2))
+        return losses.view_as(codes)
 
 
 @dataclass(frozen=True)
@@ -403,11 +403,11 @@ def judge(
     temperature = torch.tensor(list(kinds.values()), device=device).repeat_interleave(rows)
     told = torch.tensor([k == "told" for k in kinds], device=device).repeat_interleave(rows)
     many = [x.repeat(len(kinds), *[1] * (x.dim() - 1)) for x in (codes, clips.actions, ids)]
-    found = play(adapter, *many, given, temperature, told)
+    frames_made = play(adapter, *many, given, temperature, told)
     last = truth[:, given - 1 : given].expand_as(truth)
     videos = {"tokenizer": show(codes), "repeat": last}
-    videos |= dict(zip(kinds, (show(part) for part in found.split(rows)), strict=True))
-    same = (found[:rows] == codes)[:, given:].float().mean((1, 2))  # [rows, D]
+    videos |= dict(zip(kinds, (show(part) for part in frames_made.split(rows)), strict=True))
+    same = (frames_made[:rows] == codes)[:, given:].float().mean((1, 2))  # [rows, D]
     scores = {}
     for name, video in videos.items():
         each = atrium_clips.psnr(video[:, given:], truth[:, given:]).unflatten(0, (-1, worlds))
@@ -531,10 +531,10 @@ def main() -> None:
 
     def learn(codes: Tensor, actions: Tensor, ids: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            found = teacher(codes, actions, ids)
+            losses = teacher(codes, actions, ids)
         optimizer.zero()
-        found.mean().backward()
-        return found.detach()
+        losses.mean().backward()
+        return losses.detach()
 
     first = step = load(args.resume, average, optimizer) if args.resume else 0
     # a resumed run sees other worlds than the one before
@@ -581,23 +581,23 @@ def main() -> None:
             save_state(args.state, average, optimizer, step)
 
     empty = torch.tensor(adapter.tokenizer.ids(""), device=device)
-    saved, told, told_step = clock.elapsed, clock.elapsed, step
+    saved, logged, logged_step = clock.elapsed, clock.elapsed, step
     sums = torch.zeros(args.frames, config.depth, device=device)
     norms = torch.zeros((), device=device)
     while clock.share < 1:
         codes, actions, ids = pool.take(args.batch)
         silent = torch.rand(args.batch, 1, device=device) < args.forget
-        found = learn(codes, actions, torch.where(silent, empty, ids))
+        step_losses = learn(codes, actions, torch.where(silent, empty, ids))
         norm = nn.utils.clip_grad_norm_(average.live, 1.0)
         optimizer.step(args.rate * clock.rate(step - first))
         average.update()
         step += 1
-        sums += found.mean((0, 2))
+        sums += step_losses.mean((0, 2))
         norms += norm.detach()
         if args.every and step % args.every == 0 and pool.filled + args.fresh <= more:
             pool.put(*fresh(args.fresh), encode)
-        if step == first + 1 or clock.elapsed - told > 10:
-            taken, seconds = step - told_step, clock.elapsed - told
+        if step == first + 1 or clock.elapsed - logged > 10:
+            taken, seconds = step - logged_step, clock.elapsed - logged
             table = (sums / taken).cpu()
             log(
                 step=step,
@@ -616,7 +616,7 @@ def main() -> None:
                 raise SystemExit(f"the loss is still above {LEARNT} after {clock.share:.0%}")
             sums.zero_()
             norms.zero_()
-            told, told_step = clock.elapsed, step
+            logged, logged_step = clock.elapsed, step
         if clock.elapsed - saved > 60:
             write()
             saved = clock.elapsed

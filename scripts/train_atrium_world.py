@@ -619,7 +619,7 @@ def main() -> None:
         if args.state:
             save_state(args.state, average, optimizer, step)
 
-    saved, told, told_step, rolled_at = clock.elapsed, clock.elapsed, step, step
+    saved, logged, logged_step, rolled_at = clock.elapsed, clock.elapsed, step, step
     sums = torch.zeros(6, device=device)
     while clock.share < 1:
         share = args.begin + (args.finish - args.begin) * clock.share
@@ -646,13 +646,13 @@ def main() -> None:
             high = t > 0.8
             # late frames of a clip have seen much of the room: there memory shows
             late = high & (torch.arange(length, device=device) >= length * 3 // 4)
-            found = (error * high).sum(), high.sum(), (error * late).sum(), late.sum()
-            sums += torch.stack([loss.detach(), norm.detach(), *found])
+            errors = (error * high).sum(), high.sum(), (error * late).sum(), late.sum()
+            sums += torch.stack([loss.detach(), norm.detach(), *errors])
         if step % args.every == 0:
             pool.put(*next(fresh))
-        if step == first + 1 or clock.elapsed - told > 10:
+        if step == first + 1 or clock.elapsed - logged > 10:
             total, norms, high_sum, highs, late_sum, lates = sums.tolist()
-            steps, seconds = step - told_step, clock.elapsed - told
+            steps, seconds = step - logged_step, clock.elapsed - logged
             log(
                 step=step,
                 seconds=clock.elapsed,
@@ -669,7 +669,7 @@ def main() -> None:
             if not math.isfinite(total):
                 raise SystemExit("the loss is not finite: resume with a lower --rate")
             sums.zero_()
-            told, told_step = clock.elapsed, step
+            logged, logged_step = clock.elapsed, step
         if clock.elapsed - saved > 60:
             write()
             saved = clock.elapsed

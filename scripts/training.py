@@ -153,10 +153,10 @@ class Optimizer:
                 p.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        found = self.muon.state()
+        values = self.muon.state()
         for i, p in enumerate(self.rest):
-            found |= {f"adam.{i}.{key}": value for key, value in self.adam.state[p].items()}
-        return found
+            values |= {f"adam.{i}.{key}": value for key, value in self.adam.state[p].items()}
+        return values
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         self.muon.restore(tensors)

@@ -60,8 +60,8 @@ def _described(name: str, one: Any, level: str = "##") -> str:
     out = [f"{level} `{name}`", "", f"```python\n{name}{_signature(one)}\n```", ""]
     out += ["\n\n".join(_paragraphs(one)), ""]
     if inspect.isclass(one) and not issubclass(one, Exception):
-        found = {k: x for part in reversed(one.__mro__[:-1]) for k, x in vars(part).items()}
-        for key, method in found.items():
+        members = {k: x for part in reversed(one.__mro__[:-1]) for k, x in vars(part).items()}
+        for key, method in members.items():
             method = getattr(method, "__func__", method)
             if key.startswith("_") or not inspect.isfunction(method) or not method.__doc__:
                 continue
@@ -75,9 +75,9 @@ def _described(name: str, one: Any, level: str = "##") -> str:
 def _signature(one: Any) -> str:
     if inspect.isclass(one) and issubclass(one, Exception):
         return ""
-    found = inspect.signature(one)
-    kept = [value for name, value in found.parameters.items() if name not in ("self", "cls")]
-    return str(found.replace(parameters=kept)).replace("'", "")
+    signature = inspect.signature(one)
+    kept = [value for name, value in signature.parameters.items() if name not in ("self", "cls")]
+    return str(signature.replace(parameters=kept)).replace("'", "")
 
 
 def _paragraphs(one: Any) -> list[str]:

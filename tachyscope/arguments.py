@@ -70,7 +70,7 @@ def check_prompt(prompt: Any, name: str = "prompt") -> str:
 
 def check_changes(then: Any) -> list[tuple[int, str]]:
     """Changes of prompt, (frame, prompt) each."""
-    found = []
+    changes = []
     for change in _items(then, "then", "(frame, prompt) pairs", "[(24, 'a blue room')]"):
         if not isinstance(change, tuple | list) or len(change) != 2:
             raise TachyscopeError(
@@ -78,8 +78,8 @@ def check_changes(then: Any) -> list[tuple[int, str]]:
                 f"try [(24, 'a blue room')]"
             )
         frame = check_whole("frames", change[0], "a frame of `then`")
-        found.append((frame, check_prompt(change[1], "a prompt of then")))
-    return found
+        changes.append((frame, check_prompt(change[1], "a prompt of then")))
+    return changes
 
 
 def parse_change(text: str) -> tuple[int, str]:
@@ -325,26 +325,26 @@ def parse_noise(noise: Noise, model: VideoModel, shape: Shape) -> Tensor:
                 f"{noise} must hold a tensor 'noise', it has {', '.join(sorted(tensors)[:3])}: "
                 f"save it under that name"
             )
-        found = tensors["noise"]
+        tensor = tensors["noise"]
     elif isinstance(noise, np.ndarray) and np.issubdtype(noise.dtype, np.floating):
-        found = torch.from_numpy(noise)
+        tensor = torch.from_numpy(noise)
     elif isinstance(noise, Tensor):
-        found = noise
+        tensor = noise
     else:
         raise TachyscopeError(
             f"`noise` must be a path, or an array or a tensor of floats, got {_told(noise)}"
         )
     one, channels, _, *grid = model.latent_size(shape, 1)
     wanted = f"[1 to {model.draws}, latent frames, {channels}, {grid[0]}, {grid[1]}]"
-    fits = found.dim() == 5 and [*found.shape[2:]] == [channels, *grid] and one == 1
-    if not fits or not 1 <= len(found) <= model.draws or not found.is_floating_point():
+    fits = tensor.dim() == 5 and [*tensor.shape[2:]] == [channels, *grid] and one == 1
+    if not fits or not 1 <= len(tensor) <= model.draws or not tensor.is_floating_point():
         raise TachyscopeError(
-            f"`noise` must be floats {wanted}, got {_told(found)}: the first dimension counts the "
+            f"`noise` must be floats {wanted}, got {_told(tensor)}: the first dimension counts the "
             f"draws of a chunk"
         )
-    if not bool(found.isfinite().all()):
+    if not bool(tensor.isfinite().all()):
         raise TachyscopeError("`noise` must be finite, this has NaN or infinity: draw it again")
-    return found
+    return tensor
 
 
 def check_noise(noise: Tensor | None, frames: int) -> None:
@@ -406,8 +406,8 @@ def _items(given: Any, name: str, allowed: str, example: str) -> list[Any]:
         if given.ndim != 1:
             shape = list(given.shape)
             raise TachyscopeError(f"{name} has one dimension, got {shape}: flatten it")
-        found: list[Any] = given.tolist()
-        return found
+        items: list[Any] = given.tolist()
+        return items
     if not isinstance(given, list | tuple):
         raise TachyscopeError(f"{name} must be {allowed}, got {_told(given)}: try {example}")
     return list(given)

@@ -23,9 +23,9 @@ def parse_batch(prompt: Any, seed: Any) -> tuple[list[str], list[int], int | Non
     lists = {name: list(x) for name, x in given.items() if isinstance(x, list | tuple)}
     counts = {len(x) for x in lists.values()}
     if counts == {0} or len(counts) > 1:
-        told = " and ".join(f"{len(x)} of `{name}`" for name, x in lists.items())
+        lengths = " and ".join(f"{len(x)} of `{name}`" for name, x in lists.items())
         raise TachyscopeError(
-            f"a batch takes one prompt and one seed a video, got {told}: give as many of each"
+            f"a batch takes one prompt and one seed a video, got {lengths}: give as many of each"
         )
     batch = counts.pop() if counts else None
     prompts, seeds = (lists.get(name, [x] * (batch or 1)) for name, x in given.items())
@@ -43,13 +43,13 @@ def parse_firsts(first: Any, batch: int | None) -> list[np.ndarray]:
             f"`first` of a batch is a list of each video's frames, here {batch}, got "
             f"{1 if isinstance(first, str | PathLike) else len(first)}: give as many"
         )
-    found = [parse_first(each) for each in first]
-    if len({x.shape for x in found}) > 1:
+    firsts = [parse_first(each) for each in first]
+    if len({x.shape for x in firsts}) > 1:
         raise TachyscopeError(
             f"first frames of a batch have one size and number, got "
-            f"{', '.join(str(list(x.shape)) for x in found)}: cut them alike"
+            f"{', '.join(str(list(x.shape)) for x in firsts)}: cut them alike"
         )
-    return found
+    return firsts
 
 
 def batched_shape(model: VideoModel, shape: Shape, batch: int, noise: Noise | None) -> Shape:

@@ -36,7 +36,7 @@ class Bound(NamedTuple):
     def rule(self, value: object) -> str:
         """What a value must be, and is not."""
         kind = "a whole number " if self.whole and isinstance(value, NOT_WHOLE) else ""
-        return f"must be {kind}{self}, got {told(value)}"
+        return f"must be {kind}{self}, got {describe(value)}"
 
 
 NOT_WHOLE = (float, str, bool, type(None))
@@ -296,12 +296,12 @@ def whole(text: str, what: str) -> int:
 def number(text: str, what: str) -> float:
     """The number that a text spells; nan and inf are none."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        value = math.nan
+    if not math.isfinite(value):
         raise TachyscopeError(f"{what} must be a number, got {shown(text)}: give its digits")
-    return found
+    return value
 
 
 def _spelled(edge: float) -> str:
@@ -310,7 +310,7 @@ def _spelled(edge: float) -> str:
     return f"{int(edge):,}" if float(edge).is_integer() else f"{edge:g}"
 
 
-def told(value: object) -> str:
+def describe(value: object) -> str:
     """A value that was given, as an error tells it."""
     # Python refuses to write a number of more than some thousand digits
     if isinstance(value, int) and abs(value) > 10**30:

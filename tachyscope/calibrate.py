@@ -117,13 +117,13 @@ def calibrate(
     return Calibration.of(plain.tensors(), "this calibration")
 
 
-def lines(found: Calibration) -> list[str]:
+def lines(calibration: Calibration) -> list[str]:
     """A calibration as a reader wants it: neurons computed of each layer, by share left out."""
-    shares = list(found.maps)
-    kept = [found.kept(share) for share in shares]
+    shares = list(calibration.maps)
+    kept = [calibration.kept(share) for share in shares]
     cells = [
-        [str(layer), *(f"{len(index[layer])} of {found.score.shape[1]}" for index in kept)]
-        for layer in range(len(found.score))
+        [str(layer), *(f"{len(index[layer])} of {calibration.score.shape[1]}" for index in kept)]
+        for layer in range(len(calibration.score))
     ]
     return format_table(["layer", *(f"{share:g} left out" for share in shares)], cells)
 
@@ -223,10 +223,10 @@ def _fit(mlp: SliceableMlp, x: Tensor) -> Fit:
         energy += float((h @ down.T).double().square().sum())
         rows += len(here)
     ridge = RIDGE * gram.diagonal().mean() * torch.eye(width + 1, dtype=torch.float64)
-    found = torch.linalg.solve(gram + ridge, cross)
-    left = square - 2 * (found * cross).sum(0) + (found * (gram @ found)).sum(0)
+    solution = torch.linalg.solve(gram + ridge, cross)
+    left = square - 2 * (solution * cross).sum(0) + (solution * (gram @ solution)).sum(0)
     score = left.clamp_min(0) * down.double().square().sum(0).cpu() / max(energy, 1e-30)
-    return Fit(found, gram, score.float())
+    return Fit(solution, gram, score.float())
 
 
 def _rest(mlp: SliceableMlp, x: Tensor, fit: Fit, kept: Tensor) -> Rest:
@@ -265,10 +265,10 @@ def _gain(mlp: SliceableMlp, x: Tensor) -> float:
     """The most that outputs of inputs x [B, T, N, W] change by, over the change of inputs."""
     some = x[:, :, ::4].to(mlp.down.device, mlp.down.dtype)
     y = torch.stack([mlp(frame) for frame in some.unbind(1)], 1)
-    found = [0.0]
+    gains = [0.0]
     for new, old, now, base in _apart(y, some):
-        found.append(_steepest((new - old).norm(dim=-1), (now - base).norm(dim=-1)))
-    return max(found)
+        gains.append(_steepest((new - old).norm(dim=-1), (now - base).norm(dim=-1)))
+    return max(gains)
 
 
 def _apart(y: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -146,14 +146,14 @@ class Calibration:
 
     def tensors(self) -> dict[str, Tensor]:
         """As a file holds it: half precision where that is enough."""
-        found = {"version": torch.tensor([VERSION]), "score": self.score, "norms": self.norms}
-        found |= {"speeds": self.speeds, "shares": torch.tensor(list(self.maps)).double()}
+        values = {"version": torch.tensor([VERSION]), "score": self.score, "norms": self.norms}
+        values |= {"speeds": self.speeds, "shares": torch.tensor(list(self.maps)).double()}
         for i, share in enumerate(self.maps):
             for n, part in enumerate(self.maps[share]):
-                found[f"map.{i}.{n}"] = part.half()
-            found |= {f"bias.{i}": self.bias[share].half(), f"beta.{i}": self.beta[share].float()}
-            found[f"off.{i}"] = self.off[share]
-        return found | {"gain": self.gain, "losses": self.losses}
+                values[f"map.{i}.{n}"] = part.half()
+            values |= {f"bias.{i}": self.bias[share].half(), f"beta.{i}": self.beta[share].float()}
+            values[f"off.{i}"] = self.off[share]
+        return values | {"gain": self.gain, "losses": self.losses}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], where: str) -> Calibration:

@@ -124,7 +124,7 @@ def compare(
         raise TachyscopeError(
             f"a floor needs the model in two dtypes, got {_dtype(model)} twice: load another twin"
         )
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "frames": frames, "prompt": prompt, "seed": seed, "size": size, "start": start,
         "pace": pace,
     }  # fmt: skip
@@ -134,7 +134,7 @@ def compare(
 
     def take(name: str, of: VideoModel, by: Plan | str, like: Stream | None = None) -> _Take:
         with Clock() as clock:
-            stream = open_stream(of, by, **asked, **({} if like else given))
+            stream = open_stream(of, by, **request, **({} if like else given))
             if like is not None:
                 stream.restore(like.snapshot())
             chunks = rollout(of, frames=frames, actions=actions, stream=stream)
@@ -150,13 +150,13 @@ def compare(
         newest = {"first": given["first"][-1:]} if given else {}
         for role in ("dense", "plan"):
             warmed[role] = warm(
-                model, takes[role].stream.session.plan, actions=actions, **asked, **newest
+                model, takes[role].stream.session.plan, actions=actions, **request, **newest
             )
     video_size = _play(takes, frames, model.fps, truth, out, watch)
-    found = _conclude(takes, model, video_size, warmed, load_s, command, about)
+    comparison = _conclude(takes, model, video_size, warmed, load_s, command, about)
     if out is not None:
-        _write(Path(out), found, model, video_size)
-    return found
+        _write(Path(out), comparison, model, video_size)
+    return comparison
 
 
 def _dtype(model: VideoModel) -> str:
@@ -273,13 +273,13 @@ def _run(take: _Take, more: Mapping[str, float], warmed: float) -> Run:
     looks.pop("psnr_dense", None)
     if take.true.frames:
         looks["psnr_truth"] = take.true.summary()["psnr_truth"]
-    found = summary(take.rows) | looks | dict(more)
-    found["warm_s"] += warmed
+    stats = summary(take.rows) | looks | dict(more)
+    stats["warm_s"] += warmed
     return Run(
         take.name,
         str(take.stream.session.plan),
         [row | look for row, look in zip(take.rows, take.looks, strict=True)],
-        found,
+        stats,
         notes(take.stream.session, take.rows),
     )
 
@@ -288,36 +288,38 @@ def _speed(dense: Run, plan: Run, aa: tuple[float, float] | None, session: Sessi
     """How much faster the plan was and at what cost; or that it was not, why, and its cost."""
     costs = _costs(dense, plan)
     if aa is None:
-        said = "Speeds were not compared: noise is unknown without a second dense run"
-        return f"{said}; {plan.name} has a {' and a '.join(costs)}." if costs else f"{said}."
-    found = plan.summary
-    ratios = f"{found['ratio_dense_all']:.2f}x over the whole video"
+        sentence = "Speeds were not compared: noise is unknown without a second dense run"
+        return (
+            f"{sentence}; {plan.name} has a {' and a '.join(costs)}." if costs else f"{sentence}."
+        )
+    stats = plan.summary
+    ratios = f"{stats['ratio_dense_all']:.2f}x over the whole video"
     noise = f"dense against itself {aa[0]:.2f}x to {aa[1]:.2f}x"
-    if found["real"] and found["ratio_dense"] > 1:
-        said = f"{plan.name} is {found['ratio_dense']:.2f}x as fast as dense once warm"
+    if stats["real"] and stats["ratio_dense"] > 1:
+        sentence = f"{plan.name} is {stats['ratio_dense']:.2f}x as fast as dense once warm"
         at = f", at a {' and a '.join(costs)}" if costs else ""
-        return f"{said} ({ratios}, {noise}){at}."
-    what = "slower than" if found["real"] else "not measurably faster than"
-    said = (
-        f"{plan.name} is {what} dense here, {found['ratio_dense']:.2f}x once warm and {ratios} "
+        return f"{sentence} ({ratios}, {noise}){at}."
+    what = "slower than" if stats["real"] else "not measurably faster than"
+    sentence = (
+        f"{plan.name} is {what} dense here, {stats['ratio_dense']:.2f}x once warm and {ratios} "
         f"({noise}), because {'; '.join(_reasons(dense, plan, session))}."
     )
-    return f"{said} It has a {' and a '.join(costs)}." if costs else said
+    return f"{sentence} It has a {' and a '.join(costs)}." if costs else sentence
 
 
 def _reasons(dense: Run, plan: Run, session: Session) -> list[str]:
     """Why a plan is not faster than dense: all that applies."""
-    found, policies, reasons = plan.summary, session.plan, []
+    stats, policies, reasons = plan.summary, session.plan, []
     if not policies.cache.grows and session.past == session.total_entries:
         reasons.append("the video is too short: the cache was never full, and left nothing out")
-    if found["steady_chunks"] < 3:
+    if stats["steady_chunks"] < 3:
         reasons.append(
-            f"only {found['steady_chunks']:.0f} chunks came after the warm-up of "
-            f"{found['warm_chunks']:.0f}, in which kernels are compiled and the cache fills"
+            f"only {stats['steady_chunks']:.0f} chunks came after the warm-up of "
+            f"{stats['warm_chunks']:.0f}, in which kernels are compiled and the cache fills"
         )
     if policies.attention.indexes and session.device.type == "cpu":
         reasons.append("on a CPU choosing what to read costs the time that reading less saves")
-    work = found["macs"] / dense.summary["macs"]
+    work = stats["macs"] / dense.summary["macs"]
     if not reasons or work > MUCH:
         reasons.append(f"it did {percent(work)} of dense's counted work")
     return reasons
@@ -325,15 +327,15 @@ def _reasons(dense: Run, plan: Run, session: Session) -> list[str]:
 
 def _costs(dense: Run, plan: Run) -> list[str]:
     """How near a plan is to the dense run and to the truth, where that was measured."""
-    found, costs = plan.summary, []
-    if "psnr_dense" in found:
+    stats, costs = plan.summary, []
+    if "psnr_dense" in stats:
         costs.append(
-            f"PSNR to dense of {decibels(found['psnr_dense'])} over {found['psnr_frames']:.0f} "
+            f"PSNR to dense of {decibels(stats['psnr_dense'])} over {stats['psnr_frames']:.0f} "
             f"frames (higher is closer)"
         )
-    if "psnr_truth" in found:
+    if "psnr_truth" in stats:
         theirs = decibels(dense.summary["psnr_truth"])
-        costs.append(f"PSNR to the truth of {decibels(found['psnr_truth'])} (dense: {theirs})")
+        costs.append(f"PSNR to the truth of {decibels(stats['psnr_truth'])} (dense: {theirs})")
     return costs
 
 
@@ -345,9 +347,9 @@ def _work(dense: Run, plan: Run) -> str:
     )
 
 
-def tell_floor(found: Comparison) -> str:
+def tell_floor(comparison: Comparison) -> str:
     """How far closeness to the dense run can be trusted, in a sentence."""
-    floor = found.document.get("floor")
+    floor = comparison.document.get("floor")
     if floor is None:
         return "Floor not measured: how far closeness to dense can be trusted is unknown."
     if floor["horizon"] is None:
@@ -361,13 +363,13 @@ def tell_floor(found: Comparison) -> str:
     )
 
 
-def _write(out: Path, found: Comparison, model: VideoModel, size: str) -> None:
-    write_atomically(out / "compare.json", to_json(found.document, indent=2) + "\n")
+def _write(out: Path, comparison: Comparison, model: VideoModel, size: str) -> None:
+    write_atomically(out / "compare.json", to_json(comparison.document, indent=2) + "\n")
     write_report(
         out / "report.html",
-        f"{model.name}: {found.runs[1].name} beside dense",
-        found.runs,
-        found.document,
+        f"{model.name}: {comparison.runs[1].name} beside dense",
+        comparison.runs,
+        comparison.document,
         model=f"{model.name}, {size}, {_dtype(model)}, {model.device}",
         video=(out / "compare.mp4").read_bytes(),
     )

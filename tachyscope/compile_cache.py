@@ -41,11 +41,11 @@ def _is_ours(folder: Path) -> bool:
     """Whether we can write there and nobody else can: what lies there is run."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError:
         return False
     shared = stat.S_IWGRP | stat.S_IWOTH
-    mine = not hasattr(os, "getuid") or found.st_uid == os.getuid()
-    return mine and stat.S_ISDIR(found.st_mode) and not found.st_mode & shared
+    mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return mine and stat.S_ISDIR(status.st_mode) and not status.st_mode & shared

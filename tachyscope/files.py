@@ -227,10 +227,10 @@ def _sweep(folder: Path, name: str) -> None:
     """Remove the parts of this name that no living process holds."""
     if fcntl is None:
         return
-    found: list[str] = []
+    names: list[str] = []
     with suppress(PermissionError):  # a folder may be written to and not listed
-        found = os.listdir(folder)
-    for entry in found:
+        names = os.listdir(folder)
+    for entry in names:
         if not entry.startswith(name) or not PART.fullmatch(entry[len(name) :]):
             continue
         with suppress(OSError):  # another user's, or swept by another process meanwhile

@@ -14,11 +14,11 @@ SAMPLES = 64  # values of a tensor that are looked at
 
 def digest(*parts: str | bytes) -> str:
     """32 hexadecimal digits of all parts, in their order."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        found.update(len(data).to_bytes(8, "little") + data)
-    return found.hexdigest()
+        hasher.update(len(data).to_bytes(8, "little") + data)
+    return hasher.hexdigest()
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -49,7 +49,7 @@ class ChunkRunner:
     Of a plan with a bound every chunk asks for the same launches, on the same memory, once the
     cache is full; what differs, time, noise and actions, are numbers on the device. With `record`
     the third such chunk is recorded, and those after it are asked for in one call: the host would
-    else take longer to ask than the device to answer. What a chunk counts is then told from the
+    else take longer to ask than the device to answer. What a chunk counts is then actions from the
     last two: it grows by the same each time.
     """
 
@@ -65,7 +65,7 @@ class ChunkRunner:
         self._memory: list[object] = []  # what the launches read and write
         self._chunk = session.chunk  # as this left it
         self._recorded: Recorded | None = None
-        self._told: Tensor | None = None  # actions, where recorded launches read them
+        self._actions: Tensor | None = None  # actions, where recorded launches read them
         self.replayed = False  # whether the last chunk was made by recorded launches
 
     def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
@@ -85,7 +85,7 @@ class ChunkRunner:
         memory = [session.texts, session.layers]
         same = bool(self._memory) and all(map(operator.is_, memory, self._memory))
         if not same or session.chunk != self._chunk:
-            # another prompt, a state that was taken up, chunks by another hand
+            # prompt changed, state restored, or the session was advanced elsewhere
             self.forget()
             self._memory = memory
         if self._recorded is not None:
@@ -94,9 +94,9 @@ class ChunkRunner:
         if len(self._alike) < 2:
             latents = self._make(moves)
         else:
-            told = self._told = self.model.actions_tensor(moves, session.shape.chunk)
+            actions = self._actions = self.model.actions_tensor(moves, session.shape.chunk)
             self._recorded = self.record(
-                session, lambda: self._make(moves if told is None else told)
+                session, lambda: self._make(moves if actions is None else actions)
             )
             latents = self._recorded.latents.clone()
             session.latents = latents
@@ -109,7 +109,7 @@ class ChunkRunner:
 
     def forget(self) -> None:
         """Let go of what was recorded, and of the memory that it works with."""
-        self._alike, self._recorded, self._told = [], None, None
+        self._alike, self._recorded, self._actions = [], None, None
 
     def _make(self, moves: Sequence[int] | Tensor, ready: Ready | None = None) -> Tensor:
         latents = self.model.sample(self.session, moves, ready)
@@ -119,9 +119,9 @@ class ChunkRunner:
 
     def _repeat(self, moves: Sequence[int]) -> Tensor:
         assert self._recorded is not None
-        told = self.model.actions_tensor(moves, self.session.shape.chunk)
-        if told is not None and self._told is not None:
-            self._told.copy_(told)
+        actions = self.model.actions_tensor(moves, self.session.shape.chunk)
+        if actions is not None and self._actions is not None:
+            self._actions.copy_(actions)
         self._recorded.repeat()
         session, (first, last) = self.session, self._alike
         counts = {name: 2 * value - first[name] for name, value in last.items()}
@@ -138,7 +138,7 @@ class FrameRunner:
     """Makes the frames of a token model's session by the decode engine, one a call.
 
     With `graph` a step is recorded at the first token, and serves every token after it: as a CUDA
-    graph, on a CPU as a native program. While an observer reads what it is told, each token is a
+    graph, on a CPU as a native program. While an observer reads what it is actions, each token is a
     pass of its own.
     """
 
@@ -201,10 +201,10 @@ def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
 def _difference(
     after: Mapping[str, float | Tensor], before: Mapping[str, float | Tensor]
 ) -> dict[str, float] | None:
-    found = {}
+    changed = {}
     for name, value in after.items():
         old = before.get(name, 0.0)
         if isinstance(value, Tensor) or isinstance(old, Tensor):
             return None
-        found[name] = value - old
-    return found
+        changed[name] = value - old
+    return changed

@@ -14,7 +14,7 @@ import torch
 def machine() -> dict[str, str | int | float | None]:
     """CPU, cores and memory this process may use, and the first GPU, or None."""
     memory = memory_of(torch.device("cpu"))
-    found: dict[str, str | int | float | None] = {
+    info: dict[str, str | int | float | None] = {
         "cpu": _cpu(),
         "cores": cores(),
         "memory_gb": None if memory is None else round(memory / 1e9, 1),
@@ -22,22 +22,22 @@ def machine() -> dict[str, str | int | float | None]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = properties.name
-        found["gpu_memory_gb"] = round(properties.total_memory / 1e9, 1)
-    return found
+        info["gpu"] = properties.name
+        info["gpu_memory_gb"] = round(properties.total_memory / 1e9, 1)
+    return info
 
 
 def versions() -> dict[str, str]:
     """Versions that can change a result; a package that is not there has no key."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    info = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        info["cuda"] = torch.version.cuda
     for name in ("tachyscope", "triton"):
         try:
-            found[name] = metadata.version(name)
+            info[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return info
 
 
 def _cpu() -> str:

@@ -92,12 +92,12 @@ class Shapes:
         """Bytes that one layer's attention works with, beside what goes in and out."""
         plan, ctx, shape = self.plan, self.moment(), self.shape
         q = self._empty(shape.heads, ctx.tokens)
-        found = peak(lambda: plan.attention.attend(q, self.layers[0], ctx, Meter()))
+        measured = peak(lambda: plan.attention.attend(q, self.layers[0], ctx, Meter()))
         if plan.text is None:
-            return found
+            return measured
         k, v = (self._empty(shape.heads, shape.text) for _ in range(2))
         policy, text = plan.text, plan.text.prepare(k, v, (shape.text,) * shape.batch)
-        return max(found, peak(lambda: policy.attend(q, text, Meter())))
+        return max(measured, peak(lambda: policy.attend(q, text, Meter())))
 
     def committing(self) -> int:
         """Bytes that bringing one layer within its budget works with, or indexing it."""
@@ -242,8 +242,8 @@ def fit(
     session = _shapes(model, parsed, frames, size, prompt)
     shape = session.shape
     parts = _model_parts(model, session)
-    found = _need(session, parts)
-    bytes_of = dataclasses.asdict(found)
+    result = _need(session, parts)
+    bytes_of = dataclasses.asdict(result)
     beside = bytes_of.pop("beside")
     row: Document = {
         "name": "plan" if isinstance(plan, Plan) else plan,
@@ -254,11 +254,11 @@ def fit(
         "dtype": str(model.dtype).removeprefix("torch."),
         **{f"{key}_bytes": value for key, value in bytes_of.items()},
         "decoding_beside": beside,
-        "peak_bytes": found.peak,
+        "peak_bytes": result.peak,
     }
     if gpu_gb is not None:
         room = ROOM * gpu_gb * 1e9
-        row |= {"gpu_gb": gpu_gb, "fits": found.peak <= room}
+        row |= {"gpu_gb": gpu_gb, "fits": result.peak <= room}
         if not row["fits"]:
 
             def fits(count: int) -> bool:
@@ -305,9 +305,9 @@ def largest(fits: Callable[[int], bool], most: int) -> int | None:
         return None
 
 
-def lines(found: Document) -> list[str]:
+def lines(document: Document) -> list[str]:
     """A document of `fit` as a reader wants it."""
-    (row,) = found["rows"]
+    (row,) = document["rows"]
     cache = row["cache_bytes"]
     stays = {
         "weights": row["weights_bytes"],

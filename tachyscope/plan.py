@@ -189,8 +189,8 @@ class Plan(Mapping[str, Any]):
             f"store={spell(self.store)}: leave it out, and set host": self.store != Native(),
             "a model that writes token by token: use another cache": shape.token_by_token,
         }
-        for fault, found in faults.items():
-            if found:
+        for fault, applies in faults.items():
+            if applies:
                 raise TachyscopeError(f"cache=bank cannot serve {fault}")
 
     def __str__(self) -> str:
@@ -310,7 +310,7 @@ def _word(part: str, spec: str) -> Word:
         raise TachyscopeError(
             f"no {part} policy {shown(name)}; there are: {', '.join(known)}{also}"
         )
-    found: dict[str, str] = {}
+    parts: dict[str, str] = {}
     for pair in filter(None, settings.split(",")):
         key, _, text = pair.partition("=")
         what, allowed = f"{part} policy {name!r}", settings_of(known[name])
@@ -318,10 +318,10 @@ def _word(part: str, spec: str) -> Word:
             raise TachyscopeError(
                 f"{what} has no {shown(key)}; it takes: {', '.join(allowed) or 'nothing'}"
             )
-        if key in found:
+        if key in parts:
             raise TachyscopeError(f"{what} is given {key!r} twice: leave one out")
-        found[key] = text
-    return Word(name, found)
+        parts[key] = text
+    return Word(name, parts)
 
 
 def _policy(part: str, word: Word) -> Any:

@@ -21,12 +21,12 @@ def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
     """What a reader must know of a finished rollout: every method that saved under 1 %, and how
     far a tiny decoder lay from the VAE where that was checked."""
     sums = summary(rows) | {"pairs_held": _pairs_held(session, rows)}
-    found = []
+    sentences = []
     for kind, policy in session.plan.items():
         if kind in SAVINGS and (note := SAVINGS[kind](session, sums)):
             name = spell(policy).partition(":")[0]
-            found.append(f"{kind} policy {name!r} {note}")
-    return [*found, *filter(None, [decoder_note(session.features)])]
+            sentences.append(f"{kind} policy {name!r} {note}")
+    return [*sentences, *filter(None, [decoder_note(session.features)])]
 
 
 def _cache(session: Session, sums: Sums) -> str:

@@ -109,11 +109,11 @@ def by_chunk(
     camera: where it stood before all of them.
     """
     count = latents.shape[model.frame_dim]
-    told = [moves[model.pixel_frames(i)] for i in range(count)] if model.actions else []
+    by_frame = [moves[model.pixel_frames(i)] for i in range(count)] if model.actions else []
     parts = []
     stands = None if camera is None else camera.clone()
     for i, part in enumerate(latents.to(model.device).split(chunk, model.frame_dim)):
-        actions = told[i * chunk :][: part.shape[model.frame_dim]]
+        actions = by_frame[i * chunk :][: part.shape[model.frame_dim]]
         parts.append(Part(part, actions, None if stands is None else stands.clone()))
         if stands is not None:
             walk(stands, torch.tensor(actions, device=stands.device))

@@ -34,7 +34,7 @@ def frames_bar(frames: int, quiet: bool = False) -> Iterator[Callable[[str, Chun
         return
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    columns = ("{task.completed:.0f}/{task.total:.0f} frames", "{task.fields[told]}")
+    columns = ("{task.completed:.0f}/{task.total:.0f} frames", "{task.fields[text]}")
     bars = Progress(
         TextColumn("{task.description}"), BarColumn(), *map(TextColumn, columns),
         TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[left]}"),
@@ -45,20 +45,20 @@ def frames_bar(frames: int, quiet: bool = False) -> Iterator[Callable[[str, Chun
 
     def watch(name: str, chunk: Chunk) -> None:
         if name not in tasks:
-            tasks[name] = bars.add_task(name, total=frames, told="", left="")
+            tasks[name] = bars.add_task(name, total=frames, text="", left="")
             sums[name] = defaultdict(float)
         total = sums[name]
         for key in ("frames", "pairs", "pairs_dense"):
             total[key] += chunk.stats[key]
         # inspection times nothing from chunk to chunk
         ms = chunk.stats.get("wall_ms", chunk.stats["chunk_ms"])
-        told = (
+        text = (
             f"{frame_rate(chunk.stats['frames_made'], ms):.1f} frames/s, "
             f"cache {chunk.stats['cache_mb']:.1f} MB, "
             f"{total['pairs'] / total['pairs_dense']:.0%} of dense's pairs"
         )
         left = "left" if total["frames"] < frames else "taken"
-        bars.update(tasks[name], completed=total["frames"], told=told, left=left)
+        bars.update(tasks[name], completed=total["frames"], text=text, left=left)
 
     with bars:
         yield watch
@@ -87,13 +87,13 @@ def parts_bar() -> Iterator[Callable[[str, int], None]]:
     console = _terminal()
     if console is None:
         print("measuring, which takes minutes; lines will say how far it is", file=sys.stderr)
-        begun = said = time.monotonic()
+        begun = printed = time.monotonic()
 
         def tell(name: str, done: int) -> None:
-            nonlocal said
+            nonlocal printed
             now = time.monotonic()
-            if now - said >= SAY_EVERY:
-                said = now
+            if now - printed >= SAY_EVERY:
+                printed = now
                 print(f"{done} {name} after {now - begun:.0f} s", file=sys.stderr, flush=True)
 
         yield tell

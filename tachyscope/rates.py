@@ -75,7 +75,7 @@ def rates(rows: Sequence[Row], warm: int | None = None) -> dict[str, float]:
     """
     warm = min(warm_up(rows) if warm is None else warm, len(rows))
     wall = [row["wall_ms"] for row in rows]
-    found = {
+    values = {
         "first_frame_s": wall[0] / 1e3,
         "warm_chunks": warm,
         "warm_s": sum(wall[:warm]) / 1e3,
@@ -84,25 +84,25 @@ def rates(rows: Sequence[Row], warm: int | None = None) -> dict[str, float]:
     }
     if warm < len(rows):
         made = statistics.median(row["frames_made"] for row in rows[warm:])
-        found["steady_ms"] = statistics.median(wall[warm:])
-        found["model_ms"] = statistics.median(row["chunk_ms"] for row in rows[warm:])
-        found["fps_steady"] = frame_rate(made, found["steady_ms"])
-        found["fps_end"] = frame_rate(made, statistics.median(wall[warm:][-LAST_CHUNKS:]))
-    return found
+        values["steady_ms"] = statistics.median(wall[warm:])
+        values["model_ms"] = statistics.median(row["chunk_ms"] for row in rows[warm:])
+        values["fps_steady"] = frame_rate(made, values["steady_ms"])
+        values["fps_end"] = frame_rate(made, statistics.median(wall[warm:][-LAST_CHUNKS:]))
+    return values
 
 
-def tell_rates(name: str, found: Mapping[str, float], load_s: float) -> str:
+def tell_rates(name: str, speeds: Mapping[str, float], load_s: float) -> str:
     """A run's rates and what came before it was warm, in a sentence."""
     before = (
-        f"{found['fps_avg']:.1f} on average; loading {load_s:.1f} s, first frame after "
-        f"{found['first_frame_s']:.1f} s, warm-up {found['warm_s']:.1f} s "
-        f"({found['warm_chunks']:.0f} chunks)."
+        f"{speeds['fps_avg']:.1f} on average; loading {load_s:.1f} s, first frame after "
+        f"{speeds['first_frame_s']:.1f} s, warm-up {speeds['warm_s']:.1f} s "
+        f"({speeds['warm_chunks']:.0f} chunks)."
     )
-    if "fps_steady" not in found:
+    if "fps_steady" not in speeds:
         return f"{name}: too short for a steady rate, frames/s are {before}"
     return (
-        f"{name}: {found['fps_steady']:.1f} frames/s once warm ({found['steady_ms']:.1f} ms a "
-        f"chunk, {found['model_ms']:.1f} in the model), {before}"
+        f"{name}: {speeds['fps_steady']:.1f} frames/s once warm ({speeds['steady_ms']:.1f} ms a "
+        f"chunk, {speeds['model_ms']:.1f} in the model), {before}"
     )
 
 

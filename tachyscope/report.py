@@ -30,7 +30,7 @@ def write_report(
     path: str | os.PathLike[str],
     title: str,
     runs: Sequence[Run],
-    found: Mapping[str, Any],
+    results: Mapping[str, Any],
     *,
     model: str,
     video: bytes | None = None,
@@ -41,7 +41,7 @@ def write_report(
     itself, its `floor` up to which frame and above how many dB closeness to the dense run means
     anything, its `lead` the verdict in a few sentences. `video` is a whole mp4.
     """
-    floor, aa = found.get("floor"), found.get("aa")
+    floor, aa = results.get("floor"), results.get("aa")
     noise = None if aa is None else (aa["low"], aa["high"])
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -52,8 +52,8 @@ def write_report(
     )
     page = environment.get_template("report.html").render(
         title=title,
-        lead=found["lead"],
-        facts=_facts(model, found),
+        lead=results["lead"],
+        facts=_facts(model, results),
         horizon=_horizon(floor),
         noise=_noise(noise) if len(runs) > 1 else "",
         runs=runs,
@@ -67,17 +67,20 @@ def write_report(
     return write_atomically(path, page)
 
 
-def _facts(model: str, found: Mapping[str, Any]) -> dict[str, str]:
-    machine, units = found["machine"], {"cores": "cores", "memory_gb": "GB", "gpu_memory_gb": "GB"}
+def _facts(model: str, results: Mapping[str, Any]) -> dict[str, str]:
+    machine, units = (
+        results["machine"],
+        {"cores": "cores", "memory_gb": "GB", "gpu_memory_gb": "GB"},
+    )
     parts = [f"{v} {units.get(k, '')}".strip() for k, v in machine.items() if v is not None]
     if "gpu" in machine and machine["gpu"] is None:
         parts.append("no GPU")
     return {
         "Model": model,
-        "Date": found["date"],
+        "Date": results["date"],
         "Machine": ", ".join(parts),
-        "Versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
-        "Command": found["command"],
+        "Versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
+        "Command": results["command"],
     }
 
 

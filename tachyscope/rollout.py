@@ -183,7 +183,7 @@ def change_frames(
         return model.pixel_frames(start + chunks * chunk) - model.pixel_frames(start)
 
     last = begins(chunks_for(model, chunk, start, frames) - 1)
-    found: dict[int, str] = {}
+    prompts: dict[int, str] = {}
     for frame, prompt in sorted(then):
         if not 0 < frame <= last:
             allowed = f"from frame 1 to {last} of {frames}" if last else "of which there is one"
@@ -192,10 +192,10 @@ def change_frames(
                 f"another, or raise `frames`"
             )
         at = begins(chunks_for(model, chunk, start, frame))
-        if at in found:
+        if at in prompts:
             raise TachyscopeError(
-                f"two prompts begin with the chunk at frame {at}, {found[at]!r} and {prompt!r}: "
+                f"two prompts begin with the chunk at frame {at}, {prompts[at]!r} and {prompt!r}: "
                 f"leave one out, or set them further apart"
             )
-        found[at] = prompt
-    return list(found.items())
+        prompts[at] = prompt
+    return list(prompts.items())

@@ -74,9 +74,9 @@ class Snapshots:
 
     def _read_manifest(self) -> dict[str, Any]:
         path = self.folder / MANIFEST
-        found = read_json(path)
-        parts = found.get("segments")
-        listed = [found.get("state"), *parts] if isinstance(parts, list) else [None]
+        manifest = read_json(path)
+        parts = manifest.get("segments")
+        listed = [manifest.get("state"), *parts] if isinstance(parts, list) else [None]
         whole = all(
             isinstance(part, dict)
             and isinstance(part.get("name"), str)
@@ -84,11 +84,15 @@ class Snapshots:
             and isinstance(part.get("bytes"), int)
             for part in listed
         )
-        if found.get("version") != VERSION or type(found.get("generation")) is not int or not whole:
+        if (
+            manifest.get("version") != VERSION
+            or type(manifest.get("generation")) is not int
+            or not whole
+        ):
             raise TachyscopeError(
                 f"{path} is no manifest of version {VERSION}: give a folder that Snapshots wrote"
             )
-        return found
+        return manifest
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         path = self.folder / f"{name}.safetensors"
@@ -131,8 +135,8 @@ def _blocks(layers: list[KVStore], since: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _hash(path: Path) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(PIECE):
-            found.update(piece)
-    return found.hexdigest()
+            hasher.update(piece)
+    return hasher.hexdigest()

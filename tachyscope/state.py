@@ -289,10 +289,10 @@ class State:
             if like.bank is not None:
                 used = int(tensors[f"layers.{i}.bank.used"])
                 check_blocks(tensors, segments, i, like.bank.host, used)
-        found = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
+        layers = [like, *(self._empty_layer(slots) for _ in range(self.shape.layers - 1))]
         # memory that an open stream reserved is inference mode's own
         with torch.inference_mode():
-            for i, layer in enumerate(found):
+            for i, layer in enumerate(layers):
                 for name, x in layer.tensors().items():
                     x.copy_(tensors[f"layers.{i}.{name}"])
                 for name, x in layer.host_tensors().items() if segments is None else ():
@@ -301,7 +301,7 @@ class State:
                 for segment in segments or ():
                     assert layer.bank is not None
                     layer.bank.load_segment(blocks_of(segment, i))
-        return found
+        return layers
 
     def _check_texts(self, tensors: Mapping[str, Tensor], count: int) -> None:
         """Raise unless a state's prompt has the parts of this session's, or keys and values."""
@@ -313,22 +313,22 @@ class State:
                 refuse(f"lacks {name!r}", AGAIN)
 
     def _tensors(self) -> dict[str, Tensor]:
-        found = {f"features.{name}": x for name, x in self.features.items()}
+        tensors = {f"features.{name}": x for name, x in self.features.items()}
         for i, layer in enumerate(self.layers):
-            found |= {f"layers.{i}.{name}": x for name, x in layer.tensors().items()}
+            tensors |= {f"layers.{i}.{name}": x for name, x in layer.tensors().items()}
         for i, text in enumerate(self.texts):
             parts = {"k": text.k, "v": text.v, "log_count": text.log_count}
-            found |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
-        return found if self.latents is None else found | {"kept.latents": self.latents}
+            tensors |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
+        return tensors if self.latents is None else tensors | {"kept.latents": self.latents}
 
     def _host_tensors(self) -> dict[str, Tensor]:
         """What lies in host memory: of a bank the blocks that are in use."""
-        found = {}
+        tensors = {}
         for i, layer in enumerate(self.layers):
             for name, x in layer.host_tensors().items():
                 assert layer.bank is not None
-                found[f"layers.{i}.{name}"] = x[:, :, : int(layer.bank.tensors["used"])]
-        return found
+                tensors[f"layers.{i}.{name}"] = x[:, :, : int(layer.bank.tensors["used"])]
+        return tensors
 
     def _shared(self) -> dict[str, Any]:
         """What a session must share with the one whose state it takes over."""
@@ -344,7 +344,7 @@ class State:
         }
 
     def _counts(self) -> dict[str, Any]:
-        found: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
-        found |= {"ready": sorted(self.replay.ready), "texts": len(self.texts)}
-        found["seeds"] = list(self.seeds)
-        return found | {"first": self.source.first}
+        counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
+        counts |= {"ready": sorted(self.replay.ready), "texts": len(self.texts)}
+        counts["seeds"] = list(self.seeds)
+        return counts | {"first": self.source.first}

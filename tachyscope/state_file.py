@@ -43,9 +43,9 @@ AGAIN = "take the state again"
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the tensors, and the meta with a list of them, as bytes of JSON."""
     copied = torch.contiguous_format  # a file holds no strides
-    found = {name: x.clone(memory_format=copied) for name, x in tensors.items()}
-    text = json.dumps({"version": VERSION, **meta, "tensors": _listed(found)}, sort_keys=True)
-    return found | {"meta": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+    clones = {name: x.clone(memory_format=copied) for name, x in tensors.items()}
+    text = json.dumps({"version": VERSION, **meta, "tensors": _listed(clones)}, sort_keys=True)
+    return clones | {"meta": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def unpack(
@@ -123,7 +123,7 @@ def check_blocks(
             check_tensor(tensors, f"layers.{layer}.host.{name}", x[:, :, :used], (0, 0))
         return
     size = next(iter(host.values())).shape[:2]
-    found = torch.zeros(*size, used + 1, dtype=torch.bool)
+    seen = torch.zeros(*size, used + 1, dtype=torch.bool)
     for number, segment in enumerate(segments):
         parts = blocks_of(segment, layer)
         ids = parts.get("ids")
@@ -136,8 +136,8 @@ def check_blocks(
         for name, x in like.items():
             check_tensor(parts, name, x, (0, 0))
         # some of an older segment's may have left
-        found.scatter_(2, ids.long().clamp(max=used), True)
-    if not bool(found[:, :, :used].all()):
+        seen.scatter_(2, ids.long().clamp(max=used), True)
+    if not bool(seen[:, :, :used].all()):
         refuse(f"lacks blocks of layer {layer} in its segments", AGAIN)
 
 
@@ -166,17 +166,17 @@ def generators(
     tensors: Mapping[str, Tensor], device: torch.device, videos: int
 ) -> list[torch.Generator]:
     """The generators of each video's noise, then that of policies' draws, as they stood."""
-    found = []
+    states = []
     for name, count in (("generator", videos), ("policy_rng", 1)):
         try:
             for state in tensors[name].cpu().chunk(count):
-                found.append(torch.Generator(device))
-                found[-1].set_state(state.clone())  # a view would crash torch
+                states.append(torch.Generator(device))
+                states[-1].set_state(state.clone())  # a view would crash torch
         except (KeyError, RuntimeError, TypeError):
             refuse(f"has no state of a {device.type} generator as {name!r}", AGAIN)
-    if len(found) != videos + 1:
+    if len(states) != videos + 1:
         refuse(f"has noise of other than {videos} videos", AGAIN)
-    return found
+    return states
 
 
 def _read_meta(packed: Tensor | None) -> dict[str, Any]:
@@ -229,15 +229,15 @@ def _check_types(meta: Mapping[str, Any]) -> None:
 
 
 def _check_listed(listed: Any, tensors: Mapping[str, Tensor]) -> None:
-    found = _listed(tensors)
+    names = _listed(tensors)
     if not isinstance(listed, dict):
         refuse("has no list of its tensors", AGAIN)
-    for name in (*listed, *found):
-        if name not in found:
+    for name in (*listed, *names):
+        if name not in names:
             refuse(f"lacks {shown(name)}", AGAIN)
         if name not in listed:
             refuse(f"has {shown(name)}, which its list of tensors does not", AGAIN)
-        if listed[name] != found[name]:
+        if listed[name] != names[name]:
             kind = _kind(tensors[name])
             refuse(f"has {shown(name)} as {kind}, and its list of tensors says otherwise", AGAIN)
 

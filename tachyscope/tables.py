@@ -43,9 +43,9 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 def _is_numbers(cells: Sequence[str]) -> bool:
     """Whether every cell that says something begins with a number, or stands for one."""
-    said = [cell.strip() for cell in cells if cell.strip()]
-    return bool(said) and all(
-        cell[0].isdigit() or cell[0] in "+-–∞" or cell == "nan" for cell in said
+    filled = [cell.strip() for cell in cells if cell.strip()]
+    return bool(filled) and all(
+        cell[0].isdigit() or cell[0] in "+-–∞" or cell == "nan" for cell in filled
     )
 
 

@@ -202,9 +202,9 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
             )
     sizes = {frame.shape[:2]: _by(frame.shape[:2]) for frame in frames}
     if len(sizes) != 1:
-        found = f"frames of {' and '.join(sizes.values())}" if sizes else "no frames"
+        sizes_text = f"frames of {' and '.join(sizes.values())}" if sizes else "no frames"
         raise TachyscopeError(
-            f"{path} has {found}, not some of one size: give a video file, or an image"
+            f"{path} has {sizes_text}, not some of one size: give a video file, or an image"
         )
     return np.stack(frames)
 

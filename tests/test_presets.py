@@ -973,7 +973,7 @@ def test_a_loras_alpha_can_be_given(made, shrunk, tmp_path, capsys):
     # a file that tells its own keeps it
     tensors, added = lora("kohya", LAYERS, rank=rank, alpha=6)
     write_tensors(file, tensors)
-    with pytest.warns(TachyscopeWarning, match=r"tells its own alpha of .*, which is kept there"):
+    with pytest.warns(TachyscopeWarning, match=r"has its own alpha for .*, which is used there"):
         found = change(3)
     torch.testing.assert_close(found, added, rtol=1e-4, atol=1e-5)
 

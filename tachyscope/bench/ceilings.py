@@ -85,8 +85,8 @@ def ceiling_lines() -> list[str]:
     for name, trunk in TRUNKS.items():
         for entries in CONTEXTS:
             share = [
-                f"{100 * found.mlp / found.total:.0f} %"
-                for found in (bytes_of(trunk, entries, kind) for kind in WEIGHT_BYTES)
+                f"{100 * size.mlp / size.total:.0f} %"
+                for size in (bytes_of(trunk, entries, kind) for kind in WEIGHT_BYTES)
             ]
             every, part = ceiling(trunk, entries), ceiling(trunk, entries, neurons=0.25)
             times = [

@@ -67,12 +67,12 @@ class EnergyCounter:
             library = ctypes.CDLL("libnvidia-ml.so.1")
             self._handle = ctypes.c_void_p()
             name = torch.cuda.get_device_properties(device).uuid
-            found = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(
+            code = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(
                 f"GPU-{name}".encode(), ctypes.byref(self._handle)
             )
         except (OSError, AttributeError):
             return
-        if found == 0:
+        if code == 0:
             self._library = library
             if self.joules() is None:
                 self._library = None

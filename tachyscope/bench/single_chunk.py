@@ -70,7 +70,7 @@ def parts(session: Session, row: Mapping[str, float]) -> dict[str, float]:
     choose = 0.0
     if isinstance(session.plan.attention, BlockAttention) and len(reads) > 2:
         choose = max(0.0, reads[0] - statistics.median(reads[1:-1]))
-    found = {
+    times = {
         "read": sum(reads) - choose,
         "choose": choose,
         "enter": span("attend") - sum(reads),
@@ -79,7 +79,7 @@ def parts(session: Session, row: Mapping[str, float]) -> dict[str, float]:
         "commit": span("commit"),
         "index": span("index"),
     }
-    return found | {"rest": span("chunk") - sum(found.values())}
+    return times | {"rest": span("chunk") - sum(times.values())}
 
 
 def shown_size(model: WanModel, shape: Shape) -> str:

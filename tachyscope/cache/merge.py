@@ -199,8 +199,8 @@ class Merge(CachePolicy):
         meter.add("macs", q.shape[0] * n * (ctx.past - first) * q[0, :, 0].numel())
         everything = slice(first, total)
         compared = vectors(self._matching, layer, everything)
-        found, past = features(compared, self.heads == "shared"), ctx.past - first
-        cosine = (found[:, :, past:] * take(found, best)).sum(-1)
+        normed, past = features(compared, self.heads == "shared"), ctx.past - first
+        cosine = (normed[:, :, past:] * take(normed, best)).sum(-1)
         new = torch.arange(past, total - first, device=best.device).expand_as(best)
         root = torch.where(cosine >= self.threshold, best, new)
         layer.join(everything, new, root, self._matching.newest)

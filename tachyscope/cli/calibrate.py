@@ -45,19 +45,21 @@ class Calibrate(Verb):
         self.check_json()
         model = load(self.model, self.weights, device=self.device, dtype=self.dtype)
         with parts_bar() as watch:
-            found = calibrate(
+            calibration = calibrate(
                 model, clips=self.clips, shares=self.share or SHARES, prompts=self.prompt,
                 seed=self.seed, watch=watch,
             )  # fmt: skip
-        write_tensors(self.out, found.tensors())
+        write_tensors(self.out, calibration.tensors())
         if self.prints:
-            print(*lines(found), f"{self.out}: {self.out.stat().st_size / 1e6:.1f} MB", sep="\n")
+            print(
+                *lines(calibration), f"{self.out}: {self.out.stat().st_size / 1e6:.1f} MB", sep="\n"
+            )
         rows = [
             {
                 "name": "calibrate", "model": model.name, "clips": self.clips, "share": share,
-                "neurons": [len(kept) for kept in found.kept(share)],
-                "beta": found.beta[share].tolist(),
+                "neurons": [len(kept) for kept in calibration.kept(share)],
+                "beta": calibration.beta[share].tolist(),
             }
-            for share in found.maps
+            for share in calibration.maps
         ]  # fmt: skip
-        self.emit(document("calibrate", rows, command, speeds=found.speeds.tolist()))
+        self.emit(document("calibrate", rows, command, speeds=calibration.speeds.tolist()))

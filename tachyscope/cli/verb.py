@@ -80,8 +80,8 @@ class Verb:
 def options_of(verb: type[Verb]) -> list[Option]:
     """A verb's options in the order of its fields, `json` last."""
     hints = typing.get_type_hints(verb)
-    found = [_option(field, hints[field.name]) for field in dataclasses.fields(verb)]
-    return sorted(found, key=lambda one: one.name == "json")
+    options = [_option(field, hints[field.name]) for field in dataclasses.fields(verb)]
+    return sorted(options, key=lambda one: one.name == "json")
 
 
 def _option(field: dataclasses.Field[Any], hint: Any) -> Option:

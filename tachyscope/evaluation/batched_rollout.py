@@ -108,7 +108,7 @@ def recall_values(recalls: dict[int, list[Tensor]], row: int) -> Values:
     """Mean recall of a row, its 5th percentile, and its mean at the last sampled frame."""
     if not recalls:
         return {}
-    by_chunk = {i: torch.cat([x[row].flatten() for x in found]) for i, found in recalls.items()}
+    by_chunk = {i: torch.cat([x[row].flatten() for x in parts]) for i, parts in recalls.items()}
     every = torch.cat(list(by_chunk.values()))
     return {
         "recall": float(every.mean()),

@@ -62,18 +62,18 @@ def make_clip(
     letters = first + (then if made is None else then[:1] * made)
     moves, time = atrium.letters(letters)[None], TEMPO * torch.arange(len(letters))
     still = set(letters) == {"."}
-    found: list[World] = []
+    chosen: list[World] = []
     films: list[Frames] = []
     for number in range(WORLDS_A_SEED):
-        if len(found) == worlds:
+        if len(chosen) == worlds:
             break
         world = make_world(seed, number)
         world = stir_world(world) if still else world
         film = draw(world.rooms, atrium.walk(world.start, moves, PACE)[0], time, size)
         if not still or moving(film) >= MOVING:
-            found.append(world)
+            chosen.append(world)
             films.append(film)
-    return Clip(tuple(found), (letters,) * worlds, tuple(films))
+    return Clip(tuple(chosen), (letters,) * worlds, tuple(films))
 
 
 def moving(film: Frames) -> float:

@@ -100,9 +100,9 @@ def pose_errors(frames: Frames, scene: Scene, index: Sequence[int]) -> tuple[flo
     for picture, i in zip(pictures(frames), index, strict=True):
         true = scene.pose[i]
         near, now = true + ASTRAY, scene.time[i : i + 1].float()
-        found, _ = atrium.locate(picture, scene.world.rooms, near, now)
-        places.append(float((found[:2] - true[:2]).norm()))
-        headings.append(abs(float(found[2] - true[2])) * 360 / TURN)
+        pose, _ = atrium.locate(picture, scene.world.rooms, near, now)
+        places.append(float((pose[:2] - true[:2]).norm()))
+        headings.append(abs(float(pose[2] - true[2])) * 360 / TURN)
     return mean(places), mean(headings)
 
 
@@ -116,8 +116,8 @@ def stopped(frames: Frames, truth: Frames, before: Frames) -> float:
 
 def stopped_share(ours: Values, theirs: Values) -> float:
     """`stopped` of frames whose motion is known."""
-    asked = theirs > 1.0
-    return float((ours[asked] < STOPPED * theirs[asked]).mean()) if asked.any() else math.nan
+    moves = theirs > 1.0
+    return float((ours[moves] < STOPPED * theirs[moves]).mean()) if moves.any() else math.nan
 
 
 def unsaid_db(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
@@ -125,14 +125,14 @@ def unsaid_db(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
     rooms = scene.world.rooms
     unsaid = torch.cat([~rooms.said[0], torch.tensor([False, True]), ~rooms.told[0]])
     size = frames.shape[1]
-    found = []
+    values = []
     for frame, i in zip(frames, index, strict=True):
         seen = atrium.see(rooms, scene.pose[i : i + 1], scene.time[i : i + 1].float(), size)[0]
         mask = unsaid[seen].numpy()
         if mask.mean() >= 0.1:
             error = np.square(frame[mask].astype(np.float64) - scene.frames[i][mask]).mean()
-            found.append(min(100.0, 10 * math.log10(255**2 / max(error, 1e-6))))
-    return mean(found)
+            values.append(min(100.0, 10 * math.log10(255**2 / max(error, 1e-6))))
+    return mean(values)
 
 
 def prompt_right(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
@@ -153,7 +153,7 @@ def named_walls(
     views = atrium.in_view(rooms.repeat(len(at)), scene.pose[at], scene.time[at].float())
     unseen = atrium.in_view(rooms, scene.pose[:1], torch.zeros(1))[0] < (0.05 if hidden else 2.0)
     front = int(atrium.facing(scene.pose[:1])[0])
-    found = []
+    walls = []
     for wall in range(4):
         if not (rooms.said[0, wall] and unseen[wall]):
             continue
@@ -164,5 +164,5 @@ def named_walls(
         plain = int(rooms.kind[0, wall]) == 0
         named = shares[rooms.colour[0, wall, : 1 if plain else 2]]
         right = float(named.sum() >= 0.6 and named.min() >= 0.1)
-        found.append((SIDES[(wall - front) % 4], right))
-    return found
+        walls.append((SIDES[(wall - front) % 4], right))
+    return walls

@@ -48,16 +48,16 @@ def mean(values: Iterable[float]) -> float:
     return sum(x) / len(x) if x else math.nan
 
 
-def combined(found: Sequence[Values]) -> Document:
+def combined(results: Sequence[Values]) -> Document:
     """Means and intervals of the worlds' values, the worst world, and the values themselves.
 
     The worst is the lowest: of measures where more is better.
     """
-    keys = list(dict.fromkeys(key for values in found for key in values))
+    keys = list(dict.fromkeys(key for values in results for key in values))
     out: Document = {}
     by_world: dict[str, list[float]] = {}
     for key in keys:
-        by_world[key] = [values.get(key, math.nan) for values in found]
+        by_world[key] = [values.get(key, math.nan) for values in results]
         out[key], out[f"{key}_low"], out[f"{key}_high"] = interval(by_world[key])
         if (key.endswith(("_db", "_ssim")) or key.startswith(BETTER)) and "_band" not in key:
             known = [value for value in by_world[key] if math.isfinite(value)]

@@ -65,10 +65,10 @@ def gate(frames: Frames, truth: Frames, before: Frames) -> float:
 
 def closeness(name: str, frames: Frames, others: Frames, factor: float) -> Values:
     """Mean PSNR and SSIM of frames to others, times a gate."""
-    found = {f"{name}_db": factor * mean(psnr(frames, others))}
+    scores = {f"{name}_db": factor * mean(psnr(frames, others))}
     if has_ssim():
-        found[f"{name}_ssim"] = factor * mean(ssim(frames, others))
-    return found
+        scores[f"{name}_ssim"] = factor * mean(ssim(frames, others))
+    return scores
 
 
 def judge_loop(name: str, frames: Frames, scene: Scene) -> Values:
@@ -154,7 +154,7 @@ def measure(
     turn = GIVEN + "q" * SWITCHED
     old = scenes(still, turn)
     new = scenes(map(repainted, still, others), turn)
-    found = []
+    scores = []
     for plan in plans:
         rows: list[Values] = [{} for _ in numbers]
         for name, walks in loops.items():
@@ -169,8 +169,8 @@ def measure(
             row |= judge_switch(frames, a, b, given)
         for row in rows:
             row["loop_db"] = mean(row[f"{name}_db"] for name in LOOPS if name != "return")
-        found.append(rows)
-    return found
+        scores.append(rows)
+    return scores
 
 
 def evaluate_loops(
@@ -207,8 +207,8 @@ def evaluate_loops(
         parts = spread(work, groups, jobs, torch.set_num_threads, max(1, cores() // jobs))
     by_plan: list[list[Values]] = [[] for _ in plans]
     for part in parts:
-        for known, found in zip(by_plan, part, strict=True):
-            known += found
+        for known, scores in zip(by_plan, part, strict=True):
+            known += scores
         if watch is not None:
             watch(len(by_plan[0]))
     rows: list[Document] = []
@@ -225,9 +225,9 @@ SHOWN = ("replay_db", "return_db", "loop_db", "rot180_db", "rot360_db", "aba_db"
 SHARES = ("switch_follows", "switch_stays")
 
 
-def lines(found: Document) -> list[str]:
+def lines(document: Document) -> list[str]:
     """The measures as a reader wants them, with the worst world of the loops."""
-    rows = found["rows"]
+    rows = document["rows"]
     shown = [key for key in SHOWN if key in rows[0]]
     head = [
         "plan",
@@ -245,9 +245,9 @@ def lines(found: Document) -> list[str]:
         ]
         for row in rows
     ]
-    told = (
-        f"{rows[0]['worlds']} unseen worlds at pace {found['pace']:g}; dB, gated: a picture that "
-        f"stands still or is blurred scores nothing. follows: walls that a new prompt names and "
-        f"that are drawn so; stays: walls of the old one that are still there"
+    footer = (
+        f"{rows[0]['worlds']} unseen worlds at pace {document['pace']:g}; dB, gated: a picture "
+        f"that stands still or is blurred scores nothing. follows: walls that a new prompt names "
+        f"and that are drawn so; stays: walls of the old one that are still there"
     )
-    return [*format_table(head, cells), told]
+    return [*format_table(head, cells), footer]

@@ -34,7 +34,7 @@ def evaluate_views(
     check("worlds", worlds)
     model = WanModel.narrow(load("atrium-world", device=device), "no world model")
     step = AT_ONCE[model.device.type]
-    found: list[Values] = []
+    rows: list[Values] = []
     for start in range(0, worlds, step):
         numbers = range(start, min(worlds, start + step))
         scenes = [
@@ -46,21 +46,21 @@ def evaluate_views(
             values = {"right": mean(right for _, right in walls)}
             for side in SIDES[1:]:
                 values[f"right_{side}"] = mean(right for of, right in walls if of == side)
-            found.append(values)
+            rows.append(values)
         if watch is not None:
-            watch(len(found))
+            watch(len(rows))
     return document(
         "atrium-views", [], command, model=model.name, seed=seed, worlds=worlds,
-        views=combined(found),
+        views=combined(rows),
     )  # fmt: skip
 
 
-def lines(found: Document) -> list[str]:
+def lines(document: Document) -> list[str]:
     """The shares as a reader wants them."""
-    views = found["views"]
+    views = document["views"]
     rows = []
     for key in ("right", *(f"right_{side}" for side in SIDES[1:])):
-        told = [x for x in views["by_world"][key] if x == x]
+        values = [x for x in views["by_world"][key] if x == x]
         low, high = views[f"{key}_low"], views[f"{key}_high"]
-        rows.append([key, f"{views[key]:.1%}", f"{low:.1%} to {high:.1%}", str(len(told))])
+        rows.append([key, f"{views[key]:.1%}", f"{low:.1%} to {high:.1%}", str(len(values))])
     return format_table(["named walls", "share", "95 % interval", "worlds"], rows)

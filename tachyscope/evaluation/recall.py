@@ -141,8 +141,8 @@ class RecallObserver(Observer):
         # an entry stands where one of its group stood: find it by its position
         order = before[:, :, first:].contiguous().sort(-1)
         after = self._labels(layer, held_now)
-        found = torch.searchsorted(order.values, after[:, :, first:].contiguous())
-        member = order.indices.gather(2, found.clamp(max=total - first - 1)) + first
+        slots = torch.searchsorted(order.values, after[:, :, first:].contiguous())
+        member = order.indices.gather(2, slots.clamp(max=total - first - 1)) + first
         # the sink never moves, though its positions may
         member = torch.cat([slot[:, :, :first], member], 2)[:, :, :held_now]
         stands = torch.full((*before.shape[:2], total + 1), -1, device=before.device)

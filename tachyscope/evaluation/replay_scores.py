@@ -130,8 +130,8 @@ class RankedReplay(ReplayRunner):
             count_rows(meter, fn.macs, x.shape[:2].numel(), x.shape[:2].numel())
             return fn(x)
         if ctx.tokens == 1 and ctx.pass_index in self.ready:
-            found = {name: self._rank(name, x, fn, own, layer, here) for name in self.noted}
-            for name, value in found.items():
+            ranked = {name: self._rank(name, x, fn, own, layer, here) for name in self.noted}
+            for name, value in ranked.items():
                 self.noted[name][layer, :, here] = value
             if self.rank != "tas":
                 self.scores[layer] = self._rank(self.rank, x, fn, own, layer, here)
@@ -162,8 +162,8 @@ class RankedReplay(ReplayRunner):
 
 def changes(new: Tensor, old: Tensor) -> Tensor:
     """How far outputs [..., W] are from others, in lengths of their own: [...]."""
-    found: Tensor = (new - old).norm(dim=-1) / new.norm(dim=-1).clamp_min(1e-12)
-    return found
+    change: Tensor = (new - old).norm(dim=-1) / new.norm(dim=-1).clamp_min(1e-12)
+    return change
 
 
 @torch.inference_mode()

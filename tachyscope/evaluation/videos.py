@@ -32,10 +32,10 @@ class _Stretch:
             self.similar += ssim(frame[None], reference[None]).tolist()
 
     def row(self) -> Document:
-        found: Document = {"first": self.first, "frames": self.quality.frames}
-        found |= self.quality.summary()
-        found["psnr_worst"] = min(self.quality.psnrs)
-        return found | ({"ssim": mean(self.similar)} if self.similar else {})
+        values: Document = {"first": self.first, "frames": self.quality.frames}
+        values |= self.quality.summary()
+        values["psnr_worst"] = min(self.quality.psnrs)
+        return values | ({"ssim": mean(self.similar)} if self.similar else {})
 
 
 def evaluate_videos(
@@ -82,9 +82,9 @@ SHOWN = {
 }
 
 
-def lines(found: Document) -> list[str]:
+def lines(document: Document) -> list[str]:
     """The comparison as a reader wants it."""
-    rows = found["rows"]
+    rows = document["rows"]
     shown = [key for key in SHOWN if key in rows[0]]
     cells = [
         [
@@ -93,10 +93,10 @@ def lines(found: Document) -> list[str]:
         ]
         for row in rows
     ]
-    told = (
-        f"{found['video']} to {found['reference']}; sharpness is a ratio of detail, motion in "
-        f"levels of 255; frozen and flat frames are counted"
+    footer = (
+        f"{document['video']} to {document['reference']}; sharpness is a ratio of detail, motion "
+        f"in levels of 255; frozen and flat frames are counted"
     )
     if "ssim" not in rows[0]:
-        told += "; for SSIM: pip install tachyscope[eval]"
-    return [*format_table(["frames", *(SHOWN[key][0] for key in shown)], cells), told]
+        footer += "; for SSIM: pip install tachyscope[eval]"
+    return [*format_table(["frames", *(SHOWN[key][0] for key in shown)], cells), footer]

@@ -153,8 +153,8 @@ def simulate(
     if verilator:
         rows = verify.verilated(vectors, out / "verilator", sorted({0.0, stall}))
     else:
-        found = verify.compare(vectors, stall, seed)
-        rows = [asdict(found) | {"stall": stall}]
+        result = verify.compare(vectors, stall, seed)
+        rows = [asdict(result) | {"stall": stall}]
     rows = [asdict(shape) | row for row in rows]
     for row in rows:
         _say(json, f"{row['tokens']} tokens, {row['replayed']} replayed, stalls {row['stall']}:")
@@ -204,12 +204,12 @@ def synth(
     engine = synthesis.engine_for(array, products_per_dsp)
     numbers = _numbers("seeds", seeds)
     folder = out / target
-    found = synthesis.synthesise(target, engine, folder)
-    row = {"lanes": array.lanes, "macs": array.macs} | found
+    result = synthesis.synthesise(target, engine, folder)
+    row = {"lanes": array.lanes, "macs": array.macs} | result
     row["products_per_dsp"] = engine.array.products_per_dsp
-    _say(json, f"{target}, one {array.lanes}x{array.macs} core: {_cells(found['cells'])}")
+    _say(json, f"{target}, one {array.lanes}x{array.macs} core: {_cells(result['cells'])}")
     if target == "xcup":
-        row["u280"] = fits = synthesis.fit(found["cells"])
+        row["u280"] = fits = synthesis.fit(result["cells"])
         _say(json, f"a U280 holds {fits['cores']} by its {fits['scarcest']}, with")
         _say(
             json,
@@ -275,8 +275,8 @@ def estimate(
     elif method != "tokens":
         raise TachyscopeError(f"a trace is of token replay: it takes method tokens, got {method!r}")
     else:
-        found = Trace.load(trace)
-        shape, flags, batch = found.workload, found.replayed, found.replayed.shape[2]
+        loaded = Trace.load(trace)
+        shape, flags, batch = loaded.workload, loaded.replayed, loaded.replayed.shape[2]
         replay = float(flags.mean())
     rows = []
     for drs in (False, True):

@@ -125,10 +125,10 @@ class CsrBankUnit(wiring.Component):
         word = self.request.p.address[2:]
         taken = self.request.valid & self.request.ready
         wrote = taken & self.request.p.write
-        found = Signal(BITS)
+        value = Signal(BITS)
         m.d.comb += self.request.ready.eq(~self.response.valid | self.response.ready)
         with m.If(taken):
-            m.d.sync += [self.response.valid.eq(1), self.response.payload.eq(found)]
+            m.d.sync += [self.response.valid.eq(1), self.response.payload.eq(value)]
         with m.Elif(self.response.ready):
             m.d.sync += self.response.valid.eq(0)
         for register in self.params.registers:
@@ -140,7 +140,7 @@ class CsrBankUnit(wiring.Component):
                     m.d.comb += values[number].eq(given)
                     continue
                 with m.If(here):
-                    m.d.comb += found.eq(values[number])
+                    m.d.comb += value.eq(values[number])
                 if register.access == "rw":
                     kept = Signal(BITS, init=register.value)
                     m.d.comb += values[number].eq(kept)

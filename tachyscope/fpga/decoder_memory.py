@@ -15,25 +15,25 @@ from tachyscope.fpga.fixed import Ints
 def weight_beats(core: DecoderCore, layers: Sequence[Layer]) -> NDArray[np.int8]:
     """Memory [beats, lanes, macs]: of every layer qkv, o, gate_up, down."""
     array = core.array
-    found = []
+    packed = []
     for layer in layers:
         for part in PARTS:
             w = getattr(layer, part).weight
             tiles, beats = w.shape[0] // array.lanes, w.shape[1] // array.macs
             blocks = w.reshape(tiles, array.lanes, beats, array.macs).transpose(0, 2, 1, 3)
-            found.append(blocks.reshape(-1, array.lanes, array.macs))
-    return np.concatenate(found).astype(np.int8)
+            packed.append(blocks.reshape(-1, array.lanes, array.macs))
+    return np.concatenate(packed).astype(np.int8)
 
 
 def scale_beats(core: DecoderCore, layers: Sequence[Layer]) -> NDArray[np.int64]:
     """Memory [beats, 2, lanes]: multipliers and shifts, in the weights' order."""
-    found = []
+    beats = []
     for layer in layers:
         for part in PARTS:
             linear = getattr(layer, part)
             pair = np.stack([linear.multiplier, linear.shift])
-            found.append(pair.reshape(2, -1, core.lanes).transpose(1, 0, 2))
-    return np.concatenate(found)
+            beats.append(pair.reshape(2, -1, core.lanes).transpose(1, 0, 2))
+    return np.concatenate(beats)
 
 
 def _bits(values: ArrayLike, bits: int) -> NDArray[np.uint8]:
@@ -56,8 +56,8 @@ def unpack(beats: NDArray[np.uint32], bits: int, count: int) -> Ints:
     """The opposite of `pack`, of signed numbers: [beats, count]."""
     flat = np.unpackbits(beats.astype("<u4").view(np.uint8), axis=-1, bitorder="little")
     places = flat[:, : bits * count].reshape(-1, count, bits).astype(np.int64)
-    found = (places << np.arange(bits)).sum(-1)
-    return found - ((found >> (bits - 1)) << bits)
+    values = (places << np.arange(bits)).sum(-1)
+    return values - ((values >> (bits - 1)) << bits)
 
 
 def words_of(bits: int) -> int:

@@ -85,8 +85,8 @@ class Linear:
     @classmethod
     def of(cls, weight: ArrayLike) -> Linear:
         """Of real weights [N, K]: inputs and outputs are wide numbers."""
-        found, scale = quantise(weight)
-        return cls(found, *multiplier_and_shift(scale[:, 0]))
+        code, scale = quantise(weight)
+        return cls(code, *multiplier_and_shift(scale[:, 0]))
 
     @cached_property
     def _doubles(self) -> NDArray[np.float64]:

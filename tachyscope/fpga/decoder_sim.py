@@ -231,10 +231,10 @@ class DecoderSim:
 
     def _receive(self, size: int) -> bytes:
         assert self._process is not None and self._process.stdout is not None
-        found = self._process.stdout.read(size)
-        if len(found) != size:
+        data = self._process.stdout.read(size)
+        if len(data) != size:
             raise TachyscopeError(f"the simulation stopped with exit code {self._process.wait()}")
-        return found
+        return data
 
     def write(self, name: str, value: int, number: int = 0) -> None:
         self._send(b"W" + struct.pack("<2I", self.top.csr.address(name, number), value))
@@ -254,12 +254,12 @@ class DecoderSim:
             self.write(name, int(value))
         beats = pack(np.reshape(x, (-1, core.lanes)), WIDE)
         self._send(b"T" + beats.astype("<u4").tobytes())
-        found = np.frombuffer(self._receive(4 * beats.size), "<u4").reshape(beats.shape)
+        words = np.frombuffer(self._receive(4 * beats.size), "<u4").reshape(beats.shape)
         cycles, microseconds = struct.unpack("<2Q", self._receive(16))
         self.cycles.append(cycles)
         self.seconds += microseconds / 1e6
         replayed = [bool(self.read("REPLAYED", n)) for n in range(core.shape.layers)]
-        return unpack(found, WIDE, core.lanes).reshape(-1), replayed
+        return unpack(words, WIDE, core.lanes).reshape(-1), replayed
 
     def counts(self) -> dict[str, int]:
         """The performance counters."""

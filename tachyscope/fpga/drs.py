@@ -219,7 +219,7 @@ def _rows_of(drs: RowScheduler, core: int) -> int:
 
 def _lowest(bits: Value) -> Value:
     """The number of the lowest bit that is set."""
-    found: Value = Const(0, index(len(bits)))
+    lowest: Value = Const(0, index(len(bits)))
     for number in reversed(range(len(bits))):
-        found = Mux(bits[number], Const(number, index(len(bits))), found)
-    return found
+        lowest = Mux(bits[number], Const(number, index(len(bits))), lowest)
+    return lowest

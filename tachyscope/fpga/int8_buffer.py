@@ -43,8 +43,8 @@ class Int8Buffer:
 
     def compute(self, x: Ints) -> tuple[Ints, int]:
         """x [K] wide -> int8 [K] and the exponent."""
-        found, exponent = to_int8(x)
-        return found, int(exponent)
+        code, exponent = to_int8(x)
+        return code, int(exponent)
 
     def cycles(self, depth: int, times: int) -> int:
         """From the first beat in to the last out."""

@@ -130,7 +130,7 @@ class ReplayCacheUnit(wiring.Component):
             shape=8 * cache.lanes, depth=cache.entries * cache.tiles, init=[]
         )
         mark, put = valid.write_port(), tiles.write_port()
-        found = valid.read_port(transparent_for=(mark,))
+        valid_port = valid.read_port(transparent_for=(mark,))
         known = valid.read_port(transparent_for=(mark,))
         get = tiles.read_port(transparent_for=(put,))
 
@@ -162,9 +162,9 @@ class ReplayCacheUnit(wiring.Component):
 
         m.d.comb += [
             self.ask.ready.eq(~clearing & (~self.hit.valid | self.hit.ready)),
-            found.en.eq(self.ask.valid & self.ask.ready),
-            found.addr.eq(self.ask.payload),
-            self.hit.payload.eq(found.data),
+            valid_port.en.eq(self.ask.valid & self.ask.ready),
+            valid_port.addr.eq(self.ask.payload),
+            self.hit.payload.eq(valid_port.data),
         ]
         with m.If(self.ask.valid & self.ask.ready):
             m.d.sync += self.hit.valid.eq(1)

@@ -63,12 +63,12 @@ def simulate(
         name: [to_bits(ports[name].payload, beat) for beat in given]
         for name, given in inputs.items()
     }
-    found = Trace({name: [] for name in outputs}, {name: [] for name in ports})
+    trace = Trace({name: [] for name in outputs}, {name: [] for name in ports})
     watched = dict(watch or {})
 
     def unfinished() -> bool:
-        return any(len(found.cycles[name]) < len(beats[name]) for name in beats) or any(
-            len(found.cycles[name]) < count for name, count in outputs.items()
+        return any(len(trace.cycles[name]) < len(beats[name]) for name in beats) or any(
+            len(trace.cycles[name]) < count for name, count in outputs.items()
         )
 
     async def drive(ctx: Any) -> None:
@@ -83,11 +83,11 @@ def simulate(
         cycle = extra = 0
         while extra < settle or unfinished():
             if cycle >= limit:
-                counts = {name: len(seen) for name, seen in found.cycles.items()}
+                counts = {name: len(seen) for name, seen in trace.cycles.items()}
                 raise TachyscopeError(f"no end after {limit} cycles; beats so far: {counts}")
             for name, pending in beats.items():
                 waits = next(traces[name])
-                sent = len(found.cycles[name])
+                sent = len(trace.cycles[name])
                 if not shown[name] and not waits and sent < len(pending):
                     ctx.set(Value.cast(ports[name].payload), pending[sent])
                     shown[name] = True
@@ -99,25 +99,25 @@ def simulate(
             taken = iter(values)
             for name in beats:
                 if next(taken) and shown[name]:
-                    found.cycles[name].append(cycle)
+                    trace.cycles[name].append(cycle)
                     shown[name] = False
             valid = {name: next(taken) for name in outputs}
             for name in outputs:
                 bits = next(taken)
                 if valid[name] and ready[name]:
-                    found.cycles[name].append(cycle)
-                    found.payloads[name].append(from_bits(ports[name].payload, bits))
+                    trace.cycles[name].append(cycle)
+                    trace.payloads[name].append(from_bits(ports[name].payload, bits))
             if on_cycle is not None:
                 on_cycle(cycle, {name: next(taken) for name in watched})
             cycle += 1
             extra += not unfinished()
-        found.length = cycle
+        trace.length = cycle
 
     simulator = Simulator(component)
     simulator.add_clock(1e-6)
     simulator.add_testbench(drive)
     simulator.run()
-    return found
+    return trace
 
 
 def to_bits(payload: Any, value: Any) -> int:

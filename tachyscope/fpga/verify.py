@@ -69,13 +69,13 @@ class Vectors:
         """The beats of the cores' inputs, given the jobs (core, row, tile) as they are dealt."""
         engine = self.engine
         tiles, scales = engine.core.pack_weights(self.weights), self.scales()
-        found: dict[str, list[Any]] = {}
+        beats: dict[str, list[Any]] = {}
         for core in range(engine.cores):
             firsts = [tile for number, _, tile in jobs if number == core]
             run = [first + t for first in firsts for t in range(engine.core.tiles_per_job)]
-            found[f"weights[{core}]"] = [beat for tile in run for beat in tiles[tile]]
-            found[f"scale[{core}]"] = [scales[tile] for tile in run]
-        return found
+            beats[f"weights[{core}]"] = [beat for tile in run for beat in tiles[tile]]
+            beats[f"scale[{core}]"] = [scales[tile] for tile in run]
+        return beats
 
     def result(self, step: int, row: int, tile: int) -> dict[str, Any]:
         """The beat of one tile of the output."""
@@ -174,7 +174,7 @@ def verilated(vectors: Vectors, folder: Path, stall: Sequence[float]) -> list[di
         (0, 0, tile * engine.core.tiles_per_job)
         for tile in range(len(tiles) // engine.core.tiles_per_job)
     ]
-    found = []
+    outputs = []
     for probability in stall:
         verdict = verilate.run(
             program,
@@ -187,7 +187,7 @@ def verilated(vectors: Vectors, folder: Path, stall: Sequence[float]) -> list[di
             probability,
             {"weights[0]": len(computed), "scale[0]": len(computed)},
         )
-        found.append(
+        outputs.append(
             {
                 "tokens": len(vectors.steps),
                 "replayed": len(vectors.steps) - len(computed),
@@ -197,4 +197,4 @@ def verilated(vectors: Vectors, folder: Path, stall: Sequence[float]) -> list[di
                 "cycles_per_s": round(verdict.cycles_per_second),
             }
         )
-    return found
+    return outputs

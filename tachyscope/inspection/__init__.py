@@ -131,13 +131,13 @@ def inspect_model(
     )  # fmt: skip
 
 
-def lines(found: Document) -> list[str]:
+def lines(document: Document) -> list[str]:
     """An inspection as a reader wants it in a terminal: time, likeness by layer, mass by layer."""
-    row, layers = found["rows"][0], found["layers"]
-    cpu, gpu = found["machine"]["cpu"], found["machine"]["gpu"]
+    row, layers = document["rows"][0], document["layers"]
+    cpu, gpu = document["machine"]["cpu"], document["machine"]["gpu"]
     out = [
         f"{row['model']} {row['size']}, {row['frames']} frames after {row['given']} given, "
-        f"torch {found['versions']['torch']}, {gpu or cpu}",
+        f"torch {document['versions']['torch']}, {gpu or cpu}",
         "",
         "Share of the time, by how many keys a query sees:",
         *format_table(
@@ -148,7 +148,7 @@ def lines(found: Document) -> list[str]:
                     *(f"{part[f'time_{name}']:.1%}" for name in PARTS),
                     f"{part['chunk_ms']:.1f}",
                 ]
-                for part in _stretches(found["time"], 6)
+                for part in _stretches(document["time"], 6)
             ],
         ),
     ]
@@ -171,18 +171,18 @@ def lines(found: Document) -> list[str]:
         masses.append(("prompt", "prompt_mass", row))
     cells = [[name, *(f"{part[f'{kind}_{p}']:.1%}" for p in shown)] for name, kind, part in masses]
     out += format_table(["layer", *(f"{p} %" for p in shown)], cells)
-    if found["changes"]:
+    if document["changes"]:
         out += ["", "Attention's output, its difference to dense over every entry, by layer:"]
         cells = [
             [str(part["layer"]), f"{part['change']:.1%}", f"{part['change_p95']:.1%}"]
-            for part in found["changes"]
+            for part in document["changes"]
         ]
         out += format_table(["layer", "mean", "95 % are below"], cells)
-    if found["neurons"]:
+    if document["neurons"]:
         out += ["", "Share of the MLPs' change that the neurons hold that change most, by layer:"]
         cells = [
             [str(part["layer"]), *(f"{part[f'top_{p:g}']:.1%}" for p in TOP)]
-            for part in found["neurons"]
+            for part in document["neurons"]
         ]
         out += format_table(["layer", *(f"top {p:g} %" for p in TOP)], cells)
     return out
@@ -190,7 +190,7 @@ def lines(found: Document) -> list[str]:
 
 def _stretches(rows: Sequence[Document], most: int) -> list[Document]:
     """The chunks as at most so many stretches of the video: one by one their time scatters."""
-    found = []
+    stretches = []
     for part in np.array_split(np.arange(len(rows)), min(most, len(rows))):
         some = [rows[i] for i in part]
         weights = [row["chunk_ms"] for row in some]
@@ -199,5 +199,5 @@ def _stretches(rows: Sequence[Document], most: int) -> list[Document]:
         for name in PARTS:
             shares = [row[f"time_{name}"] for row in some]
             mean[f"time_{name}"] = float(np.average(shares, weights=weights))
-        found.append(mean)
-    return found
+        stretches.append(mean)
+    return stretches

@@ -21,13 +21,13 @@ from tachyscope.inspection.timing import PARTS
 from tachyscope.results import Document, to_json
 
 
-def write(found: Document, folder: str | os.PathLike[str]) -> list[Path]:
+def write(document: Document, folder: str | os.PathLike[str]) -> list[Path]:
     """Write inspect.json and the plots, each as PNG and as SVG; the files' names."""
     target = check_folder(folder)
-    files = [write_atomically(target / "inspect.json", to_json(found, indent=2) + "\n")]
+    files = [write_atomically(target / "inspect.json", to_json(document, indent=2) + "\n")]
     with mpl.rc_context(STYLE):
         for name, draw in DRAWN.items():
-            figure = draw(found)
+            figure = draw(document)
             for ending in ("png", "svg"):
                 path = target / f"{name}.{ending}"
                 nothing = {"Date": None} if ending == "svg" else None
@@ -71,8 +71,8 @@ MARKS = {"mlp": "o", "query": "s", "key": "^", "key_rotated": "D"}
 HATCHES = {"mlp": "", "attention": "///", "prompt": "...", "rest": ""}
 
 
-def _titled(found: Document, what: str, size: tuple[float, float]) -> Figure:
-    row = found["rows"][0]
+def _titled(document: Document, what: str, size: tuple[float, float]) -> Figure:
+    row = document["rows"][0]
     room = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.06)
     figure = Figure(size, layout=room)
     figure.suptitle(
@@ -82,10 +82,10 @@ def _titled(found: Document, what: str, size: tuple[float, float]) -> Figure:
     return figure
 
 
-def _draw_time(found: Document) -> Figure:
+def _draw_time(document: Document) -> Figure:
     """Two stacks over context: the clock's shares, and the counted work's beside them."""
-    figure = _titled(found, "Where the time goes", (10, 4.2))
-    rows = found["time"]
+    figure = _titled(document, "Where the time goes", (10, 4.2))
+    rows = document["time"]
     x = np.array([row["context"] for row in rows])
     width = 0.88 * float(np.diff(x).min()) if len(x) > 1 else 1.0
     parts = [part for part in PARTS if any(row[f"work_{part}"] for row in rows)]
@@ -112,11 +112,11 @@ def _draw_time(found: Document) -> Figure:
     return figure
 
 
-def _draw_alike(found: Document) -> Figure:
+def _draw_alike(document: Document) -> Figure:
     """Cosine and difference by layer, cosine by latent frame, and by pass where there are some."""
-    figure = _titled(found, "How alike adjacent frames are, place by place", (11.5, 7.2))
+    figure = _titled(document, "How alike adjacent frames are, place by place", (11.5, 7.2))
     (by_layer, apart), (by_frame, other) = figure.subplots(2, 2)
-    row, layers = found["rows"][0], found["layers"]
+    row, layers = document["rows"][0], document["layers"]
     kinds = [kind for kind in ALIKE if f"{kind}_cosine" in row]
     _curves(by_layer, layers, "layer", kinds, "cosine")
     # a band for each would be a fog
@@ -130,16 +130,16 @@ def _draw_alike(found: Document) -> Figure:
         name = "another place" if kind == "mlp" else None
         by_layer.plot(x, y, ":", color=HUES[kind], linewidth=1.4, label=name)
     _curves(apart, layers, "layer", kinds, "difference")
-    _curves(by_frame, found["frames"], "frame", kinds, "cosine")
-    given, last = row["given"], found["passes"][-1]["pass"]
+    _curves(by_frame, document["frames"], "frame", kinds, "cosine")
+    given, last = row["given"], document["passes"][-1]["pass"]
     of_frame, grey = "latent frame, held against the one before", "; grey: given frames"
     framed, cosines = [by_frame], [by_layer, by_frame]
     if last:
-        _curves(other, found["passes"], "pass", kinds, "cosine")
+        _curves(other, document["passes"], "pass", kinds, "cosine")
         other.set_title(f"cosine by pass; {last} is the clean one")
         cosines.append(other)
     else:  # a single pass makes no curve
-        _curves(other, found["frames"], "frame", kinds, "difference")
+        _curves(other, document["frames"], "frame", kinds, "difference")
         other.set_title("difference by latent frame")
         framed.append(other)
     if given > 1:
@@ -183,11 +183,11 @@ def _curves(
     axes.grid(axis="y")
 
 
-def _draw_mass(found: Document) -> Figure:
+def _draw_mass(document: Document) -> Figure:
     """Mass over the share of keys, a line a layer; and the strongest tenth's by layer and frame."""
-    figure = _titled(found, "Where the attention lies", (11.5, 4.6))
+    figure = _titled(document, "Where the attention lies", (11.5, 4.6))
     curves, cells = figure.subplots(1, 2)
-    row, layers = found["rows"][0], found["layers"]
+    row, layers = document["rows"][0], document["layers"]
     colours = mpl.colormaps["cividis"]
     top = max(layers[-1]["layer"], 1)
     for part in layers:
@@ -211,9 +211,9 @@ def _draw_mass(found: Document) -> Figure:
     curves.set_ylabel("attention mass they hold")
     curves.set_title("a line a layer, dark to light: first to last")
     figure.legend(*curves.get_legend_handles_labels(), loc="outside lower left", ncols=4)
-    frames = sorted({part["frame"] for part in found["cells"]})
+    frames = sorted({part["frame"] for part in document["cells"]})
     grid = np.full((top + 1, len(frames)), np.nan)
-    for part in found["cells"]:
+    for part in document["cells"]:
         if f"mass_{SHOWN}" in part:
             grid[part["layer"], frames.index(part["frame"])] = part[f"mass_{SHOWN}"]
     box = (frames[0] - 0.5, frames[-1] + 0.5, -0.5, grid.shape[0] - 0.5)

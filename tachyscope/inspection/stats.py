@@ -86,8 +86,8 @@ class StatsObserver(Observer):
     def on_commit(self, ctx: PassContext, n: int) -> None:
         frame, frames = self.session.latent_frame, n // ctx.shape.tokens_per_frame
         for (kind, layer, step), parts in self._fresh.items():
-            found = [parts[place] for place in sorted(parts)]
-            now = torch.cat(found, 1).unflatten(1, (-1, len(self.places)))
+            ordered = [parts[place] for place in sorted(parts)]
+            now = torch.cat(ordered, 1).unflatten(1, (-1, len(self.places)))
             self._compare(kind, layer, step, frame, now[:, :frames])
         for kind, part in self._weighed:
             self.found[kind].append(part.on_host())
@@ -106,8 +106,8 @@ class StatsObserver(Observer):
     def _inside(self, ctx: PassContext, places: Sequence[int]) -> list[int]:
         size = ctx.shape.tokens_per_frame
         frames = range(-(-(ctx.start + ctx.tokens) // size))
-        found = [frame * size + place - ctx.start for frame in frames for place in places]
-        return [i for i in found if 0 <= i < ctx.tokens]
+        slots = [frame * size + place - ctx.start for frame in frames for place in places]
+        return [i for i in slots if 0 <= i < ctx.tokens]
 
     def _keep(self, kind: str, ctx: PassContext, x: Tensor) -> None:
         """Remember x [B, S, …] at the sampled places until the chunk is finished."""
@@ -141,12 +141,12 @@ class StatsObserver(Observer):
             self._weighed.append((kind, record))
 
 
-def table(found: Mapping[str, Sequence[Record]], axes: Sequence[str]) -> list[Document]:
+def table(records: Mapping[str, Sequence[Record]], axes: Sequence[str]) -> list[Document]:
     """A row for each layer, latent frame or pass on the axes, with the measures of every kind."""
     rows: dict[tuple[int, ...], Document] = {}
     for kind in (*ALIKE, *MASS):
         groups: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-        for record in found.get(kind, ()):
+        for record in records.get(kind, ()):
             spot = {"layer": record.layer, "frame": record.frame, "pass": record.step}
             groups[tuple(spot[axis] for axis in axes)].append(record.values)
         for key, values in groups.items():

@@ -15,24 +15,24 @@ Rows = Sequence[Mapping[str, float]]  # of the meter, one a chunk
 
 def times(timed: Sequence[Rows], known: int, shape: Shape) -> list[Document]:
     """A row a chunk: of all rounds its quickest, which others disturbed least."""
-    found = []
+    rows = []
     for i, rounds in enumerate(zip(*timed, strict=True)):
         row = min(rounds, key=lambda row: row["chunk_ms"])
         spot = {"frame": known + i * shape.chunk, "context": row["pairs_dense"] / row["queries"]}
-        found.append(spot | {"chunk_ms": row["chunk_ms"]} | _shares(row, shape))
-    return found
+        rows.append(spot | {"chunk_ms": row["chunk_ms"]} | _shares(row, shape))
+    return rows
 
 
 def overall(timed: Sequence[Rows], shape: Shape) -> Document:
     """Shares over all rounds, and for those of the time their range from round to round."""
     sums = [{key: sum(row[key] for row in rows) for key in rows[0]} for rows in timed]
     total = {key: sum(row[key] for row in sums) for key in sums[0]}
-    found = {"chunk_ms": total["chunk_ms"] / len(timed)} | _shares(total, shape)
+    shares = {"chunk_ms": total["chunk_ms"] / len(timed)} | _shares(total, shape)
     by_round = [_shares(row, shape) for row in sums]
     for part in PARTS:
         values = [row[f"time_{part}"] for row in by_round]
-        found |= {f"time_{part}_low": min(values), f"time_{part}_high": max(values)}
-    return found
+        shares |= {f"time_{part}_low": min(values), f"time_{part}_high": max(values)}
+    return shares
 
 
 def _shares(row: Mapping[str, float], shape: Shape) -> dict[str, float]:
@@ -49,5 +49,5 @@ def _shares(row: Mapping[str, float], shape: Shape) -> dict[str, float]:
     }
     time["rest"] = row["chunk_ms"] - sum(time.values())
     work["rest"] = row["macs"] - sum(work.values())
-    found = {f"time_{part}": value / row["chunk_ms"] for part, value in time.items()}
-    return found | {f"work_{part}": value / row["macs"] for part, value in work.items()}
+    shares = {f"time_{part}": value / row["chunk_ms"] for part, value in time.items()}
+    return shares | {f"work_{part}": value / row["macs"] for part, value in work.items()}

@@ -47,9 +47,9 @@ def has_large_smem(device: torch.device) -> bool:
     """Whether large tiles fit its shared memory; such GPUs also have the copy engine (TMA)."""
     if device.type != "cuda":
         return True
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     # AMD's do not tell
-    return int(getattr(found, "shared_memory_per_block_optin", 0)) >= LARGE_SMEM
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= LARGE_SMEM
 
 
 @functools.cache

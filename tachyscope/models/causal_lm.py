@@ -55,9 +55,9 @@ def token_adapter(
     """
     grid = _grid(tokens_per_frame)
     check("prompt tokens", prompt_len, "`prompt_len`")
-    found = CausalLm(_Copy(model), grid, prompt_len, sampler, tokenizer, decode)
-    found.check_parity(model)
-    return found
+    adapter = CausalLm(_Copy(model), grid, prompt_len, sampler, tokenizer, decode)
+    adapter.check_parity(model)
+    return adapter
 
 
 class CausalLm(OneCodeModel):
@@ -86,8 +86,8 @@ class CausalLm(OneCodeModel):
 
     @property
     def mlps(self) -> Sequence[SliceableMlp]:
-        found = [mlp.fn for mlp in self.transformer.mlps]
-        return [mlp for mlp in found if isinstance(mlp, SwiGlu)] if _gated(found) else ()
+        fns = [mlp.fn for mlp in self.transformer.mlps]
+        return [mlp for mlp in fns if isinstance(mlp, SwiGlu)] if _gated(fns) else ()
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         self.check_size(size)
@@ -151,8 +151,8 @@ class CausalLm(OneCodeModel):
         return self.transformer(session, x)
 
     def head(self, states: Tensor) -> Tensor:
-        found: Tensor = self.transformer.head(states)
-        return found
+        logits: Tensor = self.transformer.head(states)
+        return logits
 
     def encode_frames(self, frames: np.ndarray) -> Tensor:
         raise TachyscopeError(
@@ -174,9 +174,9 @@ class CausalLm(OneCodeModel):
         pos = torch.zeros(8, 3, dtype=torch.float32, device=self.device)
         pos[:, 2] = torch.arange(8, device=self.device)
         stand_in = _Whole(self.rope(self.shape()), pos)
-        found = self.transformer.head(self.run_trunk(stand_in, self.embed_prompt(ids))).float()
+        logits = self.transformer.head(self.run_trunk(stand_in, self.embed_prompt(ids))).float()
         want = model(input_ids=ids, use_cache=False).logits.float()
-        off = float((found - want).norm() / want.norm())
+        off = float((logits - want).norm() / want.norm())
         if not off < math.sqrt(torch.finfo(self.dtype).eps):
             raise TachyscopeError(
                 f"{self.name} does what a session does not: its logits come out {off:.1g} off: use "
@@ -270,8 +270,8 @@ class _Plain(nn.Module):
         self.macs = sum(x.weight.numel() for x in linears)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x)
-        return found
+        out: Tensor = self.inner(x)
+        return out
 
 
 def _shared(mlp: Any) -> SwiGlu | _Plain:
@@ -284,10 +284,10 @@ def _shared(mlp: Any) -> SwiGlu | _Plain:
     if not (known and plain):
         return _Plain(mlp)
     with torch.device("meta"):
-        found = SwiGlu(mlp.gate_proj.in_features, mlp.gate_proj.out_features)
+        shared = SwiGlu(mlp.gate_proj.in_features, mlp.gate_proj.out_features)
     for name, part in zip(names, parts, strict=True):
-        getattr(found, name).weight = part.weight
-    return found
+        getattr(shared, name).weight = part.weight
+    return shared
 
 
 class _Whole:
@@ -336,8 +336,8 @@ def _attend(
     by = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
     if abs(by - 1) > 1e-6:
         query = query * by
-    found = _attends.get().attend(module.layer_idx, query, key, value)
-    return found.transpose(1, 2), None
+    out = _attends.get().attend(module.layer_idx, query, key, value)
+    return out.transpose(1, 2), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

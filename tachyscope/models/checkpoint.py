@@ -104,17 +104,17 @@ def unwrapped(name: str) -> str:
 
 def wan_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """A Wan model's tensors under their original names; raises where one is given by both."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     sources: dict[str, str] = {}
     for name, tensor in tensors.items():
         ours = wan_name(name)
-        if ours in found:
+        if ours in renamed:
             raise TachyscopeError(
                 f"{where} must name each tensor once, got {sources[ours]!r} and {name!r}, which "
                 f"are Wan's and diffusers' names of one: remove one of them"
             )
-        found[ours], sources[ours] = tensor, name
-    return found
+        renamed[ours], sources[ours] = tensor, name
+    return renamed
 
 
 def wan_name(name: str) -> str:
@@ -262,7 +262,7 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict):
         raise TachyscopeError(f"{path} must have a 'weight_map', it has none: get it again")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for name in sorted({str(value) for value in listed.values()}):
         if Path(name).name != name or not name.endswith(SAFE + PICKLED):
@@ -271,13 +271,13 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
                 f"{shown(name)}: put them there and name them so"
             )
         for key, tensor in read_tensors(path.with_name(name)).items():
-            if key in found:
+            if key in tensors:
                 raise TachyscopeError(
                     f"{path} must list files that hold each tensor once, {key} is in "
                     f"{places[key]} and {name}: get them again"
                 )
-            found[key], places[key] = tensor, name
-    return found
+            tensors[key], places[key] = tensor, name
+    return tensors
 
 
 def _read_safe(path: Path) -> dict[str, Tensor]:

@@ -73,8 +73,8 @@ class SwiGlu(nn.Module):
             part = SwiGlu(self.gate.shape[1], len(index))
         weights = {"gate": self.gate[index], "up": self.up[index], "down": self.down[:, index]}
         for name, weight in weights.items():
-            found = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
-            getattr(part, f"{name}_proj").weight = found
+            parameter = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+            getattr(part, f"{name}_proj").weight = parameter
         return part
 
 

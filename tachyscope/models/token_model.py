@@ -158,10 +158,10 @@ class TokenModel(VideoModel):
             )
 
     def on_meta(self) -> Self:
-        found = copy.copy(self)
-        found.device = torch.device("meta")
-        found.transformer = copy.deepcopy(self.transformer).to("meta")
-        return found
+        clone = copy.copy(self)
+        clone.device = torch.device("meta")
+        clone.transformer = copy.deepcopy(self.transformer).to("meta")
+        return clone
 
     def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
         return self._videos(shape), frames, *self.grid, self.depth
@@ -330,10 +330,10 @@ class OneCodeModel(TokenModel):
         """Logits [..., K] for states [..., W]."""
 
     def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
-        found = self.sampler.guide(self.head(states))[:, None]
+        scores = self.sampler.guide(self.head(states))[:, None]
         if logits is not None:
-            logits.copy_(found)
-        return self.sampler.pick(found, noise)
+            logits.copy_(scores)
+        return self.sampler.pick(scores, noise)
 
     def logits(self, states: Tensor, codes: Tensor) -> Tensor:
         return self.sampler.guide(self.head(states))[:, :, None]

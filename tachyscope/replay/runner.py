@@ -116,17 +116,17 @@ def token_tensors(
         return {}
     place = (shape.passes, shape.batch, shape.tokens_per_frame)
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
-    found = policy.tensors(shape, device)
-    found["output"] = torch.zeros(*place, shape.width, **kind)
-    found["age"] = torch.zeros(place, dtype=torch.int32, device=device)
+    tensors = policy.tensors(shape, device)
+    tensors["output"] = torch.zeros(*place, shape.width, **kind)
+    tensors["age"] = torch.zeros(place, dtype=torch.int32, device=device)
     if policy.drift:
-        found["drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
+        tensors["drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
     if policy.score == "input":
-        found["input"] = torch.zeros(*place, shape.width, **kind)
+        tensors["input"] = torch.zeros(*place, shape.width, **kind)
     elif policy.score:
         size = (*place[:2], shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
-        found["key"] = torch.zeros(size, **kind)
-    return found
+        tensors["key"] = torch.zeros(size, **kind)
+    return tensors
 
 
 def _run_rows(
@@ -188,8 +188,8 @@ def _for_tokens(kept: list[Tensor], ctx: PassContext, dim: int) -> Tensor:
     """What was kept, as this pass's tokens meet it, along `dim`."""
     frames = 1 if ctx.shape.token_by_token else ctx.tokens // ctx.shape.tokens_per_frame
     # every latent frame of a chunk compares with the same one: the last of the chunk before
-    met = [kept[min(i // ctx.shape.chunk, len(kept) - 1)] for i in range(frames)]
-    return met[0] if frames == 1 else torch.cat(met, dim)
+    paired = [kept[min(i // ctx.shape.chunk, len(kept) - 1)] for i in range(frames)]
+    return paired[0] if frames == 1 else torch.cat(paired, dim)
 
 
 def _last_frames(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:

@@ -75,7 +75,7 @@ def entry_mass(q: Tensor, k: Tensor, log_count: Tensor | None, tile: int) -> Ten
     q, k = q.float() * (LOG2E / math.sqrt(q.shape[3])), k.float()
     batch, heads, queries, _ = q.shape
     buffer = q.new_empty(batch, min(heads, 2), k.shape[2], queries)
-    found = []
+    parts = []
     for pair in (slice(head, head + 2) for head in range(0, heads, 2)):
         scores = buffer[:, : len(range(heads)[pair])]
         torch.matmul(k[:, pair], q[:, pair].mT, out=scores)
@@ -83,8 +83,8 @@ def entry_mass(q: Tensor, k: Tensor, log_count: Tensor | None, tile: int) -> Ten
             scores += LOG2E * log_count[:, pair, :, None]
         scores.sub_(scores.amax(2, keepdim=True)).exp2_()
         scores /= scores.sum(2, keepdim=True)
-        found.append(_sum_tiles(scores.mT, tile, tokens))
-    return torch.cat(found, 1)
+        parts.append(_sum_tiles(scores.mT, tile, tokens))
+    return torch.cat(parts, 1)
 
 
 def _sum_tiles(p: Tensor, tile: int, tokens: int) -> Tensor:

@@ -24,8 +24,8 @@ def encode(x: Tensor, code: Tensor, scale: Tensor) -> None:
     if x.dtype == DTYPE and reads_keys(code):
         triton_backend.encode(x, code, scale)
     else:
-        found, scale[:] = torch_backend.encode(x, code.dtype)
-        code.copy_(found)
+        encoded, scale[:] = torch_backend.encode(x, code.dtype)
+        code.copy_(encoded)
 
 
 def decode(code: Tensor, scale: Tensor | None, dtype: DType) -> Tensor:

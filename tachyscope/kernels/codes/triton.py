@@ -47,12 +47,12 @@ def _decode(
     at, offs_d = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)[None, :]
     inside = at < n
     place = at.to(tl.int64)[:, None]
-    found = tl.load(
+    vector = tl.load(
         code + b * c_b + h * c_h + place * c_n + offs_d, mask=inside[:, None], other=0.0
     )
     step = tl.load(scale + b * s_b + h * s_h + at, mask=inside, other=0.0)
-    found = (found.to(tl.float32) * step[:, None]).to(out.dtype.element_ty)
-    tl.store(out + b * o_b + h * o_h + place * o_n + offs_d, found, mask=inside[:, None])
+    vector = (vector.to(tl.float32) * step[:, None]).to(out.dtype.element_ty)
+    tl.store(out + b * o_b + h * o_h + place * o_n + offs_d, vector, mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["heads", "n"])
@@ -68,7 +68,7 @@ def _encode(
     vector = tl.load(x + b * x_b + h * x_h + place * x_n + offs_d, mask=inside[:, None], other=0.0)
     vector = vector.to(tl.float32)
     step = tl.maximum(tl.max(tl.abs(vector), 1), 1e-12) / LARGEST
-    found = tl.minimum(tl.maximum(vector / step[:, None], -LARGEST), LARGEST)
-    found = (tl.floor(found + 0.5) if WHOLE else found).to(code.dtype.element_ty)
-    tl.store(code + b * c_b + h * c_h + place * c_n + offs_d, found, mask=inside[:, None])
+    number = tl.minimum(tl.maximum(vector / step[:, None], -LARGEST), LARGEST)
+    number = (tl.floor(number + 0.5) if WHOLE else number).to(code.dtype.element_ty)
+    tl.store(code + b * c_b + h * c_h + place * c_n + offs_d, number, mask=inside[:, None])
     tl.store(scale + b * s_b + h * s_h + at, step, mask=inside)

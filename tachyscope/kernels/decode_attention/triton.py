@@ -274,16 +274,16 @@ def _load_entries(
 @triton.jit
 def _rotated(x, cos, sin, offs_d, mask, D: tl.constexpr, ROPE: tl.constexpr):
     """x[offs_d], rotated and rounded as it is kept, in float32."""
-    found = tl.load(x + offs_d, mask=mask, other=0.0)
+    value = tl.load(x + offs_d, mask=mask, other=0.0)
     if ROPE == "":
-        return found.to(tl.float32)
+        return value.to(tl.float32)
     else:
         other = (offs_d ^ 1) if ROPE == "pairs" else (offs_d + D // 2) % D
         partner = tl.load(x + other, mask=mask, other=0.0).to(tl.float32)
         there = offs_d < D
-        turned = found.to(tl.float32) * tl.load(cos + offs_d, mask=there, other=0.0)
+        turned = value.to(tl.float32) * tl.load(cos + offs_d, mask=there, other=0.0)
         turned += partner * tl.load(sin + offs_d, mask=there, other=0.0)
-        return turned.to(found.dtype).to(tl.float32)
+        return turned.to(value.dtype).to(tl.float32)
 
 
 @triton.jit

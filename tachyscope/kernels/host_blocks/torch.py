@@ -37,11 +37,11 @@ def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Te
 
 def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
     row, head, place = torch.where(ids >= 0)
-    found = ids[row, head, place].long()
+    chosen = ids[row, head, place].long()
     for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
-        blocks = code[row, head, found]
+        blocks = code[row, head, chosen]
         if scale is not None:
-            blocks = decode(blocks, scale[row, head, found], x.dtype)
+            blocks = decode(blocks, scale[row, head, chosen], x.dtype)
         x.unflatten(2, (-1, host.block))[row, head, place] = blocks
 
 

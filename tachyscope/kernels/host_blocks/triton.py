@@ -73,16 +73,16 @@ def _encode(
     if KIND < 2:
         offs_d = tl.arange(0, 2 * W)[None, :]
         inside = (at < BLOCK)[:, None] & (offs_d < 2 * HALF)
-        found = tl.load(x + offs_d, mask=inside, other=0.0)
+        value = tl.load(x + offs_d, mask=inside, other=0.0)
         code += entry[:, None] * (2 * HALF) + offs_d
         if KIND == 1:
-            found = found.to(tl.float32)
-            step = tl.maximum(tl.max(tl.abs(found), 1), 1e-12) / 127
+            value = value.to(tl.float32)
+            step = tl.maximum(tl.max(tl.abs(value), 1), 1e-12) / 127
             tl.store(scale + entry, step, mask=at < BLOCK)
-            found = tl.floor(found * (1 / step)[:, None] + 0.5)  # a division a row, not a channel
-            tl.store(code, found.to(tl.int8), mask=inside)
+            value = tl.floor(value * (1 / step)[:, None] + 0.5)  # a division a row, not a channel
+            tl.store(code, value.to(tl.int8), mask=inside)
         else:
-            tl.store(code, found, mask=inside)
+            tl.store(code, value, mask=inside)
     else:
         SIZE: tl.constexpr = 2 * HALF // GROUPS
         offs_d = tl.arange(0, W)[None, :]
@@ -141,11 +141,11 @@ def _decode(
     if KIND < 2:
         offs_d = tl.arange(0, 2 * W)[None, :]
         inside = (at < BLOCK)[:, None] & (offs_d < 2 * HALF)
-        found = tl.load(code + entry[:, None] * (2 * HALF) + offs_d, mask=inside, other=0)
+        value = tl.load(code + entry[:, None] * (2 * HALF) + offs_d, mask=inside, other=0)
         if KIND == 1:
             step = tl.load(scale + entry, mask=at < BLOCK, other=0.0)
-            found = found.to(tl.float32) * step[:, None]
-        tl.store(out + offs_d, found.to(out.dtype.element_ty), mask=inside)
+            value = value.to(tl.float32) * step[:, None]
+        tl.store(out + offs_d, value.to(out.dtype.element_ty), mask=inside)
     else:
         SIZE: tl.constexpr = 2 * HALF // GROUPS
         offs_d = tl.arange(0, W)[None, :]

@@ -28,8 +28,8 @@ def alike_features(x: Tensor, shared: bool) -> Tensor:
 
 def features(vectors: Sequence[Tensor], shared: bool) -> Tensor:
     """Vectors [B, G, n, E] whose dot product is the mean cosine of two entries' `vectors`."""
-    found = [alike_features(x, shared) for x in vectors]
-    return found[0] if len(found) == 1 else torch.cat(found, -1).div_(math.sqrt(len(found)))
+    parts = [alike_features(x, shared) for x in vectors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1).div_(math.sqrt(len(parts)))
 
 
 def best_older(features: Tensor, first: int) -> tuple[Tensor, Tensor]:

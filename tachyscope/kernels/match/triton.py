@@ -200,14 +200,14 @@ def _settle(
     """The best of all parts, its cosine measured anew."""
     row = tl.program_id(1)
     k += (row // heads).to(tl.int64) * k_b + (row % heads).to(tl.int64) * k_h
-    found = n - first
+    count = n - first
     place = tl.program_id(0) * M + tl.arange(0, M)
-    inside = place < found
+    inside = place < count
     mine = first + place
     top = tl.full([M], LOWEST, tl.float32)
     at = tl.zeros([M], tl.int32)
     for part in range(parts):
-        out = (part * tl.num_programs(1) + row).to(tl.int64) * found + place
+        out = (part * tl.num_programs(1) + row).to(tl.int64) * count + place
         value = tl.load(best + out, mask=inside, other=LOWEST)
         older = tl.load(index + out, mask=inside, other=0)
         better = value > top
@@ -215,7 +215,7 @@ def _settle(
     # an entry of zeros may have lost its column: any older one is as good
     at = tl.maximum(tl.minimum(at, mine - 1), 0)
     likeness = _cosine(k, mine, at, k_n, inside, D)
-    out = row.to(tl.int64) * found + place
+    out = row.to(tl.int64) * count + place
     tl.store(cosine + out, tl.where(mine > 0, likeness, -float("inf")), mask=inside)
     tl.store(partner + out, at.to(tl.int64), mask=inside)
 

@@ -31,8 +31,8 @@ class Entries(NamedTuple):
         return [x for x in self if x is not None]
 
     def first(self, n: int) -> Entries:
-        found = {name: x[:, :, :n] for name, x in self._asdict().items() if x is not None}
-        return Entries(**found)
+        fields = {name: x[:, :, :n] for name, x in self._asdict().items() if x is not None}
+        return Entries(**fields)
 
 
 def merge_entries(

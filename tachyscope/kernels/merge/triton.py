@@ -68,8 +68,8 @@ def choose(alike: Tensor, partner: Tensor, excess: int) -> Folds:
         N=256, num_warps=4,
     )  # fmt: skip
     # one sort of all rows, since a place names the row too; stable, so members stay in order of age
-    places, found = place.flatten().sort(stable=True)
-    grouped = source.flatten().gather(0, found)
+    places, sources = place.flatten().sort(stable=True)
+    grouped = source.flatten().gather(0, sources)
     return Folds(grouped.view(rows, excess), (places % n).view(rows, excess), order, heir)
 
 
@@ -310,8 +310,8 @@ def _fold(
         newest = tl.maximum(newest, last)
         if count == end - first:
             pieces = excess // M
-            found = tl.full((), M, tl.int32)
-            while found == M:
+            complete = tl.full((), M, tl.int32)
+            while complete == M:
                 which = piece + tl.arange(0, M)
                 inside = which < pieces
                 whole = tl.load(root + which * M, mask=inside, other=-1) == mine
@@ -322,8 +322,8 @@ def _fold(
                     x = means + at[:, None] * D + d[None, :]
                     mean += tl.sum(tl.load(x, mask=whole[:, None], other=0.0), 0)
                 newest = tl.maximum(newest, tl.max(tl.load(times + at, mask=whole, other=-1)))
-                found = tl.sum(whole.to(tl.int32))
-                piece += found
+                complete = tl.sum(whole.to(tl.int32))
+                piece += complete
             _, more, sums, last = _members(
                 v, v_scale, log_count, pos, source, root, v_n, p_n, piece * M, excess, mine, n,
                 MEAN, CODED, D, M,

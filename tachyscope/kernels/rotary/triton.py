@@ -45,8 +45,8 @@ def _rotate(
     for i in tl.static_range(HEADS):
         head = tl.program_id(2) * HEADS + i
         mine = token < tl.where(head < heads, tokens, 0)
-        found = tl.load(x + head.to(tl.int64) * x_head, mask=mine, other=0.0).to(tl.float32)
-        a, b = _pairs(found, INTERLEAVED)
+        value = tl.load(x + head.to(tl.int64) * x_head, mask=mine, other=0.0).to(tl.float32)
+        a, b = _pairs(value, INTERLEAVED)
         rotated = _channels(a * cos_a + b * sin_a, b * cos_b + a * sin_b, INTERLEAVED)
         tl.store(out + head.to(tl.int64) * out_head, rotated.to(out.dtype.element_ty), mask=mine)
 

@@ -58,5 +58,5 @@ def _copy_entries(
             taken = entry.to(tl.int64)[:, None]
         else:
             given = entry.to(tl.int64)[:, None]
-    found = tl.load(source + b * s_b + h * s_h + taken * s_n + at_d, mask=there)
-    tl.store(target + b * t_b + h * t_h + given * t_n + at_d, found, mask=there)
+    value = tl.load(source + b * s_b + h * s_h + taken * s_n + at_d, mask=there)
+    tl.store(target + b * t_b + h * t_h + given * t_n + at_d, value, mask=there)

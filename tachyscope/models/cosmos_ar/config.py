@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tachyscope.bounds import COSMOS, bound_fault, demand, has_type, told, within
+from tachyscope.bounds import COSMOS, bound_fault, demand, describe, has_type, within
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.token_model import Sampler
 
@@ -75,7 +75,7 @@ class CosmosConfig:
     @property
     def speeds(self) -> tuple[float, ...]:
         """Of every pair of channels; those that turn often in the trained length stay."""
-        found = []
+        values = []
         rows, frames = self.trained[1], self.trained[0]
         # columns are scaled as rows are, as the authors' code has it
         for (channels, _), length in zip(self.axes, (frames, rows, rows), strict=True):
@@ -83,8 +83,8 @@ class CosmosConfig:
             for i in range(0, channels, 2):
                 speed = self.theta ** (-i / channels)
                 kept = min(max((speed - slow) / (fast - slow), 0.0), 1.0)
-                found.append(speed * ((1 - kept) / self.yarn + kept))
-        return tuple(found)
+                values.append(speed * ((1 - kept) / self.yarn + kept))
+        return tuple(values)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> CosmosConfig:
@@ -94,7 +94,7 @@ class CosmosConfig:
 
         def refuse(name: str, rule: str) -> None:
             raise TachyscopeError(
-                f"{where}: {name} must be {rule}, got {told(values.get(name))}: mend it"
+                f"{where}: {name} must be {rule}, got {describe(values.get(name))}: mend it"
             )
 
         if values.get("model_type") != MODEL_TYPE:
@@ -126,9 +126,9 @@ class CosmosConfig:
 
     def to_json(self) -> dict[str, Any]:
         """What a config.json holds."""
-        found = asdict(self)
-        del found["sampler"]["cfg"]
-        return {"model_type": MODEL_TYPE} | found
+        fields = asdict(self)
+        del fields["sampler"]["cfg"]
+        return {"model_type": MODEL_TYPE} | fields
 
 
 def _demand(right: bool, rule: str, got: object) -> None:

@@ -146,8 +146,8 @@ class CosmosModel(OneCodeModel):
         return self.transformer.model(session, x)
 
     def head(self, states: Tensor) -> Tensor:
-        found: Tensor = self.transformer.lm_head(states)
-        return found
+        logits: Tensor = self.transformer.lm_head(states)
+        return logits
 
     def sample(
         self,
@@ -214,16 +214,19 @@ def load_cosmos(
     """The model in a published file or its folder, or in one with a config.json of ours."""
     path, config = Path(path), None
     if path.is_dir():
-        name, told = path.resolve().name, path / "config.json"
-        found = [path / file for file in WEIGHTS if (path / file).is_file()]
-        if not found:
+        name, config_file = path.resolve().name, path / "config.json"
+        files = [path / file for file in WEIGHTS if (path / file).is_file()]
+        if not files:
             raise TachyscopeError(
                 f"{path} must hold one of {', '.join(WEIGHTS)}, it has none: "
                 f"copy it from the published checkpoint"
             )
-        if told.is_file() and (values := read_json(told)).get("model_type") == "cosmos_ar":
-            config = CosmosConfig.parse(values, str(told))
-        path = found[0]
+        if (
+            config_file.is_file()
+            and (values := read_json(config_file)).get("model_type") == "cosmos_ar"
+        ):
+            config = CosmosConfig.parse(values, str(config_file))
+        path = files[0]
     else:
         name = path.stem
     where, tensors = str(path), qwen_names(read_tensors(path), str(path))
@@ -248,7 +251,7 @@ def save_cosmos(model: CosmosModel, folder: Path | str) -> None:
 
 def qwen_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """A file's tensors under the module's names; what only training reads is left out."""
-    found = {}
+    renamed = {}
     for name, tensor in strip_prefixes(tensors).items():
         if name.endswith("_extra_state"):
             continue
@@ -257,8 +260,8 @@ def qwen_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
                 f"{where} is a Video2World model, which reads a prompt by cross-attention "
                 f"({name}): give Cosmos-Predict1-4B or -12B"
             )
-        found[_renamed(name, NAMES, LAYER_NAMES, "model.")] = tensor
-    return found
+        renamed[_renamed(name, NAMES, LAYER_NAMES, "model.")] = tensor
+    return renamed
 
 
 def nvidia_name(name: str) -> str:

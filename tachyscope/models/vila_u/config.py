@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tachyscope.bounds import VILA, bound_fault, demand, has_type, told, within
+from tachyscope.bounds import VILA, bound_fault, demand, describe, has_type, within
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.depth import DepthConfig
@@ -283,6 +283,6 @@ class _Table:
     def fail(self, key: str, rule: str) -> Any:
         file = f"{self.folder}/config.json" if self.folder else "config.json"
         raise TachyscopeError(
-            f"{file}: {self.path}{key} must be {rule}, got {told(self.values.get(key))}: "
+            f"{file}: {self.path}{key} must be {rule}, got {describe(self.values.get(key))}: "
             f"give a VILA-U checkpoint's own file"
         )

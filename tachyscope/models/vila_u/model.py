@@ -180,17 +180,17 @@ def load_vila(
     config = VilaConfig.parse(files)
     with torch.device("meta"):
         model = Vila(config)
-    found = {part: _read(folder / part) for part in PARTS}
+    parts = {part: _read(folder / part) for part in PARTS}
     if files["llm"].get("tie_word_embeddings"):
-        llm = found["llm"][0]
+        llm = parts["llm"][0]
         llm.setdefault("lm_head.weight", llm.get("model.embed_tokens.weight", Tensor()))
     if config.shared_codebook:
-        _repeat_codebook(found["vision_tower"][0], config.depth)
+        _repeat_codebook(parts["vision_tower"][0], config.depth)
     # configurations may say anything: memory is taken once the files have borne them out
-    for part, (tensors, where) in found.items():
+    for part, (tensors, where) in parts.items():
         matched(getattr(model, part), tensors, where, _unused(config))
     model.to(dtype or _dtype(files[""])).to_empty(device=device)
-    for part, (tensors, where) in found.items():
+    for part, (tensors, where) in parts.items():
         fit(getattr(model, part), tensors, where, _unused(config))
     if config.tokenizer == "bytes":
         tokenizer: Tokenizer = BytesTokenizer(config.vocab)

@@ -79,8 +79,8 @@ class ChatTokenizer:
     def ids(self, prompt: str) -> list[int]:
         text = prompt.strip()
         # a blank prompt leaves no space at all between the two speakers, as in training
-        said = f" {text} " if text else ""
-        return list(self.inner(f"{SYSTEM} USER:{said}ASSISTANT: {START}").input_ids)
+        message = f" {text} " if text else ""
+        return list(self.inner(f"{SYSTEM} USER:{message}ASSISTANT: {START}").input_ids)
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tachyscope.bounds import WAN, bound_fault, demand, has_type, told
+from tachyscope.bounds import WAN, bound_fault, demand, describe, has_type
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
 from tachyscope.worlds.atrium import ACTIONS
@@ -85,7 +85,7 @@ class WanConfig:
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
             faults = [fault for x in numbers if (fault := bound_fault(bound, x))]
-            _demand(not faults, f"{_called(name)} must be {''.join(faults[:1])}", told(value))
+            _demand(not faults, f"{_called(name)} must be {''.join(faults[:1])}", describe(value))
         _demand(
             self.dim % (2 * self.heads) == 0 and self.head_dim >= 6,
             "dim / heads must be even and at least 6",
@@ -254,7 +254,7 @@ def _check_type(name: str, value: Any, like: Any) -> None:
         kind = "whole numbers" if steps else f"{len(like)} whole numbers"
     else:
         right, kind = has_type(value, type(like)), KINDS[type(like)]
-    _demand(right, f"{_called(name)} must be {kind}", told(value))
+    _demand(right, f"{_called(name)} must be {kind}", describe(value))
 
 
 def _called(name: str) -> str:

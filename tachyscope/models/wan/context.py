@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from tachyscope.bounds import LATENTS, told, within
+from tachyscope.bounds import LATENTS, describe, within
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.wan import sampler
 from tachyscope.models.wan.parts import Controls
@@ -223,7 +223,7 @@ def rule_from_json(value: Any) -> ContextRule:
     if not isinstance(name, str) or name not in RULES:
         raise TachyscopeError(
             f"context must be {{'rule': NAME}} with one of {', '.join(RULES)}, "
-            f"got {told(value)}: change it"
+            f"got {describe(value)}: change it"
         )
     made = RULES[name]
     known = {field.name: type(field.default) for field in fields(made)}
@@ -231,7 +231,7 @@ def rule_from_json(value: Any) -> ContextRule:
         if key not in known or type(each) is not known[key]:
             takes = ", ".join(f"{k} ({kind.__name__})" for k, kind in known.items()) or "nothing"
             raise TachyscopeError(
-                f"context {name} takes {takes}, got {key}={told(each)}: change it"
+                f"context {name} takes {takes}, got {key}={describe(each)}: change it"
             )
     return made(**given)
 

@@ -46,8 +46,9 @@ def merge_lora(
     if alpha is not None:
         if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
             raise TachyscopeError(f"a LoRA's alpha is a number over 0, got {alpha}: give another")
-        if told := [name for name, update in updates.items() if update.alpha is not None]:
-            warn(f"{path} tells its own alpha of {some(told)}, which is kept there, not {alpha:g}")
+        if with_alpha := [name for name, update in updates.items() if update.alpha is not None]:
+            kept = some(with_alpha)
+            warn(f"{path} has its own alpha for {kept}, which is used there instead of {alpha:g}")
         updates = {
             name: replace(update, alpha=alpha if update.alpha is None else update.alpha)
             for name, update in updates.items()
@@ -71,7 +72,7 @@ def merge_lora(
 def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
     """A LoRA's updates by layer of the model; raises where one fits none of its layers."""
     tensors = read_tensors(path)
-    found: dict[str, dict[str, str]] = {}
+    pairs: dict[str, dict[str, str]] = {}
     unknown, strangers = [], []
     for key in tensors:
         match = NAME.fullmatch(unwrapped(key))
@@ -82,13 +83,13 @@ def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
         if layer is None:
             strangers.append(match[1])
             continue
-        other = found.setdefault(layer, {}).setdefault(FACTORS.get(match[2], "alpha"), key)
+        other = pairs.setdefault(layer, {}).setdefault(FACTORS.get(match[2], "alpha"), key)
         if other != key:
             raise TachyscopeError(
                 f"{path} must hold one update of each layer, got two of {layer}, "
                 f"in {other} and {key}: remove one of them"
             )
-    if unknown or not (found or strangers):
+    if unknown or not (pairs or strangers):
         raise TachyscopeError(
             f"{path} must hold a LoRA's lora_A and lora_B, or lora_down, lora_up and alpha, "
             f"got {some(unknown) or 'nothing'}: give a LoRA of linear layers"
@@ -99,7 +100,7 @@ def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
             f"{some(dict.fromkeys(strangers))}: give a LoRA of this model"
         )
     updates = {}
-    for layer, keys in found.items():
+    for layer, keys in pairs.items():
         parts = {part: tensors[key] for part, key in keys.items()}
         down, up = parts.get("down"), parts.get("up")
         if (

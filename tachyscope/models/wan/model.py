@@ -75,14 +75,14 @@ class WanModel(VideoModel):
         return self
 
     def on_meta(self) -> Self:
-        found = copy.copy(self)
-        found.device = torch.device("meta")
-        found.decoder = copy.deepcopy(self.decoder)
-        for part in _modules(found.decoder):
+        clone = copy.copy(self)
+        clone.device = torch.device("meta")
+        clone.decoder = copy.deepcopy(self.decoder)
+        for part in _modules(clone.decoder):
             part.to("meta")
-        with found.device:  # made anew: a copy would first take the weights' memory again
-            found.transformer = WanCausal(self.config).cast(self.dtype)
-        return found
+        with clone.device:  # made anew: a copy would first take the weights' memory again
+            clone.transformer = WanCausal(self.config).cast(self.dtype)
+        return clone
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
         c, frames = self.config, shape.chunk + shape.rolling_frames  # of a pass
@@ -295,14 +295,14 @@ class WanModel(VideoModel):
 
     def _controls(self, session: Session, actions: Sequence[int] | Tensor, frames: int) -> Controls:
         """What steers the next latent frames; the camera then stands at the last of them."""
-        told = self.actions_tensor(actions, frames)
-        if not self.camera or told is None:
-            return Controls(told)
+        numbers = self.actions_tensor(actions, frames)
+        if not self.camera or numbers is None:
+            return Controls(numbers)
         if CAMERA not in session.features:  # a session that was made by hand
             start = camera.place([camera.START] * session.shape.batch, 1.0, self.device)
             session.features[CAMERA] = start
-        poses = camera.walk(session.features[CAMERA], told)
-        return Controls(told, camera.rays(poses, session.shape.grid))
+        poses = camera.walk(session.features[CAMERA], numbers)
+        return Controls(numbers, camera.rays(poses, session.shape.grid))
 
     def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
         """A chunk's noise, the draw-th that it takes: as handed in, else drawn.

@@ -25,11 +25,11 @@ def schedule(config: WanConfig) -> list[tuple[float, float]]:
 
     # the thousand levels of training, which a level between them is rounded to
     levels = [shifted(n / 1000) for n in range(1, 1001)]
-    found = []
+    pairs = []
     for step in config.levels:
         t = 1000 * shifted(step / 1000) if config.warp else float(step)
-        found.append((t, min(levels, key=lambda level: abs(1000 * level - t))))
-    return found
+        pairs.append((t, min(levels, key=lambda level: abs(1000 * level - t))))
+    return pairs
 
 
 def clean_from(config: WanConfig, x: Tensor, prediction: Tensor, sigma: float) -> Tensor:

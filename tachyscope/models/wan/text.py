@@ -77,10 +77,10 @@ class UMT5:
     def __call__(self, prompt: str) -> tuple[Tensor, int]:
         ids = self.tokenizer(clean(prompt), truncation=True, max_length=self.length).input_ids
         # padding is masked, so leaving it out changes nothing
-        said = self.model(torch.tensor([ids])).last_hidden_state
+        states = self.model(torch.tensor([ids])).last_hidden_state
         # to look through five billion weights would take longer than the prompt
-        _demand_finite(said, str(self.encoder))
-        return padded(said, self.length), len(ids)
+        _demand_finite(states, str(self.encoder))
+        return padded(states, self.length), len(ids)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -92,9 +92,9 @@ class UMT5:
         transformers = needed("transformers", f"UMT5 in {self.folder}")
         if self.original:
             file = self.encoder
-            found = read_tensors(file)
-            settings = settings_of(found, str(file))
-            tensors = {renamed(name): tensor for name, tensor in found.items()}
+            weights = read_tensors(file)
+            settings = settings_of(weights, str(file))
+            tensors = {renamed(name): tensor for name, tensor in weights.items()}
         else:
             index = self.encoder / "model.safetensors.index.json"
             file = index if index.is_file() else self.encoder / "model.safetensors"
@@ -171,8 +171,8 @@ def read_prompt(file: Path, config: WanConfig) -> tuple[Tensor, int]:
         )
     context = context.view(1, tokens, width)
     _demand_finite(context, str(file))
-    said = context[0].ne(0).any(1).nonzero()
-    length = int(said.max()) + 1 if len(said) else 0
+    used = context[0].ne(0).any(1).nonzero()
+    length = int(used.max()) + 1 if len(used) else 0
     return padded(context, config.text_len), length
 
 

@@ -138,12 +138,12 @@ def random_wan(
 
 def with_toy_parts(model: WanModel) -> WanModel:
     """A model to be timed: what it lacks of a text encoder and a decoder is a toy's."""
-    found = copy.copy(model)
-    found.text = model.text or BytesText.seeded(model.config, 0)
+    clone = copy.copy(model)
+    clone.text = model.text or BytesText.seeded(model.config, 0)
     if model.decoder is None:
-        found.decoder = Preview.seeded(model.config, 0)
-        found.context = model.context.without_reencoding()  # a preview encodes nothing
-    return found
+        clone.decoder = Preview.seeded(model.config, 0)
+        clone.context = model.context.without_reencoding()  # a preview encodes nothing
+    return clone
 
 
 def toy_chunks(

@@ -414,8 +414,8 @@ def _query_key_value(
     eps: float,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = [F.linear(x, *linear) for linear in linears]
-    q, k, v = found if len(found) == 3 else found[0].chunk(3, -1)
+    projected = [F.linear(x, *linear) for linear in linears]
+    q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, -1)
     q, k = (_rms(part, norm, eps) for part, norm in zip((q, k), norms, strict=True))
     return _split(q, heads), _split(k, heads), _split(v, heads)
 

@@ -146,10 +146,12 @@ class WanVae(Decoder):
         place = self.model.post_quant_conv.weight
         pixels = torch.as_tensor(frames).permute(3, 0, 1, 2)[None].to(place.device)
         wide = torch.promote_types(place.dtype, torch.float32)
-        found = self.model.encode((pixels.to(wide) / 127.5 - 1).to(place.dtype)).latent_dist.mode()
-        found = found.to(wide)
-        mean, std = self._spread(found)
-        return (found - mean) / std
+        latents = self.model.encode(
+            (pixels.to(wide) / 127.5 - 1).to(place.dtype)
+        ).latent_dist.mode()
+        latents = latents.to(wide)
+        mean, std = self._spread(latents)
+        return (latents - mean) / std
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         self._decode(latents, features)
