@@ -79,6 +79,7 @@ ASKED = {
     "clients": Bound(1, 10_000),
     "minutes": Bound(TINY, 10_000.0),
     "scale": Bound(1, 64),
+    "speed": Bound(0.01, 10_000.0),
 }
 
 # what a policy is set to, by its parameters' names; a policy's own go before

@@ -34,12 +34,14 @@ def write_report(
     *,
     model: str,
     video: bytes | None = None,
+    by_clock: bool = False,
 ) -> Path:
     """Write the report of some runs, the baseline first, as one self-contained HTML file.
 
-    `found` is their results document: its `aa` is the range of the baseline's speed against
+    `results` is their results document: its `aa` is the range of the baseline's speed against
     itself, its `floor` up to which frame and above how many dB closeness to the dense run means
     anything, its `lead` the verdict in a few sentences. `video` is a whole mp4.
+    by_clock: also draw frames against each run's clock, as its rows' `wall_ms` tell it.
     """
     floor, aa = results.get("floor"), results.get("aa")
     noise = None if aa is None else (aa["low"], aa["high"])
@@ -54,14 +56,14 @@ def write_report(
         title=title,
         lead=results["lead"],
         facts=_facts(model, results),
-        horizon=_horizon(floor),
+        horizon=_horizon(floor) if any("psnr_dense" in run.summary for run in runs) else "",
         noise=_noise(noise) if len(runs) > 1 else "",
         runs=runs,
         light=LIGHT,
         dark=DARK,
         table=sums(runs, noise),
         everything=_everything(runs),
-        plots=_plots(runs, floor),
+        plots=[*([_progress(runs)] if by_clock else []), *_plots(runs, floor)],
         video=None if video is None else base64.b64encode(video).decode(),
     )
     return write_atomically(path, page)
@@ -161,6 +163,22 @@ def _plots(runs: Sequence[Run], floor: Floor | None) -> list[_Plot]:
     return [plot for plot in plots if plot is not None]
 
 
+def _progress(runs: Sequence[Run]) -> _Plot:
+    """Frames against each run's own clock: the only plot that is not over frames."""
+    curves = [
+        _Curve(
+            i,
+            run.name,
+            [0.0, *accumulate(row["wall_ms"] / 1e3 for row in run.rows)],
+            [0.0, *accumulate(row["frames"] for row in run.rows)],
+        )
+        for i, run in enumerate(runs)
+    ]
+    top = 1.12 * max(curve.y[-1] for curve in curves)
+    caption = "Frames made, by each run's own clock."
+    return _plot("Frames over time", "frames", curves, caption, top, across="seconds")
+
+
 def _time(runs: Sequence[Run]) -> _Plot | None:
     curves, unit = _curves(runs, "wall_ms"), "ms"
     if not curves:
@@ -216,15 +234,18 @@ def _plot(
     caption: str,
     top: float,
     floor: Floor | None = None,
+    across: str = "frames",
 ) -> _Plot:
     ends = [f"{c.name} from {number(c.y[0])} to {number(c.y[-1])}" for c in curves]
     title = f"{title}, {unit}"
-    alt = f"{title}, over frames: {'; '.join(ends)}."
-    light, dark = (_picture(theme, curves, top, floor) for theme in (LIGHT, DARK))
+    alt = f"{title}, over {across}: {'; '.join(ends)}."
+    light, dark = (_picture(theme, curves, top, floor, across) for theme in (LIGHT, DARK))
     return _Plot(title, caption, alt, light, dark)
 
 
-def _picture(theme: Theme, curves: Sequence[_Curve], top: float, floor: Floor | None) -> str:
+def _picture(
+    theme: Theme, curves: Sequence[_Curve], top: float, floor: Floor | None, across: str
+) -> str:
     """The curves as SVG, in base64."""
     with mpl.rc_context(
         {
@@ -254,7 +275,7 @@ def _picture(theme: Theme, curves: Sequence[_Curve], top: float, floor: Floor | 
         axes.set_xlim(left=0)
         if floor is not None:
             _draw_floor(axes, floor, theme)
-        axes.set_xlabel("frames")
+        axes.set_xlabel(across)
         axes.grid(axis="y", color=theme.line, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.tick_params(length=0)

@@ -231,8 +231,8 @@ def beside(
     """Chunks of equal length, side by side, `gap` pixels apart and from the edge.
 
     Each chunk is uint8 [F, H, W, 3], and its pixels become squares of side `scale`; sizes may
-    differ. A label stands above each video and, where given, a caption below; a text too long for
-    its video is cut.
+    differ. A label stands above each video and, where given, a caption of one or more lines below;
+    a line too long for its video is cut.
     """
     check("scale", scale, "scale")
     if not videos or len(videos) != len(labels):
@@ -257,18 +257,22 @@ def beside(
     # one size of letters for all labels, growing slowly with the picture
     letters = max(11, min(24, min(widths) // 22))
     strip = 2 * letters + letters % 2
-    bottom = strip if captions else gap
+    below = [caption.split("\n") for caption in captions or [""] * len(labels)]
+    lines = max(map(len, below)) if captions else 0
+    bottom = strip + (lines - 1) * (letters + letters // 2) if captions else gap
     size = (strip + max(heights) + bottom, gap + sum(width + gap for width in widths))
     out = np.empty((lengths[0], *size, 3), np.uint8)
     out[:] = list(bytes.fromhex(BACKGROUND[1:]))
     left = gap
-    texts = zip(labels, captions or [""] * len(labels), strict=True)
-    for frames, (label, caption), height, width in zip(videos, texts, heights, widths, strict=True):
-        out[:, :strip, left : left + width] = _label(label, width, strip, letters)
-        out[:, strip : strip + height, left : left + width] = enlarge(frames, scale)
-        if caption:
-            out[:, -strip:, left : left + width] = _label(caption, width, strip, letters)
-        left += width + gap
+    for i, (frames, height, width) in enumerate(zip(videos, heights, widths, strict=True)):
+        right = left + width
+        out[:, :strip, left:right] = _label(labels[i], width, strip, letters)
+        out[:, strip : strip + height, left:right] = enlarge(frames, scale)
+        for k, line in enumerate(below[i]):
+            if line:
+                top = size[0] - bottom + k * (letters + letters // 2)
+                out[:, top : top + strip, left:right] = _label(line, width, strip, letters)
+        left = right + gap
     return out
 
 
@@ -280,24 +284,30 @@ def enlarge(frames: Frames, scale: int) -> Frames:
 @lru_cache(maxsize=64)
 def _label(text: str, width: int, height: int, letters: int) -> Frames:
     """Text on the background, uint8 [height, width, 3], cut with an ellipsis where too long."""
-    # matplotlib takes half a second to load, which a plain video need not pay
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from PIL import Image, ImageDraw
 
-    dpi = 100
-    figure = Figure((width / dpi, height / dpi), dpi, facecolor=BACKGROUND)
-    canvas = FigureCanvasAgg(figure)
-    line = figure.text(
-        0, 0.5, text, color=INK, fontsize=letters * 72 / dpi,
-        fontfamily="DejaVu Sans", va="center_baseline", parse_math=False,
-    )  # fmt: skip
-    renderer = canvas.get_renderer()
+    font = _font(letters)
     kept = len(text)
-    while kept and line.get_window_extent(renderer).width > width:
+    while kept and font.getlength(shown := _cut(text, kept)) > width:
         kept -= 1
-        line.set_text(text[:kept].rstrip() + "…")
-    canvas.draw()
-    return np.array(canvas.buffer_rgba())[..., :3]
+    picture = Image.new("RGB", (width, height), BACKGROUND)
+    if kept:
+        ImageDraw.Draw(picture).text((0, height // 2), shown, fill=INK, font=font, anchor="lm")
+    return np.asarray(picture, np.uint8)
+
+
+def _cut(text: str, kept: int) -> str:
+    return text if kept == len(text) else text[:kept].rstrip() + "…"
+
+
+@lru_cache
+def _font(letters: int) -> Any:
+    """DejaVu Sans of so many pixels, which matplotlib brings."""
+    # loading matplotlib is what a plain video need not pay
+    import matplotlib as mpl
+    from PIL import ImageFont
+
+    return ImageFont.truetype(Path(mpl.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), letters)
 
 
 def _by(size: tuple[int, ...]) -> str:

@@ -291,7 +291,9 @@ class Shared:
 
 def of_options(rng: random.Random, shared: Shared) -> Case:
     """A verb with some of its options, good and bad."""
-    verb = rng.choice(["generate"] * 5 + ["compare", "inspect", "bench cpu", "bench fit", "bench wan", "eval", "eval",
+    from tachyscope.plan import POLICIES
+
+    verb = rng.choice(["generate"] * 5 + ["compare", "race", "inspect", "bench cpu", "bench fit", "bench wan", "eval", "eval",
                        "methods", "models", "doctor", "conjure"])  # fmt: skip
     model = rng.choice(["toy-chunks"] * 5 + ["toy-tokens"] * 3 + NAMES)
     video = {
@@ -322,6 +324,8 @@ def of_options(rng: random.Random, shared: Shared) -> Case:
     of_verb: dict[str, dict[str, list[Any]]] = {
         "generate": video | generate,
         "compare": video | {"--no-floor": [None], "--no-aa": [None]},
+        "race": {key: video[key] for key in video if key[2:] not in POLICIES}
+        | {"--plans": ["dense", "fast;magic", ";", *TEXTS], "--speed": ["1", "50", *WHOLES]},
         "inspect": video | {"--rounds": ["1", *WHOLES]},
         "bench cpu": {
             "--plans": ["dense", "fast;magic", ";", ";" * 5000, "dense;" * 500, *TEXTS],
@@ -353,7 +357,7 @@ def of_options(rng: random.Random, shared: Shared) -> Case:
         "conjure": {},
     }  # fmt: skip
     words = verb.split()
-    if verb in ("generate", "compare", "inspect", "bench fit"):
+    if verb in ("generate", "compare", "race", "inspect", "bench fit"):
         words.append(model)
     if verb == "eval":
         words.append(rng.choice(["atrium", "atrium", "moon", ""]))
@@ -366,7 +370,7 @@ def of_options(rng: random.Random, shared: Shared) -> Case:
     for option in given:
         value = rng.choice(known[option])
         words += [option] if value is None else [option, value]
-    if verb in ("generate", "compare", "inspect"):
+    if verb in ("generate", "compare", "race", "inspect"):
         if rng.random() < 0.97:
             words += ["--out", "out"]
         if "--frames" not in given:

@@ -33,7 +33,7 @@ from tachyscope.video import VideoWriter, read_frames, read_video
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
-VERBS = ["generate", "compare", "play", "serve", "inspect", "bench cpu", "bench wan", "bench tokens", "bench sessions", "bench fit", "eval",
+VERBS = ["generate", "compare", "race", "play", "serve", "inspect", "bench cpu", "bench wan", "bench tokens", "bench sessions", "bench fit", "eval",
          "calibrate", "methods", "models", "doctor"]  # fmt: skip
 SUMS = {"frames", "macs", "pairs", "pairs_dense", "density", "rows_computed", "rows_replayed",
         "cache_mb", "entries", "fps_avg", "first_frame_s", "warm_s", "load_s", "chunk_ms"}  # fmt: skip
@@ -69,7 +69,7 @@ def test_every_option_is_in_the_manual_and_has_help(verb, capsys):
     section = MANUAL.split(f"## tachyscope {verb}")[1].split("\n## ")[0]
     if verb == "play":
         section += MANUAL.split("## tachyscope serve")[1].split("\n## ")[0]
-    if verb in ("compare", "inspect"):
+    if verb in ("compare", "inspect", "race"):
         section += MANUAL.split("## tachyscope generate")[1].split("\n## ")[0]
     for one in options:
         named = one.name.upper() if one.positional else one.flag
@@ -178,8 +178,8 @@ def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, 
         (["generate", "vila_u", "--out", "x"], "model 'vila_u' needs a checkpoint: give its path as --weights"),
         (["generate", "--out", "x"], "tachyscope generate needs a value for MODEL, got none: tachyscope generate --help tells more"),
         (["generate", "toy-chunks"], "tachyscope generate needs a value for --out, got none: tachyscope generate --help tells more"),
-        (["conjure"], "tachyscope has no verb 'conjure'; there are: generate, compare, play, serve, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
-        (["--nope"], "tachyscope has no verb '--nope'; there are: generate, compare, play, serve, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
+        (["conjure"], "tachyscope has no verb 'conjure'; there are: generate, compare, race, play, serve, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
+        (["--nope"], "tachyscope has no verb '--nope'; there are: generate, compare, race, play, serve, inspect, eval, calibrate, methods, models, doctor, bench, fpga"),
         (["eval", "moon"], "eval takes atrium, or two video files, got 'moon': try eval atrium, or eval A.mp4 B.mp4"),
         (["eval", "atrium", "--only", "moon"], "no --only 'moon'; there are: both, world, tokens, views, loops"),
         (["bench", "cpu", "--rounds", "0"], "--rounds must be from 1 to 1,000, got 0"),

@@ -33,7 +33,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"memory", "fpga"},
     {"bench"},
     {"evaluation", "inspection", "compare"},
-    {"calibrate"},
+    {"calibrate", "race"},
     {"__init__"},
     {"serve"},
     {"cli"},

@@ -28,6 +28,7 @@ from tachyscope.cli.generate import Generate
 from tachyscope.cli.inspect import Inspect
 from tachyscope.cli.methods import Methods
 from tachyscope.cli.models import Models
+from tachyscope.cli.race import Race
 from tachyscope.cli.serve import Play, Serve
 from tachyscope.cli.verb import TRACEBACK, Option, Verb, choices_of, options_of, read_word
 from tachyscope.errors import TachyscopeError, TachyscopeWarning, as_typed
@@ -36,6 +37,7 @@ from tachyscope.process import run_command
 VERBS: dict[str, type[Verb]] = {
     "generate": Generate,
     "compare": Compare,
+    "race": Race,
     "play": Play,
     "serve": Serve,
     "inspect": Inspect,

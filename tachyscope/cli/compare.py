@@ -50,17 +50,9 @@ class Compare(CompiledVerb):
         with frames_bar(self.frames, self.quiet) as watch:
             results = compare(
                 model, text, **(options | walk), out=self.out, twin=twin, aa=self.aa,
-                command=command, about=self._about(), load_s=load_s, watch=watch,
+                command=command, about=self.about(), load_s=load_s, watch=watch,
             )  # fmt: skip
         if not self.quiet:
             files = [self.out / name for name in ("compare.mp4", "report.html")]
             print(results.lead, *run_lines(results.runs), tell_floor(results), *files, sep="\n")
         self.emit(results.document)
-
-    def _about(self) -> str:
-        from tachyscope.models.registry import MODELS
-
-        entry = MODELS[self.model]
-        random = entry.random or self.weights == "random"
-        more = " Its weights are random, so its pictures say nothing of quality." if random else ""
-        return f"Model: {entry.about}.{more}"

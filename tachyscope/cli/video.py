@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoVerb(Verb):
-    """A verb that makes videos."""
+class PlanOptions(Verb):
+    """A plan and its changes, an option for every kind of policy."""
 
-    model: str = required("A name that `tachyscope models` lists.", positional=True)
     plan: str = option(
         "dense", "A name that `tachyscope methods` lists, or one with changes: 'fast replay=none'."
     )
@@ -35,6 +34,13 @@ class VideoVerb(Verb):
     replay: str | None = option(
         None, "What to compute again, a change of the plan: attentive:share=0.5"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions(Verb):
+    """What is made, of which model and on what; by which plan is the verb's own."""
+
+    model: str = required("A name that `tachyscope models` lists.", positional=True)
     prompt: str = option("", "What the video shows.")
     prompt_file: tuple[str, ...] = option(
         (),
@@ -84,25 +90,6 @@ class VideoVerb(Verb):
     device: str = option("cpu", "cpu, cuda or cuda:N.")
     dtype: str = option("float32", "float32, float64 or bfloat16.")
     quiet: bool = option(False, "No progress and no tables: files, --json and faults alone.")
-
-    def plan_text(self) -> str:
-        """The plan's text with its changes, checked before a model is loaded."""
-        from tachyscope.plan import POLICIES, check_text
-
-        changes = []
-        for part in POLICIES:
-            spec = getattr(self, part)
-            if spec is None:
-                continue
-            if spec.split() != [spec]:
-                raise TachyscopeError(
-                    f"--{part} is one policy without spaces, got {shown(spec)}: give another part "
-                    f"by its own option, or all of them in --plan"
-                )
-            changes.append(f"{part}={spec}")
-        text = " ".join([self.plan, *changes])
-        check_text(text, kind_of(self.model))
-        return text
 
     def rollout_options(self, prompt_changes: bool = False) -> dict[str, Any]:
         """What a rollout takes, checked before a model is loaded.
@@ -179,10 +166,19 @@ class VideoVerb(Verb):
             **({"start": visit.view} if model.camera else {}),
         }
 
+    def about(self) -> str:
+        """A sentence of the model for a report's head."""
+        from tachyscope.models.registry import MODELS
+
+        entry = MODELS[self.model]
+        random = entry.random or self.weights == "random"
+        more = " Its weights are random, so its pictures say nothing of quality." if random else ""
+        return f"Model: {entry.about}.{more}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class CompiledVerb(VideoVerb):
-    """A verb that makes videos and may compile the model's layers first."""
+class CompileOptions(RolloutOptions):
+    """And whether the model's layers are compiled first."""
 
     compile: bool | None = option(
         None,
@@ -202,6 +198,35 @@ class CompiledVerb(VideoVerb):
         if wanted:
             model.compile()
         return wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoVerb(RolloutOptions, PlanOptions):
+    """A verb that makes videos by one plan."""
+
+    def plan_text(self) -> str:
+        """The plan's text with its changes, checked before a model is loaded."""
+        from tachyscope.plan import POLICIES, check_text
+
+        changes = []
+        for part in POLICIES:
+            spec = getattr(self, part)
+            if spec is None:
+                continue
+            if spec.split() != [spec]:
+                raise TachyscopeError(
+                    f"--{part} is one policy without spaces, got {shown(spec)}: give another part "
+                    f"by its own option, or all of them in --plan"
+                )
+            changes.append(f"{part}={spec}")
+        text = " ".join([self.plan, *changes])
+        check_text(text, kind_of(self.model))
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledVerb(CompileOptions, VideoVerb):
+    """A verb that makes videos by one plan, and may compile the model's layers first."""
 
 
 def kind_of(model: str) -> str:
