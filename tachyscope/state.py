@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ from tachyscope.state_file import (
 )
 from tachyscope.store import KVStore
 from tachyscope.types import CAMERA, PassContext, Rope, Shape, Text
+
+KEPT = "kept."  # begins the names of what is no layer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +197,13 @@ class State:
         for layer in self.layers:
             layer.truncate(self.past)
 
-    def state(self, host: bool = True) -> dict[str, Tensor]:
+    def state(
+        self, host: bool = True, kept: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Everything between two chunks, as tensors by name, ready for a safetensors file.
 
         Without `host` a bank's blocks in host memory are left out: `BlockBank.segment` has them.
+        `kept` are tensors of the caller's that go with it.
         """
         if self.now:
             raise TachyscopeError(
@@ -208,17 +213,23 @@ class State:
         noise = torch.cat([x.get_state() for x in self.generators])
         drawn = {"generator": noise, "policy_rng": self.policy_rng.get_state()}
         blocks = self._host_tensors() if host else {}
-        return pack(self._tensors() | blocks | drawn, self._shared() | self._counts())
+        others = {f"{KEPT}{name}": x for name, x in (kept or {}).items()}
+        tensors = self._tensors() | blocks | drawn | others
+        return pack(tensors, self._shared() | self._counts())
 
     def restore(
-        self, state: Mapping[str, Tensor], segments: Sequence[Mapping[str, Tensor]] | None = None
+        self,
+        state: Mapping[str, Tensor],
+        segments: Sequence[Mapping[str, Tensor]] | None = None,
+        check: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         """Go on where `state` was taken, in a session of the same model, size, plan and prompt.
 
         `segments` have a bank's blocks where the state was taken without them, the oldest first. A
         session that has made nothing yet takes them into the host memory that it has.
         All of it is checked and copied before anything changes: a state that does not fit is
-        refused, and the session goes on as if it had not been asked.
+        refused, and the session goes on as if it had not been asked. `check` is handed the tensors
+        that the caller of `state` gave, and raises where it cannot use them.
         """
         tensors, meta = unpack(state, self._shared())
         keys = tensors.get("layers.0.k")
@@ -233,9 +244,11 @@ class State:
         self._check_texts(tensors, meta["texts"])
         if (camera := self.features.get(CAMERA)) is not None:
             check_tensor(tensors, f"features.{CAMERA}", camera, (0, 0))
-        rest = {k: x for k, x in tensors.items() if k.startswith(("texts.", "features.", "kept."))}
+        rest = {k: x for k, x in tensors.items() if k.startswith(("texts.", "features.", KEPT))}
         for name, x in rest.items():
             check_finite(name, x)
+        if check is not None:
+            check({k.removeprefix(KEPT): x for k, x in rest.items() if k.startswith(KEPT)})
         rest = {name: x.to(self.device, copy=True) for name, x in rest.items()}
         (*noise, policy_rng) = generators(tensors, self.device, len(meta["seeds"]))
         # from here on nothing can fail
@@ -248,7 +261,7 @@ class State:
             Text(rest[f"texts.{i}.k"], rest[f"texts.{i}.v"], rest.get(f"texts.{i}.log_count"))
             for i in range(meta["texts"])
         ]
-        self.latents = rest.get("kept.latents")
+        self.latents = rest.get(f"{KEPT}latents")
         prefix = "features."
         self.features = {k[len(prefix) :]: x for k, x in rest.items() if k.startswith(prefix)}
         self.generators, self.policy_rng = noise, policy_rng
@@ -319,7 +332,7 @@ class State:
         for i, text in enumerate(self.texts):
             parts = {"k": text.k, "v": text.v, "log_count": text.log_count}
             tensors |= {f"texts.{i}.{name}": x for name, x in parts.items() if x is not None}
-        return tensors if self.latents is None else tensors | {"kept.latents": self.latents}
+        return tensors if self.latents is None else tensors | {f"{KEPT}latents": self.latents}
 
     def _host_tensors(self) -> dict[str, Tensor]:
         """What lies in host memory: of a bank the blocks that are in use."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tachyscope.errors import TachyscopeError, shown
 
-VERSION = 3
+VERSION = 4
 # the host's numbers that a state carries
 COUNTS = (
     "chunk",

@@ -30,6 +30,7 @@ from tachyscope.batch import batched_shape, parse_batch, parse_firsts
 from tachyscope.errors import TachyscopeError, is_out_of_memory
 from tachyscope.fingerprint import first_key, noise_key
 from tachyscope.graph_runner import repeating
+from tachyscope.held import Held, pack_held, unpack_held
 from tachyscope.layers import cache_bytes
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
@@ -171,6 +172,7 @@ class Stream:
         self.rollout: ref[Generator[Chunk]] | None = None  # the loop that advances it
         self._beside: torch.cuda.Stream | None = None
         self._closed = False
+        self._held: list[Part] = []  # the newest latents, for a prompt that changes
         self._stand(actions, camera)
 
     def __enter__(self) -> Self:
@@ -294,8 +296,7 @@ class Stream:
     def set_prompt(self, prompt: str | Sequence[str]) -> None:
         """Go on under another prompt from the next chunk on; in a batch, one for all or one each.
 
-        The newest latents that the cache has room for are then prefilled again under it: all that
-        this stream made, or after `restore` its last chunk.
+        The newest latents that the cache has room for are then prefilled again under it.
         """
         self.next_prompt = self.read_prompt(prompt)
 
@@ -350,7 +351,8 @@ class Stream:
         """
         self._check_open()
         self._switch_prompt()
-        return self.session.state(host)
+        kept = pack_held(Held(self._index, self._held), self.model.frame_dim)
+        return self.session.state(host, kept)
 
     def restore(
         self, state: Mapping[str, Tensor], segments: Sequence[Mapping[str, Tensor]] | None = None
@@ -361,11 +363,19 @@ class Stream:
         `segments` are a bank's blocks, where it was taken without them.
         """
         self._check_open()
-        self.session.restore(state, segments)
+        held: Held | None = None
+
+        def check(kept: Mapping[str, Tensor]) -> None:
+            nonlocal held
+            held = unpack_held(self.model, self.session, kept)
+
+        self.session.restore(state, segments, check)
         self.next_prompt = None
         self.runner.forget()
         with torch.inference_mode():
             self._stand()
+        if held is not None:
+            self._index, self._held = held
 
     def close(self) -> None:
         """Free the cache, the prompt and the CUDA graph; the session's numbers stay readable."""
@@ -397,7 +407,7 @@ class Stream:
         """
         model, session = self.model, self.session
         self._index = session.chunk
-        self._held: list[Part] = []
+        self._held = []
         if session.latents is not None:
             count = model.pixel_frames(session.latents.shape[model.frame_dim])
             moves = [*actions, *[0] * (count - len(actions))]

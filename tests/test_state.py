@@ -121,7 +121,7 @@ def _broken_meta(state):
         yield f"{key} is null", _with_meta(state, lambda m, k=key, x=nothing: m.update({k: x}))
         yield f"{key} is a list", _with_meta(state, lambda m, k=key: m.update({k: [[]]}))
     yield "unknown key", _with_meta(state, lambda m: m.update(more=1))
-    values = [("version", x) for x in (0, 1, 2, 4, "3", True, 3.0)]
+    values = [("version", x) for x in (0, 1, 3, 5, "4", True, 4.0)]
     values += [(key, x) for key in COUNTS for x in (-1, 10**15, 1.5, "3", True)]
     values += [
         (key, meta[key] + 10**6)

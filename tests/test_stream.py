@@ -239,3 +239,34 @@ def test_a_faulty_batch_is_one_line(model):
     stream = ts.open(model, prompt=["a", "b"], seed=[1, 2])
     refused(lambda: ts.rollout(model, frames=3, stream=stream, seed=[1, 3]), "another seed")
     refused(lambda: ts.open(model).set_prompt(["a"]), "prompt must be text")
+
+
+@pytest.mark.slow
+def test_a_prompt_that_changes_after_a_snapshot_makes_what_an_unbroken_stream_makes(model):
+    """The newest latents, their actions and the number of the chunk go with the snapshot."""
+    plan = PLANS[model.name]
+    stream = ts.open(model, plan, **ASKED)
+    for key in ("w", "q", "", "d", "w"):  # more than the cache has room for
+        stream.step(key)
+    stream.set_prompt("a blue room")
+    stream.step("a")
+    state = stream.snapshot()
+    stream.set_prompt("a green room")
+    want = [stream.step("w"), stream.step("s")]
+    other = ts.open(model, plan, prompt="a blue room", seed=2)
+    other.restore(state)
+    other.set_prompt("a green room")
+    got = [other.step("w"), other.step("s")]
+    assert np.array_equal(_video(got), _video(want))
+    assert [c.index for c in got] == [c.index for c in want] == [6, 7]
+    again = ts.open(model, plan, prompt="a blue room", seed=2)
+    before = again.snapshot()
+    for name, value, words in (
+        ("sizes", 9, "lengths of the chunks"),
+        ("actions", 99, "numbers in actions from 99"),
+        ("chunk", -1, "numbers in chunk from -1"),
+    ):
+        broken = state | {f"kept.{name}": torch.full_like(state[f"kept.{name}"], value)}
+        refused(lambda broken=broken: again.restore(broken), words)
+    after = again.snapshot()
+    assert all(torch.equal(x, after[key]) for key, x in before.items())

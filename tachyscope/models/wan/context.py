@@ -205,7 +205,7 @@ class Recache(ContextRule):
         frames = min(session.latent_frame, self.window) - keep
         latents = torch.cat(list(held), model.frame_dim)
         before = latents.shape[model.frame_dim] - frames
-        if before < 0:  # of a session that was restored, no more than its last chunk is known
+        if before < 0:  # of a session that was made by hand, no more than its last chunk is known
             return None
         session.rewind(frames, keep)
         return latents.narrow(model.frame_dim, before, frames)
