@@ -90,6 +90,8 @@ SETTINGS = {
     "tokens": ENTRIES,
     "sink": LATENTS,
     "newest": LATENTS,
+    "cache worldkv.retrieve": LATENTS,
+    "cache worldkv.keep": PART,
     "max_distance": Bound(1, 1_000_000),
     "fold": SHARE,
     "long": SHARE,

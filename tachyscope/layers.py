@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tachyscope.attention.ann import Ann
 from tachyscope.cache.bank import Bank
+from tachyscope.cache.worldkv import WorldKv
 from tachyscope.errors import TachyscopeError
 from tachyscope.machine import memory_of
 from tachyscope.meter import Meter
@@ -17,6 +18,8 @@ from tachyscope.replay.runners import replay_tensors
 from tachyscope.store import KVStore
 from tachyscope.store.bank import BlockBank
 from tachyscope.store.bank_layout import BankLayout
+from tachyscope.store.host_bank import HostBank
+from tachyscope.store.pose_bank import PoseBank
 from tachyscope.types import PassContext, Shape
 
 
@@ -46,8 +49,11 @@ def empty_layer(
     host: dict[str, Tensor] | None = None,
 ) -> KVStore:
     """One layer's cache with nothing in it; `host` is memory of a bank that is not in use."""
-    layout, bank = bank_layout(plan, shape, slots), None
-    if layout is not None:
+    layout = bank_layout(plan, shape, slots)
+    bank: HostBank | None = None
+    if isinstance(plan.cache, WorldKv):
+        bank = PoseBank.empty(plan.cache.layout(shape), shape, dtype, device, host)
+    elif layout is not None:
         assert isinstance(plan.cache, Bank)
         bank = BlockBank.empty(layout, shape, plan.cache.host, dtype, device, host)
     declared = {
@@ -70,14 +76,14 @@ def check_memory(
     The system itself may grant what it does not have, and end the process when it is used.
     """
     limit = memory_of(device)
-    if isinstance(plan.cache, Bank):
+    if isinstance(plan.cache, Bank | WorldKv):
         meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"))
         needed = shape.layers * sum(x.nbytes for x in meta.host_tensors().values())
         most = memory_of(torch.device("cpu"))
         if most is not None and needed > most:
             raise TachyscopeError(
                 f"host memory of {most / 1e9:.3g} GB does not hold a bank of {needed / 1e9:.3g} "
-                f"GB: lower its budget={plan.cache.budget}, or set host=int4"
+                f"GB: lower its budget={plan.cache.budget}"
             )
     size = 2 * shape.layers * shape.batch * shape.kv_heads * slots * shape.head_dim
     size *= (plan.store.codes or dtype).itemsize

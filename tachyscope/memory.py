@@ -53,6 +53,7 @@ class Shapes:
         self.latent_frames, self.lengths, self.device = latent_frames, lengths, torch.device("meta")
         cache = plan.cache
         self.prompt, self.past, self.now = max(self.lengths, default=0), 0, shape.max_pass_tokens
+        self.total = 0
         self.left_padding = tuple(self.prompt - n for n in self.lengths)
         self._origin = torch.zeros(shape.batch, 1, 1, 1, dtype=torch.float64, device=self.device)
         slots = slots_for(plan, shape, lengths, latent_frames)
@@ -66,6 +67,7 @@ class Shapes:
             make_room(self.layers, plan, self.moment()._replace(start=0), Meter())
         slots = self.layers[0].slots
         self.past = max(0, min(slots, entries) - shape.max_pass_tokens)
+        self.total = max(self.past, entries - shape.max_pass_tokens)
 
     def moment(self) -> PassContext:
         """The first pass over the next chunk, in the last layer."""
@@ -74,7 +76,7 @@ class Shapes:
         return PassContext(
             shape, shape.layers - 1, 1, self.past, shape.max_pass_tokens - tokens, tokens,
             shape.passes - 1, shape.passes, (0.0,) * shape.chunk, self.prompt, self.left_padding,
-            not self.plan.cache.merges,
+            not self.plan.cache.merges, total=self.total,
         )  # fmt: skip
 
     def tensors(self) -> dict[str, int]:
@@ -105,6 +107,9 @@ class Shapes:
         n = shape.chunk * shape.tokens_per_frame
 
         def commit(layer: KVStore) -> None:
+            if plan.cache.wants_poses:
+                poses = torch.empty(shape.batch, shape.chunk, 3, 4, device=self.device)
+                plan.cache.retrieve_by(layer, shape, ctx.total, poses, Meter())
             plan.cache.commit(layer, ctx._replace(start=0), n, self._rotate, Meter())
 
         return max(

@@ -24,6 +24,7 @@ from tachyscope.cache.keep_all import KeepAll
 from tachyscope.cache.memrope import MemRope
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
+from tachyscope.cache.worldkv import WorldKv
 from tachyscope.errors import TachyscopeError, shown
 from tachyscope.passes import PassPolicy
 from tachyscope.passes.all import All
@@ -55,6 +56,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "frames": Frames,
         "bank": Bank,
         "memrope": MemRope,
+        "worldkv": WorldKv,
     },
     "store": {"native": Native, "int8": Int8, "fp8": Fp8},
     "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann, "radial": Radial},
@@ -162,6 +164,8 @@ class Plan(Mapping[str, Any]):
             )
         if isinstance(self.cache, Bank):
             self._check_bank(shape)
+        if isinstance(self.cache, WorldKv):
+            self._check_worldkv(shape)
         # a slice of neurons that is the same for every token needs no decision
         static = isinstance(self.replay, NeuronReplay) and not self.replay.turns
         decides = self.replay is not None and not static
@@ -192,6 +196,19 @@ class Plan(Mapping[str, Any]):
         for fault, applies in faults.items():
             if applies:
                 raise TachyscopeError(f"cache=bank cannot serve {fault}")
+
+    def _check_worldkv(self, shape: Shape) -> None:
+        """Raise where chunks cannot be retrieved by pose, or what is retrieved cannot be read."""
+        faults = {
+            "a model that does not know its camera's poses: use another cache": not shape.poses
+            or shape.token_by_token
+            or bool(shape.rolling_frames),
+            f"attention={spell(self.attention)}: use attention=dense": self.attention != Dense(),
+            f"store={spell(self.store)}: leave it out": self.store != Native(),
+        }
+        for fault, found in faults.items():
+            if found:
+                raise TachyscopeError(f"cache=worldkv cannot serve {fault}")
 
     def __str__(self) -> str:
         written = {k: x for k, x in self.items() if k not in SHORT or x != DEFAULT[k]}

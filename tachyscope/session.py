@@ -65,6 +65,18 @@ class Session(State):
             self.passes.clean = fn(now)
         return self.passes.clean
 
+    @property
+    def wants_poses(self) -> bool:
+        """Whether `set_poses` must be called before a chunk."""
+        return self.plan.cache.wants_poses
+
+    def set_poses(self, poses: Tensor) -> None:
+        """Where the camera stands in the latent frames that come next, camera to world:
+        [B, F, 3, 4]."""
+        cache, total = self.plan.cache, self.total_entries
+        for layer in self.layers:
+            cache.retrieve_by(layer, self.shape, total, poses, self.meter)
+
     def begin(
         self,
         pos: Tensor,
@@ -242,11 +254,10 @@ class Session(State):
         # noise that is handed in changes from chunk to chunk
         if self.noise is not None or any(observer.host for observer in self.observers):
             return False
-        full = self._room is not None and self.past == self._room
+        cache, room = self.plan.cache, self._room
+        full = room is not None and cache.is_full(self.shape, self.past, room, self.total_entries)
         fixed = self.plan.passes.graph_capturable and not (
-            self.shape.token_by_token
-            or self.shape.rolling_frames
-            or self.plan.cache.view_depends_on_pass
+            self.shape.token_by_token or self.shape.rolling_frames or cache.view_depends_on_pass
         )
         return full and fixed and not (self.plan.replay is not None and self.plan.replay.turns)
 

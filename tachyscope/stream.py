@@ -32,6 +32,7 @@ from tachyscope.fingerprint import first_key, noise_key
 from tachyscope.graph_runner import repeating
 from tachyscope.held import Held, pack_held, unpack_held
 from tachyscope.layers import cache_bytes
+from tachyscope.models.atrium.camera import START, place
 from tachyscope.models.base import VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.observers import Observer
@@ -127,6 +128,8 @@ def open(
         keys = read.key, first_key(*pictures), noise_key(drawn)
         session.source = Source(model.fingerprint, *keys, model.decoder_name)
         model.prefill_prompt(session, read.encoded)
+        if camera is None and session.wants_poses:
+            camera = place([START] * shape.batch, 1.0, model.device)
         if camera is not None:
             session.features[CAMERA] = camera.clone()
         if given is not None:

@@ -39,6 +39,7 @@ class Shape:
     batch: int = 1  # videos made together; a CFG pair is two rows
     paired: bool = False  # rows are [conditional…, unconditional…]
     macs: int = 0  # multiply-adds of one token's linears outside the MLPs, all layers
+    poses: bool = False  # whether the model knows where its camera stands
 
     @property
     def tokens_per_frame(self) -> int:

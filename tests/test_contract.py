@@ -22,6 +22,7 @@ from tachyscope.models.cosmos_ar.model import toy_cosmos
 from tachyscope.models.wan.context import Absolute, Rolling
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.plan import POLICIES
+from tachyscope.worlds.atrium import ACTIONS
 
 # kind: policy: (wide open, acting)
 CONTRACT = {
@@ -37,6 +38,7 @@ CONTRACT = {
             "bank:resident=9f,budget=15f attention=ann:read=0.6,block=2",
         ),
         "memrope": ("memrope:budget=99f", "memrope:budget=9f,sink=1"),
+        "worldkv": ("worldkv:retrieve=99,keep=1", "worldkv:retrieve=6,sink=3,budget=15f"),
     },
     # codes have no open setting: how near they come to native is held by tests/test_store.py
     "store": {"native": ("native", "native"), "int8": ("native", "int8"), "fp8": ("native", "fp8")},
@@ -72,6 +74,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def families(kind, name):
     """Models that a policy serves; passes are skipped in "steps", which has four of denoising."""
+    if name == "worldkv":
+        return ("poses",)  # "chunks" of a model that knows where its camera stands
     if kind == "passes":
         return ("tokens", "cosmos") if name == "draft" else ("steps",)
     if name in ("neurons", "prune"):
@@ -99,6 +103,8 @@ def model_of(family, device):
         return load("toy-tokens", device=device)
     if family == "cosmos":
         return toy_cosmos(device=device)
+    if family == "poses":
+        return random_wan(dataclasses.replace(CONFIG, actions=ACTIONS), device=device)
     rule = Rolling() if family == "rolling" else Absolute()
     steps = (1000, 750, 500, 250) if family == "steps" else CONFIG.steps
     return random_wan(dataclasses.replace(CONFIG, context=rule, steps=steps), device=device)
@@ -132,7 +138,9 @@ def stream(plan, family, device, seed=0):
 
 def play(stream, chunks=CHUNKS):
     """The frames of so many chunks, and what each counted."""
-    made = [stream.step() for _ in range(chunks)]
+    # a walk in which the camera turns, and comes back
+    steps = "qqwqqwqqw"[:chunks] if stream.model.actions else [None] * chunks
+    made = [stream.step(step) for step in steps]
     return np.concatenate([chunk.frames for chunk in made]), [chunk.stats for chunk in made]
 
 
@@ -197,7 +205,7 @@ def test_a_bound_is_kept_and_its_state_is_whole(kind, name, family, device):
 CAPTURED = [
     (kind, name, family)
     for kind, name, family in CASES
-    if family in ("chunks", "steps") and name != "keep_all"
+    if family in ("chunks", "steps", "poses") and name != "keep_all"
 ]
 # chunks that differ from each other: by turns, by draws of the host, by what the host reads
 DIFFER = {("replay", "every_k"), ("replay", "random"), ("passes", "flowcache")}

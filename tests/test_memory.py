@@ -26,6 +26,8 @@ CUSTOM = {
         "cache=merge:budget=200,match=key_value,heads=shared attention=ann:k=120,hash=lsh",
         "cache=merge:budget=8f,heads=each attention=ann:top_p=0.9,block=3 text=ann",
         "cache=bank:resident=8f,budget=30f,host=int4 attention=ann:k=60,block=4",
+        "cache=worldkv:retrieve=6,budget=30f",
+        "cache=memrope:budget=9f,sink=1",
         "replay=attentive:threshold=0.5",
         "replay=random:share=0.5",
     ],

@@ -1,7 +1,12 @@
 """Caches of other papers: each rule against one written out entry by entry."""
 
+import dataclasses
+import itertools
+import math
+
 import pytest
 import torch
+from faults import refused
 from streams import CHUNKS, ROPE, play, session
 
 from tachyscope.observers import Observer
@@ -57,3 +62,85 @@ def test_memrope_holds_the_sink_two_running_means_and_the_newest(average):
         torch.testing.assert_close(held(at, "k"), torch.cat(keys, 2))
         torch.testing.assert_close(held(at, "v"), torch.cat([v for _, v in want], 2))
     assert gone == 11
+
+
+def pruned(frames, keep):
+    """A group's entries: all of its first frame, and of the others those least like that."""
+    tokens = frames[0][0].shape[2]
+    flat = [[k[:, :, i].flatten(1) for i in range(tokens)] for k, _ in frames]  # [B, H * D] each
+    mean = torch.stack(flat[0]).mean(0)
+    cosine = {
+        (f, i): torch.cosine_similarity(flat[f][i], mean, dim=1)
+        for f in range(1, len(frames))
+        for i in range(tokens)
+    }
+    rows = []
+    for row in range(len(mean)):
+        least = sorted(cosine, key=lambda at: float(cosine[at][row]))
+        kept = sorted(least[: (len(frames) - 1) * math.ceil(keep * tokens)])
+        kept = [*((0, i) for i in range(tokens)), *kept]
+        rows.append([torch.stack([frames[f][j][row, :, i] for f, i in kept], 1) for j in range(2)])
+    return [torch.stack(x) for x in zip(*rows, strict=True)]
+
+
+def nearest(now, groups, count, row):
+    """Groups by how far their cameras stood from now's and how they were turned, half each."""
+
+    def mean(poses):
+        return torch.stack(poses)[:, row].mean(0)
+
+    apart, angle = {}, {}
+    for number, (poses, _) in groups.items():
+        apart[number] = float((mean(poses)[:, 3] - mean(now)[:, 3]).square().sum())
+        trace = float((mean(poses)[:, :3].T @ mean(now)[:, :3]).trace())
+        angle[number] = math.acos(max(-1.0, min(1.0, (trace - 1) / 2)))
+    worst = [max(x.values()) or 1.0 for x in (apart, angle)]
+    far = {n: 0.5 * apart[n] / worst[0] + 0.5 * angle[n] / worst[1] for n in groups}
+    return set(sorted(groups, key=lambda n: far[n])[:count])
+
+
+@pytest.mark.parametrize("chunk, group", [(1, 3), (2, 2)])
+def test_worldkv_reads_the_groups_that_were_seen_from_the_most_alike_poses(chunk, group):
+    shape = dataclasses.replace(CHUNKS, chunk=chunk, batch=2, poses=True)
+    plan = f"cache=worldkv:retrieve={2 * group},keep=0.4,sink=1,newest=2,budget={5 * group}f"
+    seen, rng = Written(), torch.Generator().manual_seed(0)
+    at = session(shape, plan, observers=[seen])
+    layout = at.plan.cache.layout(shape)
+    poses, groups, checked = [], {}, 0
+    for number in itertools.count():
+        turn = torch.linalg.qr(torch.randn(2, chunk, 3, 3, generator=rng))[0]
+        turn[..., 0] *= torch.linalg.det(turn).unsqueeze(-1)
+        now = torch.cat([turn, torch.randn(2, chunk, 3, 1, generator=rng)], -1)
+        at.set_poses(now)
+        frames = [(rotated(k, i), v) for i, (k, v) in enumerate(seen.frames)]
+        sealed = max(0, len(frames) - 3) // group
+        for i in range(max(groups, default=-1) + 1, sealed):
+            span = slice(1 + i * group, 1 + (i + 1) * group)
+            groups[i] = poses[span], pruned(frames[span], 0.4)
+        if sealed >= 2:
+            last = {i: groups[i] for i in sorted(groups)[-5:]}  # the bank holds five
+            ages = at.layers[0].bank.tensors["age"][at.layers[0].bank.tensors["place"].long()]
+            for row in range(2):
+                stand = [int(age) for age in ages[row]]
+                assert set(stand) == nearest(now.unbind(1), last, 2, row)
+                for name, j in (("k", 0), ("v", 1)):
+                    want = [frames[0][j][row], *(groups[i][1][j][row] for i in stand)]
+                    want += [frame[j][row] for frame in frames[1 + sealed * group :]]
+                    torch.testing.assert_close(held(at, name)[row], torch.cat(want, 1))
+                checked += 1
+        if sealed > 8:
+            break
+        play(at, 1, seed=number)
+        poses += now.unbind(1)
+    assert checked > 12 and layout.kept == (1 + 3 * (group - 1) / 6) * 6
+
+
+def test_worldkv_wants_poses_whole_groups_and_dense_attention():
+    faults = {
+        "cache=worldkv:retrieve=3": "whole groups of 2 latent frames",
+        "cache=worldkv attention=ann:k=64": "cannot serve attention=ann",
+        "cache=worldkv store=int8": "cannot serve store=int8",
+    }
+    for plan, words in faults.items():
+        refused(lambda plan=plan: session(dataclasses.replace(CHUNKS, poses=True), plan), words)
+    refused(lambda: session(CHUNKS, "cache=worldkv"), "does not know its camera's poses")

@@ -47,6 +47,7 @@ def play(one, chunks):
     [
         ("toy-chunks", BANK),
         ("toy-chunks", "balanced"),
+        ("toy-chunks", "cache=worldkv:retrieve=6,budget=12f"),
         ("atrium-world", "cache=bank:resident=5f,budget=8f,host=int4 attention=ann:k=160"),
     ],
 )

@@ -27,6 +27,7 @@ from tachyscope.kernels.hashing import order_of, planes
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.store import KVStore, Tensors
+from tachyscope.store.bank import BlockBank
 from tachyscope.store.bank_layout import BankLayout
 from tachyscope.types import PassContext, Shape
 
@@ -201,7 +202,7 @@ class Ann(BlockAttention):
         that appends pays for a chunk, not for its whole past.
         """
         layer.scratch = ()
-        if layer.bank is not None:
+        if isinstance(layer.bank, BlockBank):
             layer.bank.join(layer)
             return
         if self._dense_layer(ctx):
@@ -248,7 +249,7 @@ class Ann(BlockAttention):
     def _attend_bank(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         """Attention over chosen blocks of a bank, and all present entries."""
         bank = layer.bank
-        assert bank is not None
+        assert isinstance(bank, BlockBank)
         layout, full = bank.layout, ctx.past == bank.layout.room
         if ctx.past == 0 or (ctx.given and not full):
             weights = None if layout.whole else self.log_weights(layer, ctx)

@@ -34,6 +34,7 @@ class CachePolicy(abc.ABC):
 
     paper: ClassVar[str]
     appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry as it is
+    wants_poses: ClassVar[bool] = False  # whether it must be told where the camera stands
 
     @property
     def merges(self) -> bool:
@@ -86,6 +87,19 @@ class CachePolicy(abc.ABC):
 
         `on_merge` is told of entries that joined, by the slots in which they stood before.
         """
+
+    def is_full(self, shape: Shape, past: int, room: int, total: int) -> bool:
+        """Whether chunks ask for the same launches from here on, after `total` entries in all."""
+        return past == room
+
+    def retrieve_by(
+        self, layer: KVStore, shape: Shape, total: int, poses: Tensor, meter: Meter
+    ) -> None:
+        """Before a chunk whose camera stands at poses [B, F, 3, 4]: bring what was seen from there.
+
+        Asked where `wants_poses`; `total` entries came before.
+        """
+        return None
 
     def hidden_slots(self, layer: KVStore, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
         """Before a pass, where the policy moves: bring entries to where the pass sees them.

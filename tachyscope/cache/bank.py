@@ -10,6 +10,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.store import KVStore
+from tachyscope.store.bank import BlockBank
 from tachyscope.types import PassContext, Shape, Size
 
 
@@ -73,7 +74,7 @@ class Bank(CachePolicy):
         meter: Meter,
         on_merge: OnMerge | None = None,
     ) -> int:
-        assert layer.bank is not None
+        assert isinstance(layer.bank, BlockBank)
         past, sealed = layer.bank.seal(layer, ctx.past, n)
         layout, shape = layer.bank.layout, ctx.shape
         blocks = -(-sealed // layout.block)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.blocks import BlockAttention
 from tachyscope.cache.bank import Bank
+from tachyscope.cache.worldkv import WorldKv
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.observers import Observer
@@ -68,8 +69,10 @@ class RecallObserver(Observer):
 
     def on_open(self, session: Session) -> None:
         self.session, shape = session, session.shape
-        if isinstance(session.plan.cache, Bank):
-            raise TachyscopeError("recall is not told of cache=bank: leave it out (--no-recall)")
+        if isinstance(session.plan.cache, Bank | WorldKv):
+            raise TachyscopeError(
+                "recall is not told of what lies in host memory: leave it out (--no-recall)"
+            )
         groups = (shape.batch, session.plan.cache.cache_heads(shape), 0)
         # by layer: keys and log-weights as they were committed, and the slot each went to
         self.shadow: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(shape.layers)]

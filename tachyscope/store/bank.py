@@ -27,7 +27,7 @@ from tachyscope.kernels.block_index import Codes, buckets, encode_blocks
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
 from tachyscope.kernels.hashing import order_of, planes
-from tachyscope.kernels.host_blocks import HostBlocks, load_blocks, store_blocks
+from tachyscope.kernels.host_blocks import load_blocks, store_blocks
 from tachyscope.kernels.merge import take
 from tachyscope.store.bank_layout import (
     LOWEST,
@@ -38,6 +38,7 @@ from tachyscope.store.bank_layout import (
     host_tensors,
     work_tensors,
 )
+from tachyscope.store.host_bank import HostBank
 from tachyscope.store.residents import Residents, at_or, or_last
 from tachyscope.types import Shape
 
@@ -49,7 +50,7 @@ SEALED = 0.999
 
 
 @dataclass(slots=True)
-class BlockBank(Residents):
+class BlockBank(Residents, HostBank):
     """Blocks of one layer, on the host and by index.
 
     tensors, on the device:
@@ -116,22 +117,6 @@ class BlockBank(Residents):
             "bank.sealed": (0, 2**31 - 1),
             "bank.written": (0, 2**31 - 1),
         }
-
-    # ---- saved apart from what is on the device
-
-    def segment(self, since: int) -> dict[str, Tensor]:
-        """The blocks that were written since so many had been sealed: `ids` [B, Hkv, n] and what
-        host memory holds of them, [B, Hkv, n, …]."""
-        used, sealed = (int(self.tensors[name]) for name in ("used", "sealed"))
-        ids = self.tensors["written"].topk(min(sealed - since, used), -1).indices.to("cpu")
-        at = _rows(ids)
-        return {"ids": ids.to(torch.int32)} | {name: x[at] for name, x in self.host.items()}
-
-    def load_segment(self, segment: Mapping[str, Tensor]) -> None:
-        """Take up what `segment` gave."""
-        at = _rows(segment["ids"].long())
-        for name, x in self.host.items():
-            x[at] = segment[name]
 
     # ---- a commit
 
@@ -330,29 +315,14 @@ class BlockBank(Residents):
             layout.block, plain=layout.whole,
         )  # fmt: skip
 
-    @property
-    def host_blocks(self) -> HostBlocks:
-        return HostBlocks(**self.host)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of one head in host memory, keys and values."""
-        size: int = sum(x[0, 0, 0].nbytes for x in self.host.values())
-        return size
-
-
-def sum_counters(banks: Sequence[BlockBank]) -> tuple[Tensor, ...]:
+def sum_counters(banks: Sequence[HostBank]) -> tuple[Tensor, ...]:
     """What the layers' banks have counted, by COUNTERS; they begin anew."""
     counters = [bank.work["counters"] for bank in banks]
     total = torch.stack(counters).sum(0)
     for x in counters:
         x.zero_()
     return total.unbind()
-
-
-def _rows(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, heads = (torch.arange(n) for n in ids.shape[:2])
-    return rows[:, None, None], heads[None, :, None], ids
 
 
 @functools.cache

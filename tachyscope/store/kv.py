@@ -14,7 +14,7 @@ from tachyscope.kernels.codes import Past, decode, decode_into, encode
 from tachyscope.kernels.merge import Entries, join_entries, merge_entries, take
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.kernels.slots import permute, shift
-from tachyscope.store.bank import BlockBank
+from tachyscope.store.host_bank import HostBank
 from tachyscope.types import PassContext, Rope, Shape
 
 # unrotated keys [B, Hkv, n, D] and their positions -> rotated keys
@@ -45,7 +45,7 @@ class KVStore:
     scales     [B, Hkv, C]          of k, v and unrotated, by name, where these are codes
     present    [B, Hkv, S, D]       the present chunk of these, by name, where they are codes
     own        tensors that policies declared, by kind of policy and name
-    bank       what is not resident, in host memory, by cache=bank; else None
+    bank       what is not resident, in host memory, by caches that have such; else None
     scratch    what an attention policy keeps from one pass over a chunk to the next; no state
 
     Slots up to `ctx.past` are the past; from there on a pass writes. What is stored as codes is
@@ -61,7 +61,7 @@ class KVStore:
     present: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     per_slot: frozenset[tuple[str, str]] = frozenset()
-    bank: BlockBank | None = None
+    bank: HostBank | None = None
     scratch: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -75,7 +75,7 @@ class KVStore:
         *,
         unrotated: bool = False,
         codes: torch.dtype | None = None,
-        bank: BlockBank | None = None,
+        bank: HostBank | None = None,
         declared: Mapping[str, Tensors],
     ) -> KVStore:
         """Slots without entries; `heads` of log_count and pos, 1 where all heads keep the same."""

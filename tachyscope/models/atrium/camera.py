@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,15 @@ def walk(camera: Tensor, actions: Tensor) -> Tensor:
     poses = atrium.walk(camera[:, :3], actions.expand(len(camera), -1), camera[:, 3])
     camera[:, :3] = poses[:, -1]
     return poses
+
+
+def matrices(poses: Tensor) -> Tensor:
+    """Poses [..., 3] as camera-to-world matrices [..., 3, 4]: rotation about the upright, place."""
+    x, y, heading = poses.unbind(-1)
+    angle = heading * (2 * math.pi / atrium.TURN)
+    cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(x)
+    rows = (cos, -sin, none, x, sin, cos, none, y, none, none, none + 1, none)
+    return torch.stack(rows, -1).unflatten(-1, (3, 4))
 
 
 def rays(poses: Tensor, grid: tuple[int, int]) -> Tensor:

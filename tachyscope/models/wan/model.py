@@ -27,6 +27,7 @@ from tachyscope.models.wan.vae import WanVae
 from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
 from tachyscope.session import Session
 from tachyscope.types import CAMERA, Rope, Shape
+from tachyscope.worlds.atrium import ACTIONS
 
 # Compiling layers takes 7 s on an H200 the first time and about 3 s from disk, and saves 40 ms of a
 # chunk of Wan 1.3B. A narrow model's chunk is launches, which a CUDA graph saves already.
@@ -154,6 +155,7 @@ class WanModel(VideoModel):
             text=c.text_len,
             # six linears a layer, the patch embedding and the head
             macs=c.layers * 6 * c.dim**2 + 2 * patch * c.dim,
+            poses=c.actions == ACTIONS,
         )
         what, advice = f"tokens of a pass at {size[0]}x{size[1]}", "take a smaller `size`"
         check("tokens of a pass", shape.max_pass_tokens, what, advice)
@@ -296,13 +298,15 @@ class WanModel(VideoModel):
     def _controls(self, session: Session, actions: Sequence[int] | Tensor, frames: int) -> Controls:
         """What steers the next latent frames; the camera then stands at the last of them."""
         numbers = self.actions_tensor(actions, frames)
-        if not self.camera or numbers is None:
+        if numbers is None or not (self.camera or session.wants_poses):
             return Controls(numbers)
         if CAMERA not in session.features:  # a session that was made by hand
             start = camera.place([camera.START] * session.shape.batch, 1.0, self.device)
             session.features[CAMERA] = start
         poses = camera.walk(session.features[CAMERA], numbers)
-        return Controls(numbers, camera.rays(poses, session.shape.grid))
+        if session.wants_poses:
+            session.set_poses(camera.matrices(poses))
+        return Controls(numbers, camera.rays(poses, session.shape.grid) if self.camera else None)
 
     def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
         """A chunk's noise, the draw-th that it takes: as handed in, else drawn.

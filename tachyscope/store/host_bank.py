@@ -1,0 +1,65 @@
+"""What a layer holds in host memory: blocks of entries, saved apart from what is on the device."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tachyscope.kernels.host_blocks import HostBlocks
+
+
+class HostBank(abc.ABC):
+    """Blocks of one layer: `host` has k and v of them, [B, Hkv, most, block, ...].
+
+    tensors, on the device, has among others:
+      used     blocks that are in use
+      sealed   blocks that were ever written
+      written  [B, Hkv, most]  how many had been when a block was, it counted
+    work, no state, has `counters` [4]: what was counted since they were last read
+    """
+
+    __slots__ = ()
+
+    tensors: dict[str, Tensor]
+    work: dict[str, Tensor]
+    host: dict[str, Tensor]
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Drop every block."""
+
+    @abc.abstractmethod
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """The least and the greatest whole number of a tensor, by name."""
+
+    @property
+    def host_blocks(self) -> HostBlocks:
+        return HostBlocks(**self.host)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of one head in host memory, keys and values."""
+        size: int = sum(x[0, 0, 0].nbytes for x in self.host.values())
+        return size
+
+    def segment(self, since: int) -> dict[str, Tensor]:
+        """The blocks that were written since so many had been sealed: `ids` [B, Hkv, n] and what
+        host memory holds of them, [B, Hkv, n, …]."""
+        used, sealed = (int(self.tensors[name]) for name in ("used", "sealed"))
+        ids = self.tensors["written"].topk(min(sealed - since, used), -1).indices.to("cpu")
+        at = _rows(ids)
+        return {"ids": ids.to(torch.int32)} | {name: x[at] for name, x in self.host.items()}
+
+    def load_segment(self, segment: Mapping[str, Tensor]) -> None:
+        """Take up what `segment` gave."""
+        at = _rows(segment["ids"].long())
+        for name, x in self.host.items():
+            x[at] = segment[name]
+
+
+def _rows(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, heads = (torch.arange(n) for n in ids.shape[:2])
+    return rows[:, None, None], heads[None, :, None], ids
