@@ -106,6 +106,9 @@ SETTINGS = {
     "tile": Bound(1, 4_096),
     "bits": Bound(1, 256),
     "decay": Bound(TINY, 1e6),
+    "min_ratio": SHARE,
+    "q_clusters": Bound(1, 100_000),
+    "k_clusters": Bound(1, 100_000),
     "text ann.keep": Bound(1, 100_000),
     "age": Bound(0, 1_000_000),
     "text ann.bits": Bound(1, 32),  # a bucket is one number

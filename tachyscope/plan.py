@@ -15,6 +15,8 @@ from tachyscope.attention.ann_text import AnnText
 from tachyscope.attention.dense import Dense, DenseText
 from tachyscope.attention.pads import Pads
 from tachyscope.attention.radial import Radial
+from tachyscope.attention.svg import Svg
+from tachyscope.attention.svg2 import Svg2
 from tachyscope.attention.window import Window as ReadWindow
 from tachyscope.cache import CachePolicy
 from tachyscope.cache.bank import Bank
@@ -59,7 +61,14 @@ POLICIES: dict[str, dict[str, Any]] = {
         "worldkv": WorldKv,
     },
     "store": {"native": Native, "int8": Int8, "fp8": Fp8},
-    "attention": {"dense": Dense, "window": ReadWindow, "ann": Ann, "radial": Radial},
+    "attention": {
+        "dense": Dense,
+        "window": ReadWindow,
+        "ann": Ann,
+        "radial": Radial,
+        "svg": Svg,
+        "svg2": Svg2,
+    },
     "text": {"dense": DenseText, "pads": Pads, "ann": AnnText},
     "passes": {
         "all": All,

@@ -47,6 +47,8 @@ CONTRACT = {
         "window": ("window:tokens=100000", "window:tokens=20"),
         "ann": ("ann:read=1", "ann:read=0.5,block=2"),
         "radial": ("radial:block=1,decay=99", "radial:block=2"),
+        "svg": ("svg:read=1", "svg:read=0.5,block=2"),
+        "svg2": ("svg2:min_ratio=1", "svg2:top_p=0.5"),
     },
     "text": {
         "dense": ("dense", "dense"),
@@ -81,7 +83,7 @@ def families(kind, name):
     if name in ("neurons", "prune"):
         return ("tokens",)  # what calibrates cosmos are given frames
     # a token model has no cross-attention, no bank, and no latent frame to go by
-    if kind == "text" or name in ("bank", "radial"):
+    if kind == "text" or name in ("bank", "radial", "svg", "svg2"):
         return ("chunks", "rolling")
     return ("chunks", "rolling", "tokens", "cosmos")
 

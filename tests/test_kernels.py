@@ -37,6 +37,9 @@ from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantis
 from tachyscope.kernels.host_blocks import HostBlocks
 from tachyscope.kernels.host_blocks import torch as host_blocks_torch
 from tachyscope.kernels.host_blocks.reference import stored_reference
+from tachyscope.kernels.kmeans import kmeans
+from tachyscope.kernels.kmeans import torch as kmeans_torch
+from tachyscope.kernels.kmeans.reference import kmeans_reference
 from tachyscope.kernels.match.reference import best_older_reference
 from tachyscope.kernels.match.torch import alike_features, best_older
 from tachyscope.kernels.merge import torch as merge_torch
@@ -66,6 +69,7 @@ from tachyscope.kernels.block_index import triton as block_index_triton
 from tachyscope.kernels.block_sparse import triton as block_sparse_triton
 from tachyscope.kernels.codes import triton as codes_triton
 from tachyscope.kernels.host_blocks import triton as host_blocks_triton
+from tachyscope.kernels.kmeans import triton as kmeans_triton
 from tachyscope.kernels.match import triton as match_triton
 from tachyscope.kernels.merge import triton as merge_triton
 from tachyscope.kernels.prompt_hits import triton as hits_triton
@@ -495,6 +499,22 @@ def _case_prompt_hits(rng, backend):
     return off.round(decimals=1), torch.zeros_like(off)
 
 
+def _case_kmeans(rng, backend):
+    """An iteration over vectors of which some count twice and some not at all."""
+    (x,) = _moved(torch.randn(1, 2, 131, 64, generator=rng))
+    weight = torch.randint(0, 3, (1, 2, 131), generator=rng).float().to(DEVICE)
+    centroids, spare = x[:, :, :13].float().clone(), torch.arange(13)
+    centroids[:, :, 11:] = 100.0  # nearest to none
+    want = kmeans_reference(*(t.cpu() for t in (x, weight, centroids)), spare, 1)
+    module = {"torch": kmeans_torch, "triton": kmeans_triton}[backend]
+    label = module.nearest(x, centroids)
+    total, size = module.sum_clusters(x, weight, label, 13)
+    held = want[1] > 0
+    assert torch.equal(label.cpu(), want[0]) and torch.equal(size.cpu().double(), want[1])
+    assert not held[:, :, 11:].any() and not total.cpu()[~held].any()
+    return (total / size.unsqueeze(-1)).cpu()[held], want[2][held]
+
+
 def _case_temporal_score(rng, backend):
     q, k = _moved(*(torch.randn(2, h, 7, 12, generator=rng) for h in (6, 2)))
     return temporal_score(q, k), temporal_score_reference(q, k)
@@ -547,6 +567,7 @@ CASES = {
     "merge": (_case_merge, ("torch", "triton")),
     "merge_drops": (_case_merge_drops, ("torch", "triton")),
     "prompt_hits": (_case_prompt_hits, ("torch", "triton")),
+    "kmeans": (_case_kmeans, ("torch", "triton")),
     "replay_score": (_case_temporal_score, ("torch",)),
     "replay_drift": (_case_drift, ("torch",)),
 } | decode_cases.CASES
@@ -586,6 +607,17 @@ def test_every_operation_is_in_the_table():
         next(f for f in sorted(folders, key=len)[::-1] if name.startswith(f)) for name in CASES
     }
     assert named == folders - {"__pycache__"}
+
+
+def test_clusters_move_as_their_definition_does(rng):
+    x, weight = torch.randn(1, 2, 60, 8, generator=rng), torch.rand(1, 2, 60, generator=rng)
+    weight[:, :, 50:] = 0.0  # empty slots move nothing
+    centroids, spare = x[:, :, :9].clone(), torch.arange(9, 18)
+    centroids[:, :, 8] = 50.0  # nearest to none: goes to its spare vector
+    want = kmeans_reference(x, weight, centroids, spare, 4)
+    got = (*kmeans(x, weight, centroids, spare, 4), centroids)
+    for found, true in zip(got, want, strict=True):
+        torch.testing.assert_close(found.double(), true.double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -154,6 +154,18 @@ class BlockAttention(AttentionPolicy):
         return read.out
 
 
+def tile_runs(tokens: int, tile: int, frame: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows of each tile by latent frame, of which it has parts of one or two.
+
+    First row and number of rows [2, tiles]; a second run may have none.
+    """
+    first = torch.arange(0, tokens, tile, device=device)
+    stop = (first + tile).clamp(max=tokens)
+    cut = torch.minimum((first // frame + 1) * frame, stop)
+    start = torch.stack([first, cut.clamp(max=tokens - 1)])
+    return start, torch.stack([cut - first, stop - cut])
+
+
 def list_blocks(mask: Tensor, own: Mapping[str, Tensor]) -> None:
     """Write the blocks of mask [B, Hkv or 1 or H, tiles, blocks] to the map, in their order."""
     tiles, blocks = mask.shape[2:]

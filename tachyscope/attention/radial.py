@@ -8,7 +8,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.attention.blocks import BlockAttention, check_frames, default_block, list_blocks
+from tachyscope.attention.blocks import (
+    BlockAttention,
+    check_frames,
+    default_block,
+    list_blocks,
+    tile_runs,
+)
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
 from tachyscope.store import KVStore
@@ -73,13 +79,8 @@ class Radial(BlockAttention):
     def _mask(self, layer: KVStore, ctx: PassContext) -> Tensor:
         """Which blocks each tile reads, [B, Hkv or 1, tiles, blocks]."""
         frame, block = ctx.shape.tokens_per_frame, self._block(ctx.shape)
-        device, tokens = layer.pos.device, ctx.tokens
-        # the rows of a tile are of one latent frame, or of two: its runs
-        first = torch.arange(0, tokens, block, device=device)
-        stop = (first + block).clamp(max=tokens)
-        cut = torch.minimum((first // frame + 1) * frame, stop)
-        start = torch.stack([first, cut.clamp(max=tokens - 1)])  # [runs, tiles]
-        rows = torch.stack([cut - first, stop - cut])
+        device = layer.pos.device
+        start, rows = tile_runs(ctx.tokens, block, frame, device)
         now = layer.pos[:, :, ctx.past : ctx.end, 0][:, :, start].unsqueeze(-1)
         pos = layer.pos[:, :, None, None, : ctx.past]
         place = pos[..., 1] * ctx.shape.grid[1] + pos[..., 2]
@@ -92,7 +93,7 @@ class Radial(BlockAttention):
         high = low + rows.unsqueeze(-1) - 1
         seen = torch.minimum(high, place + width) - torch.maximum(low, place - width) + 1
         seen = seen.clamp(min=0).masked_fill(width < 0, 0)
-        dense = seen > ROWS * (stop - first).unsqueeze(-1)
+        dense = seen > ROWS * rows.sum(0).unsqueeze(-1)
         return _shrink(seen > 0, dense, frame, block).any(2)
 
     def _width(self, distance: Tensor, frame: int, block: int) -> Tensor:
