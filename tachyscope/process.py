@@ -143,8 +143,11 @@ def spread(
 ) -> Iterator[R]:
     """A function's results for some tasks, in order, by so many new processes, each prepared once.
 
-    When this one is stopped they end too, and say nothing.
+    One job is done by this process. When this one is stopped the others end too, and say nothing.
     """
+    if jobs == 1:
+        yield from map(function, tasks)
+        return
     fresh, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(jobs, fresh, prepare, args)
     try:

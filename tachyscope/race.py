@@ -271,9 +271,9 @@ def _lead(recorded: Sequence[Recorded], speed: float) -> str:
     times = ", ".join(f"{one.run.name} in {one.chunk_s[-1]:.1f} s" for one in order)
     shown = "as it happened" if speed == 1 else f"at {speed:.3g} times the speed that it had"
     return (
-        f"{count} frames were made by {times}, each alone and after a warm-up of its own; the video "
-        f"shows them {shown}. Times of single runs are no ratio: compare tells one beside its "
-        f"noise."
+        f"{count} frames were made by {times}, each alone and after a warm-up of its own; the "
+        f"video shows them {shown}. Times of single runs are no ratio: compare tells one beside "
+        f"its noise."
     )
 
 

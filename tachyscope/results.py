@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.files import check_file, user_path, write_atomically
+from tachyscope.files import check_file, is_stream, user_path, write_atomically
 from tachyscope.machine import machine, versions
 from tachyscope.types import Chunk
 from tachyscope.weights import weights_hashes
 
 Document = dict[str, Any]
+T = TypeVar("T")
 
 
 def document(
@@ -89,3 +90,98 @@ def emit(found: Document, where: str | None) -> None:
         print(to_json(found))
     elif where is not None:
         write_atomically(user_path(where), to_json(found, indent=2) + "\n")
+
+
+class Parts:
+    """Parts of a measurement, kept in a file as they come, so that it can be gone on with.
+
+    The file is a results document: its rows are the parts, each with its name as `part`, and it is
+    marked `unfinished` until `emit` replaces it. With `resume` the parts of a file are not measured
+    again; one of other settings, weights or another machine is refused. Without a file, or where it
+    is a stream, nothing is kept.
+    """
+
+    def __init__(
+        self,
+        where: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        resume: bool = False,
+        command: str = "",
+    ) -> None:
+        writes = where is not None and where != "-" and not is_stream(user_path(where, "`json`"))
+        if resume and not writes:
+            raise TachyscopeError(
+                f"`resume` goes on with a file of results, got {where}: give --json FILE"
+            )
+        self.settings: Document = _as_read(settings or {})
+        self._path = user_path(where) if writes and where is not None else None
+        self._resume = resume
+        self._command = command
+        self._suite = ""
+        self._rows: dict[str, Document] = {}
+        self._weights: dict[str, str] = {}
+
+    def begin(self, suite: str, model: str, fingerprint: str) -> None:
+        """What is measured, and the hash of its weights: raises where the file has others."""
+        first = not self._suite
+        self._suite = self._suite or suite
+        if self._resume and first and self._path is not None and self._path.exists():
+            self._read(self._path)
+        theirs = self._weights.setdefault(model, fingerprint)
+        if theirs != fingerprint:
+            raise TachyscopeError(
+                f"{self._path} was measured with other weights of {model} ({theirs[:12]}, now "
+                f"{fingerprint[:12]}): choose another file, or leave `resume` out"
+            )
+
+    def _read(self, path: Path) -> None:
+        document = read_results(path, self._suite)
+        rows = document["rows"]
+        if not all("part" in row for row in rows):
+            raise TachyscopeError(f"{path} is finished: leave `resume` out to measure it again")
+        theirs = document.get("settings", {}) | {"machine": _ran_on(document["machine"])}
+        ours = self.settings | {"machine": _ran_on(machine())}
+        for key in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(key) != ours.get(key):
+                raise TachyscopeError(
+                    f"{path} was measured with another {key} ({theirs.get(key)}, now "
+                    f"{ours.get(key)}): choose another file, or leave `resume` out"
+                )
+        self._weights = dict(document.get("fingerprints", {}))
+        self._rows = {str(row["part"]): row for row in rows}
+
+    def get(self, name: str) -> Document | None:
+        """A part that was measured, or None."""
+        return self._rows.get(name)
+
+    def add(self, name: str, row: Document) -> Document:
+        """Keep a part; the value is as it will be read: null where there was no number."""
+        self._rows[name] = _as_read(row | {"part": name})
+        if self._path is not None:
+            unfinished = document(
+                self._suite, list(self._rows.values()), self._command, settings=self.settings,
+                fingerprints=self._weights, unfinished=True,
+            )  # fmt: skip
+            emit(unfinished, str(self._path))
+        return self._rows[name]
+
+    def run(
+        self,
+        tasks: Sequence[T],
+        name: Callable[[T], str],
+        measure: Callable[[Sequence[T]], Iterable[Document]],
+    ) -> Iterator[Document]:
+        """The parts of all tasks in order; `measure` is given those that are still to be done."""
+        left = [task for task in tasks if name(task) not in self._rows]
+        measured = iter(measure(left)) if left else iter(())
+        for task in tasks:
+            known = self.get(name(task))
+            yield self.add(name(task), next(measured)) if known is None else known
+
+
+def _as_read(value: Mapping[str, Any]) -> Document:
+    return dict(json.loads(to_json(dict(value))))
+
+
+def _ran_on(machine: Mapping[str, Any]) -> str:
+    return str(machine.get("gpu") or machine.get("cpu"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -346,6 +347,46 @@ def test_judging_elsewhere_is_judging_here(short, model):
         for key, value in a["world"].items():
             if math.isfinite(value):
                 assert b["world"][key] == pytest.approx(value, abs=0.3), key
+
+
+@pytest.mark.slow
+def test_plans_by_turns_on_a_gpu_are_plans_played_together(short, model, monkeypatch):
+    """What a GPU is given, a plan at a time with dense kept, here by the CPU."""
+    monkeypatch.setattr(world, "ProcessPoolExecutor", lambda *given: ThreadPoolExecutor(1))
+    plans = ("cache=window:budget=3f", "dense")
+    asked = world.Asked(plans, frames=3, quick=True, recall=False)
+    found = list(world._on_gpu(model, None, asked, 2, 1, [(0, 0), (0, 1)]))
+    together = [world.judge_world(asked, x) for x in world.play_worlds(model, asked, [0, 1])]
+    for i, part in enumerate(found):
+        assert part["rows"] == [one["rows"][i] for one in together]
+    assert found[0]["world"] == [one["world"] for one in together]
+    assert found[1]["world"] == [{}, {}], "the model itself is measured once"
+    # without the first plan dense is played again, for the second to be held against
+    (again,) = world._on_gpu(model, None, asked, 2, 1, [(0, 1)])
+    assert again["rows"] == found[1]["rows"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_evaluation_goes_on(short, tmp_path, monkeypatch, capsys):
+    path, seen, measure = tmp_path / "found.json", [], world._measure
+    words = ["atrium", "--only", "world", "--quick", "--worlds", "2", "--jobs", "1", "--plans-only",
+             "--plan", "cache=window:budget=3f", "--json", str(path)]  # fmt: skip
+
+    def stopped(*given):
+        seen.append(given[-1])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return measure(*given)
+
+    monkeypatch.setattr(world, "_measure", stopped)
+    assert main(words) == 130 and json.loads(path.read_text())["unfinished"]
+    assert main([*words, "--seed", "1", "--resume"]) == 2
+    assert "was measured with another seed (0, now 1)" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0 and seen == [0, 1, 1]
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["worlds"] == len(row["by_world"]["psnr_truth"]) == 2
+    assert main([*words, "--resume"]) == 2
+    assert "is finished: leave --resume out" in capsys.readouterr().err
 
 
 def test_faults_are_one_line(capsys, tmp_path):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tachyscope.results import document
+from tachyscope.errors import TachyscopeError
+from tachyscope.results import Parts, document, emit
 from tachyscope.weights import RECORD, weights_hashes
 
 ROOT = Path(__file__).parents[1]
@@ -94,3 +95,52 @@ def test_a_document_names_the_weights_of_shipped_models_alone():
     assert list(found) == ["atrium-world"] and len(found["atrium-world"]) == 64
     assert "weights" not in document("x", [{"model": "toy-chunks"}])
     assert set(weights_hashes(record)) == set(record)
+
+
+def measured(path, resume=False, done=(), **settings):
+    """Two parts of a measurement; `done` is told those that are really measured."""
+    parts = Parts(str(path), settings, resume, "words")
+    parts.begin("x", "toy", "f" * 16)
+
+    def measure(left):
+        for name in left:
+            done.append(name)
+            yield {"value": {"a": 1.5, "b": float("nan")}[name]}
+
+    return parts.run(["a", "b"], str, measure)
+
+
+def test_an_interrupted_measurement_goes_on_with_the_parts_it_has(tmp_path):
+    path, done = tmp_path / "x.json", []
+    assert next(measured(path, done=done, pace=1.0))["value"] == 1.5  # and then it is killed
+    kept = json.loads(path.read_text())
+    assert (kept["suite"], kept["unfinished"], kept["command"]) == ("x", True, "words")
+    assert kept["rows"] == [{"value": 1.5, "part": "a"}]
+    found = list(measured(path, resume=True, done=done, pace=1.0))
+    assert done == ["a", "b"], "what was there is not measured again"
+    assert [row["value"] for row in found] == [1.5, None]
+    assert list(measured(path, resume=True, done=done, pace=1.0)) == found and len(done) == 2
+    assert len(list(measured(path, done=done, pace=1.0))) == 2 and len(done) == 4
+
+
+def test_other_settings_weights_or_machines_are_refused(tmp_path):
+    path = tmp_path / "x.json"
+    list(measured(path, done=[], pace=1.0))
+    for change, line in {
+        "settings": "was measured with another pace (0.5, now 1.0): choose another file, or leave",
+        "machine": "was measured with another machine (TPU, now",
+        "fingerprints": "was measured with other weights of toy (gggggggggggg, now ffffffffffff)",
+        "suite": "is no results file of x",
+    }.items():
+        other = {"settings": {"pace": 0.5}, "machine": {"gpu": "TPU"}, "fingerprints": {"toy": "g" * 16},
+                 "suite": "y"}[change]  # fmt: skip
+        emit(json.loads(path.read_text()) | {change: other}, str(tmp_path / "other.json"))
+        with pytest.raises(TachyscopeError, match=re.escape(f"other.json {line}")):
+            list(measured(tmp_path / "other.json", resume=True, done=[], pace=1.0))
+    emit(document("x", [{"name": "whole"}]), str(path))
+    with pytest.raises(
+        TachyscopeError, match="is finished: leave `resume` out to measure it again"
+    ):
+        list(measured(path, resume=True, done=[], pace=1.0))
+    with pytest.raises(TachyscopeError, match="`resume` goes on with a file of results, got None"):
+        Parts(None, {}, resume=True)

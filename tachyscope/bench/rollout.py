@@ -24,7 +24,7 @@ from tachyscope.meter import summary
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.transformer import wider
 from tachyscope.rates import Clock, rates
-from tachyscope.results import Document, document
+from tachyscope.results import Document, Parts, document
 from tachyscope.rollout import rollout
 from tachyscope.session import Session
 from tachyscope.stream import open as open_stream
@@ -44,20 +44,26 @@ def bench_rollout(
     seed: int = 0,
     decode: bool = False,
     command: str = "",
+    parts: Parts | None = None,
     told: Callable[[Document], None] | None = None,
 ) -> Document:
     """Make so many frames by each plan, undecoded; a results document that says what stayed flat.
 
-    decode: make them once more, as a user does, and shown. `told` is handed the document after
-    every row.
+    decode: make them once more, as a user does, and shown. parts: keeps rows, and has those of
+    before. `told` is handed the document after every row.
     """
     check("rollout", frames)
     rows: list[Document] = []
+    parts = Parts() if parts is None else parts
+    parts.begin(_suite(model), model.name, model.fingerprint)
     for name, text in plans.items():
-        asked: Any = {"frames": frames, "size": size, "seed": seed}
-        row: Document = {"name": name, **play(model, text, **asked)}
-        if decode:
-            row |= show(model, text, **asked)
+        row = parts.get(name)
+        if row is None:
+            options: Any = {"frames": frames, "size": size, "seed": seed}
+            row = {"name": name, **play(model, text, **options)}
+            if decode:
+                row |= show(model, text, **options)
+            row = parts.add(name, row)
         rows.append(row)
         if told is not None:
             told(_document(model, rows, command))
@@ -65,7 +71,11 @@ def bench_rollout(
 
 
 def _document(model: WanModel, rows: Sequence[Document], command: str) -> Document:
-    return document(f"bench-wan-rollout-{model.device.type}", rows, command)
+    return document(_suite(model), rows, command)
+
+
+def _suite(model: WanModel) -> str:
+    return f"bench-wan-rollout-{model.device.type}"
 
 
 @torch.inference_mode()

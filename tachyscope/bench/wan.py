@@ -41,7 +41,7 @@ from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import SIZES
 from tachyscope.models.wan.toy import random_wan, with_toy_parts
 from tachyscope.plan import Plan
-from tachyscope.results import Document, document
+from tachyscope.results import Document, Parts, document
 from tachyscope.session import Session
 from tachyscope.stream import Stream, chunks_for
 from tachyscope.stream import open as open_stream
@@ -146,13 +146,15 @@ def bench_wan(
     seed: int = 0,
     traced: bool = False,
     command: str = "",
+    parts: Parts | None = None,
     told: Callable[[Document], None] | None = None,
 ) -> Document:
     """Time each plan's chunks at some lengths; a results document, a row a plan.
 
     `lengths` are latent frames, by default spread over what the GPU holds, or beyond a bounded
-    plan's budget. `traced` fills caches from a trained model instead of at random. `told` is handed
-    the document after every row.
+    plan's budget. `traced` fills caches from a trained model instead of at random. parts: keeps
+    rows, and has those of before; one that failed is tried again. `told` is handed the document
+    after every row.
     """
     if check("rounds", rounds) < 2:
         raise TachyscopeError(f"`rounds` must be 2 or more here, got {rounds}: give as many")
@@ -178,16 +180,21 @@ def bench_wan(
         more: Document = {"warm_s": warm_s, "traced": traced}
         return document(f"bench-wan-{model.device.type}", rows, command, **more)
 
+    parts = Parts() if parts is None else parts
+    parts.begin(f"bench-wan-{model.device.type}", model.name, model.fingerprint)
     for name, plan in parsed.items():
-        at = lengths or default_lengths(shapes, plan, size, room)
-        row: Document = {"name": name, "plan": str(plan), "model": model.name}
+        row = parts.get(name) or {"name": name, "plan": str(plan), "model": model.name}
         rows.append(row)
-        try:
-            _measure(row, model, plan, at, clock)
-            row["fit_gb"] = _fit_gb(shapes, plan, at, clock)
-        except Exception as error:  # one plan's fault must not cost the others their turn
-            row["failed"] = _fault(error)
+        if "part" not in row:
+            try:
+                at = lengths or default_lengths(shapes, plan, size, room)
+                _measure(row, model, plan, at, clock)
+                row["fit_gb"] = _fit_gb(shapes, plan, at, clock)
+            except Exception as error:  # one plan's fault must not cost the others their turn
+                row["failed"] = _fault(error)
         _rates(row, model)
+        if "failed" not in row and "part" not in row:
+            rows[-1] = row = parts.add(name, row)
         _compare(row, rows)
         if told is not None:
             told(found())

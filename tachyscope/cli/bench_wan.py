@@ -6,9 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tachyscope.cli.verb import PathText, Verb, option
+from tachyscope.cli.verb import RESUME, PathText, Verb, option
 from tachyscope.errors import TachyscopeError
-from tachyscope.files import is_stream, user_path
 
 if TYPE_CHECKING:
     from tachyscope.results import Document
@@ -54,6 +53,7 @@ class BenchWan(Verb):
         None, "Hold the allocator to so much of the GPU's memory, as on a smaller one."
     )
     seed: int = option(0, "Of noise and random entries.")
+    resume: bool = option(False, RESUME)
     json: str | None = option(
         None, "A file for the results, written after every row, or - for the last line of stdout."
     )
@@ -91,6 +91,7 @@ class BenchWan(Verb):
         if model.device.type == "cuda" if self.compile is None else self.compile:
             model.compile()
         options: Any = {"size": size, "seed": self.seed, "command": command, "told": self._on_row}
+        options["parts"] = self.parts(command)
         if self.rollout is not None:
             results = bench_rollout(
                 model, plans, frames=self.rollout, decode=self.decode, **options
@@ -103,10 +104,8 @@ class BenchWan(Verb):
         self.emit(results)
 
     def _on_row(self, results: Document) -> None:
-        """Print a row when it is done, and write the file: the machine may go before the last."""
+        """Print a row when it is done."""
         row = results["rows"][-1]
         rate = f"{row['fps']:.1f} frames/s" if "fps" in row else ""
         done = row.get("failed") or rate or f"{row['chunk_ms']:.1f} ms a chunk"
         print(f"{row['name']}: {done}", file=sys.stderr, flush=True)
-        if self.json is not None and self.json != "-" and not is_stream(user_path(self.json)):
-            self.emit(results)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tachyscope.bounds import check
-from tachyscope.cli.verb import PathText, Verb, option, options_of, required
+from tachyscope.cli.verb import RESUME, PathText, Verb, option, options_of, required
 from tachyscope.errors import TachyscopeError, shown
 
 WORLD = "atrium"
@@ -63,6 +63,7 @@ class Evaluate(Verb):
     )
     device: str = option("cpu", "cpu, cuda or cuda:N; a token's time is always taken on the CPU.")
     jobs: int | None = option(None, "Processes; as many as cores if not given.")
+    resume: bool = option(False, RESUME)
 
     def run(self, command: str) -> None:
         if self.what == WORLD and self.reference is None:
@@ -113,12 +114,13 @@ class Evaluate(Verb):
             check_text(text, "tokens" if self.only == "tokens" else "chunks")
         find_device(self.device)
         self.check_json()
+        parts = self.parts(command)
         with parts_bar() as watch:
             results = evaluate_atrium(
                 plans, only=self.only, worlds=self.worlds, device=self.device, seed=self.seed,
                 quick=self.quick, command=command, watch=watch, frames=self.frames,
                 recall=self.recall, world=not self.plans_only, own=self.own, jobs=self.jobs,
-                timed=self.clock, pace=self.pace, weights=self.weights, runs=self.runs,
+                timed=self.clock, pace=self.pace, weights=self.weights, runs=self.runs, parts=parts,
             )  # fmt: skip
         if self.prints:
             print(*lines(results), sep="\n")

@@ -15,12 +15,15 @@ from tachyscope.files import user_path
 
 # torch is loaded when a verb runs: help must not wait for it
 if TYPE_CHECKING:
-    from tachyscope.results import Document
+    from tachyscope.results import Document, Parts
 
 # a path that stays text: Path would take a slash out of http://
 PathText = NewType("PathText", str)
 # what every verb takes beside its own options
 TRACEBACK = "--traceback"
+# options that do not change what is measured
+NO_SETTINGS = ("json", "out", "resume", "jobs", "seconds", "quiet")
+RESUME = "Go on with the file of results: what it has of the same options is not measured again."
 
 
 class Option(NamedTuple):
@@ -70,6 +73,19 @@ class Verb:
         from tachyscope.results import emit
 
         emit(results, self.json)
+
+    def parts(self, command: str, where: str | None = None) -> Parts:
+        """Where a measurement of these options is kept as it grows: --json's file unless given."""
+        from tachyscope.results import Parts
+
+        options = {one.name: getattr(self, one.name) for one in options_of(type(self))}
+        settings = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in options.items()
+            if name not in NO_SETTINGS
+        }
+        resume = bool(options.get("resume"))
+        return Parts(self.json if where is None else where, settings, resume, command)
 
     @property
     def prints(self) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import loops, prompt_adherence, tokens, world
-from tachyscope.results import Document
+from tachyscope.evaluation import loops, prompt_adherence, tokens, world, world_lines
+from tachyscope.results import Document, Parts
 
 PARTS = ("both", "world", "tokens", "views", "loops")
 WORLDS, WORLDS_QUICK, VIEWS = 16, 4, 200
@@ -28,6 +28,7 @@ def evaluate_atrium(
     timed: bool = True,
     weights: str | None = None,
     pace: float = 1.0,
+    parts: Parts | None = None,
     **options: Any,
 ) -> Document:
     """A results document with `world`, `tokens`, and a row for each plan of the world model.
@@ -35,8 +36,8 @@ def evaluate_atrium(
     only: `world` or `tokens`, one of the models; `views`, what a prompt names at first sight,
     which needs more worlds than the rest; `loops`, the world model's memory as the field measures
     it. weights: a world model's folder instead of the shipped one's. timed: take the time of a
-    token. watch: is told what is measured, and how much of it is done. More options are
-    `evaluate_world`'s.
+    token. watch: is told what is measured, and how much of it is done. parts: what was measured
+    before, and where it is kept. More options are `evaluate_world`'s.
     """
     if only not in PARTS:
         raise TachyscopeError(f"only is one of {', '.join(PARTS)}, got {only!r}")
@@ -47,6 +48,7 @@ def evaluate_atrium(
         "quick": quick,
         "command": command,
         "jobs": jobs,
+        "parts": parts,
     }
 
     def told(part: str) -> Callable[[int], None] | None:
@@ -64,8 +66,9 @@ def evaluate_atrium(
     if only == "views":
         worlds = VIEWS if worlds is None else worlds
         return prompt_adherence.evaluate_views(
-            worlds=worlds, device=device, seed=seed, command=command, watch=told("worlds")
-        )
+            worlds=worlds, device=device, seed=seed, command=command, parts=parts,
+            watch=told("worlds"),
+        )  # fmt: skip
     if only == "tokens":
         return tokens.evaluate_tokens(
             plans=plans, **common, timed=timed, watch=told("measures of tokens")
@@ -73,7 +76,7 @@ def evaluate_atrium(
     if only == "loops":
         return loops.evaluate_loops(
             plans or PLANS, worlds=common["worlds"], device=device, seed=seed, jobs=jobs,
-            command=command, weights=weights, pace=pace, watch=told("worlds"),
+            command=command, weights=weights, pace=pace, parts=parts, watch=told("worlds"),
         )  # fmt: skip
     found = world.evaluate_world(
         plans or PLANS, **common, weights=weights, pace=pace, watch=told("worlds"), **options
@@ -91,7 +94,7 @@ def lines(found: Document) -> list[str]:
         return prompt_adherence.lines(found)
     if found["suite"] == "atrium-loops":
         return loops.lines(found)
-    out = [] if found["suite"] == "atrium-tokens" else world.lines(found)
+    out = [] if found["suite"] == "atrium-tokens" else world_lines.lines(found)
     if "tokens" in found:
         rows = found.get("token_rows", found["rows"])
         out += tokens.lines(found | {"rows": rows})

@@ -57,9 +57,11 @@ def combined(results: Sequence[Values]) -> Document:
     out: Document = {}
     by_world: dict[str, list[float]] = {}
     for key in keys:
-        by_world[key] = [values.get(key, math.nan) for values in results]
+        # a part that was kept in a file has null for a value that is no number
+        known = [values.get(key) for values in results]
+        by_world[key] = [math.nan if value is None else value for value in known]
         out[key], out[f"{key}_low"], out[f"{key}_high"] = interval(by_world[key])
         if (key.endswith(("_db", "_ssim")) or key.startswith(BETTER)) and "_band" not in key:
-            known = [value for value in by_world[key] if math.isfinite(value)]
-            out[f"{key}_worst"] = min(known, default=math.nan)
+            finite = [value for value in by_world[key] if math.isfinite(value)]
+            out[f"{key}_worst"] = min(finite, default=math.nan)
     return out | {"by_world": by_world}

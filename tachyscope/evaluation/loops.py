@@ -33,7 +33,7 @@ from tachyscope.machine import cores
 from tachyscope.models.wan.model import WanModel
 from tachyscope.process import spread
 from tachyscope.quality import Frames, detail, has_ssim, psnr, ssim
-from tachyscope.results import Document, document
+from tachyscope.results import Document, Parts, document
 from tachyscope.tables import format_table
 from tachyscope.worlds import atrium
 from tachyscope.worlds.visit import World
@@ -183,12 +183,13 @@ def evaluate_loops(
     pace: float = 1.0,
     jobs: int | None = None,
     command: str = "",
+    parts: Parts | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> Document:
     """Play plans through loops of unseen worlds: a document with 95 % intervals over worlds.
 
     pace: the part of a step that a frame takes. weights: a world model's folder instead of the
-    shipped one's.
+    shipped one's. parts: keeps what is measured, and has what was before.
     """
     check("worlds", worlds)
     for number in (0, worlds - 1):
@@ -201,13 +202,17 @@ def evaluate_loops(
     step = AT_ONCE[model.device.type]
     groups = [range(i, min(worlds, i + step)) for i in range(0, worlds, step)]
     work = partial(measure, tuple(plans), seed, pace, weights, device)
-    jobs = max(1, min(jobs or cores(), len(groups)))
-    parts: Iterable[list[list[Values]]] = map(work, groups)
-    if jobs > 1 and model.device.type == "cpu":
-        parts = spread(work, groups, jobs, torch.set_num_threads, max(1, cores() // jobs))
+    jobs = max(1, min(jobs or cores(), len(groups))) if model.device.type == "cpu" else 1
+    parts = Parts() if parts is None else parts
+    parts.begin("atrium-loops", model.name, model.fingerprint)
+
+    def measured(left: Sequence[range]) -> Iterable[Document]:
+        scores = spread(work, left, jobs, torch.set_num_threads, max(1, cores() // jobs))
+        return ({"scores": one} for one in scores)
+
     by_plan: list[list[Values]] = [[] for _ in plans]
-    for part in parts:
-        for known, scores in zip(by_plan, part, strict=True):
+    for part in parts.run(groups, lambda group: f"worlds from {group[0]}", measured):
+        for known, scores in zip(by_plan, part["scores"], strict=True):
             known += scores
         if watch is not None:
             watch(len(by_plan[0]))

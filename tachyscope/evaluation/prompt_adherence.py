@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from tachyscope.bounds import check
 from tachyscope.evaluation.batched_rollout import play
@@ -11,7 +11,7 @@ from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.scenes import make_scene, make_world
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
-from tachyscope.results import Document, document
+from tachyscope.results import Document, Parts, document
 from tachyscope.tables import format_table
 from tachyscope.worlds.atrium import SIDES, TURN
 
@@ -24,35 +24,51 @@ def evaluate_views(
     device: str = "cpu",
     seed: int = 0,
     command: str = "",
+    parts: Parts | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> Document:
     """A full turn from one given frame, in a room where nothing moves; a document with `views`.
 
     `right` is the mean over worlds of the share of named walls that come out as named, `right_left`
     and so on that of walls on one side. It needs many worlds: each has one to three such walls.
+    parts: keeps what is measured, and has what was before.
     """
     check("worlds", worlds)
     model = WanModel.narrow(load("atrium-world", device=device), "no world model")
     step = AT_ONCE[model.device.type]
+    parts = Parts() if parts is None else parts
+    parts.begin("atrium-views", model.name, model.fingerprint)
+    starts = range(0, worlds, step)
+
+    def measured(left: Sequence[int]) -> Iterator[Document]:
+        for start in left:
+            numbers = range(start, min(worlds, start + step))
+            yield {"views": _views(model, seed, numbers)}
+
     rows: list[Values] = []
-    for start in range(0, worlds, step):
-        numbers = range(start, min(worlds, start + step))
-        scenes = [
-            make_scene(make_world(seed, n, motion=0.0), "." + "q" * TURN, model.device)
-            for n in numbers
-        ]
-        for scene, take in zip(scenes, play(model, "dense", scenes, 1), strict=True):
-            walls = named_walls(take.frames, scene, range(1, TURN + 1))
-            values = {"right": mean(right for _, right in walls)}
-            for side in SIDES[1:]:
-                values[f"right_{side}"] = mean(right for of, right in walls if of == side)
-            rows.append(values)
+    for part in parts.run(starts, "worlds from {}".format, measured):
+        rows += part["views"]
         if watch is not None:
             watch(len(rows))
     return document(
         "atrium-views", [], command, model=model.name, seed=seed, worlds=worlds,
         views=combined(rows),
     )  # fmt: skip
+
+
+def _views(model: WanModel, seed: int, numbers: Sequence[int]) -> list[Values]:
+    """Named walls of each world that came out right, at their first good view."""
+    scenes = [
+        make_scene(make_world(seed, n, motion=0.0), "." + "q" * TURN, model.device) for n in numbers
+    ]
+    rows = []
+    for scene, take in zip(scenes, play(model, "dense", scenes, 1), strict=True):
+        walls = named_walls(take.frames, scene, range(1, TURN + 1))
+        values = {"right": mean(right for _, right in walls)}
+        for side in SIDES[1:]:
+            values[f"right_{side}"] = mean(right for of, right in walls if of == side)
+        rows.append(values)
+    return rows
 
 
 def lines(document: Document) -> list[str]:

@@ -27,7 +27,7 @@ from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.process import spread
 from tachyscope.quality import Frames, psnr
-from tachyscope.results import Document, document
+from tachyscope.results import Document, Parts, document
 from tachyscope.session import Session
 from tachyscope.stream import Stream
 from tachyscope.tables import format_table
@@ -328,6 +328,7 @@ def evaluate_tokens(
     timed: bool = True,
     jobs: int | None = None,
     command: str = "",
+    parts: Parts | None = None,
     watch: Watch | None = None,
 ) -> Document:
     """Measure a token model on unseen worlds; a results document with intervals over worlds.
@@ -335,7 +336,8 @@ def evaluate_tokens(
     plans: what to measure beside dense, instead of replay at its usual settings and its reasons.
     All worlds share the passes of a measure, and measures are shared out to as many processes as
     there are cores. quick: the reversing camera alone, and less of it. timed: take the time of a
-    token too, on the CPU whatever the device of the rest. watch: is told how many are done.
+    token too, on the CPU whatever the device of the rest. watch: is told how many are done. parts:
+    keeps what is measured, and has what was before; times are taken anew.
     """
     check("worlds", worlds)
     model = _model(name, weights, device)
@@ -345,11 +347,15 @@ def evaluate_tokens(
     tasks = [Task(*t, worlds, seed, quick, tuple(plans)) for t in asked]
     jobs = min(jobs or cores(), len(tasks))
     work, rows = partial(_work, name, weights, device), list[Document]()
-    results: Iterable[list[Document]] = map(work, tasks)
-    if jobs > 1:
-        results = spread(work, tasks, jobs, torch.set_num_threads, 1)
-    for done, result in enumerate(results, 1):
-        rows += result
+    parts = Parts() if parts is None else parts
+    parts.begin("atrium-tokens", model.name, model.fingerprint)
+
+    def measured(left: Sequence[Task]) -> Iterable[Document]:
+        results = spread(work, left, jobs, torch.set_num_threads, 1)
+        return ({"rows": one} for one in results)
+
+    for done, part in enumerate(parts.run(tasks, lambda t: f"{t.what} {t.clip}", measured), 1):
+        rows += part["rows"]
         if watch is not None:
             watch(done)
     more: Document = {"model": name, "clips": CLIPS, "given": GIVEN, "seed": seed}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,6 @@ from tachyscope.evaluation.frame_checks import (
 )
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.judges import (
-    ENDS,
     EVERY,
     far_frames,
     judge,
@@ -42,8 +42,7 @@ from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import NAMES
 from tachyscope.process import spread
 from tachyscope.quality import Frames, horizon, psnr
-from tachyscope.results import Document, document
-from tachyscope.tables import format_table
+from tachyscope.results import Document, Parts, document
 from tachyscope.worlds import atrium
 from tachyscope.worlds.atrium import TURN
 
@@ -112,9 +111,13 @@ class Played:
 
 
 def play_worlds(
-    model: WanModel, asked: Asked, numbers: Sequence[int], twin: WanModel | None = None
+    model: WanModel,
+    asked: Asked,
+    numbers: Sequence[int],
+    twin: WanModel | None = None,
+    dense: Sequence[Take] = (),
 ) -> list[Played]:
-    """Every rollout that is asked for, of several worlds at once."""
+    """Every rollout that is asked for, of several worlds at once; `dense` where it was played."""
     given, device, pace = len(asked.given), model.device, asked.pace
     walk = asked.given + asked.walk
     scenes = [make_scene(make_world(asked.seed, n), walk, device, pace) for n in numbers]
@@ -125,9 +128,9 @@ def play_worlds(
         for row, value in zip(rows or range(len(found)), values, strict=True):
             found[row][name] = value
 
-    dense: list[Take] = []
-    if asked.world or "dense" in asked.plans:
+    if not dense and (asked.world or "dense" in asked.plans):
         dense = play(model, "dense", scenes, given)
+    if dense:
         keep("dense", dense)
     most = FLOOR_WORLDS_QUICK if asked.quick else FLOOR_WORLDS
     rows = [i for i, n in enumerate(numbers) if n < most]
@@ -246,6 +249,7 @@ def evaluate_world(
     runs: int = 1,
     jobs: int | None = None,
     command: str = "",
+    parts: Parts | None = None,
     watch: Watch | None = None,
 ) -> Document:
     """Play plans through unseen worlds; a results document with 95 % intervals over worlds.
@@ -258,7 +262,8 @@ def evaluate_world(
     the dtype of a second dense run, which tells until which frame two dense runs agree. quick: 26
     frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
     processes, as many as cores unless given; on a GPU one process plays many worlds at once, and
-    the others judge.
+    the others judge. parts: keeps what is measured, and has what was before: a world by all plans,
+    on a GPU a plan in 16 worlds.
     """
     check("worlds", worlds)
     check("runs", runs)
@@ -274,21 +279,34 @@ def evaluate_world(
     made = len(spell(QUICK_WALK, pace)) if quick else frames
     asked = Asked(tuple(plans), seed, made, quick, recall and not quick, world, own, pace, runs)
     jobs = max(1, min(jobs or cores(), worlds))
-    measure = partial(_measure, asked, weights, device, floor)
-    found: Iterable[Document]
-    if jobs == 1:
-        found = map(measure, range(worlds))
-    elif device == "cpu":
-        # a process a core: two threads of one small model wait for each other more than they work
-        threads = max(1, cores() // jobs)
-        found = spread(measure, range(worlds), jobs, torch.set_num_threads, threads)
+    parts = Parts() if parts is None else parts
+    parts.begin("atrium", model.name, model.fingerprint)
+    owns: list[Values] = []
+    by_plan: list[list[Values]] = [[] for _ in plans]
+    if device == "cpu" or jobs == 1:
+        measure = partial(_measure, asked, weights, device, floor)
+
+        def measured(left: Sequence[int]) -> Iterable[Document]:
+            # a process a core: two threads of one small model wait for each other
+            return spread(measure, left, jobs, torch.set_num_threads, max(1, cores() // jobs))
+
+        for result in parts.run(range(worlds), "world {}".format, measured):
+            owns.append(result["world"])
+            for values, one in zip(by_plan, result["rows"], strict=True):
+                values.append(one)
+            if watch is not None:
+                watch(len(owns))
     else:
-        found = _on_gpu(model, twin, asked, worlds, jobs)
-    results: list[Document] = []
-    for result in found:
-        results.append(result)
-        if watch is not None:
-            watch(len(results))
+        starts = range(0, worlds, AT_ONCE)
+        tasks = [(start, i) for start in starts for i in range(max(1, len(plans)))]
+        name = partial(_task_name, asked)
+        on_gpu = partial(_on_gpu, model, twin, asked, worlds, jobs)
+        for (_, i), result in zip(tasks, parts.run(tasks, name, on_gpu), strict=True):
+            owns += result["world"] if i == 0 else []
+            if plans:
+                by_plan[i] += result["rows"]
+            if watch is not None:
+                watch(min((len(values) for values in by_plan), default=len(owns)))
     rows = []
     for i, plan in enumerate(asked.plans):
         row: Document = {
@@ -299,7 +317,7 @@ def evaluate_world(
             "frames": asked.frames,
             "worlds": worlds,
         }
-        rows.append(row | combined([result["rows"][i] for result in results]))
+        rows.append(row | combined(by_plan[i]))
     more: Document = {
         "given": asked.given,
         "walk": asked.walk,
@@ -309,7 +327,7 @@ def evaluate_world(
     }
     more["fingerprint"] = model.fingerprint
     if world:
-        whole = combined([result["world"] for result in results])
+        whole = combined(owns)
         parted = [x for x in whole["by_world"].get("horizon", []) if math.isfinite(x)]
         if parted:
             # the floor holds where it holds in every world
@@ -348,64 +366,50 @@ def _measure(
     return judge_world(asked, play_worlds(model, asked, [number], twin)[0])
 
 
+def _task_name(asked: Asked, task: tuple[int, int]) -> str:
+    """A plan in the worlds from one on."""
+    start, i = task
+    return f"worlds from {start}: {' '.join(asked.plans[i : i + 1])}"
+
+
 def _on_gpu(
-    model: WanModel, twin: WanModel | None, asked: Asked, worlds: int, jobs: int
+    model: WanModel,
+    twin: WanModel | None,
+    asked: Asked,
+    worlds: int,
+    jobs: int,
+    tasks: Sequence[tuple[int, int]],
 ) -> Iterator[Document]:
+    """Plans by their number, each in the worlds from one on: the values of every world.
+
+    While a plan is played, the last one's frames are judged.
+    """
     fresh = multiprocessing.get_context("spawn")
+    waiting: deque[list[Future[Document]]] = deque()
+    dense: dict[int, list[Take]] = {}
+
+    def values() -> Document:
+        judged = [one.result() for one in waiting.popleft()]
+        rows = [row for one in judged for row in one["rows"]]
+        return {"world": [one["world"] for one in judged], "rows": rows}
+
     with ProcessPoolExecutor(jobs, fresh, torch.set_num_threads, (1,)) as pool:
-        found = []
-        for start in range(0, worlds, AT_ONCE):
+        for start, i in tasks:
             numbers = range(start, min(worlds, start + AT_ONCE))
-            for played in play_worlds(model, asked, numbers, twin):
-                found.append(pool.submit(judge_world, asked, played))
-        for one in found:
-            yield one.result()
-
-
-COLUMNS_SHOWN = {
-    "revisit_db": ("revisit", 1.0, 1),
-    "revisit_db_worst": ("worst", 1.0, 1),
-    "new_place_db": ("anew", 1.0, 1),
-    "psnr_truth_24": ("to 24", 1.0, 1),
-    "psnr_truth_48": ("to 48", 1.0, 1),
-    "psnr_truth_96": ("to 96", 1.0, 1),
-    "revisit_own_db": ("own", 1.0, 1),
-    "identity": ("same %", 100.0, 0),
-    "identity_last": ("at end %", 100.0, 0),
-    "objects_new_place": ("objects %", 100.0, 0),
-    "density": ("pairs %", 100.0, 0),
-    "cache_mb": ("cache MB", 1.0, 1),
-    "work_dense": ("work %", 100.0, 0),
-    "recall": ("recall %", 100.0, 1),
-}
-
-
-def lines(found: Document) -> list[str]:
-    """An evaluation as a reader wants it: the model's measures, then plans beside dense."""
-    measures = []
-    for key, value in found.get("world", {}).items():
-        if key == "by_world" or key.endswith(("_low", "_high", "_worst")):
-            continue
-        low, high = found["world"].get(f"{key}_low"), found["world"].get(f"{key}_high")
-        interval = f"{low:.3f} to {high:.3f}" if math.isfinite(low) else ""  # one world has none
-        measures.append([key, f"{value:.3f}", interval])
-    rows = found["rows"]
-    shown = [key for key in COLUMNS_SHOWN if any(key in row for row in rows)]
-    cells = []
-    for row in rows:
-        line = [row["asked"]]
-        for key in shown:
-            _, scale, digits = COLUMNS_SHOWN[key]
-            line.append(f"{scale * row.get(key, math.nan):.{digits}f}")
-        cells.append(line)
-    out = format_table(["the model", "mean", "95 % interval"], measures) if measures else []
-    out += format_table(["plan", *(COLUMNS_SHOWN[key][0] for key in shown)], cells)
-    count, made = rows[0]["worlds"], rows[0]["frames"]
-    out.append(
-        f"{count} unseen worlds, {made} frames after one full turn; dB to the truth (anew: from "
-        f"new places; own: to the model's first showing; worst: the worst world's revisit); same: "
-        f"surfaces in view that are right, at end: in the last {ENDS} frames, objects: objects, "
-        f"from new places; pairs scored and work counted, of dense's; recall: dense attention mass "
-        f"that was read"
-    )
-    return out
+            if start not in dense and (asked.world or "dense" in asked.plans):
+                walk = asked.given + asked.walk
+                scenes = [
+                    make_scene(make_world(asked.seed, n), walk, model.device, asked.pace)
+                    for n in numbers
+                ]
+                dense = {start: play(model, "dense", scenes, len(asked.given))}
+            # what is measured of the model itself goes with the first plan
+            part = replace(asked, plans=asked.plans[i : i + 1], world=asked.world and i == 0)
+            frames = play_worlds(
+                model, part, numbers, twin if i == 0 else None, dense.get(start, ())
+            )
+            waiting.append([pool.submit(judge_world, part, one) for one in frames])
+            if len(waiting) > 1:
+                yield values()
+        while waiting:
+            yield values()
