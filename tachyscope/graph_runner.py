@@ -170,7 +170,7 @@ class FrameRunner:
 
     def _make_engine(self) -> DecodeEngine | DraftEngine:
         if self.session.plan.passes.drafts_codes:
-            return DraftEngine(self.parts, self.session)
+            return DraftEngine(self.parts, self.session, self.graph)
         return DecodeEngine(self.parts, self.session, self.graph)
 
     def forget(self) -> None:

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tachyscope.kernels.decode_attention import Entries, Rotation, Scratch, Step, several
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import triton as mlp
 from tachyscope.kernels.gemv import Norm, Weight
@@ -51,7 +52,7 @@ def source(kernel, args, options):
 
 
 def launch(kernel, grid, *args, **options):
-    options = options | {"PDL": True}
+    options = options | ({"PDL": True} if "PDL" in options else {})
     names = set(kernel.arg_names)
     settings = {name: value for name, value in options.items() if name not in names}
     settings.pop("launch_pdl", None)
@@ -70,7 +71,7 @@ def launch(kernel, grid, *args, **options):
 
 
 def main():
-    gemv.launch = mlp.launch = launch
+    gemv.launch = mlp.launch = several.launch = launch
     barrier, place = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
     for tokens, kind in ((1, ""), (2, ""), (1, "int8"), (1, "int4"), (2, "int4")):
         x, norm = (
@@ -88,6 +89,13 @@ def main():
         part = MlpWeights(norm, weight(2752, WIDTH, kind), up, down, 320)
         error = Error(place, *held, 0.5, torch.empty(tokens))
         mlp.decode_mlp(x, part, error, inner, barrier)
+    for rows, tokens in ((1, 17), (2, 33), (1, 65)):
+        k, v = (torch.empty(rows, 32, 2112, 128, dtype=BF16) for _ in range(2))
+        cos, sin = (torch.empty(rows, 256, 128) for _ in range(2))
+        step = Step(Entries(k, v, place), 32, place, Rotation(cos, sin, False))
+        qkv, out = (torch.empty(rows * tokens, n * WIDTH, dtype=BF16) for n in (3, 1))
+        scratch = Scratch(rows, 32, 32, 128, torch.device("cpu"), tokens)
+        several.several_attention(out, qkv, step, scratch, tokens)
 
 
 if __name__ == "__main__":

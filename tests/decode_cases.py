@@ -14,6 +14,7 @@ from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch
 from tachyscope.kernels.decode_attention import torch as attention_torch
 from tachyscope.kernels.decode_attention import triton as attention_triton
 from tachyscope.kernels.decode_attention.reference import decode_attention_reference
+from tachyscope.kernels.decode_attention.several import several_attention
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
@@ -134,13 +135,15 @@ def _gate(rng, rows, hkv, d, kind, ready=1, value=0.5, **more):
 
 
 def _case_attention(
-    rng, backend, size, gate=None, window=False, weighted=False, rope="halves", splits=None
-):
+    rng, backend, size, gate=None, window=False, weighted=False, rope="halves", splits=None,
+    tokens=1,
+):  # fmt: skip
     rows, heads, hkv, d, slots, slot = size
-    qkv = _draw(rng, rows, (heads + 2 * hkv) * d)
+    qkv = _draw(rng, rows * tokens, (heads + 2 * hkv) * d)
     k, v, unrotated = (_draw(rng, rows, hkv, slots, d) for _ in range(3))
     log_count = torch.randn(rows, hkv if weighted == "each" else 1, slots, generator=rng)
     log_count[:, :, 1] = -torch.inf
+    log_count[:, :, slot : slot + tokens] = 0  # as of all that is written
     turn = Rope(((d, (25.0, 5.0, 1.0)),), interleaved=rope == "pairs")
     origin = torch.arange(rows, dtype=torch.float64).view(-1, 1, 1, 1)
     cos, sin = turn.cos_sin(9 * torch.rand(PLACES, 3, generator=rng), torch.float32, origin)
@@ -152,21 +155,23 @@ def _case_attention(
     )  # fmt: skip
     # behind the token nothing was written yet
     k[:, :, slot:] = v[:, :, slot:] = torch.nan
-    there, out = moved(step), torch.empty(rows, heads * d, dtype=DTYPE, device=DEVICE)
-    found = decode_attention_reference(qkv, step)
+    there, out = moved(step), torch.empty(rows * tokens, heads * d, dtype=DTYPE, device=DEVICE)
+    found = decode_attention_reference(qkv, step, tokens)
+    scratch = Scratch(rows, heads, hkv, d, torch.device(DEVICE), tokens)
     if backend == "torch":
-        attention_torch.decode_attention(out, moved(qkv), there)
+        attention_torch.decode_attention(out, moved(qkv), there, tokens)
+    elif tokens > 1:
+        several_attention(out, moved(qkv), there, scratch, tokens, splits)
     else:
-        scratch = Scratch(rows, heads, hkv, d, torch.device(DEVICE))
         attention_triton.decode_attention(out, moved(qkv), there, scratch, splits)
-        assert not scratch.done.any()  # as the next launch needs it
-    return _flat(out, there), _flat(found, step)
+    assert not scratch.done.any()  # as the next launch needs it
+    return _flat(out, there, tokens), _flat(found, step, tokens)
 
 
-def _flat(out, step):
+def _flat(out, step, tokens):
     """All that a step leaves behind, what is unknown as a number of its own."""
-    slot = int(step.entries.slot)
-    held = [x[:, :, : slot + 1] for x in (step.entries.k, step.entries.v, step.entries.unrotated)]
+    end, entries = int(step.entries.slot) + tokens, step.entries
+    held = [x[:, :, :end] for x in (entries.k, entries.v, entries.unrotated)]
     if step.gate is not None:
         names = "skip", "counts", "key", "recent", "due"
         held += [x for x in (getattr(step.gate, name) for name in names) if x is not None]
@@ -216,6 +221,11 @@ ATTENTION = {
     "not_ready": (PAIR, {"gate": {"kind": "share", "ready": 0}}),
     "draw": (GROUPED, {"gate": {"kind": "draw"}}),
     "draw_all": (PAIR, {"gate": {"kind": "draw", "value": 1.0}, "window": True}),
+    "several": ((2, 3, 3, 32, 90, 70), {"tokens": 3, "splits": 2}),
+    "several_first": ((1, 2, 1, 16, 9, 0), {"tokens": 2, "rope": "pairs"}),
+    "several_weighted": ((2, 6, 2, 12, 90, 70), {"tokens": 3, "weighted": "each", "splits": 4}),
+    "several_window": ((2, 4, 2, 16, 40, 25), {"tokens": 3, "window": True, "splits": 2}),
+    "several_near_window": ((2, 2, 2, 16, 12, 5), {"tokens": 3, "window": True, "rope": ""}),
 }
 BOTH = ("torch", "triton")
 KINDS = ("", "int8", "int4")
@@ -259,7 +269,7 @@ for guided, top_k, top_p, temperature, depth in (
 # interpreted in every run of the quick tests
 QUICK = {
     "gemv_2_int8_rms", "gemv_1_int4_rms", "decode_mlp_1_all", "decode_mlp_2_first_int4", "decode_mlp_slice_1_error_20",
-    "decode_attention_share", "decode_attention_window",
+    "decode_attention_share", "decode_attention_window", "decode_attention_several_window",
     "sample_code_9_0.8_False",
 }  # fmt: skip
 assert CASES.keys() >= QUICK

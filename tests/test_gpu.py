@@ -15,13 +15,14 @@ from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, 
 
 import tachyscope as ts
 from tachyscope.attention.ann import Ann
+from tachyscope.bench.drafts import bench_drafts
 from tachyscope.bench.random_vila import random_calibration
 from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.compile_cache import VARIABLES
-from tachyscope.decode import DecodeEngine
+from tachyscope.decode import DecodeEngine, DraftEngine
 from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.graph_runner import ChunkRunner, Graph
-from tachyscope.kernels import device
+from tachyscope.kernels import decode_attention, device
 from tachyscope.kernels.attention import attention, hopper_backend
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.triton import Setting, flash_attention
@@ -162,6 +163,42 @@ def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, tmp
     assert replayed and all(map(torch.equal, got, want)) and same == counts
     if "replay" in plan:
         assert counts["rows_replayed"] > 0 and not counts.get("simulated_rows_replayed")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "passes=draft:places=4",
+        "attention=window:tokens=9,sink=2 passes=draft:places=30",
+        "cache=merge:budget=4f passes=draft:places=6 replay=neurons:share=0.5,file=FILE",
+    ],
+)
+@pytest.mark.parametrize("chosen", [(), ("several_attention",)])
+def test_drafted_frames_by_graphs_are_those_by_single_launches(plan, chosen, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode_attention, "CHOSEN", {*chosen})
+    model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
+    file = tmp_path / "calibration.safetensors"
+    write_tensors(file, random_calibration(model, (0.5,), 16).tensors())
+    plan = plan.replace("FILE", str(file))
+    for graph in (False, True):
+        session = toys.open_session(model, f"dense text=none {plan}", prompt="a b", frames=6)
+        engine, frames = DraftEngine(model.decode_parts(), session, graph), []
+        with torch.inference_mode():
+            for i in range(4):
+                frames.append(model.sample_by(engine, session, [i]))
+                session.commit()
+        runs.append((frames, session.meter.take(), engine.replayed))
+    (want, counts, _), (got, same, replayed) = runs
+    assert replayed and all(map(torch.equal, got, want)) and same == counts
+    assert counts["drafts"] > 0
+
+
+def test_a_draft_of_the_decode_engines_own_codes_is_mostly_right():
+    """Passes over several tokens round otherwise than those over one."""
+    model = toy_tokens(device="cuda", dtype=torch.bfloat16)
+    plan = Plan.parse("dense text=none passes=draft:places=7", "tokens")
+    found = bench_drafts(model, plan, 1, lengths=(8, 4), frame=2, frames=4)
+    assert found["equal_codes"] > 0.5 and found["step_ms"] > found["trunk_ms"] > 0
 
 
 def test_a_stream_of_a_token_model_uses_the_engine():

@@ -1,65 +1,77 @@
-"""What a pass over several tokens costs at full size: the ground of drafts (docs/passes.md).
+"""What passes over drafts cost at full size (docs/passes.md): whole frames by the draft engine.
 
-Stock linears are then products of matrices; all of a pass is one CUDA graph.
+Weights are random, so that what they accept means nothing. Handed the codes that the decode engine
+draws with the same noise, a pass settles all its places; a pass costs the same whatever it settles.
 """
 
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from tachyscope.bench.device_clock import milliseconds, recorded
-from tachyscope.kernels.attention import attention
+from tachyscope.bench.device_clock import milliseconds
+from tachyscope.calibration import Calibration
+from tachyscope.decode.drafts import DraftEngine
 from tachyscope.models.vila_u.model import VilaModel
+from tachyscope.passes.draft import CODES
+from tachyscope.plan import Plan
 from tachyscope.results import Document
+from tachyscope.session import Session
 
 
 @torch.inference_mode()
 def bench_drafts(
-    model: VilaModel, drafts: int, entries: int, rounds: int, times: int = 10
+    model: VilaModel,
+    plan: Plan,
+    rounds: int,
+    *,
+    lengths: tuple[int, ...],
+    frame: int,
+    frames: int,
+    calibration: Calibration | None = None,
+    times: int = 10,
 ) -> Document:
-    """Milliseconds of the trunk over 1 + drafts tokens behind some entries, and of their codes."""
-    c, shape, trunk = model.config, model.shape(), model.transformer.trunk
-    rows, tokens = shape.batch, 1 + drafts
-    device = model.device
-    kind: dict[str, Any] = {"dtype": model.dtype, "device": device}
-    size = (rows, c.kv_heads, entries + tokens, c.head_dim)
-    slots = [tuple(torch.randn(size, **kind) for _ in range(2)) for _ in range(c.layers)]
-    x = torch.randn(rows, tokens, c.hidden, **kind)
-    session: Any = _Slots(slots, entries)
-    videos = rows // 2 if shape.paired else rows
-    hidden = torch.randn(rows * tokens, c.hidden, **kind)
-    noise = torch.empty(videos * tokens, c.depth, c.codes, device=device).exponential_()
-    books = model.transformer.vae.quantizer
-    runs = {
-        "trunk": recorded(lambda: trunk(session, x), device),
-        "depth": recorded(
-            lambda: model.transformer.head.generate(hidden, books, c.sampler, noise), device
-        ),
-    }
-    out: Document = {"tokens": tokens, "entries": entries}
-    for name, run in runs.items():
-        takes = [milliseconds(run, times, device) for _ in range(rounds)]
+    """Milliseconds of a pass over a plan's drafts in a frame: in frames made by them, and apart."""
+    shape, device = model.shape(), model.device
+    session = Session(
+        shape, plan, model.rope(shape), latent_frames=frames, lengths=lengths, device=device,
+        dtype=model.dtype, calibration=calibration,
+    )  # fmt: skip
+    for layer in session.layers:
+        layer.k.normal_()
+        layer.v.normal_()
+        layer.log_count.zero_()
+        for name in {"error", "input"} & layer.own["replay"].keys():
+            layer.own["replay"][name].normal_()
+    session.replay.ready.add(0)
+    session.latent_frame = session.chunk = frame
+    session.past = session.total_entries = session.prompt + frame * shape.tokens_per_frame
+    engine = DraftEngine(model.decode_parts(), session, graph=device.type == "cuda")
+    noise = torch.empty_like(engine.engine.noise).exponential_()
+    hidden = torch.randn_like(engine.engine.hidden)
+
+    def begin() -> None:
+        session.now, session.features["hidden"] = 0, hidden.clone()
+
+    begin()
+    dense = engine.engine.frame(noise)
+
+    def whole_frame() -> None:
+        begin()
+        session.features[CODES] = dense
+        engine.frame(noise)
+
+    whole_frame()
+    whole_frame()
+    equal = (session.features[CODES] == dense).double().mean()
+    size, whole = engine.size, engine.engine.neurons is None
+    parts = {"trunk": engine.trunks[size, whole], "depth": engine.depths[size]}
+    out: Document = {"tokens": size, "entries": session.past, "passes_a_frame": engine.passes}
+    out["equal_codes"] = float(equal)
+    for name, run in parts.items():
+        takes = [milliseconds(run.replay, times, device) for _ in range(rounds)]
         out |= {f"{name}_ms": statistics.median(takes), f"{name}_takes_ms": [[t] for t in takes]}
-    out["step_ms"] = out["trunk_ms"] + out["depth_ms"]
+    takes = [milliseconds(whole_frame, 1, device) / engine.passes for _ in range(rounds)]
+    out |= {"step_ms": statistics.median(takes), "step_takes_ms": [[t] for t in takes]}
     return out
-
-
-class _Slots:
-    """Keys and values of a past, a pass's behind them: what the trunk asks of a session."""
-
-    def __init__(self, slots: list[tuple[Tensor, ...]], entries: int) -> None:
-        self.slots, self.entries = slots, entries
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        all_k, all_v = self.slots[layer]
-        all_k[:, :, self.entries :] = k
-        all_v[:, :, self.entries :] = v
-        return attention(q, all_k, all_v, causal=True)
-
-    def mlp(self, layer: int, x: Tensor, fn: Any) -> Tensor:
-        y: Tensor = fn(x)
-        return y

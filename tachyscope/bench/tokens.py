@@ -70,8 +70,9 @@ ROWS = {
     "window256": LONG,
     "merge4f": "cache=merge:budget=4f",
 }
-# a pass over a token and so many drafts
-DRAFTS = {f"draft{count}": count for count in (16, 32, 64)}
+# passes over a token and so many drafts
+DRAFTS = {f"draft{count}": f"passes=draft:places={count}" for count in (32, 16, 64)}
+DRAFTS["draft32-neurons75"] = f"{DRAFTS['draft32']} {ROWS['neurons75']}"
 NAMES = (*ROWS, *DRAFTS)
 # FastCar's table for VILA-U-7B-256, 8 frames, on an Alveo U280 (docs/tokens.md)
 PAPER = {
@@ -96,10 +97,8 @@ class Timed:
     def __init__(self, model: VilaModel, plan: str, clock: Clock) -> None:
         self.clock = clock
         shape, parsed = model.shape(), Plan.parse(f"dense text=none {plan}", "tokens")
-        # a prompt, and beside it the shorter one without words
-        lengths = (PROMPT, PROMPT // 2)[: shape.batch]
         self.session = Session(
-            shape, parsed, model.rope(shape), latent_frames=FRAMES, lengths=lengths,
+            shape, parsed, model.rope(shape), latent_frames=FRAMES, lengths=_lengths(shape.batch),
             device=model.device, dtype=model.dtype,
             calibration=_calibration(model, parsed),
         )  # fmt: skip
@@ -169,6 +168,11 @@ class Timed:
         end = self._past(frame) + self.clock.start + self.clock.tokens // 2
         policy = self.session.plan.attention
         return min(end, policy.tokens + policy.sink) if isinstance(policy, Window) else end
+
+
+def _lengths(batch: int) -> tuple[int, ...]:
+    """A prompt's tokens, and beside it those of the shorter one without words."""
+    return (PROMPT, PROMPT // 2)[:batch]
 
 
 def _calibration(model: VilaModel, plan: Plan) -> Calibration | None:
@@ -322,16 +326,19 @@ def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
 
 
 def _drafts(
-    model: VilaModel, drafts: int, clock: Clock, dense: Document, accepted: Document | None
+    model: VilaModel, plan: str, clock: Clock, dense: Document, accepted: Document | None
 ) -> Document:
     """A pass's time, and where drafts were counted a token's, by kind of clip."""
-    places = model.config.grid[0] * model.config.grid[1]
+    parsed = Plan.parse(f"dense text=none {plan}", "tokens")
     try:
-        out = bench_drafts(model, drafts, LATER[1] * places, clock.rounds)
+        out = bench_drafts(
+            model, parsed, clock.rounds, lengths=_lengths(model.shape().batch), frame=LATER[1],
+            frames=FRAMES, calibration=_calibration(model, parsed),
+        )  # fmt: skip
     except Exception as fault:
         traceback.print_exc()
         return {"failed": first_line(fault)}
-    settled = places_a_pass(accepted, drafts)
+    settled = places_a_pass(accepted, plan)
     for part in ("trunk", "step"):
         out[f"{part}_ms_a_token"] = {clip: out[f"{part}_ms"] / n for clip, n in settled.items()}
         if f"{part}_ms" in dense:
@@ -341,11 +348,10 @@ def _drafts(
     return out | {"places_a_pass": settled}
 
 
-def places_a_pass(accepted: Document | None, drafts: int) -> dict[str, float]:
-    """By kind of clip, what a pass over so many drafts of the last frame's codes settles."""
+def places_a_pass(accepted: Document | None, plan: str) -> dict[str, float]:
+    """By kind of clip, what a pass over a plan's drafts settles."""
     rows = [] if accepted is None else accepted["rows"]
-    wanted = f"passes=draft:places={drafts}"
-    return {row["camera"]: row["places_a_pass"] for row in rows if row["plan"] == wanted}
+    return {row["camera"]: row["places_a_pass"] for row in rows if row["plan"] == plan}
 
 
 def _peer(

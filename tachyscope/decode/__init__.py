@@ -2,7 +2,7 @@
 
 from tachyscope.decode.bf16 import Bf16Linear, store_bf16
 from tachyscope.decode.cpu import StepProgram, can_compile, compile_step
-from tachyscope.decode.cpu_drafts import DraftEngine
+from tachyscope.decode.drafts import DraftEngine
 from tachyscope.decode.engine import DecodeEngine, unsupported
 from tachyscope.decode.parts import DecodeParts, DepthParts, LayerParts
 from tachyscope.decode.quantise import CodedLinear, quantise

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tachyscope.compile_cache import programs_folder
 from tachyscope.decode.depth import Depth
+from tachyscope.decode.layer import Layers
 from tachyscope.decode.parts import DepthParts
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.decode_attention import Step
@@ -33,7 +34,6 @@ from tachyscope.kernels.gemv import Norm, Weight
 
 if TYPE_CHECKING:
     from tachyscope.decode.engine import DecodeEngine
-    from tachyscope.decode.layer import Layers
 
 SOURCE = Path(__file__).with_name("cpu_step.cpp")
 COMPILERS = ("c++", "g++", "clang++")
@@ -151,12 +151,11 @@ class Program:
             self.ops.append((SAMPLE, one))
 
     def add_layers(
-        self, layers: Layers | PassMemory, steps: Any, mlps: Any, kept: Any, tokens: int = 1,
-        judges: Any = (),
-    ) -> None:  # fmt: skip
+        self, layers: Layers, steps: Any, mlps: Any, kept: Any, judges: Any = ()
+    ) -> None:
         for i, layer in enumerate(layers.weights):
             self._gemv(layers.qkv, layers.x, layer.qkv, layer.norm)
-            self._attend(layers, steps[i], tokens)
+            self._attend(layers, steps[i])
             self._gemv(layers.x, layers.attended, (layer.out,), add=True)
             self._mlp(layers, mlps[i], kept[i], judges[i] if judges else None)
 
@@ -171,14 +170,14 @@ class Program:
         )  # fmt: skip
         self.ops.append((GEMV, one))
 
-    def _attend(self, layers: Layers | PassMemory, step: Step, tokens: int) -> None:
+    def _attend(self, layers: Layers, step: Step) -> None:
         held, rotation, window, gate = step.entries, step.rotation, step.window, step.gate
         batch, kv_heads, slots, dim = held.k.shape
         one = _Attend(
             out=self._at(layers.attended), k=self._at(held.k), v=self._at(held.v),
             unrotated=self._at(held.unrotated), qkv=self._at(layers.qkv),
             log_count=self._at(held.log_count), slot=self._at(held.slot),
-            place=self._at(step.place), batch=batch, tokens=tokens, heads=step.heads,
+            place=self._at(step.place), batch=batch, tokens=layers.tokens, heads=step.heads,
             kv_heads=kv_heads, dim=dim, slots=slots,
             log_heads=1 if held.log_count is None else held.log_count.shape[1],
         )  # fmt: skip
@@ -208,7 +207,7 @@ class Program:
 
     def _mlp(
         self,
-        layers: Layers | PassMemory,
+        layers: Layers,
         mlp: MlpWeights,
         kept: Kept | Error | None,
         judge: Judge | None = None,
@@ -287,27 +286,21 @@ class StepProgram(Program):
         self.finish()
 
 
-class PassMemory:
-    """What a pass of the trunk over several tokens works on, for B rows of S tokens."""
-
-    def __init__(self, layers: Layers, rows: int, tokens: int) -> None:
-        self.weights, many = layers.weights, rows * tokens
-        sizes = [x.shape[1] for x in (layers.x, layers.qkv, layers.attended, layers.inner)]
-        self.x, self.qkv, self.attended, self.inner = (layers.x.new_empty(many, n) for n in sizes)
-        self.states = torch.empty_like(self.x)
-
-
 class TrunkPass(Program):
     """The trunk over `tokens` tokens of an engine's session, from its place and slot on."""
 
     def __init__(self, engine: DecodeEngine, tokens: int) -> None:
         super().__init__()
-        self.memory = PassMemory(engine.trunk, len(engine.x), tokens)
-        mlps = [x.mlp for x in engine.trunk.weights]
-        none = [None] * len(mlps)
-        self.add_layers(self.memory, engine.steps, mlps, none, tokens)
-        self.plain(NORM, self.memory.states, self.memory.x, engine.norm)
+        self.x = engine.x.new_empty(len(engine.x) * tokens, engine.x.shape[1])
+        self.states, self.engine, trunk = torch.empty_like(self.x), engine, engine.trunk
+        mlps, none = [x.mlp for x in trunk.weights], [None] * len(trunk.weights)
+        layers = Layers(trunk.weights, self.x, trunk.scratch, tokens)
+        self.add_layers(layers, engine.steps, mlps, none)
+        self.plain(NORM, self.states, self.x, engine.norm)
         self.finish()
+
+    def take(self, codes: Tensor) -> None:
+        self.x.copy_(self.engine.embed(codes))
 
 
 class DepthPass(Program):

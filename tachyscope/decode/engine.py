@@ -18,13 +18,13 @@ from tachyscope.attention.dense import Dense
 from tachyscope.attention.window import Window as WindowPolicy
 from tachyscope.decode.cpu import MAX_ROWS, Judge, StepProgram, is_direct
 from tachyscope.decode.depth import Depth
-from tachyscope.decode.layer import Layers
+from tachyscope.decode.layer import Layers, LayerWeights
 from tachyscope.decode.neurons import slice_mlp
 from tachyscope.decode.parts import DecodeParts
 from tachyscope.decode.quantise import bits_of, norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Error, Kept, run_mlp
-from tachyscope.kernels.gemv import gemv
+from tachyscope.kernels.gemv import gemv, linear
 from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
@@ -39,7 +39,10 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
     """Why the engine cannot make a session's frames; empty where it can."""
     plan, shape = session.plan, session.shape
     gate = None if plan.replay is None else plan.replay.token_gate(shape, 0)
-    drafted = plan.passes.drafts_codes and plan.replay is None
+    drafted = plan.passes.drafts_codes and (
+        plan.replay is None
+        or (session.device.type != "cpu" and isinstance(plan.replay, NeuronReplay))
+    )
     # a launch reads q, k and v, another gate, up and down
     launches = [[x.q, x.k, x.v] for x in parts.layers]
     launches += [[x.up, x.down, *([] if x.gate is None else [x.gate])] for x in parts.layers]
@@ -54,8 +57,10 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         f"replay={spell(plan.replay)} is not decided on the device": gate is None
         and not isinstance(plan.replay, NeuronReplay | None)
         and not (session.device.type == "cpu" and isinstance(plan.replay, Input)),
-        f"passes={spell(plan.passes)} runs several tokens a pass": not isinstance(plan.passes, All)
-        and not (session.device.type == "cpu" and drafted),
+        f"passes={spell(plan.passes)} drafts what the engine cannot check": not isinstance(
+            plan.passes, All
+        )
+        and not drafted,
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
         "its weights are neither floats nor codes that the kernels read": any(
             0 in kinds for kinds in bits
@@ -85,7 +90,7 @@ class DecodeEngine:
         draw = Draw(parts.guided, parts.cfg, parts.temperature, parts.top_k, parts.top_p)
         self.depth = Depth(parts.depth, draw, self.hidden)
         scratch = Scratch(rows, shape.heads, shape.kv_heads, shape.head_dim, session.device)
-        self.trunk = Layers(parts.layers, self.x, scratch)
+        self.trunk = Layers([LayerWeights.of(part) for part in parts.layers], self.x, scratch)
         self.barriers = self.trunk.barriers()
         self.neurons = self._slices()
         places, depth, codes = shape.tokens_per_frame, len(parts.depth.positions), parts.depth.codes
@@ -147,7 +152,7 @@ class DecodeEngine:
         self.replayed = self.recorded.keys() >= set(whole)
         for one in whole:
             self._next(one)
-        self._learn_errors(whole)
+        self.learn_errors(whole)
         for layer in session.layers:
             layer.pos[:, :, past : past + shape.tokens_per_frame] = pos
         session.features["hidden"] = self.hidden.clone()
@@ -185,7 +190,7 @@ class DecodeEngine:
             return [True] * places
         return [policy.whole(session.chunk, place) for place in range(places)]
 
-    def _learn_errors(self, whole: list[bool]) -> None:
+    def learn_errors(self, whole: list[bool]) -> None:
         """Where whole outputs were left, leave what the slices are off by."""
         if self.neurons is None or not self.neurons.remembers or not any(whole):
             return
@@ -209,6 +214,16 @@ class DecodeEngine:
         size = (self.x.shape[1],)
         self.hidden.copy_(F.rms_norm(self.x, size, self.norm.weight, self.norm.eps))
         self.numbers.add_(1)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """The trunk's inputs [B * S, W] of a frame's codes [V, S, D]."""
+        (first, second), codes = self.projector, codes.flatten(0, 1)
+        total = self.depth.books[0][codes[:, 0]]
+        for d, book in enumerate(self.depth.books[1:], 1):
+            total = total + book[codes[:, d]]
+        x = linear(F.gelu(linear(total, first)), second)
+        x = x if self.actions is None else x + self.action
+        return x.repeat(len(self.x) // self.videos, 1)
 
     def run_trunk(self, whole: bool = True) -> None:
         self.barriers.zero_()
@@ -319,18 +334,9 @@ class DecodeEngine:
     def _count(self, past: int, ready: bool, whole: list[bool]) -> None:
         """What the frame's passes would have counted one by one; replayed rows are the device's."""
         session, shape = self.session, self.session.shape
-        rows, places, meter = shape.batch, shape.tokens_per_frame, session.meter
-        policy = session.plan.attention
-        ends = [past + i + 1 for i in range(places)]
-        if isinstance(policy, WindowPolicy):
-            reach = policy.sink + max(session.left_padding, default=0) + policy.tokens
-            ends = [end if end <= reach else policy.sink + policy.tokens for end in ends]
-        pairs = rows * shape.heads * shape.layers * sum(ends)
-        meter.add("pairs", pairs)
-        meter.add("macs", 2 * pairs * shape.head_dim)
-        mlp = self.trunk.weights[0].mlp
-        macs = sum(part.rows * part.columns for part in mlp.parts)
-        total = rows * places * shape.layers
+        places, meter = shape.tokens_per_frame, session.meter
+        self.count_entries([past + i + 1 for i in range(places)])
+        total = shape.batch * places * shape.layers
         skipped: Tensor | float = 0.0
         if self.gate is not None or self.judges:
             if ready:
@@ -338,11 +344,29 @@ class DecodeEngine:
             skipped, masked = self.counts.sum(0, dtype=torch.float64)
             # beside a row that is computed the weights are read all the same
             meter.add("simulated_rows_replayed", masked)
+        self.count_mlps(total, total * whole.count(False) / places, ready, skipped)
+
+    def count_entries(self, ends: list[int]) -> None:
+        """Attention of tokens that have so many entries, their own the last of them."""
+        session, shape = self.session, self.session.shape
+        policy = session.plan.attention
+        if isinstance(policy, WindowPolicy):
+            reach = policy.sink + max(session.left_padding, default=0) + policy.tokens
+            ends = [end if end <= reach else policy.sink + policy.tokens for end in ends]
+        pairs = shape.batch * shape.heads * shape.layers * sum(ends)
+        session.meter.add("pairs", pairs)
+        session.meter.add("macs", 2 * pairs * shape.head_dim)
+
+    def count_mlps(
+        self, total: int, sliced: float, ready: bool, skipped: Tensor | float = 0.0
+    ) -> None:
+        """MLPs of so many rows, of which some were slices and some were skipped."""
+        mlp, meter = self.trunk.weights[0].mlp, self.session.meter
+        macs = sum(part.rows * part.columns for part in mlp.parts)
         if self.neurons is not None:
             part, memory = self.trunk.slices[0], self.neurons.remembers
             work = self.slice_work()
             computed = (part.up.rows - part.linear) / mlp.up.rows  # of a sliced MLP's neurons
-            sliced = total * whole.count(False) / places
             skipped = sliced * (1 - computed)
             # maps, and slices of what was computed whole: errors are learned from them
             more = sliced * (work - computed * macs) + (total - sliced) * work * memory

@@ -1,4 +1,4 @@
-"""A layer of the trunk, or a block of the depth transformer, for one token: four launches."""
+"""A layer of the trunk, or a block of the depth transformer: four launches for a token."""
 
 from __future__ import annotations
 
@@ -36,11 +36,16 @@ class LayerWeights:
 
 
 class Layers:
-    """Layers, and memory that they share: x [B, W] is the residual stream, changed in place."""
+    """Layers, and memory that they share: x [B, W] is the residual stream, changed in place.
 
-    def __init__(self, parts: Sequence[LayerParts], x: Tensor, scratch: Scratch) -> None:
-        self.weights = [LayerWeights.of(part) for part in parts]
-        self.x, self.scratch = x, scratch
+    Of `tokens` tokens in a row x is [B * tokens, W], each row's one after the other.
+    """
+
+    def __init__(
+        self, weights: Sequence[LayerWeights], x: Tensor, scratch: Scratch, tokens: int = 1
+    ) -> None:
+        self.weights = weights
+        self.x, self.scratch, self.tokens = x, scratch, tokens
         first, rows = self.weights[0], len(x)
         self.qkv = x.new_empty(rows, sum(weight.rows for weight in first.qkv))
         self.attended = x.new_empty(rows, first.qkv[0].rows)
@@ -70,10 +75,10 @@ class Layers:
         barriers: Tensor,
         sliced: bool = False,
     ) -> None:
-        """One token through all layers, or slices of their MLPs; barriers [layers] are 0."""
+        """Through all layers, or slices of their MLPs; barriers [layers] are 0."""
         for i, layer in enumerate(self.weights):
             mlp = self.slices[i] if sliced else layer.mlp
             gemv(self.qkv, self.x, layer.qkv, layer.norm)
-            decode_attention(self.attended, self.qkv, steps[i], self.scratch)
+            decode_attention(self.attended, self.qkv, steps[i], self.scratch, self.tokens)
             gemv(self.x, self.attended, (layer.out,), add=True)
-            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i])
+            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i], self.tokens)

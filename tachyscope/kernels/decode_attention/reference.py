@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +11,18 @@ from torch import Tensor
 from tachyscope.kernels.decode_attention.step import Gate, Step, Window
 
 
-def decode_attention_reference(qkv: Tensor, step: Step) -> Tensor:
-    """Attention [B, H * D] of qkv [B, (H + 2 Hkv) * D]; caches and the gate's tensors in place."""
+def decode_attention_reference(qkv: Tensor, step: Step, tokens: int = 1) -> Tensor:
+    """Attention [B, H * D] of qkv [B, (H + 2 Hkv) * D]; caches and the gate's tensors in place.
+
+    Of several tokens a row, one after the other.
+    """
+    if tokens > 1:
+        each = []
+        for i in range(tokens):
+            held = replace(step.entries, slot=step.entries.slot + i)
+            one = replace(step, entries=held, place=step.place + i)
+            each.append(decode_attention_reference(qkv[i::tokens], one))
+        return torch.stack(each, 1).flatten(0, 1)
     held, (b, hkv, _, d) = step.entries, step.entries.k.shape
     slot, place, group = int(held.slot), int(step.place), step.heads // hkv
     q, k, v = qkv.unflatten(-1, (-1, d)).split([step.heads, hkv, hkv], 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 MAX_SPLITS = 16  # programs that share a head's entries, at most
+MAX_SEVERAL_SPLITS = 8  # the same, where they do for several tokens
 GateKind = Literal["threshold", "share", "draw"]
 
 
@@ -89,7 +90,10 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token's attention in one layer; `place` [] int32 is the token's place in its frame."""
+    """A token's attention in one layer; `place` [] int32 is the token's place in its frame.
+
+    Of several tokens in a row, place and slot are the first one's.
+    """
 
     entries: Entries
     heads: int
@@ -102,11 +106,16 @@ class Step:
 class Scratch:
     """Memory that the kernel's programs share; one serves all layers of a model."""
 
-    def __init__(self, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device):
+    def __init__(
+        self, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device,
+        tokens: int = 1,
+    ):  # fmt: skip
         group = 1 << (heads // kv_heads - 1).bit_length()
-        wide = 1 << (head_dim - 1).bit_length()
+        wide = max(16, 1 << (head_dim - 1).bit_length())
         most = rows * kv_heads * group * MAX_SPLITS
+        if tokens > 1:
+            most = rows * heads * MAX_SEVERAL_SPLITS * max(16, 1 << (tokens - 1).bit_length())
         self.parts = torch.zeros(most * (wide + 2), dtype=torch.float32, device=device)
         self.scores = torch.zeros(rows * kv_heads, dtype=torch.float32, device=device)
         # how many programs are done: of every row and head, and in the last place of all
-        self.done = torch.zeros(rows * kv_heads + 1, dtype=torch.int32, device=device)
+        self.done = torch.zeros(rows * heads + 1, dtype=torch.int32, device=device)

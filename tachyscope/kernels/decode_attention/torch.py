@@ -1,4 +1,4 @@
-"""One token's attention and its gate by stock torch; the host reads no number of the device's."""
+"""A token's attention and its gate by stock torch; the host reads no number of the device's."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ from tachyscope.kernels.decode_attention.step import Gate, Rotation, Step, Windo
 from tachyscope.kernels.replay.torch import temporal_score
 
 
-def decode_attention(out: Tensor, qkv: Tensor, step: Step) -> Tensor:
+def decode_attention(out: Tensor, qkv: Tensor, step: Step, tokens: int = 1) -> Tensor:
     held, (_, hkv, slots, d) = step.entries, step.entries.k.shape
-    place, slot = step.place.long().view(1), held.slot.long().view(1)
-    q, k, v = qkv.unflatten(-1, (-1, d)).split([step.heads, hkv, hkv], 1)
+    ahead = torch.arange(tokens, device=qkv.device)
+    place, slot = step.place + ahead, held.slot + ahead
+    # [B, heads, S, D]
+    heads = qkv.unflatten(-1, (-1, d)).unflatten(0, (-1, tokens)).transpose(1, 2)
+    q, k, v = heads.split([step.heads, hkv, hkv], 1)
     q_turned, k_turned = q, k
     if step.rotation is not None:
         q_turned, k_turned = (_turn(x, step.rotation, place) for x in (q, k))
-    held.k.index_copy_(2, slot, k_turned[:, :, None])
-    held.v.index_copy_(2, slot, v[:, :, None])
+    held.k.index_copy_(2, slot, k_turned)
+    held.v.index_copy_(2, slot, v)
     if held.unrotated is not None:
-        held.unrotated.index_copy_(2, slot, k[:, :, None])
+        held.unrotated.index_copy_(2, slot, k)
     bias = torch.zeros(1, 1, slots, dtype=torch.float32, device=q.device)
     if held.log_count is not None:
         bias = held.log_count.clamp_min(-1e30).index_fill(2, slot, 0.0)
     seen = _seen(step.window, torch.arange(slots, device=q.device), slot)
     group = step.heads // hkv
-    scores = torch.einsum("bkgd,bksd->bkgs", q_turned.unflatten(1, (hkv, group)), held.k)
-    scores = scores.float() / math.sqrt(d) + bias[:, :, None]
+    scores = torch.einsum("bkgtd,bksd->bkgts", q_turned.unflatten(1, (hkv, group)), held.k)
+    scores = scores.float() / math.sqrt(d) + bias[:, :, None, None]
     # what no token wrote may be anything
-    p = torch.where(seen[:, :, None], scores, -math.inf).softmax(-1).to(q.dtype)
-    values = torch.where(seen[..., None], held.v, 0)
-    out.copy_(torch.einsum("bkgs,bksd->bkgd", p, values).flatten(1))
+    p = torch.where(seen[:, None, None], scores, -math.inf).softmax(-1).to(q.dtype)
+    values = torch.where(seen.any(1)[:, None, :, None], held.v, 0)
+    answer = torch.einsum("bkgts,bksd->btkgd", p, values)
+    out.copy_(answer.reshape(out.shape))
     if step.gate is not None:
-        decide(q if step.gate.mixed else q_turned, k_turned, step.gate, place)
+        assert tokens == 1
+        decide((q if step.gate.mixed else q_turned)[:, :, 0], k_turned[:, :, 0], step.gate, place)
     return out
 
 
@@ -73,7 +78,7 @@ def decide(q: Tensor, k: Tensor, gate: Gate, place: Tensor) -> None:
 
 
 def _turn(x: Tensor, r: Rotation, place: Tensor) -> Tensor:
-    cos, sin = (t.index_select(1, place) for t in (r.cos, r.sin))  # [B, 1, D]
+    cos, sin = (t.index_select(1, place)[:, None] for t in (r.cos, r.sin))  # [B, 1, S, D]
     if r.interleaved:
         partner = x.unflatten(-1, (-1, 2)).roll(1, -1).flatten(-2)
     else:
@@ -82,8 +87,9 @@ def _turn(x: Tensor, r: Rotation, place: Tensor) -> Tensor:
 
 
 def _seen(window: Window | None, index: Tensor, slot: Tensor) -> Tensor:
-    """Which slots are read: [B or 1, 1, C]."""
-    before = (index <= slot).view(1, 1, -1)
+    """Which slots the tokens at `slot` [S] read: [B or 1, S, C]."""
+    slot = slot.view(1, -1, 1)
+    before = index <= slot
     if window is None:
         return before
     first = window.padding.view(-1, 1, 1)

@@ -111,13 +111,13 @@ def _decode_attention(
     qkv += b * (HEADS + 2 * HKV) * D
     angle = b.to(tl.int64) * angle_b + place * D
     q_at, k_at = (hk * GROUP + g) * D, (HEADS + hk + g * 0) * D
-    q = _rotated(qkv + q_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
+    q = rotated(qkv + q_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
     entry = b.to(tl.int64) * k_b + hk.to(tl.int64) * k_h
     scale = 1.0 / tl.sqrt(D * 1.0)
     once = mine & (g == 0)
     if (GATE != "") & (split == SPLITS):
         if KEYED:
-            k = _rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
+            k = rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
             if MIXED:
                 q = tl.load(qkv + q_at + offs_d, mask=mine, other=0.0).to(tl.float32)
             held = key + (head.to(tl.int64) * places + place) * D + offs_d + g * 0
@@ -155,7 +155,7 @@ def _decode_attention(
             )  # fmt: skip
         if split == 0:
             # the token's own entry
-            k = _rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
+            k = rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
             v = tl.load(qkv + (HEADS + HKV + hk) * D + offs_d + g * 0, mask=mine, other=0.0)
             own = entry + slot.to(tl.int64) * D + offs_d + g * 0
             tl.store(k_ptr + own, k.to(k_ptr.dtype.element_ty), mask=once)
@@ -272,7 +272,7 @@ def _load_entries(
 
 
 @triton.jit
-def _rotated(x, cos, sin, offs_d, mask, D: tl.constexpr, ROPE: tl.constexpr):
+def rotated(x, cos, sin, offs_d, mask, D: tl.constexpr, ROPE: tl.constexpr):
     """x[offs_d], rotated and rounded as it is kept, in float32."""
     value = tl.load(x + offs_d, mask=mask, other=0.0)
     if ROPE == "":

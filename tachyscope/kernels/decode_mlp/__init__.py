@@ -15,17 +15,23 @@ __all__ = ["Error", "Kept", "MlpWeights", "decode_mlp", "run_mlp"]
 
 
 def decode_mlp(
-    x: Tensor, mlp: MlpWeights, kept: Kept | Error | None, inner: Tensor, barrier: Tensor
+    x: Tensor,
+    mlp: MlpWeights,
+    kept: Kept | Error | None,
+    inner: Tensor,
+    barrier: Tensor,
+    tokens: int = 1,
 ) -> None:
     """x [B, W] += mlp(x), or what was kept of the last frame; outputs are kept in turn.
 
     With an `Error` that is added as well. Where all tokens replay, no weight is read. `inner`
     [B, inner width or more] is scratch memory, and `barrier` [] int32 is 0 before every call.
+    Of `tokens` tokens in a row, x [B * tokens, W] from the place on, all are computed.
     """
-    if has_decode_kernel(x):
+    if has_decode_kernel(x) and (tokens == 1 or kept is None):
         triton_backend.decode_mlp(x, mlp, kept, inner, barrier)
     else:
-        torch_backend.decode_mlp(x, mlp, kept)
+        torch_backend.decode_mlp(x, mlp, kept, tokens)
 
 
 def run_mlp(x: Tensor, mlp: MlpWeights) -> Tensor:

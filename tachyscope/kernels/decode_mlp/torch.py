@@ -12,19 +12,27 @@ from tachyscope.kernels.gemv.torch import linear, normed
 from tachyscope.kernels.replay import remembered_error
 
 
-def decode_mlp(x: Tensor, mlp: MlpWeights, kept: Kept | Error | None = None) -> None:
+def decode_mlp(
+    x: Tensor, mlp: MlpWeights, kept: Kept | Error | None = None, tokens: int = 1
+) -> None:
     """On a CPU tokens that replay together run nothing; elsewhere they only mask."""
     a = normed(x, mlp.norm)
     if kept is None:
         x += run_mlp(a, mlp)
         return
-    index = kept.place.long().view(1)
+    index = kept.place + torch.arange(tokens, device=x.device)
     if isinstance(kept, Error):
-        error, base = (part.index_select(1, index)[:, 0] for part in (kept.error, kept.input))
+        held = (part.index_select(1, index) for part in (kept.error, kept.input))
+        error, base = (part.flatten(0, 1) for part in held)
         x += run_mlp(a, mlp) + remembered_error(error, base, a, kept.beta)
         return
     if kept.input is not None:
-        kept.input.index_copy_(1, index, a[:, None])
+        kept.input.index_copy_(1, index, a.unflatten(0, (-1, tokens)))
+    if tokens > 1:
+        y = run_mlp(a, mlp)
+        x += y
+        kept.output.index_copy_(1, index, y.unflatten(0, (-1, tokens)))
+        return
     old, age = kept.output.index_select(1, index)[:, 0], kept.age.index_select(1, index)
     skip = kept.skip.bool()
     moved = old if kept.drift is None else old + kept.drift
@@ -45,4 +53,4 @@ def run_mlp(a: Tensor, mlp: MlpWeights) -> Tensor:
     up = linear(a, mlp.up)
     neurons, mapped = up.split([mlp.up.rows - mlp.linear, mlp.linear], -1)
     neurons = F.gelu(neurons) if mlp.gate is None else F.silu(linear(a, mlp.gate)) * neurons
-    return linear(torch.cat([neurons, mapped], -1), mlp.down)
+    return linear(torch.cat([neurons, mapped], -1) if mlp.linear else neurons, mlp.down)

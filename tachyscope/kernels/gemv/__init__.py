@@ -11,7 +11,12 @@ from tachyscope.kernels.gemv.weights import Kind, Norm, Weight, to_codes
 if HAS_TRITON:
     from tachyscope.kernels.gemv import triton as triton_backend
 
-__all__ = ["Kind", "Norm", "Weight", "gemv", "to_codes"]
+__all__ = ["Kind", "Norm", "Weight", "gemv", "linear", "to_codes"]
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """weight · x + bias for any number of tokens x [..., K]."""
+    return torch_backend.linear(x, weight)
 
 
 def gemv(

@@ -31,6 +31,9 @@ def gemv(
     add: bool = False,
 ) -> Tensor:
     x = normed(x, norm)
-    y = torch.cat([linear(x, weight) for weight in weights], -1)
+    parts = [linear(x, weight) for weight in weights]
+    if len(parts) > 1 and out.dtype == x.dtype and not (gelu or add):
+        return torch.cat(parts, -1, out=out)
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     y = F.gelu(y) if gelu else y
     return out.add_(y) if add else out.copy_(y)
