@@ -92,6 +92,7 @@ SETTINGS = {
     "newest": LATENTS,
     "cache worldkv.retrieve": LATENTS,
     "cache worldkv.keep": PART,
+    "cache deep_forcing.keep": LATENTS,
     "max_distance": Bound(1, 1_000_000),
     "fold": SHARE,
     "long": SHARE,

@@ -101,9 +101,14 @@ def cache_bytes(layers: Sequence[KVStore], entries: int | None = None) -> int:
     return sum(layer.bytes(entries) for layer in layers)
 
 
-def make_room(layers: Sequence[KVStore], plan: Plan, ctx: PassContext, meter: Meter) -> None:
-    """Slots for the tokens of a pass; raises where a bounded plan does not hold them."""
-    slots, needed = layers[0].slots, ctx.end
+def make_room(
+    layers: Sequence[KVStore], plan: Plan, ctx: PassContext, meter: Meter, dropped: int = 0
+) -> None:
+    """Slots for the tokens of a pass, behind entries that it drops from the past.
+
+    Raises where a bounded plan does not hold them.
+    """
+    slots, needed = layers[0].slots, ctx.end + dropped
     if needed <= slots:
         return
     if not plan.cache.grows:

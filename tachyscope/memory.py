@@ -112,7 +112,14 @@ class Shapes:
                 plan.cache.retrieve_by(layer, shape, ctx.total, poses, Meter())
             plan.cache.commit(layer, ctx._replace(start=0), n, self._rotate, Meter())
 
+        def compress(layer: KVStore) -> None:
+            left = plan.cache.past_in_pass(shape, self.past, ctx.tokens)
+            if left < self.past:
+                q = self._empty(shape.heads, ctx.tokens)
+                plan.cache.compress(layer, ctx, q, left, self._rotate, Meter())
+
         return max(
+            peak(lambda: compress(layer)),
             peak(lambda: plan.attention.restore_order(layer, ctx, self.past)),
             peak(lambda: commit(layer)),
             peak(lambda: plan.attention.build_index(layer, ctx, self.past, Meter())),

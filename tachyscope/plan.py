@@ -21,6 +21,7 @@ from tachyscope.attention.window import Window as ReadWindow
 from tachyscope.cache import CachePolicy
 from tachyscope.cache.bank import Bank
 from tachyscope.cache.dedup import Dedup
+from tachyscope.cache.deep_forcing import DeepForcing
 from tachyscope.cache.frames import Frames
 from tachyscope.cache.keep_all import KeepAll
 from tachyscope.cache.memrope import MemRope
@@ -59,6 +60,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "bank": Bank,
         "memrope": MemRope,
         "worldkv": WorldKv,
+        "deep_forcing": DeepForcing,
     },
     "store": {"native": Native, "int8": Int8, "fp8": Fp8},
     "attention": {
@@ -166,10 +168,12 @@ class Plan(Mapping[str, Any]):
                 f"this model reads its prompt by cross-attention, so text=none is not possible: "
                 f"use text={', '.join(POLICIES['text'])}"
             )
-        if self.cache.view_depends_on_pass and not isinstance(self.attention, Dense):
+        own = self.cache.view_depends_on_pass or self.cache.dense_only
+        if own and not isinstance(self.attention, Dense):
+            then = ", or leave view out" if self.cache.view_depends_on_pass else ""
             raise TachyscopeError(
                 f"cache={spell(self.cache)} says itself what a pass reads, got "
-                f"attention={spell(self.attention)}: use attention=dense, or leave view out"
+                f"attention={spell(self.attention)}: use attention=dense{then}"
             )
         if isinstance(self.cache, Bank):
             self._check_bank(shape)
@@ -212,7 +216,6 @@ class Plan(Mapping[str, Any]):
             "a model that does not know its camera's poses: use another cache": not shape.poses
             or shape.token_by_token
             or bool(shape.rolling_frames),
-            f"attention={spell(self.attention)}: use attention=dense": self.attention != Dense(),
             f"store={spell(self.store)}: leave it out": self.store != Native(),
         }
         for fault, found in faults.items():

@@ -97,12 +97,16 @@ class Session(State):
         # tokens that have come behind those of the last pass had no pass before
         known = self.shape.token_by_token or tokens <= self.now
         self.now = start + tokens
+        self._dropped = 0
+        if not self._begun and past:
+            left = self.plan.cache.past_in_pass(self.shape, self.past, tokens)
+            self._dropped, self.past = self.past - left, left
         self._context = PassContext(
             self.shape, 0, self.chunk, self.past, start, tokens, step, steps, tuple(noise),
             self.prompt, self.left_padding, self._plain, tuple(self._begun) if known else (),
             (0, 0), self._room, drafted, self.total_entries,
         )  # fmt: skip
-        make_room(self.layers, self.plan, self._context, self.meter)
+        make_room(self.layers, self.plan, self._context, self.meter, self._dropped)
         if self.plan.cache.view_depends_on_pass:
             ctx, hidden_slots = self._context, (0, 0)
             for i, layer in enumerate(self.layers):
@@ -154,8 +158,11 @@ class Session(State):
         ctx, here = self._context.for_layer(layer), self.layers[layer]
         for observer in self.observers:
             observer.on_write(ctx, q, k, v)
-        rotated_k = here.write(ctx, k, v, self._pos, self._cos_sin, self.rope)
+        written = ctx._replace(past=ctx.past + self._dropped) if self._dropped else ctx
+        rotated_k = here.write(written, k, v, self._pos, self._cos_sin, self.rope)
         rotated_q = apply_rotary(None, q, *self._cos_sin, self.rope)
+        if self._dropped:
+            self.plan.cache.compress(here, written, rotated_q, ctx.past, self._rotate, self.meter)
         if ctx.prefilling:
             for row, pads in enumerate(self.left_padding):
                 here.log_count[row, :, :pads] = -inf

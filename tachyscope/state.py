@@ -123,6 +123,7 @@ class State:
         self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
         self.features: dict[str, Tensor] = {}  # what an adapter keeps between chunks
         self._begun: set[int] = set()  # passes run over the present chunk
+        self._dropped = 0  # entries that the present pass drops from the past
         self.passes = PassRunner(self.plan.passes)
         self.replay = runner_of(self.plan.replay, self.calibration)
         self._context: PassContext | None = None

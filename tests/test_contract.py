@@ -39,6 +39,11 @@ CONTRACT = {
         ),
         "memrope": ("memrope:budget=99f", "memrope:budget=9f,sink=1"),
         "worldkv": ("worldkv:retrieve=99,keep=1", "worldkv:retrieve=6,sink=3,budget=15f"),
+        # one that is compressed at every chunk
+        "deep_forcing": (
+            "deep_forcing:budget=99f",
+            "deep_forcing:budget=9f,keep=7,sink=2,newest=4",
+        ),
     },
     # codes have no open setting: how near they come to native is held by tests/test_store.py
     "store": {"native": ("native", "native"), "int8": ("native", "int8"), "fp8": ("native", "fp8")},
@@ -76,6 +81,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def families(kind, name):
     """Models that a policy serves; passes are skipped in "steps", which has four of denoising."""
+    if name == "deep_forcing":
+        return ("chunks",)  # a chunk at a time
     if name == "worldkv":
         return ("poses",)  # "chunks" of a model that knows where its camera stands
     if kind == "passes":

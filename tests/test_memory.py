@@ -28,6 +28,7 @@ CUSTOM = {
         "cache=bank:resident=8f,budget=30f,host=int4 attention=ann:k=60,block=4",
         "cache=worldkv:retrieve=6,budget=30f",
         "cache=memrope:budget=9f,sink=1",
+        "cache=deep_forcing:budget=9f,keep=7,sink=2",
         "replay=attentive:threshold=0.5",
         "replay=random:share=0.5",
     ],

@@ -64,6 +64,56 @@ def test_memrope_holds_the_sink_two_running_means_and_the_newest(average):
     assert gone == 11
 
 
+class Queries(Observer):
+    """Rotated queries of the first layer, by pass of the present chunk."""
+
+    def on_pass(self, ctx):
+        if ctx.pass_index == 0:
+            self.passes = []
+
+    def on_attend(self, ctx, q, k, v, rotated_q, out):
+        if ctx.layer == 0:
+            self.passes.append(rotated_q)
+
+
+@pytest.mark.parametrize("budget, keep", [(10, 7), (8, 7)])
+def test_deep_forcing_keeps_the_sink_the_newest_and_what_their_queries_attend_to(budget, keep):
+    seen, asked = Written(), Queries()
+    plan = f"cache=deep_forcing:budget={budget}f,keep={keep},sink=2,newest=3"
+    at = session(CHUNKS, plan, observers=[seen, asked])
+    tokens, place = CHUNKS.tokens_per_frame, CHUNKS.positions(0, 1)[:, 1:]
+    entries, clean, compressed = [], [], 0  # entries: key, value [H, D], and position
+
+    def turned(entry):
+        return ROPE.rotate(entry[0][None, :, None], entry[2].view(1, 1, 1, 3))[0, :, 0]
+
+    for chunk in range(9):
+        play(at, 1, seed=chunk)
+        if len(entries) + 2 * tokens >= budget * tokens:
+            # newest 3: the present chunk of 2, and one frame before it
+            queries = torch.cat([asked.passes[0], clean[-1]], 2)[0]  # [H, n, D]
+            score = []
+            for entry in (middle := entries[2 * tokens : -tokens]):
+                keys = turned(entry).repeat_interleave(2, 0)  # two query heads a key head
+                score.append(float(torch.einsum("hnd,hd->", queries, keys)))
+            best = sorted(range(len(middle)), key=lambda i: -score[i])[: (keep - 5) * tokens]
+            kept = [*entries[: 2 * tokens], *(middle[i] for i in sorted(best))]
+            start = entries[-1][2][0] - (keep - 3)
+            for i, (k, v, pos) in enumerate(kept):
+                kept[i] = k, v, torch.tensor([start + i // tokens, *pos[1:]])
+            entries, compressed = [*kept, *entries[-tokens:]], compressed + 1
+        clean += asked.passes[-1].split(tokens, 2)
+        for t, (k, v) in list(enumerate(seen.frames))[-2:]:
+            for i in range(tokens):
+                pos = torch.tensor([t, *place[i]])
+                entries.append((k[0, :, i], v[0, :, i], pos))
+        keys = torch.stack([turned(entry) for entry in entries], 1)
+        torch.testing.assert_close(held(at, "k")[0], keys)
+        values = torch.stack([v for _, v, _ in entries], 1)
+        torch.testing.assert_close(held(at, "v")[0], values)
+    assert compressed == {10: 3, 8: 6}[budget]
+
+
 def pruned(frames, keep):
     """A group's entries: all of its first frame, and of the others those least like that."""
     tokens = frames[0][0].shape[2]
@@ -138,7 +188,7 @@ def test_worldkv_reads_the_groups_that_were_seen_from_the_most_alike_poses(chunk
 def test_worldkv_wants_poses_whole_groups_and_dense_attention():
     faults = {
         "cache=worldkv:retrieve=3": "whole groups of 2 latent frames",
-        "cache=worldkv attention=ann:k=64": "cannot serve attention=ann",
+        "cache=worldkv attention=ann:k=64": "got attention=ann",
         "cache=worldkv store=int8": "cannot serve store=int8",
     }
     for plan, words in faults.items():

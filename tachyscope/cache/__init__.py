@@ -35,6 +35,8 @@ class CachePolicy(abc.ABC):
     paper: ClassVar[str]
     appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry as it is
     wants_poses: ClassVar[bool] = False  # whether it must be told where the camera stands
+    dense_only: ClassVar[bool] = False  # whether no index of the past can follow what it does
+    traceable: ClassVar[bool] = True  # whether an entry is found again by its position
 
     @property
     def merges(self) -> bool:
@@ -87,6 +89,19 @@ class CachePolicy(abc.ABC):
 
         `on_merge` is told of entries that joined, by the slots in which they stood before.
         """
+
+    def past_in_pass(self, shape: Shape, past: int, tokens: int) -> int:
+        """Entries of the past that are left when a chunk's first pass has brought its queries."""
+        return past
+
+    def compress(
+        self, layer: KVStore, ctx: PassContext, q: Tensor, past: int, rotate: Rotate, meter: Meter
+    ) -> None:
+        """In a chunk's first pass, its entries written behind the past: bring that down to `past`.
+
+        Asked where `past_in_pass` says so, with the rotated queries [B, H, S, D].
+        """
+        return None
 
     def is_full(self, shape: Shape, past: int, room: int, total: int) -> bool:
         """Whether chunks ask for the same launches from here on, after `total` entries in all."""

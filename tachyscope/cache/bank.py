@@ -43,6 +43,7 @@ class Bank(CachePolicy):
 
     paper: ClassVar[str] = ""
     appends: ClassVar[bool] = True
+    traceable: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     keeps_unrotated: ClassVar[bool] = False
 

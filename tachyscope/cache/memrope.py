@@ -48,6 +48,7 @@ class MemRope(CachePolicy):
     paper: ClassVar[str] = "MemRoPE, arXiv 2603.12513"
     grows: ClassVar[bool] = False
     keeps_unrotated: ClassVar[bool] = True
+    traceable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "memrope")

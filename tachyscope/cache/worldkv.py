@@ -46,6 +46,8 @@ class WorldKv(CachePolicy):
     grows: ClassVar[bool] = False
     keeps_unrotated: ClassVar[bool] = False
     wants_poses: ClassVar[bool] = True
+    dense_only: ClassVar[bool] = True
+    traceable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "worldkv")

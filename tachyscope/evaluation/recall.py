@@ -11,11 +11,10 @@ from torch import Tensor
 
 from tachyscope.attention import AttentionPolicy
 from tachyscope.attention.blocks import BlockAttention
-from tachyscope.cache.bank import Bank
-from tachyscope.cache.worldkv import WorldKv
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.observers import Observer
+from tachyscope.plan import spell
 from tachyscope.session import Session
 from tachyscope.store import KVStore
 from tachyscope.types import PassContext
@@ -69,9 +68,10 @@ class RecallObserver(Observer):
 
     def on_open(self, session: Session) -> None:
         self.session, shape = session, session.shape
-        if isinstance(session.plan.cache, Bank | WorldKv):
+        if not session.plan.cache.traceable:
             raise TachyscopeError(
-                "recall is not told of what lies in host memory: leave it out (--no-recall)"
+                f"recall cannot follow the entries of cache={spell(session.plan.cache)}: leave it "
+                f"out (--no-recall)"
             )
         groups = (shape.batch, session.plan.cache.cache_heads(shape), 0)
         # by layer: keys and log-weights as they were committed, and the slot each went to

@@ -247,6 +247,12 @@ class KVStore:
             return found
         return decode(found, self.scales[name][:, :, slots], self.dtype)
 
+    def products(self, slots: slice, q: Tensor) -> Tensor:
+        """Of rotated keys with a query [B, H, D] a head, added up over heads: [B, n]."""
+        k = self.vectors("k", slots)
+        q = q.unflatten(1, (k.shape[1], -1)).sum(2)
+        return torch.einsum("bhnd,bhd->bn", k.to(q.dtype), q)
+
     def directions(self, name: str, slots: slice) -> Tensor:
         """The same as they are stored, for cosines and signs: those do not hang on scales."""
         found: Tensor = getattr(self, name)
