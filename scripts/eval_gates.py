@@ -4,7 +4,8 @@
 
 With --plan those plans make frames beside dense, instead of all methods.
 
-All kinds of camera share a batch, a row a room. --out gets gates.jsonl, a line as each task ends
+A row of a batch is a room; on a GPU all kinds of camera share one, on a CPU each has its own, and
+plans that the native step takes run in it. --out gets gates.jsonl, a line as each task ends
 (its rows, or its fault), and at the end gates.json, a results document, and gates.md, its tables.
 Tasks that the file already has are not done again, and after --seconds none is begun.
 """
@@ -15,7 +16,7 @@ import argparse
 import json
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from tachyscope.weights import digest
 def model_on(device: str, calibration: Path | None) -> VilaModel:
     model = VilaModel.narrow(load("atrium-tokens", device=device), "no token model")
     model.calibration = calibration or model.calibration
+    if device == "cpu" and model.compiling_pays(GIVEN):
+        model.compile()
     return model
 
 
@@ -43,7 +46,8 @@ def work(device: str, calibration: Path | None, end: float, task: Task) -> dict[
     if time.time() > end:
         return {"task": asdict(task), "fault": "not begun, for want of time"}
     try:
-        rows = measure(model_on(device, calibration), task)
+        found = measure(model_on(device, calibration), task)
+        rows = [{"device": device} | row for row in found]
         return {"task": asdict(task), "rows": rows, "seconds": time.perf_counter() - begun}
     except Exception:
         return {"task": asdict(task), "fault": traceback.format_exc()}
@@ -73,8 +77,9 @@ def main() -> None:
     clips = args.clip or tuple(CLIPS)
     asked = tasks(args.worlds, clips, args.share or SHARES, args.frames)
     if args.plan:
-        together = args.device != "cpu"
-        asked = plan_tasks(args.plan, args.worlds, clips, args.seed, args.frames, together)
+        asked = plan_tasks(args.plan, args.worlds, clips, args.seed, args.frames)
+    if args.device == "cpu":
+        asked = [replace(task, clips=(clip,)) for task in asked for clip in task.clips]
     left = [task for task in asked if json.dumps(asdict(task)) not in done]
     print(f"{len(left)} tasks of {len(asked)}", flush=True)
     with file.open("a") as out:

@@ -46,6 +46,12 @@ class Clip:
         """Numbers of the actions [T, V]: `moves[i : i + 1]` is a frame's, one a row."""
         return torch.stack([atrium.letters(letters) for letters in self.actions], 1)
 
+    def action(self, frame: int, device: torch.device) -> Any:
+        """A frame's action as a model takes it: one for all rows where they agree."""
+        if len(set(self.actions)) == 1:
+            return self.moves[frame, :1].tolist()
+        return self.moves_on(device)[frame : frame + 1]
+
     def moves_on(self, device: torch.device) -> Any:
         """The same where a model is: it takes a tensor of one row a frame for a list of actions."""
         return self.moves.to(device)

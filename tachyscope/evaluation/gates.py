@@ -64,12 +64,12 @@ class Task:
     frames: int = GIVEN  # teacher-forced, or made
 
 
-def plan_tasks(plans: Sequence[str], worlds: int, clips: Sequence[str], seed: int, frames: int,
-               together: bool) -> list[Task]:  # fmt: skip
-    """Dense and other plans, each making frames: all clips in one batch, or a task each."""
-    kinds = [tuple(clips)] if together else [(clip,) for clip in clips]
+def plan_tasks(
+    plans: Sequence[str], worlds: int, clips: Sequence[str], seed: int, frames: int
+) -> list[Task]:
+    """Dense and other plans, each making frames."""
     names = ("dense", *(plan for plan in plans if plan != "dense"))
-    return [Task("made", k, 0.0, (name,), worlds, seed, frames) for name in names for k in kinds]
+    return [Task("made", tuple(clips), 0.0, (name,), worlds, seed, frames) for name in names]
 
 
 def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[float] = SHARES,
@@ -102,22 +102,29 @@ def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[flo
     return found
 
 
-_clip = cache(make_clip)  # drawing one takes seconds
+_clip = cache(make_clip)  # drawing one takes seconds, and encoding it as many
+
+
+@cache
+def _codes(model: VilaModel, name: str, worlds: int, seed: int, size: int, frames: int) -> Tensor:
+    return true_codes(model, _clip(name, worlds, seed, size, frames))
 
 
 def measure(model: VilaModel, task: Task) -> list[Document]:
     """The rows of one task."""
     size = model.config.size[0]
     frames = task.frames if task.what == "made" else GIVEN
-    clip = join([_clip(name, task.worlds, task.seed, size, frames) for name in task.clips])
+    keys = [(name, task.worlds, task.seed, size, frames) for name in task.clips]
+    clip = join([_clip(*key) for key in keys])
     head = {"measure": task.what, "worlds": task.worlds, "seed": task.seed}
     if task.what == "bounds":
         return [head | row for row in _by_clip(task, bounds(model, clip))]
     ways = [way_of(model, name, task) for name in task.methods]
+    codes = torch.cat([_codes(model, *key) for key in keys])
     if task.what == "made":
-        results = made(model, clip, ways)
+        results = made(model, clip, ways, codes)
     else:
-        results = forced(model, clip, ways, task.frames)[1:]
+        results = forced(model, clip, ways, task.frames, codes)[1:]
     rows = []
     for name, way, by_world in zip(task.methods, ways, results, strict=True):
         named: Document = head | {"method": name, "share": task.share, "plan": str(way)}
@@ -148,7 +155,7 @@ def way_of(model: VilaModel, name: str, task: Task) -> Way:
         return Way(text, "input")
     if name not in ("threshold", "thresholds", "tas_head"):
         return Way(text)
-    heads, scores = _known(model, task.clips)
+    heads, scores = _known(model)
     if name == "tas_head":
         return Way(text, "head", heads=heads)
     if name == "thresholds":
@@ -158,8 +165,8 @@ def way_of(model: VilaModel, name: str, task: Task) -> Way:
 
 
 @cache
-def _known(model: VilaModel, clips: tuple[str, ...]) -> tuple[tuple[int, ...], list[Tensor]]:
-    other = join([_clip(name, SEEN, OTHER + 1, model.config.size[0]) for name in clips])
+def _known(model: VilaModel) -> tuple[tuple[int, ...], list[Tensor]]:
+    other = join([_clip(name, SEEN, OTHER + 1, model.config.size[0]) for name in CLIPS])
     return choose(model, other)
 
 

@@ -36,6 +36,11 @@ class Way:
     heads: tuple[int, ...] = ()
     thresholds: tuple[float, ...] = ()
 
+    @property
+    def published(self) -> bool:
+        """Whether the plan's own policy decides, so that a decode engine may run it."""
+        return self.rank == "tas" and self.layers is None and not self.thresholds
+
     def __str__(self) -> str:
         out = self.plan if self.rank == "tas" else f"{self.plan} by {self.rank}"
         return out if self.layers is None else f"{out} in layer {', '.join(map(str, self.layers))}"
@@ -91,7 +96,6 @@ class RankedReplay(ReplayRunner):
         size = (shape.layers, shape.batch, shape.tokens_per_frame)
         self.noted = {name: torch.zeros(size, device=device) for name in note}
         self._inputs = torch.zeros(*size, shape.width, dtype=dtype, device=device)
-        self._replayed = torch.zeros(2, shape.batch, device=device)  # tokens of each row, and all
         self.mass = MassObserver()
         if "mass" in (way.rank, *note):
             session.watch(self.mass)
@@ -107,12 +111,6 @@ class RankedReplay(ReplayRunner):
         super().score(own, ctx, q, rotated_q, k)
         if self.thresholds and ctx.layer in self.scores:
             self.scores[ctx.layer] = self.scores[ctx.layer] - self.thresholds[ctx.layer]
-
-    def take_shares(self) -> list[float]:
-        """Of tokens that could be replayed since the last call, those that were, by row."""
-        replayed, every = self._replayed.tolist()
-        self._replayed.zero_()
-        return [a / max(b, 1) for a, b in zip(replayed, every, strict=True)]
 
     def mlp(
         self,
@@ -137,8 +135,6 @@ class RankedReplay(ReplayRunner):
                 self.scores[layer] = self._rank(self.rank, x, fn, own, layer, here)
         out = super().mlp(x, fn, own, ctx, meter, rng)
         fresh = own["age"][ctx.pass_index][:, here] == 0
-        if ctx.pass_index in self.ready and not ctx.given:
-            self._replayed += torch.stack([~fresh, torch.ones_like(fresh)]).sum(-1)
         kept = self._inputs[layer][:, here]
         # the input that made the kept output, which may be frames old
         self._inputs[layer][:, here] = torch.where(fresh[..., None], x, kept)
@@ -158,6 +154,22 @@ class RankedReplay(ReplayRunner):
         if name == "input":
             return torch.cosine_similarity(x, self._inputs[layer][:, here], -1)
         return -changes(fn(x), own["output"][0][:, here])
+
+
+def replayed(session: Session) -> Tensor | None:
+    """Of the last frame's tokens in all layers, the share that was replayed, by row [B].
+
+    None where no token gate chooses: then all rows have the meter's share.
+    """
+    if not isinstance(session.plan.replay, TokenReplay):
+        return None
+    within = session.replay.within if isinstance(session.replay, RankedReplay) else None
+    ages = [
+        layer.own["replay"]["age"][0]
+        for i, layer in enumerate(session.layers)
+        if within is None or i in within
+    ]
+    return torch.stack(ages).gt(0).float().mean((0, 2)).cpu()
 
 
 def changes(new: Tensor, old: Tensor) -> Tensor:

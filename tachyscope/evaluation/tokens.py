@@ -18,9 +18,10 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
 from tachyscope.evaluation.intervals import Values, combined, versus
-from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, changes
+from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, changes, replayed
 from tachyscope.evaluation.token_timing import REPLAY, WINDOW, clock
 from tachyscope.evaluation.world import Watch
+from tachyscope.graph_runner import ChunkRunner
 from tachyscope.machine import cores
 from tachyscope.meter import summary
 from tachyscope.models.registry import load
@@ -82,19 +83,29 @@ def divergence(dense: Tensor, other: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def forced(
-    model: VilaModel, clip: Clip, ways: Sequence[Way], frames: int = GIVEN
+    model: VilaModel,
+    clip: Clip,
+    ways: Sequence[Way],
+    frames: int = GIVEN,
+    codes: Tensor | None = None,
 ) -> list[list[Values]]:
-    """KL from dense of each way, by world, all fed the true codes; dense itself comes first."""
-    codes, moves = true_codes(model, clip), clip.moves_on(model.device)
+    """KL from dense of each way, by world, all fed the true codes; dense itself comes first.
+
+    codes: the clip's true ones, where they are known.
+    """
+    codes = true_codes(model, clip) if codes is None else codes
+    moves = clip.moves_on(model.device)
     sessions = [begin(model, way, clip, codes) for way in (Way("dense"), *ways)]
     sums = torch.zeros(len(sessions), 3, len(clip.worlds))
     first = torch.zeros(len(sessions), len(clip.worlds))
+    gated: list[list[Tensor | None]] = [[] for _ in sessions]
     for i in range(GIVEN, GIVEN + frames):
         told = codes[:, i].flatten(1, 2)[..., None]  # [V, N, D, 1]
         dense = None
         for row, session in enumerate(sessions):
             logits = model.score(session, codes[:, i : i + 1], moves[i : i + 1])
             session.commit()
+            gated[row].append(replayed(session))
             dense = logits if dense is None else dense
             kl = divergence(dense, logits)
             nll = -logits.log_softmax(-1).gather(-1, told).mean((1, 2, 3))
@@ -103,8 +114,9 @@ def forced(
             if i == GIVEN:
                 first[row] = kl.cpu()
     out = []
-    for session, found, start in zip(sessions, sums.tolist(), first.tolist(), strict=True):
-        shares = skipped(session, [session.meter.take()])
+    for row, session in enumerate(sessions):
+        shares = skipped(session, [session.meter.take()], gated[row])
+        found, start = sums[row].tolist(), first[row].tolist()
         keys = ("kl", "nll", "right", "kl_first")
         each = zip(*found, start, strict=True)
         out.append(
@@ -117,20 +129,25 @@ def forced(
 
 
 @torch.inference_mode()
-def made(model: VilaModel, clip: Clip, ways: Sequence[Way]) -> list[list[Values]]:
+def made(
+    model: VilaModel, clip: Clip, ways: Sequence[Way], codes: Tensor | None = None
+) -> list[list[Values]]:
     """dB to the truth of frames that each way makes by itself, by world.
 
     psnr_truth_to_N: of the eight frames up to the clip's N-th. motion: how much pictures change
-    from frame to frame, over how much the truth does: 0 is a picture that stands still.
+    from frame to frame, over how much the truth does: 0 is a picture that stands still. codes: the
+    clip's true ones, where they are known.
     """
-    codes, moves = true_codes(model, clip), clip.moves_on(model.device)
-    out = []
+    codes, out = true_codes(model, clip) if codes is None else codes, []
     for way in ways:
         stream = Stream(model, begin(model, way, clip, codes), batch=len(clip.worlds))
-        chunks = [
-            stream.decode(stream.generate(moves[i : i + 1])) for i in range(GIVEN, clip.length)
-        ]
-        shares = skipped(stream.session, [chunk.stats for chunk in chunks])
+        if not way.published:
+            stream.runner = ChunkRunner(model, stream.session)  # what ranks is no policy's own
+        chunks, gated = [], []
+        for i in range(GIVEN, clip.length):
+            chunks.append(stream.decode(stream.generate(clip.action(i, model.device))))
+            gated.append(replayed(stream.session))
+        shares = skipped(stream.session, [chunk.stats for chunk in chunks], gated)
         by_world: list[Values] = []
         for world, true in enumerate(clip.frames):
             near = [
@@ -166,13 +183,16 @@ def bounds(model: VilaModel, clip: Clip) -> list[Values]:
     return out
 
 
-def skipped(session: Session, rows: Sequence[Mapping[str, float]]) -> list[Values]:
-    """What was not computed, by world: rows of token gates each have a share of their own."""
+def skipped(
+    session: Session, rows: Sequence[Mapping[str, float]], gated: Sequence[Tensor | None]
+) -> list[Values]:
+    """What was not computed, by world: rows of token gates each have a share of their own, which
+    `gated` has by frame."""
     found = summary(rows)
     videos = len(session.generators)
     shares = [found["share_eligible"]] * videos
-    if isinstance(session.replay, RankedReplay) and session.plan.replay is not None:
-        shares = session.replay.take_shares()[:videos]  # a pair's rows decide together
+    if known := [x for x in gated if x is not None]:
+        shares = torch.stack(known).mean(0)[:videos].tolist()  # a pair's rows decide together
     return [{"share_eligible": share, "density": found["density"]} for share in shares]
 
 
