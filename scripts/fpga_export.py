@@ -319,7 +319,7 @@ def draw_float(args: argparse.Namespace) -> None:
                         hidden, books, config.sampler, noise[i : i + 1]
                     )
                     drawn.append(codes[0].numpy())
-                    model._feed(session, codes[:, None], pos[i : i + 1], move)
+                    model.feed(session, codes[:, None], pos[i : i + 1], move)
                 session.commit()
             row = session.meter.take()
         replayed = row["rows_replayed"] / (places * config.layers)

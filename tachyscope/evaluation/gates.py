@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from torch import Tensor
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, join, make_clip, true_codes
 from tachyscope.evaluation.intervals import Values, combined, versus
-from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, changes
+from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, begin_dense, changes
 from tachyscope.evaluation.tokens import bounds, forced, made, spearman
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.observers import Observer
 from tachyscope.results import Document
+from tachyscope.session import Session
 from tachyscope.types import PassContext
 
 SHARES = (0.75, 0.5, 0.25)
@@ -105,6 +106,16 @@ def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[flo
 _clip = cache(make_clip)  # drawing one takes seconds, and encoding it as many
 
 
+@lru_cache(len(CLIPS))
+def _start(
+    model: VilaModel, names: tuple[str, ...], worlds: int, seed: int, size: int, frames: int
+) -> Session:
+    """What all plans go on from."""
+    keys = [(name, worlds, seed, size, frames) for name in names]
+    clip = join([_clip(*key) for key in keys])
+    return begin_dense(model, clip, torch.cat([_codes(model, *key) for key in keys]))
+
+
 @cache
 def _codes(model: VilaModel, name: str, worlds: int, seed: int, size: int, frames: int) -> Tensor:
     return true_codes(model, _clip(name, worlds, seed, size, frames))
@@ -121,10 +132,11 @@ def measure(model: VilaModel, task: Task) -> list[Document]:
         return [head | row for row in _by_clip(task, bounds(model, clip))]
     ways = [way_of(model, name, task) for name in task.methods]
     codes = torch.cat([_codes(model, *key) for key in keys])
+    start = _start(model, task.clips, *keys[0][1:])
     if task.what == "made":
-        results = made(model, clip, ways, codes)
+        results = made(model, clip, ways, codes, start)
     else:
-        results = forced(model, clip, ways, task.frames, codes)[1:]
+        results = forced(model, clip, ways, task.frames, codes, start)[1:]
     rows = []
     for name, way, by_world in zip(task.methods, ways, results, strict=True):
         named: Document = head | {"method": name, "share": task.share, "plan": str(way)}

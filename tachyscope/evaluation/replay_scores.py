@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from tachyscope.evaluation.clips import GIVEN, Clip
 from tachyscope.meter import Meter
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.observers import Observer
+from tachyscope.plan import DEFAULT
 from tachyscope.prefill import Part, prefill
-from tachyscope.replay import TokenReplay
-from tachyscope.replay.neurons import NeuronReplay
+from tachyscope.replay import Choice, TokenReplay
+from tachyscope.replay.neurons import NeuronReplay, Neurons
 from tachyscope.replay.runner import ReplayRunner, count_rows
 from tachyscope.session import Session
+from tachyscope.state_file import COUNTS
 from tachyscope.stream import open as open_stream
 from tachyscope.types import Mlp, PassContext
 
@@ -127,7 +130,7 @@ class RankedReplay(ReplayRunner):
         if self.within is not None and layer not in self.within:
             count_rows(meter, fn.macs, x.shape[:2].numel(), x.shape[:2].numel())
             return fn(x)
-        if ctx.tokens == 1 and ctx.pass_index in self.ready:
+        if not ctx.given and ctx.pass_index in self.ready:
             ranked = {name: self._rank(name, x, fn, own, layer, here) for name in self.noted}
             for name, value in ranked.items():
                 self.noted[name][layer, :, here] = value
@@ -139,6 +142,24 @@ class RankedReplay(ReplayRunner):
         # the input that made the kept output, which may be frames old
         self._inputs[layer][:, here] = torch.where(fresh[..., None], x, kept)
         return out
+
+    def choose(
+        self, age: Tensor, own: dict[str, Tensor], ctx: PassContext, rng: torch.Generator
+    ) -> Choice | None:
+        """Of several tokens each is chosen as if it came alone, in their order."""
+        if ctx.tokens == 1:
+            return super().choose(age, own, ctx, rng)
+        assert self.policy is not None
+        score, gates = self.scores.get(ctx.layer), []
+        for i in range(ctx.tokens):
+            one = None if score is None else score[:, i : i + 1]
+            choice = self.policy.choose(one, age[:, i : i + 1], own, ctx.token(i), rng)
+            if choice is None or choice.gate is None:  # all rows, or none
+                compute = torch.full_like(age[:, :1], choice is None, dtype=torch.bool)
+            else:
+                compute = choice.gate
+            gates.append(compute)
+        return Choice(gate=torch.cat(gates, 1))
 
     def _rank(
         self, name: str, x: Tensor, fn: Mlp, own: dict[str, Tensor], layer: int, here: slice
@@ -186,20 +207,81 @@ def begin(
     codes: Tensor,
     note: Sequence[str] = (),
     observers: Sequence[Observer] = (),
+    start: Session | None = None,
 ) -> Session:
     """A session, one row a world, that has seen the prompts and the given frames.
 
     Worlds share every pass: the rows never look at each other, and a pass over several costs
-    little more than one.
+    little more than one. start: a dense session that has seen all given frames but the last, from
+    which plans that read and keep all entries go on.
     """
-    session = open_stream(
-        model, way.plan, prompt=[world.prompt for world in clip.worlds],
-        seed=[world.number for world in clip.worlds], frames=clip.length, observers=observers,
-    ).session  # fmt: skip
+    session = _open(model, way.plan, clip, clip.length, observers)
     if not isinstance(session.plan.replay, NeuronReplay):
         session.replay = RankedReplay(session, way, note)
-    moves = clip.moves_on(model.device)
-    for i in range(GIVEN):
-        prefill(model, session, [Part(codes[:, i : i + 1], moves[i : i + 1])])
+    first = 0
+    if start is not None and _keeps_all(session):
+        _go_on(session, start)
+        first = GIVEN - 1
+    prefill_clip(model, session, clip, codes, range(first, GIVEN))
     session.meter.take()
     return session
+
+
+def begin_dense(model: VilaModel, clip: Clip, codes: Tensor) -> Session:
+    """A dense session that has seen the prompts and all given frames but the last."""
+    session = _open(model, "dense", clip, GIVEN, ())
+    prefill_clip(model, session, clip, codes, range(GIVEN - 1))
+    return session
+
+
+def _open(
+    model: VilaModel, plan: str, clip: Clip, frames: int, observers: Sequence[Observer]
+) -> Session:
+    return open_stream(
+        model, plan, prompt=[world.prompt for world in clip.worlds],
+        seed=[world.number for world in clip.worlds], frames=frames, observers=observers,
+    ).session  # fmt: skip
+
+
+@torch.inference_mode()
+def score(model: VilaModel, session: Session, codes: Tensor, actions: Any) -> Tensor:
+    """`model.score` of a frame's codes, by one pass over all of its tokens where that is the same.
+
+    It is not where a token's output hangs on those of others in its layer, or is looked at alone.
+    """
+    replay = session.plan.replay
+    alone = isinstance(replay, TokenReplay) and replay.drift
+    alone = alone or (isinstance(replay, Neurons) and replay.age > 0)
+    if alone or session.observers:
+        return model.score(session, codes, actions)
+    pos = session.shape.positions(session.latent_frame, 1, model.device)
+    before = session.features["hidden"][:, None]
+    states = model.feed(session, codes.flatten(1, 3), pos, actions, drafted=True)
+    return model.logits(torch.cat([before, states[:, :-1]], 1), codes.flatten(1, 3))
+
+
+@torch.inference_mode()
+def prefill_clip(
+    model: VilaModel, session: Session, clip: Clip, codes: Tensor, frames: Iterable[int]
+) -> None:
+    moves = clip.moves_on(model.device)
+    for i in frames:
+        prefill(model, session, [Part(codes[:, i : i + 1], moves[i : i + 1])])
+
+
+def _keeps_all(session: Session) -> bool:
+    """Whether given frames but the last leave nothing but keys and values, as dense ones do."""
+    plan, replay = session.plan, session.replay.policy
+    drifts = isinstance(replay, TokenReplay) and replay.drift
+    kinds = (plan.cache, plan.attention, plan.store)
+    return kinds == (DEFAULT.cache, DEFAULT.attention, DEFAULT.store) and not drifts
+
+
+def _go_on(session: Session, start: Session) -> None:
+    """Take over what a dense session of the same clip remembers."""
+    for mine, theirs in zip(session.layers, start.layers, strict=True):
+        for name in ("k", "v", "pos", "log_count"):
+            getattr(mine, name)[:, :, : start.past] = getattr(theirs, name)[:, :, : start.past]
+    for name in COUNTS:
+        setattr(session, name, getattr(start, name))
+    session.features |= {name: x.clone() for name, x in start.features.items()}

@@ -37,7 +37,7 @@ class Timed(VilaModel):
         super().__init__(cast(Any, weights), model.config, model.tokenizer, model.name)
         self.trunk_ms: list[float] = []
 
-    def _feed(
+    def feed(
         self,
         session: Session,
         codes: Tensor,
@@ -46,7 +46,7 @@ class Timed(VilaModel):
         drafted: bool = False,
     ) -> Tensor:
         start = time.perf_counter()
-        states = super()._feed(session, codes, pos, actions, drafted)
+        states = super().feed(session, codes, pos, actions, drafted)
         self.trunk_ms.append((time.perf_counter() - start) * 1e3)
         return states
 

@@ -18,7 +18,15 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip, true_codes
 from tachyscope.evaluation.intervals import Values, combined, versus
-from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, changes, replayed
+from tachyscope.evaluation.replay_scores import (
+    RankedReplay,
+    Way,
+    begin,
+    begin_dense,
+    changes,
+    replayed,
+    score,
+)
 from tachyscope.evaluation.token_timing import REPLAY, WINDOW, clock
 from tachyscope.evaluation.world import Watch
 from tachyscope.graph_runner import ChunkRunner
@@ -88,14 +96,16 @@ def forced(
     ways: Sequence[Way],
     frames: int = GIVEN,
     codes: Tensor | None = None,
+    start: Session | None = None,
 ) -> list[list[Values]]:
     """KL from dense of each way, by world, all fed the true codes; dense itself comes first.
 
-    codes: the clip's true ones, where they are known.
+    codes, start: the clip's true codes and a session of `begin_dense`, where there are such.
     """
     codes = true_codes(model, clip) if codes is None else codes
     moves = clip.moves_on(model.device)
-    sessions = [begin(model, way, clip, codes) for way in (Way("dense"), *ways)]
+    start = begin_dense(model, clip, codes) if start is None else start
+    sessions = [begin(model, way, clip, codes, start=start) for way in (Way("dense"), *ways)]
     sums = torch.zeros(len(sessions), 3, len(clip.worlds))
     first = torch.zeros(len(sessions), len(clip.worlds))
     gated: list[list[Tensor | None]] = [[] for _ in sessions]
@@ -103,7 +113,7 @@ def forced(
         told = codes[:, i].flatten(1, 2)[..., None]  # [V, N, D, 1]
         dense = None
         for row, session in enumerate(sessions):
-            logits = model.score(session, codes[:, i : i + 1], moves[i : i + 1])
+            logits = score(model, session, codes[:, i : i + 1], moves[i : i + 1])
             session.commit()
             gated[row].append(replayed(session))
             dense = logits if dense is None else dense
@@ -116,9 +126,9 @@ def forced(
     out = []
     for row, session in enumerate(sessions):
         shares = skipped(session, [session.meter.take()], gated[row])
-        found, start = sums[row].tolist(), first[row].tolist()
+        found, at_first = sums[row].tolist(), first[row].tolist()
         keys = ("kl", "nll", "right", "kl_first")
-        each = zip(*found, start, strict=True)
+        each = zip(*found, at_first, strict=True)
         out.append(
             [
                 dict(zip(keys, values, strict=True)) | share
@@ -130,17 +140,21 @@ def forced(
 
 @torch.inference_mode()
 def made(
-    model: VilaModel, clip: Clip, ways: Sequence[Way], codes: Tensor | None = None
+    model: VilaModel,
+    clip: Clip,
+    ways: Sequence[Way],
+    codes: Tensor | None = None,
+    start: Session | None = None,
 ) -> list[list[Values]]:
     """dB to the truth of frames that each way makes by itself, by world.
 
     psnr_truth_to_N: of the eight frames up to the clip's N-th. motion: how much pictures change
-    from frame to frame, over how much the truth does: 0 is a picture that stands still. codes: the
-    clip's true ones, where they are known.
+    from frame to frame, over how much the truth does: 0 is a picture that stands still. codes,
+    start: as `forced` has them.
     """
     codes, out = true_codes(model, clip) if codes is None else codes, []
     for way in ways:
-        stream = Stream(model, begin(model, way, clip, codes), batch=len(clip.worlds))
+        stream = Stream(model, begin(model, way, clip, codes, start=start), batch=len(clip.worlds))
         if not way.published:
             stream.runner = ChunkRunner(model, stream.session)  # what ranks is no policy's own
         chunks, gated = [], []

@@ -222,14 +222,14 @@ class TokenModel(VideoModel):
         codes = []
         for i in range(shape.tokens_per_frame):
             codes.append(self.draw(session.features["hidden"], noise[:, i]))
-            self._feed(session, codes[-1][:, None], pos[i : i + 1], actions)
+            self.feed(session, codes[-1][:, None], pos[i : i + 1], actions)
         return torch.stack(codes, 1)
 
     def _token_frame(
         self, session: Session, noise: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
     ) -> TokenFrame:
         def feed(codes: Tensor, at: int) -> Tensor:
-            return self._feed(session, codes, pos[at : at + codes.shape[1]], actions, drafted=True)
+            return self.feed(session, codes, pos[at : at + codes.shape[1]], actions, drafted=True)
 
         def draw(states: Tensor, at: int) -> tuple[Tensor, Tensor]:
             session.meter.add("macs", states.shape[:2].numel() * self.draw_macs)
@@ -256,7 +256,7 @@ class TokenModel(VideoModel):
     ) -> None:
         pos = session.shape.positions(session.latent_frame, 1, self.device)
         codes, before = latents.flatten(1, 3), session.features.get("hidden")
-        states = self._feed(session, codes, pos, actions)
+        states = self.feed(session, codes, pos, actions)
 
         def logits() -> Tensor:
             first = states[:, :1] if before is None else before[:, None]
@@ -275,13 +275,13 @@ class TokenModel(VideoModel):
         states = []
         for i in range(session.shape.tokens_per_frame):
             states.append(session.features["hidden"])
-            self._feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
+            self.feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
         return self.logits(torch.stack(states, 1), codes)
 
     def _videos(self, shape: Shape) -> int:
         return shape.batch // (2 if shape.paired else 1)
 
-    def _feed(
+    def feed(
         self,
         session: Session,
         codes: Tensor,

@@ -86,8 +86,7 @@ class ReplayRunner:
         # what is given is computed whole: the video rests on it
         if ready and not ctx.given:
             meter.add("rows_eligible", rows)
-            score, age = self.scores.get(ctx.layer), _for_tokens(ages, ctx, 1)
-            choice = self.policy.choose(score, age, own, ctx, rng)
+            choice = self.choose(_for_tokens(ages, ctx, 1), own, ctx, rng)
         y, computed = _run_rows(x, old, choice, fn, meter)
         if self.policy.drift and ready:
             drift = own["drift"][ctx.pass_index]
@@ -102,6 +101,13 @@ class ReplayRunner:
                 age, computed if isinstance(computed, bool) else _last_frames(computed, ctx, 1)[i]
             )
         return y
+
+    def choose(
+        self, age: Tensor, own: dict[str, Tensor], ctx: PassContext, rng: torch.Generator
+    ) -> Choice | None:
+        """What the policy computes of this pass's tokens, by their scores and ages [B, S]."""
+        assert self.policy is not None
+        return self.policy.choose(self.scores.get(ctx.layer), age, own, ctx, rng)
 
     def commit(self, passes: set[int]) -> None:
         """The chunk is final, after these passes over it."""
