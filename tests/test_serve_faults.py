@@ -80,11 +80,13 @@ def process(folder, *more):
             server.kill()
 
 
-def metric(url, line):
+def metric(url, line, every=False):
+    """A number of /metrics by the beginning of its line, or the sum of all such lines."""
     with urlopen(f"{url}/metrics") as answer:
         rows = answer.read().decode().splitlines()
-    (found,) = [row for row in rows if row.startswith(line)]
-    return float(found.split()[-1])
+    found = [float(row.split()[-1]) for row in rows if row.startswith(line)]
+    assert every or len(found) == 1
+    return sum(found)
 
 
 def test_sessions_of_a_server_that_was_killed_resume_exactly(tmp_path):

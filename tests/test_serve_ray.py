@@ -1,93 +1,183 @@
-"""Two replicas by Ray Serve on one machine: sessions bound to them, and a replica that is killed."""
+"""Two replicas by Ray Serve on one machine: sessions bound to them, moved, killed, and videos."""
 
+import dataclasses
+import json
 import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import uvicorn
+from openai import BadRequestError, NotFoundError, OpenAI
 from serving import Player
-from test_serve_faults import OPEN, play
+from test_serve import read_bytes
+from test_serve_faults import OPEN, metric, play, process
 
 import tachyscope as ts
+from tachyscope.quality import psnr
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-@contextmanager
-def cluster(folder):
-    """An ingress in this process, and two replicas; its address and the handle to them."""
-    from tachyscope.serve import ray as ours
-    from tachyscope.serve.limits import Limits
-    from tachyscope.serve.security import Guard
-    from tachyscope.serve.server import Place, listen
+class Cluster:
+    """An ingress in this process, and two replicas."""
 
-    settings = ours.Settings(
-        "toy-chunks", str(folder), "dense", snapshot_chunks=2, limits=Limits(send_s=60.0)
-    )
+    def __init__(self, folder):
+        from tachyscope.serve import ray as ours
+        from tachyscope.serve.ingress import Ingress
+        from tachyscope.serve.limits import Limits
+        from tachyscope.serve.security import Guard
+        from tachyscope.serve.server import Place, listen
+
+        self.settings = ours.Settings(
+            "toy-chunks", str(folder), "dense", snapshot_chunks=2, limits=Limits(send_s=60.0)
+        )
+        self.deploy = ours.deploy
+        self.handle = self.deploy(self.settings, 2, 2)
+        self.listener = listen(Place(port=0))
+        app = Ingress(self.settings, self.handle).app(Guard())
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.05)
+        self.url = f"http://localhost:{self.listener.getsockname()[1]}"
+
+    def replicas(self):
+        """What each replica holds, by its process."""
+        found = self.handle.broadcast("whereabouts").results(return_exceptions=True)
+        return {one["pid"]: one["sessions"] for one in found if isinstance(one, dict)}
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join()
+        self.listener.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - else a busy machine starves them
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
     try:
-        handle = ours.deploy(settings, 2, 2)
-        listener = listen(Place(port=0))
-        app = ours.Ingress(settings, handle).app(Guard())
-        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.05)
-            yield f"http://localhost:{listener.getsockname()[1]}", handle
-        finally:
-            while OPEN:
-                OPEN.pop().__exit__(None, None, None)
-            server.should_exit = True
-            thread.join()
-            listener.close()
+        found = Cluster(tmp_path_factory.mktemp("state"))
+        yield found
+        found.stop()
     finally:
         ray.serve.shutdown()
         ray.shutdown()
 
 
-def replicas(handle):
-    """What each replica holds, by its process."""
-    found = {}
-    for _ in range(40):
-        one = handle.whereabouts.remote().result()
-        found[one["pid"]] = one["sessions"]
-        if len(found) == 2:
-            break
-    return found
+@pytest.fixture(autouse=True)
+def closing():
+    yield
+    while OPEN:
+        OPEN.pop().__exit__(None, None, None)
 
 
-def test_a_killed_replica_s_sessions_go_on_elsewhere(tmp_path):
-    with cluster(tmp_path) as (url, handle):
-        player = play(url, seed=4)
-        name = player.opened["session"]
-        player.send("keys", id=1, actions="w")
-        player.until("receipt", id=1, phase="applied")
-        player.until("snapshot", chunk=4)
-        held = replicas(handle)
-        (pid,) = [pid for pid, sessions in held.items() if name in sessions]
-        os.kill(pid, signal.SIGKILL)
-        while not (isinstance(message := player.next(), dict) and message["type"] == "left"):
-            pass
-        assert message["code"] == 1012
-        seen = max(chunk for _, chunk in player.chunks)
-        again = play(url, "resume", session=name, secret=player.opened["secret"])
-        assert isinstance(again, Player) and seen - 3 <= again.opened["chunk"]
-        first = 3 * again.opened["chunk"]
-        again.until_frame(first + 5)
-        again.send("log", id=2)
-        steps = again.until("log")["log"]["steps"]
-    with ts.open(ts.load("toy-chunks"), "dense", seed=4) as stream:
+def left(player):
+    """How the server ended the connection."""
+    while not (isinstance(message := player.next(), dict) and message["type"] == "left"):
+        pass
+    return message
+
+
+def resumed(cluster, player):
+    known = {name: player.opened[name] for name in ("session", "secret")}
+    again = play(cluster.url, "resume", **known)
+    assert isinstance(again, Player)
+    return again
+
+
+def goes_on(again, seed):
+    """Whether a resumed session's frames are those of a stream that never stopped."""
+    first = 3 * again.opened["chunk"]
+    again.until_frame(first + 5)
+    again.send("log", id=2)
+    steps = again.until("log")["log"]["steps"]
+    with ts.open(ts.load("toy-chunks"), "dense", seed=seed) as stream:
         wanted = np.concatenate([stream.step(step or None).frames for step in steps])
-    assert again.matches(wanted[: first + 6], start=first)
+    return again.matches(wanted[: first + 6], start=first)
+
+
+def until(check, what, seconds=90):
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.5)
+
+
+def test_one_command_serves_by_two_replicas(tmp_path):
+    with process(tmp_path, "--replicas", "2") as (url, server):
+        player = play(url)
+        player.until_frame(5)
+        seen = max(chunk for _, chunk in player.chunks)
+        server.send_signal(signal.SIGTERM)
+        assert left(player)["code"] == 1012
+        assert server.wait(60) == 128 + signal.SIGTERM
+    (saved,) = tmp_path.glob("*/session.json")
+    assert len(json.loads(saved.read_text())["log"]["steps"]) > seen  # nothing is lost
+
+
+def test_videos_through_the_ingress(cluster):
+    openai = OpenAI(api_key="none", base_url=f"{cluster.url}/v1")
+    made = openai.videos.create(
+        prompt="a red room", seconds="0.5", extra_body={"actions": "w*2 a*3", "seed": "5"}
+    )
+    done = openai.videos.poll(made.id, poll_interval_ms=100)
+    assert (done.id, done.status, done.progress) == (made.id, "completed", 100)
+    frames = read_bytes(openai.videos.download_content(made.id).content)
+    with ts.open(ts.load("toy-chunks"), "dense", seed=5, prompt="a red room") as stream:
+        truth = np.concatenate([stream.step(list(x)).frames for x in ("wwa", "aa.", "...")])[:8]
+    assert len(frames) == 8 and psnr(frames, truth).mean() > 20
+    assert [one.id for one in openai.videos.list()] == [made.id]
+    assert openai.videos.delete(made.id).deleted
+    with pytest.raises(NotFoundError, match="there is no video of this id"):
+        openai.videos.retrieve(made.id)
+    with pytest.raises(BadRequestError, match="seconds are over 0"):
+        openai.videos.create(prompt="", seconds="0")
+    assert metric(cluster.url, "tachyscope_frames_made_total", every=True) >= 8
+    # given up while it is made
+    long = openai.videos.create(prompt="", seconds="60")
+    assert openai.videos.delete(long.id).deleted
+    until(lambda: not any(cluster.replicas().values()), "the end of a video that nobody wants")
+
+
+def test_a_killed_replica_s_sessions_go_on_elsewhere(cluster):
+    player = play(cluster.url, seed=4)
+    name = player.opened["session"]
+    player.send("keys", id=1, actions="w")
+    player.until("receipt", id=1, phase="applied")
+    player.until("snapshot", chunk=4)
+    (pid,) = [pid for pid, sessions in cluster.replicas().items() if name in sessions]
+    os.kill(pid, signal.SIGKILL)
+    assert left(player)["code"] == 1012
+    again = resumed(cluster, player)
+    assert max(chunk for _, chunk in player.chunks) - 3 <= again.opened["chunk"]
+    assert goes_on(again, seed=4)
+
+
+def test_an_upgrade_moves_sessions_without_loss_and_bytes_add_replicas(cluster):
+    until(lambda: len(cluster.replicas()) == 2, "the second replica")
+    player = play(cluster.url, seed=6)
+    player.send("keys", id=1, actions="w")
+    player.until_frame(8)
+    before = set(cluster.replicas())
+    size = player.opened["reserved_bytes"]
+    # another version: one replica, or two where more than 80 % of the first one's bytes are taken
+    settings = dataclasses.replace(cluster.settings, budget=int(1.1 * size))
+    upgrade = threading.Thread(target=cluster.deploy, args=(settings, 1, 2))
+    upgrade.start()
+    assert left(player)["code"] == 1012
+    again = resumed(cluster, player)
+    # written when it was moved, not when its last snapshot was due
+    assert again.opened["chunk"] > max(chunk for _, chunk in player.chunks)
+    assert goes_on(again, seed=6)
+    upgrade.join()
+    until(lambda: len(set(cluster.replicas()) - before) == 2, "a replica for more bytes")
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,9 @@ class Serve(_Server):
     replicas: int = option(
         0, "Replicas of the model by Ray Serve, which needs --state and the extra ray; 0 without."
     )
+    max_replicas: int = option(
+        0, "Replicas at most, where Ray adds and removes some by reserved bytes; 0: as --replicas."
+    )
     snapshot_chunks: int = option(32, "Chunks between two snapshots of a session.")
     sessions: int = option(16, "Sessions open at once, those that wait on disk included.")
     idle_s: float = option(300.0, "Seconds without a message after which a client is sent away.")
@@ -114,6 +117,10 @@ class Serve(_Server):
         if self.replicas:
             self._run_replicas(place, limits)
             return
+        if self.max_replicas:
+            raise TachyscopeError(
+                f"--max-replicas goes with --replicas, got {self.max_replicas} alone: give both"
+            )
         model = self.load("serve", self.model)
         run(
             model, self.model, plan=self.plan, place=place, budget=self.budget, state=self.state,
@@ -128,10 +135,15 @@ class Serve(_Server):
             )
         if self.state is None:
             raise TachyscopeError("--replicas share --state, got none: give a path they all reach")
+        most = self.max_replicas or self.replicas
+        if most < self.replicas:
+            raise TachyscopeError(
+                f"--max-replicas must be at least --replicas, got {most} and {self.replicas}"
+            )
         from tachyscope.serve.ray import Settings, run
 
         settings = Settings(
             self.model, self.state, self.plan, self.weights, self.device, self.dtype, self.budget,
             self.snapshot_chunks, limits,
         )  # fmt: skip
-        run(settings, place, self.replicas)
+        run(settings, place, self.replicas, most)

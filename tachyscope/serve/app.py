@@ -28,7 +28,7 @@ from tachyscope.serve.jobs import Jobs
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.protocol import SUBPROTOCOL
 from tachyscope.serve.security import Guard
-from tachyscope.serve.videos import error, video_routes
+from tachyscope.serve.videos import LocalVideos, error, video_routes
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -41,6 +41,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
+NO_RECORDING = "no session of this name and secret has a recording: send record on, then off"
 OPEN_PATHS = {"/health", *FILES}  # for everybody who reaches the host
 
 
@@ -151,13 +152,11 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
 
     async def recording(request: Request) -> Response:
         """A session's finished mp4, for who has its secret."""
-        name = request.path_params["name"]
-        live = engine.find(name, request.headers.get("x-session-secret", ""))
-        if live is None:
-            return error(404, "no session of this name and secret is open")
-        path = engine.recording(name)
-        if live.recording is not None or not path.exists():
-            return error(404, "this session has no finished recording: send record on, then off")
+        path = engine.finished(
+            request.path_params["name"], request.headers.get("x-session-secret", "")
+        )
+        if path is None:
+            return error(404, NO_RECORDING)
         return FileResponse(path, media_type="video/mp4")
 
     return Starlette(
@@ -168,7 +167,7 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/settings", settings),
             Route("/v1/sessions/{name}/recording", recording),
-            *video_routes(jobs),
+            *video_routes(LocalVideos(jobs), engine.limits, engine.metrics.refused),
             WebSocketRoute("/v1/sessions", sessions),
         ],
         middleware=[Middleware(Door, guard=guard, refused=engine.metrics.refused)],

@@ -108,6 +108,11 @@ class Engine:
         """Where the mp4 of this name lies, once it is finished."""
         return self._recordings / f"{name}.mp4"
 
+    def finished(self, name: str, secret: str) -> Path | None:
+        """A session's mp4, for who has its secret; None where there is none, or it is written."""
+        live, path = self.find(name, secret), self.recording(name)
+        return path if live and live.recording is None and path.exists() else None
+
     def count(self) -> None:
         """Bring the gauges up to date."""
         found, resident = list(self.room.sessions.values()), self.room.resident

@@ -70,10 +70,11 @@ class Jobs:
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
 
-    def create(self, given: Mapping[str, Any]) -> Job:
-        """Put a video in line; raises where it cannot be made."""
+    def create(self, given: Mapping[str, Any], name: str = "") -> Job:
+        """Put a video in line, under a new name unless one is given; raises where it cannot be."""
         engine, limits = self.engine, self.engine.limits
         job = self._parse(given)
+        job.name = name or job.name
         size = engine.room.bytes_of(job.opening.plan)
         if size > engine.room.budget:
             raise Full(

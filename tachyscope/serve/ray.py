@@ -12,39 +12,39 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import uuid
+import signal
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import uvicorn
-from prometheus_client import CollectorRegistry, Counter
 from ray import serve
-from ray.exceptions import RayError
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
 
-from tachyscope import __version__
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.registry import load
-from tachyscope.serve import protocol
-from tachyscope.serve.app import ENCODERS, Door, accept, describe, page_routes
+from tachyscope.serve.app import ENCODERS
 from tachyscope.serve.connection import Connection
 from tachyscope.serve.engine import SNAPSHOT_CHUNKS, Engine
+from tachyscope.serve.jobs import Jobs
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.mailbox import Mailbox
 from tachyscope.serve.metrics import Metrics
-from tachyscope.serve.security import Guard
+from tachyscope.serve.ray_videos import VideoFiles
+from tachyscope.serve.room import Full
 from tachyscope.serve.server import Place, address, default_budget, listen, uvicorn_config
 from tachyscope.serve.snapshots import Snapshots
 
-RESTART = 1012  # the close code of a client that should come back at once
+PROGRESS_S = 0.5  # between two looks at a video that is made
+DRAIN_S = 30  # for sessions of a replica that is stopped to be written
+# a session that finds no room tells so at once; one that left may come back
+PATIENCE = {
+    "metrics_interval_s": 2.0,
+    "look_back_period_s": 10.0,
+    "upscale_delay_s": 4.0,
+    "downscale_delay_s": 300.0,
+}
 FULL = 0.8  # share of the replicas' memory above which there should be more of them
 MOVING_S = 3.0  # for a session's last replica to write it
 
@@ -101,11 +101,18 @@ class Sessions:
             metrics=Metrics(),
             snapshot_chunks=settings.snapshot_chunks,
         )
+        self.jobs, self._files = Jobs(self.engine), VideoFiles(settings.state)
         self._pool = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
+        self.name: str = serve.get_replica_context().replica_id.unique_id
         self.engine.start()
 
     async def play(self, mailbox: Any, key: str, resumed: str) -> AsyncIterator[Any]:
-        """All that one client's session sends, until it ends; `resumed` is a session's name."""
+        """This replica's name, then all that one client's session sends, until it ends.
+
+        `resumed` is a session's name. When the last item has come, a session that goes on
+        elsewhere has been written.
+        """
+        yield {"replica": self.name}
         await self._wait_for(resumed)
         socket = RemoteSocket(mailbox, key)
         running = asyncio.create_task(Connection(socket, self.engine, self._pool).run())
@@ -120,7 +127,8 @@ class Sessions:
         finally:
             coming.cancel()
             running.cancel()
-            self.engine.call(self.engine.let_go)
+            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.wrap_future(self.engine.call(self.engine.let_go))
 
     async def _wait_for(self, session: str) -> None:
         """A session that was elsewhere until now may still be being written."""
@@ -130,13 +138,40 @@ class Sessions:
                 return
             await asyncio.sleep(0.1)
 
-    def whereabouts(self) -> dict[str, Any]:
-        """The replica's process and its sessions."""
-        return {"pid": os.getpid(), "sessions": list(self.engine.room.sessions)}
+    async def make_video(self, given: dict[str, Any], name: str) -> AsyncIterator[dict[str, Any]]:
+        """How a video goes on, as OpenAI's JSON, until it lies in the folder of videos."""
+        try:
+            job = await asyncio.to_thread(self.jobs.create, given, name)
+        except TachyscopeError as fault:
+            yield {"refused": (isinstance(fault, Full), str(fault))}
+            return
+        try:
+            while job.status in ("queued", "in_progress"):
+                yield job.to_json(self.engine.name)
+                await asyncio.sleep(PROGRESS_S)
+            if job.status == "completed":
+                data = await asyncio.to_thread(self.jobs.path(job).read_bytes)
+                await asyncio.to_thread(self._files.write_video, job.name, data)
+            yield job.to_json(self.engine.name)
+        finally:
+            with suppress(KeyError):
+                await asyncio.to_thread(self.jobs.delete, job.name)
 
-    def metrics(self) -> bytes:
+    def whereabouts(self) -> dict[str, Any]:
+        """The replica's name, its process and its sessions."""
+        sessions = list(self.engine.room.sessions)
+        return {"replica": self.name, "pid": os.getpid(), "sessions": sessions}
+
+    def recording(self, session: str, secret: str) -> bytes | None:
+        """A session's finished mp4, where it is here."""
+        path = self.engine.finished(session, secret)
+        return None if path is None else path.read_bytes()
+
+    def metrics(self) -> tuple[str, bytes]:
+        """The replica's name, and its text for Prometheus."""
         self.engine.count()
-        return self.engine.metrics.text()
+        self.jobs.count()
+        return self.name, self.engine.metrics.text()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scale_by_bytes` decides by."""
@@ -147,6 +182,7 @@ class Sessions:
         """The replica is drained: what is still open is saved."""
         engine = getattr(self, "engine", None)
         if engine is not None:
+            self.jobs.stop()
             engine.stop()
 
 
@@ -167,14 +203,19 @@ def deploy(settings: Settings, fewest: int, most: int, gpus: float = 0) -> Any:
     """The sessions' deployment, started on the cluster; the handle to its replicas."""
     more: dict[str, Any] = {"num_replicas": fewest}
     if most > fewest:
-        policy = {"policy_function": scale_by_bytes}
         more = {
-            "autoscaling_config": {"min_replicas": fewest, "max_replicas": most, "policy": policy}
+            "autoscaling_config": {
+                "min_replicas": fewest,
+                "max_replicas": most,
+                "policy": {"policy_function": scale_by_bytes},
+                **PATIENCE,
+            }
         }
     sessions = serve.deployment(
         name="Sessions",
         max_ongoing_requests=2 * settings.limits.sessions,  # and calls that are no sessions
-        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_gpus": gpus, "num_cpus": 1},
         **more,
     )(Sessions)
@@ -182,89 +223,28 @@ def deploy(settings: Settings, fewest: int, most: int, gpus: float = 0) -> Any:
     return serve.run(sessions.bind(settings), name="tachyscope", route_prefix=None)
 
 
-class Ingress:
-    """The page and the WebSockets of a cluster, in the process that runs it."""
+def run(settings: Settings, place: Place, fewest: int, most: int) -> None:
+    """Serve by so many replicas until a signal comes; joins a cluster, or starts one here.
 
-    def __init__(self, settings: Settings, handle: Any) -> None:
-        self._settings, self._handle = settings, handle
-        self._mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
+    On a cluster that was there before, the replicas stay: the next command takes them over.
+    """
+    from tachyscope.serve.ingress import Ingress
 
-    def app(self, guard: Guard) -> Starlette:
-        refused = Counter(
-            "tachyscope_refused", "Requests refused.", ["why"], registry=CollectorRegistry()
-        )
-        return Starlette(
-            routes=[
-                *page_routes(),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Route("/v1/settings", self._describe),
-                WebSocketRoute("/v1/sessions", self._play),
-            ],
-            middleware=[Middleware(Door, guard=guard, refused=refused)],
-        )
-
-    async def _health(self, request: Request) -> Response:
-        model = self._settings.model
-        return JSONResponse({"status": "ok", "version": __version__, "model": model})
-
-    async def _metrics(self, request: Request) -> Response:
-        """Of one replica, whichever answers."""
-        return Response(await self._handle.metrics.remote(), media_type="text/plain")
-
-    async def _describe(self, request: Request) -> Response:
-        found = self._settings
-        return JSONResponse(describe(found.model, found.plan, found.limits))
-
-    async def _play(self, socket: WebSocket) -> None:
-        if not await accept(socket):
-            return
-        key, first = uuid.uuid4().hex, await socket.receive()
-        await self._mailbox.put.remote(key, first)
-        stream = self._handle.options(stream=True).play.remote(
-            self._mailbox, key, _resumed(first.get("text") or "")
-        )
-        reading = asyncio.create_task(self._forward(socket, key))
-        try:
-            async for item in stream:
-                if isinstance(item, str):
-                    await socket.send_text(item)
-                elif isinstance(item, bytes):
-                    await socket.send_bytes(item)
-                else:
-                    await socket.close(*item)
-        except RayError:
-            await socket.close(RESTART, "the session's machine is gone: resume")
-        finally:
-            reading.cancel()
-            await self._mailbox.put.remote(key, {"type": "websocket.disconnect"})
-
-    async def _forward(self, socket: WebSocket, key: str) -> None:
-        event: Any = {"type": ""}
-        while event["type"] != "websocket.disconnect":
-            event = await socket.receive()
-            await self._mailbox.put.remote(key, event)
-
-
-def _resumed(text: str) -> str:
-    """The session that a first message asks for; empty where it asks for none."""
-    try:
-        return str(protocol.read_json(text).get("session", ""))
-    except TachyscopeError:
-        return ""
-
-
-def run(settings: Settings, place: Place, replicas: int) -> None:
-    """Serve by so many replicas until a signal comes; joins a cluster, or starts one here."""
-    ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False)
+    cluster, on_signal = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
+    # Ray's own niceness of 15 would starve replicas beside anything else
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(address=cluster, include_dashboard=False, log_to_driver=False)
+    signal.signal(signal.SIGTERM, on_signal)  # Ray has put its own there
     try:
         gpus = 1 if settings.device.startswith("cuda") else 0
-        handle = deploy(settings, replicas, replicas, gpus)
+        handle = deploy(settings, fewest, most, gpus)
         with listen(place) as listener:
             app = Ingress(settings, handle).app(place.guard)
             url = address(place, listener)
-            print(f"{settings.model} by {replicas} replicas: {url} (Ctrl-C ends it)", flush=True)
+            count = f"{fewest} to {most}" if most > fewest else str(fewest)
+            print(f"{settings.model} by {count} replicas: {url} (Ctrl-C ends it)", flush=True)
             uvicorn.Server(uvicorn_config(app, settings.limits)).run([listener])
     finally:
-        serve.shutdown()
+        if cluster is None:
+            serve.shutdown()
         ray.shutdown()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
+from prometheus_client import Counter
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException
@@ -14,6 +16,7 @@ from starlette.routing import Route
 from tachyscope.errors import TachyscopeError
 from tachyscope.serve import protocol
 from tachyscope.serve.jobs import Jobs
+from tachyscope.serve.limits import Limits
 from tachyscope.serve.room import Full
 
 RETRY_S = 30
@@ -27,52 +30,85 @@ def error(status: int, message: str, **headers: str) -> JSONResponse:
     return JSONResponse(content, status, headers)
 
 
-def video_routes(jobs: Jobs) -> list[Route]:
-    """The routes of one server's videos."""
-    engine = jobs.engine
+class Videos(Protocol):
+    """What the routes ask for; a video is told as OpenAI's JSON. KeyError: there is none."""
 
-    async def videos(request: Request) -> Response:
+    async def create(self, given: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    async def listed(self) -> list[dict[str, Any]]: ...
+
+    async def find(self, name: str) -> dict[str, Any]: ...
+
+    async def delete(self, name: str) -> None: ...
+
+    async def content(self, name: str) -> Response: ...
+
+
+class LocalVideos:
+    """Videos of this process's engine."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs, self._model = jobs, jobs.engine.name
+
+    async def create(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return (await run_in_threadpool(self._jobs.create, given)).to_json(self._model)
+
+    async def listed(self) -> list[dict[str, Any]]:
+        return [job.to_json(self._model) for job in self._jobs.listed()]
+
+    async def find(self, name: str) -> dict[str, Any]:
+        return self._jobs.find(name).to_json(self._model)
+
+    async def delete(self, name: str) -> None:
+        await run_in_threadpool(self._jobs.delete, name)
+
+    async def content(self, name: str) -> Response:
+        return FileResponse(self._jobs.path(self._jobs.find(name)), media_type="video/mp4")
+
+
+def video_routes(videos: Videos, limits: Limits, refused: Counter) -> list[Route]:
+    """The routes of a server's videos."""
+
+    async def every(request: Request) -> Response:
         if request.method == "GET":
-            data = [job.to_json(engine.name) for job in jobs.listed()]
+            data = await videos.listed()
             return JSONResponse({"object": "list", "data": data, "has_more": False})
         length = request.headers.get("content-length", "")
         if not length.isdecimal():
             return error(411, "a request with a body tells its length")
-        if int(length) > engine.limits.message_bytes:
-            return error(
-                413, f"a body has at most {engine.limits.message_bytes} bytes, got {length}"
-            )
+        if int(length) > limits.message_bytes:
+            return error(413, f"a body has at most {limits.message_bytes} bytes, got {length}")
         try:
-            job = await run_in_threadpool(jobs.create, await _fields(request))
+            return JSONResponse(await videos.create(await _fields(request)))
         except Full as fault:
-            engine.metrics.refused.labels("full").inc()
+            refused.labels("full").inc()
             return error(503, str(fault), **{"retry-after": str(RETRY_S)})
         except TachyscopeError as fault:
             return error(400, str(fault))
-        return JSONResponse(job.to_json(engine.name))
 
-    async def video(request: Request) -> Response:
+    async def one(request: Request) -> Response:
         name = request.path_params["name"]
         try:
             if request.method == "DELETE":
-                await run_in_threadpool(jobs.delete, name)
+                await videos.delete(name)
                 return JSONResponse({"id": name, "object": "video.deleted", "deleted": True})
-            return JSONResponse(jobs.find(name).to_json(engine.name))
+            return JSONResponse(await videos.find(name))
         except KeyError:
             return error(404, "there is no video of this id")
 
     async def content(request: Request) -> Response:
+        name = request.path_params["name"]
         try:
-            job = jobs.find(request.path_params["name"])
+            status = (await videos.find(name))["status"]
+            if status != "completed":
+                return error(409, f"this video is {status}: ask again when it is completed")
+            return await videos.content(name)
         except KeyError:
             return error(404, "there is no video of this id")
-        if job.status != "completed":
-            return error(409, f"this video is {job.status}: ask again when it is completed")
-        return FileResponse(jobs.path(job), media_type="video/mp4")
 
     return [
-        Route("/v1/videos", videos, methods=["GET", "POST"]),
-        Route("/v1/videos/{name}", video, methods=["GET", "DELETE"]),
+        Route("/v1/videos", every, methods=["GET", "POST"]),
+        Route("/v1/videos/{name}", one, methods=["GET", "DELETE"]),
         Route("/v1/videos/{name}/content", content),
     ]
 
