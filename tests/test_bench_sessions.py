@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tachyscope.bench.sessions import Client, bench_sessions, lines
+from tachyscope.serve.load_test import Client, bench_sessions, lines
 from tachyscope.serve.protocol import DENSE, MAIN, Header
 
 

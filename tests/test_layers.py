@@ -26,7 +26,7 @@ ROWS = [  # a module may import from the rows above its own, and from its own fo
     {"models"},
     {"graph_runner", "registry", "video"},
     {"arguments", "prefill"},
-    {"batch"},
+    {"batch", "held"},
     {"stream"},
     {"rollout", "snapshots"},
     {"report", "results", "plan_notes", "progress"},

@@ -24,7 +24,7 @@ class BenchSessions(Verb):
         for name in ("clients", "minutes", "seed"):
             check(name, getattr(self, name))
         self.check_json()
-        from tachyscope.bench.sessions import bench_sessions, lines
+        from tachyscope.serve.load_test import bench_sessions, lines
 
         results = bench_sessions(
             self.model, self.plan, clients=self.clients, minutes=self.minutes, seed=self.seed,
