@@ -95,8 +95,9 @@ def families(kind, name):
     return ("chunks", "rolling", "tokens", "cosmos")
 
 
+QUICK = ("chunks", "tokens", "poses", "steps")  # the other families run with the slow tests
 CASES = [
-    (kind, name, family)
+    pytest.param(kind, name, family, marks=() if family in QUICK else pytest.mark.slow)
     for kind, policies in CONTRACT.items()
     for name in policies
     for family in families(kind, name)
