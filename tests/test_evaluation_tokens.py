@@ -81,7 +81,12 @@ def test_worlds_in_one_batch_are_what_they_are_alone(model, clip):
 def test_a_frame_in_one_pass_is_scored_as_its_tokens_one_by_one(model, clip):
     codes = clips.true_codes(model, clip)
     start = replay_scores.begin_dense(model, clip, codes)
-    for plan in ("replay=attentive:share=0.5", "replay=input:budget=0.05", "replay=every_k:k=3"):
+    # no shares: places of the toy have equal scores, which rounding would rank
+    for plan in (
+        "replay=attentive:threshold=0.1",
+        "replay=input:budget=0.01",
+        "replay=every_k:k=3",
+    ):
         way, found = replay_scores.Way(plan), []
         for one_pass in (False, True):
             at = replay_scores.begin(model, way, clip, codes, start=start if one_pass else None)
@@ -95,7 +100,7 @@ def test_a_frame_in_one_pass_is_scored_as_its_tokens_one_by_one(model, clip):
             found.append(frames)
         for one, all_at_once in zip(*found, strict=True):
             torch.testing.assert_close(one, all_at_once, rtol=1e-3, atol=1e-4)
-        assert 0 < found[0][3].mean() < 1 or "every_k" in plan
+        assert 0 < (found[0][1] + found[0][3]).mean() < 2, plan
 
 
 # --- measures
