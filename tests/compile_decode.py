@@ -18,6 +18,8 @@ from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import triton as mlp
 from tachyscope.kernels.gemv import Norm, Weight
 from tachyscope.kernels.gemv import triton as gemv
+from tachyscope.kernels.input_gate import InputGate
+from tachyscope.kernels.input_gate import triton as gate
 
 BF16, WIDTH, INNER = torch.bfloat16, 4096, 11008
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -71,7 +73,7 @@ def launch(kernel, grid, *args, **options):
 
 
 def main():
-    gemv.launch = mlp.launch = several.launch = launch
+    gemv.launch = mlp.launch = several.launch = gate.launch = launch
     barrier, place = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
     for tokens, kind in ((1, ""), (2, ""), (1, "int8"), (1, "int4"), (2, "int4")):
         x, norm = (
@@ -96,6 +98,11 @@ def main():
         qkv, out = (torch.empty(rows * tokens, n * WIDTH, dtype=BF16) for n in (3, 1))
         scratch = Scratch(rows, 32, 32, 128, torch.device("cpu"), tokens)
         several.several_attention(out, qkv, step, scratch, tokens)
+    for rows, kind in ((1, "threshold"), (2, "share"), (2, "budget")):
+        held, fine = torch.empty(rows, 256, WIDTH, dtype=BF16), torch.empty(rows, 256)
+        told = torch.zeros(rows, dtype=torch.int32)
+        one = InputGate(kind, 0.5, rows == 2, 4.0, place, place, told, told, held, fine, fine, fine)
+        gate.input_gate(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
 
 
 if __name__ == "__main__":

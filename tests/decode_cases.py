@@ -22,7 +22,11 @@ from tachyscope.kernels.decode_mlp.reference import decode_mlp_reference
 from tachyscope.kernels.gemv import Norm, Weight, to_codes
 from tachyscope.kernels.gemv import torch as gemv_torch
 from tachyscope.kernels.gemv import triton as gemv_triton
-from tachyscope.kernels.gemv.reference import gemv_reference
+from tachyscope.kernels.gemv.reference import gemv_reference, norm_reference
+from tachyscope.kernels.input_gate import InputGate
+from tachyscope.kernels.input_gate import torch as input_gate_torch
+from tachyscope.kernels.input_gate import triton as input_gate_triton
+from tachyscope.kernels.input_gate.reference import input_gate_reference
 from tachyscope.kernels.sample_code import Codes, Draw
 from tachyscope.kernels.sample_code import torch as sample_torch
 from tachyscope.kernels.sample_code import triton as sample_triton
@@ -168,6 +172,31 @@ def _case_attention(
     return _flat(out, there, tokens), _flat(found, step, tokens)
 
 
+def _case_input_gate(rng, backend, rows, kind, limit, paired=False, ready=1, norm="rms"):
+    width = 40
+    x, base = _draw(rng, rows, width), _draw(rng, rows, PLACES, width)
+    about = _norm(rng, norm, width)
+    near = norm_reference(x, about) + 0.3 * torch.arange(1, rows + 1)[:, None]
+    base[:, PLACE] = near.to(DTYPE)  # some rows are nearer than others
+    recent = -torch.rand(rows, PLACES, generator=rng)
+    recent[:, 1] = torch.nan
+    gate = InputGate(
+        kind, limit, paired, 4.0, _whole(PLACE), _whole(ready),
+        torch.full((rows,), 7, dtype=torch.int32), _whole(3, 4), base,
+        credit=torch.rand(rows, 1, generator=rng), recent=recent,
+        due=torch.rand(rows, 1, generator=rng),
+    )  # fmt: skip
+    there = moved(gate)
+    backends = {"torch": input_gate_torch, "triton": input_gate_triton}
+    backends[backend].input_gate(moved(x), moved(about), there)
+    input_gate_reference(x, about, gate)
+    names = "skip", "counts", "input", "credit", "recent", "due"
+    return tuple(
+        torch.cat([getattr(g, name).double().cpu().flatten() for name in names]).nan_to_num(9.0)
+        for g in (there, gate)
+    )
+
+
 def _flat(out, step, tokens):
     """All that a step leaves behind, what is unknown as a number of its own."""
     end, entries = int(step.entries.slot) + tokens, step.entries
@@ -266,10 +295,17 @@ for guided, top_k, top_p, temperature, depth in (
         _case_sample, guided=guided, top_k=top_k, top_p=top_p, temperature=temperature, depth=depth
     )
     CASES[f"sample_code_{top_k}_{top_p}_{guided}"] = case, BOTH
+for rows, kind, limit, options in (
+    (1, "threshold", 0.5, {}), (3, "threshold", 0.5, {"norm": "layer"}),
+    (2, "share", 0.5, {"paired": True}), (3, "share", 0.4, {}), (4, "budget", 0.3, {"paired": True}),
+    (3, "budget", 0.2, {}), (2, "share", 0.5, {"ready": 0}), (2, "budget", 0.5, {"ready": 0}),
+):  # fmt: skip
+    case = functools.partial(_case_input_gate, rows=rows, kind=kind, limit=limit, **options)
+    CASES[f"input_gate_{rows}_{kind}_{'_'.join(options)}"] = case, BOTH
 # interpreted in every run of the quick tests
 QUICK = {
     "gemv_2_int8_rms", "gemv_1_int4_rms", "decode_mlp_1_all", "decode_mlp_2_first_int4", "decode_mlp_slice_1_error_20",
     "decode_attention_share", "decode_attention_window", "decode_attention_several_window",
-    "sample_code_9_0.8_False",
+    "sample_code_9_0.8_False", "input_gate_2_share_paired",
 }  # fmt: skip
 assert CASES.keys() >= QUICK

@@ -297,8 +297,9 @@ def test_compiled_passes_over_drafts_make_the_tokens_and_counts_of_torchs(plan):
         pytest.param("replay=input:threshold=2", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_step_replays_by_inputs(plan):
-    got = _check(toy_tokens(), plan, 4, native=True, prompt="a red room")
+@pytest.mark.parametrize("native", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_step_replays_by_inputs(plan, native):
+    got = _check(toy_tokens(), plan, 4, native=native, prompt="a red room")
     assert sum(row["rows_replayed"] for _, row in got) > 0
 
 

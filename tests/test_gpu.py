@@ -22,7 +22,7 @@ from tachyscope.compile_cache import VARIABLES
 from tachyscope.decode import DecodeEngine, DraftEngine
 from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.graph_runner import ChunkRunner, Graph
-from tachyscope.kernels import decode_attention, device
+from tachyscope.kernels import decode_attention, device, input_gate
 from tachyscope.kernels.attention import attention, hopper_backend
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.triton import Setting, flash_attention
@@ -139,11 +139,19 @@ def test_a_gate_on_cuda_is_metered_as_simulated():
         "cache=window:budget=4f attention=window:tokens=9 replay=attentive:threshold=-99",
         "replay=attentive:share=0.5,age=3",
         "replay=random:share=0.5",
+        "replay=input:share=0.5",
+        "replay=input:budget=0.1",
         "replay=neurons:share=0.5,age=2,file=FILE",
         "attention=window:tokens=9,sink=2 replay=prune:share=0.5,file=FILE",
     ],
 )
-def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, tmp_path):
+@pytest.mark.parametrize("chosen", [(), ("input_gate",)])
+def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(
+    plan, chosen, tmp_path, monkeypatch
+):
+    if chosen and "input" not in plan:
+        pytest.skip("asks for no new kernel")
+    monkeypatch.setattr(input_gate, "CHOSEN", {*chosen})
     model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
     file = tmp_path / "calibration.safetensors"
     write_tensors(file, random_calibration(model, (0.5,), 16).tensors())

@@ -61,6 +61,7 @@ ROWS = {
     "neurons75-window16": f"{SHORT} replay=neurons:share=0.75",
     "prune75": "replay=prune:share=0.75",
     "window16": SHORT,
+    "input-all": "replay=input:threshold=1e9",
     "scored": f"replay=attentive:threshold={NEVER:g}",
     "replay50": f"replay=random:share={_share(0.5):.4f}",
     "neurons50": "replay=neurons:share=0.5",
@@ -301,7 +302,7 @@ def _time(
     watts = energy.watts(lambda: timed.ms("step", LATER[1]), JOULES_S, clock.device)
     if watts is not None:
         out |= {"watts": watts, "joules_video": watts * out["step_video_s"]}
-    if timed.engine.gate is not None:
+    if timed.engine.gate is not None or timed.engine.judges:
         timed.engine.counts.zero_()
         timed.ms("trunk", LATER[0])
         skipped, masked = timed.engine.counts.sum(0).tolist()
@@ -319,7 +320,7 @@ def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
     found: Document = {"depth_bytes": engine.depth.bytes, "trunk_bytes": weights + entries}
     found["depth_tb_s"] = engine.depth.bytes / out["depth_ms"] / 1e9
     found["depth_of_copy"] = found["depth_tb_s"] / copy
-    if engine.gate is None:
+    if engine.gate is None and not engine.judges:
         found["trunk_tb_s"] = (weights + entries) / out["trunk_points_ms"][2] / 1e9
         found["trunk_of_copy"] = found["trunk_tb_s"] / copy
     return found

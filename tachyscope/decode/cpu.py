@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 import weakref
 from ctypes import POINTER, Structure, addressof, c_double, c_int64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.decode_attention import Step
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.gemv import Norm, Weight
+from tachyscope.kernels.input_gate import InputGate
 
 if TYPE_CHECKING:
     from tachyscope.decode.engine import DecodeEngine
@@ -48,25 +48,6 @@ INT8 = 2
 GEMV, ATTEND, MLP, SAMPLE, NORM, ADD = range(6)
 RULES = {"threshold": 0, "share": 1, "draw": 2}
 JUDGES = {"threshold": 1, "share": 2, "budget": 3}
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Which tokens of a layer replay by how far their MLP's input is from the kept one.
-
-    kind    "threshold", "share" or "budget", and its number `limit`: see `replay/input.py`
-    paired  rows b and b + B/2 decide by their mean
-    counts  [2] int32  as of `decode_attention.Gate`
-    credit  [B, 1] float32; recent [B, N], due [B, 1]: of the kinds that have a memory
-    """
-
-    kind: str
-    limit: float
-    paired: bool
-    counts: Tensor
-    credit: Tensor | None = None
-    recent: Tensor | None = None
-    due: Tensor | None = None
 
 
 def _struct(name: str, **fields: Any) -> Any:
@@ -210,7 +191,7 @@ class Program:
         layers: Layers,
         mlp: MlpWeights,
         kept: Kept | Error | None,
-        judge: Judge | None = None,
+        judge: InputGate | None = None,
     ) -> None:
         down, direct = self._weight(mlp.down), is_direct(mlp)
         if direct:  # what is left of its rows are the neurons' columns
@@ -232,7 +213,7 @@ class Program:
                 setattr(one, name, self._at(getattr(kept, name)))
         if judge is not None:
             one.judged, one.paired, one.limit = JUDGES[judge.kind], judge.paired, judge.limit
-            for name in ("credit", "recent", "due", "counts"):
+            for name in ("credit", "recent", "due", "counts", "input"):
                 setattr(one, name, self._at(getattr(judge, name)))
         self.ops.append((MLP, one))
 

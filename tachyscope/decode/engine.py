@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tachyscope.attention.dense import Dense
 from tachyscope.attention.window import Window as WindowPolicy
-from tachyscope.decode.cpu import MAX_ROWS, Judge, StepProgram, is_direct
+from tachyscope.decode.cpu import MAX_ROWS, StepProgram, is_direct
 from tachyscope.decode.depth import Depth
 from tachyscope.decode.layer import Layers, LayerWeights
 from tachyscope.decode.neurons import slice_mlp
@@ -25,11 +25,13 @@ from tachyscope.decode.quantise import bits_of, norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Error, Kept, run_mlp
 from tachyscope.kernels.gemv import gemv, linear
+from tachyscope.kernels.input_gate import InputGate
+from tachyscope.kernels.input_gate import Kind as InputKind
 from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
 from tachyscope.replay import TokenGate
-from tachyscope.replay.input import Input
+from tachyscope.replay.input import DEAREST, Input
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.replay.runner import DRIFT_ROWS
 from tachyscope.session import Session
@@ -55,8 +57,7 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
         f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries
         or plan.cache.view_depends_on_pass,
         f"replay={spell(plan.replay)} is not decided on the device": gate is None
-        and not isinstance(plan.replay, NeuronReplay | None)
-        and not (session.device.type == "cpu" and isinstance(plan.replay, Input)),
+        and not isinstance(plan.replay, NeuronReplay | Input | None),
         f"passes={spell(plan.passes)} drafts what the engine cannot check": not isinstance(
             plan.passes, All
         )
@@ -228,7 +229,7 @@ class DecodeEngine:
     def run_trunk(self, whole: bool = True) -> None:
         self.barriers.zero_()
         kept = self.kept if whole else self.errors
-        self.trunk.step(self.steps, kept, self.barriers, sliced=not whole)
+        self.trunk.step(self.steps, kept, self.barriers, sliced=not whole, judges=self.judges)
 
     def _next(self, whole: bool) -> None:
         if self.graph and self.session.device.type == "cpu" and whole not in self.recorded:
@@ -260,7 +261,7 @@ class DecodeEngine:
         self.steps: list[Step] = []
         self.kept: list[Kept | None] = []
         self.errors: list[Error | None] = []
-        self.judges: list[Judge] = []
+        self.judges: list[InputGate] = []
         for i, layer in enumerate(session.layers):
             gate, kept = self._gate(i) if self.gate is not None else (None, None)
             error = None
@@ -300,20 +301,20 @@ class DecodeEngine:
         return gate, Kept(self.skip[layer], self.place, output, age, drift, self.ready, DRIFT_ROWS)
 
     def _judge(self, layer: int) -> Kept:
-        """What a layer's MLP keeps where its own input decides; on a CPU alone."""
+        """What a layer's MLP keeps where its own input decides."""
         own, policy = self.session.layers[layer].own["replay"], self.session.replay.policy
         assert isinstance(policy, Input)
-        kinds = {"threshold": policy.threshold, "share": policy.share, "budget": policy.budget}
+        kinds: dict[InputKind, float | None] = {
+            "threshold": policy.threshold, "share": policy.share, "budget": policy.budget
+        }  # fmt: skip
         kind, limit = next((name, x) for name, x in kinds.items() if x is not None)
-        judge = Judge(
-            kind, limit, self.session.shape.paired, self.counts[layer], own.get("credit"),
+        judge = InputGate(
+            kind, limit, self.session.shape.paired, DEAREST, self.place, self.ready,
+            self.skip[layer], self.counts[layer], own["input"][0], own.get("credit"),
             own.get("recent_scores"), own.get("share_due"),
         )  # fmt: skip
         self.judges.append(judge)
-        return Kept(
-            self.skip[layer], self.place, own["output"][0], own["age"][0], ready=self.ready,
-            input=own["input"][0],
-        )  # fmt: skip
+        return Kept(self.skip[layer], self.place, own["output"][0], own["age"][0], ready=self.ready)
 
     def _memory(self, layer: int) -> tuple[Kept, Error]:
         """What a token that is computed whole leaves, and how one that is not reads it."""

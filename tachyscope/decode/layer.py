@@ -13,6 +13,7 @@ from tachyscope.decode.quantise import norm_of, weight_of
 from tachyscope.kernels.decode_attention import Scratch, Step, decode_attention
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.gemv import Norm, Weight, gemv
+from tachyscope.kernels.input_gate import InputGate, input_gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,17 @@ class Layers:
         kept: Sequence[Kept | Error | None],
         barriers: Tensor,
         sliced: bool = False,
+        judges: Sequence[InputGate] = (),
     ) -> None:
-        """Through all layers, or slices of their MLPs; barriers [layers] are 0."""
+        """Through all layers, or slices of their MLPs; barriers [layers] are 0.
+
+        Where MLPs are replayed by their inputs, `judges` decide before each.
+        """
         for i, layer in enumerate(self.weights):
             mlp = self.slices[i] if sliced else layer.mlp
             gemv(self.qkv, self.x, layer.qkv, layer.norm)
             decode_attention(self.attended, self.qkv, steps[i], self.scratch, self.tokens)
             gemv(self.x, self.attended, (layer.out,), add=True)
+            if judges:
+                input_gate(self.x, mlp.norm, judges[i])
             decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i], self.tokens)
