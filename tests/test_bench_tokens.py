@@ -25,10 +25,8 @@ def _config():
 @pytest.mark.slow
 def test_every_row_is_timed_and_told_when_it_is_done(monkeypatch):
     monkeypatch.setattr(tokens, "PROMPT", 8)  # of a budget of four frames little more is left
-    names, told = (
-        ["dense", "all", "neurons75", "window16", "merge4f", "draft32", "draft32-neurons75"],
-        [],
-    )
+    names = ["dense", "all", "input-all", "neurons75", "window16", "merge4f", "draft32"]
+    names, told = [*names, "draft32-neurons75"], []
     settled = [{"camera": "still", "plan": "passes=draft:places=32", "places_a_pass": 4.0}]
     found = bench_tokens(
         _config(), names, device="cpu", rounds=2, peer=False, accepted={"rows": settled}, weights=("bf16", "int8"),
@@ -40,7 +38,8 @@ def test_every_row_is_timed_and_told_when_it_is_done(monkeypatch):
     kinds = {(row["weights"], row["rows"]) for row in rows}
     assert kinds == {("bf16", 1), ("bf16", 2), ("int8", 1), ("int8", 2)}
     every = {row["name"]: row for row in rows if row["weights"] == "bf16" and row["rows"] == 1}
-    assert every["all"]["skipped_share_later"] == 1 and every["all"]["simulated_share_later"] == 0
+    for row in (every["all"], every["input-all"]):
+        assert row["skipped_share_later"] == 1 and row["simulated_share_later"] == 0
     assert every["neurons75"]["trunk_bytes"] < every["dense"]["trunk_bytes"]
     video = every["dense"]["step_video_s"]
     assert video == pytest.approx(8 * 16 * every["dense"]["step_ms"] / 1e3)
