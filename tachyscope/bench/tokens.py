@@ -61,7 +61,7 @@ ROWS = {
     "neurons75-window16": f"{SHORT} replay=neurons:share=0.75",
     "prune75": "replay=prune:share=0.75",
     "window16": SHORT,
-    "input-all": "replay=input:threshold=1e9",
+    "input-all": "replay=input:threshold=1e6",
     "scored": f"replay=attentive:threshold={NEVER:g}",
     "replay50": f"replay=random:share={_share(0.5):.4f}",
     "neurons50": "replay=neurons:share=0.5",
