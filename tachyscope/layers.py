@@ -64,7 +64,8 @@ def empty_layer(
     }
     return KVStore.empty(
         shape, slots, plan.cache.cache_heads(shape), dtype, device,
-        unrotated=plan.cache.keeps_unrotated, codes=plan.store.codes, bank=bank, declared=declared,
+        unrotated=plan.cache.keeps_unrotated, codecs=plan.store.codecs(shape), bank=bank,
+        declared=declared,
     )  # fmt: skip
 
 
@@ -76,8 +77,8 @@ def check_memory(
     The system itself may grant what it does not have, and end the process when it is used.
     """
     limit = memory_of(device)
+    meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"))
     if isinstance(plan.cache, Bank | WorldKv):
-        meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"))
         needed = shape.layers * sum(x.nbytes for x in meta.host_tensors().values())
         most = memory_of(torch.device("cpu"))
         if most is not None and needed > most:
@@ -85,8 +86,7 @@ def check_memory(
                 f"host memory of {most / 1e9:.3g} GB does not hold a bank of {needed / 1e9:.3g} "
                 f"GB: lower its budget={plan.cache.budget}"
             )
-    size = 2 * shape.layers * shape.batch * shape.kv_heads * slots * shape.head_dim
-    size *= (plan.store.codes or dtype).itemsize
+    size = shape.layers * (meta.k.nbytes + meta.v.nbytes)
     if limit is not None and size > limit:
         raise TachyscopeError(
             f"the memory of {device} does not hold the cache of {plan}: "

@@ -45,6 +45,8 @@ from tachyscope.replay.random import Random
 from tachyscope.settings import settings as settings_of
 from tachyscope.store import StorePolicy
 from tachyscope.store.fp8 import Fp8
+from tachyscope.store.int2 import Int2
+from tachyscope.store.int4 import Int4
 from tachyscope.store.int8 import Int8
 from tachyscope.store.native import Native
 from tachyscope.types import Shape, Size
@@ -62,7 +64,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "worldkv": WorldKv,
         "deep_forcing": DeepForcing,
     },
-    "store": {"native": Native, "int8": Int8, "fp8": Fp8},
+    "store": {"native": Native, "int8": Int8, "fp8": Fp8, "int4": Int4, "int2": Int2},
     "attention": {
         "dense": Dense,
         "window": ReadWindow,
@@ -179,6 +181,14 @@ class Plan(Mapping[str, Any]):
             self._check_bank(shape)
         if isinstance(self.cache, WorldKv):
             self._check_worldkv(shape)
+        if self.store.whole_frames:
+            whole = {"cache": self.cache.whole_frames, "attention": not self.attention.reorders}
+            for kind, serves in whole.items():
+                if not serves:
+                    raise TachyscopeError(
+                        f"store={spell(self.store)} keeps groups of entries together, which "
+                        f"{kind}={spell(self[kind])} would part: use store=int4"
+                    )
         # a slice of neurons that is the same for every token needs no decision
         static = isinstance(self.replay, NeuronReplay) and not self.replay.turns
         decides = self.replay is not None and not static

@@ -46,7 +46,10 @@ CONTRACT = {
         ),
     },
     # codes have no open setting: how near they come to native is held by tests/test_store.py
-    "store": {"native": ("native", "native"), "int8": ("native", "int8"), "fp8": ("native", "fp8")},
+    "store": {
+        "native": ("native", "native"),
+        **{name: ("native", name) for name in ("int8", "fp8", "int4", "int2")},
+    },
     "attention": {
         "dense": ("dense", "dense"),
         "window": ("window:tokens=100000", "window:tokens=20"),
@@ -81,6 +84,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def families(kind, name):
     """Models that a policy serves; passes are skipped in "steps", which has four of denoising."""
+    if name == "int2":
+        return ("chunks", "rolling")  # keys by groups of a latent frame's entries
     if name == "deep_forcing":
         return ("chunks",)  # a chunk at a time
     if name == "worldkv":

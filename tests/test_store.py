@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from streams import CHUNKS, TOKENS, play, session
+from faults import refused
+from streams import CHUNKS, ROPE, TOKENS, play, session
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.block_index import buckets
@@ -20,6 +21,7 @@ from tachyscope.kernels.match.torch import features
 from tachyscope.kernels.merge import torch as merge_torch
 from tachyscope.kernels.merge.torch import Entries
 from tachyscope.layers import cache_bytes
+from tachyscope.observers import Observer
 from tachyscope.plan import Plan
 from tachyscope.session import Session
 from tachyscope.types import Rope
@@ -232,9 +234,86 @@ def test_codes_are_what_a_commit_moves(name):
     assert here.k.data_ptr() == kept  # a bounded cache is never reallocated
 
 
+PACKED = {"int4": 0.12, "int2": 0.5}  # and how far a stored vector may be off
+WHOLE = ["", "cache=window:budget=8f", "cache=frames:budget=8f", "cache=memrope:budget=8f,sink=1"]
+
+
+class Last(Observer):
+    """The last pass's rotated keys and values of the first layer."""
+
+    def on_attend(self, ctx, q, k, v, rotated_q, out):
+        if ctx.layer == 0:
+            pos = CHUNKS.positions(ctx.chunk * CHUNKS.chunk, CHUNKS.chunk)
+            self.k, self.v = ROPE.rotate(k, pos.view(1, 1, -1, 3)), v
+
+
+def levels(x, count):
+    """Numbers on so many equal steps from the least to the greatest, steps as float16 has them."""
+    zero = x.min().half().double()
+    step = ((x.max() - zero) / (count - 1)).clamp(min=2.0**-14).half().double()
+    return ((x - zero) / step).round().clamp(0, count - 1) * step + zero
+
+
+def int4(x):
+    """Of 12 channels all share a scale."""
+    step = (x.abs().max() / 7).half().double()
+    return (x / step).round().clamp(-7, 7) * step
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_codes_equal_their_definition(name):
+    seen = Last()
+    at = session(CHUNKS, f"store={name}", observers=[seen])
+    play(at, 1)
+    k, v = seen.k[0].clone(), seen.v[0].clone()  # [H, 2 frames of 6, 12]
+    for head in range(len(k)):
+        for i in range(k.shape[1]):
+            v[head, i] = int4(v[head, i]) if name == "int4" else levels(v[head, i], 4)
+            if name == "int4":
+                k[head, i] = int4(k[head, i])
+        for frame in (slice(0, 6), slice(6, 12)) if name == "int2" else ():
+            for channel in range(12):
+                k[head, frame, channel] = levels(k[head, frame, channel], 4)
+    for part, want in (("k", k), ("v", v)):
+        got = at.layers[0].vectors(part, slice(0, at.past))[0]
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        true = getattr(seen, part)[0]
+        assert 0 < (got - true).norm() / true.norm() < PACKED[name]
+    # any part of it reads the same
+    part = at.layers[0].vectors("k", slice(5, 9))
+    assert torch.equal(part, at.layers[0].vectors("k", slice(0, at.past))[:, :, 5:9])
+
+
+@pytest.mark.parametrize(
+    "name, plan", [*(("int4", plan) for plan in PLANS), *(("int2", plan) for plan in WHOLE)]
+)
+def test_a_packed_store_answers_about_as_a_native_one(name, plan):
+    want = answers(session(CHUNKS, plan), 5)
+    got = answers(session(CHUNKS, f"{plan} store={name}"), 5)
+    off = (got - want).norm() / want.norm()
+    assert 0 < off < (0.35 if "=dedup" in plan or "=merge" in plan else PACKED[name])
+
+
+@pytest.mark.parametrize("name, share", [("int4", 0.29), ("int2", 0.24)])
+def test_packed_bytes(name, share):
+    shape = replace(CHUNKS, head_dim=128, grid=(4, 8))
+    sizes = {}
+    for store in ("native", name):
+        at = session(shape, f"cache=window:budget=48f store={store}", torch.bfloat16)
+        sizes[store] = sum(x.nbytes for x in at.layers[0].entries().values())
+    other = at.layers[0].pos.nbytes + at.layers[0].log_count.nbytes
+    assert sizes[name] - other < share * (sizes["native"] - other)
+
+
+def test_two_bits_want_a_cache_that_moves_whole_frames():
+    for plan in ("cache=dedup:budget=8f", "attention=ann:read=0.5"):
+        refused(lambda plan=plan: session(CHUNKS, f"{plan} store=int2"), "would part", "store=int4")
+    refused(lambda: session(TOKENS, "store=int2"), "token by token", "store=int4")
+
+
 def test_an_unknown_store_is_refused_in_one_line():
-    with pytest.raises(TachyscopeError, match="no store policy 'int4'; there are: native, int8"):
-        session(CHUNKS, "store=int4")
+    with pytest.raises(TachyscopeError, match="no store policy 'int3'; there are: native, int8"):
+        session(CHUNKS, "store=int3")
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ class AttentionPolicy(abc.ABC):
 
     paper: ClassVar[str]
     indexes: ClassVar[bool] = False  # whether it keeps anything of the past
+    reorders: ClassVar[bool] = False  # whether it puts the past's entries in another order
 
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
         """Raise where the policy cannot serve this shape; `slots` is a bounded cache's size."""

@@ -106,6 +106,7 @@ class Ann(BlockAttention):
     )
 
     paper: ClassVar[str] = "FAST-AR's AnnSA, arXiv 2602.01801"
+    reorders: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if sum(dial is not None for dial in (self.read, self.k, self.top_p)) != 1:

@@ -61,6 +61,7 @@ class Svg2(BlockAttention):
     )
 
     paper: ClassVar[str] = "Sparse VideoGen 2, arXiv 2505.18875"
+    reorders: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_settings(self, "attention", "svg2")

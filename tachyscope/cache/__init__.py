@@ -36,6 +36,7 @@ class CachePolicy(abc.ABC):
     appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry as it is
     wants_poses: ClassVar[bool] = False  # whether it must be told where the camera stands
     dense_only: ClassVar[bool] = False  # whether no index of the past can follow what it does
+    whole_frames: ClassVar[bool] = False  # whether entries move by whole latent frames alone
     traceable: ClassVar[bool] = True  # whether an entry is found again by its position
 
     @property

@@ -41,6 +41,7 @@ class Frames(CachePolicy):
     newest: int = setting(1, "Latest latent frames that are never dropped.")
 
     paper: ClassVar[str] = "after FAST-AR's TempCache, arXiv 2602.01801, by whole frames"
+    whole_frames: ClassVar[bool] = True
     grows: ClassVar[bool] = False
     keeps_unrotated: ClassVar[bool] = False
 

@@ -18,6 +18,7 @@ class KeepAll(CachePolicy):
 
     paper: ClassVar[str] = ""
     appends: ClassVar[bool] = True
+    whole_frames: ClassVar[bool] = True
     grows: ClassVar[bool] = True
     keeps_unrotated: ClassVar[bool] = False
 

@@ -46,6 +46,7 @@ class MemRope(CachePolicy):
     )
 
     paper: ClassVar[str] = "MemRoPE, arXiv 2603.12513"
+    whole_frames: ClassVar[bool] = True
     grows: ClassVar[bool] = False
     keeps_unrotated: ClassVar[bool] = True
     traceable: ClassVar[bool] = False

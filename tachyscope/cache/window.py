@@ -65,6 +65,7 @@ class Window(CachePolicy):
     )
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    whole_frames: ClassVar[bool] = True
     grows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -1,23 +1,23 @@
-"""How to store what is remembered: as the model computes it, or as codes of a byte a channel."""
+"""How to store what is remembered: as the model computes it, or as codes of 8, 4 or 2 bits."""
 
 from __future__ import annotations
 
 import abc
 from typing import ClassVar
 
-import torch
-
+from tachyscope.store.codec import Codec
 from tachyscope.store.kv import KVStore, PerSlot, Tensors
+from tachyscope.types import Shape
 
-__all__ = ["KVStore", "PerSlot", "StorePolicy", "Tensors"]
+__all__ = ["Codec", "KVStore", "PerSlot", "StorePolicy", "Tensors"]
 
 
 class StorePolicy(abc.ABC):
-    """Says what a channel of a past key or value is stored as; the present chunk is native."""
+    """Says how a past key or value is stored; the present chunk is as the model computes it."""
 
     paper: ClassVar[str]
+    whole_frames: ClassVar[bool] = False  # whether entries can be moved by latent frames alone
 
-    @property
     @abc.abstractmethod
-    def codes(self) -> torch.dtype | None:
-        """A code of `kernels/codes.py`, or None for the model's own dtype."""
+    def codecs(self, shape: Shape) -> dict[str, Codec]:
+        """By name, of k, v and unrotated; none where they are in the model's own dtype."""

@@ -7,7 +7,9 @@ from typing import ClassVar, final
 
 import torch
 
-from tachyscope.store import StorePolicy
+from tachyscope.store import Codec, StorePolicy
+from tachyscope.store.codec import Bytes
+from tachyscope.types import Shape
 
 
 @final
@@ -16,4 +18,6 @@ class Fp8(StorePolicy):
     """Past keys and values as float8 (e4m3), with a scale for every entry and head."""
 
     paper: ClassVar[str] = "after FlashAttention-3, arXiv 2407.08608"
-    codes: ClassVar[torch.dtype] = torch.uint8
+
+    def codecs(self, shape: Shape) -> dict[str, Codec]:
+        return dict.fromkeys(("k", "v", "unrotated"), Bytes(torch.uint8))

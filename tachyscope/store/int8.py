@@ -7,7 +7,9 @@ from typing import ClassVar, final
 
 import torch
 
-from tachyscope.store import StorePolicy
+from tachyscope.store import Codec, StorePolicy
+from tachyscope.store.codec import Bytes
+from tachyscope.types import Shape
 
 
 @final
@@ -16,4 +18,6 @@ class Int8(StorePolicy):
     """Past keys and values as int8, with a scale for every entry and head."""
 
     paper: ClassVar[str] = "after KIVI, arXiv 2402.02750, and SageAttention, arXiv 2410.02367"
-    codes: ClassVar[torch.dtype] = torch.int8
+
+    def codecs(self, shape: Shape) -> dict[str, Codec]:
+        return dict.fromkeys(("k", "v", "unrotated"), Bytes(torch.int8))

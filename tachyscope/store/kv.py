@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tachyscope.kernels.codes import Past, decode, decode_into, encode
+from tachyscope.kernels.codes import Past
 from tachyscope.kernels.merge import Entries, join_entries, merge_entries, take
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.kernels.slots import permute, shift
+from tachyscope.store.codec import Codec
 from tachyscope.store.host_bank import HostBank
 from tachyscope.types import PassContext, Rope, Shape
 
@@ -42,7 +44,8 @@ class KVStore:
                                     slot, 0 one that waits for its entry
     pos        [B, Hkv or 1, C, 3]  (t, y, x)
     unrotated  [B, Hkv, C, D]       keys before RoPE, where the cache policy rotates anew; else None
-    scales     [B, Hkv, C]          of k, v and unrotated, by name, where these are codes
+    scales     [B, Hkv, C / g, ..]  of k, v and unrotated, by name, where these are codes: of every
+                                    g slots that share them
     present    [B, Hkv, S, D]       the present chunk of these, by name, where they are codes
     own        tensors that policies declared, by kind of policy and name
     bank       what is not resident, in host memory, by caches that have such; else None
@@ -63,6 +66,7 @@ class KVStore:
     per_slot: frozenset[tuple[str, str]] = frozenset()
     bank: HostBank | None = None
     scratch: tuple[Tensor, ...] = ()
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -74,7 +78,7 @@ class KVStore:
         device: torch.device,
         *,
         unrotated: bool = False,
-        codes: torch.dtype | None = None,
+        codecs: Mapping[str, Codec],
         bank: HostBank | None = None,
         declared: Mapping[str, Tensors],
     ) -> KVStore:
@@ -83,15 +87,20 @@ class KVStore:
         kv, group = (shape.batch, shape.kv_heads, slots), (shape.batch, heads, slots)
         # never torch's default, which is the caller's
         fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        held = {
-            name: torch.zeros(*kv, shape.head_dim, dtype=codes or dtype, device=device)
-            for name in names
-        }
-        scales, present = dict[str, Tensor](), dict[str, Tensor]()
-        if codes is not None:
-            now = (*kv[:2], shape.max_pass_tokens, shape.head_dim)
-            scales = {name: torch.zeros(kv, **fine) for name in names}
-            present = {name: torch.zeros(now, dtype=dtype, device=device) for name in names}
+        held, scales, present = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+        now = (*kv[:2], shape.max_pass_tokens, shape.head_dim)
+        for name in names:
+            codec = codecs.get(name)
+            if codec is None:
+                held[name] = torch.zeros(*kv, shape.head_dim, dtype=dtype, device=device)
+                continue
+            width, size = codec.width(shape.head_dim), codec.scale_size(shape.head_dim)
+            groups = -(-slots // codec.group)
+            held[name] = torch.zeros(*kv, width, dtype=codec.dtype, device=device)
+            scales[name] = torch.zeros(
+                *kv[:2], groups, *size, dtype=codec.scale_dtype, device=device
+            )
+            present[name] = torch.zeros(now, dtype=dtype, device=device)
         own, per_slot = dict[str, dict[str, Tensor]](), set()
         for kind, tensors in declared.items():
             own[kind] = {}
@@ -102,7 +111,7 @@ class KVStore:
         weights, pos = torch.zeros(group, **fine), torch.zeros(*group, 3, **fine)
         return cls(
             held["k"], held["v"], weights, pos, held.get("unrotated"), scales, present, own,
-            frozenset(per_slot), bank,
+            frozenset(per_slot), bank, (), codecs,
         )  # fmt: skip
 
     @property
@@ -156,9 +165,13 @@ class KVStore:
         taken = sum(x.nbytes for x in (*held, *self.scales.values(), *self.present.values()))
         return taken / sum(x.numel() * self.dtype.itemsize for x in held)
 
-    def _moved(self) -> Iterator[Tensor]:
-        yield from self.entries().values()
-        yield from (self.own[kind][name] for kind, name in sorted(self.per_slot))
+    def _moved(self) -> Iterator[tuple[Tensor, int]]:
+        """What moves with entries, and of how many slots each thing in it is."""
+        for name, x in self.entries().items():
+            codec = self.codecs.get(name.removesuffix("_scale")) if "_scale" in name else None
+            yield x, 1 if codec is None else codec.group
+        for kind, name in sorted(self.per_slot):
+            yield self.own[kind][name], 1
 
     # ---- a pass
 
@@ -190,8 +203,11 @@ class KVStore:
 
     def past(self, end: int) -> Past:
         """Past entries up to slot `end`, as they are stored."""
-        scales = [self.scales[name][:, :, :end] if self.scales else None for name in ("k", "v")]
-        return Past(self.k[:, :, :end], self.v[:, :, :end], *scales)
+        used = slice(0, end)
+        if self.codecs and not self.codecs["k"].directional:  # kernels know no such codes
+            return Past(self.vectors("k", used), self.vectors("v", used))
+        scales = [self.scales[name][:, :, used] if self.scales else None for name in ("k", "v")]
+        return Past(self.k[:, :, used], self.v[:, :, used], *scales)
 
     def read(
         self, ctx: PassContext, *runs: Run, log_count: Tensor | None = None
@@ -224,12 +240,12 @@ class KVStore:
         if not isinstance(run, slice):
             rows = [self._decoded(name, ctx, each)[i : i + 1] for i, each in enumerate(run)]
             return torch.cat(rows)
-        held, now = getattr(self, name), self.present[name]
+        now = self.present[name]
         old = slice(run.start, max(run.start, min(run.stop, ctx.past)))
         new = slice(max(run.start - ctx.past, 0), max(run.stop - ctx.past, 0))
         count = old.stop - old.start
         out = now.new_empty(*now.shape[:2], run.stop - run.start, now.shape[3])
-        decode_into(held[:, :, old], self.scales[name][:, :, old], out[:, :, :count])
+        self._decode(name, old, out[:, :, :count])
         out[:, :, count:] = now[:, :, new]
         return out
 
@@ -245,7 +261,27 @@ class KVStore:
         found: Tensor = getattr(self, name)[:, :, slots]
         if not self.scales:
             return found
-        return decode(found, self.scales[name][:, :, slots], self.dtype)
+        size = (*found.shape[:3], self.present[name].shape[3])
+        out = torch.empty(size, dtype=self.dtype, device=found.device)
+        self._decode(name, slots, out)
+        return out
+
+    def _decode(self, name: str, slots: slice, out: Tensor) -> None:
+        """Write what codes of slots stand for to `out` [B, Hkv, n, D]."""
+        codec, scale = self.codecs[name], self.scales[name]
+        held: Tensor = getattr(self, name)
+        if codec.group > 1:
+            index = torch.arange(slots.start, slots.stop, device=scale.device) // codec.group
+            scale = scale.index_select(2, index)
+        else:
+            scale = scale[:, :, slots]
+        codec.decode(held[:, :, slots], scale, out)
+
+    def _grouped(self, name: str, slots: slice) -> slice:
+        """The groups that slots are: whole ones."""
+        group = self.codecs[name].group
+        assert slots.start % group == 0 and slots.stop % group == 0, (slots, group)
+        return slice(slots.start // group, slots.stop // group)
 
     def products(self, slots: slice, q: Tensor) -> Tensor:
         """Of rotated keys with a query [B, H, D] a head, added up over heads: [B, n]."""
@@ -254,14 +290,16 @@ class KVStore:
         return torch.einsum("bhnd,bhd->bn", k.to(q.dtype), q)
 
     def directions(self, name: str, slots: slice) -> Tensor:
-        """The same as they are stored, for cosines and signs: those do not hang on scales."""
+        """The same, as they are stored where cosines and signs do not hang on scales."""
+        if self.codecs and not self.codecs[name].directional:
+            return self.vectors(name, slots)
         found: Tensor = getattr(self, name)
         return found[:, :, slots]
 
     def _put(self, name: str, slots: slice, x: Tensor) -> None:
         held: Tensor = getattr(self, name)[:, :, slots]
         if self.scales:
-            encode(x, held, self.scales[name][:, :, slots])
+            self.codecs[name].encode(x, held, self.scales[name][:, :, self._grouped(name, slots)])
         else:
             held.copy_(x)
 
@@ -270,31 +308,44 @@ class KVStore:
         for x in (self.k, self.v):
             permute(x[:, :, slots], order, back)
         for name in ("k", "v") if self.scales else ():
-            permute(self.scales[name][:, :, slots].unsqueeze(-1), order, back)
+            scale = self.scales[name][:, :, slots]
+            permute(scale if scale.dim() == 4 else scale.unsqueeze(-1), order, back)
 
     def move(self, source: int, target: int, count: int) -> None:
         """Move `count` entries from slot `source` down to slot `target`."""
         if source != target and count:
-            for x in self._moved():
-                shift(x, source, target, count)
+            for x, group in self._moved():
+                shift(x, source // group, target // group, count // group)
 
     def gather(self, slots: slice, order: Tensor) -> None:
         """Put entries of slots in another order [B, Hkv or 1, n], positions and weights too."""
-        for x in self._moved():
-            x[:, :, slots] = take(x[:, :, slots], order)
+        for x, group in self._moved():
+            span = slice(slots.start // group, slots.stop // group)
+            index = order if group == 1 else order[:, :, ::group] // group
+            x[:, :, span] = take(x[:, :, span], index)
 
     def merge(
         self, slots: slice, alike: Tensor, partner: Tensor, excess: int, newest: bool, mean: bool
     ) -> tuple[Tensor, Tensor]:
         """`merge_entries` of slots. Codes are moved as they are; a mean is encoded anew."""
-        return merge_entries(self._held(slots), alike, partner, excess, newest, mean)
+        with self._open_values(slots, mean) as held:
+            return merge_entries(held, alike, partner, excess, newest, mean)
 
     def join(self, slots: slice, source: Tensor, root: Tensor, newest: bool) -> None:
         """`join_entries` of slots by their mean: the sources are left empty."""
-        join_entries(self._held(slots), source, root, newest, True)
+        with self._open_values(slots, True) as held:
+            join_entries(held, source, root, newest, True)
 
-    def _held(self, slots: slice) -> Entries:
-        return Entries(**{name: x[:, :, slots] for name, x in self.entries().items()})
+    @contextmanager
+    def _open_values(self, slots: slice, mean: bool) -> Iterator[Entries]:
+        """Slots as `kernels/merge` takes them; where it knows no mean of codes, values decoded."""
+        held = Entries(**{name: x[:, :, slots] for name, x in self.entries().items()})
+        if not (mean and self.codecs and not self.codecs["v"].directional):
+            yield held
+            return
+        values = self.vectors("v", slots)
+        yield held._replace(v=values, v_scale=None)
+        self._put("v", slots, values)
 
     def rotate(self, slots: slice, rotate: Rotate, moved: Tensor | None = None) -> None:
         """Rotate keys anew to where `pos` stands, from their unrotated copy.
@@ -357,8 +408,8 @@ class KVStore:
     def grow(self, larger: KVStore) -> None:
         """Take over the tensors of an empty store of more slots; what is held stays."""
         before = self.slots
-        for new, old in zip(larger._moved(), self._moved(), strict=True):
-            new[:, :, :before] = old
+        for (new, group), (old, _) in zip(larger._moved(), self._moved(), strict=True):
+            new[:, :, : -(-before // group)] = old
         self.k, self.v, self.unrotated = larger.k, larger.v, larger.unrotated
         self.log_count, self.pos, self.scales = larger.log_count, larger.pos, larger.scales
         for kind, name in self.per_slot:

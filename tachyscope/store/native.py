@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from tachyscope.store import StorePolicy
+from tachyscope.store import Codec, StorePolicy
+from tachyscope.types import Shape
 
 
 @final
@@ -14,4 +15,6 @@ class Native(StorePolicy):
     """Keys and values in the model's own dtype: the baseline."""
 
     paper: ClassVar[str] = ""
-    codes: ClassVar[None] = None
+
+    def codecs(self, shape: Shape) -> dict[str, Codec]:
+        return {}

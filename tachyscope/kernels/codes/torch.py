@@ -55,6 +55,46 @@ def decode_int4(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (grouped * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+def encode_int2_values(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] as 2 bits a channel [..., D / 4], and of every group of channels a step and a zero
+    [..., 2 groups] of float16, steps before zeros.
+
+    A byte holds channels i, i + D / 4, i + D / 2 and i + 3 D / 4, the first in its lowest bits.
+    """
+    grouped = x.float().unflatten(-1, (int4_groups(x.shape[-1]), -1))
+    number, step, zero = _four_levels(grouped, -1)
+    return _pack_int2(number.flatten(-2)), torch.cat([step, zero], -1)
+
+
+def encode_int2_keys(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [B, H, n, D] as 2 bits a channel [B, H, n, D / 4], and of every `group` entries a step and
+    a zero for each channel [B, H, n / group, 2 D] of float16."""
+    number, step, zero = _four_levels(x.float().unflatten(2, (-1, group)), 3)
+    return _pack_int2(number.flatten(2, 3)), torch.cat([step, zero], -1)
+
+
+def decode_int2(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The vectors [..., D] of codes [..., D / 4], with steps and zeros [..., 2 groups or 2 D]."""
+    number = torch.cat([code >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    step, zero = scale.float().chunk(2, -1)
+    grouped = number.unflatten(-1, (step.shape[-1], -1)) * step.unsqueeze(-1)
+    return (grouped + zero.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _four_levels(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers from 0 to 3, and along a dimension the step between them and what 0 stands for."""
+    least, most = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    zero = least.half()
+    step = ((most - zero.float()) / 3).clamp(min=FP16_LEAST).half()
+    number = ((x - zero.float()) / step.float()).round().clamp(0, 3).to(torch.uint8)
+    return number, step.squeeze(dim), zero.squeeze(dim)
+
+
+def _pack_int2(number: Tensor) -> Tensor:
+    a, b, c, d = number.chunk(4, -1)
+    return a | b << 2 | c << 4 | d << 6
+
+
 def decode(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The vectors [..., D] of codes and scales [...]."""
     return (numbers(code).float() * scale.unsqueeze(-1)).to(dtype)

@@ -29,6 +29,7 @@ def merge_entries(
     k = held.k
     by_head, coded = alike.shape[1] == k.shape[1], held.k_scale is not None
     # the kernels know no codes of unrotated keys
-    serves = by_head and not (coded and held.unrotated is not None)
+    packed = held.k_scale is not None and held.k_scale.dim() == 4  # several channels a byte
+    serves = by_head and not packed and not (coded and held.unrotated is not None)
     backend = triton_backend if serves and reads_keys(k) else torch_backend
     return backend.merge_entries(held, alike, partner, excess, newest, mean)
