@@ -11,6 +11,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from serving import Player, connected, make_engine, playing, serving, tiny
 from starlette.testclient import WebSocketDenialResponse
+from test_contract import CONTRACT, families, model_of
 
 import tachyscope as ts
 from tachyscope.cli import main
@@ -18,6 +19,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.quality import psnr
 from tachyscope.serve import protocol
 from tachyscope.serve.limits import Bucket, Limits
+from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.security import Guard, read_tokens
 from tachyscope.serve.server import Place
 
@@ -225,6 +227,33 @@ def test_the_map_tells_what_was_read_merged_and_replayed(engine, model):
         # watching changes nothing
         wanted = rolled(model, player.until("log")["log"]["steps"], plan=plan)
         assert player.matches(wanted)
+
+
+def test_the_map_tells_what_a_bank_fetched(model):
+    watch, plan = ReadMap(), "cache=bank:resident=12f,budget=60f attention=ann:k=24,block=2,tile=2"
+    with ts.open(model, plan, observers=[watch]) as stream:
+        for _ in range(8):
+            fetched = stream.step("w").stats["blocks_fetched"]
+            (group,) = watch.take()["groups"]
+            assert any(group["fetched"]) == (fetched > 0) and group["read"] is None
+    # of 12 blocks that a tile reads at most these can have come
+    assert 0 < max(group["fetched"]) < 1 and len(group["fetched"]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cache", "store", "attention", "replay"])
+def test_the_map_watches_every_policy(kind):
+    for name, (_, tight) in CONTRACT[kind].items():
+        family = families(kind, name)[0]
+        if family in ("chunks", "poses"):
+            watch = ReadMap()
+            with ts.open(model_of(family, "cpu"), f"{kind}={tight}", observers=[watch]) as stream:
+                for _ in range(4):
+                    stream.step()
+                groups = watch.take()["groups"]
+            for group in groups:
+                found = [x for x in group.values() if x is not None]
+                assert all(0 <= value <= 1 for x in found[1:] for value in x)
 
 
 def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_path):

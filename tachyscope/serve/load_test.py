@@ -34,6 +34,7 @@ from tachyscope.tables import format_table
 WARM_S = 30.0  # at most, before anything counts: caches fill, and clients connect
 QUIET_S = 1.0  # without a message, after which a paused session has sent everything
 ALLOWED_MS = 60.0  # of key to pixel, beside steps
+PAUSE = 2**30  # the id of the last message
 FPS = 60  # more than any model's here
 
 
@@ -54,6 +55,7 @@ class Client:
     pictures: int = 0
     sent: int = 0  # messages of keys
     last: float = 0.0
+    paused: bool = False
 
     def hear(self, message: dict[str, Any], now: float) -> None:
         if message["type"] == "chunk":
@@ -64,7 +66,9 @@ class Client:
                 self.gaps_s.append(now - self.last)
             self.last = now
         elif message["type"] == "receipt" and message["phase"] == "applied":
-            if (at := self.pressed.pop(message["id"], None)) is not None:
+            if message["id"] == PAUSE:
+                self.paused = True
+            elif (at := self.pressed.pop(message["id"], None)) is not None:
                 self.answered.setdefault(message["chunk"], []).append(at)
         elif message["type"] == "error":
             raise TachyscopeError(f"the server refused a session: {message['message']}")
@@ -135,7 +139,7 @@ def lines(results: Document) -> Iterator[str]:
         "a step, p50 and p95": _ms(row["step_ms_p50"], row["step_ms_p95"]),
         "(key p50 - 60 ms) / step": f"{row['key_steps']:.2f}" if row["key_steps"] else "–",
         "wait for a turn, mean and worst": _ms(row["wait_ms_mean"], row["wait_ms_worst"]),
-        "worst wait / mean": f"{row['wait_worst_over_mean']:.2f}",
+        "worst wait / mean": f"{row['wait_worst_over_mean']:.2f}" if row["clients"] > 1 else "–",
         "chunks, fewest and most of a session": "{} and {}".format(*row["chunks"]),
         "longest time without a chunk": f"{row['longest_gap_s']:.2f} s",
         "server's memory, first and last": "{:.1f} and {:.1f} MB".format(
@@ -269,7 +273,7 @@ async def _run(
         memory = await _watch(clients, reading, pid, begun, until[0], told)
         await asyncio.gather(*pressing)
         for socket in sockets:
-            await socket.send(json.dumps({"type": "pause"}))
+            await socket.send(json.dumps({"type": "pause", "id": PAUSE}))
         await _quiet(clients)
         for task in reading:
             task.cancel()
@@ -332,9 +336,11 @@ async def _watch(
 
 
 async def _quiet(clients: Sequence[Client]) -> None:
-    """Until nothing has come for a while."""
+    """Until all are paused, and nothing has come for a while."""
     seen = -1
-    while seen != (now := sum(one.chunks + one.pictures for one in clients)):
+    while seen != (now := sum(one.chunks + one.pictures for one in clients)) or not all(
+        one.paused for one in clients
+    ):
         seen = now
         await asyncio.sleep(QUIET_S)
 

@@ -128,7 +128,7 @@ class Beside(Message):
 
 @dataclass(frozen=True)
 class Map(Message):
-    """Tell with every chunk what was read, merged and replayed; costs time, and CUDA graphs."""
+    """Tell with every chunk what was read, merged, replayed and fetched; costs CUDA graphs."""
 
     type: ClassVar[str] = "map"
     on: bool = True

@@ -1,4 +1,4 @@
-"""What a chunk read, merged and replayed, place by place of the picture: the page's live map."""
+"""What a chunk read, merged, replayed and fetched, place by place of the picture: the live map."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from tachyscope.evaluation.recall import read_mass
 from tachyscope.observers import Observer
 from tachyscope.session import Session
+from tachyscope.store.bank import BlockBank
+from tachyscope.store.host_bank import HostBank
 from tachyscope.types import PassContext
 
 GROUPS = 3  # of layers: the first, the middle and the last ones
@@ -21,6 +23,11 @@ class ReadMap(Observer):
     read      of a place's entries in the past, the share that a query of the chunk read, on average
     merged    entries of a place that joined another, or went, when the chunk was committed
     replayed  of a place's MLP outputs, the share that was the last frame's
+    fetched   of the blocks that a place reads by cache=bank, the share that came from host memory
+              for this chunk; None by other plans
+
+    `read` is None where the past is in a bank, whose blocks do not tell what places they show, and
+    in token models.
     """
 
     def on_open(self, session: Session) -> None:
@@ -30,6 +37,7 @@ class ReadMap(Observer):
         self.watched = {(low + high) // 2: i for i, (low, high) in enumerate(self.spans)}
         self.read = [self._nothing() for _ in self.spans]
         self.merged = [self._nothing() for _ in self.spans]
+        self.fetched = [self._nothing() for _ in self.spans]
         self.pos: dict[int, Tensor] = {}
 
     def on_attend(
@@ -38,12 +46,39 @@ class ReadMap(Observer):
         # the first pass, in which sparse attention chooses what the chunk's others read too
         if ctx.layer in self.watched and ctx.past and ctx.pass_index == 0:
             layer = self.session.layers[ctx.layer]
+            if layer.bank is not None:
+                self._see_bank(layer.bank, ctx, q.shape[2])
+            if not self._reads_places:
+                return
             mass = read_mass(self.session.plan.attention, rotated_q, layer, ctx)[..., : ctx.past]
             share = (mass > 0).double().mean((0, 1, 2))
             place = self._places(layer.pos[0, 0, : ctx.past])
             count = torch.bincount(place, minlength=len(self._nothing()))
             total = torch.bincount(place, share.cpu(), minlength=len(count))
             self.read[self.watched[ctx.layer]] = total / count.clamp(min=1)
+
+    @property
+    def _reads_places(self) -> bool:
+        """Whether `read` is told: a token model's passes are too many to look into."""
+        return self.session.layers[0].bank is None and not self.session.shape.token_by_token
+
+    def _see_bank(self, bank: HostBank, ctx: PassContext, queries: int) -> None:
+        """Of the blocks that each tile of the chunk's queries reads, the share that was fetched."""
+        self.fetched[self.watched[ctx.layer]] = self._nothing()
+        if not isinstance(bank, BlockBank) or ctx.past < bank.layout.room:
+            return  # all that there is is resident
+        layout, work = bank.layout, bank.work
+        read = int(work["count"].max())
+        ids = work["map"][..., :read].long()  # [B, H, tiles, read], the sink's blocks first
+        came = (work["now"] >= 0) | (work["later"] >= 0)
+        came = came.repeat_interleave(ids.shape[1] // came.shape[1], 1)
+        flags = torch.zeros(*ids.shape[:2], layout.sink + layout.places + layout.open)
+        flags[:, :, layout.sink : layout.sink + layout.places] = came.cpu()
+        share = flags.gather(2, ids.flatten(2).cpu()).unflatten(2, ids.shape[2:])
+        by_tile = share.double().mean((0, 1, 3))
+        by_query = by_tile.repeat_interleave(layout.tile)[:queries]
+        by_place = by_query.view(-1, self.session.shape.tokens_per_frame).mean(0)
+        self.fetched[self.watched[ctx.layer]] = by_place
 
     def on_commit(self, ctx: PassContext, n: int) -> None:
         self.pos = {i: self.session.layers[i].pos[0, 0].clone() for i in self.watched}
@@ -56,17 +91,20 @@ class ReadMap(Observer):
             self.merged[self.watched[ctx.layer]] = counts.double()
 
     def take(self) -> dict[str, Any]:
-        """The last chunk's map: for every group of layers, a number from 0 to 1 a place."""
+        """The last chunk's map: for every group of layers, numbers from 0 to 1, or None."""
         groups = []
+        bank = self.session.layers[0].bank
         for layer, group in self.watched.items():
             low, high = self.spans[group]
             merged = self.merged[group]
+            fetched = self.fetched[group] if isinstance(bank, BlockBank) else None
             groups.append(
                 {
                     "layers": [low, high - 1],
-                    "read": _rounded(self.read[group]),
+                    "read": _rounded(self.read[group] if self._reads_places else None),
                     "merged": _rounded(merged / max(1.0, float(merged.max()))),
                     "replayed": _rounded(self._replayed(layer)),
+                    "fetched": _rounded(fetched),
                 }
             )
         return {"grid": list(self.session.shape.grid), "groups": groups}
@@ -87,5 +125,5 @@ class ReadMap(Observer):
         return torch.zeros(self.session.shape.tokens_per_frame, dtype=torch.float64)
 
 
-def _rounded(values: Tensor) -> list[float]:
-    return [round(float(x), 3) for x in values]
+def _rounded(values: Tensor | None) -> list[float] | None:
+    return None if values is None else [round(float(x), 3) for x in values]

@@ -179,6 +179,7 @@ class Turns:
             """Send the pictures while the rest of the step goes on."""
             nonlocal shown
             shown = time.monotonic()
+            self.metrics.made.inc(len(frames))
             for message, _ in answered:
                 live.receipt(message, "applied")
             self._show(live, protocol.MAIN, live.chunk, before, frames, keys)
@@ -207,7 +208,6 @@ class Turns:
     ) -> None:
         stats = made.stats
         self.metrics.steps.labels("main").inc()
-        self.metrics.made.inc(len(made.frames))
         self.metrics.step_s.observe(took)
         self.metrics.count(stats)
         held, dense = int(1e6 * stats["cache_mb"]), lane.dense_bytes()

@@ -325,7 +325,7 @@ $("wipe").addEventListener("input", compose);
 // ---- the map
 
 let lastMap = null;
-const COLOURS = { read: "127 182 217", merged: "224 164 88", replayed: "124 196 138" };
+const COLOURS = { read: "127 182 217", merged: "224 164 88", replayed: "124 196 138", fetched: "206 130 196" };
 
 function drawMap() {
   const kind = $("map-kind").value;
@@ -338,6 +338,11 @@ function drawMap() {
     $("map-group").replaceChildren(...names.map((name, i) => new Option(name, i)));
   }
   const values = lastMap.groups[$("map-group").value][kind];
+  if (!values) {
+    $("map").hidden = true;
+    $("map-note").textContent = "not told of this plan and model";
+    return;
+  }
   const most = Math.max(...values) || 1; // colours are relative to it
   const [high, wide] = lastMap.grid;
   const box = canvas.getBoundingClientRect();
