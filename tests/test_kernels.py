@@ -32,7 +32,7 @@ from tachyscope.kernels.block_sparse.reference import block_sparse_attention_ref
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
 from tachyscope.kernels.codes import torch as codes_torch
-from tachyscope.kernels.codes.reference import encode_reference
+from tachyscope.kernels.codes.reference import decode_packed_reference, encode_reference
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
 from tachyscope.kernels.host_blocks import HostBlocks
 from tachyscope.kernels.host_blocks import torch as host_blocks_torch
@@ -392,6 +392,23 @@ def _case_codes(rng, backend):
     return scale, step
 
 
+def _case_packed(rng, backend, kind):
+    """Codes of 4 and 2 bits, of slots that begin within a group."""
+    (x,) = _moved(torch.randn(2, 3, 40, 64, generator=rng))
+    encode, bits, group = {
+        "int4": (codes_torch.encode_int4, 4, 1),
+        "int2_keys": (lambda x: codes_torch.encode_int2_keys(x, 8), 2, 8),
+        "int2_values": (codes_torch.encode_int2_values, 2, 1),
+    }[kind]
+    code, scale = encode(x)
+    first = 5 % group
+    code, scale = code[:, :, 5:37], scale[:, :, 5 // group : -(-37 // group)]
+    out = torch.full((2, 3, 40, 64), math.nan, dtype=x.dtype, device=DEVICE)[:, :, 4:36]
+    module = {"torch": codes_torch, "triton": codes_triton}[backend]
+    module.decode_packed(code, scale, out, bits, group, first)
+    return out, decode_packed_reference(code.cpu(), scale.cpu(), bits, group, first)
+
+
 def _case_buckets(rng, backend):
     (x,) = _moved(torch.randn(2, 3, 101, 64, generator=rng))
     got = {"torch": hashing, "triton": block_index_triton}[backend].buckets(x[:, :, 5:], 8)
@@ -559,6 +576,10 @@ CASES = {
     "slots_permute_back": (_case_permute_back, ("torch", "triton")),
     "slots_shift": (_case_shift, ("torch", "triton")),
     "codes": (_case_codes, ("torch", "triton")),
+    **{
+        f"codes_{kind}": (functools.partial(_case_packed, kind=kind), ("torch", "triton"))
+        for kind in ("int4", "int2_keys", "int2_values")
+    },
     "block_index_buckets": (_case_buckets, ("torch", "triton")),
     "block_index_encode": (_case_encode_blocks, ("torch", "triton")),
     "block_index_mass": (_case_block_mass, ("torch", "triton")),

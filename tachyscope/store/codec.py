@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tachyscope.kernels import codes
 from tachyscope.kernels.codes.torch import (
-    decode_int2,
-    decode_int4,
     encode_int2_keys,
     encode_int2_values,
     encode_int4,
@@ -44,8 +42,11 @@ class Codec(abc.ABC):
         """Write codes and scales of x [B, H, n, D]."""
 
     @abc.abstractmethod
-    def decode(self, code: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Write what codes stand for to `out` [B, H, n, D]; of scales, one a slot."""
+    def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:
+        """Write what codes stand for to `out` [B, H, n, D].
+
+        `first` slots that share the first scales stand before.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Bytes(Codec):
     def encode(self, x: Tensor, code: Tensor, scale: Tensor) -> None:
         codes.encode(x, code, scale)
 
-    def decode(self, code: Tensor, scale: Tensor, out: Tensor) -> None:
+    def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:
         codes.decode_into(code, scale, out)
 
 
@@ -89,8 +90,8 @@ class Int4Codes(Codec):
         code.copy_(found)
         scale.copy_(steps)
 
-    def decode(self, code: Tensor, scale: Tensor, out: Tensor) -> None:
-        out.copy_(decode_int4(code, scale, out.dtype))
+    def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:
+        codes.decode_packed(code, scale, out, 4)
 
 
 @dataclass(frozen=True)
@@ -112,5 +113,5 @@ class Int2Codes(Codec):
         code.copy_(by_group[0])
         scale.copy_(by_group[1])
 
-    def decode(self, code: Tensor, scale: Tensor, out: Tensor) -> None:
-        out.copy_(decode_int2(code, scale, out.dtype))
+    def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:
+        codes.decode_packed(code, scale, out, 2, self.group, first)

@@ -270,12 +270,9 @@ class KVStore:
         """Write what codes of slots stand for to `out` [B, Hkv, n, D]."""
         codec, scale = self.codecs[name], self.scales[name]
         held: Tensor = getattr(self, name)
-        if codec.group > 1:
-            index = torch.arange(slots.start, slots.stop, device=scale.device) // codec.group
-            scale = scale.index_select(2, index)
-        else:
-            scale = scale[:, :, slots]
-        codec.decode(held[:, :, slots], scale, out)
+        rows = slice(slots.start // codec.group, -(-slots.stop // codec.group))
+        first = slots.start % codec.group
+        codec.decode(held[:, :, slots], scale[:, :, rows], out, first)
 
     def _grouped(self, name: str, slots: slice) -> slice:
         """The groups that slots are: whole ones."""

@@ -1,4 +1,4 @@
-"""Vectors as codes of one byte a channel, and a scale each."""
+"""Vectors as codes of 8, 4 or 2 bits a channel, and scales."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import dtype as DType
 
 from tachyscope.kernels.codes import torch as torch_backend
 from tachyscope.kernels.codes.torch import Past, numbers
-from tachyscope.kernels.device import DTYPE, HAS_TRITON, reads_keys
+from tachyscope.kernels.device import DTYPE, HAS_TRITON, has_kernel, reads_keys
 
 if HAS_TRITON:
     from tachyscope.kernels.codes import triton as triton_backend
 
-__all__ = ["Past", "decode", "decode_into", "encode", "numbers"]
+__all__ = ["Past", "decode", "decode_into", "decode_packed", "encode", "numbers"]
 
 
 def encode(x: Tensor, code: Tensor, scale: Tensor) -> None:
@@ -45,3 +45,17 @@ def decode_into(code: Tensor, scale: Tensor, out: Tensor) -> None:
         triton_backend.decode(code, scale, out)
     else:
         out.copy_(torch_backend.decode(code, scale, out.dtype))
+
+
+def decode_packed(
+    code: Tensor, scale: Tensor, out: Tensor, bits: int, group: int = 1, first: int = 0
+) -> None:
+    """Write the vectors [B, H, n, D] of codes [B, H, n, bits D / 8] to `out`.
+
+    `encode_int4`, `encode_int2_values` and `encode_int2_keys` tell what codes and scales are. Each
+    row of scales is of `group` entries; `first` of those that share the first row stand before.
+    """
+    if has_kernel(out.device, out.dtype, out.shape[3]):
+        triton_backend.decode_packed(code, scale, out, bits, group, first)
+    else:
+        torch_backend.decode_packed(code, scale, out, bits, group, first)

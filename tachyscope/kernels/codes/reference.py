@@ -30,3 +30,22 @@ def encode_int4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
             width = len(part)
             number[(*at.tolist(), slice(g * width, (g + 1) * width))] = nearest.double()
     return number, scale.double()
+
+
+def decode_packed_reference(
+    code: Tensor, scale: Tensor, bits: int, group: int = 1, first: int = 0
+) -> Tensor:
+    """The vectors [B, H, n, D] of codes that share bytes, as `decode_packed` has them."""
+    parts, (*rows, width) = 8 // bits, code.shape
+    out = torch.empty(*rows, parts * width, dtype=torch.float64)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, rows)).tolist():
+        steps = scale[b, h, (first + i) // group].double()
+        zeros = torch.zeros_like(steps)
+        if bits == 2:
+            steps, zeros = steps.chunk(2)
+        byte = code[b, h, i].int()
+        number = torch.cat([byte // 2 ** (bits * part) % 2**bits for part in range(parts)]).double()
+        size = parts * width // len(steps)
+        number = number - 8 if bits == 4 else number
+        out[b, h, i] = number * steps.repeat_interleave(size) + zeros.repeat_interleave(size)
+    return out

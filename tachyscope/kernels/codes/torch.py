@@ -55,6 +55,16 @@ def decode_int4(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (grouped * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+def decode_packed(
+    code: Tensor, scale: Tensor, out: Tensor, bits: int, group: int, first: int
+) -> None:
+    if group > 1:
+        index = torch.arange(first, first + code.shape[2], device=code.device) // group
+        scale = scale.index_select(2, index)
+    decode = decode_int4 if bits == 4 else decode_int2
+    out.copy_(decode(code, scale, out.dtype))
+
+
 def encode_int2_values(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., D] as 2 bits a channel [..., D / 4], and of every group of channels a step and a zero
     [..., 2 groups] of float16, steps before zeros.
