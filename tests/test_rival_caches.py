@@ -76,7 +76,7 @@ class Queries(Observer):
             self.passes.append(rotated_q)
 
 
-@pytest.mark.parametrize("budget, keep", [(10, 7), (8, 7)])
+@pytest.mark.parametrize("budget, keep", [(10, 7), pytest.param(8, 7, marks=pytest.mark.slow)])
 def test_deep_forcing_keeps_the_sink_the_newest_and_what_their_queries_attend_to(budget, keep):
     seen, asked = Written(), Queries()
     plan = f"cache=deep_forcing:budget={budget}f,keep={keep},sink=2,newest=3"
@@ -149,7 +149,7 @@ def nearest(now, groups, count, row):
     return set(sorted(groups, key=lambda n: far[n])[:count])
 
 
-@pytest.mark.parametrize("chunk, group", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("chunk, group", [pytest.param(1, 3, marks=pytest.mark.slow), (2, 2)])
 def test_worldkv_reads_the_groups_that_were_seen_from_the_most_alike_poses(chunk, group):
     shape = dataclasses.replace(CHUNKS, chunk=chunk, batch=2, poses=True)
     plan = f"cache=worldkv:retrieve={2 * group},keep=0.4,sink=1,newest=2,budget={5 * group}f"

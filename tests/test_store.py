@@ -284,6 +284,7 @@ def test_packed_codes_equal_their_definition(name):
     assert torch.equal(part, at.layers[0].vectors("k", slice(0, at.past))[:, :, 5:9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, plan", [*(("int4", plan) for plan in PLANS), *(("int2", plan) for plan in WHOLE)]
 )

@@ -81,7 +81,7 @@ class WorldKv(CachePolicy):
     ) -> None:
         bank = layer.bank
         assert isinstance(bank, PoseBank)
-        bank.now = poses.flatten(2)
+        bank.now = poses.double().flatten(2)
         if bank.layout.sealed(total) >= bank.layout.places > 0:
             bank.retrieve(layer, bank.now)
             meter.add("macs", shape.batch * bank.layout.most * bank.now.shape[2])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MOST_BLOCK = 128  # entries that a kernel copies at once
 POSE = 12  # numbers of a camera-to-world matrix of 3 rows and 4 columns
-NEAR = 1e-9  # distances that differ by less are alike: rounding alone must not choose
+NEAR = 1e-6  # distances that differ by less are alike: rounding alone must not choose
 
 
 class PoseLayout(NamedTuple):
@@ -100,7 +100,7 @@ class PoseBank(HostBank):
         frames = layout.newest + layout.group - 1
         poses = {"pose": layout.most, "tail": frames}
         tensors = {
-            name: torch.zeros(shape.batch, n, POSE, dtype=torch.float32, device=device)
+            name: torch.zeros(shape.batch, n, POSE, dtype=torch.float64, device=device)
             for name, n in poses.items()
         }
         sizes = {
@@ -142,13 +142,11 @@ class PoseBank(HostBank):
         """Take n entries behind the past into it, of which `total` came before: its slots after."""
         layout, tail = self.layout, self.tensors["tail"]
         assert self.now is not None
-        held, size = layout.tail(total), layout.group * layout.tokens
-        new = max(
-            0, (total + n) // layout.tokens - layout.sink - layout.sealed(total) * layout.group
-        )
-        poses = torch.cat([tail[:, :held], self.now[:, self.now.shape[1] - (new - held) :]], 1)
+        size, end = layout.group * layout.tokens, past + n
         before, after = layout.sealed(total), layout.sealed(total + n)
-        end = past + n
+        held = layout.tail(total)
+        new = layout.tail(total + n) + (after - before) * layout.group - held  # but the sink's
+        poses = torch.cat([tail[:, :held], self.now[:, self.now.shape[1] - new :]], 1)
         for group in range(before, after):
             places = min(group, layout.places)
             start = layout.first + places * layout.kept
@@ -176,7 +174,7 @@ class PoseBank(HostBank):
         mean = k[:, : layout.tokens].mean(1, keepdim=True)
         rest = k[:, layout.tokens :]
         alike = (rest * mean).sum(-1) / (rest.norm(dim=-1) * mean.norm(dim=-1) + 1e-8)
-        # the sign bit of int8 sorts what is kept to the front, in order of time
+        # a stable sort leaves what is kept in order of time
         kept = layout.kept - layout.tokens
         dropped = torch.ones_like(alike, dtype=torch.int8)
         dropped.scatter_(1, alike.argsort(dim=1, stable=True)[:, :kept], 0)
@@ -208,7 +206,7 @@ class PoseBank(HostBank):
     def retrieve(self, layer: KVStore, poses: Tensor) -> None:
         """Bring the groups whose cameras stood most like these [B, F, 12] to the places."""
         layout, own = self.layout, self.tensors
-        wanted = self._nearest(poses.mean(1).double())
+        wanted = self._nearest(poses.mean(1))
         there = own["place"].unsqueeze(2) == wanted.unsqueeze(1)
         stays, comes = there.any(2), ~there.any(1)
         # the i-th that comes gets the i-th place that is free
@@ -231,7 +229,7 @@ class PoseBank(HostBank):
         Half of a distance is how far cameras stood apart, squared, half the angle between them,
         each as a part of the largest among the groups.
         """
-        pose, age = self.tensors["pose"].double(), self.tensors["age"]
+        pose, age = self.tensors["pose"], self.tensors["age"]
         by_age = age.argsort(stable=True)
         pose, none = pose[:, by_age], (age < 0)[by_age]
         (rotation, place), (turned, here) = (_parts(x) for x in (pose, now.unsqueeze(1)))

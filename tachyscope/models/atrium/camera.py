@@ -30,8 +30,11 @@ def walk(camera: Tensor, actions: Tensor) -> Tensor:
 
 
 def matrices(poses: Tensor) -> Tensor:
-    """Poses [..., 3] as camera-to-world matrices [..., 3, 4]: rotation about the upright, place."""
-    x, y, heading = poses.unbind(-1)
+    """Poses [..., 3] as camera-to-world matrices [..., 3, 4]: rotation about the upright, place.
+
+    In float64, so that every device has the same.
+    """
+    x, y, heading = poses.double().unbind(-1)
     angle = heading * (2 * math.pi / atrium.TURN)
     cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(x)
     rows = (cos, -sin, none, x, sin, cos, none, y, none, none, none + 1, none)
