@@ -6,6 +6,7 @@ Prints a line for each launch: its name, registers of a thread, bytes that did n
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tachyscope.kernels.decode_attention import Entries, Rotation, Scratch, Step, several
+from tachyscope.kernels.decode_block import BlockMemory, BlockWeights
+from tachyscope.kernels.decode_block import triton as block
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import triton as mlp
 from tachyscope.kernels.gemv import Norm, Weight
@@ -21,7 +24,7 @@ from tachyscope.kernels.gemv import triton as gemv
 from tachyscope.kernels.input_gate import InputGate
 from tachyscope.kernels.input_gate import triton as gate
 
-BF16, WIDTH, INNER = torch.bfloat16, 4096, 11008
+BF16, WIDTH, INNER, DEPTH = torch.bfloat16, 4096, 11008, 2560
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -73,7 +76,7 @@ def launch(kernel, grid, *args, **options):
 
 
 def main():
-    gemv.launch = mlp.launch = several.launch = gate.launch = launch
+    gemv.launch = mlp.launch = several.launch = gate.launch = block.launch = launch
     barrier, place = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
     for tokens, kind in ((1, ""), (2, ""), (1, "int8"), (1, "int4"), (2, "int4")):
         x, norm = (
@@ -103,6 +106,19 @@ def main():
         told = torch.zeros(rows, dtype=torch.int32)
         one = InputGate(kind, 0.5, rows == 2, 4.0, place, place, told, told, held, fine, fine, fine)
         gate.input_gate(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
+    for tokens, kind in ((1, ""), (2, ""), (1, "int8"), (2, "int4")):
+        x, sizes = torch.empty(tokens, DEPTH, dtype=BF16), [DEPTH, 4 * DEPTH]
+        linears = [
+            replace(weight(n, k, kind), bias=torch.empty(n, dtype=BF16))
+            for n, k in [sizes[:1] * 2] * 4 + [sizes[::-1], sizes]
+        ]
+        norm = Norm(x[0], x[0], 1e-5)
+        part = MlpWeights(norm, None, *linears[4:])
+        held = torch.empty(tokens, 40, 4, DEPTH // 40, dtype=BF16)
+        whole = BlockWeights(norm, tuple(linears[:3]), linears[3], part)
+        memory = BlockMemory(x, 4 * DEPTH, block.setting_for(x, whole).programs)
+        barriers = BlockMemory.barriers(1, torch.device("cpu"))[0]
+        block.decode_block(x, whole, Step(Entries(held, held, place), 40, place), memory, barriers)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tachyscope.decode.layer import Layers, LayerWeights
+from tachyscope.decode.layer import Layers, layer_weights
 from tachyscope.decode.parts import DepthParts
 from tachyscope.decode.quantise import norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Scratch, Step
@@ -30,7 +30,7 @@ class Depth:
         width = parts.positions.shape[1]
         self.x, head_dim = hidden.new_empty(rows, width), width // parts.heads
         scratch = Scratch(rows, parts.heads, parts.heads, head_dim, hidden.device)
-        self.blocks = Layers([LayerWeights.of(part) for part in parts.blocks], self.x, scratch)
+        self.blocks = Layers([layer_weights(part) for part in parts.blocks], self.x, scratch)
         self.barriers = self.blocks.barriers(count)
         self.kept = [None] * len(parts.blocks)
         self.total = hidden.new_empty(rows, parts.books[0].shape[1])

@@ -18,7 +18,7 @@ from tachyscope.attention.dense import Dense
 from tachyscope.attention.window import Window as WindowPolicy
 from tachyscope.decode.cpu import MAX_ROWS, StepProgram, is_direct
 from tachyscope.decode.depth import Depth
-from tachyscope.decode.layer import Layers, LayerWeights
+from tachyscope.decode.layer import Layers, layer_weights
 from tachyscope.decode.neurons import slice_mlp
 from tachyscope.decode.parts import DecodeParts
 from tachyscope.decode.quantise import bits_of, norm_of, weight_of
@@ -91,7 +91,7 @@ class DecodeEngine:
         draw = Draw(parts.guided, parts.cfg, parts.temperature, parts.top_k, parts.top_p)
         self.depth = Depth(parts.depth, draw, self.hidden)
         scratch = Scratch(rows, shape.heads, shape.kv_heads, shape.head_dim, session.device)
-        self.trunk = Layers([LayerWeights.of(part) for part in parts.layers], self.x, scratch)
+        self.trunk = Layers([layer_weights(part) for part in parts.layers], self.x, scratch)
         self.barriers = self.trunk.barriers()
         self.neurons = self._slices()
         places, depth, codes = shape.tokens_per_frame, len(parts.depth.positions), parts.depth.codes

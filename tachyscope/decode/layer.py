@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,29 +10,28 @@ from torch import Tensor
 from tachyscope.decode.parts import LayerParts
 from tachyscope.decode.quantise import norm_of, weight_of
 from tachyscope.kernels.decode_attention import Scratch, Step, decode_attention
+from tachyscope.kernels.decode_block import (
+    BARRIERS,
+    BlockMemory,
+    BlockWeights,
+    block_programs,
+    decode_block,
+    in_one_launch,
+)
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
-from tachyscope.kernels.gemv import Norm, Weight, gemv
+from tachyscope.kernels.gemv import gemv
 from tachyscope.kernels.input_gate import InputGate, input_gate
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
+def layer_weights(parts: LayerParts) -> BlockWeights:
     """A layer's weights as kernels read them."""
-
-    norm: Norm
-    qkv: tuple[Weight, Weight, Weight]
-    out: Weight
-    mlp: MlpWeights
-
-    @classmethod
-    def of(cls, parts: LayerParts) -> LayerWeights:
-        gate = None if parts.gate is None else weight_of(parts.gate)
-        return cls(
-            norm_of(parts.attention_norm),
-            (weight_of(parts.q), weight_of(parts.k), weight_of(parts.v)),
-            weight_of(parts.o),
-            MlpWeights(norm_of(parts.mlp_norm), gate, weight_of(parts.up), weight_of(parts.down)),
-        )
+    gate = None if parts.gate is None else weight_of(parts.gate)
+    return BlockWeights(
+        norm_of(parts.attention_norm),
+        (weight_of(parts.q), weight_of(parts.k), weight_of(parts.v)),
+        weight_of(parts.o),
+        MlpWeights(norm_of(parts.mlp_norm), gate, weight_of(parts.up), weight_of(parts.down)),
+    )
 
 
 class Layers:
@@ -43,7 +41,7 @@ class Layers:
     """
 
     def __init__(
-        self, weights: Sequence[LayerWeights], x: Tensor, scratch: Scratch, tokens: int = 1
+        self, weights: Sequence[BlockWeights], x: Tensor, scratch: Scratch, tokens: int = 1
     ) -> None:
         self.weights = weights
         self.x, self.scratch, self.tokens = x, scratch, tokens
@@ -52,6 +50,9 @@ class Layers:
         self.attended = x.new_empty(rows, first.qkv[0].rows)
         self.inner = x.new_empty(rows, first.mlp.up.rows)
         self.slices: list[MlpWeights] = []  # of the layers' MLPs
+        self.memory: BlockMemory | None = None  # where a layer is one launch
+        if tokens == 1 and all(in_one_launch(x, weight) for weight in weights):
+            self.memory = BlockMemory(x, first.mlp.up.rows, block_programs(x, first))
 
     def add_slices(self, slices: list[MlpWeights]) -> None:
         """Parts of the layers' MLPs, which a step may run instead."""
@@ -65,8 +66,8 @@ class Layers:
         return sum(weight.bytes for weight in (*parts, *(x for mlp in mlps for x in mlp.parts)))
 
     def barriers(self, *count: int) -> Tensor:
-        """Zeros for `step`, one a layer."""
-        size = (*count, len(self.weights))
+        """Zeros for `step`: some for every layer."""
+        size = (*count, len(self.weights), BARRIERS)
         return torch.zeros(size, dtype=torch.int32, device=self.x.device)
 
     def step(
@@ -77,15 +78,18 @@ class Layers:
         sliced: bool = False,
         judges: Sequence[InputGate] = (),
     ) -> None:
-        """Through all layers, or slices of their MLPs; barriers [layers] are 0.
+        """Through all layers, or slices of their MLPs; barriers [layers, 4] are 0.
 
         Where MLPs are replayed by their inputs, `judges` decide before each.
         """
         for i, layer in enumerate(self.weights):
+            if self.memory is not None and steps[i].is_plain and kept[i] is None:
+                decode_block(self.x, layer, steps[i], self.memory, barriers[i])
+                continue
             mlp = self.slices[i] if sliced else layer.mlp
             gemv(self.qkv, self.x, layer.qkv, layer.norm)
             decode_attention(self.attended, self.qkv, steps[i], self.scratch, self.tokens)
             gemv(self.x, self.attended, (layer.out,), add=True)
             if judges:
                 input_gate(self.x, mlp.norm, judges[i])
-            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i], self.tokens)
+            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i, 0], self.tokens)

@@ -109,11 +109,11 @@ def decode_mlp(
             UP_BIAS=up.bias is not None, DOWN_BIAS=down.bias is not None,
             KEPT=isinstance(kept, Kept), DRIFT=drifts, STORE_INPUT=stores,
             ERROR=isinstance(kept, Error), PHASE=phase,
-            maxnreg=_registers(made, processors), **kinds, **Overlap.options(x),
+            maxnreg=registers(made, processors), **kinds, **Overlap.options(x),
         )  # fmt: skip
 
 
-def _registers(setting: MlpSetting, processors: int) -> int:
+def registers(setting: MlpSetting, processors: int) -> int:
     """The most that a thread may take so that all programs are there at once."""
     threads = 32 * setting.first.warps * triton.cdiv(setting.programs, processors)
     return min(255, 65536 // threads // 8 * 8)

@@ -1,7 +1,9 @@
 """Draw a code in one launch, without sorting (Triton).
 
 Floats are ordered as integers are. The k-th largest, and the one at which the mass reaches top_p,
-are found by halving the range of values until one is left between: all in registers.
+are found by halving a range until one value is left between: all in registers. The range is one of
+integers; for the k-th largest BY_VALUE halves that of the values first, which takes fewer turns: 13
+instead of 20 for 900 of 16,384 normal ones (then 12 for the mass either way).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.pdl import wait_for_kernel_before
 from tachyscope.kernels.sample_code.draw import Codes, Draw
 
 
-def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
+def sample_code(logits: Tensor, draw: Draw, to: Codes, by_value: bool | None = None) -> None:
     """`sample_code`; all tensors are contiguous."""
     videos, places, depth = to.codes.shape
     count, dim = logits.shape[1], to.total.shape[1]
@@ -27,6 +30,7 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
         logits, to.codes, to.noise, to.place, to.book, to.total, draw.cfg, 1 / draw.temperature,
         min(draw.top_k, count), draw.top_p, videos, places, count, to.depth, depth,
         GUIDED=draw.guided, TOP_P=draw.top_p < 1, FIRST=to.depth == 0, DIM=dim,
+        BY_VALUE="sample_by_value" in CHOSEN if by_value is None else by_value,
         BLOCK=block, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=16 if block > 4096 else 4,
         **Overlap.options(logits),
     )  # fmt: skip
@@ -38,7 +42,8 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
 def _sample_code(
     logits, codes, noise, place, book, total, cfg, inverse, top_k, top_p, videos, places, count,
     at_depth, depth, GUIDED: tl.constexpr, TOP_P: tl.constexpr, FIRST: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, BY_VALUE: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernel_before(PDL)
     video, offs = tl.program_id(0), tl.arange(0, BLOCK)
@@ -50,19 +55,18 @@ def _sample_code(
         without = without.to(tl.float32)
         x = without + cfg * (x - without)
     x = tl.where(mask, x * inverse, -float("inf"))
-    bits = x.to(tl.int32, bitcast=True)
-    # larger floats are larger integers, the negative ones turned round
-    order = (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
-    order = tl.where(mask, order, 0)
+    order = tl.where(mask, _order(x), 0)
     # the cut lies from `low` on and below `high`; done where one value is left between them
     low, high = tl.zeros([], tl.uint32), tl.max(order) + 1
     below = tl.sum((order > 0).to(tl.int32))
     above = tl.where(below <= top_k, below, 0)
+    bottom, top, turns = tl.min(tl.where(mask, x, float("inf"))), tl.max(x), 0
     while (below - above > 1) & (high - low > 1):
-        middle = low + ((high - low) >> 1)
+        middle = _middle(low, high, bottom, top, turns, BY_VALUE)
         count_at = tl.sum((order >= middle).to(tl.int32))
         enough = count_at >= top_k
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        bottom, top, turns = _halves(middle, enough, bottom, top, turns, BY_VALUE)
         below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
         # as many as were asked for: no need to know the last one's value
         above = tl.where(enough & (count_at == top_k), below, above)
@@ -91,3 +95,31 @@ def _sample_code(
     tl.store(total + video * DIM + offs_d, entry, mask=inside)
     if GUIDED:
         tl.store(total + (videos + video) * DIM + offs_d, entry, mask=inside)
+
+
+@triton.jit
+def _order(x):
+    """Integers in the order of floats: larger ones are larger, the negative ones turned round."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _middle(low, high, bottom, top, turns, BY_VALUE: tl.constexpr):
+    """Where a range of integers is cut: by its values for some turns, then by itself."""
+    middle = low + ((high - low) >> 1)
+    if BY_VALUE:
+        value = _order(0.5 * bottom + 0.5 * top)
+        middle = tl.where((turns < 24) & (value > low) & (value < high), value, middle)
+    return middle
+
+
+@triton.jit
+def _halves(middle, enough, bottom, top, turns, BY_VALUE: tl.constexpr):
+    """The ends of what is left of a range of values, after a cut."""
+    if BY_VALUE:
+        bits = middle.to(tl.int32, bitcast=True)
+        bits = tl.where(bits < 0, bits ^ -2147483648, ~bits)
+        value = bits.to(tl.float32, bitcast=True)
+        bottom, top = tl.where(enough, value, bottom), tl.where(enough, top, value)
+    return bottom, top, turns + 1

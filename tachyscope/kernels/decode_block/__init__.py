@@ -1,0 +1,46 @@
+"""A whole block of the depth transformer for one position, in one launch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tachyscope.kernels.chosen import CHOSEN
+from tachyscope.kernels.decode_attention import Step
+from tachyscope.kernels.decode_block import torch as torch_backend
+from tachyscope.kernels.decode_block.block import BARRIERS, BlockMemory, BlockWeights
+from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
+
+if HAS_TRITON:
+    from tachyscope.kernels.decode_block import triton as triton_backend
+
+__all__ = [
+    "BARRIERS",
+    "BlockMemory",
+    "BlockWeights",
+    "block_programs",
+    "decode_block",
+    "in_one_launch",
+]
+
+
+def in_one_launch(x: Tensor, block: BlockWeights) -> bool:
+    """Whether a GPU runs such a block in one launch; else it runs by its four parts."""
+    return "decode_block" in CHOSEN and has_decode_kernel(x) and block.is_plain
+
+
+def block_programs(x: Tensor, block: BlockWeights) -> int:
+    """How many programs share a launch."""
+    return triton_backend.setting_for(x, block).programs
+
+
+def decode_block(
+    x: Tensor, block: BlockWeights, step: Step, memory: BlockMemory, barriers: Tensor
+) -> None:
+    """x [B, W] through a plain block; the token's entry is put into the step's slot.
+
+    `barriers` [4] int32 are 0 before every call.
+    """
+    if has_decode_kernel(x):
+        triton_backend.decode_block(x, block, step, memory, barriers)
+    else:
+        torch_backend.decode_block(x, block, step)
