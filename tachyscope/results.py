@@ -158,12 +158,15 @@ class Parts:
         """Keep a part; the value is as it will be read: null where there was no number."""
         self._rows[name] = _as_read(row | {"part": name})
         if self._path is not None:
-            unfinished = document(
-                self._suite, list(self._rows.values()), self._command, settings=self.settings,
-                fingerprints=self._weights, unfinished=True,
-            )  # fmt: skip
-            emit(unfinished, str(self._path))
+            emit(self.document(unfinished=True), str(self._path))
         return self._rows[name]
+
+    def document(self, **more: Any) -> Document:
+        """All parts as the rows of a document."""
+        return document(
+            self._suite, list(self._rows.values()), self._command, settings=self.settings,
+            fingerprints=self._weights, **more,
+        )  # fmt: skip
 
     def run(
         self,

@@ -33,7 +33,7 @@ from tachyscope.video import VideoWriter, read_frames, read_video
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
-VERBS = ["generate", "compare", "race", "play", "serve", "inspect", "bench cpu", "bench wan", "bench tokens", "bench sessions", "bench fit", "eval",
+VERBS = ["generate", "compare", "race", "play", "serve", "inspect", "bench cpu", "bench wan", "bench tokens", "bench rivals", "bench sessions", "bench fit", "eval",
          "calibrate", "methods", "models", "doctor"]  # fmt: skip
 SUMS = {"frames", "macs", "pairs", "pairs_dense", "density", "rows_computed", "rows_replayed",
         "cache_mb", "entries", "fps_avg", "first_frame_s", "warm_s", "load_s", "chunk_ms"}  # fmt: skip

@@ -355,14 +355,14 @@ def test_plans_by_turns_on_a_gpu_are_plans_played_together(short, model, monkeyp
     monkeypatch.setattr(world, "ProcessPoolExecutor", lambda *given: ThreadPoolExecutor(1))
     plans = ("cache=window:budget=3f", "dense")
     asked = world.Asked(plans, frames=3, quick=True, recall=False)
-    found = list(world._on_gpu(model, None, asked, 2, 1, [(0, 0), (0, 1)]))
+    found = list(world.play_by_plan(model, None, asked, 2, 1, [(0, 0), (0, 1)]))
     together = [world.judge_world(asked, x) for x in world.play_worlds(model, asked, [0, 1])]
     for i, part in enumerate(found):
         assert part["rows"] == [one["rows"][i] for one in together]
     assert found[0]["world"] == [one["world"] for one in together]
     assert found[1]["world"] == [{}, {}], "the model itself is measured once"
     # without the first plan dense is played again, for the second to be held against
-    (again,) = world._on_gpu(model, None, asked, 2, 1, [(0, 1)])
+    (again,) = world.play_by_plan(model, None, asked, 2, 1, [(0, 1)])
     assert again["rows"] == found[1]["rows"]
 
 

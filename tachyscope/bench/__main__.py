@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tachyscope.cli.bench_cpu import BenchCpu
 from tachyscope.cli.bench_fit import BenchFit
+from tachyscope.cli.bench_rivals import BenchRivals
 from tachyscope.cli.bench_sessions import BenchSessions
 from tachyscope.cli.bench_tokens import BenchTokens
 from tachyscope.cli.bench_wan import BenchWan
@@ -16,6 +17,7 @@ VERBS = {
     "cpu": BenchCpu,
     "wan": BenchWan,
     "tokens": BenchTokens,
+    "rivals": BenchRivals,
     "sessions": BenchSessions,
     "fit": BenchFit,
 }

@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter, Token
 from tachyscope import __version__
 from tachyscope.cli.bench_cpu import BenchCpu
 from tachyscope.cli.bench_fit import BenchFit
+from tachyscope.cli.bench_rivals import BenchRivals
 from tachyscope.cli.bench_sessions import BenchSessions
 from tachyscope.cli.bench_tokens import BenchTokens
 from tachyscope.cli.bench_wan import BenchWan
@@ -51,6 +52,7 @@ BENCH: dict[str, type[Verb]] = {
     "cpu": BenchCpu,
     "wan": BenchWan,
     "tokens": BenchTokens,
+    "rivals": BenchRivals,
     "sessions": BenchSessions,
     "fit": BenchFit,
 }

@@ -22,7 +22,7 @@ PathText = NewType("PathText", str)
 # what every verb takes beside its own options
 TRACEBACK = "--traceback"
 # options that do not change what is measured
-NO_SETTINGS = ("json", "out", "resume", "jobs", "seconds", "quiet")
+NO_SETTINGS = ("json", "out", "rows", "resume", "plot", "jobs", "seconds", "quiet")
 RESUME = "Go on with the file of results: what it has of the same options is not measured again."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,13 @@ def counted(stats: Sequence[Values], session: Session) -> Values:
     if "fetched_mb" in sums:
         out["fetched_mb_chunk"] = sums["fetched_mb"] / len(stats) / session.shape.batch
     out["gmacs_frame"] = sums["macs"] / sums["frames"] / 1e9
+    out["pairs_frame"] = sums["pairs"] / sums["frames"]
+    if "host_mb" in sums:
+        out["host_mb"] = sums["host_mb"] / session.shape.batch
+    if session.device.type == "cuda":
+        # on a CPU others may be at work; later chunks, since an unbounded cache grows
+        times = [row["chunk_ms"] / row["frames"] for row in stats[len(stats) // 2 :]]
+        out["frame_ms"] = statistics.median(times)
     out["entries_share"] = session.past / session.total_entries
     return out
 

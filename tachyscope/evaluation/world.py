@@ -300,8 +300,8 @@ def evaluate_world(
         starts = range(0, worlds, AT_ONCE)
         tasks = [(start, i) for start in starts for i in range(max(1, len(plans)))]
         name = partial(_task_name, asked)
-        on_gpu = partial(_on_gpu, model, twin, asked, worlds, jobs)
-        for (_, i), result in zip(tasks, parts.run(tasks, name, on_gpu), strict=True):
+        measured_by_plan = partial(play_by_plan, model, twin, asked, worlds, jobs)
+        for (_, i), result in zip(tasks, parts.run(tasks, name, measured_by_plan), strict=True):
             owns += result["world"] if i == 0 else []
             if plans:
                 by_plan[i] += result["rows"]
@@ -372,44 +372,53 @@ def _task_name(asked: Asked, task: tuple[int, int]) -> str:
     return f"worlds from {start}: {' '.join(asked.plans[i : i + 1])}"
 
 
-def _on_gpu(
+def play_by_plan(
     model: WanModel,
     twin: WanModel | None,
     asked: Asked,
     worlds: int,
     jobs: int,
-    tasks: Sequence[tuple[int, int]],
+    tasks: Iterable[tuple[int, int]],
 ) -> Iterator[Document]:
-    """Plans by their number, each in the worlds from one on: the values of every world.
+    """Plans by their number, each in 16 worlds from one on: the values of every world.
 
-    While a plan is played, the last one's frames are judged.
+    While a plan is played, the last one's frames are judged by other processes; where it fails,
+    that one's values come before the fault.
     """
     fresh = multiprocessing.get_context("spawn")
     waiting: deque[list[Future[Document]]] = deque()
     dense: dict[int, list[Take]] = {}
+    fault: Exception | None = None
 
     def values() -> Document:
         judged = [one.result() for one in waiting.popleft()]
         rows = [row for one in judged for row in one["rows"]]
         return {"world": [one["world"] for one in judged], "rows": rows}
 
+    def begin(start: int, i: int) -> None:
+        numbers = range(start, min(worlds, start + AT_ONCE))
+        if start not in dense and (asked.world or "dense" in asked.plans):
+            walk, device = asked.given + asked.walk, model.device
+            rooms = [make_world(asked.seed, n) for n in numbers]
+            scenes = [make_scene(room, walk, device, asked.pace) for room in rooms]
+            dense.clear()
+            dense[start] = play(model, "dense", scenes, len(asked.given))
+        # what is measured of the model itself goes with the first plan
+        part = replace(asked, plans=asked.plans[i : i + 1], world=asked.world and i == 0)
+        floor = twin if i == 0 else None
+        played = play_worlds(model, part, numbers, floor, dense.get(start, ()))
+        waiting.append([pool.submit(judge_world, part, one) for one in played])
+
     with ProcessPoolExecutor(jobs, fresh, torch.set_num_threads, (1,)) as pool:
         for start, i in tasks:
-            numbers = range(start, min(worlds, start + AT_ONCE))
-            if start not in dense and (asked.world or "dense" in asked.plans):
-                walk = asked.given + asked.walk
-                scenes = [
-                    make_scene(make_world(asked.seed, n), walk, model.device, asked.pace)
-                    for n in numbers
-                ]
-                dense = {start: play(model, "dense", scenes, len(asked.given))}
-            # what is measured of the model itself goes with the first plan
-            part = replace(asked, plans=asked.plans[i : i + 1], world=asked.world and i == 0)
-            frames = play_worlds(
-                model, part, numbers, twin if i == 0 else None, dense.get(start, ())
-            )
-            waiting.append([pool.submit(judge_world, part, one) for one in frames])
+            try:
+                begin(start, i)
+            except Exception as error:
+                fault = error
+                break
             if len(waiting) > 1:
                 yield values()
         while waiting:
             yield values()
+    if fault is not None:
+        raise fault
