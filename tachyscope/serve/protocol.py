@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from tachyscope.bounds import ASKED
 from tachyscope.errors import TachyscopeError, shown
@@ -295,6 +294,8 @@ class Header(NamedTuple):
 
 def encode(frame: np.ndarray, kind: str, quality: int) -> bytes:
     """A frame uint8 [H, W, 3] as a file."""
+    from PIL import Image  # an engine without clients needs none
+
     file = io.BytesIO()
     picture = Image.fromarray(frame)
     if kind == "png":

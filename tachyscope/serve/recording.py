@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.video import VideoWriter
 
 
 class Recording:
     """A file that grows by chunks, up to `most` frames; it is there once it is finished."""
 
     def __init__(self, path: Path, fps: float, most: int) -> None:
+        from tachyscope.video import VideoWriter  # PyAV is loaded when somebody records
+
         self._most = most
         self._writer = VideoWriter(path, fps, background=True)
         self._writer.__enter__()
