@@ -27,8 +27,8 @@ from tachyscope.results import Document, Parts
 from tachyscope.tables import format_table
 
 REFERENCE = 21  # latent frames of the window that all are held to
-# {n}: the number that is found; {all}: latent frames of the whole video; {k}: past entries that the
-# window reads; {twice}: its latent frames twice
+# {n}: the number that is found; {keep}, {sink}: in the paper's ratio to it; {all}: latent frames of
+# the whole video; {k}: past entries that the window reads; {twice}: its latent frames twice
 SIZED = {
     "window": "lossless cache=window:budget={n}f",
     "merge": "lossless cache=merge:budget={n}f,newest=3",
@@ -39,9 +39,13 @@ SIZED = {
     "attention=ann:read=1,block=16",
     "fast": "fast cache=dedup:budget={n}f",
     "memrope": "lossless cache=memrope:budget={n}f",
+    "deep_forcing": "lossless cache=deep_forcing:budget={n}f,keep={keep},sink={sink}",
     "worldkv": "lossless cache=worldkv:retrieve={n},budget={all}f",
     "int8": "balanced cache=dedup:budget={n}f store=int8",
     "fp8": "balanced cache=dedup:budget={n}f store=fp8",
+    "int4": "balanced cache=dedup:budget={n}f store=int4",
+    # which keeps whole latent frames alone
+    "int2": "lossless cache=frames:budget={n}f store=int2",
     "radial": "lossless cache=window:budget={n}f attention=radial",
     "svg": "lossless cache=window:budget={n}f attention=svg",
     "svg2": "lossless cache=window:budget={n}f attention=svg2",
@@ -61,6 +65,7 @@ PUBLISHED = {
     "svg": "lossless attention=svg",
     "svg2": "lossless attention=svg2",
     "memrope": "lossless cache=memrope",
+    "deep_forcing": "lossless cache=deep_forcing",
     "worldkv": "lossless cache=worldkv:budget={all}f",
     "teacache": "lossless passes=teacache:threshold=0.1",
     "flowcache": "lossless passes=flowcache:threshold=0.185",
@@ -132,7 +137,7 @@ def equal_pairs(model: WanModel, frames: int) -> dict[str, str]:
     most = REFERENCE * shape.tokens_per_frame
     out = {}
     for name, text in SIZED.items():
-        smallest = parse_plan(model, _all(text, frames).replace("{n}", str(REFERENCE)))
+        smallest = parse_plan(model, _sized(_all(text, frames), REFERENCE))
         if smallest.passes != Plan().passes or entries_read(smallest, model) is None:
             continue
 
@@ -170,6 +175,14 @@ def entries_read(plan: Plan, model: WanModel) -> int | None:
     return past + shape.max_pass_tokens
 
 
+def _sized(text: str, n: int) -> str:
+    """A plan with its number; Deep Forcing has 21, 16 and 10 latent frames."""
+    numbers = {"n": n, "keep": round(n * 16 / 21), "sink": round(n * 10 / 21)}
+    for name, number in numbers.items():
+        text = text.replace(f"{{{name}}}", str(number))
+    return text
+
+
 def _all(text: str, frames: int) -> str:
     return text.replace("{all}", str(frames))
 
@@ -179,7 +192,7 @@ def _largest(text: str, fits: Callable[[str], bool]) -> str:
 
     def tried(n: int) -> bool | None:
         try:
-            return fits(text.replace("{n}", str(n)))
+            return fits(_sized(text, n))
         except TachyscopeError:
             return None
 
@@ -188,7 +201,7 @@ def _largest(text: str, fits: Callable[[str], bool]) -> str:
         top *= 2
     for n in range(top, 0, -1):
         if tried(n):
-            return text.replace("{n}", str(n))
+            return _sized(text, n)
     raise TachyscopeError(f"no size of {text} fits {REFERENCE} latent frames: leave it out")
 
 
