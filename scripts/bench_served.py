@@ -103,34 +103,34 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=30)
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    published = asked.model not in ("toy-chunks", "atrium-world")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    published = options.model not in ("toy-chunks", "atrium-world")
     weights = "random" if published else None
-    model: Any = load(asked.model, weights, device=asked.device, dtype=asked.dtype)
+    model: Any = load(options.model, weights, device=options.device, dtype=options.dtype)
     if published:  # as large as the published one
         model.decoder = WanVae.sized(model.config.in_channels, model.dtype)
     frames = model.pixel_frames(2 * model.shape().chunk) - model.pixel_frames(model.shape().chunk)
-    row: Document = {"model": asked.model, "plan": asked.plan, "rollout": [], "one": []}
+    row: Document = {"model": options.model, "plan": options.plan, "rollout": [], "one": []}
     device = model.device.type
 
     def write() -> None:
         command = shlex.join([Path(sys.executable).name, *sys.argv])
-        emit(document("served", [row], command, device=device), str(asked.out / "served.json"))
+        emit(document("served", [row], command, device=device), str(options.out / "served.json"))
         print({key: value for key, value in row.items() if key != "plan"}, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(model, asked.model, asked.plan, folder)
-        row["reserved_bytes"] = engine.room.bytes_of(asked.plan)
+        engine = make_engine(model, options.model, options.plan, folder)
+        row["reserved_bytes"] = engine.room.bytes_of(options.plan)
         engine.start()
         try:
-            for _ in range(asked.rounds):
-                row["rollout"].append(rate_of_rollout(model, asked.plan, asked.chunks, frames))
+            for _ in range(options.rounds):
+                row["rollout"].append(rate_of_rollout(model, options.plan, options.chunks, frames))
                 write()
-                (rate,), _ = rates_of_sessions(engine, 1, asked.chunks)
+                (rate,), _ = rates_of_sessions(engine, 1, options.chunks)
                 row["one"].append(rate)
                 write()
-            rates, held = rates_of_sessions(engine, asked.sessions, asked.chunks)
+            rates, held = rates_of_sessions(engine, options.sessions, options.chunks)
             row["turns"], row["allocated_bytes"] = rates, held
             row["one_over_rollout"] = statistics.median(row["one"]) / statistics.median(
                 row["rollout"]

@@ -24,15 +24,15 @@ class Held(NamedTuple):
 
 def pack_held(held: Held, frame_dim: int) -> dict[str, Tensor]:
     """As tensors by name, for a state."""
-    found = {"chunk": torch.tensor(held.chunk)}
+    tensors = {"chunk": torch.tensor(held.chunk)}
     if not held.parts:
-        return found
+        return tensors
     sizes = [part.latents.shape[frame_dim] for part in held.parts]
     actions = [action for part in held.parts for action in part.actions]
     cameras = [part.camera for part in held.parts if part.camera is not None]
     if cameras:
-        found["cameras"] = torch.stack(cameras)
-    return found | {
+        tensors["cameras"] = torch.stack(cameras)
+    return tensors | {
         "held": torch.cat([part.latents for part in held.parts], frame_dim),
         "sizes": torch.tensor(sizes),
         "actions": torch.tensor(actions, dtype=torch.int64),
@@ -63,11 +63,11 @@ def unpack_held(model: VideoModel, session: Session, tensors: Mapping[str, Tenso
     camera = session.features.get(CAMERA)
     if camera is not None:
         check_tensor(tensors, "cameras", camera.new_zeros(len(sizes), *camera.shape), (0, 0))
-    lengths, told = sizes.tolist(), tensors["actions"].tolist()
+    lengths, moves = sizes.tolist(), tensors["actions"].tolist()
     latents = held.to(session.device, copy=True).split(lengths, model.frame_dim)
     parts, at = [], 0
     for i, (part, length) in enumerate(zip(latents, lengths, strict=True)):
         stood = None if camera is None else tensors["cameras"][i].to(session.device, copy=True)
-        parts.append(Part(part, told[at : at + length], stood))
+        parts.append(Part(part, moves[at : at + length], stood))
         at += length
     return Held(chunk, parts)

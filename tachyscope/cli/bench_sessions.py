@@ -28,7 +28,7 @@ class BenchSessions(Verb):
 
         results = bench_sessions(
             self.model, self.plan, clients=self.clients, minutes=self.minutes, seed=self.seed,
-            command=command, told=print if self.prints else None,
+            command=command, on_minute=print if self.prints else None,
         )  # fmt: skip
         print(*lines(results), sep="\n")
         self.emit(results)

@@ -83,9 +83,9 @@ class Ingress:
 
     async def _ask(self, method: str, *given: Any) -> list[Any]:
         """What all running replicas answer; those that cannot are left out."""
-        asked = self._handle.broadcast(method, *given)
-        found = await asked.results_async(timeout_s=ANSWER_S, return_exceptions=True)
-        return [one for one in found if not isinstance(one, Exception)]
+        response = self._handle.broadcast(method, *given)
+        results = await response.results_async(timeout_s=ANSWER_S, return_exceptions=True)
+        return [one for one in results if not isinstance(one, Exception)]
 
     async def _watch(self) -> None:
         """Move the sessions of replicas that do not run any more: Ray waits for them to go."""
@@ -119,8 +119,8 @@ class Ingress:
         return JSONResponse({"object": "list", "data": [one]})
 
     async def _describe(self, request: Request) -> Response:
-        found = self._settings
-        return JSONResponse(describe(found.model, found.plan, found.limits))
+        settings = self._settings
+        return JSONResponse(describe(settings.model, settings.plan, settings.limits))
 
     async def _recording(self, request: Request) -> Response:
         secret = request.headers.get("x-session-secret", "")

@@ -107,11 +107,11 @@ def bench_sessions(
     minutes: float = 2.0,
     seed: int = 0,
     command: str = "",
-    told: Callable[[str], None] | None = None,
+    on_minute: Callable[[str], None] | None = None,
 ) -> Document:
     """Serve a model to so many clients for so long; the first `WARM_S` are on top of that.
 
-    `told` is handed a line a minute.
+    `on_minute` is handed a line a minute.
     """
     seconds = 60 * minutes
     warm = min(WARM_S, seconds)
@@ -119,13 +119,13 @@ def bench_sessions(
     most = int(FPS * (seconds + warm)) + FPS
     more = ("--sessions", str(clients), "--session-frames", str(most), "--plan", plan)
     with _server(model, *more) as (url, pid):
-        run = _run(url, pid, clients, warm, seconds, seed, told)
-        found, memory, metrics = asyncio.run(run)
+        run = _run(url, pid, clients, warm, seconds, seed, on_minute)
+        played, memory, metrics = asyncio.run(run)
     row: Document = {"model": model, "plan": plan, "clients": clients, "seconds": seconds}
-    row |= _latency(found) | _turns(found) | _memory(memory, seconds)
+    row |= _latency(played) | _turns(played) | _memory(memory, seconds)
     row["metrics"] = {
         name: {"told": told, "counted": counted}
-        for name, (told, counted) in _sums(metrics, found).items()
+        for name, (told, counted) in _sums(metrics, played).items()
     }
     row["metrics_add_up"] = all(one["told"] == one["counted"] for one in row["metrics"].values())
     return document("bench-sessions", [row], command, warm_seconds=warm, load_before=load)
@@ -218,8 +218,8 @@ def _sums(metrics: dict[str, float], clients: Sequence[Client]) -> dict[str, tup
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    found = sorted(values)
-    return found[min(len(found) - 1, int(share * len(found)))] if found else None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 @contextmanager
@@ -227,16 +227,16 @@ def _server(model: str, *more: str) -> Iterator[tuple[str, int]]:
     """The address of `tachyscope serve` and the number of its process."""
     command = [sys.executable, "-m", "tachyscope", "serve", model, "--port", "0", *more]
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as server,
+        tempfile.TemporaryFile("w+") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as server,
     ):
         try:
             assert server.stdout is not None
             words = [one for one in server.stdout.readline().split() if one.startswith("http")]
             if not words:
                 server.wait()
-                said.seek(0)
-                last = (said.read().splitlines() or ["it said nothing"])[-1]
+                stderr.seek(0)
+                last = (stderr.read().splitlines() or ["it said nothing"])[-1]
                 raise TachyscopeError(last.removeprefix("tachyscope: "))
             yield words[0].rstrip("/"), server.pid
         finally:
@@ -250,7 +250,7 @@ async def _run(
     warm: float,
     seconds: float,
     seed: int,
-    told: Callable[[str], None] | None,
+    on_minute: Callable[[str], None] | None,
 ) -> tuple[list[Client], list[tuple[float, float]], dict[str, float]]:
     """All clients, the server's memory by seconds of the run, and its metrics at the end."""
     sockets, clients = [], []
@@ -270,7 +270,7 @@ async def _run(
         pairs = list(zip(clients, sockets, strict=True))
         reading = [asyncio.create_task(_read(*one)) for one in pairs]
         pressing = [asyncio.create_task(client.press(s, until[0])) for client, s in pairs]
-        memory = await _watch(clients, reading, pid, begun, until[0], told)
+        memory = await _watch(clients, reading, pid, begun, until[0], on_minute)
         await asyncio.gather(*pressing)
         for socket in sockets:
             await socket.send(json.dumps({"type": "pause", "id": PAUSE}))
@@ -314,7 +314,7 @@ async def _watch(
     pid: int,
     begun: float,
     until: float,
-    told: Callable[[str], None] | None,
+    on_minute: Callable[[str], None] | None,
 ) -> list[tuple[float, float]]:
     """Begin to count when it is time, and sample the server's memory every second."""
     samples: list[tuple[float, float]] = []
@@ -327,9 +327,9 @@ async def _watch(
             for client in clients:
                 client.counting = True
             samples.append((now - begun, _rss_mb(pid)))
-            if told is not None and (now - begun) // 60 >= minute:
+            if on_minute is not None and (now - begun) // 60 >= minute:
                 chunks = sum(one.chunks for one in clients)
-                told(f"minute {minute}: {chunks} chunks, {samples[-1][1]:.1f} MB")
+                on_minute(f"minute {minute}: {chunks} chunks, {samples[-1][1]:.1f} MB")
                 minute += 1
         await asyncio.sleep(min(1.0, max(0.01, until - now)))
     return samples

@@ -193,8 +193,8 @@ def replicas_for(shares: list[float], fewest: int, most: int) -> int:
 
 def scale_by_bytes(context: Any) -> tuple[int, dict[str, Any]]:
     """Ray's autoscaling policy: by reserved bytes, not by requests."""
-    found = context.raw_metrics.get("reserved_share", {})
-    shares = [values[-1].value for values in found.values() if values]
+    reported = context.raw_metrics.get("reserved_share", {})
+    shares = [values[-1].value for values in reported.values() if values]
     least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
     return replicas_for(shares, least, most), {}
 

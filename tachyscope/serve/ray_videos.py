@@ -49,13 +49,16 @@ class VideoFiles:
         if not NAME.fullmatch(name):
             raise KeyError(name)
         try:
-            found: dict[str, Any] = json.loads(self.fs.cat_file(f"{self.root}/{name}.json"))
+            record: dict[str, Any] = json.loads(self.fs.cat_file(f"{self.root}/{name}.json"))
         except (OSError, ValueError):
             raise KeyError(name) from None
-        if found["status"] in ("queued", "in_progress") and time.time() - found["touched"] > LOST_S:
+        if (
+            record["status"] in ("queued", "in_progress")
+            and time.time() - record["touched"] > LOST_S
+        ):
             words = "the machine that made this video is gone: ask for it again"
-            found |= {"status": "failed", "error": {"code": "failed", "message": words}}
-        return found
+            record |= {"status": "failed", "error": {"code": "failed", "message": words}}
+        return record
 
     def read_video(self, name: str) -> bytes:
         try:
@@ -103,11 +106,11 @@ class RayVideos:
         name = str(record["id"])
         self._making[name] = asyncio.create_task(self._follow(record, given, calls))
         self._making[name].add_done_callback(lambda _: self._making.pop(name, None))
-        return _told(record)
+        return _public(record)
 
     async def listed(self) -> list[dict[str, Any]]:
         """Newest first; those that are too old are removed."""
-        found = []
+        records = []
         for name in await run_in_threadpool(self._files.names):
             try:
                 record = await run_in_threadpool(self._files.read, name)
@@ -116,11 +119,11 @@ class RayVideos:
             if time.time() - record["touched"] > self._limits.kept_s:
                 await run_in_threadpool(self._files.remove, name)
             else:
-                found.append(record)
-        return [_told(one) for one in sorted(found, key=lambda one: -one["created_at"])]
+                records.append(record)
+        return [_public(one) for one in sorted(records, key=lambda one: -one["created_at"])]
 
     async def find(self, name: str) -> dict[str, Any]:
-        return _told(await run_in_threadpool(self._files.read, name))
+        return _public(await run_in_threadpool(self._files.read, name))
 
     async def delete(self, name: str) -> None:
         """Forget a video; who makes it finds its record gone, and stops."""
@@ -160,9 +163,9 @@ class RayVideos:
 
     async def _note(self, record: dict[str, Any], update: Mapping[str, Any]) -> bool:
         """Bring a record up to date; False where somebody deleted it."""
-        now, told = time.time(), dict(record)
+        now, before = time.time(), dict(record)
         record |= update
-        if record == told and now - record["touched"] < TOUCH_S:
+        if record == before and now - record["touched"] < TOUCH_S:
             return True
         try:
             await run_in_threadpool(self._files.read, str(record["id"]))
@@ -174,6 +177,6 @@ class RayVideos:
         return True
 
 
-def _told(record: Mapping[str, Any]) -> dict[str, Any]:
+def _public(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record as clients see it."""
     return {name: value for name, value in record.items() if name != "touched"}
