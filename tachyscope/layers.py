@@ -77,16 +77,20 @@ def check_memory(
     The system itself may grant what it does not have, and end the process when it is used.
     """
     limit = memory_of(device)
-    meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"))
     if isinstance(plan.cache, Bank | WorldKv):
+        meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"))
         needed = shape.layers * sum(x.nbytes for x in meta.host_tensors().values())
         most = memory_of(torch.device("cpu"))
         if most is not None and needed > most:
+            then = ", or set host=int4" if isinstance(plan.cache, Bank) else ""
             raise TachyscopeError(
                 f"host memory of {most / 1e9:.3g} GB does not hold a bank of {needed / 1e9:.3g} "
-                f"GB: lower its budget={plan.cache.budget}"
+                f"GB: lower its budget={plan.cache.budget}{then}"
             )
-    size = shape.layers * (meta.k.nbytes + meta.v.nbytes)
+    codecs = plan.store.codecs(shape)
+    taken = [codecs[name].bytes(shape.head_dim) for name in ("k", "v") if name in codecs]
+    entry = sum(taken) if taken else 2 * shape.head_dim * dtype.itemsize
+    size = shape.layers * shape.batch * shape.kv_heads * slots * entry
     if limit is not None and size > limit:
         raise TachyscopeError(
             f"the memory of {device} does not hold the cache of {plan}: "

@@ -51,7 +51,9 @@ def read_mass(policy: AttentionPolicy, q: Tensor, layer: KVStore, ctx: PassConte
         values = policy.to_index_order(
             hot.expand(*layer.pos.shape[:1], ctx.shape.kv_heads, -1, -1), layer, ctx
         )
-        stand_in = replace(layer, k=layer.keys(ctx), v=values, scales={}, present={}, scratch=())
+        stand_in = replace(
+            layer, k=layer.keys(ctx), v=values, scales={}, present={}, scratch=(), codecs={}
+        )
         parts.append(policy.attend(q, stand_in, ctx, Meter(q.device))[..., :count])
     return torch.cat(parts, -1)
 

@@ -37,6 +37,10 @@ class Codec(abc.ABC):
     def scale_size(self, head_dim: int) -> tuple[int, ...]:
         """Of a group's scales."""
 
+    def bytes(self, head_dim: int) -> int:
+        """What a code takes, scales apart."""
+        return self.width(head_dim) * self.dtype.itemsize
+
     @abc.abstractmethod
     def encode(self, x: Tensor, code: Tensor, scale: Tensor) -> None:
         """Write codes and scales of x [B, H, n, D]."""
