@@ -75,7 +75,7 @@ class Shapes:
         tokens = 1 if shape.token_by_token else shape.max_pass_tokens
         return PassContext(
             shape, shape.layers - 1, 1, self.past, shape.max_pass_tokens - tokens, tokens,
-            shape.passes - 1, shape.passes, (0.0,) * shape.chunk, self.prompt, self.left_padding,
+            shape.passes - 1, shape.passes, (1.0,) * shape.chunk, self.prompt, self.left_padding,
             not self.plan.cache.merges, total=self.total,
         )  # fmt: skip
 

@@ -268,9 +268,10 @@ def test_svg2_goes_on_from_its_last_centroids(monkeypatch):
     monkeypatch.setattr("tachyscope.attention.svg2.kmeans", counting)
     at = session(SHAPE, "attention=svg2:dense_passes=0.3,dense_layers=0.5")
     play(at, 3)
-    # one layer of two: queries in the first pass of all; keys, then queries of two passes in three
-    passes = [(40, 10, 2)] * 2
-    assert ran == [(40, 10, 50), (40, 10, 50), *passes, (80, 20, 2), *passes, (120, 30, 2)]
+    # one layer of two: queries of three passes, then keys
+    first, later = (40, 10, 50), (40, 10, 2)
+    want = [first, *[later] * 2, first, *[later] * 3, (80, 20, 2), *[later] * 3, (120, 30, 2)]
+    assert ran == want
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ class Svg2(BlockAttention):
     """A cluster of queries reads the clusters of keys that hold `top_p` of its likely attention.
 
     Past keys are clustered at every commit, and stand in the order of their clusters; queries are
-    clustered in every sparse pass. Both go on from the last centroids. A cluster's likely share is
-    that of its centroid, times its entries. A block that holds an entry of a cluster is read whole.
+    clustered in every pass. Both go on from the last centroids. A cluster's likely share is that of
+    its centroid, times its entries. A block that holds an entry of a cluster is read whole.
     """
 
     top_p: float = setting(
@@ -167,8 +167,8 @@ class Svg2(BlockAttention):
 
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         if self._reads_all(ctx):
-            # the video's first queries are what centroids begin at
-            if ctx.past == 0 and not (ctx.before or self._dense_layer(ctx)):
+            # centroids follow the queries of dense passes too: the first sparse one goes on there
+            if not (self._dense_layer(ctx) or (ctx.given and ctx.past)):
                 self._cluster_queries(q, layer, ctx, meter)
             return self._attend_all(q, layer, ctx, meter)
         if ctx.pass_index not in ctx.before:
@@ -187,7 +187,7 @@ class Svg2(BlockAttention):
         """Labels, sizes and centroids of a pass's queries."""
         own = layer.own["attention"]
         count = self._clusters(self.q_clusters, ctx.shape, ctx.tokens)
-        centroids, first = own["q_centroid"][:, :, :count], ctx.past == 0
+        centroids, first = own["q_centroid"][:, :, :count], ctx.past == 0 and not ctx.before
         if first:
             centroids.copy_(q[:, :, _spread(own["draw"], count, ctx.tokens)])
         one = torch.ones(q.shape[:3], dtype=torch.float32, device=q.device)
