@@ -116,7 +116,7 @@ def main():
         part = MlpWeights(norm, None, *linears[4:])
         held = torch.empty(tokens, 40, 4, DEPTH // 40, dtype=BF16)
         whole = BlockWeights(norm, tuple(linears[:3]), linears[3], part)
-        memory = BlockMemory(x, 4 * DEPTH, block.setting_for(x, whole).programs)
+        memory = BlockMemory(x, 4 * DEPTH)
         barriers = BlockMemory.barriers(1, torch.device("cpu"))[0]
         block.decode_block(x, whole, Step(Entries(held, held, place), 40, place), memory, barriers)
 

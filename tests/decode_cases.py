@@ -193,8 +193,7 @@ def _case_block(rng, backend, tokens, codes, slot):
         block_torch.decode_block(got, moved(block), there)
     else:
         setting = None if ON_GPU else mlp_triton.MlpSetting(SMALL, SMALL, 3)
-        programs = block_triton.setting_for(got, block).programs if ON_GPU else 3
-        memory = BlockMemory(got, inner, programs)
+        memory = BlockMemory(got, inner)
         barriers = BlockMemory.barriers(1, torch.device(DEVICE))[0]
         # interpreted, programs run one after the other and cannot wait for the last
         launches = 1 if ON_GPU else 5

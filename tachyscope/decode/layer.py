@@ -14,7 +14,6 @@ from tachyscope.kernels.decode_block import (
     BARRIERS,
     BlockMemory,
     BlockWeights,
-    block_programs,
     decode_block,
     in_one_launch,
 )
@@ -52,7 +51,7 @@ class Layers:
         self.slices: list[MlpWeights] = []  # of the layers' MLPs
         self.memory: BlockMemory | None = None  # where a layer is one launch
         if tokens == 1 and all(in_one_launch(x, weight) for weight in weights):
-            self.memory = BlockMemory(x, first.mlp.up.rows, block_programs(x, first))
+            self.memory = BlockMemory(x, first.mlp.up.rows)
 
     def add_slices(self, slices: list[MlpWeights]) -> None:
         """Parts of the layers' MLPs, which a step may run instead."""

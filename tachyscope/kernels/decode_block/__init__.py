@@ -17,7 +17,6 @@ __all__ = [
     "BARRIERS",
     "BlockMemory",
     "BlockWeights",
-    "block_programs",
     "decode_block",
     "in_one_launch",
 ]
@@ -26,11 +25,6 @@ __all__ = [
 def in_one_launch(x: Tensor, block: BlockWeights) -> bool:
     """Whether a GPU runs such a block in one launch; else it runs by its four parts."""
     return "decode_block" in CHOSEN and has_decode_kernel(x) and block.is_plain
-
-
-def block_programs(x: Tensor, block: BlockWeights) -> int:
-    """How many programs share a launch."""
-    return triton_backend.setting_for(x, block).programs
 
 
 def decode_block(

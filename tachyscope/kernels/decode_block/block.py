@@ -11,6 +11,7 @@ from tachyscope.kernels.decode_mlp.mlp import MlpWeights
 from tachyscope.kernels.gemv.weights import Norm, Weight
 
 BARRIERS = 4  # that a launch waits at
+COPIES = 32  # of the normed input: programs that share one all write the same into it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,12 @@ class BlockWeights:
 
 
 class BlockMemory:
-    """For x [B, W]: one serves all blocks of a model.
+    """For x [B, W]: one serves all blocks of a model."""
 
-    normed  [programs, B, W]: each program has the normed input for itself
-    """
-
-    def __init__(self, x: Tensor, inner: int, programs: int) -> None:
+    def __init__(self, x: Tensor, inner: int) -> None:
         rows, width = x.shape
         self.qkv, self.attended = x.new_empty(rows, 3 * width), x.new_empty(rows, width)
-        self.inner, self.normed = x.new_empty(rows, inner), x.new_empty(programs, rows, width)
+        self.inner, self.normed = x.new_empty(rows, inner), x.new_empty(COPIES, rows, width)
 
     @staticmethod
     def barriers(count: int, device: torch.device) -> Tensor:

@@ -3,7 +3,8 @@
 As many programs as the GPU runs at once go through its five parts: queries, keys and values;
 attention over the few positions; its projection; both halves of the MLP. They wait for each other
 in between, the first weights of the next part already under way. A program norms the input for
-itself, once a part, into memory of its own: that is less work than at every tile.
+itself, once a part, into memory that a few share, who all write the same: that is less work than
+at every tile.
 
 All launches of a device must come by one CUDA stream (see `decode_mlp`).
 """
@@ -74,7 +75,6 @@ def decode_block(
     """`decode_block`; with 5 launches no program waits for another, as an interpreter needs."""
     width, held, mlp = x.shape[1], step.entries, block.mlp
     made = setting or setting_for(x, block)
-    assert made.programs <= len(memory.normed)
     linears = (*block.qkv, block.out, mlp.up, mlp.down)
     norms = (block.norm.weight, block.norm.bias, mlp.norm.weight, mlp.norm.bias)
     slots, d = held.k.shape[2:]
@@ -86,8 +86,8 @@ def decode_block(
             *(x if part.scale is None else part.scale for part in linears),
             *(part.bias for part in linears), *norms, block.norm.eps, mlp.norm.eps,
             K=width, INNER=mlp.up.rows, HEADS=step.heads, D=d, WIDE=triton.next_power_of_2(d),
-            SLOTS=slots, POSITIONS=triton.next_power_of_2(slots), PHASE=phase,
-            BLOCK_N2=made.last.block_n, BLOCK_K2=made.last.block_k,
+            COPIES=len(memory.normed), SLOTS=slots, POSITIONS=triton.next_power_of_2(slots),
+            PHASE=phase, BLOCK_N2=made.last.block_n, BLOCK_K2=made.last.block_k,
             maxnreg=registers(made, multiprocessors(x.device)),
             **tile_options(x, mlp.up, None, made.first), **Overlap.options(x),
         )  # fmt: skip
@@ -101,15 +101,15 @@ def _decode_block(
     s_q, s_k, s_v, s_o, s_up, s_down, b_q, b_k, b_v, b_o, b_up, b_down,
     norm_w, norm_b, mlp_norm_w, mlp_norm_b, eps, mlp_eps,
     K: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    WIDE: tl.constexpr, SLOTS: tl.constexpr, POSITIONS: tl.constexpr, PHASE: tl.constexpr,
-    PDL: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr,
-    NORM_BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, POSITIONS: tl.constexpr,
+    PHASE: tl.constexpr, PDL: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr,
+    NORM: tl.constexpr, NORM_BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
 ):  # fmt: skip
     WORDS: tl.constexpr = K if BITS == 16 else K // (32 // BITS)
     INNER_WORDS: tl.constexpr = INNER if BITS == 16 else INNER // (32 // BITS)
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    normed += pid.to(tl.int64) * TOKENS * K
+    normed += (pid % COPIES) * TOKENS * K
     first = pid * BLOCK_N
     if PHASE == 0 or PHASE == 1:
         # under way before the kernel before has ended
