@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,13 +61,15 @@ def calibrate(
     clips: int = 20,
     shares: Sequence[float] = SHARES,
     prompts: Sequence[str] = (),
+    first: Sequence[np.ndarray] = (),
     seed: int = 0,
     watch: Watch | None = None,
 ) -> Calibration:
     """Calibrate a token model on clips of its world, or on videos of prompts where it has none.
 
-    shares: of neurons left out, each with a map of its own. seed: of the rooms, or of the videos'
-    noise. watch: is told how many batches of clips are done.
+    shares: of neurons left out, each with a map of its own. first: frames uint8 [F, H, W, 3] that
+    such videos go on from, those of each in turn. seed: of the rooms, or of the videos' noise.
+    watch: is told how many batches of clips are done.
     """
     mlps = model.mlps
     if not mlps or not model.shape().token_by_token:
@@ -86,7 +89,7 @@ def calibrate(
     if entry is not None and entry.world == "atrium":
         batches, speeds = _world_clips(model, clips, seed), SPEEDS
     else:
-        batches = _videos(model, clips, prompts, seed)
+        batches = _videos(model, clips, prompts, first, seed)
     inputs: list[list[Tensor]] = [[] for _ in mlps]
     for done, batch in enumerate(batches, 1):
         for layer, x in zip(inputs, batch, strict=True):
@@ -173,17 +176,18 @@ def _world_clips(model: VideoModel, clips: int, seed: int) -> Iterator[list[Tens
 
 
 def _videos(
-    model: VideoModel, clips: int, prompts: Sequence[str], seed: int
+    model: VideoModel, clips: int, prompts: Sequence[str], first: Sequence[np.ndarray], seed: int
 ) -> Iterator[list[Tensor]]:
-    """Inputs of videos that the model makes of prompts, one after the other."""
+    """Inputs of videos that the model makes of prompts and given frames, one after the other."""
     frames = 8
     for i in range(clips):
         observer = Inputs(frames)
         prompt = prompts[i % len(prompts)] if prompts else ""
         stream = open_stream(
-            model, "dense", prompt=prompt, seed=seed + i, frames=frames, observers=[observer]
-        )
-        for _ in range(frames):
+            model, "dense", prompt=prompt, seed=seed + i, frames=frames, observers=[observer],
+            first=first[i % len(first)] if first else None,
+        )  # fmt: skip
+        for _ in range(frames - stream.session.latent_frame):
             stream.generate()
         yield observer.found
 

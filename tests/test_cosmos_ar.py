@@ -12,6 +12,7 @@ from faults import refused
 from torch import nn
 
 import tachyscope as ts
+from tachyscope.calibrate import calibrate
 from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.cosmos_ar.config import PUBLISHED, CosmosConfig, published
 from tachyscope.models.cosmos_ar.model import (
@@ -265,3 +266,20 @@ def test_a_tokenizer_of_the_callers_sees_all_codes_of_the_video(toy):
 def test_a_config_says_what_it_read(toy):
     again = CosmosConfig.parse(json.loads(json.dumps(toy.config.to_json())), "config.json")
     assert again == toy.config
+
+
+@pytest.mark.slow
+def test_neurons_are_calibrated_on_videos_that_go_on_from_given_frames(toy, tmp_path):
+    file = tmp_path / "calibration.safetensors"
+    refused(lambda: calibrate(toy, clips=1, shares=[0.5]), "goes on from given frames")
+    write_tensors(file, calibrate(toy, clips=1, shares=[0.5], first=[FIRST]).tensors())
+    runs = []
+    for plan in ("dense", f"dense replay=neurons:share=0.5,file={file}"):
+        with ts.open(toy, plan, first=FIRST, seed=0) as stream:
+            runs.append([stream.step().stats for _ in range(2)])
+    rows = toy.config.layers * toy.shape().tokens_per_frame * toy.shape().batch
+    for dense, less in zip(*runs, strict=True):
+        assert dense["rows_computed"] == rows
+        # given frames were computed whole: all that is made is a slice, and a map beside it
+        assert less["rows_computed"] == rows / 2
+        assert less["mlp_macs"] < dense["mlp_macs"]

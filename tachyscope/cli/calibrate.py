@@ -24,6 +24,11 @@ class Calibrate(Verb):
     prompt: tuple[str, ...] = option(
         (), "A prompt of the videos, for models without a world; may be given again."
     )
+    first: tuple[PathText, ...] = option(
+        (),
+        "A video or picture that a video goes on from, for models without a world; may be given "
+        "again.",
+    )
     seed: int = option(0, "Of the rooms, or of the videos' noise.")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
     dtype: str = option("float32", "float32, float64 or bfloat16.")
@@ -37,6 +42,7 @@ class Calibrate(Verb):
         from tachyscope.models.registry import load
         from tachyscope.progress import parts_bar
         from tachyscope.results import document
+        from tachyscope.video import read_frames
 
         if self.out.suffix not in SAFE:
             raise TachyscopeError(f"--out is a {SAFE[0]} file, got {self.out}: rename it")
@@ -47,7 +53,7 @@ class Calibrate(Verb):
         with parts_bar() as watch:
             calibration = calibrate(
                 model, clips=self.clips, shares=self.share or SHARES, prompts=self.prompt,
-                seed=self.seed, watch=watch,
+                first=[read_frames(path) for path in self.first], seed=self.seed, watch=watch,
             )  # fmt: skip
         write_tensors(self.out, calibration.tensors())
         if self.prints:

@@ -103,8 +103,8 @@ def _decode_block(
     K: tl.constexpr, INNER: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, POSITIONS: tl.constexpr,
     PHASE: tl.constexpr, PDL: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, NORM_BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
+    NORM: tl.constexpr, NORM_BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
 ):  # fmt: skip
     WORDS: tl.constexpr = K if BITS == 16 else K // (32 // BITS)
     INNER_WORDS: tl.constexpr = INNER if BITS == 16 else INNER // (32 // BITS)
