@@ -124,7 +124,7 @@ def parse_calibration(model: VideoModel, plan: Plan) -> Calibration | None:
     if isinstance(policy, NeuronReplay):
         needed = policy.share > 0
     else:
-        needed = isinstance(policy, Input) and policy.loss is not None
+        needed = isinstance(policy, Input) and policy.share is None and policy.threshold is None
     if not needed:
         return None
     assert isinstance(policy, NeuronReplay | Input)

@@ -77,6 +77,8 @@ class Calibration:
     off     by share: [L, 3] the most that neuron replay was off by, for a change of the input by 1
             since the whole output; the most at any distance; the most without a memory
     losses  [n, 2]      of `replay=input`: a budget, and the dB that it lost; empty where unknown
+    cost    [L]         of `replay=input`: nats of KL that a replayed token costs, over the square
+                        of its input's relative change; empty where unknown
     """
 
     score: Tensor
@@ -88,6 +90,7 @@ class Calibration:
     gain: Tensor = field(default_factory=lambda: torch.zeros(0))
     off: Mapping[float, Tensor] = field(default_factory=dict)
     losses: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
+    cost: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def budget(self, loss: float) -> float:
         """The budget of `replay=input` that loses so many dB, between two that were measured."""
@@ -153,6 +156,7 @@ class Calibration:
                 values[f"map.{i}.{n}"] = part.half()
             values |= {f"bias.{i}": self.bias[share].half(), f"beta.{i}": self.beta[share].float()}
             values[f"off.{i}"] = self.off[share]
+        values |= {"cost": self.cost} if len(self.cost) else {}
         return values | {"gain": self.gain, "losses": self.losses}
 
     @classmethod
@@ -184,8 +188,11 @@ class Calibration:
             bias[share] = one.take(f"bias.{i}", (layers, width), torch.float16).float()
             beta[share] = one.take(f"beta.{i}", (layers,))
             off[share] = one.take(f"off.{i}", (layers, 3))
+        cost = one.take("cost", (layers,)) if "cost" in tensors else torch.zeros(0)
+        if bool((cost <= 0).any()):
+            one.refuse("has layers that cost nothing")
         one.done()
-        return cls(score, norms, speeds, maps, bias, beta, gain, off, losses)
+        return cls(score, norms, speeds, maps, bias, beta, gain, off, losses, cost)
 
 
 def kept_neurons(score: Tensor, share: float) -> list[Tensor]:

@@ -190,16 +190,23 @@ def test_a_certificate_needs_replay_of_a_token_model(own):
 
 
 def test_a_table_of_losses_never_falls():
-    def row(method, clip, *psnr):
-        return {"method": method, "clip": clip, "by_world": {"psnr_truth": list(psnr)}}
+    found = fit_losses.losses([0.001, 0.02, 0.01, 0.03, 0.05])
+    assert [budget for budget, _ in found] == list(fit_losses.BUDGETS)
+    assert [lost / fit_losses.DB_PER_NAT for _, lost in found] == pytest.approx(
+        [0.001, 0.02, 0.02, 0.03, 0.05]
+    )
 
-    rows = [
-        row("dense", "still", 30.0, 32.0), row("dense", "walk", 20.0, 20.0),
-        row("replay=input:budget=0.02", "still", 29.0, 31.0),
-        row("replay=input:budget=0.02", "walk", 20.0, 20.0),
-        row("replay=input:budget=0.01", "still", 29.0, 32.0),
-        row("replay=input:budget=0.01", "walk", 18.5, 20.0),
-        row("replay=input:budget=0.001", "still", 31.0, 32.0),
-        row("replay=input:budget=0.001", "walk", 20.0, 20.0),
-    ]  # fmt: skip
-    assert fit_losses.losses(rows) == [(0.001, 0.0), (0.01, 0.625), (0.02, 0.625)]
+
+def test_a_budget_is_the_less_the_more_a_layer_costs(own, tmp_path):
+    file, model = tmp_path / "one.safetensors", load("toy-tokens")
+    layers = len(own.score)
+    costs = torch.arange(1.0, layers + 1)
+    write_tensors(file, own.tensors() | {"cost": costs})
+    with ts.open(model, f"replay=input:budget=0.6,file={file}", prompt="a") as stream:
+        budgets = [stream.session.replay.policy_of(i).budget for i in range(layers)]
+        assert budgets == pytest.approx((0.6 / costs).tolist())
+    # the other kinds have no use for it
+    with ts.open(model, f"replay=input:share=0.5,file={file}", prompt="a") as stream:
+        assert stream.session.replay.policy_of(1).share == 0.5
+    with pytest.raises(TachyscopeError, match="has layers that cost nothing"):
+        Calibration.of(own.tensors() | {"cost": 0 * costs}, "it")

@@ -33,7 +33,7 @@ from tachyscope.plan import spell
 from tachyscope.replay import TokenGate
 from tachyscope.replay.input import DEAREST, Input
 from tachyscope.replay.neurons import NeuronReplay
-from tachyscope.replay.runner import DRIFT_ROWS
+from tachyscope.replay.runner import DRIFT_ROWS, ReplayRunner
 from tachyscope.session import Session
 
 
@@ -302,7 +302,8 @@ class DecodeEngine:
 
     def _judge(self, layer: int) -> Kept:
         """What a layer's MLP keeps where its own input decides."""
-        own, policy = self.session.layers[layer].own["replay"], self.session.replay.policy
+        own, runner = self.session.layers[layer].own["replay"], self.session.replay
+        policy = runner.policy_of(layer) if isinstance(runner, ReplayRunner) else None
         assert isinstance(policy, Input)
         kinds: dict[InputKind, float | None] = {
             "threshold": policy.threshold, "share": policy.share, "budget": policy.budget

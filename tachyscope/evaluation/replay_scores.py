@@ -91,7 +91,7 @@ class RankedReplay(ReplayRunner):
     def __init__(self, session: Session, way: Way, note: Sequence[str]) -> None:
         policy = session.replay.policy
         assert policy is None or isinstance(policy, TokenReplay)
-        super().__init__(policy)
+        super().__init__(policy, getattr(session.replay, "by_layer", ()))
         self.rank, self.within, self.heads = way.rank, way.layers, way.heads
         self.thresholds = way.thresholds
         self.by_head: dict[int, Tensor] = {}  # of the present pass, by layer: [B, H, S]
@@ -149,11 +149,10 @@ class RankedReplay(ReplayRunner):
         """Of several tokens each is chosen as if it came alone, in their order."""
         if ctx.tokens == 1:
             return super().choose(age, own, ctx, rng)
-        assert self.policy is not None
-        score, gates = self.scores.get(ctx.layer), []
+        policy, score, gates = self.policy_of(ctx.layer), self.scores.get(ctx.layer), []
         for i in range(ctx.tokens):
             one = None if score is None else score[:, i : i + 1]
-            choice = self.policy.choose(one, age[:, i : i + 1], own, ctx.token(i), rng)
+            choice = policy.choose(one, age[:, i : i + 1], own, ctx.token(i), rng)
             if choice is None or choice.gate is None:  # all rows, or none
                 compute = torch.full_like(age[:, :1], choice is None, dtype=torch.bool)
             else:

@@ -27,8 +27,9 @@ class Input(TokenReplay):
     old: unlike a score of attention it bounds the error (docs/theory.md), and errors do not add up
     over frames.
 
-    budget: the mean square of replayed tokens' changes, over all tokens. Every token adds it to a
-    credit of at most a frame's worth, a replayed token takes its square from that.
+    budget: the mean square of replayed tokens' changes, over all tokens of a layer, times what a
+    calibration knows such a change to cost in this layer. Every token adds it to a credit of at
+    most a frame's worth, a replayed token takes its own from that.
     loss: a budget that is calibrated to lose so many dB.
     """
 
@@ -41,7 +42,8 @@ class Input(TokenReplay):
         instead_of=("threshold", "budget", "loss"),
     )  # fmt: skip
     budget: float | None = setting(
-        None, "Mean square of replayed tokens' relative changes, over all tokens; token models.",
+        None, "Mean square of replayed tokens' relative changes, over all tokens, weighed by layer "
+        "where the model has a calibration; token models.",
         instead_of=("threshold", "share", "loss"),
     )  # fmt: skip
     loss: float | None = setting(
@@ -77,6 +79,12 @@ class Input(TokenReplay):
                 "or share instead"
             )
         return replace(self, loss=None, budget=calibration.budget(self.loss))
+
+    def by_layer(self, calibration: Calibration | None) -> list[Input]:
+        """The same for every layer, each with the budget that its changes' cost leaves it."""
+        if calibration is None or self.budget is None:
+            return []
+        return [replace(self, budget=self.budget / cost) for cost in calibration.cost.tolist()]
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         if self.budget is not None or self.loss is not None:

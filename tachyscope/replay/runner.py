@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class ReplayRunner:
     input   [passes, B, N, W]       what the output was computed from, where inputs are compared
     """
 
-    def __init__(self, policy: TokenReplay | None) -> None:
-        self.policy = policy
+    def __init__(self, policy: TokenReplay | None, by_layer: Sequence[TokenReplay] = ()) -> None:
+        """by_layer: the policy as every layer has it, where they differ in what they allow."""
+        self.policy, self.by_layer = policy, by_layer
         self.ready: set[int] = set()  # passes for which the last chunk left outputs
         self.scores: dict[int, Tensor] = {}  # of the present pass, by layer: [B, S]
 
@@ -106,8 +108,13 @@ class ReplayRunner:
         self, age: Tensor, own: dict[str, Tensor], ctx: PassContext, rng: torch.Generator
     ) -> Choice | None:
         """What the policy computes of this pass's tokens, by their scores and ages [B, S]."""
-        assert self.policy is not None
-        return self.policy.choose(self.scores.get(ctx.layer), age, own, ctx, rng)
+        return self.policy_of(ctx.layer).choose(self.scores.get(ctx.layer), age, own, ctx, rng)
+
+    def policy_of(self, layer: int) -> TokenReplay:
+        """The policy as a layer has it."""
+        policy = self.by_layer[layer] if self.by_layer else self.policy
+        assert policy is not None
+        return policy
 
     def commit(self, passes: set[int]) -> None:
         """The chunk is final, after these passes over it."""

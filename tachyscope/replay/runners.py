@@ -21,7 +21,10 @@ def runner_of(
     if isinstance(policy, NeuronReplay):
         return NeuronRunner(policy, calibration)
     assert policy is None or isinstance(policy, TokenReplay)
-    return ReplayRunner(policy.calibrated(calibration) if isinstance(policy, Input) else policy)
+    if isinstance(policy, Input):
+        ready = policy.calibrated(calibration)
+        return ReplayRunner(ready, ready.by_layer(calibration))
+    return ReplayRunner(policy)
 
 
 def replay_tensors(
