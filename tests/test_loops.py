@@ -6,7 +6,7 @@ import torch
 from faults import refused
 
 from tachyscope import quality
-from tachyscope.evaluation import loops, scenes, videos
+from tachyscope.evaluation import loops, lpips, scenes, videos
 from tachyscope.evaluation.__main__ import main
 from tachyscope.video import VideoWriter
 from tachyscope.worlds import atrium
@@ -141,3 +141,51 @@ def test_a_plan_is_measured_in_loops(tmp_path, capsys):
     assert main([*command, "--json", str(tmp_path / "loops.json")]) == 0
     out = capsys.readouterr().out
     assert "mirror" in out and "follows" in out
+
+
+@pytest.fixture
+def alexnet(tmp_path):
+    """Random weights under torchvision's names, as a file."""
+    rng = torch.Generator().manual_seed(0)
+    tensors = {}
+    for number, wide, out, kernel, *_ in lpips.LAYERS:
+        tensors[f"features.{number}.weight"] = (
+            torch.randn(out, wide, kernel, kernel, generator=rng) / kernel
+        )
+        tensors[f"features.{number}.bias"] = torch.randn(out, generator=rng)
+    torch.save(tensors, tmp_path / "alexnet.pth")
+    return tmp_path / "alexnet.pth", tensors
+
+
+@pytest.mark.slow
+def test_lpips_is_that_of_torchmetrics(alexnet, monkeypatch, tmp_path, capsys):
+    """Whose own network, built by torchvision, is put together here from the same weights."""
+    theirs = pytest.importorskip("torchmetrics.functional.image.lpips")
+    path, tensors = alexnet
+    features = []
+    for number, wide, out, kernel, stride, padding, pooled in lpips.LAYERS:
+        features += [torch.nn.MaxPool2d(3, 2)] if pooled else []
+        assert len(features) == number
+        features += [torch.nn.Conv2d(wide, out, kernel, stride, padding), torch.nn.ReLU()]
+    network = torch.nn.Sequential(*features, torch.nn.MaxPool2d(3, 2))
+    network.load_state_dict({key.removeprefix("features."): x for key, x in tensors.items()})
+    monkeypatch.setattr(theirs, "_get_tv_model_features", lambda *given, **more: network)
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 256, (2, 3, 72, 96, 3), dtype=np.uint8)
+    pictures = [torch.from_numpy(x).permute(0, 3, 1, 2) / 255 for x in (a, b)]
+    expected = theirs._LPIPS(net="alex")(*pictures, normalize=True).flatten()
+    ours = lpips.Lpips(path)
+    np.testing.assert_allclose(ours(a, b), expected.numpy(), rtol=1e-4)
+    assert (ours(a, a) == 0).all()
+    for name, frames in (("a.mp4", a), ("b.mp4", b)):
+        with VideoWriter(tmp_path / name, 8) as file:
+            file.write(frames)
+    words = [str(tmp_path / "a.mp4"), str(tmp_path / "b.mp4")]
+    assert main([*words, "--lpips-weights", str(path)]) == 0
+    assert "LPIPS" in capsys.readouterr().out
+    refused(lambda: ours(a[:, :32], b[:, :32]), "LPIPS needs frames of 64 x 64 pixels, got 32 x 96")
+    tensors.pop("features.8.bias")
+    torch.save(tensors, path)
+    refused(lambda: lpips.Lpips(path), "is no AlexNet: features.8.bias must be [256], got none")
+    assert main(["atrium", "--lpips-weights", "x.pth"]) == 2
+    assert "--lpips-weights are of two videos, got x.pth with atrium" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from tachyscope.cli.verb import RESUME, PathText, Verb, option, options_of, requ
 from tachyscope.errors import TachyscopeError, shown
 
 WORLD = "atrium"
+OF_VIDEOS = ("what", "reference", "lpips_weights", "json")  # options that two videos take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,10 @@ class Evaluate(Verb):
     weights: PathText | None = option(
         None, "A folder of a world model that training wrote, instead of the shipped one."
     )
+    lpips_weights: PathText | None = option(
+        None,
+        "A file of AlexNet's weights, as torchvision publishes them: of two videos also LPIPS.",
+    )
     device: str = option("cpu", "cpu, cuda or cuda:N; a token's time is always taken on the CPU.")
     jobs: int | None = option(None, "Processes; as many as cores if not given.")
     resume: bool = option(False, RESUME)
@@ -84,14 +89,14 @@ class Evaluate(Verb):
         given = [
             name
             for name, value in default.items()
-            if name not in ("what", "reference", "json") and getattr(self, name) != value
+            if name not in OF_VIDEOS and getattr(self, name) != value
         ]
         if given:
             raise TachyscopeError(
                 f"--{given[0].replace('_', '-')} is of worlds, got two videos: leave it out"
             )
         self.check_json()
-        results = evaluate_videos(path, reference, command)
+        results = evaluate_videos(path, reference, command, self.lpips_weights)
         if self.prints:
             print(*lines(results), sep="\n")
         self.emit(results)
@@ -104,6 +109,11 @@ class Evaluate(Verb):
         from tachyscope.progress import parts_bar
 
         # faults show before it is said that this takes minutes
+        if self.lpips_weights is not None:
+            raise TachyscopeError(
+                f"`lpips_weights` are of two videos, got {self.lpips_weights} with {WORLD}: leave "
+                f"it out"
+            )
         if self.worlds is not None:
             check("worlds", self.worlds)
         check("seed", self.seed)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.intervals import mean
+from tachyscope.evaluation.lpips import Lpips
 from tachyscope.quality import Frames, Quality, has_ssim, ssim
 from tachyscope.results import Document, document
 from tachyscope.tables import format_table
@@ -25,27 +27,35 @@ class _Stretch:
     first: int
     quality: Quality = field(default_factory=lambda: Quality(against="reference"))
     similar: list[float] = field(default_factory=list)  # SSIM, where it can be measured
+    differ: list[float] = field(default_factory=list)  # LPIPS, where its weights are given
 
-    def add(self, frame: Frames, reference: Frames) -> None:
+    def add(self, frame: Frames, reference: Frames, differ: list[float]) -> None:
         self.quality.add(frame[None], reference[None])
         if has_ssim():
             self.similar += ssim(frame[None], reference[None]).tolist()
+        self.differ += differ
 
     def row(self) -> Document:
         values: Document = {"first": self.first, "frames": self.quality.frames}
         values |= self.quality.summary()
         values["psnr_worst"] = min(self.quality.psnrs)
-        return values | ({"ssim": mean(self.similar)} if self.similar else {})
+        values |= {"ssim": mean(self.similar)} if self.similar else {}
+        return values | ({"lpips": mean(self.differ)} if self.differ else {})
 
 
 def evaluate_videos(
-    path: str | os.PathLike[str], reference: str | os.PathLike[str], command: str = ""
+    path: str | os.PathLike[str],
+    reference: str | os.PathLike[str],
+    command: str = "",
+    lpips_weights: str | os.PathLike[str] | None = None,
 ) -> Document:
     """How near a video comes to a reference, frame by frame: PSNR, SSIM, sharpness, motion.
 
     The first row is of the whole video, then one of every stretch of 160 frames. Both are read a
-    frame at a time. SSIM is measured where torchmetrics is installed.
+    frame at a time. SSIM is measured where torchmetrics is installed, LPIPS where a file of
+    AlexNet's weights is given too.
     """
+    lpips = None if lpips_weights is None else Lpips(Path(lpips_weights))
     whole, stretches = _Stretch(0), []
     for i, (frame, other) in enumerate(zip_longest(read_video(path), read_video(reference))):
         if frame is None or other is None:
@@ -62,8 +72,9 @@ def evaluate_videos(
             )
         if i % STRETCH == 0:
             stretches.append(_Stretch(i))
+        differ = [] if lpips is None else lpips(frame[None], other[None]).tolist()
         for part in (whole, stretches[-1]):
-            part.add(frame, other)
+            part.add(frame, other, differ)
     if not whole.quality.frames:
         raise TachyscopeError(f"{path} has no frames: give a video file, or an image")
     parts = stretches if len(stretches) > 1 else []
@@ -75,6 +86,7 @@ SHOWN = {
     "psnr_reference": ("PSNR, dB", 2),
     "psnr_worst": ("worst frame", 2),
     "ssim": ("SSIM", 4),
+    "lpips": ("LPIPS", 4),
     "sharpness": ("sharpness", 3),
     "motion": ("motion", 2),
     "frozen_frames": ("frozen", 0),
