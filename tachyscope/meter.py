@@ -63,7 +63,10 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for row in rows:
         for name, value in row.items():
             total[name] = value if name in LEVELS else total.get(name, 0.0) + value
-    total["density"] = total.get("pairs", 0.0) / max(total.get("pairs_dense", 0.0), 1.0)
+    pairs, most = total.get("pairs", 0.0), max(total.get("pairs_dense", 0.0), 1.0)
+    total["density"] = pairs / most
+    if skipped := total.get("simulated_pairs_skipped"):
+        total["simulated_density"] = (pairs - skipped) / most
     seen = total.get("rows_computed", 0.0) + total.get("rows_replayed", 0.0)
     replayed = total.get("rows_replayed", 0.0) + total.get("simulated_rows_replayed", 0.0)
     total["share_all"] = replayed / max(seen, 1.0)

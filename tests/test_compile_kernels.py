@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tachyscope.kernels.block_index import triton as index
 from tachyscope.kernels.host_blocks import triton as host
+from tachyscope.kernels.kmeans import triton as kmeans
 
 
 def build(kernel, types, constants, **options):
@@ -42,12 +43,17 @@ types |= dict.fromkeys(("scale_ptr", "weight_ptr", "m_ptr", "l_ptr", "out_ptr"),
 types |= {"q_b": "i64", "q_h": "i64"}
 for kernel in (index._part_sums, index._part_mass):
     build(kernel, types, {"D": 128, "M": 64, "N": 64, "TILE": 16, "PARTS": 8}, num_warps=4)
+types = dict.fromkeys(("x_b", "x_h"), "i64") | dict.fromkeys(("x_n", "heads", "n", "count"), "i32")
+types |= {"x": "*bf16", "near": "*bf16", "label": "*i64", "order": "*i64", "start": "*i64"}
+types |= dict.fromkeys(("half", "weight", "total", "size"), "*fp32")
+for kernel, options in ((kmeans._nearest, {"M": kmeans.ROWS, "N": kmeans.COLUMNS}), (kmeans._sum_clusters, {"N": kmeans.ADDED})):
+    build(kernel, types, {"D": 128} | options, num_warps=8)
 print("compiled")
 """
 
 
 @pytest.mark.slow
-def test_the_kernels_of_a_bank_compile(tmp_path):
+def test_kernels_compile(tmp_path):
     free = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     free |= {"TRITON_CACHE_DIR": str(tmp_path)}
     path = tmp_path / "compile.py"  # a kernel's source must stand in a file

@@ -10,6 +10,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.recall import read_mass
 from tachyscope.kernels.kmeans import kmeans
 from tachyscope.kernels.slots import permute
+from tachyscope.meter import summary
 
 SHAPE = replace(CHUNKS, grid=(4, 5))  # 20 tokens a latent frame, in chunks of 2
 
@@ -305,3 +306,18 @@ def test_recall_sees_what_was_read_and_changes_nothing(name):
     assert all(torch.equal(x, here.own["attention"][key]) for key, x in before.items())
     torch.testing.assert_close(mass.sum(-1), torch.ones_like(mass[..., 0]))
     assert (mass == 0).any()
+
+
+@pytest.mark.parametrize("name", ["radial:block=3", "svg2:top_p=0.3"])
+def test_where_the_host_may_not_read_lists_are_masked_and_counted_so(name, monkeypatch):
+    real = opened(f"attention={name},dense_passes=0", 4)
+    (want, _), row = attend(real), summary([real.meter.take()])
+    monkeypatch.setattr("tachyscope.kernels.block_sparse.host_may_read", lambda q: False)
+    masked = opened(f"attention={name},dense_passes=0", 4)
+    (got, _), found = attend(masked), summary([masked.meter.take()])
+    torch.testing.assert_close(got, want)
+    assert "simulated_density" not in row and row["density"] < found["density"]
+    skipped = found["pairs"] - found["simulated_pairs_skipped"]
+    # a part block is scored whole where lists are masked
+    assert row["pairs"] <= skipped <= 1.01 * row["pairs"]
+    assert found["simulated_density"] / found["density"] == pytest.approx(skipped / found["pairs"])

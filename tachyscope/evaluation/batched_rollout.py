@@ -94,8 +94,8 @@ def counted(stats: Sequence[Values], session: Session) -> Values:
     """What a rollout's made frames cost, by the meter."""
     sums = summary(stats)
     keys = (
-        "density", "cache_mb", "share_all", "share_eligible", "text_density", "late_share",
-        "denied_share",
+        "density", "simulated_density", "cache_mb", "share_all", "share_eligible", "text_density",
+        "late_share", "denied_share",
     )  # fmt: skip
     out = {key: sums[key] for key in keys if key in sums}
     if "fetched_mb" in sums:
