@@ -1,12 +1,14 @@
-"""Kernels of a decode step on a CUDA device: are they right, and which settings are fastest.
+"""Kernels of a decode step on a CUDA device: which settings are fastest.
 
 for i in $(seq 0 13); do python scripts/tune_decode.py --warm $i/14 & done; wait
-python scripts/tune_decode.py --out DIR [--seconds 100] [--only check,piece,layer]
-python scripts/tune_decode.py --settings DIR/settings.json -- tokens --out DIR ...
+python scripts/tune_decode.py --out DIR [--seconds 100] [--only rates,piece,layer]
+python scripts/tune_decode.py --settings DIR -- tokens --out DIR ...
 
 Each part stands alone; results are appended to DIR/tune_decode.jsonl as they come. The first line
 only compiles, in several processes at once, what the second then times. Which settings were fastest
-is written to DIR/settings.json; the third line runs a benchmark with them.
+is written to DIR/settings.json; the third line runs a benchmark with all of DIR/settings*.json,
+also those of scripts/choose_decode.py: which new kernels are right and faster. That kernels are
+right tests/test_kernels.py says.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.bench.__main__ import main as main_bench
+from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.decode_attention import (
     Entries,
     Gate,
@@ -35,17 +38,13 @@ from tachyscope.kernels.decode_attention import (
     Window,
     decode_attention,
 )
-from tachyscope.kernels.decode_attention import torch as attention_torch
+from tachyscope.kernels.decode_block import triton as block_triton
 from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
-from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.gemv import Norm, Weight, gemv, to_codes
-from tachyscope.kernels.gemv import torch as gemv_torch
 from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.gemv.triton import Setting
 from tachyscope.kernels.launch import Overlap
-from tachyscope.kernels.sample_code import Codes, Draw, sample_code
-from tachyscope.kernels.sample_code import torch as sample_torch
 
 WIDTH, INNER, HEADS, HEAD_DIM, LAYERS = 4096, 11008, 32, 128, 8
 BF16, KINDS = torch.bfloat16, {"device": "cuda", "dtype": torch.bfloat16}
@@ -126,50 +125,6 @@ def error_of(tokens: int, width: int, places: int) -> Error:
     return Error(whole(3), *held, 0.5, torch.zeros(tokens, device="cuda"))
 
 
-def check_gemv(log: Log) -> None:
-    cases = (
-        (1, "", "rms"), (2, "", "layer"), (2, "int8", ""), (5, "int8", "rms"), (1, "int8", ""),
-        (1, "int4", "rms"), (2, "int4", "layer"), (5, "int4", ""),
-    )  # fmt: skip
-    for tokens, codes, kind in cases:
-        x = draw(tokens, 640)
-        weights = tuple(weight_of(n, 640, codes, kind == "layer") for n in (70, 33, 90))
-        norm = Norm(draw(640), draw(640) if kind == "layer" else None, 1e-5) if kind else None
-        base = draw(tokens, 193)
-        want = gemv_torch.gemv(base.clone(), x, weights, norm, kind == "layer", True)
-        got = gemv_triton.gemv(base.clone(), x, weights, norm, kind == "layer", True)
-        torch.testing.assert_close(got, want, rtol=4e-2, atol=4e-2)
-    log(part="gemv", right=True)
-
-
-def check_mlp(log: Log) -> None:
-    kinds = (
-        (1, "", True), (2, "", True), (2, "int8", True), (5, "", False), (1, "int8", False),
-        (1, "int4", True), (2, "int4", True),
-    )  # fmt: skip
-    for (tokens, codes, gated), skip in itertools.product(kinds, ("none", "all", "one")):
-        mlp, x = mlp_of(384, 1024, codes, gated), draw(tokens, 384)
-        flags = {"none": [0] * tokens, "all": [1] * tokens, "one": [1] + [0] * (tokens - 1)}[skip]
-        kept = kept_of(tokens, 384, 6, flags)
-        other = Kept(kept.skip, kept.place, kept.output.clone(), kept.age.clone())
-        want, got = x.clone(), x.clone()
-        mlp_torch.decode_mlp(want, mlp, kept)
-        barrier = torch.zeros((), dtype=torch.int32, device="cuda")
-        mlp_triton.decode_mlp(got, mlp, other, torch.empty(tokens, 1024, **KINDS), barrier)
-        torch.testing.assert_close(got, want, rtol=4e-2, atol=6e-2)
-        torch.testing.assert_close(other.output, kept.output, rtol=4e-2, atol=6e-2)
-        assert torch.equal(other.age, kept.age)
-    for tokens, codes in ((1, ""), (2, ""), (1, "int8"), (2, "int4")):
-        mlp, x = mlp_of(384, 1024, codes, linear=128), draw(tokens, 384)
-        error = error_of(tokens, 384, 6)
-        want, got = x.clone(), x.clone()
-        mlp_torch.decode_mlp(want, mlp, error)
-        barrier = torch.zeros((), dtype=torch.int32, device="cuda")
-        mlp_triton.decode_mlp(got, mlp, error, torch.empty(tokens, 1024, **KINDS), barrier)
-        torch.testing.assert_close(got, want, rtol=4e-2, atol=6e-2)
-    log(part="mlp", right=True)
-
-
 def attention_step(rows: int, slots: int, slot: int, kind: str, window: bool, plain: bool) -> Step:
     k, v = (draw(rows, HEADS, slots, HEAD_DIM) for _ in range(2))
     angle = torch.rand(rows, 256, HEAD_DIM, device="cuda")
@@ -191,49 +146,6 @@ def attention_step(rows: int, slots: int, slot: int, kind: str, window: bool, pl
     return Step(entries, HEADS, whole(7), turn, near if window else None, gate)
 
 
-def check_attention(log: Log) -> None:
-    cases = (
-        (1, "", False, True), (2, "threshold", False, False), (2, "share", True, False),
-        (1, "share", False, True), (2, "draw", True, True),
-    )  # fmt: skip
-    for rows, kind, window, plain in cases:
-        for slot in (0, 3, 500, 999):
-            torch.manual_seed(slot)
-            step = attention_step(rows, 1000, slot, kind, window, plain)
-            torch.manual_seed(slot)
-            other = attention_step(rows, 1000, slot, kind, window, plain)
-            qkv = draw(rows, 3 * WIDTH)
-            want, got = (torch.full((rows, WIDTH), torch.nan, **KINDS) for _ in range(2))
-            attention_torch.decode_attention(want, qkv, step)
-            scratch = Scratch(rows, HEADS, HEADS, HEAD_DIM, torch.device("cuda"))
-            for _ in range(3):
-                decode_attention(got, qkv, other, scratch)
-            torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
-            torch.testing.assert_close(other.entries.k, step.entries.k, rtol=2e-2, atol=2e-2)
-            assert not scratch.done.any()
-    log(part="attention", right=True)
-
-
-def check_sample(log: Log) -> None:
-    draw_by, same = Draw(True, 3.0, 1.0, 900, 0.96), 0
-    for i in range(20):
-        torch.manual_seed(i)
-        logits = torch.randn(2, 16384, device="cuda") * 3
-        noise = torch.empty(1, 4, 4, 16384, device="cuda").exponential_()
-        book, found = draw(16385, 1024), []
-        for work in (sample_torch.sample_code, sample_code):
-            to = Codes(
-                torch.full((1, 4, 4), -1, device="cuda"), noise, whole(2), 1, book,
-                torch.zeros(2, 1024, **KINDS),
-            )  # fmt: skip
-            work(logits, draw_by, to)
-            found.append(to)
-        same += torch.equal(found[0].codes, found[1].codes)
-    log(part="sample", equal=same, of=20)
-    to = found[1]
-    log(part="sample", us=graph_us(lambda: sample_code(logits, draw_by, to), 1))
-
-
 def rates(log: Log) -> None:
     """What memory hands over: a copy by the driver and by a kernel, and reading alone."""
     a = torch.zeros(1 << 30, dtype=torch.float32, device="cuda")
@@ -249,12 +161,13 @@ SLICE, DENSE, DEPTH = (WIDTH, 3008, 256), (WIDTH, INNER, 0), (2560, 10240, 0)
 SLICE_INT4 = (WIDTH, 3072, 320)
 # of an MLP: width, inner width and linear rows; tokens; codes; cuts beside the usual one
 MLPS: list[tuple[tuple[int, int, int], int, str, list[Cut]]] = [
+    # 512 programs have 3 and 2 tiles each, 752 have 2 and 3, 1,024 of half a size 2 and 1
     (SLICE, 1, "", [
-        (2, 1024, 2, 1024, 4, 752), (2, 1024, 4, 1024, 4, 752), (4, 1024, 4, 1024, 4, 376),
-        (2, 2048, 2, 2048, 4, 512), (2, 1024, 4, 1024, 4, 512),
+        (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (2, 512, 4, 512, 2, 1024),
+        (2, 1024, 4, 512, 4, 512), (4, 1024, 4, 1024, 4, 376), (2, 2048, 2, 2048, 4, 512),
     ]),
     (SLICE, 2, "", [
-        (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (4, 1024, 4, 1024, 4, 376),
+        (2, 1024, 4, 1024, 4, 512), (2, 512, 4, 512, 4, 512), (2, 1024, 2, 1024, 4, 752),
     ]),
     (DENSE, 2, "", [(4, 512, 4, 1024, 4, 528)]),
     *((DEPTH, tokens, "", [(8, 512, 4, 1024, 4, 660), (8, 512, 8, 512, 4, 528)])
@@ -300,6 +213,11 @@ def weights_of(shape: tuple[int, tuple[int, ...], str], kind: str) -> list[tuple
     ]
 
 
+def mlp_setting(cut: Sequence[int]) -> mlp_triton.MlpSetting:
+    n, k, n2, k2, warps, programs = cut
+    return mlp_triton.MlpSetting(Setting(n, k, warps), Setting(n2, k2, warps), programs)
+
+
 def mlp_work(
     shape: tuple[int, int, int], tokens: int, kind: str, cut: Cut | None
 ) -> tuple[Work, int]:
@@ -307,10 +225,7 @@ def mlp_work(
     kept = error_of(tokens, shape[0], 256) if shape[2] else None
     inner = torch.empty(tokens, shape[1], **KINDS)
     barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
-    setting = None
-    if cut is not None:
-        n, k, n2, k2, warps, programs = cut
-        setting = mlp_triton.MlpSetting(Setting(n, k, warps), Setting(n2, k2, warps), programs)
+    setting = None if cut is None else mlp_setting(cut)
 
     def work() -> None:
         barrier.zero_()
@@ -375,20 +290,25 @@ def time_pieces(log: Log, folder: Path) -> None:
             usual[key] = us
         elif us < min(0.99 * usual.get(key, 0.0), best.get(key, (1e9, {}))[0]):
             best[key] = us, said
-    (folder / "settings.json").write_text(json.dumps([said for _, said in best.values()], indent=1))
+        fastest = json.dumps([said for _, said in best.values()], indent=1)
+        (folder / "settings.json").write_text(fastest)
 
 
-def use_settings(file: Path) -> None:
-    """Let kernels use what was fastest."""
-    for said in json.loads(file.read_text()):
+def use_settings(folder: Path) -> None:
+    """Let kernels use what was fastest, and new ones take the place of others."""
+    for said in (x for file in folder.glob("settings*.json") for x in json.loads(file.read_text())):
+        if said["part"] == "chosen":
+            CHOSEN.add(said["name"])
+            continue
         bits = {"": 16, "int8": 8, "int4": 4}[said["kind"]]
-        if said["part"] == "mlp":
-            n, k, n2, k2, warps, programs = said["cut"]
+        if said["part"] == "block":
+            key = block_triton.Key(bits, said["tokens"], said["width"])
+            block_triton.SETTINGS[key] = mlp_setting(said["cut"])
+        elif said["part"] == "mlp":
             width, inner, linear = said["shape"]
             gate = 0 if tuple(said["shape"]) == DEPTH else inner - linear
-            mlp_triton.SETTINGS[bits, said["tokens"], width, inner, gate] = mlp_triton.MlpSetting(
-                Setting(n, k, warps), Setting(n2, k2, warps), programs
-            )
+            key = bits, said["tokens"], width, inner, gate
+            mlp_triton.SETTINGS[key] = mlp_setting(said["cut"])
         else:
             columns, sizes, _ = said["shape"]
             key = bits, said["tokens"], columns, sum(sizes)
@@ -450,9 +370,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--warm", help="i/n: only compile each n-th piece from the i-th on")
-    parser.add_argument("--only", default="check,piece,layer", help="what, set apart by commas")
+    parser.add_argument("--only", default="rates,piece,layer", help="what, set apart by commas")
     parser.add_argument(
-        "--settings", type=Path, help="of an earlier run: with them do what follows"
+        "--settings", type=Path, help="folder of an earlier run: with its settings do what follows"
     )
     parser.add_argument("bench", nargs="*", help="arguments of python -m tachyscope.bench")
     given = parser.parse_args()
@@ -467,9 +387,8 @@ def main() -> None:
             warm(given.warm)
             return
         log = Log(given.out, given.seconds)
-        for check in (rates, check_gemv, check_attention, check_sample, check_mlp):
-            if "check" in only:
-                log.part(check.__name__, lambda check=check: check(log))
+        if "rates" in only:
+            log.part("rates", lambda: rates(log))
         if "piece" in only:
             time_pieces(log, given.out)
         for rows, kind in itertools.product((1, 2), ("", "int8", "int4")):

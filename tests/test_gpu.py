@@ -22,13 +22,14 @@ from tachyscope.compile_cache import VARIABLES
 from tachyscope.decode import DecodeEngine, DraftEngine
 from tachyscope.evaluation.recall import RecallObserver
 from tachyscope.graph_runner import ChunkRunner, Graph
-from tachyscope.kernels import decode_attention, device, input_gate
+from tachyscope.kernels import device
 from tachyscope.kernels.attention import attention, hopper_backend
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.attention.triton import Setting, flash_attention
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
 from tachyscope.kernels.block_sparse.triton import block_sparse_attention
 from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.meter import Meter
 from tachyscope.models.checkpoint import write_tensors
@@ -132,6 +133,18 @@ def test_a_gate_on_cuda_is_metered_as_simulated():
     assert row["simulated_rows_replayed"] == row["rows_eligible"] > 0
 
 
+@pytest.fixture
+def chosen(request):
+    """Whether new kernels of a decode step run, all of them or none."""
+    before = {*CHOSEN}
+    CHOSEN.clear()
+    if request.param:
+        CHOSEN.update({"several_attention", "input_gate", "sample_by_value", "decode_block_16_2"})
+    yield request.param
+    CHOSEN.clear()
+    CHOSEN.update(before)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -145,13 +158,8 @@ def test_a_gate_on_cuda_is_metered_as_simulated():
         "attention=window:tokens=9,sink=2 replay=prune:share=0.5,file=FILE",
     ],
 )
-@pytest.mark.parametrize("chosen", [(), ("input_gate",)])
-def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(
-    plan, chosen, tmp_path, monkeypatch
-):
-    if chosen and "input" not in plan:
-        pytest.skip("asks for no new kernel")
-    monkeypatch.setattr(input_gate, "CHOSEN", {*chosen})
+@pytest.mark.parametrize("chosen", [False, True], indirect=True)
+def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, chosen, tmp_path):
     model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
     file = tmp_path / "calibration.safetensors"
     write_tensors(file, random_calibration(model, (0.5,), 16).tensors())
@@ -181,9 +189,8 @@ def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(
         "cache=merge:budget=4f passes=draft:places=6 replay=neurons:share=0.5,file=FILE",
     ],
 )
-@pytest.mark.parametrize("chosen", [(), ("several_attention",)])
-def test_drafted_frames_by_graphs_are_those_by_single_launches(plan, chosen, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode_attention, "CHOSEN", {*chosen})
+@pytest.mark.parametrize("chosen", [False, True], indirect=True)
+def test_drafted_frames_by_graphs_are_those_by_single_launches(plan, chosen, tmp_path):
     model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
     file = tmp_path / "calibration.safetensors"
     write_tensors(file, random_calibration(model, (0.5,), 16).tensors())

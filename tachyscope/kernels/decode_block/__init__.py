@@ -24,7 +24,8 @@ __all__ = [
 
 def in_one_launch(x: Tensor, block: BlockWeights) -> bool:
     """Whether a GPU runs such a block in one launch; else it runs by its four parts."""
-    return "decode_block" in CHOSEN and has_decode_kernel(x) and block.is_plain
+    name = f"decode_block_{block.mlp.up.bits}_{len(x)}"  # of bits and rows
+    return name in CHOSEN and has_decode_kernel(x) and block.is_plain
 
 
 def decode_block(
