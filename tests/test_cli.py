@@ -129,7 +129,7 @@ def test_help_and_version_are_no_faults(capsys):
     "words, message",
     [
         (["--plan", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
-        (["--cache", "magic"], "no cache policy 'magic'; there are: keep_all, window, merge, dedup, frames, bank"),
+        (["--cache", "magic"], f"no cache policy 'magic'; there are: {', '.join(POLICIES['cache'])}"),
         (["--replay", "magic"], "no replay policy 'magic'; there are: attentive, random, every_k, "
          "input, neurons, prune, none"),
         (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
