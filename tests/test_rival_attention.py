@@ -318,6 +318,6 @@ def test_where_the_host_may_not_read_lists_are_masked_and_counted_so(name, monke
     torch.testing.assert_close(got, want)
     assert "simulated_density" not in row and row["density"] < found["density"]
     skipped = found["pairs"] - found["simulated_pairs_skipped"]
-    # a part block is scored whole where lists are masked
-    assert row["pairs"] <= skipped <= 1.01 * row["pairs"]
+    # a part block, of 1 entry of 3, is scored whole where lists are masked
+    assert 0 <= skipped - row["pairs"] <= (4 * 40 * 2 if "radial" in name else 0)
     assert found["simulated_density"] / found["density"] == pytest.approx(skipped / found["pairs"])
