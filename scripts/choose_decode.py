@@ -1,13 +1,14 @@
 """New kernels of a decode step: right, and faster than what they replace?
 
-for part in several input_gate sample block_16_1 block_16_2 block_8_1; do
-    timeout 60 python scripts/choose_decode.py --part $part --out DIR &
-done; wait
+for parts in several,input_gate,sample block_16_1 block_16_2 block_8_1; do
+    timeout 60 python scripts/choose_decode.py --parts $parts --out DIR
+done
 
-A part is a process of its own: one that hangs or fails leaves the others, and the kernel unchosen.
-Each writes DIR/choose-PART.jsonl and, where its kernel is right and faster, DIR/settings-PART.json,
-which `tune_decode.py --settings DIR` reads. Without a GPU Triton's interpreter runs small sizes
-(TRITON_INTERPRET=1): a check of this file.
+A part that fails leaves the others, and its kernel unchosen; blocks, whose programs wait for each
+other and could do so for ever, are processes of their own. Each part writes DIR/choose-PART.jsonl
+and, where its kernel is right and faster, DIR/settings-PART.json, which `tune_decode.py --settings
+DIR` reads. Without a GPU Triton's interpreter runs small sizes (TRITON_INTERPRET=1): a check of
+this file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,28 +226,36 @@ def choose_block(log: Callable[..., None], bits: int, rows: int) -> Rows:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", required=True)
+    parser.add_argument("--parts", required=True, help="set apart by commas")
     parser.add_argument("--out", type=Path, default=Path())
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    for part in given.parts.split(","):
+        try:
+            choose(part, given.out)
+        except Exception:
+            traceback.print_exc()
+
+
+def choose(part: str, folder: Path) -> None:
     begun = time.time()
 
     def log(**row: Any) -> None:
         line = json.dumps(row | {"at_s": round(time.time() - begun, 1)})
         print(line, flush=True)
-        with (given.out / f"choose-{given.part}.jsonl").open("a") as file:
+        with (folder / f"choose-{part}.jsonl").open("a") as file:
             file.write(line + "\n")
 
     torch.manual_seed(0)
-    name, *sizes = given.part.split("_") if given.part.startswith("block") else [given.part]
+    name, *sizes = part.split("_") if part.startswith("block") else [part]
     work = {
         "several": choose_several, "input_gate": choose_input_gate, "sample": choose_sample,
         "block": choose_block,
     }[name]  # fmt: skip
     with torch.inference_mode():
         rows = work(log, *map(int, sizes))
-    (given.out / f"settings-{given.part}.json").write_text(json.dumps(rows, indent=1))
-    log(part=given.part, chosen=[row["name"] for row in rows if row["part"] == "chosen"])
+    (folder / f"settings-{part}.json").write_text(json.dumps(rows, indent=1))
+    log(part=part, chosen=[row["name"] for row in rows if row["part"] == "chosen"])
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def chosen(request):
         "replay=attentive:share=0.5,age=3",
         "replay=random:share=0.5",
         "replay=input:share=0.5",
-        "replay=input:budget=0.1",
+        "replay=input:budget=0.9",
         "replay=neurons:share=0.5,age=2,file=FILE",
         "attention=window:tokens=9,sink=2 replay=prune:share=0.5,file=FILE",
     ],
