@@ -96,9 +96,9 @@ class Parts:
     """Parts of a measurement, kept in a file as they come, so that it can be gone on with.
 
     The file is a results document: its rows are the parts, each with its name as `part`, and it is
-    marked `unfinished` until `emit` replaces it. With `resume` the parts of a file are not measured
-    again; one of other settings, weights or another machine is refused. Without a file, or where it
-    is a stream, nothing is kept.
+    marked `unfinished` until `emit` replaces it. With `resume` the parts of a file that is there
+    are not measured again; one of other settings, weights or another machine is refused. Without a
+    file, or where it is a stream, nothing is kept.
     """
 
     def __init__(
@@ -136,10 +136,9 @@ class Parts:
 
     def _read(self, path: Path) -> None:
         document = read_results(path, self._suite)
-        rows = document["rows"]
-        if not all("part" in row for row in rows):
+        if "settings" not in document:
             raise TachyscopeError(f"{path} is finished: leave `resume` out to measure it again")
-        theirs = document.get("settings", {}) | {"machine": _ran_on(document["machine"])}
+        theirs = document["settings"] | {"machine": _ran_on(document["machine"])}
         ours = self.settings | {"machine": _ran_on(machine())}
         for key in sorted(theirs.keys() | ours.keys()):
             if theirs.get(key) != ours.get(key):
@@ -148,7 +147,7 @@ class Parts:
                     f"{ours.get(key)}): choose another file, or leave `resume` out"
                 )
         self._weights = dict(document.get("fingerprints", {}))
-        self._rows = {str(row["part"]): row for row in rows}
+        self._rows = {str(row["part"]): row for row in document["rows"]}
 
     def get(self, name: str) -> Document | None:
         """A part that was measured, or None."""

@@ -32,6 +32,7 @@ from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
+from tachyscope.results import Parts
 from tachyscope.rollout import rollout
 
 PARTS = ["read", "choose", "enter", "cross", "mlp", "commit", "index", "rest"]
@@ -360,3 +361,25 @@ def test_a_rollout_is_shown_by_a_tiny_decoder(monkeypatch, tmp_path, capsys):
     ):
         assert main([*words, *more]) == 2
         assert fault in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_interrupted_benchmark_goes_on_with_its_rows(model, tmp_path, monkeypatch):
+    path, plans = str(tmp_path / "wan.json"), {"dense": "dense", "fast": "cache=window:budget=6f"}
+    measure, timed = wan._measure, []
+
+    def stopped(row, *given):
+        timed.append(row["name"])
+        if timed == ["dense", "fast"]:
+            raise KeyboardInterrupt
+        measure(row, *given)
+
+    monkeypatch.setattr(wan, "_measure", stopped)
+    asked = {"lengths": [24], "rounds": 2}
+    with pytest.raises(KeyboardInterrupt):
+        bench_wan(model, plans, **asked, parts=Parts(path, asked))
+    (kept,) = json.loads((tmp_path / "wan.json").read_text())["rows"]
+    found = bench_wan(model, plans, **asked, parts=Parts(path, asked, resume=True))
+    assert timed == ["dense", "fast", "fast"], "dense is not timed again"
+    assert [row["name"] for row in found["rows"]] == list(plans)
+    assert found["rows"][0]["points"] == kept["points"] and "points" in found["rows"][1]
