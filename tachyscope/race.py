@@ -319,4 +319,6 @@ def _grid(
 
 
 def _bytes(mb: float) -> str:
-    return f"{mb:.0f} MB" if mb < 1e3 else f"{mb / 1e3:.1f} GB"
+    if mb >= 1e3:
+        return f"{mb / 1e3:.1f} GB"
+    return f"{mb:.0f} MB" if mb >= 10 else f"{mb:.1f} MB"

@@ -37,7 +37,7 @@ def test_a_frame_is_shown_when_its_chunk_was_there():
 def test_the_picture_tells_clock_rate_and_bytes():
     run = recorded("a", [1000.0, 500.0, 400.0, 400.0], 100, host_mb=2830.0)
     assert run.caption(0.5) == "0.5 s\n"
-    assert run.caption(1.2) == "1.2 s   2.0 frames/s   warm-up\ncache 7 MB, 2.8 GB in host memory"
+    assert run.caption(1.2) == "1.2 s   2.0 frames/s   warm-up\ncache 7.0 MB, 2.8 GB in host memory"
     assert run.caption(2.0).startswith("2.0 s   3.2 frames/s\ncache 21 MB")
     assert run.caption(9.0).startswith("2.3 s, done   3.5 frames/s\ncache 28 MB")
 
