@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from streams import CHUNKS, TOKENS, draw, play, play_pass, session
+from streams import CHUNKS, TOKENS, assert_same, draw, play, play_pass, session
 
+from tachyscope.attention.radial import Radial
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.recall import read_mass
 from tachyscope.kernels.kmeans import kmeans
@@ -110,8 +111,6 @@ def test_radial_goes_by_positions_where_a_cache_drops_frames():
 
 def test_radial_halves_its_width_and_then_leaves_frames_out():
     """A Wan frame at 480p: 512, 256, 128 places, then every second frame, every fourth."""
-    from tachyscope.attention.radial import Radial
-
     distance = torch.arange(40.0)
     width = Radial(decay=1)._width(distance, 1560, 128)
     assert width[:9].tolist() == [1560, 1560, 512, 512, 256, 256, 256, 256, 128]
@@ -296,6 +295,7 @@ def test_centroids_kept_from_chunk_to_chunk_cluster_as_well_as_new_ones():
     assert (own["k_size"][:, :, :count] > 0).float().mean() > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["radial:block=2", "svg:block=2", "svg2:top_p=0.3"])
 def test_recall_sees_what_was_read_and_changes_nothing(name):
     at = opened(f"attention={name},dense_passes=0", 4)
@@ -321,3 +321,13 @@ def test_where_the_host_may_not_read_lists_are_masked_and_counted_so(name, monke
     # a part block, of 1 entry of 3, is scored whole where lists are masked
     assert 0 <= skipped - row["pairs"] <= (4 * 40 * 2 if "radial" in name else 0)
     assert found["simulated_density"] / found["density"] == pytest.approx(skipped / found["pairs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["radial:block=2", "svg:block=2", "svg2:top_p=0.5"])
+def test_a_cache_that_grows_reads_as_one_of_that_size(name):
+    small, large = (session(CHUNKS, f"attention={name}", latent_frames=n) for n in (4, 30))
+    slots = small.layers[0].slots
+    outs = [play(at, 6) for at in (small, large)]
+    assert small.layers[0].slots > slots
+    assert_same(*outs)

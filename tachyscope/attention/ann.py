@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from tachyscope.attention import count
-from tachyscope.attention.blocks import BlockAttention, default_block, power_of_two
+from tachyscope.attention.blocks import (
+    DENSE_LAYERS,
+    DENSE_PASSES,
+    BlockAttention,
+    default_block,
+    power_of_two,
+)
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.block_index import (
@@ -98,12 +104,8 @@ class Ann(BlockAttention):
     )
     sink: int = setting(1, "First latent frames that every tile reads.")
     newest: int = setting(1, "Latest latent frames that every tile reads.")
-    dense_passes: float = setting(
-        0.0, "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
-    )
-    dense_layers: float = setting(
-        0.0, "Share of the layers, the first ones, that read everything, from 0 to 1."
-    )
+    dense_passes: float = setting(0.0, DENSE_PASSES)
+    dense_layers: float = setting(0.0, DENSE_LAYERS)
 
     paper: ClassVar[str] = "FAST-AR's AnnSA, arXiv 2602.01801"
     reorders: ClassVar[bool] = True

@@ -21,6 +21,9 @@ from tachyscope.types import PassContext, Shape
 # What a block is of a latent frame unless asked for, and its most: 128 entries of a Wan frame at
 # 480p. On Atrium, whose frames have 64 places, blocks of 4 lose 1 dB where 16 lose 10
 BLOCK_SHARE, LARGEST = 12, 128
+# what the settings of that name do
+DENSE_PASSES = "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
+DENSE_LAYERS = "Share of the layers, the first ones, that read everything, from 0 to 1."
 
 
 class BlockAttention(AttentionPolicy):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tachyscope.attention.blocks import (
+    DENSE_LAYERS,
+    DENSE_PASSES,
     BlockAttention,
     check_frames,
     default_block,
@@ -42,12 +44,8 @@ class Radial(BlockAttention):
         "Entries, and queries, of a block of the mask; unless given the largest power of two "
         "within a twelfth of a latent frame, at most 128.",
     )
-    dense_passes: float = setting(
-        0.2, "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
-    )
-    dense_layers: float = setting(
-        0.025, "Share of the layers, the first ones, that read everything, from 0 to 1."
-    )
+    dense_passes: float = setting(0.2, DENSE_PASSES)
+    dense_layers: float = setting(0.025, DENSE_LAYERS)
 
     paper: ClassVar[str] = "Radial Attention, arXiv 2506.19852"
 

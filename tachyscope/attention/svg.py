@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tachyscope.attention.blocks import BlockAttention, check_frames, default_block, tile_runs
+from tachyscope.attention.blocks import (
+    DENSE_LAYERS,
+    DENSE_PASSES,
+    BlockAttention,
+    check_frames,
+    default_block,
+    tile_runs,
+)
 from tachyscope.errors import TachyscopeError
 from tachyscope.meter import Meter
 from tachyscope.settings import check_settings, setting
@@ -40,12 +47,8 @@ class Svg(BlockAttention):
         "Entries, and queries, of a block of the masks; unless given the largest power of two "
         "within a twelfth of a latent frame, at most 128.",
     )
-    dense_passes: float = setting(
-        0.2, "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
-    )
-    dense_layers: float = setting(
-        0.025, "Share of the layers, the first ones, that read everything, from 0 to 1."
-    )
+    dense_passes: float = setting(0.2, DENSE_PASSES)
+    dense_layers: float = setting(0.025, DENSE_LAYERS)
 
     paper: ClassVar[str] = "Sparse VideoGen, arXiv 2502.01776"
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tachyscope.attention.blocks import BlockAttention, check_frames, list_blocks, power_of_two
+from tachyscope.attention.blocks import (
+    DENSE_LAYERS,
+    DENSE_PASSES,
+    BlockAttention,
+    check_frames,
+    list_blocks,
+    power_of_two,
+)
 from tachyscope.kernels.hashing import order_of
 from tachyscope.kernels.kmeans import kmeans
 from tachyscope.kernels.slots import permute
@@ -53,12 +60,8 @@ class Svg2(BlockAttention):
         "Clusters of past keys for 21 latent frames or more; fewer have their part of them, of 4 "
         "keys or more in the mean.",
     )
-    dense_passes: float = setting(
-        0.2, "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
-    )
-    dense_layers: float = setting(
-        0.025, "Share of the layers, the first ones, that read everything, from 0 to 1."
-    )
+    dense_passes: float = setting(0.2, DENSE_PASSES)
+    dense_layers: float = setting(0.025, DENSE_LAYERS)
 
     paper: ClassVar[str] = "Sparse VideoGen 2, arXiv 2505.18875"
     reorders: ClassVar[bool] = True
@@ -123,8 +126,8 @@ class Svg2(BlockAttention):
     ) -> None:
         """Cluster the past's keys, and order it by cluster."""
         layer.scratch = ()
-        if self._dense_layer(ctx) or past == 0:
-            return
+        if self._dense_layer(ctx) or past == kept:
+            return  # there is nothing new: a cache has grown
         own, keys = layer.own["attention"], layer.vectors("k", slice(0, past))
         # what stands in the slots so far: of entries that were kept, as they were ordered
         held = torch.arange(past, device=keys.device).expand(*keys.shape[:2], -1)
