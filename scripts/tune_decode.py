@@ -39,7 +39,7 @@ from tachyscope.kernels.decode_attention import (
     decode_attention,
 )
 from tachyscope.kernels.decode_block import triton as block_triton
-from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
+from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.gemv import Norm, Weight, gemv, to_codes
 from tachyscope.kernels.gemv import triton as gemv_triton
@@ -156,7 +156,8 @@ def rates(log: Log) -> None:
     log(part="read", tb_s=size / graph_us(lambda: a.sum(), 1) / 1e6)
 
 
-Cut = tuple[int, int, int, int, int, int]  # rows and columns of both steps, warps, programs
+# rows and columns of both steps, warps, programs; and whether inputs are normed once
+Cut = tuple[int, int, int, int, int, int] | tuple[int, int, int, int, int, int, int]
 SLICE, DENSE, DEPTH = (WIDTH, 3008, 256), (WIDTH, INNER, 0), (2560, 10240, 0)
 SLICE_INT4 = (WIDTH, 3072, 320)
 # of an MLP: width, inner width and linear rows; tokens; codes; cuts beside the usual one
@@ -164,21 +165,21 @@ MLPS: list[tuple[tuple[int, int, int], int, str, list[Cut]]] = [
     # 512 programs have 3 and 2 tiles each, 752 have 2 and 3, 1,024 of half a size 2 and 1
     (SLICE, 1, "", [
         (2, 1024, 4, 1024, 4, 512), (2, 1024, 2, 1024, 4, 752), (2, 512, 4, 512, 2, 1024),
-        (2, 1024, 4, 512, 4, 512), (4, 1024, 4, 1024, 4, 376), (2, 2048, 2, 2048, 4, 512),
+        (2, 1024, 4, 1024, 4, 512, 1), (4, 1024, 4, 1024, 4, 376), (2, 2048, 2, 2048, 4, 512),
     ]),
     (SLICE, 2, "", [
-        (2, 1024, 4, 1024, 4, 512), (2, 512, 4, 512, 4, 512), (2, 1024, 2, 1024, 4, 752),
+        (2, 1024, 4, 1024, 4, 512), (2, 1024, 4, 1024, 4, 512, 1), (2, 1024, 2, 1024, 4, 752),
     ]),
-    (DENSE, 2, "", [(4, 512, 4, 1024, 4, 528)]),
+    (DENSE, 2, "", [(2, 1024, 4, 1024, 4, 528, 1), (4, 512, 4, 1024, 4, 528)]),
     *((DEPTH, tokens, "", [(8, 512, 4, 1024, 4, 660), (8, 512, 8, 512, 4, 528)])
       for tokens in (1, 2)),
     *((DENSE, tokens, "int8", [
-        (4, 512, 4, 512, 4, 528), (4, 512, 8, 512, 4, 528), (4, 256, 4, 256, 2, 1056),
+        (4, 512, 4, 512, 4, 528), (2, 512, 4, 512, 4, 660, 1), (4, 512, 4, 512, 4, 528, 1),
     ]) for tokens in (1, 2)),
     (DENSE, 1, "int4", [
-        (4, 512, 4, 512, 4, 528), (2, 512, 2, 512, 4, 660), (4, 512, 4, 512, 4, 396),
+        (4, 512, 4, 512, 4, 528), (2, 512, 4, 512, 4, 660, 1), (4, 512, 4, 512, 4, 528, 1),
     ]),
-    (DENSE, 2, "int4", [(1, 512, 2, 512, 4, 528), (1, 512, 1, 512, 4, 528)]),
+    (DENSE, 2, "int4", [(2, 512, 2, 512, 4, 396, 1), (1, 512, 2, 512, 4, 528)]),
     *((SLICE_INT4 if kind == "int4" else SLICE, 1, kind, [(4, 512, 4, 512, 4, 376)])
       for kind in ("int8", "int4")),
 ]  # fmt: skip
@@ -214,8 +215,9 @@ def weights_of(shape: tuple[int, tuple[int, ...], str], kind: str) -> list[tuple
 
 
 def mlp_setting(cut: Sequence[int]) -> mlp_triton.MlpSetting:
-    n, k, n2, k2, warps, programs = cut
-    return mlp_triton.MlpSetting(Setting(n, k, warps), Setting(n2, k2, warps), programs)
+    n, k, n2, k2, warps, programs, *prenorm = cut
+    cuts = Setting(n, k, warps), Setting(n2, k2, warps)
+    return mlp_triton.MlpSetting(*cuts, programs, bool(prenorm))
 
 
 def mlp_work(
@@ -223,14 +225,14 @@ def mlp_work(
 ) -> tuple[Work, int]:
     layers, x = mlps_of(shape, kind), draw(tokens, shape[0])
     kept = error_of(tokens, shape[0], 256) if shape[2] else None
-    inner = torch.empty(tokens, shape[1], **KINDS)
+    inner, normed = torch.empty(tokens, shape[1], **KINDS), draw(COPIES, tokens, shape[0])
     barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
     setting = None if cut is None else mlp_setting(cut)
 
     def work() -> None:
         barrier.zero_()
         for mlp, one in zip(layers, barrier, strict=True):
-            mlp_triton.decode_mlp(x, mlp, kept, inner, one, setting)
+            mlp_triton.decode_mlp(x, mlp, kept, inner, one, setting, normed=normed)
 
     return work, sum(part.bytes for part in layers[0].parts)
 

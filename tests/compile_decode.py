@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from tachyscope.kernels.decode_attention import Entries, Rotation, Scratch, Step, several
 from tachyscope.kernels.decode_block import BlockMemory, BlockWeights
 from tachyscope.kernels.decode_block import triton as block
-from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
+from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import triton as mlp
 from tachyscope.kernels.gemv import Norm, Weight
 from tachyscope.kernels.gemv import triton as gemv
@@ -94,6 +94,9 @@ def main():
         part = MlpWeights(norm, weight(2752, WIDTH, kind), up, down, 320)
         error = Error(place, *held, 0.5, torch.empty(tokens))
         mlp.decode_mlp(x, part, error, inner, barrier)
+        once = mlp.setting_for(whole, tokens, 132)._replace(prenorm=True)
+        normed = torch.empty(COPIES, tokens, WIDTH, dtype=BF16)
+        mlp.decode_mlp(x, whole, None, inner, barrier, once, normed=normed)
     for rows, tokens in ((1, 17), (2, 33), (1, 65)):
         k, v = (torch.empty(rows, 32, 2112, 128, dtype=BF16) for _ in range(2))
         cos, sin = (torch.empty(rows, 256, 128) for _ in range(2))

@@ -19,10 +19,11 @@ from tachyscope.kernels.decode_block import BlockMemory, BlockWeights
 from tachyscope.kernels.decode_block import torch as block_torch
 from tachyscope.kernels.decode_block import triton as block_triton
 from tachyscope.kernels.decode_block.reference import decode_block_reference
-from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights
+from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.decode_mlp.reference import decode_mlp_reference
+from tachyscope.kernels.device import multiprocessors
 from tachyscope.kernels.gemv import Norm, Weight, to_codes
 from tachyscope.kernels.gemv import torch as gemv_torch
 from tachyscope.kernels.gemv import triton as gemv_triton
@@ -89,8 +90,9 @@ def _case_gemv(rng, backend, tokens, codes, kind, add=False):
 
 
 def _case_mlp(
-    rng, backend, tokens, codes, gated, skip, drift=False, ready=1, linear=0, remember=False
-):
+    rng, backend, tokens, codes, gated, skip, drift=False, ready=1, linear=0, remember=False,
+    prenorm=False,
+):  # fmt: skip
     width, inner = (128, 256) if codes == "int4" else (40, 52)
     sizes = (inner - linear, width), (inner, width), (width, inner)
     gate, up, down = (_weight(rng, *size, codes, not gated) for size in sizes)
@@ -119,9 +121,12 @@ def _case_mlp(
         barrier = torch.zeros((), dtype=torch.int32, device=DEVICE)
         hidden = torch.empty(tokens, inner, dtype=DTYPE, device=DEVICE)
         # interpreted, programs run one after the other and cannot wait for the last
-        setting = None if ON_GPU else mlp_triton.MlpSetting(SMALL, SMALL, 3)
-        launches = 1 if ON_GPU else 2
-        mlp_triton.decode_mlp(got, on_device, there, hidden, barrier, setting, launches)
+        setting = mlp_triton.MlpSetting(SMALL, SMALL, 3)
+        if ON_GPU:
+            setting = mlp_triton.setting_for(on_device, tokens, multiprocessors(got.device))
+        setting = setting._replace(prenorm=prenorm)
+        launches, normed = 1 if ON_GPU else 2, got.new_empty(COPIES, *got.shape)
+        mlp_triton.decode_mlp(got, on_device, there, hidden, barrier, setting, launches, normed)
     if isinstance(kept, Kept):
         names = ["output", "age", *["drift"] * drift, *["input"] * remember]
         got = torch.cat([got.flatten(), *(getattr(there, x).flatten() for x in names)])
@@ -306,6 +311,11 @@ for i, skip in enumerate((None, "none", "all", "first")):
         name = f"decode_mlp_{tokens}_{skip}{'_' if codes else ''}{codes}"
         case = functools.partial(_case_mlp, tokens=tokens, codes=codes, gated=gated, skip=skip)
         CASES[name] = case, BOTH
+for tokens, codes, gated in ((1, "", True), (2, "int8", False), (2, "int4", True), (3, "", True)):
+    case = functools.partial(
+        _case_mlp, tokens=tokens, codes=codes, gated=gated, skip="none", prenorm=True
+    )
+    CASES[f"decode_mlp_prenorm_{tokens}_{codes}"] = case, BOTH[1:]
 for skip, ready in (("none", 1), ("none", 0), ("all", 1), ("first", 1)):
     case = functools.partial(
         _case_mlp, tokens=2, codes="", gated=True, skip=skip, drift=True, ready=ready

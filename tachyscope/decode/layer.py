@@ -17,7 +17,7 @@ from tachyscope.kernels.decode_block import (
     decode_block,
     in_one_launch,
 )
-from tachyscope.kernels.decode_mlp import Error, Kept, MlpWeights, decode_mlp
+from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.gemv import gemv
 from tachyscope.kernels.input_gate import InputGate, input_gate
 
@@ -48,6 +48,7 @@ class Layers:
         self.qkv = x.new_empty(rows, sum(weight.rows for weight in first.qkv))
         self.attended = x.new_empty(rows, first.qkv[0].rows)
         self.inner = x.new_empty(rows, first.mlp.up.rows)
+        self.normed = x.new_empty(COPIES, *x.shape) if tokens == 1 else None
         self.slices: list[MlpWeights] = []  # of the layers' MLPs
         self.memory: BlockMemory | None = None  # where a layer is one launch
         if tokens == 1 and all(in_one_launch(x, weight) for weight in weights):
@@ -91,4 +92,5 @@ class Layers:
             gemv(self.x, self.attended, (layer.out,), add=True)
             if judges:
                 input_gate(self.x, mlp.norm, judges[i])
-            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i, 0], self.tokens)
+            barrier = barriers[i, 0]
+            decode_mlp(self.x, mlp, kept[i], self.inner, barrier, self.tokens, self.normed)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.decode_mlp.mlp import MlpWeights
+from tachyscope.kernels.decode_mlp.mlp import COPIES, MlpWeights
 from tachyscope.kernels.gemv.weights import Norm, Weight
 
 BARRIERS = 4  # that a launch waits at
-COPIES = 32  # of the normed input: programs that share one all write the same into it
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from tachyscope.kernels.decode_attention.step import Step
 from tachyscope.kernels.decode_block.block import BlockMemory, BlockWeights
-from tachyscope.kernels.decode_mlp.triton import MlpSetting, registers, wait_for_all
+from tachyscope.kernels.decode_mlp.triton import MlpSetting, norm_rows, registers, wait_for_all
 from tachyscope.kernels.device import multiprocessors
 from tachyscope.kernels.gemv.triton import (
     Setting,
     dot_tile,
     gelu,
     load_tile,
-    norm_of,
     tile_options,
     words_of_a_step,
 )
@@ -118,7 +117,7 @@ def _decode_block(
         ahead_v = load_tile(w_v, first, 0, K, WORDS, BLOCK_N, BLOCK_K)
     wait_for_kernel_before(PDL)
     if PHASE == 0 or PHASE == 1:
-        _norm_rows(normed, x, norm_w, norm_b, eps, K, TOKENS, NORM_BLOCK)
+        norm_rows(normed, x, norm_w, norm_b, eps, K, TOKENS, "layer", NORM_BLOCK)
         _rows(
             qkv, 3 * K, normed, w_q, s_q, b_q, ahead_q, pid, programs, K, K,
             False, False, TOKENS, R, BITS, BLOCK_N, BLOCK_K,
@@ -149,7 +148,7 @@ def _decode_block(
     if PHASE == 0:
         wait_for_all(barrier + 2, programs)
     if PHASE == 0 or PHASE == 4:
-        _norm_rows(normed, x, mlp_norm_w, mlp_norm_b, mlp_eps, K, TOKENS, NORM_BLOCK)
+        norm_rows(normed, x, mlp_norm_w, mlp_norm_b, mlp_eps, K, TOKENS, "layer", NORM_BLOCK)
         _rows(
             inner, INNER, normed, w_up, s_up, b_up, ahead, pid, programs, INNER, K,
             False, True, TOKENS, R, BITS, BLOCK_N, BLOCK_K,
@@ -191,23 +190,6 @@ def _rows(
             # rounded as it would be on its own, then added
             y = y.to(out.dtype.element_ty).to(tl.float32) + total
         tl.store(to, y.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _norm_rows(
-    to, x, norm_w, norm_b, eps, K: tl.constexpr, TOKENS: tl.constexpr, NORM_BLOCK: tl.constexpr
-):
-    """The layer norm of every token, which the whole program can read after."""
-    offs = tl.arange(0, NORM_BLOCK)
-    inside = offs < K
-    w = tl.load(norm_w + offs, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(norm_b + offs, mask=inside, other=0.0).to(tl.float32)
-    for token in tl.static_range(TOKENS):
-        mean, rstd = norm_of(x + token * K, K, eps, "layer", NORM_BLOCK)
-        a = tl.load(x + token * K + offs, mask=inside, other=0.0).to(tl.float32)
-        a = (a - mean) * rstd * w + b
-        tl.store(to + token * K + offs, a.to(to.dtype.element_ty), mask=inside)
-    tl.debug_barrier()
 
 
 @triton.jit

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from tachyscope.kernels.decode_mlp import torch as torch_backend
-from tachyscope.kernels.decode_mlp.mlp import Error, Kept, MlpWeights
+from tachyscope.kernels.decode_mlp.mlp import COPIES, Error, Kept, MlpWeights
 from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
 
 if HAS_TRITON:
     from tachyscope.kernels.decode_mlp import triton as triton_backend
 
-__all__ = ["Error", "Kept", "MlpWeights", "decode_mlp", "run_mlp"]
+__all__ = ["COPIES", "Error", "Kept", "MlpWeights", "decode_mlp", "run_mlp"]
 
 
 def decode_mlp(
@@ -21,15 +21,17 @@ def decode_mlp(
     inner: Tensor,
     barrier: Tensor,
     tokens: int = 1,
+    normed: Tensor | None = None,
 ) -> None:
     """x [B, W] += mlp(x), or what was kept of the last frame; outputs are kept in turn.
 
     With an `Error` that is added as well. Where all tokens replay, no weight is read. `inner`
-    [B, inner width or more] is scratch memory, and `barrier` [] int32 is 0 before every call.
+    [B, inner width or more] and `normed` [COPIES, B, W] are scratch memory, and `barrier` [] int32
+    is 0 before every call.
     Of `tokens` tokens in a row, x [B * tokens, W] from the place on, all are computed.
     """
     if has_decode_kernel(x) and (tokens == 1 or kept is None):
-        triton_backend.decode_mlp(x, mlp, kept, inner, barrier)
+        triton_backend.decode_mlp(x, mlp, kept, inner, barrier, normed=normed)
     else:
         torch_backend.decode_mlp(x, mlp, kept, tokens)
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from tachyscope.kernels.gemv.weights import Norm, Weight
 
+COPIES = 32  # of a normed input: programs that share one all write the same into it
+
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:

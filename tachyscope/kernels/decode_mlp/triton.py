@@ -38,11 +38,15 @@ from tachyscope.kernels.pdl import wait_for_kernel_before
 
 
 class MlpSetting(NamedTuple):
-    """How the two products are cut, and how many programs share them, all of them at once."""
+    """How the two products are cut, and how many programs share them, all of them at once.
+
+    prenorm: whether a program norms its input once, into memory, instead of at every tile.
+    """
 
     first: Setting
     last: Setting
     programs: int
+    prenorm: bool = False
 
 
 # by bits, tokens, width, rows of up and of gate: measured on an H200 (scripts/tune_decode.py)
@@ -76,6 +80,7 @@ def decode_mlp(
     barrier: Tensor,
     setting: MlpSetting | None = None,
     launches: int = 1,
+    normed: Tensor | None = None,
 ) -> None:
     """`decode_mlp`; with 2 launches no program waits for another, as an interpreter needs."""
     tokens, width = x.shape
@@ -101,7 +106,7 @@ def decode_mlp(
     for phase in (0,) if launches == 1 else (1, 2):
         launch(
             _decode_mlp, (made.programs,),
-            x, inner, barrier, gate.data, up.data, down.data,
+            x, inner, x if normed is None else normed, barrier, gate.data, up.data, down.data,
             *(x if w.scale is None else w.scale for w in (gate, up, down)),
             *(x if w.bias is None else w.bias for w in (up, down)),
             *norm_args(mlp.norm, x), skip, place, output, age, drift, ready, base, fade, rate,
@@ -109,6 +114,7 @@ def decode_mlp(
             UP_BIAS=up.bias is not None, DOWN_BIAS=down.bias is not None,
             KEPT=isinstance(kept, Kept), DRIFT=drifts, STORE_INPUT=stores,
             ERROR=isinstance(kept, Error), PHASE=phase,
+            COPIES=0 if normed is None or not made.prenorm else len(normed),
             maxnreg=registers(made, processors), **kinds, **Overlap.options(x),
         )  # fmt: skip
 
@@ -122,17 +128,19 @@ def registers(setting: MlpSetting, processors: int) -> int:
 # one program for all layers: flags and numbers lie side by side, few of them aligned
 @triton.jit(do_not_specialize=["eps", "barrier", "skip", "place", "ready", "rate"])
 def _decode_mlp(
-    x, inner, barrier, gate, up, down, gate_scale, up_scale, down_scale, up_bias, down_bias,
+    x, inner, normed, barrier, gate, up, down, gate_scale, up_scale, down_scale, up_bias, down_bias,
     norm_w, norm_b, eps, skip, place, output, age, drift, ready, base, fade, rate, places,
     K: tl.constexpr, INNER: tl.constexpr, NEURONS: tl.constexpr, GATED: tl.constexpr,
     UP_BIAS: tl.constexpr, DOWN_BIAS: tl.constexpr, KEPT: tl.constexpr, DRIFT: tl.constexpr,
-    STORE_INPUT: tl.constexpr, ERROR: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
+    STORE_INPUT: tl.constexpr, ERROR: tl.constexpr, PHASE: tl.constexpr, COPIES: tl.constexpr,
+    PDL: tl.constexpr,
     TOKENS: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
     BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N2: tl.constexpr, BLOCK_K2: tl.constexpr,
 ):  # fmt: skip
     WORDS: tl.constexpr = K if BITS == 16 else K // (32 // BITS)
     INNER_WORDS: tl.constexpr = INNER if BITS == 16 else INNER // (32 // BITS)
+    IN: tl.constexpr = NORM if COPIES == 0 else ""  # the norm that is left to a tile
     pid, programs = tl.program_id(0), tl.num_programs(0)
     if not KEPT and PHASE != 2:
         # under way before the kernel before has ended; where a flag may skip them they wait for it
@@ -158,14 +166,18 @@ def _decode_mlp(
                 ahead_pair = ahead
                 if GATED:
                     ahead_pair = load_tile(gate, pid * BLOCK_N, 0, NEURONS, WORDS, BLOCK_N, BLOCK_K)
-            stats = norm_stats(x, eps, K, TOKENS, R, NORM, NORM_BLOCK, BLOCK_K)
+            read = x
+            if COPIES > 0:
+                read = normed + (pid % COPIES) * TOKENS * K
+                norm_rows(read, x, norm_w, norm_b, eps, K, TOKENS, NORM, NORM_BLOCK)
+            stats = norm_stats(read, eps, K, TOKENS, R, IN, NORM_BLOCK, BLOCK_K)
             for tile in range(pid, tl.cdiv(INNER, BLOCK_N), programs):
                 offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 mask = offs_n < INNER
                 u, g, ahead, ahead_pair = dot_tile(
-                    x, up, gate, up_scale, gate_scale, ahead, ahead_pair,
+                    read, up, gate, up_scale, gate_scale, ahead, ahead_pair,
                     tile * BLOCK_N, (tile + programs) * BLOCK_N, INNER, NEURONS, stats,
-                    norm_w, norm_b, K, GATED, TOKENS, R, NORM, BITS, BLOCK_N, BLOCK_K,
+                    norm_w, norm_b, K, GATED, TOKENS, R, IN, BITS, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 if UP_BIAS:
                     u += tl.load(up_bias + offs_n, mask=mask, other=0.0).to(tl.float32)[:, None]
@@ -241,6 +253,22 @@ def _decode_mlp(
         if (pid == 0) & (PHASE != 1):
             old_age = tl.load(age + at, mask=there, other=0)
             tl.store(age + at, tl.where(replayed, old_age + 1, 0), mask=there)
+
+
+@triton.jit
+def norm_rows(
+    to, x, norm_w, norm_b, eps, K: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
+    NORM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every token's norm, which the whole program can read after."""
+    offs = tl.arange(0, NORM_BLOCK)
+    for token in tl.static_range(TOKENS):
+        mean, rstd = norm_of(x + token * K, K, eps, NORM, NORM_BLOCK)
+        a = x_at(x + token * K, offs, offs < K, mean, rstd, norm_w, norm_b, NORM)
+        if NORM == "rms":
+            a *= rstd
+        tl.store(to + token * K + offs, a.to(to.dtype.element_ty), mask=offs < K)
+    tl.debug_barrier()
 
 
 @triton.jit
