@@ -296,16 +296,17 @@ def test_centroids_kept_from_chunk_to_chunk_cluster_as_well_as_new_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dense_passes", [0, 0.3])
 @pytest.mark.parametrize("name", ["radial:block=2", "svg:block=2", "svg2:top_p=0.3"])
-def test_recall_sees_what_was_read_and_changes_nothing(name):
-    at = opened(f"attention={name},dense_passes=0", 4)
+def test_recall_sees_what_was_read_and_changes_nothing(name, dense_passes):
+    at = opened(f"attention={name},dense_passes={dense_passes}", 4)
     (_, q), here = attend(at), at.layers[1]
     before = {key: x.clone() for key, x in here.own["attention"].items()}
     ctx = at._context.for_layer(1)
     mass = read_mass(at.plan.attention, q, here, ctx)
     assert all(torch.equal(x, here.own["attention"][key]) for key, x in before.items())
     torch.testing.assert_close(mass.sum(-1), torch.ones_like(mass[..., 0]))
-    assert (mass == 0).any()
+    assert (mass == 0).any() == (dense_passes == 0)
 
 
 @pytest.mark.parametrize("name", ["radial:block=3", "svg2:top_p=0.3"])

@@ -169,12 +169,13 @@ class Svg2(BlockAttention):
         return found
 
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
+        again = ctx.pass_index in ctx.before  # an observer asks
         if self._reads_all(ctx):
             # centroids follow the queries of dense passes too: the first sparse one goes on there
-            if not (self._dense_layer(ctx) or (ctx.given and ctx.past)):
+            if not (again or self._dense_layer(ctx) or (ctx.given and ctx.past)):
                 self._cluster_queries(q, layer, ctx, meter)
             return self._attend_all(q, layer, ctx, meter)
-        if ctx.pass_index not in ctx.before:
+        if not again:
             self._choose(q, layer, ctx, meter)
         order = layer.own["attention"]["q_order"][:, :, : ctx.tokens].long()
         sorted_q = q.clone(memory_format=torch.contiguous_format)
