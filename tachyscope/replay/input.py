@@ -84,7 +84,7 @@ class Input(TokenReplay):
         """The same for every layer, each with the budget that its changes' cost leaves it."""
         if calibration is None or self.budget is None:
             return []
-        return [replace(self, budget=self.budget / cost) for cost in calibration.cost.tolist()]
+        return [replace(self, budget=self.budget / float(cost)) for cost in calibration.cost]
 
     def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         if self.budget is not None or self.loss is not None:
