@@ -41,8 +41,13 @@ def parts(device: str, file: Path | None) -> tuple[VilaModel, Calibration]:
     model = VilaModel.narrow(load("atrium-tokens", device=device), "no token model")
     model.calibration = file or model.calibration
     assert model.calibration is not None
+    if device == "cpu" and model.compiling_pays(1):
+        model.compile()
     found = Calibration.of(read_tensors(model.calibration), str(model.calibration))
     return model, found
+
+
+_clip = cache(make_clip)  # drawing one takes seconds
 
 
 def work(
@@ -50,7 +55,7 @@ def work(
 ) -> list[dict[str, Any]]:
     plan, camera = task
     model, calibration = parts(device, file)
-    rows = certify(model, make_clip(camera, worlds, seed), plan, calibration, frames)
+    rows = certify(model, _clip(camera, worlds, seed), plan, calibration, frames)
     return [{"plan": plan, "clip": camera, "worlds": worlds, "seed": seed} | row for row in rows]
 
 

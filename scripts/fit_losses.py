@@ -22,7 +22,7 @@ from torch import Tensor
 from tachyscope.calibration import Calibration
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, join, make_clip, true_codes
 from tachyscope.evaluation.replay_scores import Way, begin, begin_dense, score
-from tachyscope.evaluation.tokens import divergence
+from tachyscope.evaluation.token_measures import divergence
 from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel

@@ -6,7 +6,7 @@ from toys import open_session
 
 from tachyscope.arguments import parse_actions
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import clips, gates, replay_scores, token_timing
+from tachyscope.evaluation import clips, gates, replay_scores, token_measures, token_timing
 from tachyscope.evaluation import tokens as ev
 from tachyscope.models.registry import load
 from tachyscope.quality import psnr
@@ -48,10 +48,10 @@ def test_every_clip_has_the_given_frames_and_as_many_again():
 def test_rows_of_several_clips_are_what_they_are_alone(model):
     parts = [clips.make_clip(name, 1, size=32) for name in ("walk", "still")]
     ways = [replay_scores.Way("replay=attentive:share=0.5"), replay_scores.Way("passes=draft")]
-    together = ev.made(model, clips.join(parts), ways)
+    together = token_measures.made(model, clips.join(parts), ways)
     for row, part in enumerate(parts):
         for way, found in zip(ways, together, strict=True):
-            (alone,) = ev.made(model, part, [way])[0]
+            (alone,) = token_measures.made(model, part, [way])[0]
             assert found[row]["psnr_truth"] == pytest.approx(alone["psnr_truth"], abs=1e-3)
             assert found[row]["share_eligible"] == pytest.approx(alone["share_eligible"], abs=0.05)
 
@@ -110,20 +110,20 @@ def test_divergence_of_a_case_by_hand():
     dense = torch.tensor([0.5, 0.5]).log().view(1, 1, 1, 2)
     other = torch.tensor([0.25, 0.75]).log().view(1, 1, 1, 2)
     by_hand = 0.5 * torch.log(torch.tensor(2.0)) + 0.5 * torch.log(torch.tensor(2 / 3))
-    assert ev.divergence(dense, other).item() == pytest.approx(by_hand.item(), abs=1e-6)
-    assert ev.divergence(dense, dense).item() == 0.0
+    assert token_measures.divergence(dense, other).item() == pytest.approx(by_hand.item(), abs=1e-6)
+    assert token_measures.divergence(dense, dense).item() == 0.0
 
 
 def test_rank_correlation_sees_order_alone():
     x = torch.tensor([3.0, 1.0, 2.0, 7.0])
-    assert ev.spearman(x, x.exp()) == pytest.approx(1.0)
-    assert ev.spearman(x, -x) == pytest.approx(-1.0)
+    assert token_measures.spearman(x, x.exp()) == pytest.approx(1.0)
+    assert token_measures.spearman(x, -x) == pytest.approx(-1.0)
 
 
 @pytest.mark.slow
 def test_dense_is_no_way_off_itself_and_shares_are_kept(model, clip):
     ways = [replay_scores.Way("replay=attentive:share=0"), *ev.FORCED.values()]
-    dense, off, *rest = ev.forced(model, clip, ways, frames=4)
+    dense, off, *rest = token_measures.forced(model, clip, ways, frames=4)
     assert all(x["kl"] == 0 and x["share_eligible"] == 0 for x in dense)
     # one row at a time or all at once: float32 rounds otherwise
     assert all(abs(x["kl"]) < 1e-6 and x["share_eligible"] == 0 for x in off)
@@ -153,7 +153,7 @@ def test_the_best_ranking_replays_what_changes_least(model, clip):
         replay_scores.Way("replay=attentive:share=0.5", rank)
         for rank in ("change", "tas", "reversed")
     ]
-    _, best, tas, back = ev.forced(model, clip, ways, frames=3)
+    _, best, tas, back = token_measures.forced(model, clip, ways, frames=3)
     mean = [sum(x["kl"] for x in found) for found in (best, tas, back)]
     assert mean[0] < min(mean[1:])
     assert mean[1] != mean[2]
@@ -173,7 +173,7 @@ def test_mass_is_the_attention_that_is_paid(model, clip):
 
 def test_a_moved_picture_is_found_where_it_went():
     old = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
-    found = ev._compare(old.roll(2, 1).flatten(0, 1), old.flatten(0, 1), (4, 6))
+    found = token_measures._compare(old.roll(2, 1).flatten(0, 1), old.flatten(0, 1), (4, 6))
     assert found["change_moved"] == pytest.approx(0.0, abs=1e-6)
     assert found["change_nearest"] == pytest.approx(0.0, abs=1e-3)
     assert found["change"] > 1

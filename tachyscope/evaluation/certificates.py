@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tachyscope.calibration import Calibration
 from tachyscope.evaluation.clips import GIVEN, Clip, true_codes
-from tachyscope.evaluation.replay_scores import Way, begin
-from tachyscope.evaluation.tokens import spearman
+from tachyscope.evaluation.replay_scores import Way, begin, feed_frame
+from tachyscope.evaluation.token_measures import spearman
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.observers import Observer
 from tachyscope.replay.certificate import Certificate
@@ -49,11 +49,16 @@ def certify(
     """Of every replayed token of frames that a plan makes by itself, by layer, then over all:
     how many, how many errors lie above their bound, bound / error, their rank correlation."""
     certificate, truth = Certificate(calibration), ErrorObserver(model.mlps)
-    session = begin(model, Way(plan), clip, true_codes(model, clip), observers=[truth, certificate])
-    stream = Stream(model, session, batch=len(clip.worlds))
-    moves, pairs = clip.moves_on(model.device), []
+    codes, moves = true_codes(model, clip), clip.moves_on(model.device)
+    # observers would have every token made by a pass of its own: one session makes the frames, and
+    # another, which is watched, is fed them
+    stream = Stream(model, begin(model, Way(plan), clip, codes), batch=len(clip.worlds))
+    watched = begin(model, Way(plan), clip, codes, observers=[truth, certificate])
+    pairs = []
     for i in range(GIVEN, GIVEN + frames):
-        stream.generate(moves[i : i + 1])
+        latents = stream.generate(clip.action(i, model.device)).latents
+        feed_frame(model, watched, latents, moves[i : i + 1])
+        watched.commit()
         pairs.append(torch.stack([certificate.bounds, truth.errors]).flatten(2))
     bounds, errors = torch.cat(pairs, -1).cpu()
     rows = [_row(n, *both) for n, both in enumerate(zip(bounds, errors, strict=True))]

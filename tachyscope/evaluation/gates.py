@@ -17,7 +17,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, join, make_clip, true_codes
 from tachyscope.evaluation.intervals import Values, combined, versus
 from tachyscope.evaluation.replay_scores import RankedReplay, Way, begin, begin_dense, changes
-from tachyscope.evaluation.tokens import bounds, forced, made, spearman
+from tachyscope.evaluation.token_measures import bounds, forced, made, spearman
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.observers import Observer
 from tachyscope.results import Document

@@ -253,10 +253,15 @@ def score(model: VilaModel, session: Session, codes: Tensor, actions: Any) -> Te
     alone = alone or (isinstance(replay, Neurons) and replay.age > 0)
     if alone or session.observers:
         return model.score(session, codes, actions)
-    pos = session.shape.positions(session.latent_frame, 1, model.device)
     before = session.features["hidden"][:, None]
-    states = model.feed(session, codes.flatten(1, 3), pos, actions, drafted=True)
+    states = feed_frame(model, session, codes, actions)
     return model.logits(torch.cat([before, states[:, :-1]], 1), codes.flatten(1, 3))
+
+
+def feed_frame(model: VilaModel, session: Session, codes: Tensor, actions: Any) -> Tensor:
+    """The trunk's states [B, N, W] of a frame's codes in one pass, as if they had been made."""
+    pos = session.shape.positions(session.latent_frame, 1, model.device)
+    return model.feed(session, codes.flatten(1, 3), pos, actions, drafted=True)
 
 
 @torch.inference_mode()
