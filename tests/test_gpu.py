@@ -16,7 +16,7 @@ from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, 
 import tachyscope as ts
 from tachyscope.attention.ann import Ann
 from tachyscope.bench.drafts import bench_drafts
-from tachyscope.bench.random_vila import random_calibration
+from tachyscope.bench.random_vila import random_calibration, random_vila
 from tachyscope.bench.wan import ALL, bench_wan
 from tachyscope.compile_cache import VARIABLES
 from tachyscope.decode import DecodeEngine, DraftEngine
@@ -160,25 +160,33 @@ def chosen(request):
 )
 @pytest.mark.parametrize("chosen", [False, True], indirect=True)
 def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, chosen, tmp_path):
+    # recording a graph waits
+    counts = _same_by_graph(
+        DecodeEngine, plan, tmp_path, lambda i: no_waits() if i > 1 else nullcontext()
+    )
+    if "replay" in plan:
+        assert counts["rows_replayed"] > 0 and not counts.get("simulated_rows_replayed")
+
+
+def _same_by_graph(kind, plan, folder, around=lambda i: nullcontext()):
+    """Frames by recorded launches equal those by single ones; what they count."""
     model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
-    file = tmp_path / "calibration.safetensors"
+    file = folder / "calibration.safetensors"
     write_tensors(file, random_calibration(model, (0.5,), 16).tensors())
     plan = plan.replace("FILE", str(file))
     for graph in (False, True):
         session = toys.open_session(model, f"dense text=none {plan}", prompt="a b", frames=6)
-        engine = DecodeEngine(model.decode_parts(), session, graph)
+        engine, frames, replayed = kind(model.decode_parts(), session, graph), [], False
         with torch.inference_mode():
-            frames = []
             for i in range(5):
-                # recording a graph waits
-                with no_waits() if i > 1 else nullcontext():
+                with around(i):
                     frames.append(model.sample_by(engine, session, [i]))
                     session.commit()
-        runs.append((frames, session.meter.take(), engine.replayed))
+                replayed |= engine.replayed
+        runs.append((frames, session.meter.take(), replayed))
     (want, counts, _), (got, same, replayed) = runs
     assert replayed and all(map(torch.equal, got, want)) and same == counts
-    if "replay" in plan:
-        assert counts["rows_replayed"] > 0 and not counts.get("simulated_rows_replayed")
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -191,26 +199,13 @@ def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, cho
 )
 @pytest.mark.parametrize("chosen", [False, True], indirect=True)
 def test_drafted_frames_by_graphs_are_those_by_single_launches(plan, chosen, tmp_path):
-    model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
-    file = tmp_path / "calibration.safetensors"
-    write_tensors(file, random_calibration(model, (0.5,), 16).tensors())
-    plan = plan.replace("FILE", str(file))
-    for graph in (False, True):
-        session = toys.open_session(model, f"dense text=none {plan}", prompt="a b", frames=6)
-        engine, frames = DraftEngine(model.decode_parts(), session, graph), []
-        with torch.inference_mode():
-            for i in range(4):
-                frames.append(model.sample_by(engine, session, [i]))
-                session.commit()
-        runs.append((frames, session.meter.take(), engine.replayed))
-    (want, counts, _), (got, same, replayed) = runs
-    assert replayed and all(map(torch.equal, got, want)) and same == counts
-    assert counts["drafts"] > 0
+    assert _same_by_graph(DraftEngine, plan, tmp_path)["drafts"] > 0
 
 
 def test_a_draft_of_the_decode_engines_own_codes_is_mostly_right():
     """Passes over several tokens round otherwise than those over one."""
-    model = toy_tokens(device="cuda", dtype=torch.bfloat16)
+    config = replace(toy_tokens().config, actions="")
+    model = random_vila(config, torch.device("cuda"), torch.bfloat16)
     plan = Plan.parse("dense text=none passes=draft:places=7", "tokens")
     found = bench_drafts(model, plan, 1, lengths=(8, 4), frame=2, frames=4)
     assert found["equal_codes"] > 0.5 and found["step_ms"] > found["trunk_ms"] > 0
