@@ -84,3 +84,44 @@ class Input(TokenReplay):
         """The same for every layer, each with the budget that its changes' cost leaves it."""
         if calibration is None or self.budget is None:
             return []
+        return [replace(self, budget=self.budget / float(cost)) for cost in calibration.cost]
+
+    def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+        if self.budget is not None or self.loss is not None:
+            if not shape.token_by_token:
+                raise TachyscopeError(
+                    "replay=input takes a budget or a loss with token models alone, this one makes "
+                    "whole chunks: give threshold or share"
+                )
+            fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
+            return {"credit": torch.zeros(shape.batch, 1, **fine)}
+        return {} if self.share is None else share_tensors(self.share, shape, device)
+
+    def choose(
+        self,
+        score: Tensor | None,
+        age: Tensor,
+        own: dict[str, Tensor],
+        ctx: PassContext,
+        policy_rng: torch.Generator,
+    ) -> Choice | None:
+        assert score is not None
+        if ctx.shape.paired:
+            pairs = score.unflatten(0, (2, -1))
+            score = pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
+        if self.threshold is not None:
+            return Choice(gate=-score > self.threshold)
+        if self.budget is not None:
+            return Choice(gate=self._too_dear(score.square(), own["credit"], ctx))
+        assert self.share is not None
+        if ctx.shape.token_by_token:
+            return Choice(gate=nearest_share(score, self.share, own, ctx))
+        return refresh_and_fill(-score, self.share, 0, ctx, "input")
+
+    def _too_dear(self, price: Tensor, credit: Tensor, ctx: PassContext) -> Tensor:
+        """Whether a token's price [B, 1] is more than the credit, or than any token may take."""
+        assert self.budget is not None
+        credit.add_(self.budget).clamp_(max=self.budget * ctx.shape.tokens_per_frame)
+        compute = (price > credit) | (price > DEAREST * self.budget)
+        credit.sub_(price.masked_fill(compute, 0.0))
+        return compute
