@@ -1,5 +1,6 @@
 """Two replicas by Ray Serve on one machine: sessions bound to them, moved, killed, and videos."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -188,3 +189,51 @@ def test_replicas_follow_reserved_bytes(shares, wanted):
     from tachyscope.serve.ray import replicas_for
 
     assert replicas_for(shares, 1, 8) == wanted
+
+
+def test_metrics_of_all_replicas_are_one_text():
+    from tachyscope.serve.ingress import merge_metrics
+    from tachyscope.serve.metrics import Metrics
+
+    texts = {}
+    for i, name in enumerate("ab"):
+        metrics = Metrics()
+        metrics.steps.labels("main").inc(i + 1)
+        metrics.step_s.observe(0.3)
+        texts[name] = metrics.text()
+    rows = merge_metrics(texts).decode().splitlines()
+    for row in ('steps_total{lane="main",replica="a"} 1.0', 'steps_total{lane="main",replica="b"} 2.0',
+                'step_seconds_bucket{le="0.5",replica="b"} 1.0'):  # fmt: skip
+        assert f"tachyscope_{row}" in rows
+    assert sum(row.startswith("# TYPE tachyscope_steps_total") for row in rows) == 1
+
+
+def test_a_video_that_nobody_makes_any_more_has_failed(tmp_path):
+    from tachyscope.serve.ray_videos import LOST_S, VideoFiles
+
+    files, name = VideoFiles(str(tmp_path)), f"video_{'0' * 24}"
+    record = {"id": name, "status": "in_progress", "touched": time.time()}
+    files.write(record)
+    assert files.read(name)["status"] == "in_progress" and files.names() == [name]
+    files.write(record | {"touched": time.time() - LOST_S - 1})
+    assert "ask for it again" in files.read(name)["error"]["message"]
+    files.remove(name)
+    for other in (name, "../../etc/passwd", "video_x"):
+        with pytest.raises(KeyError):
+            files.read(other)
+
+
+def test_a_mailbox_keeps_nothing_of_connections_that_ended():
+    from tachyscope.serve.mailbox import GONE, Mailbox
+
+    async def talk():
+        box = Mailbox()
+        await box.open("a", {"type": "1"})
+        await box.open("b", {"type": "1"})
+        await box.put("a", GONE)
+        read = [await box.get("a") for _ in range(3)]
+        await box.put("a", GONE)  # the ingress tells it once more
+        await box.drop("b")
+        return read, box._boxes
+
+    assert asyncio.run(talk()) == ([{"type": "1"}, GONE, GONE], {})
