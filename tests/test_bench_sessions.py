@@ -33,5 +33,5 @@ def test_a_short_run_adds_up():
     assert row["metrics_add_up"], row["metrics"]
     assert row["metrics"]["sessions"]["told"] == 3 and row["metrics"]["steps"]["told"] > 9
     assert row["keys"] and 0 < row["key_ms_p50"] <= row["key_ms_p95"]
-    assert 0 < row["chunks"][0] <= row["chunks"][1] and row["rss_mb_last"] > 50
+    assert 0 < row["chunks"][0] <= row["chunks"][1] and row["rss_mb_second_half"] > 50
     assert any("add up" in line for line in lines(found))
