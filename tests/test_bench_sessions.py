@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tachyscope.serve.load_test import Client, bench_sessions, lines
+from tachyscope.serve.load_test import Client, _turns, bench_sessions, lines
 from tachyscope.serve.protocol import DENSE, MAIN, Header
 
 
@@ -24,6 +24,21 @@ def test_a_key_s_time_ends_with_the_first_picture_that_it_changed():
     client.see(picture(7), 11.5)
     assert client.key_ms == [pytest.approx(1000)]
     assert client.pressed == {3: 10.5} and client.pictures == 4
+
+
+def test_a_slow_machine_is_told_apart_from_a_session_that_starves():
+    def turns(*waits):
+        clients = [Client("", random.Random(0)) for _ in waits]
+        for one, each in zip(clients, waits, strict=True):
+            one.step_ms, one.gaps_s = [1.0] * len(each), [1.0]
+            one.waits = list(enumerate(each))
+        return _turns(clients)
+
+    slow = turns([10.0] * 20 + [50.0] * 20, [10.0] * 20 + [50.0] * 20)
+    assert slow["wait_worst_over_mean"] > 1.6 and slow["wait_worst_session_over_mean"] == 1
+    assert slow["wait_worst_beside_others"] < 2
+    unfair = turns([10.0] * 40, [10.0] * 20 + [50.0] + [10.0] * 19)
+    assert unfair["wait_worst_beside_others"] > 2.5
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class Client:
     answered: dict[int, list[float]] = field(default_factory=dict)  # by chunk, when pressed
     key_ms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
-    wait_ms: list[float] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)  # when one ended, and its ms
     gaps_s: list[float] = field(default_factory=list)  # between chunks
     chunks: int = 0  # these and the next two from the beginning
     pictures: int = 0
@@ -62,7 +62,7 @@ class Client:
             self.chunks += 1
             if self.counting:
                 self.step_ms.append(message["step_ms"])
-                self.wait_ms.append(message["wait_ms"])
+                self.waits.append((now, message["wait_ms"]))
                 self.gaps_s.append(now - self.last)
             self.last = now
         elif message["type"] == "receipt" and message["phase"] == "applied":
@@ -140,6 +140,9 @@ def lines(results: Document) -> Iterator[str]:
         "(key p50 - 60 ms) / step": f"{row['key_steps']:.2f}" if row["key_steps"] else "–",
         "wait for a turn, mean and worst": _ms(row["wait_ms_mean"], row["wait_ms_worst"]),
         "worst wait / mean": f"{row['wait_worst_over_mean']:.2f}" if row["clients"] > 1 else "–",
+        "worst wait / mean of others then": f"{row['wait_worst_beside_others']:.2f}"
+        if row["clients"] > 1
+        else "–",
         "chunks, fewest and most of a session": "{} and {}".format(*row["chunks"]),
         "longest time without a chunk": f"{row['longest_gap_s']:.2f} s",
         "server's memory, most of both halves": "{:.1f} and {:.1f} MB".format(
@@ -169,18 +172,24 @@ def _latency(clients: Sequence[Client]) -> Document:
 
 
 def _turns(clients: Sequence[Client]) -> Document:
-    waits = [x for one in clients for x in one.wait_ms]
+    ended = sorted(x for one in clients for x in one.waits)
+    waits = [ms for _, ms in ended]
     counts = [len(one.step_ms) for one in clients]
     if not min(counts):
         raise TachyscopeError("a session made no chunk in this time: give more `minutes`")
-    means = [statistics.mean(one.wait_ms) for one in clients]
+    means = [statistics.mean(ms for _, ms in one.waits) for one in clients]
     mean = statistics.mean(waits)
+    # beside those that ended when it did: how fast the machine was just then does not count
+    near = len(clients)
+    rounds = [waits[max(0, i - near) : i + near + 1] for i in range(len(waits))]
+    beside = [x / max(statistics.mean(r), 1e-9) for x, r in zip(waits, rounds, strict=True)]
     return {
         "chunks": [min(counts), max(counts)],
         "wait_ms_mean": mean,
         "wait_ms_worst": max(waits),
         "wait_worst_over_mean": max(waits) / max(mean, 1e-9),
         "wait_worst_session_over_mean": max(means) / max(mean, 1e-9),
+        "wait_worst_beside_others": max(beside),
         "longest_gap_s": max(x for one in clients for x in one.gaps_s),
     }
 

@@ -128,7 +128,8 @@ class Sessions:
             coming.cancel()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            await asyncio.wrap_future(self.engine.call(self.engine.let_go))
+            with suppress(Full):  # an engine that stops writes everything itself
+                await asyncio.wrap_future(self.engine.call(self.engine.let_go))
 
     async def _wait_for(self, session: str) -> None:
         """A session that was elsewhere until now may still be being written."""
