@@ -356,9 +356,8 @@ for tokens, codes, slot in ((1, "", 0), (2, "", 2), (3, "", 1), (1, "int8", 1), 
     CASES[f"decode_block_{tokens}_{codes}_{slot}"] = case, BOTH
 # interpreted in every run of the quick tests
 QUICK = {
-    "gemv_2_int8_rms", "gemv_1_int4_rms", "decode_mlp_1_all", "decode_mlp_2_first_int4", "decode_mlp_slice_1_error_20",
-    "decode_attention_share", "decode_attention_window", 
+    "gemv_2_int8_rms", "gemv_1_int4_rms", "decode_mlp_1_all", "decode_mlp_2_first_int4",
+    "decode_mlp_slice_1_error_20", "decode_attention_share", "decode_attention_window",
     "sample_code_9_0.8_False", "input_gate_2_share_paired",
-    
 }  # fmt: skip
 assert CASES.keys() >= QUICK
