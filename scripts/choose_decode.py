@@ -118,11 +118,11 @@ def choose_input_gate(log: Callable[..., None]) -> Rows:
     norm = Norm(draw(WIDTH), None, 1e-5)
     for rows, kind in ((1, "threshold"), (2, "share"), (2, "budget"), (1, "share")):
         fine = torch.rand(rows, PLACES, device=DEVICE)
-        told = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        flags = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
         x, held = draw(rows, WIDTH), draw(rows, PLACES, WIDTH)
         gates = [
             InputGate(
-                kind, 0.5, rows == 2, 4.0, whole(3), whole(1), told.clone(),
+                kind, 0.5, rows == 2, 4.0, whole(3), whole(1), flags.clone(),
                 torch.zeros(2, dtype=torch.int32, device=DEVICE), held.clone(),
                 fine[:, :1].clone(), -fine.clone(), fine[:, :1].clone(),
             )
@@ -149,11 +149,11 @@ def choose_sample(log: Callable[..., None]) -> Rows:
         noise = torch.empty(1, 4, 4, CODES, device=DEVICE).exponential_()
         codes, total = torch.full((1, 4, 4), -1, device=DEVICE), draw(2, 64)
         to = Codes(codes, noise, whole(2), 1, draw(CODES + 1, 64), total)
-        found = []
+        drawn = []
         for by_value in (False, True):
             sample_triton.sample_code(logits, by, to, by_value)
-            found.append(int(to.codes[0, 2, 1]))
-        same += found[0] == found[1]
+            drawn.append(int(to.codes[0, 2, 1]))
+        same += drawn[0] == drawn[1]
     us, before = (
         microseconds(lambda v=v: sample_triton.sample_code(logits, by, to, v), 1)
         for v in (True, False)

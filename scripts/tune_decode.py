@@ -254,78 +254,79 @@ def gemv_work(
 
 def pieces() -> list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]]:
     """All that is timed by itself: what it is, and what makes the work and tells its bytes."""
-    found: list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]] = []
+    listed: list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]] = []
     for shape, tokens, kind, cuts in MLPS:
         for cut in (None, *cuts):
-            said = {"part": "mlp", "shape": shape, "tokens": tokens, "kind": kind, "cut": cut}
-            found.append((said, functools.partial(mlp_work, shape, tokens, kind, cut)))
+            case = {"part": "mlp", "shape": shape, "tokens": tokens, "kind": kind, "cut": cut}
+            listed.append((case, functools.partial(mlp_work, shape, tokens, kind, cut)))
     for one, kind, settings in GEMVS:
         for tokens in (1, 2):
             for setting in (None, *settings):
-                said = {
+                case = {
                     "part": "gemv",
                     "shape": one,
                     "tokens": tokens,
                     "kind": kind,
                     "cut": setting,
                 }
-                found.append((said, functools.partial(gemv_work, one, tokens, kind, setting)))
-    return found
+                listed.append((case, functools.partial(gemv_work, one, tokens, kind, setting)))
+    return listed
 
 
 def time_pieces(log: Log, folder: Path) -> None:
     """Every piece; of each shape the fastest cut, where it gains a hundredth part, is written."""
     usual: dict[str, float] = {}
     best: dict[str, tuple[float, dict[str, Any]]] = {}
-    for said, make in pieces():
+    for setting, make in pieces():
         if log.over:
             break
         try:
             work, size = make()
             us = graph_us(work, LAYERS)
-            log(**said, us=us, tb_s=size / us / 1e6)
+            log(**setting, us=us, tb_s=size / us / 1e6)
         except Exception as fault:
-            log(**said, failed=f"{type(fault).__name__}: {fault}"[:300])
+            log(**setting, failed=f"{type(fault).__name__}: {fault}"[:300])
             continue
-        key = json.dumps({name: said[name] for name in ("part", "shape", "tokens", "kind")})
-        if said["cut"] is None:
+        key = json.dumps({name: setting[name] for name in ("part", "shape", "tokens", "kind")})
+        if setting["cut"] is None:
             usual[key] = us
         elif us < min(0.99 * usual.get(key, 0.0), best.get(key, (1e9, {}))[0]):
-            best[key] = us, said
-        fastest = json.dumps([said for _, said in best.values()], indent=1)
+            best[key] = us, setting
+        fastest = json.dumps([setting for _, setting in best.values()], indent=1)
         (folder / "settings.json").write_text(fastest)
 
 
 def use_settings(folder: Path) -> None:
     """Let kernels use what was fastest, and new ones take the place of others."""
-    for said in (x for file in folder.glob("settings*.json") for x in json.loads(file.read_text())):
-        if said["part"] == "chosen":
-            CHOSEN.add(said["name"])
+    files = folder.glob("settings*.json")
+    for setting in (x for file in files for x in json.loads(file.read_text())):
+        if setting["part"] == "chosen":
+            CHOSEN.add(setting["name"])
             continue
-        bits = {"": 16, "int8": 8, "int4": 4}[said["kind"]]
-        if said["part"] == "block":
-            key = block_triton.Key(bits, said["tokens"], said["width"])
-            block_triton.SETTINGS[key] = mlp_setting(said["cut"])
-        elif said["part"] == "mlp":
-            width, inner, linear = said["shape"]
-            gate = 0 if tuple(said["shape"]) == DEPTH else inner - linear
-            key = bits, said["tokens"], width, inner, gate
-            mlp_triton.SETTINGS[key] = mlp_setting(said["cut"])
+        bits = {"": 16, "int8": 8, "int4": 4}[setting["kind"]]
+        if setting["part"] == "block":
+            key = block_triton.Key(bits, setting["tokens"], setting["width"])
+            block_triton.SETTINGS[key] = mlp_setting(setting["cut"])
+        elif setting["part"] == "mlp":
+            width, inner, linear = setting["shape"]
+            gate = 0 if tuple(setting["shape"]) == DEPTH else inner - linear
+            key = bits, setting["tokens"], width, inner, gate
+            mlp_triton.SETTINGS[key] = mlp_setting(setting["cut"])
         else:
-            columns, sizes, _ = said["shape"]
-            key = bits, said["tokens"], columns, sum(sizes)
-            gemv_triton.SETTINGS[key] = Setting(*said["cut"])
+            columns, sizes, _ = setting["shape"]
+            key = bits, setting["tokens"], columns, sum(sizes)
+            gemv_triton.SETTINGS[key] = Setting(*setting["cut"])
 
 
 def warm(part: str) -> None:
     """Compile what others do not: pieces i, i + n, i + 2n, ... for "i/n"."""
     first, step = map(int, part.split("/"))
-    for said, make in pieces()[first::step]:
+    for setting, make in pieces()[first::step]:
         try:
             make()[0]()
             torch.cuda.synchronize()
         except Exception as fault:
-            print(said, f"{type(fault).__name__}: {fault}"[:300], flush=True)
+            print(setting, f"{type(fault).__name__}: {fault}"[:300], flush=True)
 
 
 def time_layers(log: Log, rows: int, kind: str) -> None:
@@ -347,7 +348,7 @@ def time_layers(log: Log, rows: int, kind: str) -> None:
             decode_mlp(x, mlps[i], kept, inner, barrier[i])
 
     x.normal_()
-    start, found = x.clone(), []
+    start, times = x.clone(), []
     for overlap in (False, True):
         Overlap.on = overlap
         try:
@@ -358,13 +359,13 @@ def time_layers(log: Log, rows: int, kind: str) -> None:
             kept.skip.zero_()
             x.copy_(start)
             work()
-            found.append(x.clone())
+            times.append(x.clone())
             log(part="layer", rows=rows, kind=kind, overlap=overlap, us=us[0], skipped_us=us[1])
         except Exception as fault:
             log(part="layer", rows=rows, kind=kind, overlap=overlap, failed=str(fault)[:400])
         Overlap.on = True
-    if len(found) == 2:
-        log(part="layer", rows=rows, kind=kind, same=torch.equal(*found))
+    if len(times) == 2:
+        log(part="layer", rows=rows, kind=kind, same=torch.equal(*times))
 
 
 def main() -> None:

@@ -228,8 +228,8 @@ class Plan(Mapping[str, Any]):
             or bool(shape.rolling_frames),
             f"store={spell(self.store)}: leave it out": self.store != Native(),
         }
-        for fault, found in faults.items():
-            if found:
+        for fault, applies in faults.items():
+            if applies:
                 raise TachyscopeError(f"cache=worldkv cannot serve {fault}")
 
     def __str__(self) -> str:

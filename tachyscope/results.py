@@ -74,22 +74,22 @@ def check_json(where: str | None) -> None:
 def read_results(path: Path, suite: str) -> Document:
     """A document of a suite, as `emit` wrote it."""
     try:
-        found = json.loads(path.read_text())
-        rows = found["rows"] if found["suite"] == suite else None
+        results = json.loads(path.read_text())
+        rows = results["rows"] if results["suite"] == suite else None
         fits = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     except (OSError, ValueError, TypeError, KeyError):
         fits = False
     if not fits:
         raise TachyscopeError(f"{path} is no results file of {suite}: give one, or none")
-    return dict(found)
+    return dict(results)
 
 
-def emit(found: Document, where: str | None) -> None:
+def emit(results: Document, where: str | None) -> None:
     """Write a document to a file, or as the last line of stdout for `-`; None is nowhere."""
     if where == "-":
-        print(to_json(found))
+        print(to_json(results))
     elif where is not None:
-        write_atomically(user_path(where), to_json(found, indent=2) + "\n")
+        write_atomically(user_path(where), to_json(results, indent=2) + "\n")
 
 
 class Parts:

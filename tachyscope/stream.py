@@ -247,20 +247,20 @@ class Stream:
         model, session = self.model, self.session
         begun, before = time.perf_counter(), session.latent_frame
         start = model.pixel_frames(before)
-        told = []
+        chunk_actions = []
         if model.actions:
             # a latent frame's action is that of its first pixel frame
             at = [model.pixel_frames(before + i) - start for i in range(session.shape.chunk)]
-            told = [actions[i] if i < len(actions) else 0 for i in at]
+            chunk_actions = [actions[i] if i < len(actions) else 0 for i in at]
         session.meter.add("entries_before", session.past)
         stood = session.features[CAMERA].clone() if CAMERA in session.features else None
         with session.meter.span("chunk"):
-            latents = self.runner(told, ready)
+            latents = self.runner(chunk_actions, ready)
         session.count_bank()
         # on CUDA, what the launches took: near the chunk's own time, the device waits for the host
         session.meter.add("host_ms", 1e3 * (time.perf_counter() - begun))
         session.meter.add("cuda_graph", self.runner.replayed)
-        self._hold([Part(latents, told, stood)])
+        self._hold([Part(latents, chunk_actions, stood)])
         frames = model.pixel_frames(session.latent_frame) - start
         session.meter.add("frames", frames * (self.batch or 1))
         session.meter.add("frames_made", frames * (self.batch or 1))

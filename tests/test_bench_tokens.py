@@ -30,7 +30,7 @@ def test_every_row_is_timed_and_told_when_it_is_done(monkeypatch):
     settled = [{"camera": "still", "plan": "passes=draft:places=32", "places_a_pass": 4.0}]
     found = bench_tokens(
         _config(), names, device="cpu", rounds=2, peer=False, accepted={"rows": settled}, weights=("bf16", "int8"),
-        told=lambda document: told.append(len(document["rows"])),
+        on_row=lambda document: told.append(len(document["rows"])),
     )  # fmt: skip
     rows = found["rows"]
     assert not [row["failed"] for row in rows if "failed" in row]
@@ -88,7 +88,7 @@ def test_a_cpus_rows_are_timed_by_turns_and_told_beside_their_limit(capsys):
     names = ["dense", "all", "replay80", "neurons75", "all-window16"]
     config = dataclasses.replace(_config(), sampler=Sampler(cfg=1.0))
     found = bench_tokens_cpu(
-        config, names, weights=("float32", "int8"), rounds=3, tokens=2, told=told.append
+        config, names, weights=("float32", "int8"), rounds=3, tokens=2, on_line=told.append
     )
     assert [row["name"] for row in found["rows"]] == 2 * names and len(told) == 6
     every = {row["name"]: row for row in found["rows"][:5]}

@@ -48,7 +48,7 @@ def model():
 def found(model):
     told = []
     plans = {"dense": "dense", "window21": "cache=window:budget=21f", "headline": HEADLINE}
-    found = bench_wan(model, plans, lengths=[24, 60], rounds=4, told=told.append)
+    found = bench_wan(model, plans, lengths=[24, 60], rounds=4, on_row=told.append)
     assert [len(document["rows"]) for document in told] == [1, 2, 3]
     return found
 

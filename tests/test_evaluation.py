@@ -339,7 +339,7 @@ def test_an_evaluation_has_the_rows_and_keys_it_promises(short, tmp_path, capsys
 
 @pytest.mark.slow
 def test_judging_elsewhere_is_judging_here(short, model):
-    asked = world.Asked(("dense",), frames=3, quick=True, recall=False)
+    asked = world.Request(("dense",), frames=3, quick=True, recall=False)
     alone = [world.judge_world(asked, world.play_worlds(model, asked, [n])[0]) for n in range(2)]
     together = [world.judge_world(asked, x) for x in world.play_worlds(model, asked, [0, 1])]
     for a, b in zip(alone, together, strict=True):
@@ -354,7 +354,7 @@ def test_plans_by_turns_on_a_gpu_are_plans_played_together(short, model, monkeyp
     """What a GPU is given, a plan at a time with dense kept, here by the CPU."""
     monkeypatch.setattr(world, "ProcessPoolExecutor", lambda *given: ThreadPoolExecutor(1))
     plans = ("cache=window:budget=3f", "dense")
-    asked = world.Asked(plans, frames=3, quick=True, recall=False)
+    asked = world.Request(plans, frames=3, quick=True, recall=False)
     found = list(world.play_by_plan(model, None, asked, 2, 1, [(0, 0), (0, 1)]))
     together = [world.judge_world(asked, x) for x in world.play_worlds(model, asked, [0, 1])]
     for i, part in enumerate(found):
@@ -453,7 +453,7 @@ def test_a_slower_walk_shows_the_same_in_more_frames(short, monkeypatch, pace):
         type(model.decoder), "encode", lambda self, x: torch.zeros(1, 16, len(x), 16, 16)
     )
     times = round(1 / pace)
-    asked = world.Asked(
+    asked = world.Request(
         ("dense", "cache=window:budget=3f"), frames=3 * times, quick=True, recall=False, own=True,
         pace=pace, runs=2,
     )  # fmt: skip

@@ -48,19 +48,19 @@ def bench(
     every round's ratio lies outside it on one side. `watch` is told how many rounds are done.
     """
     check("rounds", rounds)
-    asked: dict[str, Any] = {"frames": frames, "prompt": PROMPT}
+    request: dict[str, Any] = {"frames": frames, "prompt": PROMPT}
     turns = _turns(model, plans)
     for _, plan in turns:
         # every plan's faults show before the first is timed
-        open_stream(model, plan, **asked)
+        open_stream(model, plan, **request)
     for _, plan in turns:
-        warm(model, plan, **asked)
+        warm(model, plan, **request)
     takes: list[list[_Take]] = [[] for _ in turns]
     shuffle = random.Random(0)
     for done in range(rounds):
         # neighbours share the machine's mood, so the two dense runs may not always be neighbours
         for i in shuffle.sample(range(len(turns)), len(turns)):
-            takes[i].append(_timed(model, turns[i][1], asked))
+            takes[i].append(_timed(model, turns[i][1], request))
         if watch is not None:
             watch(done + 1)
     start = max(warm_up(of_plan[0].rows) for of_plan in takes)
@@ -136,9 +136,9 @@ def _chunk(stream: Stream) -> Document:
     return {"size": size_of(chunk), **summary([chunk.stats])}
 
 
-def length_lines(found: Document) -> list[str]:
+def length_lines(results: Document) -> list[str]:
     """A document of `bench_lengths` as a reader wants it."""
-    rows = found["rows"]
+    rows = results["rows"]
     head = ["plan", "latent frames", "frames/s", "GMAC", "% of dense", "cache MB", "speed to dense"]
     cells = []
     for row in rows:
@@ -146,9 +146,10 @@ def length_lines(found: Document) -> list[str]:
         line += [f"{row['macs'] / 1e9:.2f}", f"{row['work_dense']:.1%}", f"{row['cache_mb']:.1f}"]
         line += [] if row["name"] == "dense" else [f"{row['ratio_dense']:.2f}x {speed_word(row)}"]
         cells.append(line)
+    machine = results["machine"]
     out = [
         f"{rows[0]['model']} {rows[0]['size']}, one chunk after so many latent frames, "
-        f"torch {found['versions']['torch']}, {found['machine']['gpu'] or found['machine']['cpu']}",
+        f"torch {results['versions']['torch']}, {machine['gpu'] or machine['cpu']}",
         *format_table(head, cells),
     ]
     spread = "; ".join(
@@ -173,12 +174,12 @@ class _Take:
         return sum(row["wall_ms"] for row in self.rows[start if start < len(self.rows) else 0 :])
 
 
-def _timed(model: VideoModel, plan: Plan, asked: Mapping[str, Any]) -> _Take:
+def _timed(model: VideoModel, plan: Plan, request: Mapping[str, Any]) -> _Take:
     count_peak(model.device)
     rows, size = [], ""
     with Clock() as clock:
-        stream = open_stream(model, plan, **asked)
-        for chunk in rollout(model, stream=stream, frames=asked["frames"]):
+        stream = open_stream(model, plan, **request)
+        for chunk in rollout(model, stream=stream, frames=request["frames"]):
             clock.lap(chunk)
             rows.append(chunk.stats)
             size = size_of(chunk)
@@ -196,28 +197,28 @@ def _row(turn: tuple[str, Plan], takes: Sequence[_Take], model: VideoModel, star
         for key in clocks[0]
         if key not in counts
     }
-    found = {"size": last.size} | counts | timed | last.more | {"notes": last.notes}
-    return _named(turn, model) | found
+    row = {"size": last.size} | counts | timed | last.more | {"notes": last.notes}
+    return _named(turn, model) | row
 
 
 def _named(turn: tuple[str, Plan], model: VideoModel) -> Document:
     return {"name": turn[0], "plan": str(turn[1]), "model": model.name}
 
 
-def warm(model: VideoModel, plan: Plan | str, **asked: Any) -> float:
+def warm(model: VideoModel, plan: Plan | str, **request: Any) -> float:
     """Make two chunks for nothing: what a process does once is then done. Seconds that it took."""
     begun = time.perf_counter()
-    for _ in islice(rollout(model, plan, **asked), WARM_CHUNKS):
+    for _ in islice(rollout(model, plan, **request), WARM_CHUNKS):
         pass
     return time.perf_counter() - begun
 
 
-def lines(found: Document) -> list[str]:
+def lines(results: Document) -> list[str]:
     """A bench document as a reader wants it: the noise, then time beside counted work."""
-    if "length" in found["rows"][0]:
-        return length_lines(found)
-    rows, aa = found["rows"], found["aa"]
-    cpu, gpu = found["machine"]["cpu"], found["machine"]["gpu"]
+    if "length" in results["rows"][0]:
+        return length_lines(results)
+    rows, aa = results["rows"], results["aa"]
+    cpu, gpu = results["machine"]["cpu"], results["machine"]["gpu"]
     head = [
         "plan",
         "frames/s once warm",
@@ -237,7 +238,7 @@ def lines(found: Document) -> list[str]:
         cells.append(line)
     out = [
         f"{rows[0]['model']} {rows[0]['size']}, {rows[0]['frames']:.0f} frames, "
-        f"torch {found['versions']['torch']}, {gpu or cpu}",
+        f"torch {results['versions']['torch']}, {gpu or cpu}",
         f"dense against itself: {aa['low']:.2f}x to {aa['high']:.2f}x; a ratio inside is noise",
         *format_table(head, cells),
     ]
@@ -256,10 +257,10 @@ def split_lengths(text: str, option: str) -> list[int]:
 
 def split_plans(text: str) -> list[str]:
     """`fast;balanced`: plans in one word of a command line."""
-    found = [plan.strip() for plan in text.split(";") if plan.strip()]
-    if not found:
+    plans = [plan.strip() for plan in text.split(";") if plan.strip()]
+    if not plans:
         raise TachyscopeError(
             f"`plans` are texts set apart by ';', got {shown(text)}: try 'fast;balanced'"
         )
-    check("plans", len(found), "how many plans there are")
-    return found
+    check("plans", len(plans), "how many plans there are")
+    return plans

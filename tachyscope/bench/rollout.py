@@ -45,7 +45,7 @@ def bench_rollout(
     decode: bool = False,
     command: str = "",
     parts: Parts | None = None,
-    told: Callable[[Document], None] | None = None,
+    on_row: Callable[[Document], None] | None = None,
 ) -> Document:
     """Make so many frames by each plan, undecoded; a results document that says what stayed flat.
 
@@ -65,8 +65,8 @@ def bench_rollout(
                 row |= show(model, text, **options)
             row = parts.add(name, row)
         rows.append(row)
-        if told is not None:
-            told(_document(model, rows, command))
+        if on_row is not None:
+            on_row(_document(model, rows, command))
     return _document(model, rows, command)
 
 
@@ -149,14 +149,14 @@ def show(
         for chunk in rollout(model, plan, frames=frames, prompt=PROMPT, size=size, seed=seed):
             clock.lap(chunk)
             rows.append(chunk.stats)
-    found = rates(rows)
+    speeds = rates(rows)
     return {
         "decoder": model.decoder_name,
         "decode_ms": alone,
-        "shown_fps": found["fps_avg"],
-        "shown_fps_steady": found.get("fps_steady"),
-        "shown_first_ms": 1e3 * found["first_frame_s"],
-        "shown_ms": found.get("steady_ms"),
+        "shown_fps": speeds["fps_avg"],
+        "shown_fps_steady": speeds.get("fps_steady"),
+        "shown_first_ms": 1e3 * speeds["first_frame_s"],
+        "shown_ms": speeds.get("steady_ms"),
         "shown_peak_gb": peak_gb(model.device),
     }
 
@@ -194,7 +194,7 @@ def flatness(ms: Sequence[float], macs: Sequence[float], peaks: Sequence[float])
     middle = statistics.median(ms)
     spread = max(medians) / min(medians) - 1
     grown = peaks[1] / peaks[0] - 1 if peaks[0] else 0.0
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "settled_ms": middle,
         "time_spread": spread,
         "chunks_within": sum(abs(x / middle - 1) <= TIME for x in ms) / len(ms),
@@ -202,13 +202,13 @@ def flatness(ms: Sequence[float], macs: Sequence[float], peaks: Sequence[float])
         "work_equal": len(set(macs)) == 1,
         "peak_growth": grown,
     }
-    return found | {"flat": spread <= TIME and found["work_equal"] and grown <= PEAK}
+    return values | {"flat": spread <= TIME and values["work_equal"] and grown <= PEAK}
 
 
-def flat_lines(found: Document) -> list[str]:
+def flat_lines(results: Document) -> list[str]:
     """A document of `bench_rollout` as a reader wants it."""
     out = []
-    for row in found["rows"]:
+    for row in results["rows"]:
         out.append(
             f"{row['name']}: {row['frames']} frames ({row['latents']} latent) of {row['size']} by "
             f"{row['model']}, {row['fps']:.1f} frames/s ({row['fps_wall']:.1f} by the wall clock), "

@@ -197,15 +197,15 @@ def bench_tokens(
     peer: bool = True,
     accepted: Document | None = None,
     command: str = "",
-    told: Callable[[Document], None] | None = None,
+    on_row: Callable[[Document], None] | None = None,
 ) -> Document:
     """Time each row with one row of the batch and with a guidance pair, of each kind of weights.
 
     After so many seconds no further row is begun. `told` is handed the document after every row.
     `accepted` are the results of scripts/bench_drafts.py: places that a pass over drafts settles.
     """
-    for what, asked, known in (("row", names, NAMES), ("weights", weights, WEIGHTS)):
-        for name in asked:
+    for what, given, known in (("row", names, NAMES), ("weights", weights, WEIGHTS)):
+        for name in given:
             if name not in known:
                 raise TachyscopeError(f"no {what} {name!r}; there are: {', '.join(known)}")
     if not batch or any(count not in (1, 2) for count in batch):
@@ -222,8 +222,8 @@ def bench_tokens(
 
     def report(row: Document) -> None:
         rows.append(row)
-        if told is not None:
-            told(document(f"bench-tokens-{on.type}", rows, command, **head))
+        if on_row is not None:
+            on_row(document(f"bench-tokens-{on.type}", rows, command, **head))
 
     def left() -> bool:
         return time.perf_counter() - begun < seconds
@@ -264,10 +264,10 @@ def bench_tokens(
                     key = {"name": "transformers", "weights": "bf16", "rows": count}
                     report(key | _peer(config, count, clock, head["copy_tb_s"], rows))
                     clear(on)
-    found = document(f"bench-tokens-{on.type}", rows, command, _noise(rows), **head)
-    if told is not None:
-        told(found)
-    return found
+    results = document(f"bench-tokens-{on.type}", rows, command, _noise(rows), **head)
+    if on_row is not None:
+        on_row(results)
+    return results
 
 
 def _guided(model: VilaModel, guided: bool) -> VilaModel:
@@ -284,16 +284,16 @@ def _time(
     out: Document = {"plan": str(timed.session.plan)}
     takes: dict[str, list[list[float]]] = {"trunk": [], "step": []}
     for _ in range(clock.rounds):
-        for part, found in takes.items():
-            found.append([timed.ms(part, frame) for frame in (0, *LATER)])
-    for part, found in takes.items():
-        points = [statistics.median(x) for x in zip(*found, strict=True)]
+        for part, times in takes.items():
+            times.append([timed.ms(part, frame) for frame in (0, *LATER)])
+    for part, times in takes.items():
+        points = [statistics.median(x) for x in zip(*times, strict=True)]
         later = statistics.mean(points[1:])
         out[f"{part}_points_ms"] = points
         out[f"{part}_later_ms"] = later
         out[f"{part}_ms"] = (points[0] + (FRAMES - 1) * later) / FRAMES
         out[f"{part}_video_s"] = places * FRAMES * out[f"{part}_ms"] / 1e3
-        out[f"{part}_takes_ms"] = found
+        out[f"{part}_takes_ms"] = times
         if dense:
             out[f"{part}_speedup"] = dense[f"{part}_ms"] / out[f"{part}_ms"]
             out[f"{part}_speedup_later"] = dense[f"{part}_later_ms"] / later
@@ -317,13 +317,13 @@ def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
     entry = 2 * shape.batch * shape.kv_heads * shape.head_dim * timed.session.dtype.itemsize
     entries = entry * shape.layers * timed.entries_read(LATER[1])
     weights = engine.trunk.bytes(engine.neurons is not None)
-    found: Document = {"depth_bytes": engine.depth.bytes, "trunk_bytes": weights + entries}
-    found["depth_tb_s"] = engine.depth.bytes / out["depth_ms"] / 1e9
-    found["depth_of_copy"] = found["depth_tb_s"] / copy
+    row: Document = {"depth_bytes": engine.depth.bytes, "trunk_bytes": weights + entries}
+    row["depth_tb_s"] = engine.depth.bytes / out["depth_ms"] / 1e9
+    row["depth_of_copy"] = row["depth_tb_s"] / copy
     if engine.gate is None and not engine.judges:
-        found["trunk_tb_s"] = (weights + entries) / out["trunk_points_ms"][2] / 1e9
-        found["trunk_of_copy"] = found["trunk_tb_s"] / copy
-    return found
+        row["trunk_tb_s"] = (weights + entries) / out["trunk_points_ms"][2] / 1e9
+        row["trunk_of_copy"] = row["trunk_tb_s"] / copy
+    return row
 
 
 def _drafts(
@@ -361,20 +361,20 @@ def _peer(
     places = config.grid[0] * config.grid[1]
     entries = PROMPT + LATER[1] * places + clock.start
     try:
-        found = bench_llama(
+        peer = bench_llama(
             config, batch, entries, PROMPT + FRAMES * places, clock.device, clock.rounds
         )
     except Exception as fault:
         traceback.print_exc()
         return {"failed": first_line(fault)}
-    rate = found["bytes"] / found["ms"] / 1e9
+    rate = peer["bytes"] / peer["ms"] / 1e9
     out: Document = {
-        "trunk_ms": found["ms"], "trunk_takes_ms": [[x] for x in found["takes_ms"]],
-        "compile_s": found["compile_s"], "trunk_tb_s": rate, "trunk_of_copy": rate / copy,
+        "trunk_ms": peer["ms"], "trunk_takes_ms": [[x] for x in peer["takes_ms"]],
+        "compile_s": peer["compile_s"], "trunk_tb_s": rate, "trunk_of_copy": rate / copy,
     }  # fmt: skip
     same = [r for r in rows if r["name"] == "dense" and r["rows"] == batch and "trunk_ms" in r]
     if same:
-        out["ours_faster"] = found["ms"] / same[0]["trunk_points_ms"][2]
+        out["ours_faster"] = peer["ms"] / same[0]["trunk_points_ms"][2]
     return out
 
 
@@ -387,10 +387,10 @@ def _noise(rows: Sequence[Document]) -> tuple[float, float]:
     return 1 / high, high
 
 
-def token_lines(found: Document) -> list[str]:
+def token_lines(results: Document) -> list[str]:
     """The document as tables."""
     rows = []
-    for row in found["rows"]:
+    for row in results["rows"]:
         if "failed" in row:
             rows.append([row["name"], row["weights"], row["rows"], row["failed"]])
             continue
@@ -408,10 +408,10 @@ def token_lines(found: Document) -> list[str]:
         "row", "weights", "rows", "trunk ms", "TB/s", "of copy", "x dense", "x after frame 0",
         "paper x", "step ms", "x dense", "depth ms", "of copy", "J a video",
     ]  # fmt: skip
-    low, high = (found.get("aa") or {"low": 1.0, "high": 1.0}).values()
+    low, high = (results.get("aa") or {"low": 1.0, "high": 1.0}).values()
     lines = format_table(columns, [[str(x) for x in (*row, *[""] * 14)][:14] for row in rows])
     return [
-        f"copy {found['copy_tb_s']:.2f} TB/s, read {found['read_tb_s']:.2f} TB/s; "
+        f"copy {results['copy_tb_s']:.2f} TB/s, read {results['read_tb_s']:.2f} TB/s; "
         f"A/A {low:.3f} to {high:.3f}",
         *lines,
     ]

@@ -67,7 +67,7 @@ def bench_tokens_cpu(
     rounds: int = 5,
     tokens: int | None = None,
     command: str = "",
-    told: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> Document:
     """Time a token's trunk and whole step by each row's plan, for every kind of weights.
 
@@ -95,14 +95,14 @@ def bench_tokens_cpu(
             count = tokens or TOKENS.get(name, 4)
             clock = Clock(device, rounds, min(count, places // 4), places // 2 - places // 16)
             begun = time.perf_counter()
-            takes, timed = _takes(one, names, clock, partial(_tell, told, kind))
-            found, aa = _rows(takes, timed, rate)
+            takes, timed = _takes(one, names, clock, partial(_tell, on_line, kind))
+            measured, aa = _rows(takes, timed, rate)
             widest = min(widest[0], aa[0]), max(widest[1], aa[1])
             more = {"weights": kind, "model": name, "trained": trained, "places": places}
             more["seconds"] = time.perf_counter() - begun
-            rows += [row | more for row in found]
+            rows += [row | more for row in measured]
             if trained:
-                rows += [row | more for row in _videos(one, rounds, found[0])]
+                rows += [row | more for row in _videos(one, rounds, measured[0])]
             del one, timed
     head = {"threads": torch.get_num_threads(), "read_gb_s": 1e3 * rate}
     return document("bench-tokens-cpu", rows, command, widest, **head)
@@ -154,15 +154,15 @@ def _videos(model: VilaModel, rounds: int, dense: Document) -> list[Document]:
     return rows
 
 
-def _tell(told: Callable[[str], None] | None, kind: str, line: str) -> None:
-    if told is not None:
-        told(f"{kind}, {line}")
+def _tell(on_line: Callable[[str], None] | None, kind: str, line: str) -> None:
+    if on_line is not None:
+        on_line(f"{kind}, {line}")
 
 
 def _check(model: Any, names: Sequence[str], weights: Sequence[str]) -> None:
     shapes = () if isinstance(model, VilaConfig) else (model,)
-    asked = (("shape", shapes, SHAPES), ("row", names, ROWS), ("weights", weights, WEIGHTS))
-    for what, given, known in asked:
+    choices = (("shape", shapes, SHAPES), ("row", names, ROWS), ("weights", weights, WEIGHTS))
+    for what, given, known in choices:
         for one in given:
             if one not in known:
                 raise TachyscopeError(f"no {what} {one!r}; there are: {', '.join(known)}")
@@ -174,7 +174,7 @@ Take = dict[str, list[float]]
 
 
 def _takes(
-    model: VilaModel, names: Sequence[str], clock: Clock, told: Callable[[str], object]
+    model: VilaModel, names: Sequence[str], clock: Clock, on_line: Callable[[str], object]
 ) -> tuple[dict[str, list[Take]], dict[str, Timed]]:
     """Of every row, rounds of a token's milliseconds: the trunk at four frames, depth and step."""
     turns = [*names, AGAIN, HOLLOW]
@@ -197,7 +197,7 @@ def _takes(
                 take["step"] = [one.ms("step", LATER[1])]
                 take["depth"] = [one.ms("depth", LATER[1])]
             takes[name].append(take)
-        told(f"round {i + 1} of {clock.rounds}")
+        on_line(f"round {i + 1} of {clock.rounds}")
     return takes, timed
 
 
@@ -272,22 +272,22 @@ def _work(one: Timed, ms: float, rate: float) -> Document:
         skipped = int(engine.counts[:, 0].sum())
         left = 1 - skipped / (one.clock.tokens * shape.layers * shape.batch)
     entry = 2 * shape.batch * shape.kv_heads * shape.head_dim * one.session.dtype.itemsize
-    found = {"mlp_work": left}
+    values = {"mlp_work": left}
     if engine.gate is None:
         size = engine.trunk.bytes(engine.neurons is not None)
         if engine.neurons is not None:  # what only hands a square map on is not read
             parts = [part for part in engine.trunk.slices if is_direct(part)]
             size -= sum(part.linear**2 * part.down.data.element_size() for part in parts)
         size += entry * shape.layers * one.entries_read(LATER[1])
-        found |= {"trunk_bytes": size, "gb_s": size / ms / 1e6, "of_read": size / ms / 1e9 / rate}
-    return found
+        values |= {"trunk_bytes": size, "gb_s": size / ms / 1e6, "of_read": size / ms / 1e9 / rate}
+    return values
 
 
-def cpu_lines(found: Document) -> list[str]:
+def cpu_lines(results: Document) -> list[str]:
     """The document as a table."""
-    low, high = found["aa"].values()
+    low, high = results["aa"].values()
     cells = []
-    for row in found["rows"]:
+    for row in results["rows"]:
         if "camera" in row:
             continue
         rate = [f"{row['gb_s']:.1f}", f"{row['of_read']:.2f}"] if "gb_s" in row else ["", ""]
@@ -307,14 +307,14 @@ def cpu_lines(found: Document) -> list[str]:
         "row", "weights", "trunk ms", "GB/s", "of read", "x dense", "after frame 0", "limit",
         "of limit", "step x", "depth ms", "step ms", "frames/s",
     ]  # fmt: skip
-    first = found["rows"][0]
+    first = results["rows"][0]
     return [
         f"{first['model']}, {first['places']} tokens a frame, {FRAMES} frames, "
-        f"{found['threads']} threads of {found['machine']['cpu']}; memory read at "
-        f"{found['read_gb_s']:.1f} GB/s; MLPs take {first['mlp_share']:.0%} of dense's trunk",
+        f"{results['threads']} threads of {results['machine']['cpu']}; memory read at "
+        f"{results['read_gb_s']:.1f} GB/s; MLPs take {first['mlp_share']:.0%} of dense's trunk",
         f"dense against itself: {low:.2f}x to {high:.2f}x; a ratio inside is noise",
         *format_table(head, cells),
-        *_video_lines([row for row in found["rows"] if "camera" in row]),
+        *_video_lines([row for row in results["rows"] if "camera" in row]),
     ]
 
 

@@ -147,7 +147,7 @@ def bench_wan(
     traced: bool = False,
     command: str = "",
     parts: Parts | None = None,
-    told: Callable[[Document], None] | None = None,
+    on_row: Callable[[Document], None] | None = None,
 ) -> Document:
     """Time each plan's chunks at some lengths; a results document, a row a plan.
 
@@ -176,7 +176,7 @@ def bench_wan(
     warm_s = time.perf_counter() - started
     rows: list[Document] = []
 
-    def found() -> Document:
+    def results() -> Document:
         more: Document = {"warm_s": warm_s, "traced": traced}
         return document(f"bench-wan-{model.device.type}", rows, command, **more)
 
@@ -196,9 +196,9 @@ def bench_wan(
         if "failed" not in row and "part" not in row:
             rows[-1] = row = parts.add(name, row)
         _compare(row, rows)
-        if told is not None:
-            told(found())
-    return found()
+        if on_row is not None:
+            on_row(results())
+    return results()
 
 
 def default_lengths(
@@ -314,7 +314,7 @@ def _warm(stream: Stream) -> None:
 def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session) -> Document:
     ms = [take["chunk_ms"] for take in takes]
     half = len(ms) // 2
-    found: Document = {
+    point: Document = {
         "length": length,
         "chunk_ms": statistics.median(ms),
         "chunk_ms_all": ms,
@@ -325,7 +325,7 @@ def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session
     }
     total = summary([takes[-1]])
     names = ("macs", "pairs", "density", "text_density", "rows_computed", "rows_replayed")
-    return found | {name: total[name] for name in names if name in total}
+    return point | {name: total[name] for name in names if name in total}
 
 
 def _fault(error: Exception) -> str:
@@ -380,9 +380,9 @@ def _compare(row: Document, rows: Sequence[Document]) -> None:
         if not shared:
             continue
         wide = max(p["aa"][1] for r in (row, other) for p in r["points"] if p["aa"])
-        found: Document = {}
+        values: Document = {}
         for frames in shared:
             ours, theirs = row["rates"][frames], other["rates"][frames]
-            found[frames] = {key: ours[key] / theirs[key] for key in ours}
-        last = found[shared[-1]]["fps_end"]
-        row["times"][name] = found | {"real": not 1 / wide <= last <= wide}
+            values[frames] = {key: ours[key] / theirs[key] for key in ours}
+        last = values[shared[-1]]["fps_end"]
+        row["times"][name] = values | {"real": not 1 / wide <= last <= wide}

@@ -8,16 +8,16 @@ from tachyscope.results import Document
 from tachyscope.tables import format_table
 
 
-def wan_lines(found: Document) -> list[str]:
+def wan_lines(results: Document) -> list[str]:
     """A document of `bench_wan` or `bench_rollout` as a reader wants it."""
-    if "rollout" in found["suite"]:
-        return flat_lines(found)
-    machine, rows = found["machine"], found["rows"]
+    if "rollout" in results["suite"]:
+        return flat_lines(results)
+    machine, rows = results["machine"], results["rows"]
     done = [row for row in rows if "failed" not in row]
     out = [
-        f"{rows[0]['model']} {rows[0].get('size', '')}, torch {found['versions']['torch']}, "
-        f"{machine['gpu'] or machine['cpu']}; warm after {found['warm_s']:.0f} s"
-        + (", caches traced from atrium-world" if found["traced"] else ""),
+        f"{rows[0]['model']} {rows[0].get('size', '')}, torch {results['versions']['torch']}, "
+        f"{machine['gpu'] or machine['cpu']}; warm after {results['warm_s']:.0f} s"
+        + (", caches traced from atrium-world" if results["traced"] else ""),
         "",
         "ms a chunk after so many latent frames (how far two halves of the rounds lie apart)",
         *format_table(["", ""], [[row["name"], _points(row)] for row in rows])[1:],

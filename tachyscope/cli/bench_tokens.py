@@ -62,7 +62,7 @@ class BenchTokens(Verb):
             self.shape, NAMES if self.rows is None else _words(self.rows),
             weights=_words(self.weights or "bf16"),
             rounds=check("rounds", 5 if self.rounds is None else self.rounds), command=command,
-            told=lambda line: print(line, file=sys.stderr, flush=True),
+            on_line=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
         print(*cpu_lines(results), sep="\n")
         self.emit(results)
@@ -84,7 +84,7 @@ class BenchTokens(Verb):
             rounds=check("rounds", 3 if self.rounds is None else self.rounds),
             weights=_words(self.weights or "bf16,int8,int4"),
             batch=[whole(x, "batch") for x in _words(self.batch)],
-            seconds=self.seconds, peer=self.peer, command=command, told=self._on_row,
+            seconds=self.seconds, peer=self.peer, command=command, on_row=self._on_row,
             accepted=None if self.drafts is None else read_results(self.drafts, "atrium-drafts"),
         )  # fmt: skip
         print(*token_lines(results), sep="\n")

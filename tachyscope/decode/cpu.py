@@ -341,13 +341,13 @@ def library() -> Any:
     path = folder / "cpu" / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.so"
     if not path.is_file():
         _build(compiler, path)
-    found = ctypes.CDLL(str(path))
-    found.tachyscope_new.argtypes = [POINTER(_Op), c_int64]
-    found.tachyscope_new.restype = c_void_p
-    found.tachyscope_run.argtypes = [c_void_p, c_void_p, c_int64]
-    found.tachyscope_free.argtypes = [c_void_p]
-    found.tachyscope_run.restype = found.tachyscope_free.restype = None
-    return found
+    loaded = ctypes.CDLL(str(path))
+    loaded.tachyscope_new.argtypes = [POINTER(_Op), c_int64]
+    loaded.tachyscope_new.restype = c_void_p
+    loaded.tachyscope_run.argtypes = [c_void_p, c_void_p, c_int64]
+    loaded.tachyscope_free.argtypes = [c_void_p]
+    loaded.tachyscope_run.restype = loaded.tachyscope_free.restype = None
+    return loaded
 
 
 def _build(compiler: str, path: Path) -> None:
@@ -360,11 +360,12 @@ def _build(compiler: str, path: Path) -> None:
             if done.returncode == 0:
                 out.replace(path)
                 return
-            said = (done.stderr.strip() or "nothing").splitlines()[0][:200]
+            reason = (done.stderr.strip() or "nothing").splitlines()[0][:200]
         except OSError as fault:
-            said = str(fault)
+            reason = str(fault)
     raise TachyscopeError(
-        f"{compiler} could not compile a token's step ({said}): install g++, or leave `compile` out"
+        f"{compiler} could not compile a token's step ({reason}): install g++, or leave out "
+        f"`compile`"
     )
 
 

@@ -51,7 +51,7 @@ def evaluate_atrium(
         "parts": parts,
     }
 
-    def told(part: str) -> Callable[[int], None] | None:
+    def bar_of(part: str) -> Callable[[int], None] | None:
         return None if watch is None else lambda done: watch(part, done)
 
     if only in ("tokens", "views") and (weights is not None or pace != 1):
@@ -67,35 +67,35 @@ def evaluate_atrium(
         worlds = VIEWS if worlds is None else worlds
         return prompt_adherence.evaluate_views(
             worlds=worlds, device=device, seed=seed, command=command, parts=parts,
-            watch=told("worlds"),
+            watch=bar_of("worlds"),
         )  # fmt: skip
     if only == "tokens":
         return tokens.evaluate_tokens(
-            plans=plans, **common, timed=timed, watch=told("measures of tokens")
+            plans=plans, **common, timed=timed, watch=bar_of("measures of tokens")
         )
     if only == "loops":
         return loops.evaluate_loops(
             plans or PLANS, worlds=common["worlds"], device=device, seed=seed, jobs=jobs,
-            command=command, weights=weights, pace=pace, parts=parts, watch=told("worlds"),
+            command=command, weights=weights, pace=pace, parts=parts, watch=bar_of("worlds"),
         )  # fmt: skip
-    found = world.evaluate_world(
-        plans or PLANS, **common, weights=weights, pace=pace, watch=told("worlds"), **options
+    results = world.evaluate_world(
+        plans or PLANS, **common, weights=weights, pace=pace, watch=bar_of("worlds"), **options
     )
     if only == "world":
-        return found
-    more = tokens.evaluate_tokens(**common, timed=timed, watch=told("measures of tokens"))
+        return results
+    more = tokens.evaluate_tokens(**common, timed=timed, watch=bar_of("measures of tokens"))
     kept = {key: more[key] for key in ("tokens", "clips", "speed", "aa") if key in more}
-    return found | kept | {"token_rows": more["rows"]}
+    return results | kept | {"token_rows": more["rows"]}
 
 
-def lines(found: Document) -> list[str]:
+def lines(results: Document) -> list[str]:
     """An evaluation as a reader wants it."""
-    if found["suite"] == "atrium-views":
-        return prompt_adherence.lines(found)
-    if found["suite"] == "atrium-loops":
-        return loops.lines(found)
-    out = [] if found["suite"] == "atrium-tokens" else world_lines.lines(found)
-    if "tokens" in found:
-        rows = found.get("token_rows", found["rows"])
-        out += tokens.lines(found | {"rows": rows})
+    if results["suite"] == "atrium-views":
+        return prompt_adherence.lines(results)
+    if results["suite"] == "atrium-loops":
+        return loops.lines(results)
+    out = [] if results["suite"] == "atrium-tokens" else world_lines.lines(results)
+    if "tokens" in results:
+        rows = results.get("token_rows", results["rows"])
+        out += tokens.lines(results | {"rows": rows})
     return out

@@ -46,14 +46,14 @@ class Lpips(nn.Module):
             layer = nn.Conv2d(wide, out, kernel, stride, padding)
             for name, parameter in layer.named_parameters():
                 key = f"features.{number}.{name}"
-                found = tensors.get(key)
-                if found is None or found.shape != parameter.shape:
-                    shape = "none" if found is None else list(found.shape)
+                tensor = tensors.get(key)
+                if tensor is None or tensor.shape != parameter.shape:
+                    shape = "none" if tensor is None else list(tensor.shape)
                     raise TachyscopeError(
                         f"{path} is no AlexNet: {key} must be {list(parameter.shape)}, got "
                         f"{shape}: give torchvision's alexnet weights"
                     )
-                parameter.data = found.float()
+                parameter.data = tensor.float()
             self.convolutions.append(layer)
         heads = Path(spec.origin).parent / "functional" / "image" / "lpips_models" / "alex.pth"
         weights = torch.load(heads, map_location="cpu", weights_only=True)

@@ -18,7 +18,7 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, first_line, shown
 from tachyscope.evaluation.intervals import combined
 from tachyscope.evaluation.scenes import make_world
-from tachyscope.evaluation.world import AT_ONCE, Asked, play_by_plan, world_models
+from tachyscope.evaluation.world import AT_ONCE, Request, play_by_plan, world_models
 from tachyscope.machine import cores
 from tachyscope.memory import Shapes
 from tachyscope.models.wan.model import WanModel
@@ -96,7 +96,7 @@ def rivals(
     model: WanModel, *, pace: float, frames: int, long_frames: int, runs: int
 ) -> list[Rival]:
     """All methods for a walk at a pace, each plan once; those of long videos last."""
-    given = len(Asked((), pace=pace).given)
+    given = len(Request((), pace=pace).given)
     fitting = equal_bytes(model, given + frames)
     same: dict[str, list[tuple[str, str, str]]] = {}
     for group, chosen in (
@@ -285,13 +285,13 @@ def _measure(
 ) -> Iterator[Document]:
     """A row of each, which share pace, frames and runs; fewer where the time is up."""
     first = same[0]
-    asked = Asked(
+    request = Request(
         tuple(one.plan for one in same), seed, first.frames, recall=False, world=False,
         pace=first.pace, runs=first.runs,
     )  # fmt: skip
     starts = range(0, worlds, AT_ONCE)
     tasks = ((start, i) for i in range(len(same)) if in_time() for start in starts)
-    values = play_by_plan(model, None, asked, worlds, jobs, tasks)
+    values = play_by_plan(model, None, request, worlds, jobs, tasks)
     for one in same:
         by_world = []
         for _, part in zip(starts, values, strict=False):

@@ -64,7 +64,7 @@ Watch = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What an evaluation measures; small enough to be sent to another process."""
 
     plans: tuple[str, ...]
@@ -112,71 +112,71 @@ class Played:
 
 def play_worlds(
     model: WanModel,
-    asked: Asked,
+    request: Request,
     numbers: Sequence[int],
     twin: WanModel | None = None,
     dense: Sequence[Take] = (),
 ) -> list[Played]:
     """Every rollout that is asked for, of several worlds at once; `dense` where it was played."""
-    given, device, pace = len(asked.given), model.device, asked.pace
-    walk = asked.given + asked.walk
-    scenes = [make_scene(make_world(asked.seed, n), walk, device, pace) for n in numbers]
-    probed = [i for i in PROBED if i <= asked.frames] if asked.recall else []
-    found: list[dict[str, Any]] = [{"scene": scene} for scene in scenes]
+    given, device, pace = len(request.given), model.device, request.pace
+    walk = request.given + request.walk
+    scenes = [make_scene(make_world(request.seed, n), walk, device, pace) for n in numbers]
+    probed = [i for i in PROBED if i <= request.frames] if request.recall else []
+    played: list[dict[str, Any]] = [{"scene": scene} for scene in scenes]
 
     def keep(name: str, values: Sequence[Any], rows: Sequence[int] | None = None) -> None:
-        for row, value in zip(rows or range(len(found)), values, strict=True):
-            found[row][name] = value
+        for row, value in zip(rows or range(len(played)), values, strict=True):
+            played[row][name] = value
 
-    if not dense and (asked.world or "dense" in asked.plans):
+    if not dense and (request.world or "dense" in request.plans):
         dense = play(model, "dense", scenes, given)
     if dense:
         keep("dense", dense)
-    most = FLOOR_WORLDS_QUICK if asked.quick else FLOOR_WORLDS
+    most = FLOOR_WORLDS_QUICK if request.quick else FLOOR_WORLDS
     rows = [i for i, n in enumerate(numbers) if n < most]
     if twin is not None and dense and rows:
         floors = play(twin, "dense", [scenes[i] for i in rows], given)
         keep("floor", [take.frames for take in floors], rows)
     takes = [
         dense if plan == "dense" and dense else play(model, plan, scenes, given, probed)
-        for plan in asked.plans
+        for plan in request.plans
     ]
     keep("takes", list(zip(*takes, strict=True)) if takes else [()] * len(scenes))
     again = [
         [
             [take.frames for take in play(model, plan, scenes, given, run=run)]
-            for plan in asked.plans
+            for plan in request.plans
         ]
-        for run in range(1, asked.runs)
+        for run in range(1, request.runs)
     ]
     for row in range(len(scenes)):
-        found[row]["again"] = tuple(tuple(plan[row] for plan in run) for run in again)
-    if asked.world or asked.own:
+        played[row]["again"] = tuple(tuple(plan[row] for plan in run) for run in again)
+    if request.world or request.own:
         # nothing moves on its own, so that the second turn should equal the first
-        walk = "." + spell(OWN_WALK[: TURN + 7 if asked.quick else None], pace)
-        worlds = [make_world(asked.seed, n, motion=0.0) for n in numbers]
+        walk = "." + spell(OWN_WALK[: TURN + 7 if request.quick else None], pace)
+        worlds = [make_world(request.seed, n, motion=0.0) for n in numbers]
         still = [make_scene(world, walk, device, pace) for world in worlds]
         keep("still", still)
-    if asked.world:
+    if request.world:
         last = given + far_frames(pace)[-1]
         short = [replace(s, actions=s.actions[:last], frames=s.frames[:last]) for s in scenes]
         keep("window", [take.frames for take in play(model, WINDOW, short, given)])
-        made = range(given, given + min(48, len(asked.walk)), EVERY["teacher"] * asked.coarser)
+        made = range(given, given + min(48, len(request.walk)), EVERY["teacher"] * request.coarser)
         keep("forced", teacher_forced(model, scenes, given, made))
         keep("own", play(model, "dense", still, 1))
-        if not asked.quick:
+        if not request.quick:
             keep("own_window", play(model, WINDOW, still, 1))
-    if asked.own:
-        owns = [play(model, plan, still, 1) for plan in asked.plans]
+    if request.own:
+        owns = [play(model, plan, still, 1) for plan in request.plans]
         keep("owns", list(zip(*owns, strict=True)))
-    return [Played(**parts) for parts in found]
+    return [Played(**parts) for parts in played]
 
 
-def judge_world(asked: Asked, played: Played) -> Document:
+def judge_world(request: Request, played: Played) -> Document:
     """All that is measured on one world: `world`, the model's own values, and one row a plan."""
-    given, scene, dense = len(asked.given), played.scene, played.dense
+    given, scene, dense = len(request.given), played.scene, played.dense
     rows: list[Values] = []
-    for i, (plan, take) in enumerate(zip(asked.plans, played.takes, strict=True)):
+    for i, (plan, take) in enumerate(zip(request.plans, played.takes, strict=True)):
         values = [judge(x, scene, given) for x in (take.frames, *(run[i] for run in played.again))]
         row = {key: mean(each[key] for each in values) for key in values[0]} | take.cost
         if len(values) > 1:
@@ -187,10 +187,10 @@ def judge_world(asked: Asked, played: Played) -> Document:
             near = psnr(take.frames[:TRUSTED], dense.frames[:TRUSTED])
             row["psnr_dense"] = mean(near)
             row["work_dense"] = sum(take.work) / sum(dense.work)
-        if plan == "dense" and asked.recall:
+        if plan == "dense" and request.recall:
             row |= {"recall": 1.0, "recall_p5": 1.0, "recall_end": 1.0}
         if played.owns:
-            row["revisit_own_db"] = revisit_own(played.owns[i], asked.pace)
+            row["revisit_own_db"] = revisit_own(played.owns[i], request.pace)
         rows.append(row)
     own: Values = {}
     if dense is not None and played.floor is not None:
@@ -198,36 +198,36 @@ def judge_world(asked: Asked, played: Played) -> Document:
         parted = horizon(near)
         frames = float(len(near) if parted is None else parted)
         own |= {"horizon": frames, "floor_db": mean(near[:TRUSTED])}
-    if asked.world:
-        own |= judge_model(asked, played)
+    if request.world:
+        own |= judge_model(request, played)
     return {"world": own, "rows": rows}
 
 
 def _spread(values: Iterable[float]) -> float:
-    found = list(values)
-    return max(found) - min(found)
+    listed = list(values)
+    return max(listed) - min(listed)
 
 
-def judge_model(asked: Asked, played: Played) -> Values:
+def judge_model(request: Request, played: Played) -> Values:
     """The model's own measures, those of its dense rollout among them."""
-    given, scene, forced = len(asked.given), played.scene, played.forced
+    given, scene, forced = len(request.given), played.scene, played.forced
     assert played.dense and forced and played.own and played.still and played.window is not None
     frames = played.dense.frames
     out = judge(frames, scene, given)
-    step = EVERY["pose"] * asked.coarser
+    step = EVERY["pose"] * request.coarser
     looked = list(range(step - 1, min(len(frames), 48), step))
-    found = pose_errors(frames[looked], scene, [given + i for i in looked])
-    out["pose_error"], out["heading_error"] = found
+    errors = pose_errors(frames[looked], scene, [given + i for i in looked])
+    out["pose_error"], out["heading_error"] = errors
     # what the search for a pose finds on true frames is its own error
     at = forced.index[:4]
     out["pose_floor"], out["heading_floor"] = pose_errors(scene.frames[list(at)], scene, at)
     out |= judge_forced(forced, scene, given)
-    far = [i - 1 for i in far_frames(asked.pace)]
+    far = [i - 1 for i in far_frames(request.pace)]
     out["revisit_window_db"] = mean(psnr(played.window[far], scene.frames[given:][far]))
-    out["revisit_own_db"] = revisit_own(played.own, asked.pace)
+    out["revisit_own_db"] = revisit_own(played.own, request.pace)
     if played.own_window is not None:
-        out["revisit_own_window_db"] = revisit_own(played.own_window, asked.pace)
-    turn = TURN * frames_a_step(asked.pace)
+        out["revisit_own_window_db"] = revisit_own(played.own_window, request.pace)
+    turn = TURN * frames_a_step(request.pace)
     out["prompt_right"] = prompt_right(played.own.frames[:turn], played.still, range(1, turn + 1))
     return out
 
@@ -277,14 +277,14 @@ def evaluate_world(
     for plan in plans:
         parse_plan(model, plan).check(model.shape())
     made = len(spell(QUICK_WALK, pace)) if quick else frames
-    asked = Asked(tuple(plans), seed, made, quick, recall and not quick, world, own, pace, runs)
+    request = Request(tuple(plans), seed, made, quick, recall and not quick, world, own, pace, runs)
     jobs = max(1, min(jobs or cores(), worlds))
     parts = Parts() if parts is None else parts
     parts.begin("atrium", model.name, model.fingerprint)
     owns: list[Values] = []
     by_plan: list[list[Values]] = [[] for _ in plans]
     if device == "cpu" or jobs == 1:
-        measure = partial(_measure, asked, weights, device, floor)
+        measure = partial(_measure, request, weights, device, floor)
 
         def measured(left: Sequence[int]) -> Iterable[Document]:
             # a process a core: two threads of one small model wait for each other
@@ -299,8 +299,8 @@ def evaluate_world(
     else:
         starts = range(0, worlds, AT_ONCE)
         tasks = [(start, i) for start in starts for i in range(max(1, len(plans)))]
-        name = partial(_task_name, asked)
-        measured_by_plan = partial(play_by_plan, model, twin, asked, worlds, jobs)
+        name = partial(_task_name, request)
+        measured_by_plan = partial(play_by_plan, model, twin, request, worlds, jobs)
         for (_, i), result in zip(tasks, parts.run(tasks, name, measured_by_plan), strict=True):
             owns += result["world"] if i == 0 else []
             if plans:
@@ -308,19 +308,19 @@ def evaluate_world(
             if watch is not None:
                 watch(min((len(values) for values in by_plan), default=len(owns)))
     rows = []
-    for i, plan in enumerate(asked.plans):
+    for i, plan in enumerate(request.plans):
         row: Document = {
             "name": plan if plan in NAMES else "plan",
             "plan": str(parse_plan(model, plan)),
             "asked": plan,
             "model": model.name,
-            "frames": asked.frames,
+            "frames": request.frames,
             "worlds": worlds,
         }
         rows.append(row | combined(by_plan[i]))
     more: Document = {
-        "given": asked.given,
-        "walk": asked.walk,
+        "given": request.given,
+        "walk": request.walk,
         "seed": seed,
         "pace": pace,
         "runs": runs,
@@ -359,23 +359,23 @@ def world_models(
 
 
 def _measure(
-    asked: Asked, weights: str | None, device: str, floor: str | None, number: int
+    request: Request, weights: str | None, device: str, floor: str | None, number: int
 ) -> Document:
     """All of one world, in whatever process."""
     model, twin = world_models(weights, device, floor)
-    return judge_world(asked, play_worlds(model, asked, [number], twin)[0])
+    return judge_world(request, play_worlds(model, request, [number], twin)[0])
 
 
-def _task_name(asked: Asked, task: tuple[int, int]) -> str:
+def _task_name(request: Request, task: tuple[int, int]) -> str:
     """A plan in the worlds from one on."""
     start, i = task
-    return f"worlds from {start}: {' '.join(asked.plans[i : i + 1])}"
+    return f"worlds from {start}: {' '.join(request.plans[i : i + 1])}"
 
 
 def play_by_plan(
     model: WanModel,
     twin: WanModel | None,
-    asked: Asked,
+    request: Request,
     worlds: int,
     jobs: int,
     tasks: Iterable[tuple[int, int]],
@@ -397,14 +397,14 @@ def play_by_plan(
 
     def begin(start: int, i: int) -> None:
         numbers = range(start, min(worlds, start + AT_ONCE))
-        if start not in dense and (asked.world or "dense" in asked.plans):
-            walk, device = asked.given + asked.walk, model.device
-            rooms = [make_world(asked.seed, n) for n in numbers]
-            scenes = [make_scene(room, walk, device, asked.pace) for room in rooms]
+        if start not in dense and (request.world or "dense" in request.plans):
+            walk, device = request.given + request.walk, model.device
+            rooms = [make_world(request.seed, n) for n in numbers]
+            scenes = [make_scene(room, walk, device, request.pace) for room in rooms]
             dense.clear()
-            dense[start] = play(model, "dense", scenes, len(asked.given))
+            dense[start] = play(model, "dense", scenes, len(request.given))
         # what is measured of the model itself goes with the first plan
-        part = replace(asked, plans=asked.plans[i : i + 1], world=asked.world and i == 0)
+        part = replace(request, plans=request.plans[i : i + 1], world=request.world and i == 0)
         floor = twin if i == 0 else None
         played = play_worlds(model, part, numbers, floor, dense.get(start, ()))
         waiting.append([pool.submit(judge_world, part, one) for one in played])

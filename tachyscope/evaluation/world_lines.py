@@ -26,16 +26,16 @@ COLUMNS_SHOWN = {
 }
 
 
-def lines(found: Document) -> list[str]:
+def lines(results: Document) -> list[str]:
     """An evaluation as a reader wants it: the model's measures, then plans beside dense."""
     measures = []
-    for key, value in found.get("world", {}).items():
+    for key, value in results.get("world", {}).items():
         if key == "by_world" or key.endswith(("_low", "_high", "_worst")):
             continue
-        low, high = found["world"].get(f"{key}_low"), found["world"].get(f"{key}_high")
+        low, high = results["world"].get(f"{key}_low"), results["world"].get(f"{key}_high")
         interval = f"{low:.3f} to {high:.3f}" if math.isfinite(low) else ""  # one world has none
         measures.append([key, f"{value:.3f}", interval])
-    rows = found["rows"]
+    rows = results["rows"]
     shown = [key for key in COLUMNS_SHOWN if any(key in row for row in rows)]
     cells = []
     for row in rows:

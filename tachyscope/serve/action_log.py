@@ -40,8 +40,8 @@ class ActionLog:
 
     def prompt_before(self, chunk: int) -> str:
         """The prompt that holds when so many steps are done."""
-        told = [step.prompt for step in self.steps[:chunk] if step.prompt is not None]
-        return told[-1] if told else self.opening.prompt
+        prompts = [step.prompt for step in self.steps[:chunk] if step.prompt is not None]
+        return prompts[-1] if prompts else self.opening.prompt
 
     def to_json(self) -> dict[str, Any]:
         steps = [one.actions if one.prompt is None else list(one) for one in self.steps]
@@ -81,7 +81,7 @@ class ActionLog:
 
 def read_steps(value: Sequence[Any], actions: str) -> list[Step]:
     """Steps as they were saved; `actions` are the model's letters."""
-    found = []
+    steps = []
     for i, one in enumerate(value):
         pair = one if isinstance(one, list) else [one, None]
         if (
@@ -93,5 +93,5 @@ def read_steps(value: Sequence[Any], actions: str) -> list[Step]:
             raise TachyscopeError(
                 f"step {i} of an action log is letters of {actions!r}, or those and a prompt"
             )
-        found.append(Step(*pair))
-    return found
+        steps.append(Step(*pair))
+    return steps

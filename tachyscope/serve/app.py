@@ -68,16 +68,16 @@ class Door:
             await self.app(scope, receive, send)
             return
         socket = scope["type"] == "websocket"
-        asked = WebSocket(scope, receive, send) if socket else Request(scope)
-        refused = self.guard.refusal(asked.headers, scope.get("subprotocols", ()))
+        request = WebSocket(scope, receive, send) if socket else Request(scope)
+        refused = self.guard.refusal(request.headers, scope.get("subprotocols", ()))
         if refused and refused[0] == 401 and scope["path"] in OPEN_PATHS:
             refused = None
         if refused:
             self.refused.labels(f"status_{refused[0]}").inc()
             answer = error(*refused)
-            if isinstance(asked, WebSocket):
-                await asked.receive()
-                await asked.send_denial_response(answer)
+            if isinstance(request, WebSocket):
+                await request.receive()
+                await request.send_denial_response(answer)
             else:
                 await answer(scope, receive, send)
             return

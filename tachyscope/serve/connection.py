@@ -15,7 +15,7 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.serve import protocol
 from tachyscope.serve.engine import Engine
 from tachyscope.serve.limits import Bucket
-from tachyscope.serve.live import Live, Show, Told
+from tachyscope.serve.live import Event, Live, Show
 from tachyscope.serve.room import Full
 
 T = TypeVar("T")
@@ -80,25 +80,25 @@ class Connection:
             if fault is not None and not isinstance(fault, WebSocketDisconnect | RuntimeError):
                 raise fault
 
-    def tell(self, told: Told) -> None:
+    def tell(self, event: Event) -> None:
         """Take what the session tells; from any thread."""
-        self._loop.call_soon_threadsafe(self._take, told)
+        self._loop.call_soon_threadsafe(self._take, event)
 
-    def _take(self, told: Told) -> None:
-        if isinstance(told, Show):
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Show):
             if self._ended:  # of a step that was under way when the client left
-                self.metrics.dropped.inc(len(told.frames))
+                self.metrics.dropped.inc(len(event.frames))
                 return
             if len(self._shows) >= SHOWS:
                 self.metrics.dropped.inc(len(self._shows.popleft().frames))
-            self._shows.append(told)
+            self._shows.append(event)
             self._to_show.set()
             return
-        if told["type"] == "began":  # frames of the last generation are no news
+        if event["type"] == "began":  # frames of the last generation are no news
             self._drop_all()
-        self._say(told)
-        if told["type"] == "closed":
-            self._leave(NORMAL, str(told["reason"]))
+        self._say(event)
+        if event["type"] == "closed":
+            self._leave(NORMAL, str(event["reason"]))
 
     def _drop_all(self) -> None:
         """Send none of the frames that wait."""

@@ -24,14 +24,14 @@ from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Opening
 from tachyscope.serve.keeper import Keeper
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.live import Live, Told
+from tachyscope.serve.live import Event, Live
 from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.room import Full, Room
 from tachyscope.serve.snapshots import Snapshots
 from tachyscope.serve.turns import Turns
 
 T = TypeVar("T")
-Tell = Callable[[Told], None]
+Tell = Callable[[Event], None]
 SNAPSHOT_CHUNKS = 32  # between two snapshots
 SWEEP_S = 60.0
 
@@ -115,10 +115,10 @@ class Engine:
 
     def count(self) -> None:
         """Bring the gauges up to date."""
-        found, resident = list(self.room.sessions.values()), self.room.resident
-        self.metrics.sessions.labels("playing").set(sum(one.tell is not None for one in found))
+        sessions, resident = list(self.room.sessions.values()), self.room.resident
+        self.metrics.sessions.labels("playing").set(sum(one.tell is not None for one in sessions))
         self.metrics.sessions.labels("resident").set(len(resident))
-        self.metrics.sessions.labels("on_disk").set(len(found) - len(resident))
+        self.metrics.sessions.labels("on_disk").set(len(sessions) - len(resident))
         self.metrics.reserved.set(sum(one.bytes for one in resident))
 
     # what follows runs in the engine's thread
@@ -229,10 +229,10 @@ class Engine:
 
     def _next(self) -> Live | None:
         """The session that has been due for longest."""
-        now, found = time.monotonic(), self.room.sessions.values()
-        due = [one for one in found if one.ready and one.due <= now]
+        now, sessions = time.monotonic(), self.room.sessions.values()
+        due = [one for one in sessions if one.ready and one.due <= now]
         if not due:  # there is time for dense models that follow
-            due = [one for one in found if one.lags]
+            due = [one for one in sessions if one.lags]
         return min(due, key=lambda one: one.due, default=None)
 
     def _patience(self) -> float:

@@ -16,7 +16,7 @@ from tachyscope.bounds import whole
 from tachyscope.errors import TachyscopeError, shown
 from tachyscope.serve.action_log import Opening, Step
 from tachyscope.serve.engine import Engine
-from tachyscope.serve.live import Live, Told
+from tachyscope.serve.live import Event, Live
 from tachyscope.serve.recording import Recording
 from tachyscope.serve.room import Full
 
@@ -175,9 +175,9 @@ class Jobs:
     def _begin(self, job: Job) -> None:
         """Open the job's session; in the engine's thread."""
 
-        def tell(told: Told) -> None:
-            if isinstance(told, dict):
-                self._hear(job, told)
+        def tell(event: Event) -> None:
+            if isinstance(event, dict):
+                self._hear(job, event)
 
         try:
             job.live = self.engine.play(self.engine.room.new_log(job.opening), "free", tell)
@@ -192,13 +192,13 @@ class Jobs:
         except TachyscopeError as fault:
             self._end(job, str(fault))
 
-    def _hear(self, job: Job, told: dict[str, Any]) -> None:
-        if told["type"] == "chunk":
-            job.made = min(job.frames, job.made + told["frames"])
+    def _hear(self, job: Job, event: dict[str, Any]) -> None:
+        if event["type"] == "chunk":
+            job.made = min(job.frames, job.made + event["frames"])
             if job.made == job.frames:
                 self.engine.call(lambda: self._finish(job))
-        elif told["type"] == "error":
-            self._end(job, told["message"])
+        elif event["type"] == "error":
+            self._end(job, event["message"])
 
     def _finish(self, job: Job) -> None:
         live = job.live
@@ -226,13 +226,13 @@ def _steps(job: Job, live: Live) -> list[Step]:
     """A job's actions, one a frame, by chunks; frames after the last stay where they are."""
     assert live.lane is not None
     model, session = live.lane.stream.model, live.lane.stream.session
-    found: list[Step] = []
+    steps: list[Step] = []
     start = model.pixel_frames(session.latent_frame)
     done, latents = 0, session.latent_frame
     while done < job.frames:
         latents += session.shape.chunk
         upto = model.pixel_frames(latents) - start
         moves = [*job.actions[done:upto], *[0] * (upto - max(done, len(job.actions)))]
-        found.append(Step("".join(model.actions[i] for i in moves) if model.actions else ""))
+        steps.append(Step("".join(model.actions[i] for i in moves) if model.actions else ""))
         done = upto
-    return found
+    return steps

@@ -35,7 +35,7 @@ class Show:
 
 
 # what a session tells its client: a text message or pictures
-Told = dict[str, Any] | Show
+Event = dict[str, Any] | Show
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Live:
     script: deque[Step] = field(default_factory=deque)  # of a log that is played
     inbox: deque[tuple[protocol.Message, float]] = field(default_factory=deque)
     asked: list[tuple[protocol.Message, float]] = field(default_factory=list)  # of the next step
-    tell: Callable[[Told], None] | None = None
+    tell: Callable[[Event], None] | None = None
     paused: bool = False
     ended: str = ""  # why, once it did
     chunk: int = 0

@@ -124,8 +124,8 @@ def bench_sessions(
     row: Document = {"model": model, "plan": plan, "clients": clients, "seconds": seconds}
     row |= _latency(played) | _turns(played) | _memory(memory, seconds)
     row["metrics"] = {
-        name: {"told": told, "counted": counted}
-        for name, (told, counted) in _sums(metrics, played).items()
+        name: {"told": metric, "counted": counted}
+        for name, (metric, counted) in _sums(metrics, played).items()
     }
     row["metrics_add_up"] = all(one["told"] == one["counted"] for one in row["metrics"].values())
     return document("bench-sessions", [row], command, warm_seconds=warm, load_before=load)

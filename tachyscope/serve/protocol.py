@@ -197,9 +197,9 @@ def parse(text: str, limits: Limits) -> Message:
         raise TachyscopeError(
             f"a message has one of the types {', '.join(MESSAGES)}, got {_told(kind)}"
         )
-    found = MESSAGES[kind]
-    hints = typing.get_type_hints(found)
-    known = {field.name for field in dataclasses.fields(found)}
+    fields = MESSAGES[kind]
+    hints = typing.get_type_hints(fields)
+    known = {field.name for field in dataclasses.fields(fields)}
     for name, part in value.items():
         if name not in known:
             raise TachyscopeError(
@@ -213,7 +213,7 @@ def parse(text: str, limits: Limits) -> Message:
                 f"a prompt has at most {limits.prompt_letters} letters here, got {len(given)}: "
                 f"shorten it"
             )
-    return found(**value)
+    return fields(**value)
 
 
 def read_json(text: str | bytes) -> dict[str, Any]:

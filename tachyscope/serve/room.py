@@ -47,8 +47,8 @@ class Room:
         if plan not in self._sizes:
             if self._meta is None:
                 self._meta = self.model.on_meta()
-            found = need(self._meta, plan, frames=self.limits.session_frames)
-            self._sizes[plan] = sum(found.cache.values()) + found.prompt
+            predicted = need(self._meta, plan, frames=self.limits.session_frames)
+            self._sizes[plan] = sum(predicted.cache.values()) + predicted.prompt
         return self._sizes[plan]
 
     def new_log(self, opening: Opening) -> ActionLog:

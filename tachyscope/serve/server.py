@@ -56,8 +56,8 @@ def default_budget(model: VideoModel, plan: str) -> int:
     if model.device.type != "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     free, _ = torch.cuda.mem_get_info(model.device)
-    found = need(model.on_meta(), plan, frames=1)
-    return max(0, int(ROOM * free) - found.making - found.decoding)
+    predicted = need(model.on_meta(), plan, frames=1)
+    return max(0, int(ROOM * free) - predicted.making - predicted.decoding)
 
 
 @contextmanager

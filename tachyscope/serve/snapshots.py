@@ -78,14 +78,14 @@ class Snapshots:
         try:
             value = json.loads(self.fs.cat_file(f"{self._folder(name)}/session.json"))
             files = tuple((int(chunk), str(file)) for chunk, file in value["files"])
-            found = Saved(value["secret"], value["log"], value["generation"], files)
+            saved = Saved(value["secret"], value["log"], value["generation"], files)
         except (OSError, ValueError, KeyError, TypeError):
             raise TachyscopeError(gone) from None
         if value["version"] != VERSION or not hmac.compare_digest(
-            found.secret, hash_secret(secret)
+            saved.secret, hash_secret(secret)
         ):
             raise TachyscopeError(gone)
-        return found
+        return saved
 
     def has(self, name: str) -> bool:
         """Whether a session of this name was saved."""

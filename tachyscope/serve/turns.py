@@ -53,10 +53,10 @@ class Turns:
             if live.lags:
                 self._follow(live)
         except Exception as fault:
-            told = isinstance(fault, TachyscopeError)
-            if not told:
+            expected = isinstance(fault, TachyscopeError)
+            if not expected:
                 logger.exception("a step of session %s failed", live.name)
-            words = str(fault) if told else f"a step failed ({type(fault).__name__})"
+            words = str(fault) if expected else f"a step failed ({type(fault).__name__})"
             if is_out_of_memory(fault):
                 words = "the memory is not enough for this session"
             self._end(live, "failed", words)
@@ -123,14 +123,14 @@ class Turns:
         live.say(type="began", **live.described())
 
     def _rewind(self, live: Live, wanted: int) -> None:
-        found = [chunk for chunk in live.saved if chunk <= wanted]
-        if not found:
+        earlier = [chunk for chunk in live.saved if chunk <= wanted]
+        if not earlier:
             kept = ", ".join(map(str, live.saved)) or "none yet"
             raise TachyscopeError(f"there is no snapshot before chunk {wanted}: kept are {kept}")
         assert live.lane is not None
         live.lane.close()
-        live.go_back(found[-1])
-        self.room.load(live, found[-1])
+        live.go_back(earlier[-1])
+        self.room.load(live, earlier[-1])
         if live.beside is not None and live.beside.chunk > live.chunk:
             self.room.open_beside(live)
         live.say(type="began", **live.described())

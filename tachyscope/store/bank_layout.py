@@ -107,12 +107,12 @@ def host_tensors(
     size: tuple[int, ...], width: int, host: str, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """Keys and values of blocks, [B, Hkv, most, block, …]."""
-    codes, found = HOST[host], dict[str, Tensor]()
+    codes, tensors = HOST[host], dict[str, Tensor]()
     for name in ("k", "v"):
         channels = width // 2 if host == "int4" else width
-        found[name] = host_zeros((*size, channels), codes or dtype, device)
+        tensors[name] = host_zeros((*size, channels), codes or dtype, device)
         if codes is not None:
             groups = int4_groups(width) if host == "int4" else 1
             scale = torch.float16 if host == "int4" else torch.float32
-            found[f"{name}_scale"] = host_zeros((*size, groups), scale, device)
-    return found
+            tensors[f"{name}_scale"] = host_zeros((*size, groups), scale, device)
+    return tensors

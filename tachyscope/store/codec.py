@@ -90,8 +90,8 @@ class Int4Codes(Codec):
         return (int4_groups(head_dim),)
 
     def encode(self, x: Tensor, code: Tensor, scale: Tensor) -> None:
-        found, steps = encode_int4(x)
-        code.copy_(found)
+        packed, steps = encode_int4(x)
+        code.copy_(packed)
         scale.copy_(steps)
 
     def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:

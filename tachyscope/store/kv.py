@@ -127,14 +127,14 @@ class KVStore:
 
     def entries(self) -> dict[str, Tensor]:
         """The tensors that hold one thing a slot, slots in dimension 2; policies' own apart."""
-        found = {"k": self.k, "v": self.v, "log_count": self.log_count, "pos": self.pos}
+        tensors = {"k": self.k, "v": self.v, "log_count": self.log_count, "pos": self.pos}
         if self.unrotated is not None:
-            found["unrotated"] = self.unrotated
-        return found | {f"{name}_scale": x for name, x in self.scales.items()}
+            tensors["unrotated"] = self.unrotated
+        return tensors | {f"{name}_scale": x for name, x in self.scales.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """All on the device that outlasts a chunk, by name."""
-        own = {f"{kind}.{name}": x for kind, found in self.own.items() for name, x in found.items()}
+        own = {f"{kind}.{name}": x for kind, group in self.own.items() for name, x in group.items()}
         bank = {} if self.bank is None else self.bank.tensors
         return self.entries() | own | {f"bank.{name}": x for name, x in bank.items()}
 
@@ -153,10 +153,10 @@ class KVStore:
         """What the tensors take; with a number of entries, what these take of them."""
         share = 1.0 if entries is None else min(1.0, entries / self.slots)
         by_slot = self.entries().keys() | {f"{kind}.{name}" for kind, name in self.per_slot}
-        found = sum(x.nbytes for x in self.buffers().values()) + 0.0
+        total = sum(x.nbytes for x in self.buffers().values()) + 0.0
         for name, x in self.tensors().items():
-            found += share * x.nbytes if name in by_slot else x.nbytes
-        return round(found)
+            total += share * x.nbytes if name in by_slot else x.nbytes
+        return round(total)
 
     @property
     def stored_share(self) -> float:
@@ -233,8 +233,8 @@ class KVStore:
         """Of the present chunk the part from `start` on, to read or to write."""
         if self.present:
             return self.present[name][:, :, start : ctx.end - ctx.past]
-        found: Tensor = getattr(self, name)
-        return found[:, :, ctx.past + start : ctx.end]
+        values: Tensor = getattr(self, name)
+        return values[:, :, ctx.past + start : ctx.end]
 
     def _decoded(self, name: str, ctx: PassContext, run: Run) -> Tensor:
         if not isinstance(run, slice):
@@ -258,11 +258,11 @@ class KVStore:
 
     def vectors(self, name: str, slots: slice) -> Tensor:
         """k, v or unrotated [B, Hkv, n, D] of stored slots: a view, or decoded."""
-        found: Tensor = getattr(self, name)[:, :, slots]
+        values: Tensor = getattr(self, name)[:, :, slots]
         if not self.scales:
-            return found
-        size = (*found.shape[:3], self.present[name].shape[3])
-        out = torch.empty(size, dtype=self.dtype, device=found.device)
+            return values
+        size = (*values.shape[:3], self.present[name].shape[3])
+        out = torch.empty(size, dtype=self.dtype, device=values.device)
         self._decode(name, slots, out)
         return out
 
@@ -290,8 +290,8 @@ class KVStore:
         """The same, as they are stored where cosines and signs do not hang on scales."""
         if self.codecs and not self.codecs[name].directional:
             return self.vectors(name, slots)
-        found: Tensor = getattr(self, name)
-        return found[:, :, slots]
+        values: Tensor = getattr(self, name)
+        return values[:, :, slots]
 
     def _put(self, name: str, slots: slice, x: Tensor) -> None:
         held: Tensor = getattr(self, name)[:, :, slots]

@@ -56,14 +56,14 @@ class Residents:
         at_once = max(1, layout.places // AT_ONCE) if early else layout.places
         first = self._admit(self._note(chosen.values, chosen.indices), at_once)
         # until what is fetched has come, a tile reads the best of what is there
-        found = []
+        parts = []
         for blocks, out in zip((first, own["block"]), maps, strict=True):
             there = blocks.repeat_interleave(group, 1).unsqueeze(2).expand(-1, -1, tiles, -1)
             near = rest.gather(3, there.long().clamp(min=0)).masked_fill(there < 0, -1.0)
             out[..., sink + newest :] = near.topk(best, -1).indices + sink
             place = self._places_of(blocks).repeat_interleave(group, 1)
-            found.append(place.gather(2, chosen.indices.flatten(2)) >= 0)
-        late, denied = (found[1] & ~found[0]).sum(), (~found[1]).sum() * passes
+            parts.append(place.gather(2, chosen.indices.flatten(2)) >= 0)
+        late, denied = (parts[1] & ~parts[0]).sum(), (~parts[1]).sum() * passes
         fetched = sum((work[name] >= 0).sum() for name in ("now", "later"))
         self._count(chosen.indices.numel() * passes, late, denied, fetched)
 
@@ -111,11 +111,11 @@ class Residents:
 
     def _places_of(self, blocks: Tensor) -> Tensor:
         """Where every block stands [B, Hkv, most + 1] when these [B, Hkv, places] do."""
-        found = torch.full_like(self.tensors["place"], -1)
+        standing = torch.full_like(self.tensors["place"], -1)
         places = torch.arange(blocks.shape[2], dtype=torch.int32, device=blocks.device)
-        found.scatter_(2, or_last(blocks, self.layout.most), places.expand_as(blocks))
-        found[:, :, -1] = -1
-        return found
+        standing.scatter_(2, or_last(blocks, self.layout.most), places.expand_as(blocks))
+        standing[:, :, -1] = -1
+        return standing
 
     def _count(self, *values: int | Tensor) -> None:
         for i, value in enumerate(values):

@@ -75,10 +75,10 @@ def _decode_packed(
         step = tl.load(scale + offs_d // SIZE, mask=inside, other=0.0).to(tl.float32)
         if ZERO:
             zero = tl.load(scale + offs_d // SIZE + STEPS, mask=inside, other=0.0)
-            found = number.to(tl.float32) * step + zero.to(tl.float32)
+            value = number.to(tl.float32) * step + zero.to(tl.float32)
         else:
-            found = (number - 8).to(tl.float32) * step
-        tl.store(out + offs_d, found.to(out.dtype.element_ty), mask=inside)
+            value = (number - 8).to(tl.float32) * step
+        tl.store(out + offs_d, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads", "n"])

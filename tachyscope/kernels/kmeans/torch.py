@@ -12,11 +12,11 @@ AT_ONCE = 2**26
 def nearest(x: Tensor, centroids: Tensor) -> Tensor:
     """The nearest centroid [B, H, K, D] of each of x [B, H, n, D]: [B, H, n]."""
     half = centroids.square().sum(-1).unsqueeze(2) / 2
-    found = [
+    parts = [
         (part.to(centroids.dtype) @ centroids.mT - half).argmax(-1)
         for part in x.split(_rows(x, centroids.shape[2]), 2)
     ]
-    return torch.cat(found, 2)
+    return torch.cat(parts, 2)
 
 
 def sum_clusters(x: Tensor, weight: Tensor, label: Tensor, count: int) -> tuple[Tensor, Tensor]:
