@@ -43,8 +43,8 @@ def parts(device: str, file: Path | None) -> tuple[VilaModel, Calibration]:
     assert model.calibration is not None
     if device == "cpu" and model.compiling_pays(1):
         model.compile()
-    found = Calibration.of(read_tensors(model.calibration), str(model.calibration))
-    return model, found
+    loaded = Calibration.of(read_tensors(model.calibration), str(model.calibration))
+    return model, loaded
 
 
 _clip = cache(make_clip)  # drawing one takes seconds
@@ -106,9 +106,9 @@ def main() -> None:
     tasks = [(plan, clip) for plan in args.plan or PLANS for clip in args.clip or CLIPS]
     one = partial(work, args.device, args.calibration, args.worlds, args.seed, args.frames)
     rows: list[dict[str, Any]] = []
-    for found in spread(one, tasks, args.jobs, torch.set_num_threads, 1):
-        rows += found
-        print(found[-1], flush=True)
+    for part in spread(one, tasks, args.jobs, torch.set_num_threads, 1):
+        rows += part
+        print(part[-1], flush=True)
         made = document("atrium-tokens-certificate", rows, "scripts/eval_certificate.py",
                         model="atrium-tokens")  # fmt: skip
         emit(made, str(args.out))

@@ -46,8 +46,8 @@ def work(device: str, calibration: Path | None, end: float, task: Task) -> dict[
     if time.time() > end:
         return {"task": asdict(task), "fault": "not begun, for want of time"}
     try:
-        found = measure(model_on(device, calibration), task)
-        rows = [{"device": device} | row for row in found]
+        values = measure(model_on(device, calibration), task)
+        rows = [{"device": device} | row for row in values]
         return {"task": asdict(task), "rows": rows, "seconds": time.perf_counter() - begun}
     except Exception:
         return {"task": asdict(task), "fault": traceback.format_exc()}
@@ -75,13 +75,13 @@ def main() -> None:
     results = [one for one in map(json.loads, written) if "rows" in one]
     done = [json.dumps(one["task"]) for one in results]
     clips = args.clip or tuple(CLIPS)
-    asked = tasks(args.worlds, clips, args.share or SHARES, args.frames)
+    chosen = tasks(args.worlds, clips, args.share or SHARES, args.frames)
     if args.plan:
-        asked = plan_tasks(args.plan, args.worlds, clips, args.seed, args.frames)
+        chosen = plan_tasks(args.plan, args.worlds, clips, args.seed, args.frames)
     if args.device == "cpu":
-        asked = [replace(task, clips=(clip,)) for task in asked for clip in task.clips]
-    left = [task for task in asked if json.dumps(asdict(task)) not in done]
-    print(f"{len(left)} tasks of {len(asked)}", flush=True)
+        chosen = [replace(task, clips=(clip,)) for task in chosen for clip in task.clips]
+    left = [task for task in chosen if json.dumps(asdict(task)) not in done]
+    print(f"{len(left)} tasks of {len(chosen)}", flush=True)
     with file.open("a") as out:
         one_task = partial(work, args.device, args.calibration, time.time() + args.seconds)
         for one in spread(one_task, left, args.jobs, torch.set_num_threads, 1):
@@ -90,11 +90,11 @@ def main() -> None:
             results.append(one)
             print(one["task"], one.get("fault", f"{one.get('seconds', 0):.0f} s"), flush=True)
     rows = [row for one in results for row in one.get("rows", ())]
-    found = document(
+    output = document(
         "atrium-tokens-gates", rows, "scripts/eval_gates.py", model="atrium-tokens", clips=CLIPS,
         given=GIVEN, calibration=args.calibration and digest(args.calibration),
     )  # fmt: skip
-    (args.out / "gates.json").write_text(json.dumps(found))
+    (args.out / "gates.json").write_text(json.dumps(output))
     (args.out / "gates.md").write_text("\n".join(lines(rows)) + "\n")
 
 

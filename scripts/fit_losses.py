@@ -60,9 +60,9 @@ class Rooms:
     @torch.inference_mode()
     def cost(self, layer: int) -> float:
         """Nats of KL over the mean square of changes, where one layer replays."""
-        found = self.play(Way(f"replay=input:threshold={THRESHOLD}", layers=(layer,)))
-        square = sum(float(by_layer[layer].mean()) for _, by_layer in found)
-        return max(self.divergence([x for x, _ in found]), 1e-9) / max(square / len(found), 1e-9)
+        played = self.play(Way(f"replay=input:threshold={THRESHOLD}", layers=(layer,)))
+        square = sum(float(by_layer[layer].mean()) for _, by_layer in played)
+        return max(self.divergence([x for x, _ in played]), 1e-9) / max(square / len(played), 1e-9)
 
     @torch.inference_mode()
     def kl(self, plan: str) -> float:
@@ -102,8 +102,8 @@ def main() -> None:
     args = parser.parse_args()
     model = VilaModel.narrow(load("atrium-tokens", device=args.device), "no token model")
     clip = join([make_clip(name, args.worlds, SEED, model.config.size[0]) for name in CLIPS])
-    found, rooms = read_tensors(args.calibration), Rooms(model, clip, args.frames)
-    calibration = Calibration.of(found, str(args.calibration))
+    tensors, rooms = read_tensors(args.calibration), Rooms(model, clip, args.frames)
+    calibration = Calibration.of(tensors, str(args.calibration))
     cost = []
     for layer in range(model.config.layers):
         cost.append(rooms.cost(layer))

@@ -247,7 +247,7 @@ def test_plans_are_set_apart_by_semicolons():
     [
         (
             ["gpu"],
-            "argument suite: invalid choice: 'gpu' (choose from 'cpu', 'wan', 'tokens', 'fit')",
+            "argument suite: invalid choice: 'gpu' (choose from 'cpu', 'wan', 'tokens', 'rivals', 'sessions', 'fit')",
         ),
         ([], "the following arguments are required: suite"),
         (["wan", "--rows", "magic"], "no row 'magic'; there are: dense, stock, "),

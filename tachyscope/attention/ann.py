@@ -274,13 +274,13 @@ class Ann(BlockAttention):
             if full:
                 bank.fetch(layer)
         table = bank.table(layer, ctx.past, read, early)
-        found = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
-        layer.scratch = () if early else found.kept
+        out = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
+        layer.scratch = () if early else out.kept
         if full and early:
             bank.fetch_later(layer)
-        meter.add("pairs", found.pairs)
-        meter.add("macs", 2 * found.pairs * q.shape[3])
-        return found.out
+        meter.add("pairs", out.pairs)
+        meter.add("macs", 2 * out.pairs * q.shape[3])
+        return out.out
 
     def _full(self, blocks: Blocks, ctx: PassContext) -> Blocks:
         """The blocks of a full cache: while it fills, it holds too little to leave much out."""

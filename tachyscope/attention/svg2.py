@@ -164,9 +164,9 @@ class Svg2(BlockAttention):
         meter.add("macs", iterations * x.numel() * count)
         spare = _spread(draw, count, x.shape[2])
         moved = centroids.contiguous()
-        found = kmeans(x, weight, moved, spare, iterations)
+        clusters = kmeans(x, weight, moved, spare, iterations)
         centroids.copy_(moved)
-        return found
+        return clusters
 
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         again = ctx.pass_index in ctx.before  # an observer asks

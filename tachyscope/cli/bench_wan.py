@@ -90,7 +90,7 @@ class BenchWan(Verb):
             model.decoder = WanVae.sized(model.config.in_channels, model.dtype)
         if model.device.type == "cuda" if self.compile is None else self.compile:
             model.compile()
-        options: Any = {"size": size, "seed": self.seed, "command": command, "told": self._on_row}
+        options: Any = {"size": size, "seed": self.seed, "command": command, "on_row": self._on_row}
         options["parts"] = self.parts(command)
         if self.rollout is not None:
             results = bench_rollout(

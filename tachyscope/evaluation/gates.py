@@ -84,23 +84,23 @@ def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[flo
     def forced(share: float, *groups: tuple[str, ...]) -> list[Task]:
         return [Task("forced", kinds, share, names, worlds, 0, frames) for names in groups]
 
-    found = made(0.0, "dense", "draft", "fastcar")
-    found += forced(0.0, ("fastcar",))
+    listed = made(0.0, "dense", "draft", "fastcar")
+    listed += forced(0.0, ("fastcar",))
     for share in shares:
         if share <= 0.25:
-            found += made(share, "neurons", "prune", "tas", "random")
-            found += forced(share, FORCED[0])
+            listed += made(share, "neurons", "prune", "tas", "random")
+            listed += forced(share, FORCED[0])
             continue
-        found += made(share, *FORCED[0], *FORCED[1])
-        found += forced(share, *FORCED)
-        found += made(share, *FORCED[2])
+        listed += made(share, *FORCED[0], *FORCED[1])
+        listed += forced(share, *FORCED)
+        listed += made(share, *FORCED[2])
         if share == shares[0]:
-            found.append(Task("bounds", kinds, 0.0, (), worlds))
+            listed.append(Task("bounds", kinds, 0.0, (), worlds))
     # rooms in which a loss would be foretold from
-    found += made(0.0, "dense", seed=OTHER)
+    listed += made(0.0, "dense", seed=OTHER)
     for share in shares:
-        found += made(share, "neurons", seed=OTHER)
-    return found
+        listed += made(share, "neurons", seed=OTHER)
+    return listed
 
 
 _clip = cache(make_clip)  # drawing one takes seconds, and encoding it as many
@@ -148,10 +148,10 @@ def measure(model: VilaModel, task: Task) -> list[Document]:
     return rows
 
 
-def _by_clip(task: Task, found: Sequence[Values]) -> list[Document]:
+def _by_clip(task: Task, values: Sequence[Values]) -> list[Document]:
     """Means over each clip's rooms, which lie behind each other."""
     return [
-        {"clip": clip} | combined(found[i * task.worlds : (i + 1) * task.worlds])
+        {"clip": clip} | combined(values[i * task.worlds : (i + 1) * task.worlds])
         for i, clip in enumerate(task.clips)
     ]
 
@@ -240,8 +240,8 @@ def lines(rows: Sequence[Document]) -> list[str]:
     for name, key in (("tokenizer", "psnr_tokenizer"), ("repeat", "psnr_truth_repeat")):
         limits = [there.get(("bounds", clip, None, None, 0)) for clip in CLIPS]
         out.append(f"| {name} | " + " | ".join(f"{x[key]:.1f}" if x else "" for x in limits) + " |")
-    found = [dense.get((clip, 0)) for clip in CLIPS]
-    out.append("| dense | " + " | ".join(_level(x) if x else "" for x in found) + " |")
+    base = [dense.get((clip, 0)) for clip in CLIPS]
+    out.append("| dense | " + " | ".join(_level(x) if x else "" for x in base) + " |")
     for share in sorted({row["share"] for row in rows if "share" in row}, reverse=True):
         out += ["", f"| {share:g} left out | {' | '.join(CLIPS)} |"]
         out.append("|---" * (len(CLIPS) + 1) + "|")

@@ -59,7 +59,7 @@ def forced(
     first = torch.zeros(len(sessions), len(clip.worlds))
     gated: list[list[Tensor | None]] = [[] for _ in sessions]
     for i in range(GIVEN, GIVEN + frames):
-        told = codes[:, i].flatten(1, 2)[..., None]  # [V, N, D, 1]
+        target = codes[:, i].flatten(1, 2)[..., None]  # [V, N, D, 1]
         dense = None
         for row, session in enumerate(sessions):
             logits = score(model, session, codes[:, i : i + 1], moves[i : i + 1])
@@ -67,17 +67,17 @@ def forced(
             gated[row].append(replayed(session))
             dense = logits if dense is None else dense
             kl = divergence(dense, logits)
-            nll = -logits.log_softmax(-1).gather(-1, told).mean((1, 2, 3))
-            right = (logits.argmax(-1, keepdim=True) == told).float().mean((1, 2, 3))
+            nll = -logits.log_softmax(-1).gather(-1, target).mean((1, 2, 3))
+            right = (logits.argmax(-1, keepdim=True) == target).float().mean((1, 2, 3))
             sums[row] += torch.stack([kl, nll, right]).cpu() / frames
             if i == GIVEN:
                 first[row] = kl.cpu()
     out = []
     for row, session in enumerate(sessions):
         shares = skipped(session, [session.meter.take()], gated[row])
-        found, at_first = sums[row].tolist(), first[row].tolist()
+        totals, at_first = sums[row].tolist(), first[row].tolist()
         keys = ("kl", "nll", "right", "kl_first")
-        each = zip(*found, at_first, strict=True)
+        each = zip(*totals, at_first, strict=True)
         out.append(
             [
                 dict(zip(keys, values, strict=True)) | share
@@ -151,12 +151,12 @@ def skipped(
 ) -> list[Values]:
     """What was not computed, by world: rows of token gates each have a share of their own, which
     `gated` has by frame."""
-    found = summary(rows)
+    stats = summary(rows)
     videos = len(session.generators)
-    shares = [found["share_eligible"]] * videos
+    shares = [stats["share_eligible"]] * videos
     if known := [x for x in gated if x is not None]:
         shares = torch.stack(known).mean(0)[:videos].tolist()  # a pair's rows decide together
-    return [{"share_eligible": share, "density": found["density"]} for share in shares]
+    return [{"share_eligible": share, "density": stats["density"]} for share in shares]
 
 
 @torch.inference_mode()
@@ -182,11 +182,11 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
         for n, layer in enumerate(session.layers):
             for world in range(worlds):
                 new, old = layer.own["replay"]["output"][0][world], before[n][world]
-                found = _compare(new, old, session.shape.grid)
+                change = _compare(new, old, session.shape.grid)
                 own = changes(new, old)
                 for name, scores in session.replay.noted.items():
-                    found[f"rank_{name}"] = spearman(scores[n, world], own)
-                for key, value in found.items():
+                    change[f"rank_{name}"] = spearman(scores[n, world], own)
+                for key, value in change.items():
                     sums[n][world][key] = sums[n][world].get(key, 0.0) + value / frames
     return sums
 

@@ -120,18 +120,18 @@ def _measure(model: VilaModel, task: Task, clip: Clip) -> list[Document]:
     if task.what == "bounds":
         return [combined(bounds(model, clip))]
     if task.what == "probe":
-        found = probe(model, clip, frames)
-        return [{"layer": n} | combined(by_world) for n, by_world in enumerate(found)]
+        values = probe(model, clip, frames)
+        return [{"layer": n} | combined(by_world) for n, by_world in enumerate(values)]
     if task.what == "made":
         ways = list(made_ways(task.quick, task.plans).values())
         results = made(model, clip, ways)
     else:
         alone = [Way(REPLAY, layers=(n,)) for n in range(model.config.layers)]
-        asked = [Way(plan) for plan in task.plans] or list(claims(task.quick).values())
-        asked = asked if task.what == "forced" else [*WHY, *alone]
-        ways = [Way("dense"), *asked]
+        chosen = [Way(plan) for plan in task.plans] or list(claims(task.quick).values())
+        chosen = chosen if task.what == "forced" else [*WHY, *alone]
+        ways = [Way("dense"), *chosen]
         frames = min(frames, QUICK_FRAMES) if task.quick else frames
-        results = forced(model, clip, asked, frames)
+        results = forced(model, clip, chosen, frames)
     return [
         {"plan": str(way), "frames": frames} | combined(by_world)
         for way, by_world in zip(ways, results, strict=True)
@@ -177,8 +177,8 @@ def evaluate_tokens(
     model = _model(name, weights, device)
     for plan in plans:
         parse_plan(model, plan).check(model.shape())
-    asked = [t for t in (QUICK_TASKS if quick else TASKS) if t[0] in PLANNED or not plans]
-    tasks = [Task(*t, worlds, seed, quick, tuple(plans)) for t in asked]
+    chosen = [t for t in (QUICK_TASKS if quick else TASKS) if t[0] in PLANNED or not plans]
+    tasks = [Task(*t, worlds, seed, quick, tuple(plans)) for t in chosen]
     jobs = min(jobs or cores(), len(tasks))
     work, rows = partial(_work, name, weights, device), list[Document]()
     parts = Parts() if parts is None else parts
@@ -246,16 +246,16 @@ def speedups(speed: Mapping[str, Any]) -> Document:
     return out
 
 
-def lines(found: Document) -> list[str]:
+def lines(results: Document) -> list[str]:
     """An evaluation as a reader wants it: the claims' numbers, then every row."""
     claims = []
-    for key, value in found["tokens"].items():
+    for key, value in results["tokens"].items():
         several = isinstance(value, tuple | list)
         mean, *rest = value if several else (value,)
         interval = f"{rest[0]:.4f} to {rest[1]:.4f}" if rest else ""
         claims.append([key, f"{mean:.4f}", interval])
     out = format_table(["measure", "mean", "95 % interval"], claims)
-    for row in found["rows"]:
+    for row in results["rows"]:
         named = row.get("plan", f"layer {row['layer']}" if "layer" in row else "")
         shown = []
         for key in row["by_world"]:
@@ -264,7 +264,7 @@ def lines(found: Document) -> list[str]:
             mean, low, high = (math.nan if x is None else x for x in three)
             shown.append(f"{key} {mean:.4f} ({low:.4f} to {high:.4f})")
         out.append(f"{row['measure']} {row['clip']} {named}: " + ", ".join(shown))
-    speed = found.get("speed", {})
+    speed = results.get("speed", {})
     for part in ("trunk", "whole") if speed else ():
         low, high = speed[f"{part}_aa"]
         out.append(f"{part}: dense against itself {low:.2f}x to {high:.2f}x, inside is noise")

@@ -105,9 +105,9 @@ class Step:
     @property
     def is_plain(self) -> bool:
         """Whether all entries are read, as they are and by the query as it is."""
-        told = (self.rotation, self.window, self.gate)
+        extras = (self.rotation, self.window, self.gate)
         held = self.entries
-        return all(x is None for x in (*told, held.log_count, held.unrotated))
+        return all(x is None for x in (*extras, held.log_count, held.unrotated))
 
 
 class Scratch:
