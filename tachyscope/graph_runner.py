@@ -12,11 +12,10 @@ from torch import Tensor
 from tachyscope.decode import DecodeEngine, DecodeParts, DraftEngine, unsupported
 from tachyscope.errors import warn
 from tachyscope.kernels.device import has_decode_kernel
-from tachyscope.models.base import VideoModel
+from tachyscope.models.base import Ready, VideoModel
 from tachyscope.session import Session
 
 Make = Callable[[], Tensor]
-Ready = Callable[[Tensor], None]
 
 
 class Recorded(Protocol):

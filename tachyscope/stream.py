@@ -33,7 +33,7 @@ from tachyscope.graph_runner import repeating
 from tachyscope.held import Held, pack_held, unpack_held
 from tachyscope.layers import cache_bytes
 from tachyscope.models.atrium.camera import START, place
-from tachyscope.models.base import VideoModel
+from tachyscope.models.base import Ready, VideoModel
 from tachyscope.numerics import no_autocast, own_numerics
 from tachyscope.observers import Observer
 from tachyscope.plan import Plan
@@ -234,9 +234,7 @@ class Stream:
 
     @torch.inference_mode()
     @no_autocast()
-    def generate(
-        self, actions: Sequence[int] = (), ready: Callable[[Tensor], None] | None = None
-    ) -> Latents:
+    def generate(self, actions: Sequence[int] = (), ready: Ready | None = None) -> Latents:
         """The next chunk's latents: `step` without decoding.
 
         `actions` are indices, one a frame; the frames after them stay where they are. `ready` is

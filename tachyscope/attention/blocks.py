@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -43,13 +44,13 @@ class BlockAttention(AttentionPolicy):
         """Whether tiles list different numbers of blocks."""
         return False
 
+    @abc.abstractmethod
     def _block(self, shape: Shape) -> int:
         """Slots of a block."""
-        raise NotImplementedError
 
     def _tile(self, shape: Shape) -> int:
         """Queries that read the same blocks."""
-        raise NotImplementedError
+        return self._block(shape)
 
     def _between(self, shape: Shape, prompt: int, past: int) -> slice:
         """The slots whose keys and values stand in another order between commits."""

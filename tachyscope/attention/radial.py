@@ -62,9 +62,6 @@ class Radial(BlockAttention):
     def _block(self, shape: Shape) -> int:
         return default_block(shape, self.block)
 
-    def _tile(self, shape: Shape) -> int:
-        return self._block(shape)
-
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         if self._reads_all(ctx):
             return self._attend_all(q, layer, ctx, meter)

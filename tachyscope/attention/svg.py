@@ -71,9 +71,6 @@ class Svg(BlockAttention):
     def _block(self, shape: Shape) -> int:
         return default_block(shape, self.block)
 
-    def _tile(self, shape: Shape) -> int:
-        return self._block(shape)
-
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
         seeded = torch.Generator().manual_seed(0)
         draw = torch.rand(1, 1, SAMPLED, generator=seeded, dtype=torch.float32)

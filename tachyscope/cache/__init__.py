@@ -55,18 +55,18 @@ class CachePolicy(abc.ABC):
         return False
 
     @property
-    @abc.abstractmethod
     def grows(self) -> bool:
         """Whether the past has no bound, so that tensors grow between chunks."""
+        return False
 
     @property
-    @abc.abstractmethod
     def keeps_unrotated(self) -> bool:
         """Whether unrotated keys are kept beside the rotated ones."""
+        return False
 
-    @abc.abstractmethod
     def cache_heads(self, shape: Shape) -> int:
         """1 where all heads keep the same entries, else the number of key/value heads."""
+        return 1
 
     @abc.abstractmethod
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:

@@ -44,8 +44,6 @@ class Bank(CachePolicy):
     paper: ClassVar[str] = ""
     appends: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
-    grows: ClassVar[bool] = False
-    keeps_unrotated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "bank")
@@ -53,9 +51,6 @@ class Bank(CachePolicy):
     @property
     def merges(self) -> bool:
         return True  # the last block of a chunk may be a part
-
-    def cache_heads(self, shape: Shape) -> int:
-        return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         resident, budget = (x.entries(shape) for x in (self.resident, self.budget))

@@ -36,8 +36,6 @@ class Dedup(CachePolicy):
     newest: int = setting(1, "Latest latent frames that are never dropped.")
 
     paper: ClassVar[str] = "after FAST-AR's TempCache, arXiv 2602.01801"
-    grows: ClassVar[bool] = False
-    keeps_unrotated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "dedup")

@@ -37,7 +37,6 @@ class DeepForcing(CachePolicy):
     newest: int = setting(4, "Latest latent frames that are kept, the present chunk included.")
 
     paper: ClassVar[str] = "Deep Forcing, arXiv 2512.05081"
-    grows: ClassVar[bool] = False
     keeps_unrotated: ClassVar[bool] = True
     wants_queries: ClassVar[bool] = True
     dense_only: ClassVar[bool] = True
@@ -45,9 +44,6 @@ class DeepForcing(CachePolicy):
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "deep_forcing")
-
-    def cache_heads(self, shape: Shape) -> int:
-        return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         if shape.token_by_token or shape.rolling_frames:

@@ -42,14 +42,9 @@ class Frames(CachePolicy):
 
     paper: ClassVar[str] = "after FAST-AR's TempCache, arXiv 2602.01801, by whole frames"
     whole_frames: ClassVar[bool] = True
-    grows: ClassVar[bool] = False
-    keeps_unrotated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "frames")
-
-    def cache_heads(self, shape: Shape) -> int:
-        return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         slots = checked_capacity("frames", self.budget, shape, prompt, self.sink, self.newest)

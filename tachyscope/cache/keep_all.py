@@ -20,10 +20,6 @@ class KeepAll(CachePolicy):
     appends: ClassVar[bool] = True
     whole_frames: ClassVar[bool] = True
     grows: ClassVar[bool] = True
-    keeps_unrotated: ClassVar[bool] = False
-
-    def cache_heads(self, shape: Shape) -> int:
-        return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         return prompt + (frames or 8 * shape.chunk) * shape.tokens_per_frame

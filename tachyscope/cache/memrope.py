@@ -47,15 +47,11 @@ class MemRope(CachePolicy):
 
     paper: ClassVar[str] = "MemRoPE, arXiv 2603.12513"
     whole_frames: ClassVar[bool] = True
-    grows: ClassVar[bool] = False
     keeps_unrotated: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "memrope")
-
-    def cache_heads(self, shape: Shape) -> int:
-        return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         slots = checked_capacity("memrope", self.budget, shape, prompt, self.sink, MEMORY)

@@ -66,7 +66,6 @@ class Window(CachePolicy):
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
     whole_frames: ClassVar[bool] = True
-    grows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "window")
@@ -90,9 +89,6 @@ class Window(CachePolicy):
     @property
     def view_depends_on_pass(self) -> bool:
         return self.view is not None
-
-    def cache_heads(self, shape: Shape) -> int:
-        return 1
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         slots = checked_capacity("window", self.budget, shape, prompt, self.sink, 0)

@@ -43,17 +43,12 @@ class WorldKv(CachePolicy):
     )
 
     paper: ClassVar[str] = "WorldKV, arXiv 2605.22718"
-    grows: ClassVar[bool] = False
-    keeps_unrotated: ClassVar[bool] = False
     wants_poses: ClassVar[bool] = True
     dense_only: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "worldkv")
-
-    def cache_heads(self, shape: Shape) -> int:
-        return 1
 
     def layout(self, shape: Shape) -> PoseLayout:
         """How a layer is cut up; raises where settings do not fit the model."""

@@ -14,12 +14,7 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter, Token
 
 from tachyscope import __version__
-from tachyscope.cli.bench_cpu import BenchCpu
-from tachyscope.cli.bench_fit import BenchFit
-from tachyscope.cli.bench_rivals import BenchRivals
-from tachyscope.cli.bench_sessions import BenchSessions
-from tachyscope.cli.bench_tokens import BenchTokens
-from tachyscope.cli.bench_wan import BenchWan
+from tachyscope.cli.bench import BENCH
 from tachyscope.cli.calibrate import Calibrate
 from tachyscope.cli.compare import Compare
 from tachyscope.cli.doctor import Doctor
@@ -47,14 +42,6 @@ VERBS: dict[str, type[Verb]] = {
     "methods": Methods,
     "models": Models,
     "doctor": Doctor,
-}
-BENCH: dict[str, type[Verb]] = {
-    "cpu": BenchCpu,
-    "wan": BenchWan,
-    "tokens": BenchTokens,
-    "rivals": BenchRivals,
-    "sessions": BenchSessions,
-    "fit": BenchFit,
 }
 
 

@@ -18,6 +18,8 @@ from tachyscope.fingerprint import digest, of_tensors
 from tachyscope.session import Session
 from tachyscope.types import Rope, Shape, SliceableMlp
 
+Ready = Callable[[Tensor], None]  # is handed final latents before the cache is written
+
 
 class MemoryParts(NamedTuple):
     """Bytes that hang on a model and its size, and on no plan."""
@@ -130,7 +132,7 @@ class VideoModel(abc.ABC):
         self,
         session: Session,
         actions: Sequence[int] | Tensor,
-        ready: Callable[[Tensor], None] | None = None,
+        ready: Ready | None = None,
     ) -> Tensor:
         """The next chunk's clean latents; its last pass leaves clean keys and values in now.
 

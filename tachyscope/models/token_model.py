@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
-from tachyscope.models.base import VideoModel
+from tachyscope.models.base import Ready, VideoModel
 from tachyscope.session import Session
 from tachyscope.types import Mlp, Shape, TokenFrame
 
@@ -204,7 +204,7 @@ class TokenModel(VideoModel):
         self,
         session: Session,
         actions: Sequence[int] | Tensor,
-        ready: Callable[[Tensor], None] | None = None,
+        ready: Ready | None = None,
     ) -> Tensor:
         """Codes [V, 1, rows, columns, D]."""
         codes = self._sample_codes(session, actions).reshape(-1, 1, *self.grid, self.depth)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.host_blocks import HostBlocks
+from tachyscope.kernels.host_blocks import HostBlocks, block_index
 
 
 class HostBank(abc.ABC):
@@ -50,16 +50,11 @@ class HostBank(abc.ABC):
         host memory holds of them, [B, Hkv, n, …]."""
         used, sealed = (int(self.tensors[name]) for name in ("used", "sealed"))
         ids = self.tensors["written"].topk(min(sealed - since, used), -1).indices.to("cpu")
-        at = _rows(ids)
+        at = block_index(ids)
         return {"ids": ids.to(torch.int32)} | {name: x[at] for name, x in self.host.items()}
 
     def load_segment(self, segment: Mapping[str, Tensor]) -> None:
         """Take up what `segment` gave."""
-        at = _rows(segment["ids"].long())
+        at = block_index(segment["ids"])
         for name, x in self.host.items():
             x[at] = segment[name]
-
-
-def _rows(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, heads = (torch.arange(n) for n in ids.shape[:2])
-    return rows[:, None, None], heads[None, :, None], ids

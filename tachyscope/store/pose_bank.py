@@ -220,8 +220,9 @@ class PoseBank(HostBank):
         ids = ids.expand(-1, layer.k.shape[1], -1).contiguous()
         slots = slice(layout.first, layout.first + layout.places * layout.kept)
         load_blocks(self.host_blocks, ids, layer.k[:, :, slots], layer.v[:, :, slots])
-        self.work["counters"][0] += ids.numel()
-        self.work["counters"][3] += (ids >= 0).sum()
+        counters = self.work["counters"]
+        counters[COUNTERS.index("blocks_wanted")] += ids.numel()
+        counters[COUNTERS.index("blocks_fetched")] += (ids >= 0).sum()
 
     def _nearest(self, now: Tensor) -> Tensor:
         """The groups [B, places] nearest to a pose [B, 12], of those alike the older first.

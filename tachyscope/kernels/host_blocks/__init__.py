@@ -6,12 +6,12 @@ from torch import Tensor
 
 from tachyscope.kernels.device import HAS_TRITON
 from tachyscope.kernels.host_blocks import torch as torch_backend
-from tachyscope.kernels.host_blocks.torch import HostBlocks
+from tachyscope.kernels.host_blocks.torch import HostBlocks, block_index
 
 if HAS_TRITON:
     from tachyscope.kernels.host_blocks import triton as triton_backend
 
-__all__ = ["HostBlocks", "load_blocks", "store_blocks"]
+__all__ = ["HostBlocks", "block_index", "load_blocks", "store_blocks"]
 
 
 def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:

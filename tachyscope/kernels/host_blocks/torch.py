@@ -28,11 +28,11 @@ class HostBlocks(NamedTuple):
 
 def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
     for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
-        blocks = x.unflatten(2, (-1, host.block))[_rows(places)]
+        blocks = x.unflatten(2, (-1, host.block))[block_index(places)]
         if scale is None:
-            code[_rows(ids)] = blocks
+            code[block_index(ids)] = blocks
         else:
-            code[_rows(ids)], scale[_rows(ids)] = encode(blocks, code.dtype)
+            code[block_index(ids)], scale[block_index(ids)] = encode(blocks, code.dtype)
 
 
 def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
@@ -60,7 +60,8 @@ def decode(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.decode(code, scale.squeeze(-1), dtype)
 
 
-def _rows(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def block_index(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What indexes blocks `ids` [B, H, n] of a tensor [B, H, blocks, ...]."""
     batch = torch.arange(ids.shape[0], device=ids.device)[:, None, None]
     head = torch.arange(ids.shape[1], device=ids.device)[None, :, None]
     return batch, head, ids.long()

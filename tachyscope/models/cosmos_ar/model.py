@@ -7,7 +7,7 @@ A model goes on from given frames: it has no prompt, and nothing that a video co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tachyscope.errors import TachyscopeError, shown
-from tachyscope.models.base import MemoryParts
+from tachyscope.models.base import MemoryParts, Ready
 from tachyscope.models.checkpoint import (
     allocate,
     check_finite,
@@ -153,7 +153,7 @@ class CosmosModel(OneCodeModel):
         self,
         session: Session,
         actions: Sequence[int] | Tensor,
-        ready: Callable[[Tensor], None] | None = None,
+        ready: Ready | None = None,
     ) -> Tensor:
         if "hidden" not in session.features:
             raise TachyscopeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from tachyscope.bounds import check, check_prompt
 from tachyscope.errors import TachyscopeError
 from tachyscope.fingerprint import digest
 from tachyscope.models.atrium import camera
-from tachyscope.models.base import MemoryParts, VideoModel
+from tachyscope.models.base import MemoryParts, Ready, VideoModel
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.parts import Controls, Decoder, EncodedPrompt, TextEncoder
@@ -220,7 +220,7 @@ class WanModel(VideoModel):
         self,
         session: Session,
         actions: Sequence[int] | Tensor,
-        ready: Callable[[Tensor], None] | None = None,
+        ready: Ready | None = None,
     ) -> Tensor:
         controls = self._controls(session, actions, self.config.chunk)
         clean = self.context.denoise(self, session, controls)
