@@ -69,6 +69,9 @@ def bench_drafts(
     parts = {"trunk": engine.trunks[size, whole], "depth": engine.depths[size]}
     out: Document = {"tokens": size, "entries": session.past, "passes_a_frame": engine.passes}
     out["equal_codes"] = float(equal)
+    # the frame's last pass was at its last place, behind which no more tokens fit
+    engine.engine.place.zero_()
+    engine.engine.slot.fill_(session.past)
     for name, run in parts.items():
         takes = [milliseconds(run.replay, times, device) for _ in range(rounds)]
         out |= {f"{name}_ms": statistics.median(takes), f"{name}_takes_ms": [[t] for t in takes]}

@@ -77,9 +77,9 @@ def _encode(
         code += entry[:, None] * (2 * HALF) + offs_d
         if KIND == 1:
             value = value.to(tl.float32)
-            step = tl.maximum(tl.max(tl.abs(value), 1), 1e-12) / 127
+            step = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 1), 1e-12), 127.0)
             tl.store(scale + entry, step, mask=at < BLOCK)
-            value = tl.floor(value * (1 / step)[:, None] + 0.5)  # a division a row, not a channel
+            value = _round(tl.div_rn(value, step[:, None]))
             tl.store(code, value.to(tl.int8), mask=inside)
         else:
             tl.store(code, value, mask=inside)
@@ -89,26 +89,30 @@ def _encode(
         inside = (at < BLOCK)[:, None] & (offs_d < HALF)
         low = tl.load(x + offs_d, mask=inside, other=0.0).to(tl.float32)
         high = tl.load(x + offs_d + HALF, mask=inside, other=0.0).to(tl.float32)
-        times_low, times_high = tl.zeros([N, W], tl.float32), tl.zeros([N, W], tl.float32)
+        step_low, step_high = tl.full([N, W], 1.0, tl.float32), tl.full([N, W], 1.0, tl.float32)
         for g in tl.static_range(GROUPS):
             mine_low, mine_high = offs_d // SIZE == g, (offs_d + HALF) // SIZE == g
             most_of = tl.maximum(
                 tl.max(tl.where(mine_low, tl.abs(low), 0.0), 1),
                 tl.max(tl.where(mine_high, tl.abs(high), 0.0), 1),
             )
-            step = tl.maximum(most_of / LARGEST, LEAST).to(tl.float16)
+            step = tl.maximum(tl.div_rn(most_of, LARGEST), LEAST).to(tl.float16)
             tl.store(scale + entry * GROUPS + g, step, mask=at < BLOCK)
-            times = (1 / step.to(tl.float32))[:, None]
-            times_low = tl.where(mine_low, times, times_low)
-            times_high = tl.where(mine_high, times, times_high)
-        byte = _nibble(low * times_low) | (_nibble(high * times_high) << 4)
+            step_low = tl.where(mine_low, step.to(tl.float32)[:, None], step_low)
+            step_high = tl.where(mine_high, step.to(tl.float32)[:, None], step_high)
+        byte = _nibble(tl.div_rn(low, step_low)) | (_nibble(tl.div_rn(high, step_high)) << 4)
         tl.store(code + entry[:, None] * HALF + offs_d, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _nibble(x):
-    number = tl.floor(x + 0.5)
-    return (tl.minimum(tl.maximum(number, -LARGEST), LARGEST) + 8).to(tl.int32)
+    return (tl.minimum(tl.maximum(_round(x), -LARGEST), LARGEST) + 8).to(tl.int32)
+
+
+@triton.jit
+def _round(x):
+    """To the nearest whole number, ties to even as torch has them, for |x| < 2^22."""
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit(do_not_specialize=["most", "count", "heads", "total"])
