@@ -2,12 +2,14 @@
 
     python scripts/eval_gates.py --out out/gates --device cuda --jobs 8
 
-With --plan those plans make frames beside dense, instead of all methods.
+With --plan those plans make frames beside dense, instead of all methods; --method takes some of
+the methods.
 
-A row of a batch is a room; on a GPU all kinds of camera share one, on a CPU each has its own, and
-plans that the native step takes run in it. --out gets gates.jsonl, a line as each task ends
-(its rows, or its fault), and at the end gates.json, a results document, and gates.md, its tables.
-Tasks that the file already has are not done again, and after --seconds none is begun.
+A row of a batch is a room; on a GPU all kinds of camera share one and a token's step is a CUDA
+graph, on a CPU each has its own and the step is native: plans that are ranked by no policy of
+their own run token by token. --out gets gates.jsonl, a line as each task ends (its rows, or its
+fault), and at the end gates.json, a results document, and gates.md, its tables. Tasks that the file
+already has are not done again, and after --seconds none is begun.
 """
 
 from __future__ import annotations
@@ -23,8 +25,19 @@ from typing import Any
 
 import torch
 
-from tachyscope.evaluation.clips import CLIPS, GIVEN
-from tachyscope.evaluation.gates import SHARES, Task, lines, measure, plan_tasks, tasks
+from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip
+from tachyscope.evaluation.gates import (
+    DRAWN,
+    METHODS,
+    SHARES,
+    ClipKey,
+    Task,
+    clip_keys,
+    lines,
+    measure,
+    plan_tasks,
+    tasks,
+)
 from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.process import spread
@@ -39,6 +52,15 @@ def model_on(device: str, calibration: Path | None) -> VilaModel:
     if device == "cpu" and model.compiling_pays(GIVEN):
         model.compile()
     return model
+
+
+def prepare(clips: dict[ClipKey, Clip]) -> None:
+    torch.set_num_threads(1)
+    DRAWN.update(clips)
+
+
+def draw_clip(key: ClipKey) -> Clip:
+    return make_clip(*key)
 
 
 def work(device: str, calibration: Path | None, end: float, task: Task) -> dict[str, Any]:
@@ -65,10 +87,12 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="instead of the shipped one")
     parser.add_argument("--clip", action="append", choices=CLIPS)
     parser.add_argument("--share", action="append", type=float)
+    parser.add_argument("--method", action="append", choices=METHODS)
     parser.add_argument("--frames", type=int, default=GIVEN, help="teacher-forced; of plans, made")
     parser.add_argument("--plan", action="append", help="makes frames, instead of the methods")
     parser.add_argument("--seed", type=int, default=0, help="of the plans' rooms")
     args = parser.parse_args()
+    end = time.time() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "gates.jsonl"
     written = file.read_text().splitlines() if file.is_file() else []
@@ -76,15 +100,23 @@ def main() -> None:
     done = [json.dumps(one["task"]) for one in results]
     clips = args.clip or tuple(CLIPS)
     chosen = tasks(args.worlds, clips, args.share or SHARES, args.frames)
+    if args.method:
+        some = [(t, tuple(name for name in t.methods if name in args.method)) for t in chosen]
+        chosen = [replace(task, methods=names) for task, names in some if names]
     if args.plan:
         chosen = plan_tasks(args.plan, args.worlds, clips, args.seed, args.frames)
     if args.device == "cpu":
         chosen = [replace(task, clips=(clip,)) for task in chosen for clip in task.clips]
     left = [task for task in chosen if json.dumps(asdict(task)) not in done]
     print(f"{len(left)} tasks of {len(chosen)}", flush=True)
+    size = load("atrium-tokens").size[0]
+    keys = sorted({key for task in left for key in clip_keys(task, size)})
+    clips_of = spread(draw_clip, keys, min(len(keys), args.jobs) or 1, torch.set_num_threads, 1)
+    prepare(dict(zip(keys, clips_of, strict=True)))
+    print(f"{len(keys)} clips drawn", flush=True)
     with file.open("a") as out:
-        one_task = partial(work, args.device, args.calibration, time.time() + args.seconds)
-        for one in spread(one_task, left, args.jobs, torch.set_num_threads, 1):
+        one_task = partial(work, args.device, args.calibration, end)
+        for one in spread(one_task, left, args.jobs, prepare, DRAWN, in_order=False):
             out.write(json.dumps(one) + "\n")
             out.flush()
             results.append(one)

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -140,10 +140,12 @@ def spread(
     jobs: int,
     prepare: Callable[..., None],
     *args: Any,
+    in_order: bool = True,
 ) -> Iterator[R]:
-    """A function's results for some tasks, in order, by so many new processes, each prepared once.
+    """A function's results for some tasks by so many new processes, each prepared once.
 
-    One job is done by this process. When this one is stopped the others end too, and say nothing.
+    They come in the order of the tasks, or as each is done. One job is done by this process. When
+    this one is stopped the others end too, and say nothing.
     """
     if jobs == 1:
         yield from map(function, tasks)
@@ -152,8 +154,9 @@ def spread(
     pool = ProcessPoolExecutor(jobs, fresh, prepare, args)
     try:
         with _inherited_interrupt():
-            results = pool.map(function, tasks)
-        yield from results
+            futures = [pool.submit(function, task) for task in tasks]
+        for future in futures if in_order else as_completed(futures):
+            yield future.result()
     except BaseException as error:
         for child in set(multiprocessing.active_children()) - before:
             child.terminate()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import toys
 from faults import refused
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tachyscope as ts
 from tachyscope.bench.random_vila import random_calibration
@@ -136,6 +137,40 @@ def test_a_batch_of_videos_and_a_cache_that_grows():
         seed=[1, 2],
     )  # fmt: skip
     assert got[0][0].shape[0] == 2
+
+
+@pytest.mark.slow
+def test_videos_of_a_batch_have_actions_of_their_own():
+    model, made = toy_tokens(), []
+    for make in (ChunkRunner, _runner):
+        session = _open(model, "replay=input:share=0.5", prompt=["a", "a red room"], seed=[1, 2])
+        runner = make(model, session)
+        with torch.inference_mode():
+            made.append([runner(torch.tensor([[i, 6 - i]])) for i in range(3)])
+    assert all(map(torch.equal, *made))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", ["replay=attentive:share=0.5,age=2,drift=true", "replay=input:share=0.5"]
+)
+def test_launches_of_a_step_read_nothing_of_the_device(plan, monkeypatch):
+    class NoReads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert str(func) not in ("aten._local_scalar_dense.default", "aten.nonzero.default")
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("tachyscope.kernels.decode_mlp.torch.host_may_read", lambda x: False)
+    model = toy_tokens()
+    session = _open(model, plan, prompt=["a", "a red room"], seed=[1, 2])
+    runner = _runner(model, session)
+    _frames(runner, 1)
+    assert runner.engine is not None
+    runner.engine.skips = False  # as on a GPU without kernels for these rows
+    with torch.inference_mode(), NoReads():
+        runner([2])
+    counts = session.meter.take()
+    assert counts["simulated_rows_replayed"] > 0 and not counts["rows_replayed"]
 
 
 @pytest.mark.slow

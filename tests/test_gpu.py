@@ -169,14 +169,33 @@ def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, cho
         assert counts["rows_replayed"] > 0 and not counts.get("simulated_rows_replayed")
 
 
-def _same_by_graph(kind, plan, folder, around=lambda i: nullcontext()):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "attention=window:tokens=9,sink=2 replay=input:share=0.5",
+        "replay=attentive:share=0.5,age=3",
+        "replay=neurons:share=0.5,age=2,file=FILE",
+    ],
+)
+def test_many_rows_in_float32_by_a_graph_are_those_by_single_launches(plan, tmp_path):
+    many = {"prompt": ["a b", "a"] * 10, "seed": [*range(20)]}
+    counts = _same_by_graph(DecodeEngine, plan, tmp_path, dtype=torch.float32, **many)
+    # stock torch computes what a row replays, and masks
+    simulated = counts.get("simulated_rows_replayed", 0)
+    assert (simulated > 0 and not counts["rows_replayed"]) == ("neurons" not in plan)
+
+
+def _same_by_graph(
+    kind, plan, folder, around=lambda i: nullcontext(), dtype=torch.bfloat16, **asked
+):
     """Frames by recorded launches equal those by single ones; what they count."""
-    model, runs = toy_tokens(device="cuda", dtype=torch.bfloat16), []
+    model, runs = toy_tokens(device="cuda", dtype=dtype), []
+    asked = {"prompt": "a b"} | asked
     file = folder / "calibration.safetensors"
     write_tensors(file, random_calibration(model, (0.5,), 16).tensors())
     plan = plan.replace("FILE", str(file))
     for graph in (False, True):
-        session = toys.open_session(model, f"dense text=none {plan}", prompt="a b", frames=6)
+        session = toys.open_session(model, f"dense text=none {plan}", frames=6, **asked)
         engine, frames, replayed = kind(model.decode_parts(), session, graph), [], False
         with torch.inference_mode():
             for i in range(5):

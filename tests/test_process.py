@@ -210,7 +210,7 @@ def double(x):
         time.sleep(60)
     return 2 * x
 def command():
-    for found in spread(double, [1, 2, 9], 2, prepare, "ready"):
+    for found in spread(double, [9, 1, 2], 2, prepare, "ready", in_order=False):
         print(found, flush=True)
 if __name__ == "__main__":
     sys.exit(run_command(command))

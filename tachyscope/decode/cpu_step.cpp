@@ -102,7 +102,7 @@ struct Sample {
   double cfg, temperature, top_p;
 };
 
-struct Plain {  // NORM: out = norm(x); ADD: out += x, one row for all
+struct Plain {  // NORM: out = norm(x); ADD: out += x
   float *out;
   const float *x;
   Norm norm;
@@ -783,7 +783,7 @@ bool run(const Plain &op, Thread &t, bool norm) {
     if (norm)
       normed(op.out, op.x, op.norm, op.batch, op.width);
     else
-      for (i64 i = 0; i < op.batch * op.width; i++) op.out[i] += op.x[i % op.width];
+      for (i64 i = 0; i < op.batch * op.width; i++) op.out[i] += op.x[i];
   });
 }
 

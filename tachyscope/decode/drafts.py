@@ -50,8 +50,7 @@ class DraftEngine:
         cos, sin = session.rotation(pos)
         engine.cos.copy_(cos[:, 0])
         engine.sin.copy_(sin[:, 0])
-        if engine.actions is not None:
-            engine.action.copy_(engine.actions[action].view(-1))
+        engine.take_action(action)
         past, self.drawn, self.passes, self.replayed = session.past, 0, 0, True
         ready = session.replay.ready.issuperset((0,))
         whole = engine.whole_places(ready)

@@ -24,6 +24,7 @@ from tachyscope.decode.parts import DecodeParts
 from tachyscope.decode.quantise import bits_of, norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Error, Kept, run_mlp
+from tachyscope.kernels.device import has_decode_kernel
 from tachyscope.kernels.gemv import gemv, linear
 from tachyscope.kernels.input_gate import InputGate
 from tachyscope.kernels.input_gate import Kind as InputKind
@@ -85,7 +86,7 @@ class DecodeEngine:
         kind: dict[str, Any] = {"dtype": session.dtype, "device": session.device}
         self.x, self.hidden = (torch.zeros(rows, shape.width, **kind) for _ in range(2))
         self.norm, self.actions = norm_of(parts.norm), parts.actions
-        self.action = torch.zeros(shape.width, **kind)
+        self.action = torch.zeros_like(self.x)
         self.projector = [weight_of(part) for part in parts.projector]
         self.projected = torch.zeros(rows, self.projector[0].rows, **kind)
         draw = Draw(parts.guided, parts.cfg, parts.temperature, parts.top_k, parts.top_p)
@@ -115,6 +116,8 @@ class DecodeEngine:
         self.luck = torch.zeros(*layers, places, rows, **fine)
         self.ages = torch.zeros(rows, places, dtype=torch.int32, device=session.device)
         self.fade = torch.zeros(rows, **fine)
+        # stock torch on a GPU computes all, and masks
+        self.skips = session.device.type == "cpu" or has_decode_kernel(self.x)
         self.gate: TokenGate | None = None
         self.memory: list[Tensor] = []  # the layers' tensors that steps read and write
         # a step that computes whole MLPs, and one that computes their slices
@@ -135,8 +138,7 @@ class DecodeEngine:
         self.sin.copy_(sin[:, 0])
         self.noise.copy_(noise)
         self.hidden.copy_(session.features["hidden"])
-        if self.actions is not None:
-            self.action.copy_(self.actions[action].view(-1))
+        self.take_action(action)
         self.place.fill_(0)
         self.slot.fill_(past)
         self.counts.zero_()
@@ -159,6 +161,12 @@ class DecodeEngine:
         session.features["hidden"] = self.hidden.clone()
         self._count(past, ready, whole)
         return self.codes.clone()
+
+    def take_action(self, action: int | Tensor | None) -> None:
+        """The frame's action: one for all videos, or each one's [V, 1]."""
+        if self.actions is not None:
+            each = self.actions[action].view(-1, self.actions.shape[1])
+            self.action.copy_(each.repeat(len(self.action) // len(each), 1))
 
     def draw_luck(self) -> None:
         """In the order of single passes, token by token and layer by layer."""
@@ -223,7 +231,8 @@ class DecodeEngine:
         for d, book in enumerate(self.depth.books[1:], 1):
             total = total + book[codes[:, d]]
         x = linear(F.gelu(linear(total, first)), second)
-        x = x if self.actions is None else x + self.action
+        if self.actions is not None:
+            x = (x.unflatten(0, (self.videos, -1)) + self.action[: self.videos, None]).flatten(0, 1)
         return x.repeat(len(self.x) // self.videos, 1)
 
     def run_trunk(self, whole: bool = True) -> None:
@@ -345,6 +354,8 @@ class DecodeEngine:
                 meter.add("rows_eligible", total)
             skipped, masked = self.counts.sum(0, dtype=torch.float64)
             # beside a row that is computed the weights are read all the same
+            if not self.skips:
+                skipped, masked = 0.0, skipped + masked
             meter.add("simulated_rows_replayed", masked)
         self.count_mlps(total, total * whole.count(False) / places, ready, skipped)
 

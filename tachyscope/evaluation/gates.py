@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from tachyscope.session import Session
 from tachyscope.types import PassContext
 
 SHARES = (0.75, 0.5, 0.25)
-OTHER = 900  # seed of the rooms that thresholds and heads are chosen in
+OTHER = 901  # seed of the rooms that thresholds and heads are chosen in
 SEEN = 2  # such rooms of every kind of camera, and frames of each
 # by name; {s} is the share, {k} = 1 / (1 - share), {age} the limit that the share allows
 METHODS = {
@@ -40,7 +41,7 @@ METHODS = {
     "authors": "replay=attentive:share={s},authors=true",  # as their code scores
     "threshold": "replay=attentive:threshold={t}",  # one for all layers, found in other rooms
     "thresholds": "replay=attentive:threshold=0",  # one for each layer, found there too
-    "input": "replay=attentive:share={s}",  # cosine of the MLP's inputs
+    "input": "replay=input:share={s}",  # distance of the MLP's inputs
     "drift": "replay=attentive:share={s},age={age},drift=true",
     "random": "replay=random:share={s}",
     "every_k": "replay=every_k:k={k}",
@@ -78,8 +79,8 @@ def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[flo
     """All that is measured, what matters most first."""
     kinds = tuple(clips)
 
-    def made(share: float, *names: str, seed: int = 0) -> list[Task]:
-        return [Task("made", kinds, share, (name,), worlds, seed) for name in names]
+    def made(share: float, *names: str) -> list[Task]:
+        return [Task("made", kinds, share, (name,), worlds) for name in names]
 
     def forced(share: float, *groups: tuple[str, ...]) -> list[Task]:
         return [Task("forced", kinds, share, names, worlds, 0, frames) for names in groups]
@@ -96,14 +97,23 @@ def tasks(worlds: int, clips: Sequence[str] = tuple(CLIPS), shares: Sequence[flo
         listed += made(share, *FORCED[2])
         if share == shares[0]:
             listed.append(Task("bounds", kinds, 0.0, (), worlds))
-    # rooms in which a loss would be foretold from
-    listed += made(0.0, "dense", seed=OTHER)
-    for share in shares:
-        listed += made(share, "neurons", seed=OTHER)
     return listed
 
 
-_clip = cache(make_clip)  # drawing one takes seconds, and encoding it as many
+ClipKey = tuple[str, int, int, int, int]  # what `make_clip` is given
+DRAWN: dict[ClipKey, Clip] = {}  # drawing one takes seconds, and encoding it as many
+
+
+def clip_keys(task: Task, size: int) -> list[ClipKey]:
+    """The clips that a task is measured on, at the model's size of a picture."""
+    frames = task.frames if task.what == "made" else GIVEN
+    return [(name, task.worlds, task.seed, size, frames) for name in task.clips]
+
+
+def _clip(*key: Any) -> Clip:
+    if key not in DRAWN:
+        DRAWN[key] = make_clip(*key)
+    return DRAWN[key]
 
 
 @lru_cache(len(CLIPS))
@@ -123,9 +133,7 @@ def _codes(model: VilaModel, name: str, worlds: int, seed: int, size: int, frame
 
 def measure(model: VilaModel, task: Task) -> list[Document]:
     """The rows of one task."""
-    size = model.config.size[0]
-    frames = task.frames if task.what == "made" else GIVEN
-    keys = [(name, task.worlds, task.seed, size, frames) for name in task.clips]
+    keys = clip_keys(task, model.config.size[0])
     clip = join([_clip(*key) for key in keys])
     head = {"measure": task.what, "worlds": task.worlds, "seed": task.seed}
     if task.what == "bounds":
@@ -163,8 +171,6 @@ def way_of(model: VilaModel, name: str, task: Task) -> Way:
     k = round(1 / (1 - task.share))
     text = METHODS[name].replace("{s}", f"{task.share:g}").replace("{k}", str(k))
     text = text.replace("{age}", str(k if k > 2 else 2))
-    if name == "input":
-        return Way(text, "input")
     if name not in ("threshold", "thresholds", "tas_head"):
         return Way(text)
     heads, scores = _known(model)
@@ -178,7 +184,8 @@ def way_of(model: VilaModel, name: str, task: Task) -> Way:
 
 @cache
 def _known(model: VilaModel) -> tuple[tuple[int, ...], list[Tensor]]:
-    other = join([_clip(name, SEEN, OTHER + 1, model.config.size[0]) for name in CLIPS])
+    size = model.config.size[0]
+    other = join([_clip(name, SEEN, OTHER, size, GIVEN) for name in CLIPS])
     return choose(model, other)
 
 
@@ -232,7 +239,7 @@ def lines(rows: Sequence[Document]) -> list[str]:
     """A Markdown table a share: share left out where it is not the asked one, KL, loss to dense in
     dB with its interval, and the worst room's.
 
-    Losses are room by room. A last table has what rooms of another seed would have foretold.
+    Losses are room by room.
     """
     there = {(r["measure"], r["clip"], r.get("share"), r.get("method"), r["seed"]): r for r in rows}
     dense = {(r["clip"], r["seed"]): r for r in rows if r.get("method") == "dense"}
@@ -260,11 +267,6 @@ def lines(rows: Sequence[Document]) -> list[str]:
                 cells.append("; ".join(cell))
             if any(cells):
                 out.append(f"| {name} | {' | '.join(cells)} |")
-    out += ["", "Neurons, loss in rooms of another seed:"]
-    for row in rows:
-        if row["measure"] == "made" and row["method"] == "neurons" and row["seed"]:
-            foretold = _loss(dense.get((row["clip"], row["seed"])), row)
-            out.append(f"{row['clip']} {row['share']:g}: {foretold}")
     return out
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.arguments import parse_plan
+from tachyscope.decode import unsupported
 from tachyscope.evaluation.clips import GIVEN, Clip, true_codes
 from tachyscope.evaluation.intervals import Values
 from tachyscope.evaluation.replay_scores import (
@@ -21,7 +22,7 @@ from tachyscope.evaluation.replay_scores import (
     replayed,
     score,
 )
-from tachyscope.graph_runner import ChunkRunner
+from tachyscope.graph_runner import ChunkRunner, FrameRunner
 from tachyscope.meter import summary
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.quality import Frames, psnr
@@ -106,6 +107,8 @@ def made(
         stream = Stream(model, begin(model, way, clip, codes, start=start), batch=len(clip.worlds))
         if not way.published:
             stream.runner = ChunkRunner(model, stream.session)  # what ranks is no policy's own
+        elif graph := recorded(model, stream.session):
+            stream.runner = graph
         chunks, gated = [], []
         for i in range(GIVEN, clip.length):
             chunks.append(stream.decode(stream.generate(clip.action(i, model.device))))
@@ -125,6 +128,18 @@ def made(
             by_world.append({"psnr_truth": statistics.fmean(near)} | values | shares[world])
         out.append(by_world)
     return out
+
+
+def recorded(model: VilaModel, session: Session) -> FrameRunner | None:
+    """Makes frames by a step that is recorded once, for all rows at once, where a GPU can.
+
+    Each row decides for itself: stock torch masks, so that nothing is gained but launches, which
+    are what many rows of a small model in float32 wait for.
+    """
+    parts = model.decode_parts()
+    if session.device.type != "cuda" or session.plan.passes.drafts_codes:
+        return None
+    return None if unsupported(parts, session) else FrameRunner(model, session, parts)
 
 
 def motion(film: Frames) -> float:
