@@ -138,7 +138,8 @@ class Need:
     """Bytes by what takes them: what stays, and what comes and goes."""
 
     weights: int
-    decoder: int  # its weights, and what it keeps between chunks
+    decoder: int  # its weights
+    decoder_state: int  # what it keeps of a video between chunks
     cache: dict[str, int]  # by tensor
     host: int  # of the cache in host memory, which is no part of the sums
     prompt: int
@@ -150,7 +151,12 @@ class Need:
 
     @property
     def stays(self) -> int:
-        return self.weights + self.decoder + sum(self.cache.values()) + self.prompt
+        return self.weights + self.decoder + self.of_video
+
+    @property
+    def of_video(self) -> int:
+        """What stays of one video: two of one model share the weights alone."""
+        return self.decoder_state + sum(self.cache.values()) + self.prompt
 
     @property
     def making(self) -> int:
@@ -167,7 +173,7 @@ class Need:
     @property
     def undecoded(self) -> int:
         """The peak where nothing is shown."""
-        return self.stays - self.decoder + self.making
+        return self.stays - self.decoder - self.decoder_state + self.making
 
 
 def sized(name: str, weights: str | Path | None = None, dtype: str = "bfloat16") -> VideoModel:
@@ -275,7 +281,9 @@ def fit(
 
             def fits(count: int) -> bool:
                 trial = _shapes(model, bounded(parsed, count), frames, size, prompt)
-                stays = sum(parts[name] for name in ("weights", "decoder", "prompt"))
+                stays = sum(
+                    parts[name] for name in ("weights", "decoder", "decoder_state", "prompt")
+                )
                 if stays + sum(trial.tensors().values()) > room:
                     return False
                 return _need(trial, parts).peak <= room
@@ -323,7 +331,8 @@ def lines(document: Document) -> list[str]:
     cache = row["cache_bytes"]
     stays = {
         "weights": row["weights_bytes"],
-        "decoder, and what it keeps": row["decoder_bytes"],
+        "decoder": row["decoder_bytes"],
+        "its state between chunks": row["decoder_state_bytes"],
         **{f"cache: {name}": n for name, n in cache.items() if not name.startswith("bank.")},
         "cache: a bank's index": sum(n for name, n in cache.items() if name.startswith("bank.")),
         "prompt's keys and values": row["prompt_bytes"],

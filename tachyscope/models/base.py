@@ -25,7 +25,8 @@ class MemoryParts(NamedTuple):
     """Bytes that hang on a model and its size, and on no plan."""
 
     weights: int
-    decoder: int  # its weights, and what it keeps between chunks
+    decoder: int  # its weights
+    decoder_state: int  # what it keeps of a video between chunks
     prompt: int  # keys and values of cross-attention
     activations: int  # of a pass, attention left out
     decoding: int

@@ -120,6 +120,7 @@ class CausalLm(OneCodeModel):
         return MemoryParts(
             weights=tensor_bytes(self.transformer.parameters()),
             decoder=0,  # the caller's
+            decoder_state=0,
             prompt=0,  # in the cache
             activations=peak(lambda: self.run_trunk(FreeAttention(), x)),
             decoding=0,

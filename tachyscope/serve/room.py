@@ -48,7 +48,9 @@ class Room:
             if self._meta is None:
                 self._meta = self.model.on_meta()
             predicted = need(self._meta, plan, frames=self.limits.session_frames)
-            self._sizes[plan] = sum(predicted.cache.values()) + predicted.prompt
+            # a CUDA graph keeps what a chunk is made with
+            graph = predicted.making if self.model.device.type == "cuda" else 0
+            self._sizes[plan] = predicted.of_video + graph
         return self._sizes[plan]
 
     def new_log(self, opening: Opening) -> ActionLog:

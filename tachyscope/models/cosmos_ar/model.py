@@ -114,6 +114,7 @@ class CosmosModel(OneCodeModel):
         return MemoryParts(
             weights=tensor_bytes(self.transformer.parameters()),
             decoder=0,  # the caller's
+            decoder_state=0,
             prompt=0,
             activations=peak(lambda: self.transformer.model(FreeAttention(), x)),
             decoding=0,

@@ -85,6 +85,7 @@ class VilaModel(TokenModel):
         return MemoryParts(
             weights=tensor_bytes(self.transformer.parameters()),
             decoder=0,  # among the weights
+            decoder_state=0,
             prompt=0,  # in the cache
             activations=peak(lambda: self.transformer.trunk(FreeAttention(), x)),
             decoding=peak(lambda: vae.decode(vae.quantizer.sum(codes))),

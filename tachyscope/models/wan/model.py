@@ -107,7 +107,8 @@ class WanModel(VideoModel):
             held = sum(tensor_bytes(part.parameters()) for part in _modules(decoder))
         return MemoryParts(
             weights=tensor_bytes(self.transformer.parameters()),
-            decoder=held + tensor_bytes(features.values()),
+            decoder=held,
+            decoder_state=tensor_bytes(features.values()),
             prompt=tensor_bytes((*keys, *values)),
             activations=peak(lambda: self.transformer(FreeAttention(), x, t, actions, rays)),
             decoding=decoding,

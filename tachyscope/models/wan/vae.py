@@ -224,6 +224,8 @@ def _convolve(module: Any, x: Tensor, seen: Tensor | None = None) -> Tensor:
 def _norm(module: Any, normed: Normed, x: Tensor) -> Tensor:
     """Over the channels of x [B, C, ...]."""
     x = x.movedim(1, -1).contiguous()
+    if x.is_meta:  # a compiled program does not take tensors without data, which `fit` gives
+        normed = _normed
     return normed(x.view(-1, x.shape[-1]), module.gamma).view(x.shape).movedim(-1, 1)
 
 
