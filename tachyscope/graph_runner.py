@@ -34,7 +34,8 @@ class Graph:
         # noise goes on from repetition to repetition
         for generator in session.generators:
             self.graph.register_generator_state(generator)
-        with torch.cuda.graph(self.graph):
+        # another thread may copy a snapshot to the host meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.latents = make()
         self.graph.replay()  # nothing ran while it was recorded
 

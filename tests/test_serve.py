@@ -3,11 +3,13 @@
 import io
 import json
 import re
+import threading
 import time
 
 import av
 import numpy as np
 import pytest
+import torch
 from openai import BadRequestError, NotFoundError, OpenAI
 from serving import Player, connected, make_engine, playing, serving, tiny
 from starlette.testclient import WebSocketDenialResponse
@@ -16,12 +18,15 @@ from test_contract import CONTRACT, families, model_of
 import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.errors import TachyscopeError
+from tachyscope.memory import need
 from tachyscope.quality import psnr
+from tachyscope.serve import engine as engines
 from tachyscope.serve import protocol
 from tachyscope.serve.limits import Bucket, Limits
 from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.security import Guard, read_tokens
 from tachyscope.serve.server import Place
+from tachyscope.serve.snapshots import Snapshots
 
 SECRET = "a-token-of-many-letters"
 
@@ -69,9 +74,14 @@ def connect(client, *protocols, **headers):
 def settle(engine, player):
     """Wait until a session that lost its client lies on disk."""
     live = engine.room.sessions[player.opened["session"]]
-    while live.tell is not None or live.saving:
+    while live.tell is not None or live.chunk not in live.saved:
         time.sleep(0.01)
     return live
+
+
+def metric_of(engine, name, **labels):
+    """A number of the engine's own."""
+    return engine.metrics.registry.get_sample_value(name, labels)
 
 
 def metric(client, line):
@@ -263,13 +273,14 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
         player.send("keys", id=1, actions="s")
         player.until_frame(14)
         known = {name: player.opened[name] for name in ("session", "secret")}
-        while not first.room.sessions[known["session"]].saved:
+        live = first.room.sessions[known["session"]]
+        while not live.saved:
             time.sleep(0.01)
         first.keeper.save = lambda live: None  # it dies before it can write again
     second = make_engine(model, tmp_path)
     with serving(second) as client, playing(client, "resume", format="png", **known) as again:
         chunk = again.opened["chunk"]
-        assert chunk > 0 and chunk % 2 == 0
+        assert chunk == live.saved[-1] > 0
         again.send("keys", id=1, actions="e")
         again.send("prompt", id=2, text="a blue room")  # prefills what was made before
         last = 3 * again.until("receipt", id=2, phase="applied")["chunk"] + 5
@@ -327,17 +338,74 @@ def test_a_step_that_raises_ends_its_session_and_no_other(engine, monkeypatch):
 def test_a_full_disk_is_told_and_the_session_goes_on(model, tmp_path, monkeypatch):
     engine = make_engine(model, tmp_path, chunks=1)
 
-    def full(path, data):
+    def full(path, mode):
         raise OSError(28, "No space left on device")
 
     with serving(engine) as client, playing(client) as player:
-        monkeypatch.setattr(engine.keeper.snapshots.fs, "pipe_file", full)
+        monkeypatch.setattr(engine.keeper.snapshots.fs, "open", full)
         notice = player.until("notice")
         assert notice["code"] == "snapshot_failed"
         assert "no space left on device" in notice["message"]
         latest = max(player.frames, default=(0, 0, 0))[2]
         player.until_frame(latest + 6)
         assert metric(client, 'tachyscope_snapshots_total{result="failed"}') > 0
+
+
+def test_snapshots_are_copied_one_at_a_time_and_none_is_left_out(model, tmp_path, monkeypatch):
+    """Each is a copy of a whole session in the device's memory until it is written."""
+    engine = make_engine(model, tmp_path, chunks=10**6)
+    written, held, release = [], [], threading.Event()
+    save = engine.keeper.snapshots.save
+
+    def slow(name, saved, chunk, state):
+        held.append(name)
+        release.wait()
+        written.append((name, chunk, sorted(state)))
+        return save(name, saved, chunk, state)
+
+    monkeypatch.setattr(engine.keeper.snapshots, "save", slow)
+    with serving(engine) as client, playing(client) as one, playing(client) as two:
+        one.until_frame(2), two.until_frame(2)
+        lives = [engine.room.sessions[player.opened["session"]] for player in (one, two)]
+        for live in lives:
+            engine.call(lambda live=live: engine.keeper.save(live)).result()
+        latest = two.latest()
+        two.until_frame(latest + 6)  # which goes on meanwhile
+        assert held == [lives[0].name] and not lives[1].saved
+        release.set()
+        one.until("snapshot"), two.until("snapshot")
+    assert [name for name, *_ in written[:2]] == [live.name for live in lives]
+    assert written[1][1] > latest // 3  # as it was when its copy was taken
+    assert metric_of(engine, "tachyscope_snapshots_total", result="written") >= 2
+
+
+def test_a_snapshot_without_memory_for_its_copy_is_told(engine, monkeypatch):
+    with serving(engine) as client, playing(client) as player:
+        live = engine.room.sessions[player.opened["session"]]
+
+        def full(host=True):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(live.lane.stream, "snapshot", full)
+        notice = player.until("notice")
+        assert (notice["code"], "no memory" in notice["message"]) == ("snapshot_failed", True)
+        player.until_frame(player.latest() + 6)
+        monkeypatch.undo()
+
+
+def test_a_server_compiles_where_its_longest_session_gains(model, tmp_path, monkeypatch):
+    asked, compiled = [], []
+    monkeypatch.setattr(model, "compiling_pays", lambda n: asked.append(n) or n >= 75)
+    monkeypatch.setattr(model, "compile", lambda: compiled.append(True))
+    for frames in (30, 3_600):
+        limits = Limits(session_frames=frames)
+        served = engines.make_engine(model, "toy-chunks", Snapshots(str(tmp_path)), "fast", limits)
+        predicted = need(model.on_meta(), "fast", frames=frames)
+        assert served.room.bytes_of("fast") == predicted.of_video
+        assert predicted.of_video == (
+            sum(predicted.cache.values()) + predicted.prompt + predicted.decoder_state
+        )
+    assert (asked, compiled) == ([10, 1_200], [True])
 
 
 def test_recorded_frames_are_an_mp4_for_who_has_the_secret(engine):

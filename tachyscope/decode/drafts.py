@@ -154,7 +154,7 @@ class Launches:
         if self.graph:
             # the launches have been compiled by now
             recorded = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(recorded):
+            with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
                 self.work()
             self.recorded = recorded
 

@@ -250,7 +250,7 @@ class DecodeEngine:
         if self.graph:
             # the launches of a step have been compiled by now
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.step(whole)
             self.recorded[whole] = graph
 

@@ -8,6 +8,7 @@ lost its client stays too until its memory is needed, and then waits as a snapsh
 from __future__ import annotations
 
 import hmac
+import os
 import shutil
 import threading
 import time
@@ -18,7 +19,10 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, TypeVar
 
+import torch
+
 from tachyscope.errors import TachyscopeError
+from tachyscope.memory import ROOM, need
 from tachyscope.models.base import VideoModel
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Opening
@@ -29,6 +33,7 @@ from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.room import Full, Room
 from tachyscope.serve.snapshots import Snapshots
 from tachyscope.serve.turns import Turns
+from tachyscope.stream import chunks_for
 
 T = TypeVar("T")
 Tell = Callable[[Event], None]
@@ -213,14 +218,15 @@ class Engine:
                 _answer(work, future)
             if live is not None and not calls:
                 self.turns.take(live)
+            self.keeper.go_on()
             if time.monotonic() - self._swept > SWEEP_S:
                 self._sweep()
         self._save_all()
 
     def _save_all(self) -> None:
         for live in list(self.room.sessions.values()):
-            if live.chunk and live.chunk not in live.saved:
-                self.keeper.save(live)
+            if live.chunk:
+                self.keeper.is_saved(live)
             live.say(type="closed", reason="the server is stopping: resume in a minute")
             self.room.forget(live)
         for _, future in self._calls:
@@ -249,6 +255,36 @@ class Engine:
                 self.room.forget(live)
                 self.metrics.ended.labels("kept").inc()
         self.keeper.sweep(self.limits.kept_s)
+
+
+def make_engine(
+    model: VideoModel,
+    name: str,
+    snapshots: Snapshots,
+    plan: str,
+    limits: Limits,
+    budget: int | None = None,
+    snapshot_chunks: int = SNAPSHOT_CHUNKS,
+) -> Engine:
+    """An engine as a server runs it; its model's layers are compiled where sessions gain by it."""
+    if model.compiling_pays(chunks_for(model, model.shape().chunk, 0, limits.session_frames)):
+        model.compile()
+    budget = default_budget(model, plan) if budget is None else budget
+    return Engine(
+        model, name, snapshots, plan=plan, budget=budget, limits=limits, metrics=Metrics(),
+        snapshot_chunks=snapshot_chunks,
+    )  # fmt: skip
+
+
+def default_budget(model: VideoModel, plan: str) -> int:
+    """Bytes for sessions: what a GPU has left, or half of the machine's memory."""
+    if model.device.type != "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    free, _ = torch.cuda.mem_get_info(model.device)
+    predicted = need(model.on_meta(), plan, frames=1)
+    # beside sessions: a chunk that is made and decoded, and the copy of a session for its snapshot
+    others = predicted.making + predicted.decoding + predicted.of_video
+    return max(0, int(ROOM * free) - others)
 
 
 def _answer(work: Callable[[], Any], future: Future[Any]) -> None:

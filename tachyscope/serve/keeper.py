@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
+from tachyscope.errors import is_out_of_memory
+from tachyscope.serve.lane import Lane
 from tachyscope.serve.live import Live
 from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.snapshots import Saved, Snapshots
@@ -21,24 +25,30 @@ class Keeper:
     def __init__(self, snapshots: Snapshots, metrics: Metrics) -> None:
         self.snapshots, self.metrics = snapshots, metrics
         self._writer = ThreadPoolExecutor(1, "tachyscope-snapshots")
+        self._waiting: dict[str, Live] = {}  # by name, in the order in which they came
+        self._writing = False
+        self._stream: torch.cuda.Stream | None = None  # copies to the host
 
     def save(self, live: Live) -> None:
-        """Write a snapshot; none while the last one is being written."""
-        if not live.kept:
-            return
-        if live.lane is None or live.saving:
-            self.metrics.snapshots.labels("skipped").inc()
-            return
-        state, saved, chunk = live.lane.stream.snapshot(), live.to_save(), live.chunk
-        live.saving = True
-        self._writer.submit(self._write, live, saved, chunk, state)
+        """Write a snapshot, as soon as no other is being written: each takes a copy in memory."""
+        if live.kept:
+            self._waiting[live.name] = live
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Begin with the next session that waits to be written, where none is being written."""
+        while self._waiting and not self._writing:
+            live = self._waiting.pop(next(iter(self._waiting)))
+            if live.lane is not None and live.chunk not in live.saved:
+                self._begin(live.lane, live)
 
     def is_saved(self, live: Live) -> bool:
         """Whether a session lies on disk as it is; it is written now if it does not."""
-        for _ in range(2):  # the first time another may be under way
-            if live.chunk not in live.saved:
-                self.save(live)
-                self.wait()
+        if live.chunk not in live.saved:
+            self.save(live)
+        while live.name in self._waiting or self._writing:
+            self.wait()
+            self.go_on()
         return live.chunk in live.saved
 
     def load(self, live: Live, chunk: int) -> dict[str, Tensor]:
@@ -58,19 +68,23 @@ class Keeper:
     def stop(self) -> None:
         self._writer.shutdown()
 
-    def _write(self, live: Live, saved: Saved, chunk: int, state: Mapping[str, Tensor]) -> None:
+    def _begin(self, lane: Lane, live: Live) -> None:
         try:
-            files, size = self.snapshots.save(live.name, saved, chunk, state)
+            state = lane.stream.snapshot()
+        except RuntimeError as fault:
+            if not is_out_of_memory(fault):
+                raise
+            self._failed(live, "no memory for a copy of it")
+            return
+        self._writing = True
+        self._writer.submit(self._write, live, live.to_save(), live.chunk, state)
+
+    def _write(self, live: Live, saved: Saved, chunk: int, state: dict[str, Tensor]) -> None:
+        try:
+            with self._beside(state):
+                files, size = self.snapshots.save(live.name, saved, chunk, state)
         except OSError as fault:
-            self.metrics.snapshots.labels("failed").inc()
-            reason = (fault.strerror or str(fault)).lower()
-            logger.warning("snapshot of session %s failed: %s", live.name, reason)
-            live.say(
-                type="notice",
-                code="snapshot_failed",
-                message=f"the last snapshot could not be written ({reason}): the session goes on, "
-                f"and after a fault resumes from an older one",
-            )
+            self._failed(live, (fault.strerror or str(fault)).lower())
         else:
             self.metrics.snapshots.labels("written").inc()
             self.metrics.snapshot_bytes.inc(size)
@@ -78,4 +92,23 @@ class Keeper:
                 live.files = files
                 live.say(type="snapshot", chunk=chunk, chunks=live.saved)
         finally:
-            live.saving = False
+            self._writing = False
+
+    def _beside(self, state: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+        """Copy from a GPU beside the chunks that sessions make, not between them."""
+        device = next((x.device for x in state.values() if x.is_cuda), None)
+        if device is None:
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.default_stream(device))  # which made the state
+        return torch.cuda.stream(self._stream)
+
+    def _failed(self, live: Live, reason: str) -> None:
+        self.metrics.snapshots.labels("failed").inc()
+        logger.warning("snapshot of session %s failed: %s", live.name, reason)
+        live.say(
+            type="notice",
+            code="snapshot_failed",
+            message=f"the last snapshot could not be written ({reason}): the session goes on, "
+            f"and after a fault resumes from an older one",
+        )

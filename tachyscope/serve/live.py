@@ -67,7 +67,6 @@ class Live:
     due: float = field(default_factory=time.monotonic)
     used: float = field(default_factory=time.monotonic)  # when it last had a client
     kept: bool = True  # on disk
-    saving: bool = False  # a snapshot is being written
     recording: Recording | None = None
     map: ReadMap | None = None  # watches its lane
     _held: str = ""

@@ -27,13 +27,12 @@ from tachyscope.errors import TachyscopeError
 from tachyscope.models.registry import load
 from tachyscope.serve.app import ENCODERS
 from tachyscope.serve.connection import Connection
-from tachyscope.serve.engine import SNAPSHOT_CHUNKS, Engine
+from tachyscope.serve.engine import SNAPSHOT_CHUNKS, make_engine
 from tachyscope.serve.jobs import Jobs
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.ray_videos import VideoFiles
 from tachyscope.serve.room import Full
-from tachyscope.serve.server import Place, address, default_budget, listen, uvicorn_config
+from tachyscope.serve.server import Place, address, listen, uvicorn_config
 from tachyscope.serve.snapshots import Snapshots
 
 PROGRESS_S = 0.5  # between two looks at a video that is made
@@ -90,17 +89,10 @@ class Sessions:
 
     def __init__(self, settings: Settings) -> None:
         model = load(settings.model, settings.weights, device=settings.device, dtype=settings.dtype)
-        budget = settings.budget
-        self.engine = Engine(
-            model,
-            settings.model,
-            Snapshots(settings.state),
-            plan=settings.plan,
-            budget=default_budget(model, settings.plan) if budget is None else budget,
-            limits=settings.limits,
-            metrics=Metrics(),
-            snapshot_chunks=settings.snapshot_chunks,
-        )
+        self.engine = make_engine(
+            model, settings.model, Snapshots(settings.state), settings.plan, settings.limits,
+            settings.budget, settings.snapshot_chunks,
+        )  # fmt: skip
         self.jobs, self._files = Jobs(self.engine), VideoFiles(settings.state)
         self._pool = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
         self.name: str = serve.get_replica_context().replica_id.unique_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import tempfile
@@ -12,17 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import uvicorn
 from starlette.applications import Starlette
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.memory import ROOM, need
 from tachyscope.models.base import VideoModel
 from tachyscope.serve.app import make_app
-from tachyscope.serve.engine import SNAPSHOT_CHUNKS, Engine
+from tachyscope.serve.engine import SNAPSHOT_CHUNKS, make_engine
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.security import LOCAL, Guard
 from tachyscope.serve.snapshots import Snapshots
 
@@ -49,15 +45,6 @@ class Place:
     def guard(self) -> Guard:
         # here by no other name: a site's own name may be made to lead here
         return Guard(self.tokens, self.origins, LOCAL if self.host in LOCAL else ())
-
-
-def default_budget(model: VideoModel, plan: str) -> int:
-    """Bytes for sessions' caches: what a GPU has left, or half of the machine's memory."""
-    if model.device.type != "cuda":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    free, _ = torch.cuda.mem_get_info(model.device)
-    predicted = need(model.on_meta(), plan, frames=1)
-    return max(0, int(ROOM * free) - predicted.making - predicted.decoding)
 
 
 @contextmanager
@@ -88,11 +75,7 @@ def run(
     """Serve until a signal comes."""
     listener = listen(place)
     with kept_in(state) as snapshots, listener:
-        engine = Engine(
-            model, name, snapshots, plan=plan, limits=limits, metrics=Metrics(),
-            budget=default_budget(model, plan) if budget is None else budget,
-            snapshot_chunks=snapshot_chunks,
-        )  # fmt: skip
+        engine = make_engine(model, name, snapshots, plan, limits, budget, snapshot_chunks)
         url = address(place, listener)
         print(f"{name} by plan {plan}: {url} (Ctrl-C ends it)", flush=True)
         if open_page:

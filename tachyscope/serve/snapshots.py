@@ -11,18 +11,25 @@ import hashlib
 import hmac
 import json
 import re
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
 
 VERSION = 1
+DTYPES = {  # by the names of safetensors
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 KEPT = 4  # snapshots of a session that one can go back to
 NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -49,13 +56,15 @@ class Snapshots:
         self.fs.makedirs(self.root, exist_ok=True)
 
     def save(
-        self, name: str, saved: Saved, chunk: int, state: Mapping[str, Tensor]
+        self, name: str, saved: Saved, chunk: int, state: dict[str, Tensor]
     ) -> tuple[tuple[tuple[int, str], ...], int]:
-        """Add a snapshot to a session, drop those that are too old; the files, and its bytes."""
+        """Add a snapshot to a session, drop those that are too old; the files, and its bytes.
+
+        The state's tensors are let go of one by one.
+        """
         folder, file = self._folder(name), f"{saved.generation}-{chunk}.safetensors"
         self.fs.makedirs(folder, exist_ok=True)
-        data = safetensors.torch.save({key: x.cpu().contiguous() for key, x in state.items()})
-        self._write(f"{folder}/{file}", data)
+        size = self._write(f"{folder}/{file}", pack(state))
         files = (*(one for one in saved.files if one[0] < chunk), (chunk, file))[-KEPT:]
         text = {
             "version": VERSION,
@@ -65,12 +74,12 @@ class Snapshots:
             "saved": time.time(),
             "log": saved.log,
         }
-        self._write(f"{folder}/session.json", json.dumps(text).encode())
+        self._write(f"{folder}/session.json", [json.dumps(text).encode()])
         listed = {name for _, name in files} | {"session.json"}
         for path in self.fs.ls(folder, detail=False):
             if path.rsplit("/", 1)[-1] not in listed:
                 self.fs.rm_file(path)
-        return files, len(data)
+        return files, size
 
     def find(self, name: str, secret: str) -> Saved:
         """A session that was saved; raises where there is none, or the secret is another."""
@@ -118,12 +127,38 @@ class Snapshots:
             raise TachyscopeError("a session's name is 16 hexadecimal digits")
         return f"{self.root}/{name}"
 
-    def _write(self, path: str, data: bytes) -> None:
+    def _write(self, path: str, parts: Iterable[bytes | memoryview]) -> int:
+        """Write a file, piece by piece; its bytes."""
         part = f"{path}.part"
         try:
-            self.fs.pipe_file(part, data)
+            size = 0
+            with self.fs.open(part, "wb") as file:
+                for piece in parts:
+                    file.write(piece)
+                    size += len(piece)
             self.fs.mv(part, path)
         except BaseException:
             if self.fs.exists(part):
                 self.fs.rm_file(part)
             raise
+        return size
+
+
+def pack(state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file in pieces: one tensor after the other comes to the host, and is let go.
+
+    safetensors' own writer makes one piece of all, in which time no other thread of Python runs.
+    """
+    names = sorted(state, key=lambda name: (-state[name].itemsize, name))  # each begins aligned
+    header, end = {}, 0
+    for name in names:
+        x, begin = state[name], end
+        end += x.nbytes
+        kind = {"dtype": DTYPES[x.dtype], "shape": list(x.shape)}
+        header[name] = kind | {"data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in names:
+        x = state.pop(name).cpu().contiguous()
+        yield x.flatten().view(torch.uint8).numpy().data
