@@ -1,96 +1,189 @@
 """What serving costs beside a plain rollout, on one GPU: one session, then four in turns.
 
-    python scripts/bench_served.py --out DIR [--chunks 30] [--sessions 4]
+    python scripts/bench_served.py --out DIR [--chunks 32] [--sessions 4]
 
-The server's engine runs in this process, without HTTP: sessions take turns as they do there, and
-their frames are decoded and handed over. A rollout and one session run by turns, `--rounds` times.
-Random weights at Self-Forcing's shape. Needs prometheus_client beside torch, numpy and safetensors.
+The engine of `tachyscope serve` runs as the server makes it: same memory, turns, snapshots and
+compiled layers. Clients are in this process: their frames are encoded and queued as for a WebSocket
+and go no further. Rollout, session, session, rollout are timed one after the other; of the session
+`--chunks` chunks once it is warm, of the others half as many. Random weights at Self-Forcing's
+shape, and of Wan's VAE, or of a tiny decoder where diffusers is not installed. Needs
+prometheus_client and starlette beside torch, numpy and safetensors.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import shlex
-import statistics
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 
 from tachyscope.models.registry import load
+from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.results import Document, document, emit
 from tachyscope.rollout import rollout
 from tachyscope.serve import protocol
-from tachyscope.serve.engine import Engine
+from tachyscope.serve.connection import Connection
+from tachyscope.serve.engine import SNAPSHOT_CHUNKS, Engine, make_engine
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.live import Show, Told
-from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.snapshots import Snapshots
 
-WARM = 12  # chunks until a cache of 21 latent frames is full and its CUDA graph recorded
-TARGETS = {"one": 0.95, "turns": 0.93}
+WARM = 10  # chunks until a cache of 21 latent frames is full and its CUDA graph recorded
+PATIENCE_S = 120.0  # for the next chunk, programs that are compiled included
+ENCODERS = 2  # threads, as the server has them
+TARGETS = {"one": 0.95, "turns": 0.93, "bytes": 0.10}
+Mark = tuple[float, int]  # when a chunk was there, and its frames
 
 
-def rate_of_rollout(model: Any, plan: str, chunks: int, frames: int) -> float:
-    """Frames/s of a rollout, once it is warm."""
-    marks = []
-    for chunk in rollout(model, plan, frames=(WARM + chunks) * frames):
+class Client:
+    """A WebSocket that goes nowhere, and what came through it."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self.pictures = 0
+        self.snapshot_at = 0.0
+        self.applied: set[int] = set()
+        self.fault = ""
+        self._inbox: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        text = json.dumps({"type": kind, **fields})
+        self._inbox.put_nowait({"type": "websocket.receive", "text": text})
+
+    async def receive(self) -> Any:
+        return await self._inbox.get()
+
+    async def send_text(self, data: str) -> None:
+        message = json.loads(data)
+        match message["type"]:
+            case "chunk":
+                self.marks.append((time.perf_counter(), message["frames"]))
+            case "snapshot":
+                self.snapshot_at = time.perf_counter()
+            case "receipt" if message["phase"] == "applied":
+                self.applied.add(message["id"])
+            case "error":
+                self.fault = message["message"]
+
+    async def send_bytes(self, data: bytes) -> None:
+        self.pictures += 1
+
+    async def close(self, code: int, reason: str | None) -> None:
+        self.fault = self.fault or f"closed with {code}: {reason}"
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        begun, seen = time.perf_counter(), -1
+        while not done():
+            if len(self.marks) != seen:
+                begun, seen = time.perf_counter(), len(self.marks)
+            if self.fault or time.perf_counter() - begun > PATIENCE_S:
+                raise RuntimeError(self.fault or f"no chunk in {PATIENCE_S:g} s")
+            await asyncio.sleep(0.01)
+
+
+def time_rollout(model: Any, plan: str, chunks: int) -> Document:
+    """A user's own rollout, once it is warm."""
+    each = model.pixel_frames(2 * model.shape().chunk) - model.pixel_frames(model.shape().chunk)
+    marks, graphs = [], []
+    for chunk in rollout(model, plan, frames=(WARM + chunks) * each):
         marks.append((time.perf_counter(), len(chunk.frames)))
-    return _rate(marks)
-
-
-def _rate(marks: list[tuple[float, int]]) -> float:
+        graphs.append(chunk.stats["cuda_graph"])
     late = marks[WARM - 1 :]
-    return sum(n for _, n in late[1:]) / (late[-1][0] - late[0][0])
+    return {"fps": _rate(late), "chunk_ms": _gaps(late), "graphs": sum(graphs[WARM:])}
 
 
-def make_engine(model: Any, name: str, plan: str, folder: str) -> Engine:
-    return Engine(
-        model, name, Snapshots(folder), plan=plan, budget=10**15, limits=Limits(),
-        metrics=Metrics(), snapshot_chunks=10**9,
-    )  # fmt: skip
+async def time_sessions(engine: Engine, count: int, chunks: int) -> Document:
+    """Sessions that play at once, each opened and warm before the next."""
+    clients = [Client() for _ in range(count)]
+    pool, tasks, used = ThreadPoolExecutor(ENCODERS), [], [_used(engine.model.device)]
+    try:
+        for i, client in enumerate(clients):
+            client.send("open", seed=i, pace="free")
+            tasks.append(asyncio.create_task(Connection(client, engine, pool).run()))
+            await client.until(lambda one=client: len(one.marks) >= WARM)
+            client.send("pause", id=1, paused=True)
+            await client.until(lambda one=client: 1 in one.applied)
+            used.append(_used(engine.model.device))
+        before = [len(one.marks) for one in clients]
+        for client in clients:
+            client.send("pause", id=2, paused=False)
+        for client, start in zip(clients, before, strict=True):
+            # the first is where the time begins
+            await client.until(lambda one=client, n=start + 1 + chunks: len(one.marks) >= n)
+        late = [one.marks[start:] for one, start in zip(clients, before, strict=True)]
+        result = _turns(late) | {"used_bytes": used}
+        if chunks + WARM > SNAPSHOT_CHUNKS:
+            written = clients[0].marks[SNAPSHOT_CHUNKS - 1][0]
+            await clients[0].until(lambda: clients[0].snapshot_at > 0)
+            result["snapshot_s"] = clients[0].snapshot_at - written
+            result["fps_before_snapshot"] = _rate(clients[0].marks[before[0] : SNAPSHOT_CHUNKS])
+        lanes = [live.lane for live in engine.room.sessions.values() if live.lane]
+        result["graphs"] = sum(lane.stream.runner.replayed for lane in lanes)
+        result["pictures"] = sum(one.pictures for one in clients)
+        return result
+    finally:
+        for client in clients:
+            client.send("close")
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+        await asyncio.to_thread(engine.keeper.wait)
+        pool.shutdown()
 
 
-def rates_of_sessions(engine: Engine, count: int, chunks: int) -> tuple[list[float], list[int]]:
-    """Frames/s of every session while all of them play, and bytes on the device after each."""
-    marks: list[list[tuple[float, int]]] = [[] for _ in range(count)]
-    held, lives = [], []
-
-    def listen(i: int) -> Any:
-        def tell(message: Told) -> None:
-            if isinstance(message, Show):
-                marks[i].append((time.perf_counter(), len(message.frames)))
-
-        return tell
-
-    for i in range(count):
-        opening = protocol.Open(seed=i, pace="free")
-        live = engine.call(lambda o=opening, i=i: engine.open(o, listen(i))).result()
-        lives.append(live)
-        while len(marks[i]) < WARM:  # its CUDA graph is there
-            time.sleep(0.05)
-        held.append(_allocated(engine.model.device))
-    begun = max(one[-1][0] for one in marks)
-    for one in marks:  # what counts begins now
-        one.clear()
-    while any(len(one) < chunks for one in marks):
-        time.sleep(0.05)
-    rates = []
-    end = min(one[-1][0] for one in marks)
-    for one in marks:
-        within = [n for at, n in one if begun < at <= end]
-        rates.append(sum(within) / (end - begun))
-    for live in lives:
-        engine.call(lambda one=live: engine.close(one)).result()
-    return rates, held
+def _turns(marks: Sequence[Sequence[Mark]]) -> Document:
+    """Frames/s of all together while all of them play."""
+    begun, end = max(one[0][0] for one in marks), min(one[-1][0] for one in marks)
+    together = sorted(mark for one in marks for mark in one if begun <= mark[0] <= end)
+    each = [sum(n for at, n in one if begun < at <= end) / (end - begun) for one in marks]
+    return {"fps": _rate(together), "chunk_ms": _gaps(together), "fps_each": each}
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+def _rate(marks: Sequence[Mark]) -> float:
+    return sum(n for _, n in marks[1:]) / (marks[-1][0] - marks[0][0])
+
+
+def _gaps(marks: Sequence[Mark]) -> list[float]:
+    return [round(1e3 * (b[0] - a[0]), 1) for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def _used(device: torch.device) -> int:
+    """Bytes of the device that this process and others hold, gaps left out."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def compare(row: Document) -> None:
+    """The ratios that are asked for, of the parts that are there."""
+    rollouts, ones = row["rollout"], row["one"]
+    if rollouts and ones:
+        row["one_over_rollout"] = mean(x["fps"] for x in ones) / mean(x["fps"] for x in rollouts)
+    if len(rollouts) > 1:
+        fps = [x["fps"] for x in rollouts]
+        row["rollout_spread"] = max(fps) / min(fps)
+    if ones and "turns" in row:
+        # sessions in turns are timed between two snapshots, so one is too
+        one = mean(x.get("fps_before_snapshot", x["fps"]) for x in ones)
+        row["turns_over_one"] = row["turns"]["fps"] / one
+        used = row["turns"]["used_bytes"]
+        row["bytes_a_session"] = [b - a for a, b in zip(used, used[1:], strict=False)]
+        # the first brings what sessions share: programs, workspaces of libraries
+        later = row["bytes_a_session"][1:] or [0]
+        row["bytes_over_reserved"] = mean(later) / row["reserved_bytes"]
 
 
 def main() -> None:
@@ -100,49 +193,64 @@ def main() -> None:
     parser.add_argument("--plan", default="fast")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--chunks", type=int, default=30)
+    parser.add_argument("--chunks", type=int, default=32)
     parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     published = options.model not in ("toy-chunks", "atrium-world")
     weights = "random" if published else None
+    begun = time.perf_counter()
     model: Any = load(options.model, weights, device=options.device, dtype=options.dtype)
-    if published:  # as large as the published one
+    if published and find_spec("diffusers") is not None:  # as large as the published one
         model.decoder = WanVae.sized(model.config.in_channels, model.dtype)
-    frames = model.pixel_frames(2 * model.shape().chunk) - model.pixel_frames(model.shape().chunk)
-    row: Document = {"model": options.model, "plan": options.plan, "rollout": [], "one": []}
-    device = model.device.type
+    elif published:
+        model.decoder = TinyDecoder.read("random-tiny", model.config, model.device, model.dtype)
+    row: Document = {
+        "model": options.model, "plan": options.plan, "decoder": model.decoder_name,
+        "encoder": "jpeg", "targets": TARGETS, "snapshot_chunks": SNAPSHOT_CHUNKS,
+        "rollout": [], "one": [], "faults": [],
+    }  # fmt: skip
+    if find_spec("PIL") is None:  # costs more than JPEG does
+        row["encoder"] = "zlib"
+        protocol.encode = lambda frame, *_: zlib.compress(frame.tobytes(), 1)
 
-    def write() -> None:
+    def part(name: str, work: Callable[[], Document]) -> None:
+        """One part, written as soon as it is done; a fault in it ends no other."""
+        try:
+            done = work()
+        except Exception as fault:
+            row["faults"].append(f"{name}: {type(fault).__name__}: {fault}"[:500])
+            done = {}
+        if done and isinstance(row.get(name), list):
+            row[name].append(done)
+        elif done:
+            row[name] = done
+        compare(row)
         command = shlex.join([Path(sys.executable).name, *sys.argv])
-        emit(document("served", [row], command, device=device), str(options.out / "served.json"))
-        print({key: value for key, value in row.items() if key != "plan"}, flush=True)
+        results = document("served", [row], command, device=model.device.type)
+        emit(results, str(options.out / "served.json"))
+        told = {key: value for key, value in done.items() if key != "chunk_ms"}
+        print(
+            f"{time.perf_counter() - begun:.0f} s, {name}: {told or row['faults'][-1]}", flush=True
+        )
 
+    half = max(2, options.chunks // 2)
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(model, options.model, options.plan, folder)
+        engine = make_engine(model, options.model, Snapshots(folder), options.plan, Limits())
         row["reserved_bytes"] = engine.room.bytes_of(options.plan)
+        row["budget_bytes"] = engine.room.budget
         engine.start()
         try:
-            for _ in range(options.rounds):
-                row["rollout"].append(rate_of_rollout(model, options.plan, options.chunks, frames))
-                write()
-                (rate,), _ = rates_of_sessions(engine, 1, options.chunks)
-                row["one"].append(rate)
-                write()
-            rates, held = rates_of_sessions(engine, options.sessions, options.chunks)
-            row["turns"], row["allocated_bytes"] = rates, held
-            row["one_over_rollout"] = statistics.median(row["one"]) / statistics.median(
-                row["rollout"]
-            )
-            row["turns_over_one"] = sum(rates) / statistics.median(row["one"])
-            row["rollout_spread"] = max(row["rollout"]) / min(row["rollout"])
-            steps = [b - a for a, b in zip(held, held[1:], strict=False)]
-            row["bytes_a_session"] = steps
-            row["targets"] = TARGETS
-            write()
+            for name in ("rollout", "one", "one", "rollout"):
+                if name == "rollout":
+                    part(name, lambda: time_rollout(model, options.plan, half))
+                else:
+                    part(name, lambda: asyncio.run(time_sessions(engine, 1, options.chunks)))
+            part("turns", lambda: asyncio.run(time_sessions(engine, options.sessions, half)))
         finally:
             engine.stop()
+    ratios = ("one_over_rollout", "rollout_spread", "turns_over_one", "bytes_over_reserved")
+    print({name: round(row[name], 4) for name in ratios if name in row}, row["faults"], flush=True)
 
 
 if __name__ == "__main__":
