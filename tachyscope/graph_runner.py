@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from tachyscope.kernels.device import has_decode_kernel
 from tachyscope.models.base import Ready, VideoModel
 from tachyscope.session import Session
 
-Make = Callable[[], Tensor]
+Make = Callable[[Ready | None], Tensor]
 
 
 class Recorded(Protocol):
@@ -23,24 +24,49 @@ class Recorded(Protocol):
 
     latents: Tensor
 
-    def repeat(self) -> None: ...
+    def repeat(self, ready: Ready | None) -> None: ...
 
 
 class Graph:
-    """Launches on a CUDA device, recorded while the host goes through a chunk."""
+    """Launches on a CUDA device, recorded while the host goes through a chunk.
 
-    def __init__(self, session: Session, make: Make) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        # noise goes on from repetition to repetition
-        for generator in session.generators:
-            self.graph.register_generator_state(generator)
-        # another thread may copy a snapshot to the host meanwhile
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.latents = make()
-        self.graph.replay()  # nothing ran while it was recorded
+    Where somebody waits for the latents they are two graphs: the second begins where the latents
+    are final, and writes the cache. `ready` is handed them in between.
+    """
 
-    def repeat(self) -> None:
-        self.graph.replay()
+    def __init__(self, session: Session, make: Make, ready: Ready | None) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        # copies of a bank may go on from pass to pass, and a graph must end with all it began
+        split = ready is not None and session.layers[0].bank is None
+        with ExitStack() as recording:
+
+            def record() -> None:
+                graph = torch.cuda.CUDAGraph()
+                # noise goes on from repetition to repetition
+                for generator in session.generators:
+                    graph.register_generator_state(generator)
+                # one memory for both, which run one after the other; another thread may copy a
+                # snapshot to the host meanwhile
+                pool = self.graphs[0].pool() if self.graphs else None
+                capture = torch.cuda.graph(graph, pool, capture_error_mode="thread_local")
+                recording.enter_context(capture)
+                self.graphs.append(graph)
+
+            def cut(latents: Tensor) -> None:
+                recording.close()  # the first graph
+                record()
+
+            record()
+            self.latents = make(cut if split else None)
+        self.repeat(ready)  # nothing ran while it was recorded
+
+    def repeat(self, ready: Ready | None) -> None:
+        first, *rest = self.graphs
+        first.replay()
+        if ready is not None:
+            ready(self.latents.clone())
+        for graph in rest:
+            graph.replay()
 
 
 class ChunkRunner:
@@ -49,7 +75,7 @@ class ChunkRunner:
     Of a plan with a bound every chunk asks for the same launches, on the same memory, once the
     cache is full; what differs, time, noise and actions, are numbers on the device. With `record`
     the third such chunk is recorded, and those after it are asked for in one call: the host would
-    else take longer to ask than the device to answer. What a chunk counts is then actions from the
+    else take longer to ask than the device to answer. What a chunk counts is then known from the
     last two: it grows by the same each time.
     """
 
@@ -57,7 +83,7 @@ class ChunkRunner:
         self,
         model: VideoModel,
         session: Session,
-        record: Callable[[Session, Make], Recorded] | None = None,
+        record: Callable[[Session, Make, Ready | None], Recorded] | None = None,
     ) -> None:
         self.model, self.session = model, session
         self.record = record
@@ -69,7 +95,7 @@ class ChunkRunner:
         self.replayed = False  # whether the last chunk was made by recorded launches
 
     def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
-        """The next chunk's latents; `ready` is handed them early where nothing is recorded."""
+        """The next chunk's latents; `ready` is handed them before they are in the cache."""
         self.replayed = self._recorded is not None
         latents = self._next(moves, ready)
         self.replayed &= self._recorded is not None
@@ -89,15 +115,14 @@ class ChunkRunner:
             self.forget()
             self._memory = memory
         if self._recorded is not None:
-            return self._repeat(moves)
+            return self._repeat(moves, ready)
         before = session.meter.counted()
         if len(self._alike) < 2:
-            latents = self._make(moves)
+            latents = self._make(moves, ready)
         else:
             actions = self._actions = self.model.actions_tensor(moves, session.shape.chunk)
-            self._recorded = self.record(
-                session, lambda: self._make(moves if actions is None else actions)
-            )
+            given = moves if actions is None else actions
+            self._recorded = self.record(session, lambda cut: self._make(given, cut), ready)
             latents = self._recorded.latents.clone()
             session.latents = latents
         counts = _difference(session.meter.counted(), before)
@@ -117,12 +142,12 @@ class ChunkRunner:
         self.session.latents = latents
         return latents
 
-    def _repeat(self, moves: Sequence[int]) -> Tensor:
+    def _repeat(self, moves: Sequence[int], ready: Ready | None) -> Tensor:
         assert self._recorded is not None
         actions = self.model.actions_tensor(moves, self.session.shape.chunk)
         if actions is not None and self._actions is not None:
             self._actions.copy_(actions)
-        self._recorded.repeat()
+        self._recorded.repeat(ready)
         session, (first, last) = self.session, self._alike
         counts = {name: 2 * value - first[name] for name, value in last.items()}
         for name, value in counts.items():
@@ -138,7 +163,7 @@ class FrameRunner:
     """Makes the frames of a token model's session by the decode engine, one a call.
 
     With `graph` a step is recorded at the first token, and serves every token after it: as a CUDA
-    graph, on a CPU as a native program. While an observer reads what it is actions, each token is a
+    graph, on a CPU as a native program. While an observer reads what it is told, each token is a
     pass of its own.
     """
 

@@ -204,33 +204,36 @@ class Stream:
         `actions` are as `rollout` takes them, for the frames of this chunk; a single one is held
         for all of them. The same actions, in steps or in a rollout, make the same video.
 
-        `show` is handed the chunk's frames once they are decoded. On a CPU that is before the clean
-        pass and the cache's upkeep, a third of a step; on a GPU, where a chunk may be one CUDA
-        graph, it is after them.
+        `show` is handed the chunk's frames once they are decoded, before the clean pass and the
+        cache's upkeep: on a CPU a third of a step. A chunk is then two CUDA graphs, with decoding
+        between them, if the first that is recorded is shown.
         """
         self.check_free()
         frames = self.next_frames
         moves = parse_actions("" if actions is None else actions, self.model.actions, frames)
         if actions is not None and len(actions) == 1:
             moves = moves[:1] * frames
-        early = self.model.overlaps_decode and self.model.device.type == "cpu"
-        if show is None or not early:
+        if show is None or not self.model.overlaps_decode:
             chunk = self.decode(self.generate(moves))
             if show is not None:
                 show(chunk.frames)
             return chunk
         shown: list[np.ndarray] = []
+        spent: dict[str, float] = {}
 
         def ready(latents: Tensor) -> None:
             begun = time.perf_counter()
+            if latents.is_cuda:
+                torch.cuda.current_stream(latents.device).synchronize()
+            there = time.perf_counter()
             shown.append(self.frames_of(latents))
             show(shown[0])
-            spent = 1e3 * (time.perf_counter() - begun)
-            for name, ms in (("decode_ms", spent), ("chunk_ms", -spent), ("host_ms", -spent)):
-                self.session.meter.add(name, ms)
+            now = time.perf_counter()
+            spent.update(decode_ms=there - now, chunk_ms=now - there, host_ms=now - begun)
 
         made = self.generate(moves, ready)
-        return Chunk(made.index, shown[0], made.stats)
+        taken = {name: made.stats.get(name, 0.0) - 1e3 * s for name, s in spent.items()}
+        return Chunk(made.index, shown[0], made.stats | taken)
 
     @torch.inference_mode()
     @no_autocast()
@@ -238,7 +241,7 @@ class Stream:
         """The next chunk's latents: `step` without decoding.
 
         `actions` are indices, one a frame; the frames after them stay where they are. `ready` is
-        handed the latents once they are final, where no CUDA graph makes them.
+        handed the latents once they are final, before they are in the cache.
         """
         self._check_open()
         self._switch_prompt()

@@ -27,17 +27,17 @@ HOST = ("chunk", "_latent_frame", "past", "now", "total_entries", "made")
 class Again:
     """Repeats a chunk with the host's numbers as they were: what a device would do by itself."""
 
-    def __init__(self, session, make):
+    def __init__(self, session, make, ready=None):
         self.session, self.make, self.repeats = session, make, 0
         self.host = {name: getattr(session, name) for name in HOST}
-        self.latents = make()
+        self.latents = make(ready)
 
-    def repeat(self):
+    def repeat(self, ready):
         session, meter = self.session, self.session.meter
         now, row = {name: getattr(session, name) for name in HOST}, meter.counted()
         for name, value in self.host.items():
             setattr(session, name, value)
-        self.latents = self.make()
+        self.latents = self.make(ready)
         for name, value in now.items():
             setattr(session, name, value)
         meter._row = row
@@ -93,8 +93,8 @@ def test_repeated_chunks_go_on_walking():
 def _check_repeated(plan, **changes):
     found = []
 
-    def record(session, make):
-        found.append(Again(session, make))
+    def record(*given):
+        found.append(Again(*given))
         return found[-1]
 
     model, session = _open(plan, **changes)
@@ -121,7 +121,7 @@ def _check_repeated(plan, **changes):
     ],
 )
 def test_what_differs_from_chunk_to_chunk_is_never_recorded(plan):
-    def record(session, make):
+    def record(*given):
         raise AssertionError("recorded")
 
     model, session = _open(plan)
@@ -129,7 +129,7 @@ def test_what_differs_from_chunk_to_chunk_is_never_recorded(plan):
 
 
 def test_a_model_that_drops_its_past_at_times_is_never_recorded():
-    def record(session, make):
+    def record(*given):
         raise AssertionError("recorded")
 
     model, session = _open("cache=window:budget=9f", context=Restart(21))
@@ -141,7 +141,7 @@ def test_a_model_that_drops_its_past_at_times_is_never_recorded():
 
 @pytest.mark.parametrize("observer", [StatsObserver, Timing, RecallObserver, Recorder])
 def test_what_the_host_looks_at_is_never_recorded(observer):
-    def record(session, make):
+    def record(*given):
         raise AssertionError("recorded")
 
     model = random_wan(CONFIG)
@@ -153,8 +153,8 @@ def test_what_the_host_looks_at_is_never_recorded(observer):
 def test_a_new_prompt_and_a_taken_up_state_are_recorded_anew():
     found = []
 
-    def record(session, make):
-        found.append(Again(session, make))
+    def record(*given):
+        found.append(Again(*given))
         return found[-1]
 
     model, session = _open("cache=window:budget=9f")

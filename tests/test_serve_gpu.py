@@ -21,6 +21,36 @@ PLAN = "cache=dedup:budget=9f"
 CHUNKS = 12
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "cache=window:budget=9f",
+        "cache=dedup:budget=9f attention=ann:read=0.5,block=32,tile=64 text=pads",
+        "cache=merge:budget=9f replay=attentive:share=0.5",
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frames_leave_between_two_graphs(plan, dtype):
+    """Cut in two, a chunk's launches make what they make in one graph, and what single ones do."""
+    model, keys = ts.load("toy-chunks", device="cuda", dtype=dtype), "wsa.wwsaqe"
+    cut, whole, single = (ts.open(model, plan, seed=3) for _ in range(3))
+    single.runner.record = None
+    shown = []
+    got = [cut.step(key, shown.append if i != 7 else None) for i, key in enumerate(keys)]
+    assert len(cut.runner._recorded.graphs) == 2
+    assert [chunk.stats["cuda_graph"] for chunk in got][-3:] == [1, 1, 1]
+    assert len(shown) == len(keys) - 1  # one was not asked for
+    for other in (whole, single):
+        for one, two in zip(got, [other.step(key) for key in keys], strict=True):
+            assert np.array_equal(one.frames, two.frames)
+            for name in set(one.stats) | set(two.stats):
+                if not name.endswith("_ms") and name != "cuda_graph":
+                    assert one.stats[name] == two.stats[name], name
+        ours, theirs = cut.snapshot(), other.snapshot()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert len(whole.runner._recorded.graphs) == 1
+
+
 def test_sessions_in_turns_make_what_rollouts_make(tmp_path):
     """A snapshot of every chunk: one is copied while another session's graph is recorded."""
     model = ts.load("toy-chunks", device="cuda")

@@ -67,17 +67,28 @@ def test_one_action_is_held_for_the_chunk_and_several_are_one_a_frame():
     assert stream.step("w").index == 0, "what is refused makes nothing"
 
 
-def test_a_key_a_step_is_answered_by_the_graph_from_the_fourth_full_chunk_on():
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_key_a_step_is_answered_by_the_graph_from_the_fourth_full_chunk_on(shows):
     model = random_wan(dataclasses.replace(CONFIG, actions=".wsa"))
     plan, keys, found = "cache=window:budget=9f", "wsa.wwsa", []
 
-    def record(session, make):
-        found.append(Again(session, make))
+    def record(*given):
+        found.append(Again(*given))
         return found[-1]
 
-    stream = ts.open(model, plan, prompt="a b")
+    stream, shown = ts.open(model, plan, prompt="a b"), []
+
+    def show(frames):
+        shown.append((frames, stream.session.total_entries))
+
     stream.runner.record = record
-    got = [stream.step(key) for key in keys]
+    got = [stream.step(key, show if shows else None) for key in keys]
+    entries = 3 * stream.session.shape.tokens_per_frame
+    # before the chunk is in the cache; a repetition has the host's numbers of the one recorded
+    assert [at for _, at in shown[:5]] == [entries * i for i in range(5 * shows)]
+    assert len(shown) == len(keys) * shows
+    assert all(frames is chunk.frames for (frames, _), chunk in zip(shown, got, strict=False))
+    assert all(0 < chunk.stats["decode_ms"] < 1e4 for chunk in got)
     # two chunks fill the cache, two more are compared, the third full one is recorded
     assert [chunk.stats["cuda_graph"] for chunk in got] == [0, 0, 0, 0, 0, 1, 1, 1]
     assert [x.repeats for x in found] == [3]
