@@ -161,6 +161,29 @@ def test_a_killed_replica_s_sessions_go_on_elsewhere(cluster):
     assert goes_on(again, seed=4)
 
 
+def test_sessions_go_where_the_most_bytes_are_free(cluster):
+    until(lambda: len(cluster.replicas()) == 2, "the second replica")
+    large = play(cluster.url, plan="dense")
+    small = [play(cluster.url, plan="fast") for _ in range(5)]
+    sizes = [player.opened["reserved_bytes"] for player in (large, small[0])]
+    assert sizes[0] > 5 * sizes[1]
+    names = [player.opened["session"] for player in (large, *small)]
+    held = [sorted(map(names.index, sessions)) for sessions in cluster.replicas().values()]
+    assert sorted(held) == [[0], [1, 2, 3, 4, 5]]  # by their number it would be three and three
+
+
+def test_sessions_on_their_way_count_as_reserved():
+    from tachyscope.serve.ray_placement import most_free
+
+    a = {"replica": "a", "free_bytes": 100, "session_bytes": 30, "free_sessions": 2}
+    b = {"replica": "b", "free_bytes": 60, "session_bytes": 30, "free_sessions": 9}
+    assert most_free([a, b], {}) == "a"
+    assert most_free([a, b], {"a": 1}) == "a"
+    assert most_free([a, b], {"a": 2}) == "b"  # no session more is allowed there
+    assert most_free([b, a | {"free_sessions": 9}], {"a": 2}) == "b"
+    assert most_free([], {}) == ""
+
+
 def test_an_upgrade_moves_sessions_without_loss_and_bytes_add_replicas(cluster):
     until(lambda: len(cluster.replicas()) == 2, "the second replica")
     player = play(cluster.url, seed=6)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from prometheus_client import CollectorRegistry, Counter, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Counter as CounterMetric
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -27,6 +29,7 @@ from tachyscope.serve import protocol
 from tachyscope.serve.app import NO_RECORDING, Door, accept, describe, page_routes
 from tachyscope.serve.mailbox import GONE, Mailbox
 from tachyscope.serve.ray import Settings
+from tachyscope.serve.ray_placement import most_free
 from tachyscope.serve.ray_videos import RayVideos
 from tachyscope.serve.security import Guard
 from tachyscope.serve.videos import error, video_routes
@@ -41,6 +44,7 @@ class Player:
     """A client's connection, and the replica that plays with it."""
 
     key: str
+    sent_to: str = ""  # the replica that was chosen for it, until it is open
     replica: str = ""  # once it has answered
     moving: bool = False  # to another replica
 
@@ -56,7 +60,7 @@ class Ingress:
 
     def app(self, guard: Guard) -> Starlette:
         settings = self._settings
-        refused = Counter(
+        refused = CounterMetric(
             "tachyscope_refused", "Requests refused.", ["why"], registry=self._registry
         )
         videos = RayVideos(settings.state, self._handle, settings.limits)
@@ -134,14 +138,15 @@ class Ingress:
             return
         player, first = Player(uuid.uuid4().hex), await socket.receive()
         await self._mailbox.open.remote(player.key, first)
+        await self._place(player)
         stream = self._handle.options(stream=True).play.remote(
-            self._mailbox, player.key, _resumed(first.get("text") or "")
+            self._mailbox, player.key, _resumed(first.get("text") or ""), replica=player.sent_to
         )
-        self._players.add(player)
         reading = asyncio.create_task(self._forward(socket, player.key))
         try:
             async for item in stream:
                 if isinstance(item, str):
+                    player.sent_to = ""
                     await socket.send_text(item)
                 elif isinstance(item, bytes):
                     await socket.send_bytes(item)
@@ -158,6 +163,16 @@ class Ingress:
             self._players.discard(player)
             reading.cancel()
             await self._mailbox.put.remote(player.key, GONE)
+
+    async def _place(self, player: Player) -> None:
+        """Choose a replica by the bytes that are free; by Ray's rule where none answers."""
+        try:
+            replicas = await self._ask("whereabouts")
+        except (RayError, RayServeException, TimeoutError):
+            replicas = []
+        coming = Counter(one.sent_to for one in self._players)
+        player.sent_to = most_free(replicas, coming)
+        self._players.add(player)
 
     async def _forward(self, socket: WebSocket, key: str) -> None:
         event: Any = {"type": ""}

@@ -1,10 +1,10 @@
 """Sessions on many machines, by Ray Serve.
 
 The deployment `Sessions` has the model, one replica a GPU. The ingress has the page and the
-WebSockets, on any machine of the cluster, and no model. A live session is one streaming call, and
-so bound to its replica; what its client sends goes through a mailbox. Snapshots lie on an fsspec
-path that all replicas reach: where a replica dies, its clients are told to come back (close code
-1012), and another replica goes on.
+WebSockets, on any machine of the cluster, and no model. A live session is one streaming call to the
+replica with the most bytes free, and so bound to it; what its client sends goes through a mailbox.
+Snapshots lie on an fsspec path that all replicas reach: where a replica dies, its clients are told
+to come back (close code 1012), and another replica goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ray import serve
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.models.registry import load
+from tachyscope.serve import ray_placement
 from tachyscope.serve.app import ENCODERS
 from tachyscope.serve.connection import Connection
 from tachyscope.serve.engine import SNAPSHOT_CHUNKS, make_engine
@@ -98,11 +99,13 @@ class Sessions:
         self.name: str = serve.get_replica_context().replica_id.unique_id
         self.engine.start()
 
-    async def play(self, mailbox: Any, key: str, resumed: str) -> AsyncIterator[Any]:
+    async def play(
+        self, mailbox: Any, key: str, resumed: str, *, replica: str
+    ) -> AsyncIterator[Any]:
         """This replica's name, then all that one client's session sends, until it ends.
 
-        `resumed` is a session's name. When the last item has come, a session that goes on
-        elsewhere has been written.
+        `resumed` is a session's name; `replica` was read by `NamedReplica` on the way. When the
+        last item has come, a session that goes on elsewhere has been written.
         """
         yield {"replica": self.name}
         await self._wait_for(resumed)
@@ -151,9 +154,20 @@ class Sessions:
                 await asyncio.to_thread(self.jobs.delete, job.name)
 
     def whereabouts(self) -> dict[str, Any]:
-        """The replica's name, its process and its sessions."""
-        sessions = list(self.engine.room.sessions)
-        return {"replica": self.name, "pid": os.getpid(), "sessions": sessions}
+        """The replica's name, its process, its sessions, and what is left for more of them."""
+        room = self.engine.room
+        sessions = list(room.sessions)
+        return {
+            "replica": self.name,
+            "pid": os.getpid(),
+            "sessions": sessions,
+            "free_sessions": room.limits.sessions - len(sessions),
+            "free_bytes": room.budget - self._reserved(),
+            "session_bytes": room.bytes_of(self.engine.plan),
+        }
+
+    def _reserved(self) -> int:
+        return sum(one.bytes for one in self.engine.room.resident)
 
     def recording(self, session: str, secret: str) -> bytes | None:
         """A session's finished mp4, where it is here."""
@@ -168,8 +182,7 @@ class Sessions:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scale_by_bytes` decides by."""
-        reserved = sum(one.bytes for one in self.engine.room.resident)
-        return {"reserved_share": reserved / max(1, self.engine.room.budget)}
+        return {"reserved_share": self._reserved() / max(1, self.engine.room.budget)}
 
     def __del__(self) -> None:
         """The replica is drained: what is still open is saved."""
@@ -210,6 +223,7 @@ def deploy(settings: Settings, fewest: int, most: int, gpus: float = 0) -> Any:
         graceful_shutdown_timeout_s=DRAIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_gpus": gpus, "num_cpus": 1},
+        request_router_config={"request_router_class": f"{ray_placement.__name__}.NamedReplica"},
         **more,
     )(Sessions)
     serve.start(proxy_location="Disabled")  # the ingress is ours
