@@ -26,6 +26,9 @@ from tachyscope.stream import open as open_stream
 from tachyscope.types import CAMERA
 from tachyscope.worlds.visit import WORLDS
 
+# latent frames decoded together: on a GPU one is mostly launches, on a CPU as a rollout does it
+DECODED = {"cpu": 1, "cuda": 64}
+
 
 def open_scenes(
     model: WanModel,
@@ -79,15 +82,21 @@ def play(
     stream = open_scenes(model, plan, scenes, given, [recall] if probed else [], run)
     session, rows, stats, made = stream.session, len(scenes), [], []
     for action in scenes[0].actions[given:]:
-        chunk = stream.step(action)
-        made.append(chunk.frames)
+        chunk = stream.generate([model.actions.index(action)])
+        made.append(chunk.latents)
         stats.append(chunk.stats | {"cache_mb": chunk.stats["cache_allocated_mb"] / rows})
     cost = counted(stats, session)
     work = tuple(row["macs"] / rows for row in stats)
     return [
         Take(frames, cost | recall_values(recall.recalls if probed else {}, row), work)
-        for row, frames in enumerate(np.concatenate(made, 1))
+        for row, frames in enumerate(decoded(stream, made))
     ]
+
+
+def decoded(stream: Stream, latents: Sequence[Tensor]) -> Frames:
+    """All frames of a batch, [B, F, H, W, 3]."""
+    pieces = torch.cat(list(latents), 2).split(DECODED[stream.model.device.type], 2)
+    return np.concatenate([stream.frames_of(piece) for piece in pieces], 1)
 
 
 def counted(stats: Sequence[Values], session: Session) -> Values:
@@ -148,9 +157,9 @@ def teacher_forced(
         stood = session.features.get(CAMERA)
         stood = None if stood is None else stood.clone()
         if i in made:
-            frames.append(stream.frames_of(model.sample(session, move)))
-            shown.append(stream.frames_of(true))
+            frames.append(model.sample(session, move))
+            shown.append(true)
         # the true frame takes the place of the made one in now
         prefill(model, session, [Part(true, move, stood)])
-    pairs = zip(np.concatenate(frames, 1), np.concatenate(shown, 1), strict=True)
+    pairs = zip(decoded(stream, frames), decoded(stream, shown), strict=True)
     return [Forced(tuple(made), ours, theirs) for ours, theirs in pairs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,18 @@ ASTRAY = torch.tensor([0.031, -0.023, 0.37])
 STOPPED = 0.25  # of the truth's motion: a picture that moves less has stopped
 REGION, THING = 0.04, 0.01  # shares of the picture from which a surface, an object is judged
 SMALL = 48  # pixels of the picture that surfaces are read from
+AT_ONCE = 8  # frames whose truth is worked out together
+
+
+@dataclass(frozen=True)
+class Surfaces:
+    """What some frames of a scene truly show, in P = SMALL x SMALL pixels."""
+
+    seen: Tensor  # [F, P]: the surface that each pixel shows
+    light: Tensor  # [F, P, 1]
+    area: Tensor  # [F, 10]: the share of the picture that each surface takes
+    shares: Tensor  # [F, 10, colours]: of a surface's pixels, by named colour
+    masks: Tensor  # [F, kinds, phases, P]: where patterns would show their second colour
 
 
 def surfaces_right(frames: Frames, scene: Scene, index: Sequence[int]) -> Tensor:
@@ -32,75 +44,98 @@ def surfaces_right(frames: Frames, scene: Scene, index: Sequence[int]) -> Tensor
     right when its pixels, the light removed, have the named colours that the truth's have, by at
     least 60 % overlap of their shares, and when the pattern that fits it best is its own.
     """
-    out = torch.full((len(index), OBJECTS + 4), math.nan)
-    for row, (picture, i) in enumerate(zip(pictures(frames), index, strict=True)):
-        now = scene.time[i : i + 1].float()
-        out[row] = _read_surfaces(picture, scene.world.rooms, scene.pose[i : i + 1], now)
-    return out
+    numbers, room = tuple(index), scene.rooms
+    truth = scene.once(("surfaces", numbers), lambda: _true_surfaces(scene, numbers))
+    small = F.interpolate(pictures(frames).to(scene.device), size=(SMALL, SMALL), mode="area")
+    bare = small.flatten(2).mT / truth.light
+    right = torch.minimum(_colour_shares(bare, truth), truth.shares).sum(-1) >= 0.6
+    # of walls and floor with a pattern: no other kind, at its best phase, fits clearly better
+    kind = room.kind[0, : FLOOR + 1]
+    errors = _pattern_errors(bare, truth, room)
+    own = errors.gather(1, kind.expand(len(errors), 1, -1))[:, 0]
+    right[:, : FLOOR + 1] &= (own <= errors.amin(1) + 0.05) | (kind == 0)
+    least = torch.full((OBJECTS + 4,), REGION, device=scene.device)
+    least[OBJECTS:] = THING
+    return right.float().masked_fill(truth.area < least, math.nan).cpu()
 
 
-def _read_surfaces(picture: Tensor, rooms: Rooms, pose: Tensor, time: Tensor) -> Tensor:
-    _, light, seen = atrium.cast(rooms, pose, time, SMALL, 1)
-    surface, bright = seen[0, :, 0], light[0, :, 0].clamp(min=0.2)[:, None]
-    truth = atrium.render(rooms, pose, time, SMALL)[0]
-    small = F.interpolate(picture[None], size=(SMALL, SMALL), mode="area")[0]
-    palette = torch.tensor(list(atrium.PALETTE.values()))
-    bare, bare_truth = (x.flatten(1).T / bright for x in (small, truth))  # [P, 3]
-    names, names_truth = (torch.cdist(x, palette).argmin(-1) for x in (bare, bare_truth))
-    out = torch.full((OBJECTS + 4,), math.nan)
-    masks = None
-    for i in range(OBJECTS + 4):
-        mine = surface == i
-        if mine.float().mean() < (THING if i >= OBJECTS else REGION):
-            continue
-        shares = [
-            x[mine].bincount(minlength=len(palette)) / mine.sum() for x in (names, names_truth)
-        ]
-        right = bool(torch.minimum(*shares).sum() >= 0.6)
-        if right and i <= FLOOR and rooms.kind[0, i] > 0:
-            if masks is None:
-                masks = _pattern_masks(rooms, pose)
-            first, second = palette[rooms.colour[0, i]]
-            way = second - first
-            mixed = ((bare[mine] - first) @ way / (way @ way)).clamp(0, 1)
-            right = _pattern_right(mixed, masks[:, :, mine], int(rooms.kind[0, i]))
-        out[i] = float(right)
-    return out
+def _true_surfaces(scene: Scene, index: Sequence[int]) -> Surfaces:
+    room, parts = scene.rooms, []
+    pose, time = (x[list(index)].to(scene.device) for x in (scene.pose, scene.time.float()))
+    for where, when in zip(pose.split(AT_ONCE), time.split(AT_ONCE), strict=True):
+        rooms = room.repeat(len(when))
+        _, light, seen = atrium.cast(rooms, where, when, SMALL, 1)
+        picture = atrium.render(rooms, where, when, SMALL)
+        masks = _pattern_masks(room, where)
+        parts.append((picture, light.clamp(min=0.2), seen[..., 0], masks))
+    picture, light, seen, masks = (torch.cat(x) for x in zip(*parts, strict=True))
+    area = F.one_hot(seen, OBJECTS + 4).float().mean(1)
+    truth = Surfaces(seen, light, area, area, masks)
+    return replace(truth, shares=_colour_shares(picture.flatten(2).mT / light, truth))
 
 
-def _pattern_masks(rooms: Rooms, pose: Tensor, phases: int = 8) -> Tensor:
-    """Where each kind at each phase shows its second colour: [kinds, phases, P]."""
+def _colour_shares(bare: Tensor, truth: Surfaces) -> Tensor:
+    """How much of each surface is nearest to each named colour, [F, 10, colours], from [F, P, 3]."""
+    palette = _palette(bare)
+    name = torch.cdist(bare, palette.expand(len(bare), -1, -1)).argmin(-1)
+    cell = truth.seen * len(palette) + name
+    count = torch.zeros(len(bare), (OBJECTS + 4) * len(palette), device=bare.device)
+    count.scatter_add_(1, cell, torch.ones_like(cell, dtype=count.dtype))
+    count = count.unflatten(1, (OBJECTS + 4, len(palette)))
+    return count / count.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _palette(like: Tensor) -> Tensor:
+    return torch.tensor(list(atrium.PALETTE.values()), device=like.device, dtype=like.dtype)
+
+
+def _pattern_masks(room: Rooms, pose: Tensor, phases: int = 8) -> Tensor:
+    """Where each kind at each phase shows its second colour, from poses [F, 3]."""
     kinds = len(atrium.KINDS)
-    count = kinds * phases
-    many = rooms.repeat(count)
-    kind = torch.arange(kinds).repeat_interleave(phases)[:, None].expand(count, 6)
-    phase = (torch.arange(phases) / phases).repeat(kinds)[:, None].expand(count, 6).clone()
+    count, device = kinds * phases * len(pose), pose.device
+    many = room.repeat(count)
+    kind = torch.arange(kinds, device=device).repeat_interleave(phases).repeat(len(pose))
+    phase = (torch.arange(phases, device=device) / phases).repeat(kinds * len(pose))
+    phase = phase[:, None].expand(count, 6).clone()
     phase[:, FLOOR:] = 0
     dark, bright = atrium.COLOURS.index("black"), atrium.COLOURS.index("white")
-    colour = torch.tensor([dark, bright]).expand(count, 6, 2)
-    many = replace(many, kind=kind, phase=phase, colour=colour, thing=torch.zeros_like(many.thing))
-    shown = atrium.cast(many, pose.expand(count, 3), torch.zeros(count), SMALL, 1)[0]
-    masks: Tensor = (shown[0, :, :, 0] > 0.5).float().unflatten(0, (kinds, phases))
-    return masks
+    colour = torch.tensor([dark, bright], device=device).expand(count, 6, 2)
+    many = replace(
+        many, kind=kind[:, None].expand(count, 6), phase=phase, colour=colour,
+        thing=torch.zeros_like(many.thing),
+    )  # fmt: skip
+    poses, time = pose.repeat_interleave(kinds * phases, 0), torch.zeros(count, device=device)
+    shown = atrium.cast(many, poses, time, SMALL, 1)[0]
+    return (shown[0, :, :, 0] > 0.5).unflatten(0, (len(pose), kinds, phases))
 
 
-def _pattern_right(mixed: Tensor, masks: Tensor, kind: int) -> bool:
-    """Whether no other kind of pattern, at its best phase, fits clearly better than the true one.
+def _pattern_errors(bare: Tensor, truth: Surfaces, room: Rooms) -> Tensor:
+    """How far each kind of pattern, at its best phase, is from what walls and floor show.
 
-    mixed [P] is how much of the second colour each pixel has, masks [kinds, phases, P].
+    [F, kinds, 5], from pixels [F, P, 3] without light.
     """
-    errors = (masks - mixed).abs().mean(-1).amin(-1)  # [kinds]
-    errors[0] = torch.minimum(errors[0], (1 - mixed).abs().mean())  # plain, in either colour
-    return bool(errors[kind] <= errors.min() + 0.05)
+    first, second = _palette(bare)[room.colour[0, : FLOOR + 1]].unbind(1)
+    way = second - first
+    way = way / way.square().sum(-1, keepdim=True).clamp(min=1e-9)
+    seen = truth.seen.clamp(max=FLOOR)
+    # how much of its surface's second colour each pixel has
+    mixed = ((bare - first[seen]) * way[seen]).sum(-1).clamp(0, 1)
+    members = F.one_hot(truth.seen, OBJECTS + 4)[..., : FLOOR + 1].to(bare.dtype)
+    count = members.sum(1, keepdim=True).clamp(min=1)
+    errors = (truth.masks.to(bare.dtype) - mixed[:, None, None]).abs().flatten(1, 2) @ members
+    errors = (errors / count).unflatten(1, truth.masks.shape[1:3]).amin(2)
+    inverse = ((1 - mixed)[:, None] @ members / count)[:, 0]
+    errors[:, 0] = torch.minimum(errors[:, 0], inverse)  # plain, in either colour
+    return errors
 
 
 def pose_errors(frames: Frames, scene: Scene, index: Sequence[int]) -> tuple[float, float]:
     """How far frames seem to be from their true poses: in sides of the room, and in degrees."""
     places, headings = [], []
-    for picture, i in zip(pictures(frames), index, strict=True):
+    for picture, i in zip(pictures(frames).to(scene.device), index, strict=True):
         true = scene.pose[i]
-        near, now = true + ASTRAY, scene.time[i : i + 1].float()
-        pose, _ = atrium.locate(picture, scene.world.rooms, near, now)
+        near, now = (x.to(scene.device) for x in (true + ASTRAY, scene.time[i : i + 1].float()))
+        pose = atrium.locate(picture, scene.rooms, near, now)[0].cpu()
         places.append(float((pose[:2] - true[:2]).norm()))
         headings.append(abs(float(pose[2] - true[2])) * 360 / TURN)
     return mean(places), mean(headings)
@@ -122,17 +157,24 @@ def stopped_share(ours: Values, theirs: Values) -> float:
 
 def unsaid_db(frames: Frames, scene: Scene, index: Sequence[int]) -> float:
     """Mean PSNR over what the prompt leaves out: unnamed walls, unnamed objects, the ceiling."""
-    rooms = scene.world.rooms
-    unsaid = torch.cat([~rooms.said[0], torch.tensor([False, True]), ~rooms.told[0]])
-    size = frames.shape[1]
+    numbers, size = tuple(index), frames.shape[1]
+    masks = scene.once(("unsaid", numbers, size), lambda: _unsaid(scene, numbers, size))
     values = []
-    for frame, i in zip(frames, index, strict=True):
-        seen = atrium.see(rooms, scene.pose[i : i + 1], scene.time[i : i + 1].float(), size)[0]
-        mask = unsaid[seen].numpy()
+    for frame, mask, i in zip(frames, masks, index, strict=True):
         if mask.mean() >= 0.1:
             error = np.square(frame[mask].astype(np.float64) - scene.frames[i][mask]).mean()
             values.append(min(100.0, 10 * math.log10(255**2 / max(error, 1e-6))))
     return mean(values)
+
+
+def _unsaid(scene: Scene, index: Sequence[int], size: int) -> np.ndarray:
+    """Where frames show what the prompt leaves out: [F, size, size]."""
+    room = scene.world.rooms
+    unsaid = torch.cat([~room.said[0], torch.tensor([False, True]), ~room.told[0]])
+    pose, time = (x[list(index)].to(scene.device) for x in (scene.pose, scene.time.float()))
+    pieces = zip(pose.split(AT_ONCE), time.split(AT_ONCE), strict=True)
+    seen = [atrium.see(scene.rooms.repeat(len(when)), where, when, size) for where, when in pieces]
+    return unsaid[torch.cat(seen).cpu()].numpy()
 
 
 def prompt_right(frames: Frames, scene: Scene, index: Sequence[int]) -> float:

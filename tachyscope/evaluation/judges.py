@@ -32,10 +32,11 @@ def judge(frames: Frames, scene: Scene, given: int) -> Values:
     far = [i - 1 for i in far_frames(scene.pace)]
     out["revisit_db"] = mean(near[far])
     out["revisit_unsaid_db"] = unsaid_db(frames[far], scene, [given + i for i in far])
-    sharp = detail(frames) / detail(truth)
+    sharp = detail(frames) / scene.once("detail", lambda: detail(scene.frames))[given:]
     out["sharpness"] = float(sharp.mean())
     out["blurred"] = float((sharp < BLURRED).mean())
-    moved = [motion(x, scene.frames[given - 1]) for x in (frames, truth)]
+    true_motion = scene.once("motion", lambda: motion(scene.frames))[given - 1 :]
+    moved = motion(frames, scene.frames[given - 1]), true_motion
     out["frozen"] = stopped_share(*moved)
     out["flat"] = float((contrast(frames) < FLAT).mean())
     step = EVERY["identity"]

@@ -23,7 +23,7 @@ import torch
 
 from tachyscope.arguments import parse_plan
 from tachyscope.bounds import check
-from tachyscope.evaluation.batched_rollout import open_scenes, play
+from tachyscope.evaluation.batched_rollout import decoded, open_scenes, play
 from tachyscope.evaluation.frame_checks import named_walls, stopped
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.judges import BLURRED
@@ -124,8 +124,8 @@ def play_switch(
     """Frames made under new prompts, after given frames of the old scenes."""
     stream = open_scenes(model, plan, old, given)
     stream.set_prompt([scene.world.prompt for scene in new])
-    made = [stream.step(action).frames for action in old[0].actions[given:]]
-    return list(np.concatenate(made, 1))
+    moves = [model.actions.index(action) for action in old[0].actions[given:]]
+    return list(decoded(stream, [stream.generate([move]).latents for move in moves]))
 
 
 def measure(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ from tachyscope.worlds import atrium, visit
 from tachyscope.worlds.atrium import STRIDE
 from tachyscope.worlds.visit import World
 
+T = TypeVar("T")
+
+CPU = torch.device("cpu")
 WORLDS_A_SEED = 1_000
 MOVED = 0.9 * STRIDE  # from every place of the given frames; a stride, rounded, may be less
 
@@ -35,6 +40,20 @@ class Scene:
     pose: Tensor  # [T, 3]
     frames: Frames  # [T, 128, 128, 3]
     pace: float = 1.0  # of a step that a frame takes
+    device: torch.device = CPU  # what is worked out of the truth is worked out here
+    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False)
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, worked out when it is first asked for: all plans share the truth."""
+        if name not in self._known:
+            self._known[name] = make()
+        value: T = self._known[name]
+        return value
+
+    @property
+    def rooms(self) -> atrium.Rooms:
+        """The world's room, on the scene's device."""
+        return self.once("rooms", lambda: self.world.rooms.to(self.device))
 
     @property
     def time(self) -> Tensor:
@@ -65,7 +84,7 @@ def make_scene(
     pose = atrium.walk(world.start, atrium.letters(actions)[None], pace)[0]
     time = atrium.tempo_of(pace) * torch.arange(len(actions), device=device)
     frames = visit.draw(world.rooms.to(device), pose.to(device), time)
-    return Scene(world, actions, pose, frames, pace)
+    return Scene(world, actions, pose, frames, pace, torch.device(device))
 
 
 def pictures(frames: Frames) -> Tensor:
