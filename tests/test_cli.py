@@ -552,7 +552,7 @@ def test_eval_has_both_models_in_one_document(monkeypatch, tmp_path, capsys):
         asked.append(options)
         return document("atrium-tokens") | {"tokens": {"kl_random": 2.0}, "clips": {}}
 
-    monkeypatch.setattr(atrium.world, "evaluate_world", world)
+    monkeypatch.setattr(atrium.world_rows, "evaluate_world", world)
     monkeypatch.setattr(atrium.tokens, "evaluate_tokens", tokens)
     words = ["eval", "atrium", "--quick", "--seed", "3", "--plan", "dense", "--plan", "fast"]
     assert main([*words, "--json", "-"]) == 0

@@ -2,7 +2,6 @@
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from tachyscope.evaluation import (
     recall,
     scenes,
     world,
+    world_rows,
 )
 from tachyscope.evaluation.__main__ import main
 from tachyscope.models.registry import load
@@ -28,6 +28,7 @@ from tachyscope.models.wan.loading import save_wan
 from tachyscope.models.wan.toy import random_wan, toy_chunks
 from tachyscope.plan import Plan
 from tachyscope.quality import psnr
+from tachyscope.results import Parts, to_json
 from tachyscope.rollout import rollout
 from tachyscope.session import Session
 from tachyscope.worlds import atrium, visit
@@ -350,25 +351,47 @@ def test_judging_elsewhere_is_judging_here(short, model):
 
 
 @pytest.mark.slow
-def test_plans_by_turns_on_a_gpu_are_plans_played_together(short, model, monkeypatch):
-    """What a GPU is given, a plan at a time with dense kept, here by the CPU."""
-    monkeypatch.setattr(world, "ProcessPoolExecutor", lambda *given: ThreadPoolExecutor(1))
-    plans = ("cache=window:budget=3f", "dense")
-    asked = world.Request(plans, frames=3, quick=True, recall=False)
-    found = list(world.play_by_plan(model, None, asked, 2, 1, [(0, 0), (0, 1)]))
+def test_plans_by_several_processes_of_a_gpu_are_plans_played_together(short, model, tmp_path):
+    """What a GPU's processes are given, a plan each, here by the CPU."""
+    window = "cache=window:budget=3f"
+    asked = world.Request((window, "dense"), frames=3, quick=True, recall=False)
     together = [world.judge_world(asked, x) for x in world.play_worlds(model, asked, [0, 1])]
-    for i, part in enumerate(found):
-        assert part["rows"] == [one["rows"][i] for one in together]
-    assert found[0]["world"] == [one["world"] for one in together]
-    assert found[1]["world"] == [{}, {}], "the model itself is measured once"
-    # without the first plan dense is played again, for the second to be held against
-    (again,) = world.play_by_plan(model, None, asked, 2, 1, [(0, 1)])
-    assert again["rows"] == found[1]["rows"]
+    played, bad = [], [window]
+
+    def play(tasks):
+        for task, result in world_rows.play_tasks(None, "cpu", None, 2, 1, tasks):
+            played.append((task.request.plans, task.request.world))
+            yield task, RuntimeError("no memory") if task.request.plans[0] in bad else result
+
+    path = tmp_path / "found.json"
+
+    def measure(resume):
+        parts = Parts(str(path), resume=resume)
+        parts.begin("atrium", model.name, model.fingerprint)
+        return list(world_rows._measure_plans(asked, 2, play, parts, None))
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        measure(False)
+    assert len(json.loads(path.read_text())["rows"]) == 1, "the other plan's values are kept"
+    bad.clear()
+    results = measure(True)
+    dense = (("dense",), True)
+    # dense is played again, for the window to be held against; the model itself is measured once
+    assert played == [((window,), False), dense, (("dense",), False), ((window,), False)]
+    assert [i for i, _ in results] == [0, 1]
+    for i, part in results:
+        assert part["rows"] == as_json([one["rows"][i] for one in together])
+    assert results[0][1]["world"] == [{}, {}]
+    assert results[1][1]["world"] == as_json([one["world"] for one in together])
+
+
+def as_json(value):
+    return json.loads(to_json({"value": value}))["value"]
 
 
 @pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on(short, tmp_path, monkeypatch, capsys):
-    path, seen, measure = tmp_path / "found.json", [], world._measure
+    path, seen, measure = tmp_path / "found.json", [], world_rows._measure
     words = ["atrium", "--only", "world", "--quick", "--worlds", "2", "--jobs", "1", "--plans-only",
              "--plan", "cache=window:budget=3f", "--json", str(path)]  # fmt: skip
 
@@ -378,7 +401,7 @@ def test_an_interrupted_evaluation_goes_on(short, tmp_path, monkeypatch, capsys)
             raise KeyboardInterrupt
         return measure(*given)
 
-    monkeypatch.setattr(world, "_measure", stopped)
+    monkeypatch.setattr(world_rows, "_measure", stopped)
     assert main(words) == 130 and json.loads(path.read_text())["unfinished"]
     assert main([*words, "--seed", "1", "--resume"]) == 2
     assert "was measured with another seed (0, now 1)" in capsys.readouterr().err

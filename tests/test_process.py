@@ -243,3 +243,32 @@ if __name__ == "__main__":
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     assert ran.stderr.startswith("tachyscope: one of 2 worker processes was ended from outside")
+
+
+@pytest.mark.slow
+def test_a_task_that_fails_or_ends_its_process_costs_no_other(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os
+from tachyscope.process import spread_safely
+def prepare():
+    pass
+def work(x):
+    if x == 2:
+        os._exit(9)
+    if x == 3:
+        raise ValueError("three")
+    return 10 * x
+def tasks():
+    for x in range(1, 7):
+        print("begin", x, flush=True)
+        yield x
+if __name__ == "__main__":
+    results = dict(spread_safely(work, tasks(), 2, prepare))
+    print({x: results[x] for x in sorted(results)})
+""")
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    lines = ran.stdout.splitlines()
+    assert lines[:2] == ["begin 1", "begin 2"] and len(lines) == 7, ran.stderr
+    assert lines[-1].startswith("{1: 10, 2: TachyscopeError('one of 2 worker processes was ended")
+    assert lines[-1].endswith("3: ValueError('three'), 4: 40, 5: 50, 6: 60}")

@@ -58,17 +58,18 @@ def test_methods_of_equal_pairs_read_as_many(model):
 def test_rows_are_kept_and_a_fault_costs_no_other(tmp_path, monkeypatch, capsys):
     played, bad = [], ["frames"]
 
-    def play(model, twin, asked, worlds, jobs, tasks):
-        for _, i in tasks:
-            plan = asked.plans[i]
+    def play(weights, device, floor, worlds, jobs, tasks):
+        for task in tasks:
+            (plan,) = task.request.plans
             if any(f"cache={name}" in plan for name in bad):
-                raise RuntimeError("no memory")
+                yield task, RuntimeError("no memory")
+                continue
             played.append(plan)
             row = {"revisit_db": float(len(played)), "identity": 0.5, "cache_mb": 9.0, "pairs_frame": 7.0,
                    "gmacs_frame": 1.0, "psnr_dense": 3.0}  # fmt: skip
-            yield {"world": [{}] * worlds, "rows": [row] * worlds}
+            yield task, {"rows": [row] * worlds}
 
-    monkeypatch.setattr(rivals, "play_by_plan", play)
+    monkeypatch.setattr(rivals, "play_tasks", play)
     words = ["bench", "rivals", "--out", str(tmp_path), "--worlds", "2", "--rows"]
     assert main([*words, "window;frames;dedup"]) == 0
     err = capsys.readouterr().err

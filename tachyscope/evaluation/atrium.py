@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation import loops, prompt_adherence, tokens, world, world_lines
+from tachyscope.evaluation import loops, prompt_adherence, tokens, world_lines, world_rows
 from tachyscope.results import Document, Parts
 
 PARTS = ("both", "world", "tokens", "views", "loops")
@@ -78,7 +78,7 @@ def evaluate_atrium(
             plans or PLANS, worlds=common["worlds"], device=device, seed=seed, jobs=jobs,
             command=command, weights=weights, pace=pace, parts=parts, watch=bar_of("worlds"),
         )  # fmt: skip
-    results = world.evaluate_world(
+    results = world_rows.evaluate_world(
         plans or PLANS, **common, weights=weights, pace=pace, watch=bar_of("worlds"), **options
     )
     if only == "world":

@@ -75,13 +75,13 @@ def _true_surfaces(scene: Scene, index: Sequence[int]) -> Surfaces:
 
 
 def _colour_shares(bare: Tensor, truth: Surfaces) -> Tensor:
-    """How much of each surface is nearest to each named colour, [F, 10, colours], from [F, P, 3]."""
+    """How much of each surface is nearest to each named colour, from pixels [F, P, 3]."""
     palette = _palette(bare)
     name = torch.cdist(bare, palette.expand(len(bare), -1, -1)).argmin(-1)
     cell = truth.seen * len(palette) + name
     count = torch.zeros(len(bare), (OBJECTS + 4) * len(palette), device=bare.device)
     count.scatter_add_(1, cell, torch.ones_like(cell, dtype=count.dtype))
-    count = count.unflatten(1, (OBJECTS + 4, len(palette)))
+    count = count.view(len(bare), OBJECTS + 4, len(palette))
     return count / count.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -106,7 +106,8 @@ def _pattern_masks(room: Rooms, pose: Tensor, phases: int = 8) -> Tensor:
     )  # fmt: skip
     poses, time = pose.repeat_interleave(kinds * phases, 0), torch.zeros(count, device=device)
     shown = atrium.cast(many, poses, time, SMALL, 1)[0]
-    return (shown[0, :, :, 0] > 0.5).unflatten(0, (len(pose), kinds, phases))
+    masks: Tensor = (shown[0, :, :, 0] > 0.5).unflatten(0, (len(pose), kinds, phases))
+    return masks
 
 
 def _pattern_errors(bare: Tensor, truth: Surfaces, room: Rooms) -> Tensor:
@@ -123,7 +124,7 @@ def _pattern_errors(bare: Tensor, truth: Surfaces, room: Rooms) -> Tensor:
     members = F.one_hot(truth.seen, OBJECTS + 4)[..., : FLOOR + 1].to(bare.dtype)
     count = members.sum(1, keepdim=True).clamp(min=1)
     errors = (truth.masks.to(bare.dtype) - mixed[:, None, None]).abs().flatten(1, 2) @ members
-    errors = (errors / count).unflatten(1, truth.masks.shape[1:3]).amin(2)
+    errors = (errors / count).view(*truth.masks.shape[:3], FLOOR + 1).amin(2)
     inverse = ((1 - mixed)[:, None] @ members / count)[:, 0]
     errors[:, 0] = torch.minimum(errors[:, 0], inverse)  # plain, in either colour
     return errors

@@ -29,7 +29,9 @@ from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.judges import BLURRED
 from tachyscope.evaluation.scenes import WORLDS_A_SEED, Scene, make_scene, make_world, spell
 from tachyscope.evaluation.world import GIVEN, WALK, world_models
+from tachyscope.evaluation.world_rows import PLAYERS
 from tachyscope.machine import cores
+from tachyscope.models.registry import find_device
 from tachyscope.models.wan.model import WanModel
 from tachyscope.process import spread
 from tachyscope.quality import Frames, detail, has_ssim, psnr, ssim
@@ -50,7 +52,7 @@ AWAY = "wwaa" + "q" * 8 + "ww"
 UNDONE = dict(zip("wsadqe", "swdaeq", strict=True))
 REPLAY = WALK[:48]
 SWITCHED = 24  # steps under the new prompt: a full turn
-AT_ONCE = {"cpu": 1, "cuda": 64}  # worlds that share passes
+AT_ONCE = 64  # worlds that share a GPU's passes
 
 
 def gate(frames: Frames, truth: Frames, before: Frames) -> float:
@@ -128,15 +130,14 @@ def play_switch(
     return list(decoded(stream, [stream.generate([move]).latents for move in moves]))
 
 
+Task = tuple[range, tuple[str, ...]]  # worlds that are played together, and plans
+
+
 def measure(
-    plans: Sequence[str],
-    seed: int,
-    pace: float,
-    weights: str | None,
-    device: str,
-    numbers: Sequence[int],
+    seed: int, pace: float, weights: str | None, device: str, task: Task
 ) -> list[list[Values]]:
-    """Every plan's values in some worlds, played together: by plan, then by world."""
+    """Plans' values in some worlds, played together: by plan, then by world."""
+    numbers, plans = task
     model, _ = world_models(weights, device, None)
     place = model.device
     still = [make_world(seed, n, motion=0.0) for n in numbers]
@@ -173,6 +174,11 @@ def measure(
     return scores
 
 
+def _name(task: Task) -> str:
+    numbers, plans = task
+    return f"worlds from {numbers[0]}: {', '.join(plans)}"
+
+
 def evaluate_loops(
     plans: Sequence[str] = ("dense", "balanced", "fast"),
     *,
@@ -194,30 +200,34 @@ def evaluate_loops(
     check("worlds", worlds)
     for number in (0, worlds - 1):
         make_world(seed, number)
-    model, _ = world_models(weights, device, None)
+    model, _ = world_models(weights, "cpu", None)
     model.check_pace(pace)
     spell(GIVEN, pace)
     for plan in plans:
         parse_plan(model, plan).check(model.shape())
-    step = AT_ONCE[model.device.type]
+    on_cpu = find_device(device).type == "cpu"
+    step, most = (1, cores()) if on_cpu else (AT_ONCE, PLAYERS)
     groups = [range(i, min(worlds, i + step)) for i in range(0, worlds, step)]
-    work = partial(measure, tuple(plans), seed, pace, weights, device)
-    jobs = max(1, min(jobs or cores(), len(groups))) if model.device.type == "cpu" else 1
+    # on a CPU a process plays all plans in a world, on a GPU one in many
+    by_plan = [tuple(plans)] if on_cpu else [(plan,) for plan in plans]
+    tasks = [(group, some) for group in groups for some in by_plan]
+    jobs = max(1, min(jobs or most, most, len(tasks)))
+    work = partial(measure, seed, pace, weights, device)
     parts = Parts() if parts is None else parts
     parts.begin("atrium-loops", model.name, model.fingerprint)
 
-    def measured(left: Sequence[range]) -> Iterable[Document]:
+    def measured(left: Sequence[Task]) -> Iterable[Document]:
         scores = spread(work, left, jobs, torch.set_num_threads, max(1, cores() // jobs))
         return ({"scores": one} for one in scores)
 
-    by_plan: list[list[Values]] = [[] for _ in plans]
-    for part in parts.run(groups, lambda group: f"worlds from {group[0]}", measured):
-        for known, scores in zip(by_plan, part["scores"], strict=True):
-            known += scores
+    values_of: dict[str, list[Values]] = {plan: [] for plan in plans}
+    for (_, some), part in zip(tasks, parts.run(tasks, _name, measured), strict=True):
+        for plan, scores in zip(some, part["scores"], strict=True):
+            values_of[plan] += scores
         if watch is not None:
-            watch(len(by_plan[0]))
+            watch(min(map(len, values_of.values())))
     rows: list[Document] = []
-    for plan, values in zip(plans, by_plan, strict=True):
+    for plan, values in values_of.items():
         row: Document = {"plan": str(parse_plan(model, plan)), "asked": plan}
         rows.append(row | {"model": model.name, "worlds": worlds} | combined(values))
     return document(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from tachyscope.arguments import parse_plan
 from tachyscope.attention.ann import Ann
@@ -18,8 +17,8 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, first_line, shown
 from tachyscope.evaluation.intervals import combined
 from tachyscope.evaluation.scenes import make_world
-from tachyscope.evaluation.world import AT_ONCE, Request, play_by_plan, world_models
-from tachyscope.machine import cores
+from tachyscope.evaluation.world import Request, world_models
+from tachyscope.evaluation.world_rows import AT_ONCE, Task, play_tasks
 from tachyscope.memory import Shapes
 from tachyscope.models.wan.model import WanModel
 from tachyscope.plan import Plan
@@ -90,6 +89,12 @@ class Rival:
     @property
     def part(self) -> str:
         return f"{self.plan}, pace {self.pace:g}, {self.frames} frames, {self.runs} runs"
+
+    def request(self, seed: int) -> Request:
+        return Request(
+            (self.plan,), seed, self.frames, recall=False, world=False, pace=self.pace,
+            runs=self.runs,
+        )  # fmt: skip
 
 
 def rivals(
@@ -226,9 +231,10 @@ def bench_rivals(
     rows: names of methods, or of groups (bytes, pairs, published, long), instead of all. After so
     many seconds none is begun. A row has its plan, the groups it belongs to, pace, frames and runs,
     the quality of `evaluate_world` and what was counted: `pairs_frame`, `cache_mb` on the device,
-    `host_mb`, `gmacs_frame`, and on a GPU `frame_ms`, of a batch of up to 16. parts: keeps rows,
-    and has those of before. A slow pace needs a world model whose camera is told, and is left out
-    without. report: is told what comes, a line at a time.
+    `host_mb`, `gmacs_frame`, and on a GPU with one job `frame_ms`, of a batch of up to 16. parts:
+    keeps rows as they come, and has those of before. jobs: processes that play a method each, 7 at
+    most on a GPU. A slow pace needs a world model whose camera is told, and is left out without.
+    report: is told what comes, a line at a time.
     """
     check("worlds", worlds)
     check("frames", frames)
@@ -236,7 +242,7 @@ def bench_rivals(
     check("runs", runs)
     make_world(seed, worlds - 1)
     begun = time.monotonic()
-    model, _ = world_models(weights, device, None)
+    model, _ = world_models(weights, "cpu", None)  # for its shape: others play
     parts.begin("rivals", model.name, model.fingerprint)
     wanted: list[Rival] = []
     for pace in paces:
@@ -251,67 +257,55 @@ def bench_rivals(
             raise TachyscopeError(f"no row {shown(name)}; there are: {', '.join(known)}")
     chosen = [one for one in wanted if not rows or {one.name, *one.groups} & set(rows)]
     left = [one for one in chosen if parts.get(one.part) is None]
-    for walk in dict.fromkeys((one.pace, one.frames, one.runs) for one in left):
-        same = [one for one in left if (one.pace, one.frames, one.runs) == walk]
-        measure = partial(
-            _measure, model, worlds=worlds, seed=seed, jobs=jobs or cores(),
-            in_time=lambda: time.monotonic() - begun < seconds,
-        )  # fmt: skip
-        while same:
-            done = 0
-            try:
-                for one, row in zip(same, measure(same), strict=False):
-                    parts.add(one.part, row)
-                    done += 1
-                    report(f"{one.name} ({', '.join(one.groups)}): {row['revisit_db']:.1f} dB")
-                break
-            except Exception as error:  # one method's fault must not cost the others their turn
-                report(f"{same[done].name} failed: {first_line(error)}")
-                same = same[done + 1 :]
+
+    def turn(one: Rival) -> tuple[int, int, bool]:
+        # of a group those that keep everything take longest, and are begun first
+        grows = parse_plan(model, one.plan).cache.grows
+        return one.frames, GROUPS.index(one.groups[0]), not grows
+
+    left.sort(key=turn)
+    starts = range(0, worlds, AT_ONCE)
+    by_request = {one.request(seed): one for one in left}
+
+    def tasks() -> Iterator[Task]:
+        for request in by_request:
+            if time.monotonic() - begun < seconds:
+                yield from (Task(request, start) for start in starts)
+
+    measured: dict[Request, dict[int, Document]] = {}
+    for task, result in play_tasks(weights, device, None, worlds, jobs, tasks()):
+        one, values = by_request[task.request], measured.setdefault(task.request, {})
+        if isinstance(result, Exception):
+            report(f"{one.name} failed: {first_line(result)}")
+            continue
+        values[task.start] = result
+        if len(values) == len(starts):
+            row = _row(model, one, [row for start in starts for row in values[start]["rows"]])
+            parts.add(one.part, row)
+            report(f"{one.name} ({', '.join(one.groups)}): {row['revisit_db']:.1f} dB")
     missing = sum(parts.get(one.part) is None for one in wanted)
     if missing:
         report(f"{missing} of {len(wanted)} rows are missing: go on with --resume")
-    return parts.document(**({"unfinished": True} if missing else {}))
+    document = parts.document(**({"unfinished": True} if missing else {}))
+    order = {one.part: i for i, one in enumerate(wanted)}
+    document["rows"].sort(key=lambda row: order.get(row["part"], len(order)))
+    return document
 
 
-def _measure(
-    model: WanModel,
-    same: Sequence[Rival],
-    *,
-    worlds: int,
-    seed: int,
-    jobs: int,
-    in_time: Callable[[], bool],
-) -> Iterator[Document]:
-    """A row of each, which share pace, frames and runs; fewer where the time is up."""
-    first = same[0]
-    request = Request(
-        tuple(one.plan for one in same), seed, first.frames, recall=False, world=False,
-        pace=first.pace, runs=first.runs,
-    )  # fmt: skip
-    starts = range(0, worlds, AT_ONCE)
-    tasks = ((start, i) for i in range(len(same)) if in_time() for start in starts)
-    values = play_by_plan(model, None, request, worlds, jobs, tasks)
-    for one in same:
-        by_world = []
-        for _, part in zip(starts, values, strict=False):
-            by_world += part["rows"]
-        if not by_world:
-            return
-        row: Document = {
-            "name": one.name,
-            "plan": str(parse_plan(model, one.plan)),
-            "asked": one.plan,
-            "groups": list(one.groups),
-            "model": model.name,
-            "pace": one.pace,
-            "frames": one.frames,
-            "runs": one.runs,
-            "worlds": worlds,
-        }
-        sums = combined([{k: v for k, v in x.items() if k not in HELD} for x in by_world])
-        sums["by_world"] = {key: sums["by_world"][key] for key in QUALITY if key in sums}
-        yield row | sums
+def _row(model: WanModel, one: Rival, by_world: Sequence[Document]) -> Document:
+    sums = combined([{k: v for k, v in x.items() if k not in HELD} for x in by_world])
+    sums["by_world"] = {key: sums["by_world"][key] for key in QUALITY if key in sums}
+    return {
+        "name": one.name,
+        "plan": str(parse_plan(model, one.plan)),
+        "asked": one.plan,
+        "groups": list(one.groups),
+        "model": model.name,
+        "pace": one.pace,
+        "frames": one.frames,
+        "runs": one.runs,
+        "worlds": len(by_world),
+    } | sums
 
 
 # of dense frames that another piece of the table may not have

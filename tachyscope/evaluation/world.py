@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import multiprocessing
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 
-from tachyscope.arguments import parse_plan
-from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.batched_rollout import Forced, Take, play, teacher_forced
-from tachyscope.evaluation.frame_checks import (
-    pose_errors,
-    prompt_right,
-)
-from tachyscope.evaluation.intervals import Values, combined, mean
-from tachyscope.evaluation.judges import (
-    EVERY,
-    far_frames,
-    judge,
-    judge_forced,
-    revisit_own,
-)
-from tachyscope.evaluation.scenes import (
-    Scene,
-    frames_a_step,
-    make_scene,
-    make_world,
-    spell,
-)
-from tachyscope.machine import cores
+from tachyscope.evaluation.frame_checks import pose_errors, prompt_right
+from tachyscope.evaluation.intervals import Values, mean
+from tachyscope.evaluation.judges import EVERY, far_frames, judge, judge_forced, revisit_own
+from tachyscope.evaluation.scenes import Scene, frames_a_step, make_scene, make_world, spell
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
-from tachyscope.plan import NAMES
-from tachyscope.process import spread
 from tachyscope.quality import Frames, horizon, psnr
-from tachyscope.results import Document, Parts, document
+from tachyscope.results import Document
 from tachyscope.worlds import atrium
 from tachyscope.worlds.atrium import TURN
 
@@ -57,7 +33,6 @@ PROBED = (12, 24, 48, 96, 104)  # made frames at which recall is sampled; 104: 1
 TRUSTED = 24  # made frames over which closeness to dense is told; the floor says if rightly
 SETTLED = 100  # frames, given ones too, after which a bounded plan's work must be the same
 BANDS = ("revisit_db", "new_place_db", "psnr_truth", "identity")  # most less least of the runs
-AT_ONCE = 16  # worlds that share a GPU's passes
 FLOOR_WORLDS, FLOOR_WORLDS_QUICK = 8, 1  # a second dense run, in a slower dtype on CPUs
 
 Watch = Callable[[int], None]
@@ -110,17 +85,21 @@ class Played:
     owns: tuple[Take, ...] = ()  # a plan each
 
 
+@lru_cache(maxsize=1)
+def scenes_of(
+    seed: int, numbers: Sequence[int], walk: str, device: torch.device, pace: float
+) -> list[Scene]:
+    """Scenes of the same walk; the last ones are kept, with what was worked out of their truth."""
+    return [make_scene(make_world(seed, n), walk, device, pace) for n in numbers]
+
+
 def play_worlds(
-    model: WanModel,
-    request: Request,
-    numbers: Sequence[int],
-    twin: WanModel | None = None,
-    dense: Sequence[Take] = (),
+    model: WanModel, request: Request, numbers: Sequence[int], twin: WanModel | None = None
 ) -> list[Played]:
-    """Every rollout that is asked for, of several worlds at once; `dense` where it was played."""
+    """Every rollout that is asked for, of several worlds at once."""
     given, device, pace = len(request.given), model.device, request.pace
     walk = request.given + request.walk
-    scenes = [make_scene(make_world(request.seed, n), walk, device, pace) for n in numbers]
+    scenes = scenes_of(request.seed, tuple(numbers), walk, device, pace)
     probed = [i for i in PROBED if i <= request.frames] if request.recall else []
     played: list[dict[str, Any]] = [{"scene": scene} for scene in scenes]
 
@@ -128,9 +107,9 @@ def play_worlds(
         for row, value in zip(rows or range(len(played)), values, strict=True):
             played[row][name] = value
 
-    if not dense and (request.world or "dense" in request.plans):
+    dense: list[Take] = []
+    if request.world or "dense" in request.plans:
         dense = play(model, "dense", scenes, given)
-    if dense:
         keep("dense", dense)
     most = FLOOR_WORLDS_QUICK if request.quick else FLOOR_WORLDS
     rows = [i for i, n in enumerate(numbers) if n < most]
@@ -184,9 +163,7 @@ def judge_world(request: Request, played: Played) -> Document:
         if late := take.work[max(0, SETTLED - given) :]:
             row["work_spread"] = max(late) / min(late)
         if dense is not None:
-            near = psnr(take.frames[:TRUSTED], dense.frames[:TRUSTED])
-            row["psnr_dense"] = mean(near)
-            row["work_dense"] = sum(take.work) / sum(dense.work)
+            row |= to_dense(take, dense)
         if plan == "dense" and request.recall:
             row |= {"recall": 1.0, "recall_p5": 1.0, "recall_end": 1.0}
         if played.owns:
@@ -201,6 +178,12 @@ def judge_world(request: Request, played: Played) -> Document:
     if request.world:
         own |= judge_model(request, played)
     return {"world": own, "rows": rows}
+
+
+def to_dense(take: Take, dense: Take) -> Values:
+    """How near a rollout's first frames are to dense's, and its work as a share of dense's."""
+    near = psnr(take.frames[:TRUSTED], dense.frames[:TRUSTED])
+    return {"psnr_dense": mean(near), "work_dense": sum(take.work) / sum(dense.work)}
 
 
 def _spread(values: Iterable[float]) -> float:
@@ -232,110 +215,6 @@ def judge_model(request: Request, played: Played) -> Values:
     return out
 
 
-def evaluate_world(
-    plans: Sequence[str] = ("dense", "balanced", "fast"),
-    *,
-    weights: str | None = None,
-    device: str = "cpu",
-    floor: str | None = "bfloat16",
-    worlds: int = 16,
-    seed: int = 0,
-    frames: int = 48,
-    quick: bool = False,
-    recall: bool = True,
-    world: bool = True,
-    own: bool = False,
-    pace: float = 1.0,
-    runs: int = 1,
-    jobs: int | None = None,
-    command: str = "",
-    parts: Parts | None = None,
-    watch: Watch | None = None,
-) -> Document:
-    """Play plans through unseen worlds; a results document with 95 % intervals over worlds.
-
-    Every rollout is shown one full turn of the room, then makes `frames` frames of a walk that sees
-    all of it again. world: also measure the model itself, as `world`. own: also each plan's memory
-    of what the model makes up. pace: the part of a step that a frame takes. runs: how often every
-    plan is played, each time with noise of its own; values are then means, and bands
-    (`revisit_db_band`) the most less the least. recall: sample each plan's attention recall. floor:
-    the dtype of a second dense run, which tells until which frame two dense runs agree. quick: 26
-    frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
-    processes, as many as cores unless given; on a GPU one process plays many worlds at once, and
-    the others judge. parts: keeps what is measured, and has what was before: a world by all plans,
-    on a GPU a plan in 16 worlds.
-    """
-    check("worlds", worlds)
-    check("runs", runs)
-    turn = TURN * frames_a_step(pace)
-    if frames < turn and not quick:
-        raise TachyscopeError(f"frames must be {turn} or more, a full turn, got {frames}")
-    for number in (0, worlds - 1):
-        make_world(seed, number)  # raises where there are not so many
-    model, twin = world_models(weights, device, floor)
-    model.check_pace(pace)
-    for plan in plans:
-        parse_plan(model, plan).check(model.shape())
-    made = len(spell(QUICK_WALK, pace)) if quick else frames
-    request = Request(tuple(plans), seed, made, quick, recall and not quick, world, own, pace, runs)
-    jobs = max(1, min(jobs or cores(), worlds))
-    parts = Parts() if parts is None else parts
-    parts.begin("atrium", model.name, model.fingerprint)
-    owns: list[Values] = []
-    by_plan: list[list[Values]] = [[] for _ in plans]
-    if device == "cpu" or jobs == 1:
-        measure = partial(_measure, request, weights, device, floor)
-
-        def measured(left: Sequence[int]) -> Iterable[Document]:
-            # a process a core: two threads of one small model wait for each other
-            return spread(measure, left, jobs, torch.set_num_threads, max(1, cores() // jobs))
-
-        for result in parts.run(range(worlds), "world {}".format, measured):
-            owns.append(result["world"])
-            for values, one in zip(by_plan, result["rows"], strict=True):
-                values.append(one)
-            if watch is not None:
-                watch(len(owns))
-    else:
-        starts = range(0, worlds, AT_ONCE)
-        tasks = [(start, i) for start in starts for i in range(max(1, len(plans)))]
-        name = partial(_task_name, request)
-        measured_by_plan = partial(play_by_plan, model, twin, request, worlds, jobs)
-        for (_, i), result in zip(tasks, parts.run(tasks, name, measured_by_plan), strict=True):
-            owns += result["world"] if i == 0 else []
-            if plans:
-                by_plan[i] += result["rows"]
-            if watch is not None:
-                watch(min((len(values) for values in by_plan), default=len(owns)))
-    rows = []
-    for i, plan in enumerate(request.plans):
-        row: Document = {
-            "name": plan if plan in NAMES else "plan",
-            "plan": str(parse_plan(model, plan)),
-            "asked": plan,
-            "model": model.name,
-            "frames": request.frames,
-            "worlds": worlds,
-        }
-        rows.append(row | combined(by_plan[i]))
-    more: Document = {
-        "given": request.given,
-        "walk": request.walk,
-        "seed": seed,
-        "pace": pace,
-        "runs": runs,
-    }
-    more["fingerprint"] = model.fingerprint
-    if world:
-        whole = combined(owns)
-        parted = [x for x in whole["by_world"].get("horizon", []) if math.isfinite(x)]
-        if parted:
-            # the floor holds where it holds in every world
-            whole["horizon"] = min(parted)
-        more["world"] = whole
-    return document("atrium", rows, command, **more)
-
-
 @cache
 def world_models(
     weights: str | None, device: str, floor: str | None
@@ -356,69 +235,3 @@ def world_models(
     if floor is None:
         return narrow(model), None
     return narrow(model), narrow(load(name, weights, device=device, dtype=floor))
-
-
-def _measure(
-    request: Request, weights: str | None, device: str, floor: str | None, number: int
-) -> Document:
-    """All of one world, in whatever process."""
-    model, twin = world_models(weights, device, floor)
-    return judge_world(request, play_worlds(model, request, [number], twin)[0])
-
-
-def _task_name(request: Request, task: tuple[int, int]) -> str:
-    """A plan in the worlds from one on."""
-    start, i = task
-    return f"worlds from {start}: {' '.join(request.plans[i : i + 1])}"
-
-
-def play_by_plan(
-    model: WanModel,
-    twin: WanModel | None,
-    request: Request,
-    worlds: int,
-    jobs: int,
-    tasks: Iterable[tuple[int, int]],
-) -> Iterator[Document]:
-    """Plans by their number, each in 16 worlds from one on: the values of every world.
-
-    While a plan is played, the last one's frames are judged by other processes; where it fails,
-    that one's values come before the fault.
-    """
-    fresh = multiprocessing.get_context("spawn")
-    waiting: deque[list[Future[Document]]] = deque()
-    dense: dict[int, list[Take]] = {}
-    fault: Exception | None = None
-
-    def values() -> Document:
-        judged = [one.result() for one in waiting.popleft()]
-        rows = [row for one in judged for row in one["rows"]]
-        return {"world": [one["world"] for one in judged], "rows": rows}
-
-    def begin(start: int, i: int) -> None:
-        numbers = range(start, min(worlds, start + AT_ONCE))
-        if start not in dense and (request.world or "dense" in request.plans):
-            walk, device = request.given + request.walk, model.device
-            rooms = [make_world(request.seed, n) for n in numbers]
-            scenes = [make_scene(room, walk, device, request.pace) for room in rooms]
-            dense.clear()
-            dense[start] = play(model, "dense", scenes, len(request.given))
-        # what is measured of the model itself goes with the first plan
-        part = replace(request, plans=request.plans[i : i + 1], world=request.world and i == 0)
-        floor = twin if i == 0 else None
-        played = play_worlds(model, part, numbers, floor, dense.get(start, ()))
-        waiting.append([pool.submit(judge_world, part, one) for one in played])
-
-    with ProcessPoolExecutor(jobs, fresh, torch.set_num_threads, (1,)) as pool:
-        for start, i in tasks:
-            try:
-                begin(start, i)
-            except Exception as error:
-                fault = error
-                break
-            if len(waiting) > 1:
-                yield values()
-        while waiting:
-            yield values()
-    if fault is not None:
-        raise fault
