@@ -220,6 +220,13 @@ def test_the_table_tells_losses_room_by_room():
         row("tas", 0.5, "forced", kl=1.25, share_eligible=0.7),
     ]  # fmt: skip
     assert "| tas |  |  |  | [0.70]; 1.25; 2.50 (2.50 to 2.50), worst 2.5 |" in gates.lines(rows)
+    for at, one in enumerate(rows[:2]):
+        for end in (16, 24):
+            one[f"psnr_truth_to_{end}"] = 30.0
+            one["by_world"][f"psnr_truth_to_{end}"] = [30.0 - at, 30.0 - at * (end - 14)]
+        one |= {"frames": 16, "motion": 0.5}
+    cells = "1.50 (-4.85 to 7.85), worst 2.0; 5.50 (-51.68 to 62.68), worst 10.0; 0.50"
+    assert gates.lines(rows)[-1] == f"| tas |  |  |  | {cells} |"
 
 
 # --- time

@@ -6,7 +6,7 @@ teacher-forced KL from dense, and dB to the truth of what is made freely.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -267,6 +267,25 @@ def lines(rows: Sequence[Document]) -> list[str]:
                 cells.append("; ".join(cell))
             if any(cells):
                 out.append(f"| {name} | {' | '.join(cells)} |")
+    return out + _by_length(rows, dense)
+
+
+def _by_length(rows: Sequence[Document], dense: Mapping[tuple[str, int], Document]) -> list[str]:
+    """Of plans that make more than eight frames: what each eight of them lose, and the motion."""
+    long = [row for row in rows if row["measure"] == "made" and row.get("frames", 0) > GIVEN]
+    if not long:
+        return []
+    ends = sorted(int(key[14:]) for key in long[0]["by_world"] if key.startswith("psnr_truth_to_"))
+    out = ["", f"| eight frames up to {ends}; motion | {' | '.join(CLIPS)} |"]
+    out.append("|---" * (len(CLIPS) + 1) + "|")
+    for name in dict.fromkeys(row["method"] for row in long):
+        cells = {}
+        for row in long:
+            if row["method"] == name:
+                base = None if name == "dense" else dense.get((row["clip"], row["seed"]))
+                parts = [_loss(base, row, f"psnr_truth_to_{end}") for end in ends]
+                cells[row["clip"]] = "; ".join([*parts, f"{row['motion']:.2f}"])
+        out.append(f"| {name} | {' | '.join(cells.get(clip, '') for clip in CLIPS)} |")
     return out
 
 
@@ -275,10 +294,10 @@ def _level(row: Document) -> str:
     return f"{row['psnr_truth']:.1f} ({low:.1f} to {high:.1f}), worst {worst:.1f}"
 
 
-def _loss(dense: Document | None, row: Document) -> str:
+def _loss(dense: Document | None, row: Document, key: str = "psnr_truth") -> str:
     """dB to the truth that are lost: mean (interval), worst room."""
     if dense is None:
-        return f"{row['psnr_truth']:.1f} dB"
-    mean, low, high = versus(dense, row, "psnr_truth")
-    pairs = zip(dense["by_world"]["psnr_truth"], row["by_world"]["psnr_truth"], strict=True)
+        return f"{row[key]:.1f} dB"
+    mean, low, high = versus(dense, row, key)
+    pairs = zip(dense["by_world"][key], row["by_world"][key], strict=True)
     return f"{mean:.2f} ({low:.2f} to {high:.2f}), worst {max(a - b for a, b in pairs):.1f}"
