@@ -28,13 +28,19 @@ def decode_attention(out: Tensor, qkv: Tensor, step: Step, tokens: int = 1) -> T
     bias = torch.zeros(1, 1, slots, dtype=torch.float32, device=q.device)
     if held.log_count is not None:
         bias = held.log_count.clamp_min(-1e30).index_fill(2, slot, 0.0)
-    seen = _seen(step.window, torch.arange(slots, device=q.device), slot)
+    keys, values, window = held.k, held.v, step.window
+    if window is not None and window.whole + window.near + tokens < slots:
+        index, once = _reach(window, slot)
+        seen, index = _seen(window, index, slot) & once, index.clamp_min(0)
+        keys, values, bias = (x.index_select(2, index) for x in (keys, values, bias))
+    else:
+        seen = _seen(window, torch.arange(slots, device=q.device), slot)
     group = step.heads // hkv
-    scores = torch.einsum("bkgtd,bksd->bkgts", q_turned.unflatten(1, (hkv, group)), held.k)
+    scores = torch.einsum("bkgtd,bksd->bkgts", q_turned.unflatten(1, (hkv, group)), keys)
     scores = scores.float() / math.sqrt(d) + bias[:, :, None, None]
     # what no token wrote may be anything
     p = torch.where(seen[:, None, None], scores, -math.inf).softmax(-1).to(q.dtype)
-    values = torch.where(seen.any(1)[:, None, :, None], held.v, 0)
+    values = torch.where(seen.any(1)[:, None, :, None], values, 0)
     answer = torch.einsum("bkgts,bksd->btkgd", p, values)
     out.copy_(answer.reshape(out.shape))
     if step.gate is not None:
@@ -84,6 +90,13 @@ def _turn(x: Tensor, r: Rotation, place: Tensor) -> Tensor:
     else:
         partner = x.roll(x.shape[-1] // 2, -1)
     return (x * cos + partner * sin).to(x.dtype)
+
+
+def _reach(window: Window, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots [C] of which the tokens at `slot` [S] may read some, and which count: each once."""
+    first = torch.arange(window.whole, device=slot.device)
+    last = slot[-1] - torch.arange(window.near + len(slot) - 1, device=slot.device)
+    return torch.cat([first, last]), torch.cat([first >= 0, last >= window.whole])
 
 
 def _seen(window: Window | None, index: Tensor, slot: Tensor) -> Tensor:
