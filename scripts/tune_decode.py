@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from tachyscope.bench.__main__ import main as main_bench
-from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.decode_attention import (
     Entries,
     Gate,
@@ -38,7 +37,7 @@ from tachyscope.kernels.decode_attention import (
     Window,
     decode_attention,
 )
-from tachyscope.kernels.decode_block import triton as block_triton
+from tachyscope.kernels.decode_block import FASTER
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.gemv import Norm, Weight, gemv, to_codes
@@ -300,13 +299,9 @@ def use_settings(folder: Path) -> None:
     """Let kernels use what was fastest, and new ones take the place of others."""
     files = folder.glob("settings*.json")
     for setting in (x for file in files for x in json.loads(file.read_text())):
-        if setting["part"] == "chosen":
-            CHOSEN.add(setting["name"])
-            continue
         bits = {"": 16, "int8": 8, "int4": 4}[setting["kind"]]
         if setting["part"] == "block":
-            key = block_triton.Key(bits, setting["tokens"], setting["width"])
-            block_triton.SETTINGS[key] = mlp_setting(setting["cut"])
+            FASTER.add((bits, setting["tokens"]))
         elif setting["part"] == "mlp":
             width, inner, linear = setting["shape"]
             gate = 0 if tuple(setting["shape"]) == DEPTH else inner - linear

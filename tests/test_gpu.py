@@ -29,7 +29,6 @@ from tachyscope.kernels.attention.triton import Setting, flash_attention
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
 from tachyscope.kernels.block_sparse.triton import block_sparse_attention
 from tachyscope.kernels.block_table import BlockTable
-from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.meter import Meter
 from tachyscope.models.checkpoint import write_tensors
@@ -134,18 +133,6 @@ def test_a_gate_on_cuda_is_metered_as_simulated():
     assert row["simulated_rows_replayed"] == row["rows_eligible"] > 0
 
 
-@pytest.fixture
-def chosen(request):
-    """Whether new kernels of a decode step run, all of them or none."""
-    before = {*CHOSEN}
-    CHOSEN.clear()
-    if request.param:
-        CHOSEN.update({"several_attention", "input_gate", "sample_by_value", "decode_block_16_2"})
-    yield request.param
-    CHOSEN.clear()
-    CHOSEN.update(before)
-
-
 @pytest.mark.parametrize(
     "plan",
     [
@@ -159,8 +146,11 @@ def chosen(request):
         "attention=window:tokens=9,sink=2 replay=prune:share=0.5,file=FILE",
     ],
 )
-@pytest.mark.parametrize("chosen", [False, True], indirect=True)
-def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, chosen, tmp_path):
+@pytest.mark.parametrize("blocks", [set(), {(16, 2)}])
+def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(
+    plan, blocks, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tachyscope.kernels.decode_block.FASTER", blocks)
     # recording a graph waits
     counts = _same_by_graph(
         DecodeEngine, plan, tmp_path, lambda i: no_waits() if i > 1 else nullcontext()
@@ -217,8 +207,7 @@ def _same_by_graph(
         "cache=merge:budget=4f passes=draft:places=6 replay=neurons:share=0.5,file=FILE",
     ],
 )
-@pytest.mark.parametrize("chosen", [False, True], indirect=True)
-def test_drafted_frames_by_graphs_are_those_by_single_launches(plan, chosen, tmp_path):
+def test_drafted_frames_by_graphs_are_those_by_single_launches(plan, tmp_path):
     assert _same_by_graph(DraftEngine, plan, tmp_path)["drafts"] > 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.decode_attention import torch as torch_backend
 from tachyscope.kernels.decode_attention.step import (
     Entries,
@@ -42,8 +41,7 @@ def decode_attention(
     whether the MLP behind is replayed. Of `tokens` tokens in a row, each row's one after the other
     in qkv and out [B * tokens, ...], each sees those before it; such steps have no gate.
     """
-    chosen = tokens == 1 or "several_attention" in CHOSEN
-    if not has_decode_kernel(qkv[:1]) or not chosen:
+    if not has_decode_kernel(qkv[:1]):
         return torch_backend.decode_attention(out, qkv, step, tokens)
     if tokens > 1:
         return several.several_attention(out, qkv, step, scratch, tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.decode_attention import Step
 from tachyscope.kernels.decode_block import torch as torch_backend
 from tachyscope.kernels.decode_block.block import BARRIERS, BlockMemory, BlockWeights
@@ -20,12 +19,14 @@ __all__ = [
     "decode_block",
     "in_one_launch",
 ]
+# bits of weights and rows for which one launch is faster than four (scripts/choose_decode.py): on
+# an H200 none, since the four were tuned (a pair: 65 us, the sum of the four 61; one row 55 and 50)
+FASTER: set[tuple[int, int]] = set()
 
 
 def in_one_launch(x: Tensor, block: BlockWeights) -> bool:
     """Whether a GPU runs such a block in one launch; else it runs by its four parts."""
-    name = f"decode_block_{block.mlp.up.bits}_{len(x)}"  # of bits and rows
-    return name in CHOSEN and has_decode_kernel(x) and block.is_plain
+    return (block.mlp.up.bits, len(x)) in FASTER and has_decode_kernel(x) and block.is_plain
 
 
 def decode_block(

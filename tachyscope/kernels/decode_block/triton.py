@@ -13,8 +13,6 @@ All launches of a device must come by one CUDA stream (see `decode_mlp`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,30 +33,15 @@ from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.pdl import wait_for_kernel_before
 
 
-class Key(NamedTuple):
-    """What a setting was measured for."""
-
-    bits: int
-    tokens: int
-    width: int
-
-
-# measured on an H200 (scripts/tune_decode.py); `first` cuts what reads the width
-SETTINGS: dict[Key, MlpSetting] = {}
-
-
 def setting_for(x: Tensor, block: BlockWeights) -> MlpSetting:
-    """What was measured for such a block; else what served its parts best."""
+    """What was fastest on an H200 (scripts/choose_decode.py); `first` cuts what reads the width."""
     tokens, up, down = len(x), block.mlp.up, block.mlp.down
     processors = multiprocessors(x.device)
-    key = Key(up.bits, tokens, x.shape[1])
-    if key in SETTINGS and SETTINGS[key].programs <= 8 * processors:
-        return SETTINGS[key]
     if tokens > 2:
         return MlpSetting(Setting(16, 128, 8), Setting(16, 256, 8), processors)
     # three matrices' first steps are held at once: half of what a step else has
     first, last = words_of_a_step(up) // 2, words_of_a_step(down)
-    rows, each = (2, 3) if up.bits == 4 and tokens == 2 else (4, 5 if tokens == 1 else 4)
+    rows, each = (2, 3) if up.bits == 4 and tokens == 2 else (4, 5)
     return MlpSetting(Setting(rows, first, 4), Setting(rows, last, 4), each * processors)
 
 

@@ -49,12 +49,17 @@ class MlpSetting(NamedTuple):
     prenorm: bool = False
 
 
-# by bits, tokens, width, rows of up and of gate: measured on an H200 (scripts/tune_decode.py)
-SETTINGS: dict[tuple[int, int, int, int, int], MlpSetting] = {}
+# by bits, tokens, width, rows of up and of gate: measured on an H200 (scripts/tune_decode.py,
+# 2026-11-16), for slices of 7B's MLPs (share 0.75), whose few tiles come out even so
+SETTINGS: dict[tuple[int, int, int, int, int], MlpSetting] = {
+    (16, 1, 4096, 3008, 2752): MlpSetting(Setting(2, 1024, 4), Setting(4, 1024, 4), 512),
+    (8, 1, 4096, 3008, 2752): MlpSetting(Setting(4, 512, 4), Setting(4, 512, 4), 376),
+    (4, 1, 4096, 3072, 2752): MlpSetting(Setting(4, 512, 4), Setting(4, 512, 4), 376),
+}
 
 
 def setting_for(mlp: MlpWeights, tokens: int, processors: int) -> MlpSetting:
-    """What was measured for such an MLP on as many processors; else what serves most of them.
+    """What was measured for such an MLP on as many processors; else what was best on the whole.
 
     Four warps fit five times with 96 registers, four times with 128.
     """
@@ -64,12 +69,15 @@ def setting_for(mlp: MlpWeights, tokens: int, processors: int) -> MlpSetting:
         return SETTINGS[key]
     if tokens > 2:
         return MlpSetting(Setting(16, 128, 8), Setting(16, 256, 8), processors)
-    each = 5 if tokens == 1 else 4
     first, last = (words_of_a_step(weight) for weight in (mlp.up, mlp.down))
     if mlp.up.bits == 4 and tokens == 2:
-        return MlpSetting(Setting(2, first, 4), Setting(2, last, 4), 3 * processors)
-    rows = 4 if mlp.gate is None else 2  # of one matrix or of two
-    return MlpSetting(Setting(rows, first, 4), Setting(4, last, 4), each * processors)
+        return MlpSetting(Setting(2, first, 4), Setting(2, last, 4), 3 * processors, prenorm=True)
+    if mlp.up.bits < 16 and tokens == 1:
+        return MlpSetting(Setting(4, first, 4), Setting(4, last, 4), 4 * processors, prenorm=True)
+    if mlp.gate is None:
+        return MlpSetting(Setting(8, min(first, 512), 4), Setting(4, last, 4), 5 * processors)
+    each = 5 if tokens == 1 else 4
+    return MlpSetting(Setting(2, first, 4), Setting(4, last, 4), each * processors)
 
 
 def decode_mlp(

@@ -30,20 +30,25 @@ class Setting(NamedTuple):
     warps: int
 
 
-# by bits, tokens, columns and rows of all matrices: measured on an H200 (scripts/tune_decode.py)
+# by bits, tokens, columns and rows of all matrices: what scripts/tune_decode.py tries
 SETTINGS: dict[tuple[int, int, int, int], Setting] = {}
+PROGRAMS = 660  # of four warps, that an H200 runs at once
 
 
 def setting_for(weights: Sequence[Weight], tokens: int) -> Setting:
-    """What was measured for such matrices; else what serves most of them on an H200."""
-    first = weights[0]
-    key = first.bits, tokens, first.columns, sum(weight.rows for weight in weights)
+    """What was fastest on an H200 (scripts/tune_decode.py, 2026-11-16), unless another is tried."""
+    first, rows = weights[0], sum(weight.rows for weight in weights)
+    key = first.bits, tokens, first.columns, rows
     if key in SETTINGS:
         return SETTINGS[key]
     if tokens > 2:
         return Setting(16, 256, 4)
-    # two tokens and eight codes a word leave registers for two rows
-    return Setting(2 if first.bits == 4 and tokens == 2 else 4, words_of_a_step(first), 4)
+    step = words_of_a_step(first)
+    # short steps of more rows: for codes, and where long ones do not come out even
+    short = first.columns % step > 0 if first.bits == 16 else (first.bits, tokens) != (4, 2)
+    if short and rows >= 8 * PROGRAMS:
+        return Setting(8, min(step, 512), 4)
+    return Setting(2 if rows < 4 * PROGRAMS else 4, step, 4)
 
 
 def words_of_a_step(weight: Weight) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.device import HAS_TRITON, has_decode_kernel
 from tachyscope.kernels.gemv import Norm
 from tachyscope.kernels.input_gate import torch as torch_backend
@@ -18,7 +17,7 @@ __all__ = ["InputGate", "Kind", "input_gate"]
 
 def input_gate(x: Tensor, norm: Norm, gate: InputGate) -> None:
     """From the MLP's input norm(x), x [B, W], to `gate.skip`; computed tokens' inputs are kept."""
-    if has_decode_kernel(x) and "input_gate" in CHOSEN:
+    if has_decode_kernel(x):
         triton_backend.input_gate(x, norm, gate)
     else:
         torch_backend.input_gate(x, norm, gate)

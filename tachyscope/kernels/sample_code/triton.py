@@ -1,9 +1,9 @@
 """Draw a code in one launch, without sorting (Triton).
 
 Floats are ordered as integers are. The k-th largest, and the one at which the mass reaches top_p,
-are found by halving a range until one value is left between: all in registers. The range is one of
-integers; for the k-th largest BY_VALUE halves that of the values first, which takes fewer turns: 13
-instead of 20 for 900 of 16,384 normal ones (then 12 for the mass either way).
+are found by halving a range until one value is left between: all in registers. For the k-th largest
+the range of values is halved before that of integers, which takes fewer turns: 13 instead of 20 for
+900 of 16,384 normal ones (then 12 for the mass either way).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.chosen import CHOSEN
 from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.pdl import wait_for_kernel_before
 from tachyscope.kernels.sample_code.draw import Codes, Draw
 
 
-def sample_code(logits: Tensor, draw: Draw, to: Codes, by_value: bool | None = None) -> None:
+def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
     """`sample_code`; all tensors are contiguous."""
     videos, places, depth = to.codes.shape
     count, dim = logits.shape[1], to.total.shape[1]
@@ -30,7 +29,6 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes, by_value: bool | None = N
         logits, to.codes, to.noise, to.place, to.book, to.total, draw.cfg, 1 / draw.temperature,
         min(draw.top_k, count), draw.top_p, videos, places, count, to.depth, depth,
         GUIDED=draw.guided, TOP_P=draw.top_p < 1, FIRST=to.depth == 0, DIM=dim,
-        BY_VALUE="sample_by_value" in CHOSEN if by_value is None else by_value,
         BLOCK=block, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=16 if block > 4096 else 4,
         **Overlap.options(logits),
     )  # fmt: skip
@@ -42,8 +40,7 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes, by_value: bool | None = N
 def _sample_code(
     logits, codes, noise, place, book, total, cfg, inverse, top_k, top_p, videos, places, count,
     at_depth, depth, GUIDED: tl.constexpr, TOP_P: tl.constexpr, FIRST: tl.constexpr,
-    DIM: tl.constexpr, BY_VALUE: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernel_before(PDL)
     video, offs = tl.program_id(0), tl.arange(0, BLOCK)
@@ -62,11 +59,11 @@ def _sample_code(
     above = tl.where(below <= top_k, below, 0)
     bottom, top, turns = tl.min(tl.where(mask, x, float("inf"))), tl.max(x), 0
     while (below - above > 1) & (high - low > 1):
-        middle = _middle(low, high, bottom, top, turns, BY_VALUE)
+        middle = _middle(low, high, bottom, top, turns)
         count_at = tl.sum((order >= middle).to(tl.int32))
         enough = count_at >= top_k
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-        bottom, top, turns = _halves(middle, enough, bottom, top, turns, BY_VALUE)
+        bottom, top, turns = _halves(middle, enough, bottom, top, turns)
         below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
         # as many as were asked for: no need to know the last one's value
         above = tl.where(enough & (count_at == top_k), below, above)
@@ -105,21 +102,17 @@ def _order(x):
 
 
 @triton.jit
-def _middle(low, high, bottom, top, turns, BY_VALUE: tl.constexpr):
+def _middle(low, high, bottom, top, turns):
     """Where a range of integers is cut: by its values for some turns, then by itself."""
     middle = low + ((high - low) >> 1)
-    if BY_VALUE:
-        value = _order(0.5 * bottom + 0.5 * top)
-        middle = tl.where((turns < 24) & (value > low) & (value < high), value, middle)
-    return middle
+    value = _order(0.5 * bottom + 0.5 * top)
+    return tl.where((turns < 24) & (value > low) & (value < high), value, middle)
 
 
 @triton.jit
-def _halves(middle, enough, bottom, top, turns, BY_VALUE: tl.constexpr):
+def _halves(middle, enough, bottom, top, turns):
     """The ends of what is left of a range of values, after a cut."""
-    if BY_VALUE:
-        bits = middle.to(tl.int32, bitcast=True)
-        bits = tl.where(bits < 0, bits ^ -2147483648, ~bits)
-        value = bits.to(tl.float32, bitcast=True)
-        bottom, top = tl.where(enough, value, bottom), tl.where(enough, top, value)
-    return bottom, top, turns + 1
+    bits = middle.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ -2147483648, ~bits)
+    value = bits.to(tl.float32, bitcast=True)
+    return tl.where(enough, value, bottom), tl.where(enough, top, value), turns + 1
