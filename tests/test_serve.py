@@ -239,6 +239,18 @@ def test_the_map_tells_what_was_read_merged_and_replayed(engine, model):
         assert player.matches(wanted)
 
 
+@pytest.mark.parametrize("dense", ["0", "0.3", "1"])
+def test_the_map_shows_a_pass_that_leaves_entries_out(model, dense):
+    """Of three passes over a chunk the first ones may read all; the map is of what they leave."""
+    watch, settings = ReadMap(), f"read=0.5,block=2,tile=2,sink=0,dense_passes={dense}"
+    with ts.open(model, f"cache=dedup:budget=12f attention=ann:{settings}", observers=[watch]) as s:
+        for _ in range(5):
+            s.step()
+        (group,) = watch.take()["groups"]
+    assert (min(group["read"]) == 1) == (dense == "1")
+    assert dense == "1" or 0.3 < sum(group["read"]) / 6 < 0.9
+
+
 def test_the_map_tells_what_a_bank_fetched(model):
     watch, plan = ReadMap(), "cache=bank:resident=12f,budget=60f attention=ann:k=24,block=2,tile=2"
     with ts.open(model, plan, observers=[watch]) as stream:

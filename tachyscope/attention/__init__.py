@@ -58,6 +58,10 @@ class AttentionPolicy(abc.ABC):
         """Log-weights [B, Hkv or 1, end] of past and now, in the order of keys and values."""
         return layer.log_count[:, :, : ctx.end]
 
+    def first_sparse_pass(self, ctx: PassContext) -> int:
+        """The first pass over a chunk that may leave entries out; those before it read all."""
+        return 0
+
     @abc.abstractmethod
     def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
         """Attention of rotated queries q [B, H, S, D] over past and now."""

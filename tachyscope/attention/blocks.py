@@ -118,18 +118,17 @@ class BlockAttention(AttentionPolicy):
     def _dense_layer(self, ctx: PassContext) -> bool:
         return ctx.layer < math.ceil(self.dense_layers * ctx.shape.layers)
 
-    def _first_sparse(self, ctx: PassContext) -> int:
-        """The first pass over a chunk that leaves blocks out."""
+    def first_sparse_pass(self, ctx: PassContext) -> int:
         return math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
 
     def _chooses(self, ctx: PassContext) -> bool:
         """Whether no pass over the chunk has left blocks out so far."""
-        return all(step < self._first_sparse(ctx) for step in ctx.before)
+        return all(step < self.first_sparse_pass(ctx) for step in ctx.before)
 
     def _reads_all(self, ctx: PassContext) -> bool:
         # given frames read everything: what they leave in the cache is what the video rests on
         given = ctx.given and not ctx.shape.token_by_token
-        early = ctx.pass_index < self._first_sparse(ctx)
+        early = ctx.pass_index < self.first_sparse_pass(ctx)
         return ctx.past == 0 or self._dense_layer(ctx) or early or given
 
     def _attend_all(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:

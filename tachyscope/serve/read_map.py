@@ -43,14 +43,18 @@ class ReadMap(Observer):
     def on_attend(
         self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
     ) -> None:
-        # the first pass, in which sparse attention chooses what the chunk's others read too
-        if ctx.layer in self.watched and ctx.past and ctx.pass_index == 0:
-            layer = self.session.layers[ctx.layer]
-            if layer.bank is not None:
-                self._see_bank(layer.bank, ctx, q.shape[2])
-            if not self._reads_places:
-                return
-            mass = read_mass(self.session.plan.attention, rotated_q, layer, ctx)[..., : ctx.past]
+        if ctx.layer not in self.watched or not ctx.past:
+            return
+        layer, policy = self.session.layers[ctx.layer], self.session.plan.attention
+        if layer.bank is not None and ctx.pass_index == 0:
+            self._see_bank(layer.bank, ctx, q.shape[2])
+        # sparse attention chooses in its first pass what the chunk's later ones read too; where
+        # none comes, the last pass before the clean one is shown
+        first, last = policy.first_sparse_pass(ctx), max(0, ctx.pass_count - 2)
+        chosen = any(step >= first for step in ctx.before)
+        shown = (ctx.pass_index >= first and not chosen) or ctx.pass_index == last < first
+        if self._reads_places and shown and not ctx.given:
+            mass = read_mass(policy, rotated_q, layer, ctx)[..., : ctx.past]
             share = (mass > 0).double().mean((0, 1, 2))
             place = self._places(layer.pos[0, 0, : ctx.past])
             count = torch.bincount(place, minlength=len(self._nothing()))
