@@ -19,6 +19,25 @@ TABLES = {
         "passes=flowcache:threshold=0.185",
         "fast passes=teacache:threshold=0.2",
     ],
+    "table1": [
+        "passes=teacache:threshold=0.1",
+        "passes=flowcache:threshold=0.185",
+        "cache=merge:threshold=0.95",
+        "cache=merge:budget=21f,newest=3",
+        "attention=svg",
+        "attention=svg2",
+        "attention=radial",
+        "attention=ann:read=0.28,hash=lsh",
+        "attention=ann:read=0.3",
+        "text=ann:hash=lsh",
+        "text=ann:hash=int8",
+        "attention=radial passes=flowcache:threshold=0.185",
+        "fast-ar",
+        "fast-ar attention=ann:hash=int8 text=ann:hash=int8",
+        "cache=window:budget=21f",
+        "balanced",
+        "fast",
+    ],
     "memory": [
         "cache=window:budget=21f",
         "lossless cache=frames:budget=21f",
@@ -81,9 +100,9 @@ def table(name: str) -> list[str]:
     """Plans of a trade-off table, beside dense.
 
     readme: the plans of README's table. papers: FAST-AR's plan, and passes skipped by TeaCache and
-    FlowCache. memory: what is kept, at 21 resident latent frames. budgets: window and merge at
-    equal budgets. matching: on what merge compares, whom it keeps, by head or for all. long: what
-    lasts over hundreds of frames. methods: all the others.
+    FlowCache. table1: every row of FAST-AR's Table 1. memory: what is kept, at 21 resident latent
+    frames. budgets: window and merge at equal budgets. matching: on what merge compares, whom it
+    keeps, by head or for all. long: what lasts over hundreds of frames. methods: all the others.
     """
     if name not in TABLES:
         raise TachyscopeError(f"no table {name!r}; there are: {', '.join(TABLES)}")
