@@ -191,9 +191,16 @@ class State:
             layer.truncate(0)
 
     def rewind(self, frames: int, keep: int) -> None:
-        """Drop the newest latent frames, and all before them but the first `keep`."""
+        """Drop the newest latent frames, and all before them but the first `keep`.
+
+        A bank keeps no more than its sink: one that would have to keep more is refused.
+        """
+        past = self.prompt + keep * self.shape.tokens_per_frame
+        banks = [(layer, layer.bank) for layer in self.layers if layer.bank is not None]
+        for layer, bank in banks:
+            bank.rewind(layer, past)
         self.latent_frame -= frames
-        self.past, self.now = self.prompt + keep * self.shape.tokens_per_frame, 0
+        self.past, self.now = past, 0
         self.total_entries -= frames * self.shape.tokens_per_frame
         for layer in self.layers:
             layer.truncate(self.past)

@@ -182,6 +182,28 @@ def test_an_entry_planted_early_is_found_late():
     assert at.layers[0].bank.tensors["block"].shape[2] < at.total_entries / 15
 
 
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_rewound_bank_goes_on_as_one_that_never_had_more(keep):
+    """With everything resident a bank reads as `keep_all` does, which has no blocks to drop."""
+    ann = ANN + ",sink=1"
+    one, other = (session(CHUNKS, f"{x} {ann}") for x in ("", "cache=bank:resident=40f"))
+    assert_same(play(one, 6), play(other, 6))
+    for at in (one, other):
+        at.rewind(at.latent_frame - keep, keep)
+    assert all(int(layer.bank.tensors["used"]) == 0 for layer in other.layers)
+    assert one.past == other.past == keep * one.shape.tokens_per_frame
+    assert_same(play(one, 6, seed=1), play(other, 6, seed=1))
+
+
+def test_a_bank_keeps_no_more_than_its_sink_when_it_is_rewound():
+    at = session(CHUNKS, SMALL)
+    play(at, 6)
+    before = {name: x.clone() for name, x in at.layers[0].bank.tensors.items()}
+    refused(lambda: at.rewind(4, 8), "sealed", "keep fewer")
+    assert at.latent_frame == 12
+    assert all(torch.equal(x, before[name]) for name, x in at.layers[0].bank.tensors.items())
+
+
 def test_what_leaves_a_full_bank_is_the_older_of_the_most_alike():
     at = session(CHUNKS, "cache=bank:resident=7f,budget=16f attention=ann:k=24,block=1,tile=3")
     rng = torch.Generator().manual_seed(0)

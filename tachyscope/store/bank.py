@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.block_index import Codes, buckets, encode_blocks
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
@@ -105,6 +106,17 @@ class BlockBank(Residents, HostBank):
         for name, x in self.tensors.items():
             if name != "sealed":
                 x.fill_(START.get(name, 0))
+
+    def rewind(self, layer: KVStore, past: int) -> None:
+        """Drop every block but the sink's, of which `past` slots are kept."""
+        if past > self.layout.first:
+            raise TachyscopeError(
+                f"a bank's blocks are sealed: of its past the first {self.layout.first} entries "
+                f"can be kept, got {past}: keep fewer, or raise attention's sink"
+            )
+        self.join(layer)
+        self.clear()
+        self._encode_ends(layer, past, 0, 0)
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """The least and the greatest whole number of a tensor, by name."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tachyscope.kernels.host_blocks import HostBlocks, block_index
+
+if TYPE_CHECKING:
+    from tachyscope.store.kv import KVStore
 
 
 class HostBank(abc.ABC):
@@ -30,6 +34,10 @@ class HostBank(abc.ABC):
     @abc.abstractmethod
     def clear(self) -> None:
         """Drop every block."""
+
+    @abc.abstractmethod
+    def rewind(self, layer: KVStore, past: int) -> None:
+        """Drop every block, where the first `past` slots are kept; raises where those are more."""
 
     @abc.abstractmethod
     def ranges(self) -> dict[str, tuple[int, int]]:

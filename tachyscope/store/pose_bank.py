@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from tachyscope.errors import TachyscopeError
 from tachyscope.kernels.host_blocks import load_blocks, store_blocks
 from tachyscope.store.bank_layout import COUNTERS, host_tensors
 from tachyscope.store.host_bank import HostBank
@@ -125,6 +126,12 @@ class PoseBank(HostBank):
     def clear(self) -> None:
         for name, x in self.tensors.items():
             x.fill_(-1 if name in ("age", "place") else 0)
+
+    def rewind(self, layer: KVStore, past: int) -> None:
+        raise TachyscopeError(
+            "cache=worldkv counts its groups from the video's start, so that none of it can be "
+            "dropped: take another cache"
+        )
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         most, count = self.layout.most, 2**31 - 1
