@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import tachyscope as ts
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.serve import protocol
 from tachyscope.serve.engine import make_engine
 from tachyscope.serve.limits import Limits
@@ -29,10 +31,14 @@ CHUNKS = 12
         "cache=merge:budget=9f replay=attentive:share=0.5",
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frames_leave_between_two_graphs(plan, dtype):
     """Cut in two, a chunk's launches make what they make in one graph, and what single ones do."""
-    model, keys = ts.load("toy-chunks", device="cuda", dtype=dtype), "wsa.wwsaqe"
+    config = WanConfig(
+        dim=128, ffn_dim=192, layers=2, heads=2, text_dim=8, text_len=6, size=(16, 32),
+        stride=(1, 8, 8), steps=(1000, 500), stock="dense", actions=".wsa",
+    )  # fmt: skip
+    model, keys = random_wan(config, device="cuda", dtype=dtype), "wsa.wwsaaw"
     cut, whole, single = (ts.open(model, plan, seed=3) for _ in range(3))
     single.runner.record = None
     shown = []
