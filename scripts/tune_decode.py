@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tachyscope.bench import device_clock
+from tachyscope.bench import tokens as bench_tokens
 from tachyscope.bench.__main__ import main as main_bench
 from tachyscope.kernels.decode_attention import (
     Entries,
@@ -44,6 +46,7 @@ from tachyscope.kernels.gemv import Norm, Weight, gemv, to_codes
 from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.gemv.triton import Setting
 from tachyscope.kernels.launch import Overlap
+from tachyscope.kernels.sample_code import triton as sample_triton
 
 WIDTH, INNER, HEADS, HEAD_DIM, LAYERS = 4096, 11008, 32, 128, 8
 BF16, KINDS = torch.bfloat16, {"device": "cuda", "dtype": torch.bfloat16}
@@ -299,6 +302,12 @@ def use_settings(folder: Path) -> None:
     """Let kernels use what was fastest, and new ones take the place of others."""
     files = folder.glob("settings*.json")
     for setting in (x for file in files for x in json.loads(file.read_text())):
+        if setting["part"] == "sample":
+            sample_triton.SETTING.update(setting["setting"])
+            continue
+        if setting["part"] == "overlap":
+            Overlap.early = setting["early"]
+            continue
         bits = {"": 16, "int8": 8, "int4": 4}[setting["kind"]]
         if setting["part"] == "block":
             FASTER.add((bits, setting["tokens"]))
@@ -372,11 +381,16 @@ def main() -> None:
     parser.add_argument(
         "--settings", type=Path, help="folder of an earlier run: with its settings do what follows"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="let a benchmark only compile what it would time"
+    )
     parser.add_argument("bench", nargs="*", help="arguments of python -m tachyscope.bench")
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.settings:
         use_settings(given.settings)
+        if given.compile:
+            device_clock.COPY_BYTES, bench_tokens.JOULES_S = 1 << 20, 0
         main_bench(given.bench)
         return
     only = given.only.split(",")

@@ -57,7 +57,7 @@ def source(kernel, args, options):
 
 
 def launch(kernel, grid, *args, **options):
-    options = options | ({"PDL": True} if "PDL" in options else {})
+    options = options | ({"PDL": 1} if "PDL" in options else {})
     names = set(kernel.arg_names)
     settings = {name: value for name, value in options.items() if name not in names}
     settings.pop("launch_pdl", None)

@@ -246,9 +246,11 @@ def _flat(out, step, tokens):
     return torch.cat([x.double().cpu().flatten().nan_to_num(9.0) for x in (out, *held)])
 
 
-def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth):
+def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth, search=True):
     videos, count = 2, 37
     logits = 3 * torch.randn(videos * (2 if guided else 1), count, generator=rng)
+    if top_k == 12:
+        logits = logits.round()  # many are equal
     noise = torch.rand(videos, PLACES, 3, count, generator=rng) + 1e-3
     codes = torch.full((videos, PLACES, 3), -1)
     to = Codes(
@@ -264,7 +266,9 @@ def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth):
     if backend == "torch":
         sample_torch.sample_code(moved(logits), draw, there)
     else:
+        sample_triton.SETTING["search"] = search
         sample_triton.sample_code(moved(logits), draw, there)
+        sample_triton.SETTING["search"] = True
     return tuple(
         torch.cat([x.codes.flatten().cpu(), x.total.flatten().cpu()]).double() for x in (there, to)
     )
@@ -337,10 +341,13 @@ for guided, top_k, top_p, temperature, depth in (
     (True, 900, 0.96, 1.3, 0), (False, 9, 0.8, 0.7, 2), (True, 1, 0.96, 1.0, 1),
     (True, 37, 0.3, 1.0, 2), (False, 12, 1.0, 1.0, 0),
 ):  # fmt: skip
-    case = functools.partial(
-        _case_sample, guided=guided, top_k=top_k, top_p=top_p, temperature=temperature, depth=depth
-    )
-    CASES[f"sample_code_{top_k}_{top_p}_{guided}"] = case, BOTH
+    for search in (True, False):
+        case = functools.partial(
+            _case_sample, guided=guided, top_k=top_k, top_p=top_p, temperature=temperature,
+            depth=depth, search=search,
+        )  # fmt: skip
+        name = f"sample_code_{top_k}_{top_p}_{guided}{'' if search else '_best'}"
+        CASES[name] = case, BOTH[not search :]
 for rows, kind, limit, options in (
     (1, "threshold", 0.5, {}), (3, "threshold", 0.5, {"norm": "layer"}),
     (2, "share", 0.5, {"paired": True}), (3, "share", 0.4, {}), (4, "budget", 0.3, {"paired": True}),

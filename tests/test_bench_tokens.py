@@ -29,7 +29,7 @@ def test_every_row_is_timed_and_told_when_it_is_done(monkeypatch):
     names, told = [*names, "draft32-neurons75"], []
     settled = [{"camera": "still", "plan": "passes=draft:places=32", "places_a_pass": 4.0}]
     found = bench_tokens(
-        _config(), names, device="cpu", rounds=2, peer=False, accepted={"rows": settled}, weights=("bf16", "int8"),
+        _config(), names, device="cpu", rounds=2, peer=False, accepted=settled, weights=("bf16", "int8"),
         on_row=lambda document: told.append(len(document["rows"])),
     )  # fmt: skip
     rows = found["rows"]
@@ -47,7 +47,7 @@ def test_every_row_is_timed_and_told_when_it_is_done(monkeypatch):
     assert draft["step_ms_a_token"] == {"still": draft["step_ms"] / 4}
     # the decode engine's own codes are all right, so that one pass settles a frame of the toy
     assert draft["equal_codes"] == 1 and draft["passes_a_frame"] == 1
-    assert places_a_pass(None, settled[0]["plan"]) == places_a_pass({"rows": settled}, "") == {}
+    assert places_a_pass((), settled[0]["plan"]) == places_a_pass(settled, "") == {}
     lines = token_lines(found)
     assert len(lines) == len(rows) + 2 and "draft32" in "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """What passes over drafts cost at full size (docs/passes.md): whole frames by the draft engine.
 
-Weights are random, so that what they accept means nothing. Handed the codes that the decode engine
-draws with the same noise, a pass settles all its places; a pass costs the same whatever it settles.
+Weights are random, so that what they accept means nothing. Handed the codes that were drawn before
+with the same noise, a pass settles most of its places; a pass costs the same whatever it settles.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def bench_drafts(
 
     def whole_frame() -> None:
         begin()
-        session.features[CODES] = dense
         engine.frame(noise)
 
-    whole_frame()
+    session.features[CODES] = dense
     whole_frame()
     equal = (session.features[CODES] == dense).double().mean()
+    whole_frame()
     size, whole = engine.size, engine.engine.neurons is None
     parts = {"trunk": engine.trunks[size, whole], "depth": engine.depths[size]}
     out: Document = {"tokens": size, "entries": session.past, "passes_a_frame": engine.passes}

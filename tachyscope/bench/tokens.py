@@ -195,14 +195,14 @@ def bench_tokens(
     rounds: int = 3,
     seconds: float = 420,
     peer: bool = True,
-    accepted: Document | None = None,
+    accepted: Sequence[Document] = (),
     command: str = "",
     on_row: Callable[[Document], None] | None = None,
 ) -> Document:
     """Time each row with one row of the batch and with a guidance pair, of each kind of weights.
 
     After so many seconds no further row is begun. `told` is handed the document after every row.
-    `accepted` are the results of scripts/bench_drafts.py: places that a pass over drafts settles.
+    `accepted` are rows of scripts/bench_drafts.py: places that a pass over drafts settles.
     """
     for what, given, known in (("row", names, NAMES), ("weights", weights, WEIGHTS)):
         for name in given:
@@ -327,7 +327,7 @@ def _bandwidth(timed: Timed, out: Mapping[str, Any], copy: float) -> Document:
 
 
 def _drafts(
-    model: VilaModel, plan: str, clock: Clock, dense: Document, accepted: Document | None
+    model: VilaModel, plan: str, clock: Clock, dense: Document, accepted: Sequence[Document]
 ) -> Document:
     """A pass's time, and where drafts were counted a token's, by kind of clip."""
     parsed = Plan.parse(f"dense text=none {plan}", "tokens")
@@ -349,10 +349,9 @@ def _drafts(
     return out | {"places_a_pass": settled}
 
 
-def places_a_pass(accepted: Document | None, plan: str) -> dict[str, float]:
+def places_a_pass(accepted: Sequence[Document], plan: str) -> dict[str, float]:
     """By kind of clip, what a pass over a plan's drafts settles."""
-    rows = [] if accepted is None else accepted["rows"]
-    return {row["camera"]: row["places_a_pass"] for row in rows if row["plan"] == plan}
+    return {row["camera"]: row["places_a_pass"] for row in accepted if row["plan"] == plan}
 
 
 def _peer(

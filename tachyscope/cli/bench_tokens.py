@@ -31,9 +31,9 @@ class BenchTokens(Verb):
     batch: str = option("1,2", "Rows that share weights: 1, and 2 of a guidance pair.")
     peer: bool = option(True, "Also time Hugging Face's compiled trunk.")
     places: int = option(256, "Places of a frame, a square number: 256 is the published model.")
-    drafts: Path | None = option(
-        None,
-        "Results of scripts/bench_drafts.py: how many places a pass settles.",
+    drafts: tuple[Path, ...] = option(
+        (),
+        "Results of scripts/bench_drafts.py: how many places a pass settles; can be given again.",
     )
     device: str = option("cuda", "cuda, cuda:N or cpu.")
     shape: str = option("1b", "On a CPU: 1b, random weights, or atrium-tokens.")
@@ -85,7 +85,9 @@ class BenchTokens(Verb):
             weights=_words(self.weights or "bf16,int8,int4"),
             batch=[whole(x, "batch") for x in _words(self.batch)],
             seconds=self.seconds, peer=self.peer, command=command, on_row=self._on_row,
-            accepted=None if self.drafts is None else read_results(self.drafts, "atrium-drafts"),
+            accepted=[
+                row for file in self.drafts for row in read_results(file, "atrium-drafts")["rows"]
+            ],
         )  # fmt: skip
         print(*token_lines(results), sep="\n")
         self.emit(results)

@@ -18,6 +18,9 @@ from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.pdl import wait_for_kernel_before
 from tachyscope.kernels.sample_code.draw import Codes, Draw
 
+# how a code is found, and by how many warps: what scripts/choose_decode.py tries
+SETTING = {"search": True, "warps": 16}
+
 
 def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
     """`sample_code`; all tensors are contiguous."""
@@ -29,7 +32,8 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
         logits, to.codes, to.noise, to.place, to.book, to.total, draw.cfg, 1 / draw.temperature,
         min(draw.top_k, count), draw.top_p, videos, places, count, to.depth, depth,
         GUIDED=draw.guided, TOP_P=draw.top_p < 1, FIRST=to.depth == 0, DIM=dim,
-        BLOCK=block, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=16 if block > 4096 else 4,
+        SEARCH=SETTING["search"], BLOCK=block, DIM_BLOCK=triton.next_power_of_2(dim),
+        num_warps=SETTING["warps"] if block > 4096 else 4,
         **Overlap.options(logits),
     )  # fmt: skip
 
@@ -40,48 +44,25 @@ def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
 def _sample_code(
     logits, codes, noise, place, book, total, cfg, inverse, top_k, top_p, videos, places, count,
     at_depth, depth, GUIDED: tl.constexpr, TOP_P: tl.constexpr, FIRST: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_kernel_before(PDL)
     video, offs = tl.program_id(0), tl.arange(0, BLOCK)
     mask = offs < count
-    x = tl.load(logits + video * count + offs, mask=mask, other=-float("inf")).to(tl.float32)
     at = (video.to(tl.int64) * places + tl.load(place)) * depth + at_depth
+    wait_for_kernel_before(PDL)
+    x = tl.load(logits + video * count + offs, mask=mask, other=-float("inf")).to(tl.float32)
     if GUIDED:
         without = tl.load(logits + (videos + video) * count + offs, mask=mask, other=0.0)
         without = without.to(tl.float32)
         x = without + cfg * (x - without)
-    x = tl.where(mask, x * inverse, -float("inf"))
-    order = tl.where(mask, _order(x), 0)
-    # the cut lies from `low` on and below `high`; done where one value is left between them
-    low, high = tl.zeros([], tl.uint32), tl.max(order) + 1
-    below = tl.sum((order > 0).to(tl.int32))
-    above = tl.where(below <= top_k, below, 0)
-    bottom, top, turns = tl.min(tl.where(mask, x, float("inf"))), tl.max(x), 0
-    while (below - above > 1) & (high - low > 1):
-        middle = _middle(low, high, bottom, top, turns)
-        count_at = tl.sum((order >= middle).to(tl.int32))
-        enough = count_at >= top_k
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-        bottom, top, turns = _halves(middle, enough, bottom, top, turns)
-        below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
-        # as many as were asked for: no need to know the last one's value
-        above = tl.where(enough & (count_at == top_k), below, above)
-    kept = mask & (order >= low)
-    if TOP_P:
-        p = tl.where(kept, tl.exp(x - tl.max(x)), 0.0)
-        mass = top_p * tl.sum(p)
-        high, above = tl.max(order) + 1, tl.zeros([], tl.int32)
-        while (below - above > 1) & (high - low > 1):
-            middle = low + ((high - low) >> 1)
-            taken = order >= middle
-            count_at = tl.sum(taken.to(tl.int32))
-            enough = tl.sum(tl.where(taken, p, 0.0)) >= mass
-            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-            below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
-        kept = kept & (order >= low)
-    luck = tl.load(noise + at * count + offs, mask=mask, other=1.0)
-    code = tl.argmax(tl.where(kept, x - tl.log(luck), -float("inf")), 0)
+    # -0 becomes 0
+    x = tl.where(mask, x * inverse + 0.0, -float("inf"))
+    luck = noise + at * count
+    if SEARCH:
+        code = _search(x, luck, mask, offs, top_k, top_p, TOP_P)
+    else:
+        code = _best(x, luck, mask, offs, top_k, top_p, TOP_P)
     tl.store(codes + at, code.to(tl.int64))
     offs_d = tl.arange(0, DIM_BLOCK)
     inside = offs_d < DIM
@@ -95,10 +76,102 @@ def _sample_code(
 
 
 @triton.jit
+def _search(x, luck, mask, offs, top_k, top_p, TOP_P: tl.constexpr):
+    """The best of what is kept: both cuts are found first."""
+    order = tl.where(mask, _order(x), 0)
+    # the cut lies from `low` on and below `high`; done where one value is left between them
+    low, high = tl.zeros([], tl.uint32), tl.max(order) + 1
+    below = tl.sum((order > 0).to(tl.int32))
+    above = tl.where(below <= top_k, below, 0)
+    bottom, top = tl.min(tl.where(mask, x, float("inf"))), tl.max(x)
+    turns = tl.zeros([], tl.int32)
+    cut = _narrow(order, low, high, below, above, bottom, top, turns, top_k, 1)
+    low, high, below, above, bottom, top, turns = cut
+    kept = mask & (order >= low)
+    if TOP_P:
+        p = tl.where(kept, tl.exp(x - tl.max(x)), 0.0)
+        mass = top_p * tl.sum(p)
+        high, above = tl.max(order) + 1, tl.zeros([], tl.int32)
+        while (below - above > 1) & (high - low > 1):
+            middle = low + ((high - low) >> 1)
+            taken = order >= middle
+            count_at = tl.sum(taken.to(tl.int32))
+            enough = tl.sum(tl.where(taken, p, 0.0)) >= mass
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
+        kept = kept & (order >= low)
+    score = x - tl.log(tl.load(luck + offs, mask=mask, other=1.0))
+    return tl.argmax(tl.where(kept, score, -float("inf")), 0)
+
+
+@triton.jit
+def _best(x, luck, mask, offs, top_k, top_p, TOP_P: tl.constexpr):
+    """The same without the second cut, and mostly without the first one's last turns.
+
+    The best score of those that may be among the top k is taken where the mass above it says so;
+    where that depends on the cut of the top k, or on which side of it the best one lies, the range
+    of the cut is halved on.
+    """
+    order = tl.where(mask, _order(x), 0)
+    low, high = tl.zeros([], tl.uint32), tl.max(order) + 1
+    below = tl.sum(mask.to(tl.int32))
+    above = tl.where(below <= top_k, below, 0)
+    bottom, peak = tl.min(tl.where(mask, x, float("inf"))), tl.max(x)
+    turns = tl.zeros([], tl.int32)
+    cut = _narrow(order, low, high, below, above, bottom, peak, turns, top_k, top_k // 8 + 1)
+    low, high, below, above, bottom, top, turns = cut
+    x = _value(order)
+    score = tl.where(mask, x - tl.log(tl.load(luck + offs, mask=mask, other=1.0)), -float("inf"))
+    p = tl.where(mask, tl.exp(x - peak), 0.0)
+    code = tl.full([], -1, tl.int32)
+    while code < 0:
+        found = (below - above <= 1) | (high - low <= 1)
+        sure = tl.where(found, low, high)
+        best = tl.argmax(tl.where(order >= low, score, -float("inf")), 0)
+        own = tl.max(tl.where(offs == best, order, 0))
+        code = tl.where(own >= sure, best, -1)
+        if TOP_P:
+            most = top_p * tl.sum(tl.where(order >= low, p, 0.0))
+            least = top_p * tl.sum(tl.where(order >= sure, p, 0.0))
+            mass = tl.sum(tl.where(order > own, p, 0.0))
+            code = tl.where(mass < least, code, -1)
+            score = tl.where(offs == tl.where(mass >= most, best, -1), -float("inf"), score)
+        if code < 0:
+            cut = _narrow(order, low, high, below, above, bottom, top, turns, top_k, 1)
+            low, high, below, above, bottom, top, turns = cut
+    return code
+
+
+@triton.jit
+def _narrow(order, low, high, below, above, bottom, top, turns, top_k, between):
+    """Halve the range of the k-th largest until so few are left between its ends.
+
+    From `low` on there are `below`, at least k; from `high` on `above`, fewer.
+    """
+    while (below - above > between) & (high - low > 1):
+        middle = _middle(low, high, bottom, top, turns)
+        count_at = tl.sum((order >= middle).to(tl.int32))
+        enough = count_at >= top_k
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        bottom, top, turns = _halves(middle, enough, bottom, top, turns)
+        below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
+        # as many as were asked for: no need to know the last one's value
+        above = tl.where(enough & (count_at == top_k), below, above)
+    return low, high, below, above, bottom, top, turns
+
+
+@triton.jit
 def _order(x):
     """Integers in the order of floats: larger ones are larger, the negative ones turned round."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _value(order):
+    """The float of an integer that `_order` gives."""
+    bits = order.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -112,7 +185,5 @@ def _middle(low, high, bottom, top, turns):
 @triton.jit
 def _halves(middle, enough, bottom, top, turns):
     """The ends of what is left of a range of values, after a cut."""
-    bits = middle.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ -2147483648, ~bits)
-    value = bits.to(tl.float32, bitcast=True)
+    value = _value(middle)
     return tl.where(enough, value, bottom), tl.where(enough, top, value), turns + 1
