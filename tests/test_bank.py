@@ -150,20 +150,26 @@ def test_a_past_that_is_just_full_has_no_stale_codes(resident):
                 assert (own["block"] >= 0).all()
 
 
-def test_an_entry_planted_early_is_found_late():
+@pytest.mark.parametrize(
+    "host, early, chunks, length",
+    # Of 4 pixel frames a latent one: planted at frame 10, looked for at frame 4,700. Of 7,000
+    # random keys in 12 dimensions some point anywhere, so that it is longer than those.
+    [("int8", 4, 30, 1), pytest.param("int4", 1, 588, 2, marks=pytest.mark.slow)],
+)
+def test_an_entry_planted_early_is_found_late(host, early, chunks, length):
     """One key of an early frame, and much later queries that point at it."""
-    at = session(CHUNKS, f"cache=bank:resident=8f,budget=200f,host=int8 {ANN}")
+    at = session(CHUNKS, f"cache=bank:resident=8f,budget=1203f,host={host} {ANN}")
     rng = torch.Generator().manual_seed(0)
-    planted = torch.randn(12, generator=rng, dtype=torch.float64)
-    for chunk in range(30):
+    planted = length * torch.randn(12, generator=rng, dtype=torch.float64)
+    for chunk in range(chunks):
         pos = at.shape.positions(at.latent_frame, 2)
         for step in range(3):
             layers = draw(rng, at.shape, 12, at.dtype)
             for _, k, v, _ in layers:
-                if chunk == 4:
+                if chunk == early:
                     k[:, :, 3], v[:, :, 3] = planted, 100.0
             play_pass(at, layers, pos, step, 3)
-        if chunk == 4:
+        if chunk == early:
             key = at.layers[0].k[:, :, at.past + 3].clone()
         at.commit()
     # queries are rotated back by what the last chunk's places turn them
