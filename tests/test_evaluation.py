@@ -419,7 +419,7 @@ def test_faults_are_one_line(capsys, tmp_path):
     assert "frames must be 24 or more, a full turn, got 4" in capsys.readouterr().err
     assert main(["atrium", "--table", "all"]) == 2
     assert (
-        "no table 'all'; there are: readme, papers, table1, memory, budgets, matching, long, methods"
+        "no table 'all'; there are: readme, papers, memory, budgets, matching, long, methods"
         in capsys.readouterr().err
     )
     save_wan(random_wan(WanConfig(dim=16, ffn_dim=16, layers=1, heads=2)), tmp_path)

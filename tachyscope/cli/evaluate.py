@@ -30,7 +30,7 @@ class Evaluate(Verb):
     )
     table: str | None = option(
         None,
-        "Plans of a table, beside dense: readme, papers, table1, memory, budgets, matching, "
+        "Plans of a table, beside dense: readme, papers, memory, budgets, matching, "
         "long or methods.",
     )
     only: Literal["both", "world", "tokens", "views", "loops"] = option(

@@ -12,14 +12,7 @@ TABLES = {
         "lossless attention=ann:k=640",
         "lossless attention=ann:k=1280",
         "lossless attention=ann:k=640,tile=64,block=1",
-    ],
-    "papers": [
-        "fast-ar",
-        *[f"passes=teacache:threshold={x}" for x in (0.089, 0.1, 0.2)],
-        "passes=flowcache:threshold=0.185",
-        "fast passes=teacache:threshold=0.2",
-    ],
-    "table1": [
+        # from here on rows of FAST-AR's Table 1
         "passes=teacache:threshold=0.1",
         "passes=flowcache:threshold=0.185",
         "cache=merge:threshold=0.95",
@@ -34,9 +27,12 @@ TABLES = {
         "attention=radial passes=flowcache:threshold=0.185",
         "fast-ar",
         "fast-ar attention=ann:hash=int8 text=ann:hash=int8",
-        "cache=window:budget=21f",
-        "balanced",
-        "fast",
+    ],
+    "papers": [
+        "fast-ar",
+        *[f"passes=teacache:threshold={x}" for x in (0.089, 0.1, 0.2)],
+        "passes=flowcache:threshold=0.185",
+        "fast passes=teacache:threshold=0.2",
     ],
     "memory": [
         "cache=window:budget=21f",
@@ -99,8 +95,8 @@ TABLES = {
 def table(name: str) -> list[str]:
     """Plans of a trade-off table, beside dense.
 
-    readme: the plans of README's table. papers: FAST-AR's plan, and passes skipped by TeaCache and
-    FlowCache. table1: every row of FAST-AR's Table 1. memory: what is kept, at 21 resident latent
+    readme: the plans of README's table, and every row of FAST-AR's Table 1. papers: FAST-AR's plan,
+    and passes skipped by TeaCache and FlowCache. memory: what is kept, at 21 resident latent
     frames. budgets: window and merge at equal budgets. matching: on what merge compares, whom it
     keeps, by head or for all. long: what lasts over hundreds of frames. methods: all the others.
     """
