@@ -55,7 +55,7 @@ def test_methods_of_equal_pairs_read_as_many(model):
     assert not {"radial", "svg", "svg2", "teacache"} & plans.keys(), "no shape tells what they read"
 
 
-def test_rows_are_kept_and_a_fault_costs_no_other(tmp_path, monkeypatch, capsys):
+def test_rows_are_kept_and_a_fault_costs_no_other(model, tmp_path, monkeypatch, capsys):
     played, bad = [], ["frames"]
 
     def play(weights, device, floor, worlds, jobs, tasks):
@@ -70,6 +70,7 @@ def test_rows_are_kept_and_a_fault_costs_no_other(tmp_path, monkeypatch, capsys)
             yield task, {"rows": [row] * worlds}
 
     monkeypatch.setattr(rivals, "play_tasks", play)
+    monkeypatch.setattr(model, "camera", False)
     words = ["bench", "rivals", "--out", str(tmp_path), "--worlds", "2", "--rows"]
     assert main([*words, "window;frames;dedup"]) == 0
     err = capsys.readouterr().err
