@@ -38,6 +38,7 @@ from tachyscope.evaluation.gates import (
     plan_tasks,
     tasks,
 )
+from tachyscope.machine import cores
 from tachyscope.models.registry import load
 from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.process import spread
@@ -111,7 +112,7 @@ def main() -> None:
     print(f"{len(left)} tasks of {len(chosen)}", flush=True)
     size = load("atrium-tokens").size[0]
     keys = sorted({key for task in left for key in clip_keys(task, size)})
-    clips_of = spread(draw_clip, keys, min(len(keys), args.jobs) or 1, torch.set_num_threads, 1)
+    clips_of = spread(draw_clip, keys, min(len(keys), cores()) or 1, torch.set_num_threads, 1)
     prepare(dict(zip(keys, clips_of, strict=True)))
     print(f"{len(keys)} clips drawn", flush=True)
     with file.open("a") as out:

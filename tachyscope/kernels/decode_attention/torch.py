@@ -13,34 +13,41 @@ from tachyscope.kernels.replay.torch import temporal_score
 
 def decode_attention(out: Tensor, qkv: Tensor, step: Step, tokens: int = 1) -> Tensor:
     held, (_, hkv, slots, d) = step.entries, step.entries.k.shape
-    ahead = torch.arange(tokens, device=qkv.device)
-    place, slot = step.place + ahead, held.slot + ahead
+    # small launches are what a graph of a small model is made of: as few as can be
+    place, slot = step.place.long().view(1), held.slot.long().view(1)
+    if tokens > 1:
+        ahead = torch.arange(tokens, device=qkv.device)
+        place, slot = place + ahead, slot + ahead
     # [B, heads, S, D]
     heads = qkv.unflatten(-1, (-1, d)).unflatten(0, (-1, tokens)).transpose(1, 2)
     q, k, v = heads.split([step.heads, hkv, hkv], 1)
     q_turned, k_turned = q, k
     if step.rotation is not None:
-        q_turned, k_turned = (_turn(x, step.rotation, place) for x in (q, k))
+        both = _turn(heads[:, : step.heads + hkv], step.rotation, place)
+        q_turned, k_turned = both.split([step.heads, hkv], 1)
     held.k.index_copy_(2, slot, k_turned)
     held.v.index_copy_(2, slot, v)
     if held.unrotated is not None:
         held.unrotated.index_copy_(2, slot, k)
-    bias = torch.zeros(1, 1, slots, dtype=torch.float32, device=q.device)
-    if held.log_count is not None:
-        bias = held.log_count.clamp_min(-1e30).index_fill(2, slot, 0.0)
+    bias = held.log_count
+    if bias is not None:
+        bias = bias.clamp_min(-1e30).index_fill(2, slot, 0.0)
     keys, values, window = held.k, held.v, step.window
     if window is not None and window.whole + window.near + tokens < slots:
         index, once = _reach(window, slot)
         seen, index = _seen(window, index, slot) & once, index.clamp_min(0)
-        keys, values, bias = (x.index_select(2, index) for x in (keys, values, bias))
+        keys, values = (x.index_select(2, index) for x in (keys, values))
+        bias = None if bias is None else bias.index_select(2, index)
     else:
         seen = _seen(window, torch.arange(slots, device=q.device), slot)
     group = step.heads // hkv
     scores = torch.einsum("bkgtd,bksd->bkgts", q_turned.unflatten(1, (hkv, group)), keys)
-    scores = scores.float() / math.sqrt(d) + bias[:, :, None, None]
+    scores = scores.float() / math.sqrt(d)
+    scores = scores if bias is None else scores + bias[:, :, None, None]
     # what no token wrote may be anything
     p = torch.where(seen[:, None, None], scores, -math.inf).softmax(-1).to(q.dtype)
-    values = torch.where(seen.any(1)[:, None, :, None], values, 0)
+    written = seen[:, 0] if tokens == 1 else seen.any(1)
+    values = torch.where(written[:, None, :, None], values, 0)
     answer = torch.einsum("bkgts,bksd->btkgd", p, values)
     out.copy_(answer.reshape(out.shape))
     if step.gate is not None:
