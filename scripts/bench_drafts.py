@@ -1,9 +1,9 @@
 """How many places one pass of the trunk settles, by kind of camera and of draft, on atrium-tokens.
 
-    python scripts/bench_drafts.py --out drafts.json [--worlds 16] [--jobs 2]
+    python scripts/bench_drafts.py --out drafts.json [--worlds 16] [--jobs 2] [--row NAME]
 
-Every video is made alone, since videos of a batch share the decision, and beside dense with the
-same seed: `equal` is the share of codes that are dense's own.
+Every video is made alone, since videos of a batch share the decision, and beside others with the
+same seed: `equal` is the share of codes that are the first row's own, dense's if all are made.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PLANS = {
     "row, 32": "passes=draft:places=32,source=row",
     "repeat, 32 (coupled Jacobi)": "passes=draft:places=32,source=repeat",
     "codes, 32, no Jacobi": "passes=draft:places=32,jacobi=false",
+    "codes, 32, neurons": "passes=draft:places=32 replay=neurons:share=0.75",
 }
 model: Any = None
 
@@ -44,14 +45,14 @@ def prepare() -> None:
     model = load(MODEL)
 
 
-def play(task: tuple[Clip, int, int]) -> dict[str, dict[str, float]]:
-    """One world's clip by every plan: passes, tokens that they ran over, seconds, equal codes."""
-    clip, number, frames = task
+def play(task: tuple[Clip, int, int, list[str]]) -> dict[str, dict[str, float]]:
+    """One world's clip by plans: passes, tokens that they ran over, seconds, equal codes."""
+    clip, number, frames, names = task
     world, shown, letters = clip.worlds[0], clip.frames[0], clip.actions[0]
     results, want = {}, None
-    for name, plan in PLANS.items():
+    for name in names:
         stream = open_stream(
-            model, plan, prompt=world.prompt, seed=number, first=shown[:GIVEN],
+            model, PLANS[name], prompt=world.prompt, seed=number, first=shown[:GIVEN],
             first_actions=" ".join(letters[:GIVEN]),
         )  # fmt: skip
         begun, latents, stats = time.perf_counter(), [], []
@@ -78,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--clip", action="append", choices=list(CLIPS), help="of all, which")
+    parser.add_argument("--row", action="append", choices=list(PLANS), help="of all, which")
     parser.add_argument("--worlds", type=int, default=16)
     parser.add_argument("--frames", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=2)
@@ -85,16 +87,19 @@ def main() -> None:
     check_json(args.out)
     command = shlex.join(["python", *sys.argv])
     rows, tasks, clips = [], [], args.clip or tuple(CLIPS)
+    names = args.row or list(PLANS)
+    if args.jobs == 1:
+        prepare()
     for camera in clips:
         clip = make_clip(camera, args.worlds)
         for number in range(args.worlds):
             each = slice(number, number + 1)
             alone = Clip(clip.worlds[each], clip.actions[each], clip.frames[each])
-            tasks.append((alone, number, args.frames))
+            tasks.append((alone, number, args.frames, names))
     played = spread(play, tasks, args.jobs, prepare)
     for camera in clips:
         results = list(islice(played, args.worlds))
-        for name, plan in PLANS.items():
+        for name in names:
             values = [result[name] for result in results]
             worst = min(x["places_a_pass"] for x in values)
             rows.append(
@@ -102,7 +107,7 @@ def main() -> None:
                     "model": MODEL,
                     "camera": camera,
                     "name": name,
-                    "plan": plan,
+                    "plan": PLANS[name],
                     "worlds": len(values),
                 }
                 | combined(values)

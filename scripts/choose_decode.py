@@ -1,6 +1,6 @@
 """New kernels of a decode step: right, and faster than what they replace?
 
-for parts in sample overlap_1,overlap_2 block_16_2; do
+for parts in sample overlap_1,overlap_2 block_16_2 drafts_8_33,drafts_4_33; do
     timeout 60 python scripts/choose_decode.py --parts $parts --out DIR
 done
 
@@ -51,6 +51,9 @@ POSITIONS, CODES = 4, 16384 if ON_GPU else 256
 CUTS = (
     (4, 512, 4, 1024, 4, 660), (4, 512, 4, 512, 4, 660), (8, 512, 4, 1024, 4, 660),
 ) if ON_GPU else ((16, 16, 16, 16, 4, 3),)  # fmt: skip
+# codes and tokens of drafts: rows and columns, then cuts
+DRAFT_SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008)) if ON_GPU else ((48, 128),)
+DRAFT_CUTS = ((32, 128, 4), (64, 128, 8), (32, 64, 4)) if ON_GPU else ((16, 16, 4),)
 # of attention's projection: a row at once is all under way while attention runs
 OUT_CUTS = ((2, 4096, 4), (4, 4096, 4), (4, 4096, 8)) if ON_GPU else ((16, 32, 4),)
 Rows = list[dict[str, Any]]
@@ -98,6 +101,45 @@ def choose_sample(log: Callable[..., None]) -> Rows:
         if drawn == want and mean < 0.98 * (best[0] or usual):
             best = mean, dict(sample_triton.SETTING)
     return [] if best[1] is None else [{"part": "sample", "setting": best[1]}]
+
+
+def choose_drafts(log: Callable[..., None], bits: int, tokens: int) -> Rows:
+    """Codes times the tokens of a pass over drafts, against bf16 and against decoding first."""
+    kind = {8: "int8", 4: "int4"}[bits]
+    chosen: Rows = []
+    for rows, columns in DRAFT_SHAPES:
+        dense = [draw(rows, columns, scale=columns**-0.5) for _ in range(LAYERS)]
+        weights, x = [to_codes(Weight(part), kind) for part in dense], draw(tokens, columns)
+        out, case = draw(tokens, rows), {"bits": bits, "tokens": tokens, "shape": (rows, columns)}
+
+        def by_torch(parts: list[Tensor] = dense, x: Tensor = x) -> None:
+            for part in parts:
+                torch.nn.functional.linear(x, part)
+
+        def decoded(weights: list[Weight] = weights, x: Tensor = x) -> None:
+            torch.nn.functional.linear(x, weights[0].dense(x.dtype))
+
+        log(**case, bf16_us=microseconds(by_torch, LAYERS), decoded_us=microseconds(decoded, 1))
+        best: tuple[float, Any] = (1e9, None)
+        for cut in DRAFT_CUTS:
+            setting = gemv_triton.Setting(*cut)
+
+            def work(
+                weights: list[Weight] = weights, x: Tensor = x, out: Tensor = out,
+                setting: Any = setting,
+            ) -> None:  # fmt: skip
+                for weight in weights:
+                    gemv_triton.gemv(out, x, (weight,), setting=setting)
+
+            us, want = microseconds(work, LAYERS), x.float() @ weights[-1].dense(torch.float32).mT
+            error = float((out.float() - want).norm() / want.norm())
+            log(**case, cut=cut, us=us, relative_error=error)
+            if error < 0.03 and us < best[0]:
+                best = us, cut
+        shape = columns, [rows], ""
+        row = {"part": "gemv", "shape": shape, "tokens": tokens, "kind": kind, "cut": best[1]}
+        chosen += [row] if best[1] else []
+    return chosen
 
 
 def trunk_of(rows: int) -> tuple[Layers, list[Step]]:
@@ -254,7 +296,10 @@ def choose(part: str, folder: Path) -> None:
 
     torch.manual_seed(0)
     name, *sizes = part.split("_")
-    work = {"sample": choose_sample, "overlap": choose_overlap, "block": choose_block}[name]
+    work = {
+        "sample": choose_sample, "overlap": choose_overlap, "block": choose_block,
+        "drafts": choose_drafts,
+    }[name]  # fmt: skip
     with torch.inference_mode():
         rows = work(log, *map(int, sizes))
     (folder / f"settings-{part}.json").write_text(json.dumps(rows, indent=1))

@@ -254,7 +254,7 @@ def bench_tokens(
                         dense = row
                     report(key | row)
                     clear(on)
-                for name in [name for name in names if name in DRAFTS and kind == "bf16"]:
+                for name in [name for name in names if name in DRAFTS]:
                     if left():
                         key = {"name": name, "weights": kind, "rows": count}
                         report(key | _drafts(one, DRAFTS[name], clock, dense, accepted))

@@ -14,8 +14,8 @@ DEVICES, DTYPE, HEAD_DIMS = ("cuda", "meta"), torch.bfloat16, (64, 128)
 TILES, BLOCKS = (64, 128), (32, 64, 128)
 # of a device without data, which stands for an H200
 MULTIPROCESSORS = 132
-# rows that one reading of a weight serves in a decode step
-MAX_DECODE_ROWS = 16
+# rows that one reading of a weight serves in a decode step, and of what
+MAX_DECODE_ROWS, DECODE_DTYPES = 16, (torch.bfloat16, torch.float16)
 # bytes of shared memory from which on large tiles fit: 227 KiB on Hopper and a B200, 163 on an
 # A100, 99 on others
 LARGE_SMEM = 200 * 1024
@@ -65,8 +65,8 @@ def host_may_read(x: torch.Tensor) -> bool:
 
 def has_decode_kernel(x: torch.Tensor) -> bool:
     """Whether the Triton kernels of a decode step take x [B, ...]: few rows, of 16 bits."""
-    kinds = (torch.bfloat16, torch.float16)
-    return HAS_TRITON and x.is_cuda and x.dtype in kinds and x.shape[0] <= MAX_DECODE_ROWS
+    fits = x.dtype in DECODE_DTYPES and x.shape[0] <= MAX_DECODE_ROWS
+    return HAS_TRITON and x.is_cuda and fits
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A decode step's matrix product by stock torch."""
+"""A decode step's matrix product by stock torch; of codes and several tokens by a kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tachyscope.kernels.device import DECODE_DTYPES, HAS_TRITON, MAX_DECODE_ROWS
 from tachyscope.kernels.gemv.weights import Norm, Weight
+
+if HAS_TRITON:
+    from tachyscope.kernels.gemv import triton as triton_backend
+
+MOST = 128  # tokens that share one reading of codes, as drafts do
 
 
 def normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -19,6 +25,11 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
+    """On a GPU codes are not decoded first for few tokens: that takes longer than the product."""
+    few = x.dim() == 2 and MAX_DECODE_ROWS < len(x) <= MOST and x.dtype in DECODE_DTYPES
+    if few and weight.bits < 16 and HAS_TRITON and x.is_cuda:
+        out = x.new_empty(len(x), weight.rows)
+        return triton_backend.gemv(out, x.contiguous(), (weight,))
     return F.linear(x, weight.dense(x.dtype), weight.bias)
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.device import MAX_DECODE_ROWS
 from tachyscope.kernels.gemv.weights import Norm, Weight
 from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.pdl import wait_for_kernel_before
@@ -41,6 +42,8 @@ def setting_for(weights: Sequence[Weight], tokens: int) -> Setting:
     key = first.bits, tokens, first.columns, rows
     if key in SETTINGS:
         return SETTINGS[key]
+    if tokens > MAX_DECODE_ROWS:
+        return Setting(32, 128, 4)
     if tokens > 2:
         return Setting(16, 256, 4)
     step = words_of_a_step(first)
@@ -79,10 +82,17 @@ def gemv(
         *(_or(part.bias, out) for part in (first, second, third)), *norm_args(norm, x),
         out.stride(0), *sizes, tiles[0], tiles[1],
         K=first.columns, HAS_BIAS=first.bias is not None, GELU=gelu, ADD=add,
-        maxnreg=None if first.bits == 16 else 96 if tokens == 1 else 128, **Overlap.options(x),
+        maxnreg=_registers(first.bits, tokens), **Overlap.options(x),
         **tile_options(x, first, norm, made),
     )  # fmt: skip
     return out
+
+
+def _registers(bits: int, tokens: int) -> int | None:
+    """The most that a thread of a product may take; None: as many as it wants."""
+    if bits == 16 or tokens > MAX_DECODE_ROWS:
+        return None
+    return 96 if tokens == 1 else 128
 
 
 def norm_args(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, float]:
@@ -95,8 +105,8 @@ def tile_options(x: Tensor, weight: Weight, norm: Norm | None, setting: Setting)
     """What `dot_tile` is compiled for."""
     tokens, kind = x.shape[0], "" if norm is None else "rms" if norm.bias is None else "layer"
     return {
-        "TOKENS": tokens, "R": tokens if tokens <= 2 else 16, "NORM": kind,
-        "NORM_BLOCK": triton.next_power_of_2(x.shape[1]), "BITS": weight.bits,
+        "TOKENS": tokens, "R": tokens if tokens <= 2 else max(16, triton.next_power_of_2(tokens)),
+        "NORM": kind, "NORM_BLOCK": triton.next_power_of_2(x.shape[1]), "BITS": weight.bits,
         "BLOCK_N": setting.block_n, "BLOCK_K": setting.block_k, "num_warps": setting.warps,
     }  # fmt: skip
 
