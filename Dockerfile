@@ -9,6 +9,6 @@ RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/wh
 USER tachyscope
 VOLUME /state
 EXPOSE 8080
-HEALTHCHECK CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/health')"]
+HEALTHCHECK --start-period=60s CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/health')"]
 ENTRYPOINT ["tachyscope", "serve"]
 CMD ["atrium-world", "--host", "0.0.0.0", "--token-file", "/tokens", "--state", "/state"]

@@ -26,6 +26,8 @@ PIXELS = """id => {
   return btoa(text);
 }"""
 
+FRAMES = "['picture', 'dense'].map((id) => document.getElementById(id).dataset.frame)"
+
 
 @pytest.fixture(scope="module")
 def browser():
@@ -139,6 +141,9 @@ def test_dense_runs_beside_and_one_can_go_back(browser, address):
     page.tab.locator("#reset").click()
     page.until_frame(12, "dense")
     page.until(lambda: page.text("psnr") != "–", "PSNR")
+    # in turns the plan's picture waits for dense's of the same frame
+    at = [[int(one) for one in page.tab.evaluate(FRAMES)] for _ in range(20)]
+    assert all(own <= other for own, other in at)
     page.tab.locator("#pause").click()
     time.sleep(0.5)
     page.until(lambda: page.frame("dense") == page.frame(), "dense's last frame")

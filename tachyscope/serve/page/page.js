@@ -5,7 +5,9 @@ const HEADER_BYTES = 16;
 const DENSE = 1; // the lane of the dense model; 0 is the plan's
 const TYPES = ["image/png", "image/jpeg", "image/webp"];
 const RECONNECT_MS = [300, 1000, 2000, 5000];
-const WINDOW_S = 3; // over which rates are taken
+const FULL = 1013; // the close code where there is no room
+const FULL_MS = 30_000;
+const WINDOW_S = 3; // over which rates are taken, and three pictures at least
 const SAMPLES = 100; // of key to pixel
 
 const $ = (id) => document.getElementById(id);
@@ -29,7 +31,7 @@ const keyToPixel = [];
 const shownAt = [];
 const chunks = []; // the last chunk messages
 const KEPT = 64; // pictures that dense's can be laid beside
-const kept = new Map(); // frame -> picture, while dense runs beside
+const kept = new Map(); // frame -> its header and picture, while dense runs beside
 let dense = null; // dense's last picture and its frame
 let snapshots = []; // chunks that one can go back to
 
@@ -37,7 +39,12 @@ let snapshots = []; // chunks that one can go back to
 
 async function start() {
   const headers = token ? { authorization: `Bearer ${token}` } : {};
-  const answer = await fetch("/v1/settings", { headers });
+  const answer = await fetch("/v1/settings", { headers }).catch(() => null);
+  if (!answer) {
+    setStatus("ended", "no answer");
+    notice("The server does not answer: reload this page once it runs.");
+    return;
+  }
   if (!answer.ok) {
     setStatus("ended", "not let in");
     notice("This server needs a token: add #token=… to the address.");
@@ -80,7 +87,13 @@ function lost(event) {
   if (event.code === 1000 || event.code === 1008) {
     setStatus("ended", "ended");
     $("pause").disabled = true;
-    if (event.reason) notice(event.reason);
+    const next = sessionStorage.getItem("session") ? "go on" : "begin again";
+    notice(`${event.reason || "The session has ended"}: reload this page to ${next}.`);
+    return;
+  }
+  if (event.code === FULL) {
+    setStatus("waiting", "no room, trying again");
+    setTimeout(connect, FULL_MS);
     return;
   }
   setStatus("waiting", "reconnecting");
@@ -126,7 +139,7 @@ const HEARD = {
   beside(message) {
     $("behind").textContent = message.behind;
     if (message.psnr) put("psnr", message.psnr.at(-1));
-    $("beside-note").textContent = message.behind > 1 ? "dense follows while you pause" : "";
+    $("beside-note").textContent = message.behind > 1 ? "dense is behind: pause, and it follows" : "";
   },
   map(message) {
     lastMap = message;
@@ -227,10 +240,19 @@ function show(header, picture) {
   if (besideMode() === "off") {
     paint(canvas, picture);
     picture.close();
+    seen(header);
   } else {
-    keep(header.frame, picture);
-    if ($("view").value === "side") paint(canvas, picture);
+    keep(header, picture);
+    // in turns, both panels show the same frame: this one waits for dense's
+    if (besideMode() === "follow" && $("view").value === "side") {
+      paint(canvas, picture);
+      seen(header);
+    }
   }
+}
+
+// a picture has been drawn: what counts is when
+function seen(header) {
   canvas.dataset.frame = header.frame;
   const now = performance.now();
   shownAt.push(now);
@@ -249,17 +271,22 @@ function paint(target, picture) {
 // ---- dense beside
 
 const besideMode = () => $("beside").value;
+const MODES = {
+  off: "",
+  turns: "a chunk of each in turns: both in step, and slower",
+  follow: "dense runs while the machine has nothing else to do",
+};
 
-function keep(frame, picture) {
-  kept.set(frame, picture);
+function keep(header, picture) {
+  kept.set(header.frame, { header, picture });
   for (const old of [...kept.keys()].slice(0, -KEPT)) {
-    kept.get(old).close();
+    kept.get(old).picture.close();
     kept.delete(old);
   }
 }
 
 function forgetPictures() {
-  for (const picture of kept.values()) picture.close();
+  for (const { picture } of kept.values()) picture.close();
   kept.clear();
   dense = null;
   for (const id of ["psnr", "behind"]) $(id).textContent = "–";
@@ -269,8 +296,13 @@ function showDense(frame, picture) {
   dense?.picture.close();
   dense = { frame, picture };
   $("dense").dataset.frame = frame;
-  if ($("view").value === "side") paint($("dense"), picture);
+  const side = $("view").value === "side";
+  if (side) paint($("dense"), picture);
   else compose();
+  const own = kept.get(frame);
+  if (!own || (side && besideMode() === "follow")) return;
+  if (side) paint(canvas, own.picture);
+  seen(own.header);
 }
 
 // both pictures of dense's last frame in one canvas
@@ -279,7 +311,7 @@ function compose() {
   if (!own) return;
   const { width, height } = canvas;
   pen.save();
-  paint(canvas, own);
+  paint(canvas, own.picture);
   if ($("view").value === "wipe") {
     const at = Math.round((width * $("wipe").value) / 100);
     pen.beginPath();
@@ -311,7 +343,7 @@ function setView() {
 
 $("beside").addEventListener("change", () => {
   send("beside", { mode: besideMode() });
-  $("beside-note").textContent = "";
+  $("beside-note").textContent = MODES[besideMode()];
   if (besideMode() === "off") forgetPictures();
   setView();
   $("screen").focus();
@@ -327,12 +359,19 @@ $("wipe").addEventListener("input", compose);
 let lastMap = null;
 const COLOURS = { read: "127 182 217", merged: "224 164 88", replayed: "124 196 138", fetched: "206 130 196" };
 
+const MEANING = {
+  read: "bright: much of this place's past was read",
+  merged: "bright: many entries of this place were merged or dropped",
+  replayed: "bright: MLP outputs of the last frame were used again",
+  fetched: "bright: much of what is read here came from host memory",
+};
+
 function drawMap() {
   const kind = $("map-kind").value;
   $("map").hidden = !kind || !lastMap;
   if ($("map").hidden) return;
   const names = lastMap.groups.map(({ layers: [low, high] }) =>
-    low === high ? `layer ${low}` : `layers ${low} to ${high}`,
+    low === high ? `layer ${low}` : `layers ${low}–${high}`,
   );
   if ($("map-group").length !== names.length) {
     $("map-group").replaceChildren(...names.map((name, i) => new Option(name, i)));
@@ -354,8 +393,8 @@ function drawMap() {
     brush.fillRect(i % wide, Math.floor(i / wide), 1, 1);
   });
   const mean = values.reduce((total, value) => total + value, 0) / values.length;
-  $("map-note").textContent =
-    kind === "merged" ? `chunk ${lastMap.chunk}` : `chunk ${lastMap.chunk}: ${(100 * mean).toFixed(0)} % on average`;
+  const average = kind === "merged" ? "" : `, ${(100 * mean).toFixed(0)} % on average`;
+  $("map-note").textContent = `${MEANING[kind]}${average} (chunk ${lastMap.chunk})`;
   $("map").dataset.chunk = lastMap.chunk;
 }
 
@@ -373,7 +412,7 @@ $("map-group").addEventListener("change", drawMap);
 
 function refresh() {
   const now = performance.now();
-  while (shownAt.length && shownAt[0] < now - 1000 * WINDOW_S) shownAt.shift();
+  while (shownAt.length > (paused ? 0 : 3) && shownAt[0] < now - 1000 * WINDOW_S) shownAt.shift();
   put("shown", shownAt.length > 1 ? (shownAt.length - 1) / ((shownAt.at(-1) - shownAt[0]) / 1000) : null);
   put("key-p50", quantile(keyToPixel, 0.5), 0);
   put("key-p95", quantile(keyToPixel, 0.95), 0);
