@@ -78,8 +78,9 @@ def test_the_world_model_remembers_what_a_short_window_forgets(world):
     found = {}
     for plan in ("dense", "cache=window:budget=9f,sink=0"):
         chunks = ts.rollout(
-            world, plan, frames=24, prompt=visit.prompt, actions=TURN, first=visit.frames(0, 1)
-        )
+            world, plan, frames=24, prompt=visit.prompt, actions=TURN, first=visit.frames(0, 1),
+            start=visit.view if world.camera else None,
+        )  # fmt: skip
         *_, last = chunks
         found[plan] = psnr(last.frames, visit.frames(24, 25))[0]
     assert found["dense"] > 20

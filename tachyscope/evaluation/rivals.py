@@ -48,8 +48,8 @@ SIZED = {
     "radial": "lossless cache=window:budget={n}f attention=radial",
     "svg": "lossless cache=window:budget={n}f attention=svg",
     "svg2": "lossless cache=window:budget={n}f attention=svg2",
-    "teacache": "lossless cache=window:budget={n}f passes=teacache:threshold=0.1",
-    "flowcache": "lossless cache=window:budget={n}f passes=flowcache:threshold=0.185",
+    "teacache": "lossless cache=window:budget={n}f passes=teacache:threshold=0.15",
+    "flowcache": "lossless cache=window:budget={n}f passes=flowcache:threshold=0.2",
 }
 # these keep more than they read, and read as much as the window
 READING = {
@@ -66,8 +66,8 @@ PUBLISHED = {
     "memrope": "lossless cache=memrope",
     "deep_forcing": "lossless cache=deep_forcing",
     "worldkv": "lossless cache=worldkv:budget={all}f",
-    "teacache": "lossless passes=teacache:threshold=0.1",
-    "flowcache": "lossless passes=flowcache:threshold=0.185",
+    "teacache": "lossless passes=teacache:threshold=0.15",
+    "flowcache": "lossless passes=flowcache:threshold=0.2",
 }
 LONG = ("dense", "window", "dedup", "bank")  # also in long videos, several times
 GROUPS = ("bytes", "pairs", "published", "long")
