@@ -51,13 +51,16 @@ def setting_for(weights: Sequence[Weight], tokens: int) -> Setting:
     short = first.columns % step > 0 if first.bits == 16 else (first.bits, tokens) != (4, 2)
     if short and rows >= 8 * PROGRAMS:
         return Setting(8, min(step, 512), 4)
-    return Setting(2 if rows < 4 * PROGRAMS else 4, step, 4)
+    return Setting(2 if rows < 4 * PROGRAMS and first.bits == 16 else 4, step, 4)
 
 
 def words_of_a_step(weight: Weight) -> int:
-    """16 bytes a thread, or less where a row is shorter."""
-    most = 1024 if weight.bits == 16 else 512
-    return min(most, max(16, triton.next_power_of_2(weight.data.shape[1])))
+    """16 bytes a thread, or less where a row is shorter or much of the last step lies behind it."""
+    words, step = weight.data.shape[1], 1024 if weight.bits == 16 else 512
+    step = min(step, max(16, triton.next_power_of_2(words)))
+    while step > 128 and words < 0.8 * step * triton.cdiv(words, step):
+        step //= 2
+    return step
 
 
 def gemv(
