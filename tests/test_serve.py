@@ -239,7 +239,7 @@ def test_the_map_tells_what_was_read_merged_and_replayed(engine, model):
         assert player.matches(wanted)
 
 
-@pytest.mark.parametrize("dense", ["0", "0.3", "1"])
+@pytest.mark.parametrize("dense", ["0.3", pytest.param("1", marks=pytest.mark.slow)])
 def test_the_map_shows_a_pass_that_leaves_entries_out(model, dense):
     """Of three passes over a chunk the first ones may read all; the map is of what they leave."""
     watch, settings = ReadMap(), f"read=0.5,block=2,tile=2,sink=0,dense_passes={dense}"
@@ -363,6 +363,7 @@ def test_a_full_disk_is_told_and_the_session_goes_on(model, tmp_path, monkeypatc
         assert metric(client, 'tachyscope_snapshots_total{result="failed"}') > 0
 
 
+@pytest.mark.slow
 def test_snapshots_are_copied_one_at_a_time_and_none_is_left_out(model, tmp_path, monkeypatch):
     """Each is a copy of a whole session in the device's memory until it is written."""
     engine = make_engine(model, tmp_path, chunks=10**6)
@@ -391,6 +392,7 @@ def test_snapshots_are_copied_one_at_a_time_and_none_is_left_out(model, tmp_path
     assert metric_of(engine, "tachyscope_snapshots_total", result="written") >= 2
 
 
+@pytest.mark.slow
 def test_a_snapshot_without_memory_for_its_copy_is_told(engine, monkeypatch):
     with serving(engine) as client, playing(client) as player:
         live = engine.room.sessions[player.opened["session"]]
@@ -405,6 +407,7 @@ def test_a_snapshot_without_memory_for_its_copy_is_told(engine, monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_server_compiles_where_its_longest_session_gains(model, tmp_path, monkeypatch):
     asked, compiled = [], []
     monkeypatch.setattr(model, "compiling_pays", lambda n: asked.append(n) or n >= 75)

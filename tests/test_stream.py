@@ -67,7 +67,7 @@ def test_one_action_is_held_for_the_chunk_and_several_are_one_a_frame():
     assert stream.step("w").index == 0, "what is refused makes nothing"
 
 
-@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("shows", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_key_a_step_is_answered_by_the_graph_from_the_fourth_full_chunk_on(shows):
     model = random_wan(dataclasses.replace(CONFIG, actions=".wsa"))
     plan, keys, found = "cache=window:budget=9f", "wsa.wwsa", []
