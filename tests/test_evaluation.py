@@ -385,6 +385,13 @@ def test_plans_by_several_processes_of_a_gpu_are_plans_played_together(short, mo
     assert results[1][1]["world"] == as_json([one["world"] for one in together])
 
 
+def test_more_processes_share_a_gpu_where_they_need_not_take_turns(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert world_rows.players() == 2
+    (tmp_path / "control").touch()
+    assert world_rows.players() == 7
+
+
 def as_json(value):
     return json.loads(to_json({"value": value}))["value"]
 

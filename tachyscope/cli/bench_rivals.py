@@ -34,7 +34,9 @@ class BenchRivals(Verb):
         None, "A folder of a world model that training wrote, instead of the shipped one."
     )
     device: str = option("cpu", "cpu, cuda or cuda:N.")
-    jobs: int | None = option(None, "Processes, each with a method of its own; on a GPU at most 7.")
+    jobs: int | None = option(
+        None, "Processes, each with a method of its own; on a GPU 2, with MPS 7."
+    )
     seconds: int = option(540, "No row is begun after so many seconds.")
     resume: bool = option(False, RESUME)
     plot: bool = option(False, "Measure nothing: draw and print the rivals.json of the folder.")

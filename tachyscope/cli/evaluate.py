@@ -67,7 +67,9 @@ class Evaluate(Verb):
         "A file of AlexNet's weights, as torchvision publishes them: of two videos also LPIPS.",
     )
     device: str = option("cpu", "cpu, cuda or cuda:N; a token's time is always taken on the CPU.")
-    jobs: int | None = option(None, "Processes; as many as cores if not given, on a GPU at most 7.")
+    jobs: int | None = option(
+        None, "Processes; as many as cores if not given, on a GPU 2, with MPS 7."
+    )
     resume: bool = option(False, RESUME)
 
     def run(self, command: str) -> None:

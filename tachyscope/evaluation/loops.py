@@ -29,7 +29,7 @@ from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.judges import BLURRED
 from tachyscope.evaluation.scenes import WORLDS_A_SEED, Scene, make_scene, make_world, spell
 from tachyscope.evaluation.world import GIVEN, WALK, world_models
-from tachyscope.evaluation.world_rows import PLAYERS
+from tachyscope.evaluation.world_rows import players
 from tachyscope.machine import cores
 from tachyscope.models.registry import find_device
 from tachyscope.models.wan.model import WanModel
@@ -206,7 +206,7 @@ def evaluate_loops(
     for plan in plans:
         parse_plan(model, plan).check(model.shape())
     on_cpu = find_device(device).type == "cpu"
-    step, most = (1, cores()) if on_cpu else (AT_ONCE, PLAYERS)
+    step, most = (1, cores()) if on_cpu else (AT_ONCE, players())
     groups = [range(i, min(worlds, i + step)) for i in range(0, worlds, step)]
     # on a CPU a process plays all plans in a world, on a GPU one in many
     by_plan = [tuple(plans)] if on_cpu else [(plan,) for plan in plans]

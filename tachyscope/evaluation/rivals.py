@@ -232,9 +232,9 @@ def bench_rivals(
     many seconds none is begun. A row has its plan, the groups it belongs to, pace, frames and runs,
     the quality of `evaluate_world` and what was counted: `pairs_frame`, `cache_mb` on the device,
     `host_mb`, `gmacs_frame`, and on a GPU with one job `frame_ms`, of a batch of up to 16. parts:
-    keeps rows as they come, and has those of before. jobs: processes that play a method each, 7 at
-    most on a GPU. A slow pace needs a world model whose camera is told, and is left out without.
-    report: is told what comes, a line at a time.
+    keeps rows as they come, and has those of before. jobs: processes that play a method each, on a
+    GPU 2, or 7 where NVIDIA's MPS runs. A slow pace needs a world model whose camera is told, and
+    is left out without. report: is told what comes, a line at a time.
     """
     check("worlds", worlds)
     check("frames", frames)

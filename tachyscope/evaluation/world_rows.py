@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ from tachyscope.results import Document, Parts, document
 from tachyscope.worlds.atrium import TURN
 
 AT_ONCE = 16  # worlds that share a GPU's passes
-PLAYERS = 7  # processes that share a GPU, beside the one that began them
+PLAYERS, BY_TURNS = 7, 2  # processes that share a GPU with MPS, beside their parent; and without
 
 
 def evaluate_world(
@@ -66,7 +67,8 @@ def evaluate_world(
     (`revisit_db_band`) the most less the least. recall: sample each plan's attention recall. floor:
     the dtype of a second dense run, which tells until which frame two dense runs agree. quick: 26
     frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
-    processes, as many as cores unless given; on a GPU plans are, 16 worlds at once, to at most 7.
+    processes, as many as cores unless given; on a GPU plans are, 16 worlds at once,
+    to 2 processes, or 7 where NVIDIA's MPS runs.
     parts: keeps what is measured, and has what was before: a world by all plans, on a GPU a plan in
     16 worlds.
     """
@@ -146,6 +148,12 @@ def _measure(
     return judge_world(request, play_worlds(model, request, [number], twin)[0])
 
 
+def players() -> int:
+    """Processes that share a GPU: without NVIDIA's MPS it serves one at a time, and two fill it."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return PLAYERS if os.path.exists(os.path.join(folder, "control")) else BY_TURNS
+
+
 class Task(NamedTuple):
     """Some worlds from one on, by a request of one plan."""
 
@@ -170,9 +178,10 @@ def play_tasks(
     A process plays 16 worlds at once, in passes that are mostly launches, and judges them while
     others play.
     """
-    most = cores() if find_device(device).type == "cpu" else PLAYERS
+    on_cpu = find_device(device).type == "cpu"
     measure = partial(measure_task, weights, device, floor, worlds)
-    jobs = min(jobs or most, most)
+    jobs = jobs or (cores() if on_cpu else players())
+    jobs = jobs if on_cpu else min(jobs, PLAYERS)
     for task, result in spread_safely(measure, tasks, jobs, torch.set_num_threads, 1):
         if jobs > 1 and not isinstance(result, Exception):
             for row in result["rows"]:
