@@ -6,9 +6,8 @@ python scripts/tune_decode.py --settings DIR -- tokens --out DIR ...
 
 Each part stands alone; results are appended to DIR/tune_decode.jsonl as they come. The first line
 only compiles, in several processes at once, what the second then times. Which settings were fastest
-is written to DIR/settings.json; the third line runs a benchmark with all of DIR/settings*.json,
-also those of scripts/choose_decode.py: which new kernels are right and faster. That kernels are
-right tests/test_kernels.py says.
+is written to DIR/settings.json; the third line runs a benchmark with that, or with --compile only
+compiles what it would run. That kernels are right tests/test_kernels.py says.
 """
 
 from __future__ import annotations
@@ -39,14 +38,12 @@ from tachyscope.kernels.decode_attention import (
     Window,
     decode_attention,
 )
-from tachyscope.kernels.decode_block import FASTER
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights, decode_mlp
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
 from tachyscope.kernels.gemv import Norm, Weight, gemv, to_codes
 from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.gemv.triton import Setting
 from tachyscope.kernels.launch import Overlap
-from tachyscope.kernels.sample_code import triton as sample_triton
 
 WIDTH, INNER, HEADS, HEAD_DIM, LAYERS = 4096, 11008, 32, 128, 8
 BF16, KINDS = torch.bfloat16, {"device": "cuda", "dtype": torch.bfloat16}
@@ -185,19 +182,25 @@ MLPS: list[tuple[tuple[int, int, int], int, str, list[Cut]]] = [
     *((SLICE_INT4 if kind == "int4" else SLICE, 1, kind, [(4, 512, 4, 512, 4, 376)])
       for kind in ("int8", "int4")),
 ]  # fmt: skip
-# of a product: columns, rows of its matrices, norm; codes; cuts beside the usual one
+# of a product: columns, rows of its matrices, norm; tokens; codes; cuts beside the usual one
 QKV = (WIDTH, (WIDTH,) * 3, "rms")
 DEPTH_QKV, DEPTH_OUT, CODES = (
     (2560, (2560,) * 3, "layer"),
     (2560, (2560,), ""),
     (2560, (16384,), "layer"),
 )
-GEMVS: list[tuple[tuple[int, tuple[int, ...], str], str, list[tuple[int, int, int]]]] = [
-    (DEPTH_QKV, "", [(8, 512, 4), (4, 512, 4)]),
-    (DEPTH_OUT, "", [(4, 512, 4), (2, 1024, 4)]),
-    (CODES, "", [(8, 512, 4)]),
-    (QKV, "int8", [(8, 512, 4)]),
-    (QKV, "int4", [(8, 512, 4), (4, 512, 4)]),
+ONE_TWO, DRAFTS = (1, 2), (33, 66)  # tokens: one row or a pair, and the same with 32 drafts each
+GEMVS: list[
+    tuple[tuple[int, tuple[int, ...], str], tuple[int, ...], str, list[tuple[int, int, int]]]
+] = [
+    (DEPTH_QKV, ONE_TWO, "", [(8, 512, 4), (4, 512, 4)]),
+    (DEPTH_OUT, ONE_TWO, "", [(4, 512, 4), (2, 1024, 4)]),
+    (CODES, ONE_TWO, "", [(8, 512, 4)]),
+    (QKV, ONE_TWO, "int8", [(8, 512, 4)]),
+    (QKV, ONE_TWO, "int4", [(8, 512, 4), (4, 512, 4)]),
+    *(((columns, (rows,), ""), DRAFTS, kind, [(64, 128, 8), (32, 64, 4)])
+      for rows, columns in ((WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
+      for kind in ("int8", "int4")),
 ]  # fmt: skip
 Work = Callable[[], None]
 
@@ -261,8 +264,8 @@ def pieces() -> list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]]:
         for cut in (None, *cuts):
             case = {"part": "mlp", "shape": shape, "tokens": tokens, "kind": kind, "cut": cut}
             listed.append((case, functools.partial(mlp_work, shape, tokens, kind, cut)))
-    for one, kind, settings in GEMVS:
-        for tokens in (1, 2):
+    for one, counts, kind, settings in GEMVS:
+        for tokens in counts:
             for setting in (None, *settings):
                 case = {
                     "part": "gemv",
@@ -299,19 +302,11 @@ def time_pieces(log: Log, folder: Path) -> None:
 
 
 def use_settings(folder: Path) -> None:
-    """Let kernels use what was fastest, and new ones take the place of others."""
-    files = folder.glob("settings*.json")
-    for setting in (x for file in files for x in json.loads(file.read_text())):
-        if setting["part"] == "sample":
-            sample_triton.SETTING.update(setting["setting"])
-            continue
-        if setting["part"] == "overlap":
-            Overlap.early = setting["early"]
-            continue
+    """Let kernels use what was fastest, where something was timed."""
+    file = folder / "settings.json"
+    for setting in json.loads(file.read_text()) if file.exists() else []:
         bits = {"": 16, "int8": 8, "int4": 4}[setting["kind"]]
-        if setting["part"] == "block":
-            FASTER.add((bits, setting["tokens"]))
-        elif setting["part"] == "mlp":
+        if setting["part"] == "mlp":
             width, inner, linear = setting["shape"]
             gate = 0 if tuple(setting["shape"]) == DEPTH else inner - linear
             key = bits, setting["tokens"], width, inner, gate

@@ -6,7 +6,6 @@ Prints a line for each launch: its name, registers of a thread, bytes that did n
 import re
 import subprocess
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,8 +14,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tachyscope.kernels.decode_attention import Entries, Rotation, Scratch, Step, several
-from tachyscope.kernels.decode_block import BlockMemory, BlockWeights
-from tachyscope.kernels.decode_block import triton as block
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import triton as mlp
 from tachyscope.kernels.gemv import Norm, Weight
@@ -57,7 +54,7 @@ def source(kernel, args, options):
 
 
 def launch(kernel, grid, *args, **options):
-    options = options | ({"PDL": 1} if "PDL" in options else {})
+    options = options | ({"PDL": True} if "PDL" in options else {})
     names = set(kernel.arg_names)
     settings = {name: value for name, value in options.items() if name not in names}
     settings.pop("launch_pdl", None)
@@ -76,7 +73,7 @@ def launch(kernel, grid, *args, **options):
 
 
 def main():
-    gemv.launch = mlp.launch = several.launch = gate.launch = block.launch = launch
+    gemv.launch = mlp.launch = several.launch = gate.launch = launch
     barrier, place = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
     for tokens, kind in ((1, ""), (2, ""), (1, "int8"), (1, "int4"), (2, "int4")):
         x, norm = (
@@ -109,19 +106,6 @@ def main():
         told = torch.zeros(rows, dtype=torch.int32)
         one = InputGate(kind, 0.5, rows == 2, 4.0, place, place, told, told, held, fine, fine, fine)
         gate.input_gate(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
-    for tokens, kind in ((1, ""), (2, ""), (1, "int8"), (2, "int4")):
-        x, sizes = torch.empty(tokens, DEPTH, dtype=BF16), [DEPTH, 4 * DEPTH]
-        linears = [
-            replace(weight(n, k, kind), bias=torch.empty(n, dtype=BF16))
-            for n, k in [sizes[:1] * 2] * 4 + [sizes[::-1], sizes]
-        ]
-        norm = Norm(x[0], x[0], 1e-5)
-        part = MlpWeights(norm, None, *linears[4:])
-        held = torch.empty(tokens, 40, 4, DEPTH // 40, dtype=BF16)
-        whole = BlockWeights(norm, tuple(linears[:3]), linears[3], part)
-        memory = BlockMemory(x, 4 * DEPTH)
-        barriers = BlockMemory.barriers(1, torch.device("cpu"))[0]
-        block.decode_block(x, whole, Step(Entries(held, held, place), 40, place), memory, barriers)
 
 
 if __name__ == "__main__":

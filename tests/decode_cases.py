@@ -15,10 +15,6 @@ from tachyscope.kernels.decode_attention import torch as attention_torch
 from tachyscope.kernels.decode_attention import triton as attention_triton
 from tachyscope.kernels.decode_attention.reference import decode_attention_reference
 from tachyscope.kernels.decode_attention.several import several_attention
-from tachyscope.kernels.decode_block import BlockMemory, BlockWeights
-from tachyscope.kernels.decode_block import torch as block_torch
-from tachyscope.kernels.decode_block import triton as block_triton
-from tachyscope.kernels.decode_block.reference import decode_block_reference
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
@@ -181,36 +177,6 @@ def _case_attention(
     return _flat(out, there, tokens), _flat(found, step, tokens)
 
 
-def _case_block(rng, backend, tokens, codes, slot):
-    heads, d, slots = (4, 32, 4) if codes == "int4" else (4, 12, 3)
-    width, inner = heads * d, 256 if codes == "int4" else 76
-    sizes = [(width, width)] * 4 + [(inner, width), (width, inner)]
-    *qkv, out, up, down = (_weight(rng, *size, codes, True) for size in sizes)
-    about = [_norm(rng, "layer", width) for _ in range(2)]
-    block = BlockWeights(about[0], tuple(qkv), out, MlpWeights(about[1], None, up, down))
-    assert block.is_plain
-    k, v = (_draw(rng, tokens, heads, slots, d) for _ in range(2))
-    k[:, :, slot:] = v[:, :, slot:] = torch.nan  # nothing was written yet
-    step = Step(Entries(k, v, _whole(slot)), heads, _whole(slot))
-    x = _draw(rng, tokens, width)
-    got, there = moved(x), moved(step)
-    if backend == "torch":
-        block_torch.decode_block(got, moved(block), there)
-    else:
-        setting = None if ON_GPU else mlp_triton.MlpSetting(SMALL, SMALL, 3)
-        memory = BlockMemory(got, inner)
-        barriers = BlockMemory.barriers(1, torch.device(DEVICE))[0]
-        # interpreted, programs run one after the other and cannot wait for the last
-        launches = 1 if ON_GPU else 5
-        block_triton.decode_block(got, moved(block), there, memory, barriers, setting, launches)
-    want = decode_block_reference(x, block, step)
-    held = [(s.entries.k[:, :, : slot + 1], s.entries.v[:, :, : slot + 1]) for s in (there, step)]
-    return tuple(
-        torch.cat([y.double().cpu().flatten() for y in (z, *entries)])
-        for z, entries in zip((got, want), held, strict=True)
-    )
-
-
 def _case_input_gate(rng, backend, rows, kind, limit, paired=False, ready=1, norm="rms"):
     width = 40
     x, base = _draw(rng, rows, width), _draw(rng, rows, PLACES, width)
@@ -246,7 +212,7 @@ def _flat(out, step, tokens):
     return torch.cat([x.double().cpu().flatten().nan_to_num(9.0) for x in (out, *held)])
 
 
-def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth, search=True):
+def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth):
     videos, count = 2, 37
     logits = 3 * torch.randn(videos * (2 if guided else 1), count, generator=rng)
     if top_k == 12:
@@ -266,12 +232,21 @@ def _case_sample(rng, backend, guided, top_k, top_p, temperature, depth, search=
     if backend == "torch":
         sample_torch.sample_code(moved(logits), draw, there)
     else:
-        sample_triton.SETTING["search"] = search
         sample_triton.sample_code(moved(logits), draw, there)
-        sample_triton.SETTING["search"] = True
     return tuple(
         torch.cat([x.codes.flatten().cpu(), x.total.flatten().cpu()]).double() for x in (there, to)
     )
+
+
+def draw_code(logits):
+    """A code by the kernel, of one video's logits."""
+    count = logits.shape[1]
+    book, total = torch.zeros(count, 12, dtype=DTYPE), torch.zeros(1, 12, dtype=DTYPE)
+    to = moved(
+        Codes(torch.full((1, 1, 1), -1), torch.ones(1, 1, 1, count), _whole(0), 0, book, total)
+    )
+    sample_triton.sample_code(moved(logits), Draw(False, 1.0, 1.0, 9, 0.9), to)
+    return int(to.codes)
 
 
 ONE, PAIR, GROUPED = (1, 1, 1, 16, 9, 0), (2, 3, 3, 32, 90, 89), (2, 6, 2, 16, 40, 25)
@@ -344,13 +319,10 @@ for guided, top_k, top_p, temperature, depth in (
     (True, 900, 0.96, 1.3, 0), (False, 9, 0.8, 0.7, 2), (True, 1, 0.96, 1.0, 1),
     (True, 37, 0.3, 1.0, 2), (False, 12, 1.0, 1.0, 0),
 ):  # fmt: skip
-    for search in (True, False):
-        case = functools.partial(
-            _case_sample, guided=guided, top_k=top_k, top_p=top_p, temperature=temperature,
-            depth=depth, search=search,
-        )  # fmt: skip
-        name = f"sample_code_{top_k}_{top_p}_{guided}{'' if search else '_best'}"
-        CASES[name] = case, BOTH[not search :]
+    case = functools.partial(
+        _case_sample, guided=guided, top_k=top_k, top_p=top_p, temperature=temperature, depth=depth
+    )
+    CASES[f"sample_code_{top_k}_{top_p}_{guided}"] = case, BOTH
 for rows, kind, limit, options in (
     (1, "threshold", 0.5, {}), (3, "threshold", 0.5, {"norm": "layer"}),
     (2, "share", 0.5, {"paired": True}), (3, "share", 0.4, {}), (4, "budget", 0.3, {"paired": True}),
@@ -358,9 +330,6 @@ for rows, kind, limit, options in (
 ):  # fmt: skip
     case = functools.partial(_case_input_gate, rows=rows, kind=kind, limit=limit, **options)
     CASES[f"input_gate_{rows}_{kind}_{'_'.join(options)}"] = case, BOTH
-for tokens, codes, slot in ((1, "", 0), (2, "", 2), (3, "", 1), (1, "int8", 1), (2, "int4", 3)):
-    case = functools.partial(_case_block, tokens=tokens, codes=codes, slot=slot)
-    CASES[f"decode_block_{tokens}_{codes}_{slot}"] = case, BOTH
 # interpreted in every run of the quick tests
 QUICK = {
     "gemv_2_int8_rms", "gemv_1_int4_rms", "decode_mlp_1_all", "decode_mlp_2_first_int4",

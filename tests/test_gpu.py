@@ -151,11 +151,7 @@ def test_a_gate_on_cuda_is_metered_as_simulated():
         "attention=window:tokens=9,sink=2 replay=prune:share=0.5,file=FILE",
     ],
 )
-@pytest.mark.parametrize("blocks", [set(), {(16, 2)}])
-def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(
-    plan, blocks, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("tachyscope.kernels.decode_block.FASTER", blocks)
+def test_a_token_models_frames_by_a_graph_are_those_by_single_launches(plan, tmp_path):
     # recording a graph waits
     counts = _same_by_graph(
         DecodeEngine, plan, tmp_path, lambda i: no_waits() if i > 1 else nullcontext()

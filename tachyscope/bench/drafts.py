@@ -1,7 +1,8 @@
 """What passes over drafts cost at full size (docs/passes.md): whole frames by the draft engine.
 
-Weights are random, so that what they accept means nothing. Handed the codes that were drawn before
-with the same noise, a pass settles most of its places; a pass costs the same whatever it settles.
+Weights are random, so that what they accept means nothing. Even drafts that were drawn before with
+the same noise are refuted: such layers amplify what bfloat16 rounds. A pass costs the same whatever
+it settles.
 """
 
 from __future__ import annotations

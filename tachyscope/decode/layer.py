@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,22 +11,25 @@ from torch import Tensor
 from tachyscope.decode.parts import LayerParts
 from tachyscope.decode.quantise import norm_of, weight_of
 from tachyscope.kernels.decode_attention import Scratch, Step, decode_attention
-from tachyscope.kernels.decode_block import (
-    BARRIERS,
-    BlockMemory,
-    BlockWeights,
-    decode_block,
-    in_one_launch,
-)
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights, decode_mlp
-from tachyscope.kernels.gemv import gemv
+from tachyscope.kernels.gemv import Norm, Weight, gemv
 from tachyscope.kernels.input_gate import InputGate, input_gate
 
 
-def layer_weights(parts: LayerParts) -> BlockWeights:
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """x += out · attention(qkv · norm(x)), then the MLP."""
+
+    norm: Norm
+    qkv: tuple[Weight, Weight, Weight]
+    out: Weight
+    mlp: MlpWeights
+
+
+def layer_weights(parts: LayerParts) -> LayerWeights:
     """A layer's weights as kernels read them."""
     gate = None if parts.gate is None else weight_of(parts.gate)
-    return BlockWeights(
+    return LayerWeights(
         norm_of(parts.attention_norm),
         (weight_of(parts.q), weight_of(parts.k), weight_of(parts.v)),
         weight_of(parts.o),
@@ -40,7 +44,7 @@ class Layers:
     """
 
     def __init__(
-        self, weights: Sequence[BlockWeights], x: Tensor, scratch: Scratch, tokens: int = 1
+        self, weights: Sequence[LayerWeights], x: Tensor, scratch: Scratch, tokens: int = 1
     ) -> None:
         self.weights = weights
         self.x, self.scratch, self.tokens = x, scratch, tokens
@@ -50,9 +54,6 @@ class Layers:
         self.inner = x.new_empty(rows, first.mlp.up.rows)
         self.normed = x.new_empty(COPIES, *x.shape) if tokens == 1 else None
         self.slices: list[MlpWeights] = []  # of the layers' MLPs
-        self.memory: BlockMemory | None = None  # where a layer is one launch
-        if tokens == 1 and all(in_one_launch(x, weight) for weight in weights):
-            self.memory = BlockMemory(x, first.mlp.up.rows)
 
     def add_slices(self, slices: list[MlpWeights]) -> None:
         """Parts of the layers' MLPs, which a step may run instead."""
@@ -66,8 +67,8 @@ class Layers:
         return sum(weight.bytes for weight in (*parts, *(x for mlp in mlps for x in mlp.parts)))
 
     def barriers(self, *count: int) -> Tensor:
-        """Zeros for `step`: some for every layer."""
-        size = (*count, len(self.weights), BARRIERS)
+        """Zeros for `step`: one for every layer."""
+        size = (*count, len(self.weights))
         return torch.zeros(size, dtype=torch.int32, device=self.x.device)
 
     def step(
@@ -78,19 +79,15 @@ class Layers:
         sliced: bool = False,
         judges: Sequence[InputGate] = (),
     ) -> None:
-        """Through all layers, or slices of their MLPs; barriers [layers, 4] are 0.
+        """Through all layers, or slices of their MLPs; barriers [layers] are 0.
 
         Where MLPs are replayed by their inputs, `judges` decide before each.
         """
         for i, layer in enumerate(self.weights):
-            if self.memory is not None and steps[i].is_plain and kept[i] is None:
-                decode_block(self.x, layer, steps[i], self.memory, barriers[i])
-                continue
             mlp = self.slices[i] if sliced else layer.mlp
             gemv(self.qkv, self.x, layer.qkv, layer.norm)
             decode_attention(self.attended, self.qkv, steps[i], self.scratch, self.tokens)
             gemv(self.x, self.attended, (layer.out,), add=True)
             if judges:
                 input_gate(self.x, mlp.norm, judges[i])
-            barrier = barriers[i, 0]
-            decode_mlp(self.x, mlp, kept[i], self.inner, barrier, self.tokens, self.normed)
+            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i], self.tokens, self.normed)

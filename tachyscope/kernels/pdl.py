@@ -10,14 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_kernel_before(PDL: tl.constexpr):
-    """What the kernel before wrote can be read from here on; the next one may take its places.
-
-    Those of the next come only once all of this one's programs have begun, so that none that wait
-    for each other can be kept out.
-    """
-    if PDL == 2:
-        tl.extra.cuda.gdc_launch_dependents()
+    """What the kernel before wrote can be read from here on; the next one may take its places."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()

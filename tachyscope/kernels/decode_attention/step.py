@@ -102,13 +102,6 @@ class Step:
     window: Window | None = None
     gate: Gate | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all entries are read, as they are and by the query as it is."""
-        extras = (self.rotation, self.window, self.gate)
-        held = self.entries
-        return all(x is None for x in (*extras, held.log_count, held.unrotated))
-
 
 class Scratch:
     """Memory that the kernel's programs share; one serves all layers of a model."""
