@@ -620,12 +620,13 @@ def test_an_operation_equals_its_reference(rng, operation, backend):
     torch.testing.assert_close(got.double().cpu(), want.double().cpu(), **TOLERANCE | loose)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_code_is_drawn_of_logits_that_are_no_numbers():
     """No launch may search on for ever."""
     for value in (math.nan, -math.inf, math.inf):
-        code = decode_cases.draw_code(torch.full((1, 37), value))
-        assert 0 <= code < 37
+        code = decode_cases.draw_code(torch.full((1, 7), value))
+        assert 0 <= code < 7
 
 
 def test_every_operation_is_in_the_table():
