@@ -106,6 +106,9 @@ def main():
         told = torch.zeros(rows, dtype=torch.int32)
         one = InputGate(kind, 0.5, rows == 2, 4.0, place, place, told, told, held, fine, fine, fine)
         gate.input_gate(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
+    for kind in ("int8", "int4"):  # times the tokens of drafts
+        x, out = (torch.empty(33, n, dtype=BF16) for n in (WIDTH, INNER))
+        gemv.gemv(out, x, (weight(INNER, WIDTH, kind),))
 
 
 if __name__ == "__main__":

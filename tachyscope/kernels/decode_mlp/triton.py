@@ -74,10 +74,10 @@ def setting_for(mlp: MlpWeights, tokens: int, processors: int) -> MlpSetting:
         return MlpSetting(Setting(2, first, 4), Setting(2, last, 4), 3 * processors, prenorm=True)
     if mlp.up.bits < 16 and tokens == 1:
         return MlpSetting(Setting(4, first, 4), Setting(4, last, 4), 4 * processors, prenorm=True)
-    if mlp.gate is None:
+    if mlp.up.bits == 16 and mlp.gate is None:
         return MlpSetting(Setting(8, min(first, 512), 4), Setting(4, last, 4), 5 * processors)
-    each = 5 if tokens == 1 else 4
-    return MlpSetting(Setting(2, first, 4), Setting(4, last, 4), each * processors)
+    rows, each = 4 if mlp.gate is None else 2, 5 if tokens == 1 else 4
+    return MlpSetting(Setting(rows, first, 4), Setting(4, last, 4), each * processors)
 
 
 def decode_mlp(
