@@ -1,13 +1,13 @@
 """What serving costs beside a plain rollout, on one GPU: one session, then four in turns.
 
-    python scripts/bench_served.py --out DIR [--chunks 32] [--sessions 4]
+    python scripts/bench_served.py --out DIR [--chunks 16] [--sessions 4]
 
 The engine of `tachyscope serve` runs as the server makes it: same memory, turns, snapshots and
 compiled layers. Clients are in this process: their frames are encoded and queued as for a WebSocket
-and go no further. Rollout, session, session, rollout are timed one after the other; of the session
-`--chunks` chunks once it is warm, of the others half as many. Random weights at Self-Forcing's
-shape, and of Wan's VAE, or of a tiny decoder where diffusers is not installed. Needs
-prometheus_client and starlette beside torch, numpy and safetensors.
+and go no further. Rollout, session, session, rollout are timed one after the other: of the session
+all chunks from one snapshot to the next, of the others `--chunks` once they are warm. Random
+weights at Self-Forcing's shape, and of Wan's VAE, or of a tiny decoder where diffusers is not
+installed. Needs prometheus_client and starlette beside torch, numpy and safetensors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Client:
     def __init__(self) -> None:
         self.marks: list[Mark] = []
         self.pictures = 0
-        self.snapshot_at = 0.0
+        self.snapshots: list[float] = []  # when one was written
         self.applied: set[int] = set()
         self.fault = ""
         self._inbox: asyncio.Queue[dict[str, str]] = asyncio.Queue()
@@ -71,7 +71,7 @@ class Client:
             case "chunk":
                 self.marks.append((time.perf_counter(), message["frames"]))
             case "snapshot":
-                self.snapshot_at = time.perf_counter()
+                self.snapshots.append(time.perf_counter())
             case "receipt" if message["phase"] == "applied":
                 self.applied.add(message["id"])
             case "error":
@@ -97,15 +97,18 @@ def time_rollout(model: Any, plan: str, chunks: int) -> Document:
     """A user's own rollout, once it is warm."""
     each = model.pixel_frames(2 * model.shape().chunk) - model.pixel_frames(model.shape().chunk)
     marks, graphs = [], []
-    for chunk in rollout(model, plan, frames=(WARM + chunks) * each):
+    for chunk in rollout(model, plan, frames=(WARM + chunks + 2) * each):
         marks.append((time.perf_counter(), len(chunk.frames)))
         graphs.append(chunk.stats["cuda_graph"])
-    late = marks[WARM - 1 :]
+    late = marks[WARM - 1 : WARM + chunks]  # the last ones have no other decoded beside them
     return {"fps": _rate(late), "chunk_ms": _gaps(late), "graphs": sum(graphs[WARM:])}
 
 
 async def time_sessions(engine: Engine, count: int, chunks: int) -> Document:
-    """Sessions that play at once, each opened and warm before the next."""
+    """Sessions that play at once, each opened and warm before the next; so many chunks each.
+
+    One that goes beyond two snapshots is timed from the first to the second.
+    """
     clients = [Client() for _ in range(count)]
     pool, tasks, used = ThreadPoolExecutor(ENCODERS), [], [_used(engine.model.device)]
     try:
@@ -123,12 +126,14 @@ async def time_sessions(engine: Engine, count: int, chunks: int) -> Document:
             # the first is where the time begins
             await client.until(lambda one=client, n=start + 1 + chunks: len(one.marks) >= n)
         late = [one.marks[start:] for one, start in zip(clients, before, strict=True)]
+        first, marks = clients[0], clients[0].marks
+        if len(marks) >= 2 * SNAPSHOT_CHUNKS:
+            late = [marks[SNAPSHOT_CHUNKS - 1 : 2 * SNAPSHOT_CHUNKS]]
         result = _turns(late) | {"used_bytes": used}
-        if chunks + WARM > SNAPSHOT_CHUNKS:
-            written = clients[0].marks[SNAPSHOT_CHUNKS - 1][0]
-            await clients[0].until(lambda: clients[0].snapshot_at > 0)
-            result["snapshot_s"] = clients[0].snapshot_at - written
-            result["fps_before_snapshot"] = _rate(clients[0].marks[before[0] : SNAPSHOT_CHUNKS])
+        if len(marks) >= 2 * SNAPSHOT_CHUNKS:
+            written = first.snapshots[0] if first.snapshots else time.perf_counter()
+            result["snapshot_s"] = written - marks[SNAPSHOT_CHUNKS - 1][0]
+            result["fps_before_snapshot"] = _rate(marks[before[0] : SNAPSHOT_CHUNKS])
         lanes = [live.lane for live in engine.room.sessions.values() if live.lane]
         result["graphs"] = sum(lane.stream.runner.replayed for lane in lanes)
         result["pictures"] = sum(one.pictures for one in clients)
@@ -193,7 +198,7 @@ def main() -> None:
     parser.add_argument("--plan", default="fast")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--chunks", type=int, default=32)
+    parser.add_argument("--chunks", type=int, default=16)
     parser.add_argument("--sessions", type=int, default=4)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -234,7 +239,7 @@ def main() -> None:
             f"{time.perf_counter() - begun:.0f} s, {name}: {told or row['faults'][-1]}", flush=True
         )
 
-    half = max(2, options.chunks // 2)
+    period = 2 * SNAPSHOT_CHUNKS - WARM
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(model, options.model, Snapshots(folder), options.plan, Limits())
         row["reserved_bytes"] = engine.room.bytes_of(options.plan)
@@ -243,10 +248,12 @@ def main() -> None:
         try:
             for name in ("rollout", "one", "one", "rollout"):
                 if name == "rollout":
-                    part(name, lambda: time_rollout(model, options.plan, half))
+                    part(name, lambda: time_rollout(model, options.plan, options.chunks))
                 else:
-                    part(name, lambda: asyncio.run(time_sessions(engine, 1, options.chunks)))
-            part("turns", lambda: asyncio.run(time_sessions(engine, options.sessions, half)))
+                    part(name, lambda: asyncio.run(time_sessions(engine, 1, period)))
+            if options.sessions:
+                many = options.sessions, options.chunks
+                part("turns", lambda: asyncio.run(time_sessions(engine, *many)))
         finally:
             engine.stop()
     ratios = ("one_over_rollout", "rollout_spread", "turns_over_one", "bytes_over_reserved")

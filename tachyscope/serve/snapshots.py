@@ -30,6 +30,7 @@ DTYPES = {  # by the names of safetensors
     torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
     torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+STAGING = 2**25  # bytes that leave a GPU at once
 KEPT = 4  # snapshots of a session that one can go back to
 NAME = re.compile(r"[0-9a-f]{16}")
 
@@ -145,9 +146,10 @@ class Snapshots:
 
 
 def pack(state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces: one tensor after the other comes to the host, and is let go.
+    """A safetensors file in pieces, each to be written before the next is asked for.
 
-    safetensors' own writer makes one piece of all, in which time no other thread of Python runs.
+    One tensor after the other comes to the host and is let go. safetensors' own writer makes one
+    piece of all, in which time no other thread of Python runs.
     """
     names = sorted(state, key=lambda name: (-state[name].itemsize, name))  # each begins aligned
     header, end = {}, 0
@@ -159,6 +161,18 @@ def pack(state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
+    staging: Tensor | None = None
     for name in names:
-        x = state.pop(name).cpu().contiguous()
-        yield x.flatten().view(torch.uint8).numpy().data
+        flat = state.pop(name).contiguous().flatten().view(torch.uint8)
+        if not flat.is_cuda:
+            yield flat.numpy().data
+            continue
+        # page-locked memory that is used again and again: the driver takes what is copied to any
+        # other in small steps, and launches of the sessions' chunks wait for it meanwhile
+        if staging is None:
+            staging = torch.empty(STAGING, dtype=torch.uint8, pin_memory=True)
+        for piece in flat.split(STAGING):
+            host = staging[: len(piece)]
+            host.copy_(piece, non_blocking=True)
+            torch.cuda.current_stream(piece.device).synchronize()
+            yield host.numpy().data
