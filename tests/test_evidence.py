@@ -1,4 +1,4 @@
-"""Every number of ours on docs/evidence.md stands in the file beside it."""
+"""Numbers of ours on docs/evidence.md and docs/tokens.md stand in the files beside them."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ RESULTS = (ROOT / "docs" / "results.md").read_text()
 TABLE_1 = "| row | PSNR | density | recall | component | all | ours |"
 
 
-def table(head):
-    lines = PAGE[PAGE.index(head) :].split("\n\n")[0].splitlines()[2:]
+def table(head, page=PAGE):
+    lines = page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -87,6 +87,38 @@ def test_fastcars_rows_are_those_of_the_decode_engine():
         assert float(paper) == row["paper"]
         if "trunk_speedup" in row:
             assert [trunk, step] == [f"{row['trunk_speedup']:.2f}", f"{row['step_speedup']:.2f}"]
+
+
+# rows of docs/tokens.md by how they begin, and its runs
+TOKEN_ROWS = {
+    "dense": "dense", "window 256": "window256", "window 16": "window16", "20 %": "replay20",
+    "50 %": "replay50", "80 %": "replay80", "all after": "all", "all, window 256": "all-window256",
+    "all, window 16": "all-window16", "all by": "input-all", "neurons": "neurons75",
+    "prune": "prune75", "every token scored": "scored", "scored": "scored",
+}  # fmt: skip
+TOKEN_RUNS = {"1": "", "2": "slices-", "4": "tuned-", "5": "drafts-"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_tokens_by_plan_are_those_of_their_runs(count):
+    head = "| bf16, one row | run |" if count == 1 else "| bf16, guidance pair | run |"
+    cells, name = table(head, (ROOT / "docs" / "tokens.md").read_text()), ""
+    for label, run, *numbers in [[cell.replace("*", "") for cell in row] for row in cells]:
+        if label != "the same":
+            name = next(value for key, value in TOKEN_ROWS.items() if label.startswith(key))
+        rows = read(f"tokens-{TOKEN_RUNS[run]}2026-11-16-h200.json")["rows"]
+        row = next(x for x in rows if (x["name"], x["weights"], x["rows"]) == (name, "bf16", count))
+        ms, of_copy, video, later, step, step_video, joules, *_ = numbers
+        told = [ms, of_copy.split(", ")[-1], video, later, step, step_video]
+        names = "ms", "of_copy", "speedup", "speedup_later"
+        keys = [f"trunk_{x}" for x in names] + ["step_ms", "step_speedup"]
+        want = [f"{row.get(key, 1.0):.2f}" for key in keys]
+        if name == "dense":
+            want = ["1" if key.startswith(("trunk_sp", "step_sp")) else x
+                    for key, x in zip(keys, want, strict=True)]  # fmt: skip
+        assert all(a in ("", b) for a, b in zip(told, want, strict=True)), (label, run, told, want)
+        if joules:
+            assert abs(float(joules.replace(",", "")) - row["joules_video"]) <= 5, (label, run)
 
 
 def test_what_replay_costs_is_that_of_the_gates():
