@@ -1,13 +1,13 @@
 """Gate quality of the shipped token model: every method of `evaluation.gates`, a line a task.
 
-    python scripts/eval_gates.py --out out/gates --device cuda --jobs 8
+    python scripts/eval_gates.py --out out/gates --device cuda --jobs 2
 
 With --plan those plans make frames beside dense, instead of all methods; --method takes some of
 the methods.
 
 A row of a batch is a room; on a GPU all kinds of camera share one and a token's step is a CUDA
-graph, on a CPU each has its own and the step is native: plans that are ranked by no policy of
-their own run token by token. --out gets gates.jsonl, a line as each task ends (its rows, or its
+graph, on a CPU each has its own and the step is native. Methods that rank by another score than
+their policy's own run token by token. --out gets gates.jsonl, a line as each task ends (its rows, or its
 fault), and at the end gates.json, a results document, and gates.md, its tables. Tasks that the file
 already has are not done again, and after --seconds none is begun.
 """
@@ -88,9 +88,10 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="instead of the shipped one")
     parser.add_argument("--clip", action="append", choices=CLIPS)
     parser.add_argument("--share", action="append", type=float)
-    parser.add_argument("--method", action="append", choices=METHODS)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--method", action="append", choices=METHODS)
     parser.add_argument("--frames", type=int, default=GIVEN, help="teacher-forced; of plans, made")
-    parser.add_argument("--plan", action="append", help="makes frames, instead of the methods")
+    either.add_argument("--plan", action="append", help="makes frames, instead of the methods")
     parser.add_argument("--seed", type=int, default=0, help="of the plans' rooms")
     args = parser.parse_args()
     end = time.time() + args.seconds
