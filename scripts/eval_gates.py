@@ -7,9 +7,9 @@ the methods.
 
 A row of a batch is a room; on a GPU all kinds of camera share one and a token's step is a CUDA
 graph, on a CPU each has its own and the step is native. Methods that rank by another score than
-their policy's own run token by token. --out gets gates.jsonl, a line as each task ends (its rows, or its
-fault), and at the end gates.json, a results document, and gates.md, its tables. Tasks that the file
-already has are not done again, and after --seconds none is begun.
+their policy's own run token by token. --out gets gates.jsonl, a line as each task ends (its rows,
+or its fault), and at the end gates.json, a results document, and gates.md, its tables. Tasks that
+the file already has are not done again, and after --seconds none is begun.
 """
 
 from __future__ import annotations
