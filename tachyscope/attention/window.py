@@ -29,7 +29,11 @@ class Window(AttentionPolicy):
     tokens: int = setting(
         16, "Newest entries that a query reads: in token models its own counts, else past ones."
     )
-    sink: int = setting(4, "First entries that every query reads, a prompt's padding left out.")
+    sink: int = setting(
+        4,
+        "First entries that every query reads, a prompt's padding left out. In token models they "
+        "are the prompt's: fewer than it has hide the rest of it.",
+    )
 
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453, as in FastCar, arXiv 2505.14709"
 
