@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
-class NamedReplica(RequestRouter):
+class NamedReplica(RequestRouter):  # type: ignore[misc, unused-ignore]  # without Ray: Any
     """Ray's choice for a call: the replica that its keyword `replica` names, while it runs.
 
     Where it does not, and for calls that name none, the one with the fewest calls under way.
