@@ -234,9 +234,9 @@ def main() -> None:
         command = shlex.join([Path(sys.executable).name, *sys.argv])
         results = document("served", [row], command, device=model.device.type)
         emit(results, str(options.out / "served.json"))
-        told = {key: value for key, value in done.items() if key != "chunk_ms"}
+        shown = {key: value for key, value in done.items() if key != "chunk_ms"}
         print(
-            f"{time.perf_counter() - begun:.0f} s, {name}: {told or row['faults'][-1]}", flush=True
+            f"{time.perf_counter() - begun:.0f} s, {name}: {shown or row['faults'][-1]}", flush=True
         )
 
     period = 2 * SNAPSHOT_CHUNKS - WARM

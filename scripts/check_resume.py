@@ -66,17 +66,17 @@ def kill_one(args: argparse.Namespace, plan: str, folder: Path, chunks: int) -> 
     own = {"plan": plan, "snapshots": folder, "chunks": chunks}
     given = {name: getattr(args, name) for name in shared} | own
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    told: list[str] = []
+    killed: list[str] = []
     with subprocess.Popen(
         [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         for line in other.stdout:
-            told.append(line.strip())
-            if len(told) == args.kill:
+            killed.append(line.strip())
+            if len(killed) == args.kill:
                 other.kill()
                 break
-    return told
+    return killed
 
 
 def check(args: argparse.Namespace, model: VideoModel, plan: str) -> Document:
@@ -87,7 +87,7 @@ def check(args: argparse.Namespace, model: VideoModel, plan: str) -> Document:
         whole = list(hashes(stream, chunks))
     if not args.every < args.kill < chunks:
         sys.exit(f"--kill is after a snapshot and before the last of {chunks} chunks")
-    told = kill_one(args, plan, folder, chunks)
+    killed = kill_one(args, plan, folder, chunks)
     size = sum(path.stat().st_size for path in folder.iterdir())
     with open_stream(model, plan, args.frames) as stream:
         Snapshots(folder).load(stream)
@@ -96,8 +96,8 @@ def check(args: argparse.Namespace, model: VideoModel, plan: str) -> Document:
     shutil.rmtree(folder)
     return {
         "name": "resume", "plan": plan, "model": model.name, "frames": args.frames,
-        "chunks": chunks, "killed_after": len(told), "resumed_at": at, "snapshot_mb": size / 1e6,
-        "equal": told == whole[: len(told)] and rest == whole[at:],
+        "chunks": chunks, "killed_after": len(killed), "resumed_at": at, "snapshot_mb": size / 1e6,
+        "equal": killed == whole[: len(killed)] and rest == whole[at:],
         "seconds": time.monotonic() - begun,
     }  # fmt: skip
 

@@ -650,11 +650,7 @@ def test_the_benchmark_predicts_its_own_peak():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_repeated_launches_make_the_chunks_that_would_have_been_asked_for(plan, dtype):
     """The third chunk with a full cache is recorded, and the device then goes on by itself."""
-    config = WanConfig(
-        dim=128, ffn_dim=192, layers=2, heads=2, text_dim=8, text_len=6, size=(16, 32),
-        stride=(1, 8, 8), steps=(1000, 500), stock="dense", actions=".wsa",
-    )  # fmt: skip
-    model = random_wan(config, device="cuda", dtype=dtype)
+    model = toys.wide_chunks(device="cuda", dtype=dtype)
 
     def video(record):
         session = toys.open_session(model, plan, prompt="a b", seed=3)

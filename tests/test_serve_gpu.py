@@ -5,10 +5,9 @@ import time
 import numpy as np
 import pytest
 import torch
+import toys
 
 import tachyscope as ts
-from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.toy import random_wan
 from tachyscope.serve import protocol
 from tachyscope.serve.engine import make_engine
 from tachyscope.serve.limits import Limits
@@ -34,11 +33,7 @@ CHUNKS = 12
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_frames_leave_between_two_graphs(plan, dtype):
     """Cut in two, a chunk's launches make what they make in one graph, and what single ones do."""
-    config = WanConfig(
-        dim=128, ffn_dim=192, layers=2, heads=2, text_dim=8, text_len=6, size=(16, 32),
-        stride=(1, 8, 8), steps=(1000, 500), stock="dense", actions=".wsa",
-    )  # fmt: skip
-    model, keys = random_wan(config, device="cuda", dtype=dtype), "wsa.wwsaaw"
+    model, keys = toys.wide_chunks(device="cuda", dtype=dtype), "wsa.wwsaaw"
     cut, whole, single = (ts.open(model, plan, seed=3) for _ in range(3))
     single.runner.record = None
     shown = []

@@ -4,6 +4,8 @@ import dataclasses
 
 import tachyscope as ts
 from tachyscope.models.vila_u.model import Vila, VilaModel
+from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.toy import random_wan
 from tachyscope.numerics import own_numerics
 
 
@@ -17,6 +19,15 @@ def load(name, **asked):
     with own_numerics(0):
         small = Vila(config).eval().to(model.device, model.dtype)
     return VilaModel(small, config, model.tokenizer, name=name)
+
+
+def wide_chunks(**options):
+    """A model of chunks whose heads have 64 channels, as kernels for a GPU take them."""
+    config = WanConfig(
+        dim=128, ffn_dim=192, layers=2, heads=2, text_dim=8, text_len=6, size=(16, 32),
+        stride=(1, 8, 8), steps=(1000, 500), stock="dense", actions=".wsa",
+    )  # fmt: skip
+    return random_wan(config, **options)
 
 
 def open_session(*args, **asked):

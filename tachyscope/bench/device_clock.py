@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tachyscope.kernels.launch import record
+
 Work = Callable[[], object]
 COPY_BYTES = 4 << 30
 
@@ -19,10 +21,7 @@ def recorded(work: Work, device: torch.device) -> Work:
     if device.type != "cuda":
         return work
     torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+    return record(work).replay
 
 
 def milliseconds(work: Work, times: int, device: torch.device) -> float:

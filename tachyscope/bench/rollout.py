@@ -50,7 +50,7 @@ def bench_rollout(
     """Make so many frames by each plan, undecoded; a results document that says what stayed flat.
 
     decode: make them once more, as a user does, and shown. parts: keeps rows, and has those of
-    before. `told` is handed the document after every row.
+    before. `on_row` is handed the document after every row.
     """
     check("rollout", frames)
     rows: list[Document] = []

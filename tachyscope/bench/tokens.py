@@ -201,7 +201,7 @@ def bench_tokens(
 ) -> Document:
     """Time each row with one row of the batch and with a guidance pair, of each kind of weights.
 
-    After so many seconds no further row is begun. `told` is handed the document after every row.
+    After so many seconds no further row is begun. `on_row` is handed the document after every row.
     `accepted` are rows of scripts/bench_drafts.py: places that a pass over drafts settles.
     """
     for what, given, known in (("row", names, NAMES), ("weights", weights, WEIGHTS)):

@@ -72,7 +72,7 @@ def bench_tokens_cpu(
     """Time a token's trunk and whole step by each row's plan, for every kind of weights.
 
     model: of SHAPES, or a configuration, whose weights are then random. tokens: timed in a row.
-    `told` is handed a line after every round.
+    `on_line` is handed a line after every round.
     """
     _check(model, names, weights)
     device = torch.device("cpu")

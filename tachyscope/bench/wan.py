@@ -153,7 +153,7 @@ def bench_wan(
 
     `lengths` are latent frames, by default spread over what the GPU holds, or beyond a bounded
     plan's budget. `traced` fills caches from a trained model instead of at random. parts: keeps
-    rows, and has those of before; one that failed is tried again. `told` is handed the document
+    rows, and has those of before; one that failed is tried again. `on_row` is handed the document
     after every row.
     """
     if check("rounds", rounds) < 2:

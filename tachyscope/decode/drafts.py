@@ -20,6 +20,7 @@ from tachyscope.decode.engine import DecodeEngine
 from tachyscope.decode.layer import Layers
 from tachyscope.decode.parts import DecodeParts, DepthParts
 from tachyscope.kernels.decode_attention import Scratch
+from tachyscope.kernels.launch import record
 from tachyscope.passes.draft import Draft
 from tachyscope.session import Session
 from tachyscope.types import TokenFrame
@@ -152,11 +153,7 @@ class Launches:
             return
         self.work()
         if self.graph:
-            # the launches have been compiled by now
-            recorded = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
-                self.work()
-            self.recorded = recorded
+            self.recorded = record(self.work)
 
 
 class TrunkLaunches:

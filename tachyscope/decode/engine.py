@@ -28,6 +28,7 @@ from tachyscope.kernels.device import has_decode_kernel
 from tachyscope.kernels.gemv import gemv, linear
 from tachyscope.kernels.input_gate import InputGate
 from tachyscope.kernels.input_gate import Kind as InputKind
+from tachyscope.kernels.launch import record
 from tachyscope.kernels.sample_code import Draw
 from tachyscope.passes.all import All
 from tachyscope.plan import spell
@@ -248,11 +249,7 @@ class DecodeEngine:
             return
         self.step(whole)
         if self.graph:
-            # the launches of a step have been compiled by now
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.step(whole)
-            self.recorded[whole] = graph
+            self.recorded[whole] = record(lambda: self.step(whole))
 
     def meet_memory(self) -> None:
         """Point the steps to the session's memory, where that is not the last frame's."""

@@ -25,7 +25,7 @@ from tachyscope.evaluation.replay_scores import (
 from tachyscope.graph_runner import ChunkRunner, FrameRunner
 from tachyscope.meter import summary
 from tachyscope.models.vila_u.model import VilaModel
-from tachyscope.quality import Frames, psnr
+from tachyscope.quality import motion, psnr
 from tachyscope.session import Session
 from tachyscope.stream import Stream
 
@@ -120,11 +120,12 @@ def made(
                 float(psnr(chunk.frames[world], true[i : i + 1])[0])
                 for i, chunk in enumerate(chunks, GIVEN)
             ]
-            film = np.concatenate([true[GIVEN - 1 : GIVEN], *(c.frames[world] for c in chunks)])
+            film = np.concatenate([chunk.frames[world] for chunk in chunks])
             values = {"psnr_first": near[0], "psnr_last": near[-1]}
             for end in range(2 * GIVEN, clip.length + 1, GIVEN):
                 values[f"psnr_truth_to_{end}"] = statistics.fmean(near[end - 2 * GIVEN :][:GIVEN])
-            values["motion"] = motion(film) / max(motion(true[GIVEN - 1 :]), 1e-9)
+            moved, truly = motion(film, true[GIVEN - 1]), motion(true[GIVEN - 1 :])
+            values["motion"] = float(moved.mean() / max(truly.mean(), 1e-9))
             by_world.append({"psnr_truth": statistics.fmean(near)} | values | shares[world])
         out.append(by_world)
     return out
@@ -140,11 +141,6 @@ def recorded(model: VilaModel, session: Session) -> FrameRunner | None:
     if session.device.type != "cuda" or session.plan.passes.drafts_codes:
         return None
     return None if unsupported(parts, session) else FrameRunner(model, session, parts)
-
-
-def motion(film: Frames) -> float:
-    """Mean change of a pixel from frame to frame, in levels."""
-    return float(np.abs(np.diff(film.astype(np.int16), axis=0)).mean())
 
 
 @torch.inference_mode()

@@ -15,9 +15,7 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.clips import CLIPS, GIVEN, Clip, make_clip
 from tachyscope.evaluation.intervals import combined, versus
-from tachyscope.evaluation.replay_scores import (
-    Way,
-)
+from tachyscope.evaluation.replay_scores import Way
 from tachyscope.evaluation.token_measures import bounds, forced, made, probe
 from tachyscope.evaluation.token_timing import REPLAY, WINDOW, clock
 from tachyscope.evaluation.world import Watch

@@ -1,8 +1,11 @@
-"""Launch a Triton kernel, or nothing where tensors have no data; let a step's launches overlap."""
+"""Launch a Triton kernel, or nothing where tensors have no data; record launches, overlap them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from tachyscope.kernels.device import is_hopper
 
@@ -15,6 +18,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     if not args[0].is_meta:
         kernel[grid](*args, **options)
+
+
+def record(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Work as a CUDA graph, once a first run has compiled its launches.
+
+    Another thread may copy a snapshot to the host meanwhile.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph
 
 
 class Overlap:

@@ -124,7 +124,7 @@ class Engine:
         self.metrics.sessions.labels("playing").set(sum(one.tell is not None for one in sessions))
         self.metrics.sessions.labels("resident").set(len(resident))
         self.metrics.sessions.labels("on_disk").set(len(sessions) - len(resident))
-        self.metrics.reserved.set(sum(one.bytes for one in resident))
+        self.metrics.reserved.set(self.room.reserved)
 
     # what follows runs in the engine's thread
 

@@ -162,12 +162,9 @@ class Sessions:
             "pid": os.getpid(),
             "sessions": sessions,
             "free_sessions": room.limits.sessions - len(sessions),
-            "free_bytes": room.budget - self._reserved(),
+            "free_bytes": room.budget - room.reserved,
             "session_bytes": room.bytes_of(self.engine.plan),
         }
-
-    def _reserved(self) -> int:
-        return sum(one.bytes for one in self.engine.room.resident)
 
     def recording(self, session: str, secret: str) -> bytes | None:
         """A session's finished mp4, where it is here."""
@@ -182,7 +179,8 @@ class Sessions:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scale_by_bytes` decides by."""
-        return {"reserved_share": self._reserved() / max(1, self.engine.room.budget)}
+        room = self.engine.room
+        return {"reserved_share": room.reserved / max(1, room.budget)}
 
     def __del__(self) -> None:
         """The replica is drained: what is still open is saved."""

@@ -42,6 +42,11 @@ class Room:
     def resident(self) -> list[Live]:
         return [one for one in self.sessions.values() if one.lane is not None]
 
+    @property
+    def reserved(self) -> int:
+        """Bytes of the budget that sessions hold."""
+        return sum(one.bytes for one in self.resident)
+
     def bytes_of(self, plan: str) -> int:
         """What a session of this plan keeps in memory at its longest."""
         if plan not in self._sizes:
