@@ -96,7 +96,7 @@ TOKEN_ROWS = {
     "all, window 16": "all-window16", "all by": "input-all", "neurons": "neurons75",
     "prune": "prune75", "every token scored": "scored", "scored": "scored",
 }  # fmt: skip
-TOKEN_RUNS = {"1": "", "2": "slices-", "4": "tuned-", "5": "drafts-"}
+TOKEN_RUNS = {"1": "", "2": "slices-", "4": "tuned-", "5": "decode-"}
 
 
 @pytest.mark.parametrize("count", [1, 2])
