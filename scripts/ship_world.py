@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--logs", type=Path, nargs="*", default=[])
     args = parser.parse_args()
-    world_models(str(args.folder), "cpu", None)  # raises where it is no world model of Atrium
+    world_models(str(args.folder), "cpu")  # raises where it is no world model of Atrium
     target = HERE / "atrium-world"
     parts = sorted(args.folder.glob("diffusion_pytorch_model*"))
     for path in target.glob("diffusion_pytorch_model*"):

@@ -9,6 +9,7 @@ from typing import final
 from torch import Tensor, inf
 
 from tachyscope.kernels.attention import attention
+from tachyscope.kernels.launch import take_turns
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.layers import make_room
 from tachyscope.observers import Observer
@@ -216,21 +217,21 @@ class Session(State):
             observer.on_commit(self._context, n)
         past, kept = 0, self.past if plan.cache.appends else 0
         on_merge = self._on_merge if self.observers else None
-        for i, layer in enumerate(self.layers):
-            ctx = self._context.for_layer(i)
-            if not kept:
-                with self._span("index"):
+        contexts = [self._context.for_layer(i) for i in range(len(self.layers))]
+        if not kept:
+            with self._span("index"):
+                for layer, ctx in zip(self.layers, contexts, strict=True):
                     plan.attention.restore_order(layer, ctx, self.past)
-            with self._span("commit"):
-                layer.append(self.past, n)
-                held = plan.cache.commit(layer, ctx, n, self._rotate, self.meter, on_merge)
-            past = max(past, held)
+        with self._span("commit"), take_turns(self.device, plan.cache.streams) as turn:
+            for i, (layer, ctx) in enumerate(zip(self.layers, contexts, strict=True)):
+                with turn(i):
+                    layer.append(self.past, n)
+                    held = plan.cache.commit(layer, ctx, n, self._rotate, self.meter, on_merge)
+                past = max(past, held)
         for i, layer in enumerate(self.layers):
             layer.truncate(past)  # here, so that no pass needs to
             with self._span("index"):
-                plan.attention.build_index(
-                    layer, self._context.for_layer(i), past, self.meter, kept
-                )
+                plan.attention.build_index(layer, contexts[i], past, self.meter, kept)
         self.past = past
         if not prefill:
             self._time += n // self.shape.tokens_per_frame

@@ -93,8 +93,10 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
     mass = torch.rand(1, 2, tiles, rows, generator=rng)
     before = bank.tensors["block"].clone()
     wanted_before = bank.tensors["wanted"].clone()
-    bank.choose(mass, layout.room, read, True, 3)
     live = int(bank.tensors["used"])
+    mass[..., layout.sink + live : layout.sink + layout.most] = -1.0  # no entries
+    bank.choose(mass, layout.room, read, True, 3)
+    bank.settle()
     late = denied = fetched = 0
     at_once = layout.places // 4
     for h in range(2):
@@ -126,7 +128,7 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
                 places = bank.work[name][0, h, i, :read].tolist()[-5:]
                 source = kept if name == "first" else bank.tensors["block"][0, h]
                 read_now = [int(source[x - layout.sink]) for x in places]
-                assert read_now == best
+                assert set(read_now) == set(best)
     assert denied > 0 and late > 0
     row = counted(at)
     assert row["blocks_wanted"] == 2 * tiles * 5 * 3

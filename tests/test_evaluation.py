@@ -431,7 +431,7 @@ def test_faults_are_one_line(capsys, tmp_path):
     )
     save_wan(random_wan(WanConfig(dim=16, ffn_dim=16, layers=1, heads=2)), tmp_path)
     with pytest.raises(TachyscopeError, match="is no world model of Atrium"):
-        world.world_models(str(tmp_path), "cpu", None)
+        world.world_models(str(tmp_path), "cpu")
     save_wan(toy_chunks(), tmp_path / "toy")  # with Atrium's actions, and no camera
     toy = ["--weights", str(tmp_path / "toy")]
     assert main(["atrium", "--pace", "0.5", "--only", "world", *toy]) == 2

@@ -459,7 +459,9 @@ def _case_mean_mass(rng, backend):
         found = block_index.mean_mass(q.cpu(), Codes(code, scale, weight), 70, 64)
     else:
         found = block_index_triton.mean_mass(means, codes, 70, 16, parts=3)
-    return found, block_mass_reference(means, codes, 70, 16)
+    want = block_mass_reference(means, codes, 70, 16)
+    want[..., 7] = -1.0  # it has no entry
+    return found, want
 
 
 def _case_match(rng, backend):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model():
-    return world_models(None, "cpu", None)[0]
+    return world_models(None, "cpu")[0]
 
 
 def test_points_that_no_other_beats():

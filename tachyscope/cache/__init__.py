@@ -38,6 +38,7 @@ class CachePolicy(abc.ABC):
     dense_only: ClassVar[bool] = False  # whether no index of the past can follow what it does
     whole_frames: ClassVar[bool] = False  # whether entries move by whole latent frames alone
     traceable: ClassVar[bool] = True  # whether an entry is found again by its position
+    streams: ClassVar[int] = 1  # of a GPU, which take the layers' commits by turns
 
     @property
     def merges(self) -> bool:

@@ -44,6 +44,7 @@ class Bank(CachePolicy):
     paper: ClassVar[str] = ""
     appends: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
+    streams: ClassVar[int] = 4  # a hundred launches a layer, too small to fill a GPU
 
     def __post_init__(self) -> None:
         check_settings(self, "cache", "bank")

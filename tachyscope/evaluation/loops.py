@@ -138,7 +138,7 @@ def measure(
 ) -> list[list[Values]]:
     """Plans' values in some worlds, played together: by plan, then by world."""
     numbers, plans = task
-    model, _ = world_models(weights, device, None)
+    model, _ = world_models(weights, device)
     place = model.device
     still = [make_world(seed, n, motion=0.0) for n in numbers]
     middle = [in_the_middle(world) for world in still]
@@ -200,7 +200,7 @@ def evaluate_loops(
     check("worlds", worlds)
     for number in (0, worlds - 1):
         make_world(seed, number)
-    model, _ = world_models(weights, "cpu", None)
+    model, _ = world_models(weights, "cpu")
     model.check_pace(pace)
     spell(GIVEN, pace)
     for plan in plans:

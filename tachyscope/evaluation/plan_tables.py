@@ -42,9 +42,8 @@ TABLES = {
         *[
             f"lossless cache=bank:{where} attention=ann:{read}"
             for where, read in (
-                ("resident=21f", "k=640"),
-                ("resident=21f", "read=1"),
-                ("resident=21f,host=int4", "read=1"),
+                *((f"resident=21f,host={host}", f"read={read}")
+                  for read in (0.555, 1) for host in ("native", "int8", "int4")),
                 ("resident=42f", "k=1280"),
             )
         ],

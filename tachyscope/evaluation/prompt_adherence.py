@@ -9,7 +9,7 @@ from tachyscope.evaluation.batched_rollout import play
 from tachyscope.evaluation.frame_checks import named_walls
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.scenes import make_scene, make_world
-from tachyscope.models.registry import load
+from tachyscope.evaluation.world import measured_dtype, world_models
 from tachyscope.models.wan.model import WanModel
 from tachyscope.results import Document, Parts, document
 from tachyscope.tables import format_table
@@ -34,7 +34,7 @@ def evaluate_views(
     parts: keeps what is measured, and has what was before.
     """
     check("worlds", worlds)
-    model = WanModel.narrow(load("atrium-world", device=device), "no world model")
+    model, _ = world_models(None, device)
     step = AT_ONCE[model.device.type]
     parts = Parts() if parts is None else parts
     parts.begin("atrium-views", model.name, model.fingerprint)
@@ -52,7 +52,7 @@ def evaluate_views(
             watch(len(rows))
     return document(
         "atrium-views", [], command, model=model.name, seed=seed, worlds=worlds,
-        views=combined(rows),
+        dtype=measured_dtype(device), views=combined(rows),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from tachyscope.bounds import check
 from tachyscope.errors import TachyscopeError, first_line, shown
 from tachyscope.evaluation.intervals import combined
 from tachyscope.evaluation.scenes import make_world
-from tachyscope.evaluation.world import Request, world_models
+from tachyscope.evaluation.world import Request, measured_dtype, world_models
 from tachyscope.evaluation.world_rows import AT_ONCE, Task, play_tasks
 from tachyscope.memory import Shapes
 from tachyscope.models.wan.model import WanModel
@@ -242,7 +242,7 @@ def bench_rivals(
     check("runs", runs)
     make_world(seed, worlds - 1)
     begun = time.monotonic()
-    model, _ = world_models(weights, "cpu", None)  # for its shape: others play
+    model, _ = world_models(weights, device)  # for its shape and dtype: others play
     parts.begin("rivals", model.name, model.fingerprint)
     wanted: list[Rival] = []
     for pace in paces:
@@ -273,7 +273,7 @@ def bench_rivals(
                 yield from (Task(request, start) for start in starts)
 
     measured: dict[Request, dict[int, Document]] = {}
-    for task, result in play_tasks(weights, device, None, worlds, jobs, tasks()):
+    for task, result in play_tasks(weights, device, False, worlds, jobs, tasks()):
         one, values = by_request[task.request], measured.setdefault(task.request, {})
         if isinstance(result, Exception):
             report(f"{one.name} failed: {first_line(result)}")
@@ -286,7 +286,8 @@ def bench_rivals(
     missing = sum(parts.get(one.part) is None for one in wanted)
     if missing:
         report(f"{missing} of {len(wanted)} rows are missing: go on with --resume")
-    document = parts.document(**({"unfinished": True} if missing else {}))
+    unfinished = {"unfinished": True} if missing else {}
+    document = parts.document(dtype=measured_dtype(device), **unfinished)
     order = {one.part: i for i, one in enumerate(wanted)}
     document["rows"].sort(key=lambda row: order.get(row["part"], len(order)))
     return document

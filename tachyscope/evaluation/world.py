@@ -15,7 +15,7 @@ from tachyscope.evaluation.frame_checks import pose_errors, prompt_right
 from tachyscope.evaluation.intervals import Values, mean
 from tachyscope.evaluation.judges import EVERY, far_frames, judge, judge_forced, revisit_own
 from tachyscope.evaluation.scenes import Scene, frames_a_step, make_scene, make_world, spell
-from tachyscope.models.registry import load
+from tachyscope.models.registry import find_device, load
 from tachyscope.models.wan.model import WanModel
 from tachyscope.quality import Frames, horizon, psnr
 from tachyscope.results import Document
@@ -85,7 +85,7 @@ class Played:
     owns: tuple[Take, ...] = ()  # a plan each
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # two paces
 def scenes_of(
     seed: int, numbers: Sequence[int], walk: str, device: torch.device, pace: float
 ) -> list[Scene]:
@@ -215,16 +215,22 @@ def judge_model(request: Request, played: Played) -> Values:
     return out
 
 
+def measured_dtype(device: str) -> str:
+    """On a GPU bfloat16, which its kernels are for and users run; on a CPU float32."""
+    return "float32" if find_device(device).type == "cpu" else "bfloat16"
+
+
 @cache
 def world_models(
-    weights: str | None, device: str, floor: str | None
+    weights: str | None, device: str, twin: bool = False
 ) -> tuple[WanModel, WanModel | None]:
-    """A process's models: that which is measured, and the same in another dtype.
+    """A process's models: that which is measured, and where asked for its twin in the other dtype.
 
     weights: a world model's folder instead of the shipped one's.
     """
     name = "atrium-world" if weights is None else "wan_causal"
-    model = load(name, weights, device=device)
+    dtype = measured_dtype(device)
+    model = load(name, weights, device=device, dtype=dtype)
     fault = (
         f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
         f"evaluate atrium-world"
@@ -232,6 +238,7 @@ def world_models(
     if model.actions != atrium.ACTIONS:
         raise TachyscopeError(fault)
     narrow = partial(WanModel.narrow, fault=fault)
-    if floor is None:
+    if not twin:
         return narrow(model), None
-    return narrow(model), narrow(load(name, weights, device=device, dtype=floor))
+    other = "bfloat16" if dtype == "float32" else "float32"
+    return narrow(model), narrow(load(name, weights, device=device, dtype=other))

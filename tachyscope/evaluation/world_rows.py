@@ -23,6 +23,7 @@ from tachyscope.evaluation.world import (
     Request,
     Watch,
     judge_world,
+    measured_dtype,
     play_worlds,
     to_dense,
     world_models,
@@ -43,7 +44,7 @@ def evaluate_world(
     *,
     weights: str | None = None,
     device: str = "cpu",
-    floor: str | None = "bfloat16",
+    floor: bool = True,
     worlds: int = 16,
     seed: int = 0,
     frames: int = 48,
@@ -65,7 +66,7 @@ def evaluate_world(
     of what the model makes up. pace: the part of a step that a frame takes. runs: how often every
     plan is played, each time with noise of its own; values are then means, and bands
     (`revisit_db_band`) the most less the least. recall: sample each plan's attention recall. floor:
-    the dtype of a second dense run, which tells until which frame two dense runs agree. quick: 26
+    also run dense in the other dtype, which tells until which frame two dense runs agree. quick: 26
     frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
     processes, as many as cores unless given; on a GPU plans are, 16 worlds at once,
     to 2 processes, or 7 where NVIDIA's MPS runs.
@@ -80,7 +81,7 @@ def evaluate_world(
     for number in (0, worlds - 1):
         make_world(seed, number)  # raises where there are not so many
     # what plays are other processes, which have models of their own
-    model, _ = world_models(weights, "cpu", None)
+    model, _ = world_models(weights, "cpu")
     model.check_pace(pace)
     for plan in plans:
         parse_plan(model, plan).check(model.shape())
@@ -130,6 +131,7 @@ def evaluate_world(
         "runs": runs,
     }
     more["fingerprint"] = model.fingerprint
+    more["dtype"] = measured_dtype(device)
     if world:
         whole = combined(owns)
         parted = [x for x in whole["by_world"].get("horizon", []) if math.isfinite(x)]
@@ -141,7 +143,7 @@ def evaluate_world(
 
 
 def _measure(
-    request: Request, weights: str | None, device: str, floor: str | None, number: int
+    request: Request, weights: str | None, device: str, floor: bool, number: int
 ) -> Document:
     """All of one world, in whatever process."""
     model, twin = world_models(weights, device, floor)
@@ -168,7 +170,7 @@ class Task(NamedTuple):
 def play_tasks(
     weights: str | None,
     device: str,
-    floor: str | None,
+    floor: bool,
     worlds: int,
     jobs: int | None,
     tasks: Iterable[Task],
@@ -190,11 +192,11 @@ def play_tasks(
 
 
 def measure_task(
-    weights: str | None, device: str, floor: str | None, worlds: int, task: Task
+    weights: str | None, device: str, floor: bool, worlds: int, task: Task
 ) -> Document:
     """The values of every world; the beginnings of its takes, and of dense ones that were made."""
     request = task.request
-    model, twin = world_models(weights, device, floor if request.world else None)
+    model, twin = world_models(weights, device, floor and request.world)
     played = play_worlds(model, request, range(task.start, min(worlds, task.start + AT_ONCE)), twin)
     judged = [judge_world(request, one) for one in played]
     if model.device.type == "cuda":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +31,30 @@ def record(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph
+
+
+@contextmanager
+def take_turns(
+    device: torch.device, count: int
+) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
+    """What is launched in the i-th context is on stream i of so many, beside the others.
+
+    They begin after all that was launched before, and what follows begins after them.
+    """
+    if device.type != "cuda" or count < 2:
+        yield lambda i: nullcontext()
+        return
+    streams, current = _streams(device, count), torch.cuda.current_stream(device)
+    for stream in streams:
+        stream.wait_stream(current)
+    yield lambda i: torch.cuda.stream(streams[i % count])
+    for stream in streams:
+        current.wait_stream(stream)
+
+
+@functools.cache
+def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(count)]
 
 
 class Overlap:

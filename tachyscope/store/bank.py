@@ -28,7 +28,7 @@ from tachyscope.kernels.block_index import Codes, buckets, encode_blocks
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
 from tachyscope.kernels.hashing import order_of, planes
-from tachyscope.kernels.host_blocks import load_blocks, store_blocks
+from tachyscope.kernels.host_blocks import HostBlocks, load_blocks, store_blocks
 from tachyscope.kernels.merge import take
 from tachyscope.store.bank_layout import (
     LOWEST,
@@ -226,10 +226,13 @@ class BlockBank(Residents, HostBank):
         slots = to.unsqueeze(-1) * layout.block + torch.arange(layout.block, device=to.device)
         slots = slots.flatten(2) + layout.first
         own["log_count"].scatter_(2, slots, live)
-        for name, x in entries.items():
-            padded = F.pad(x, (0, 0, 0, live.shape[2] - x.shape[2]))
-            held_by: Tensor = getattr(layer, name)
-            held_by.scatter_(2, slots.unsqueeze(-1).expand_as(padded), padded)
+        more = live.shape[2] - entries["k"].shape[2]
+        blocks = {
+            name: F.pad(x, (0, 0, 0, more)).unflatten(2, (count, -1)) for name, x in entries.items()
+        }
+        number = torch.arange(count, dtype=torch.int32, device=to.device).expand(ids.shape)
+        comes = torch.full_like(own["block"], -1).scatter_(2, to, number)
+        load_blocks(HostBlocks(**blocks), comes, *self._places(layer))
         return places
 
     def _encode(self, k: Tensor, live: Tensor) -> Codes:
@@ -269,7 +272,9 @@ class BlockBank(Residents, HostBank):
 
     def fetch_later(self, layer: KVStore) -> None:
         """Bring the rest that was chosen, beside what is launched next; `join` waits for it."""
-        with self._beside(layer):
+        used = () if self.choice is None else (x for x in self.choice if isinstance(x, Tensor))
+        with self._beside(layer, *used):
+            self.settle()
             self._load(layer, self.work["later"])
 
     def _load(self, layer: KVStore, ids: Tensor) -> None:

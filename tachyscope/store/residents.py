@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.store.bank_layout import BankLayout
@@ -12,6 +14,17 @@ from tachyscope.store.bank_layout import BankLayout
 # the first pass waits until at most one place in so many has been filled: of 21 resident latent
 # frames about 4, which takes a bus of 50 GB/s 7 ms a chunk of Wan 1.3B at 480p in int4
 AT_ONCE = 4
+
+
+class Choice(NamedTuple):
+    """What tiles wanted, until it is settled what they read once all of it has come."""
+
+    mass: Tensor  # [B, H, tiles, blocks of the bank]
+    wanted: Tensor  # [B, H, tiles, n] of them
+    first: Tensor  # [B, Hkv, places] which block stands where in the first pass
+    map: Tensor  # [B, H, tiles, n] is written: places
+    sink: int
+    passes: int
 
 
 @dataclass(slots=True)
@@ -24,12 +37,14 @@ class Residents:
     layout: BankLayout
     tensors: dict[str, Tensor]
     work: dict[str, Tensor]
+    choice: Choice | None = field(default=None, init=False)  # not settled yet
 
     def choose(self, mass: Tensor, past: int, read: int, early: bool, passes: int) -> None:
         """Write which blocks each tile reads, by its mass [B, H, tiles, blocks] on each.
 
         A tile reads `read` blocks, the sink's and the newest's among them. Of the `passes` that the
-        choice is made for the first is `early`: it runs before all that is fetched has come.
+        choice is made for the first is `early`: it runs before all that is fetched has come, and
+        what the others read is left to `settle`.
         """
         layout, own, work = self.layout, self.tensors, self.work
         sink, held, newest = layout.blocks(past)
@@ -49,23 +64,38 @@ class Residents:
             maps[1][..., sink + newest :] = chosen.indices + sink
             self._count(chosen.indices.numel() * passes)
             return
-        group = mass.shape[1] // own["weight"].shape[1]
-        none = (own["length"] == 0).repeat_interleave(group, 1).unsqueeze(2)
-        rest = rest.masked_fill(none, -1.0)
         chosen = rest.topk(best, -1, sorted=False)
         at_once = max(1, layout.places // AT_ONCE) if early else layout.places
         first = self._admit(self._note(chosen.values, chosen.indices), at_once)
-        # until what is fetched has come, a tile reads the best of what is there
-        parts = []
-        for blocks, out in zip((first, own["block"]), maps, strict=True):
-            there = blocks.repeat_interleave(group, 1).unsqueeze(2).expand(-1, -1, tiles, -1)
-            near = rest.gather(3, there.long().clamp(min=0)).masked_fill(there < 0, -1.0)
-            out[..., sink + newest :] = near.topk(best, -1).indices + sink
-            place = self._places_of(blocks).repeat_interleave(group, 1)
-            parts.append(place.gather(2, chosen.indices.flatten(2)) >= 0)
-        late, denied = (parts[1] & ~parts[0]).sum(), (~parts[1]).sum() * passes
+        first_map, later_map = (x[..., sink + newest :] for x in maps)
+        if early:  # until what is fetched has come, a tile reads the best of what is there
+            self._read_best(rest, first, first_map, sink)
+        self.choice = Choice(rest, chosen.indices, first, later_map, sink, passes)
+        if not early:
+            self.settle()
+
+    def settle(self) -> None:
+        """Write which blocks tiles read once all that was chosen has come, and count."""
+        assert self.choice is not None
+        mass, wanted, first, later_map, sink, passes = self.choice
+        self.choice = None
+        own, work = self.tensors, self.work
+        self._read_best(mass, own["block"], later_map, sink)
+        group = mass.shape[1] // own["block"].shape[1]
+        before, after = (
+            self._places_of(blocks).repeat_interleave(group, 1).gather(2, wanted.flatten(2)) >= 0
+            for blocks in (first, own["block"])
+        )
+        late, denied = (after & ~before).sum(), (~after).sum() * passes
         fetched = sum((work[name] >= 0).sum() for name in ("now", "later"))
-        self._count(chosen.indices.numel() * passes, late, denied, fetched)
+        self._count(wanted.numel() * passes, late, denied, fetched)
+
+    def _read_best(self, mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
+        """Write the places out [B, H, tiles, n] of a tile's best among blocks [B, Hkv, places]."""
+        blocks = blocks.repeat_interleave(mass.shape[1] // blocks.shape[1], 1).unsqueeze(2)
+        there = blocks.expand(-1, -1, mass.shape[2], -1)
+        near = mass.gather(3, there.long().clamp(min=0)).masked_fill(there < 0, -1.0)
+        out.copy_(near.topk(out.shape[3], -1, sorted=False).indices + sink)
 
     def _note(self, mass: Tensor, ids: Tensor) -> Tensor:
         """The summed mass of every block that a tile wants [B, Hkv, most], times 2^40; else 0."""
@@ -97,8 +127,8 @@ class Residents:
         kept.scatter_(2, best.indices, best.values >= 0)
         stays = (own["block"] >= 0) & at_or(kept, own["block"], 0)
         # the i-th that comes gets the i-th place that is free
-        order = comes.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        listed = ids.gather(2, order)
+        turn = (comes.long().cumsum(-1) - 1).masked_fill(~comes, layout.places)
+        listed = F.pad(torch.full_like(ids, -1), (0, 1)).scatter_(2, turn, ids)
         rank = (~stays).long().cumsum(-1) - 1
         gets = ~stays & (rank < comes.sum(-1, keepdim=True))
         fetched = torch.where(gets, listed.gather(2, rank.clamp(min=0)), -1)

@@ -6,7 +6,7 @@ from torch import Tensor, int8
 
 from tachyscope.kernels import hashing
 from tachyscope.kernels.block_index import torch as torch_backend
-from tachyscope.kernels.block_index.torch import Codes, entry_mass
+from tachyscope.kernels.block_index.torch import NO_ENTRY, Codes, entry_mass
 from tachyscope.kernels.codes import Past
 from tachyscope.kernels.device import BLOCKS, HAS_TRITON, TILES, has_kernel, reads_keys
 
@@ -54,12 +54,14 @@ def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
 def mean_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
     """`block_mass` where blocks are very many: a tile scores them by MEANS mean queries at most.
 
-    A mean is of tile / MEANS queries in a row, and the masses are sums over the means.
+    A mean is of tile / MEANS queries in a row, and the masses are sums over the means. A block
+    whose weight says that it has no entry has the mass -1.
     """
     group = max(1, tile // MEANS)
-    if group == 1 or tile % MEANS:
-        return block_mass(q, codes, blocks, tile)
-    means = torch_backend.mean_queries(q, group)
-    if codes.code.dtype == int8 and has_kernel(q.device, q.dtype, q.shape[3]):
-        return triton_backend.mean_mass(means, codes, blocks, MEANS)
-    return torch_backend.block_mass(means, codes, blocks, MEANS)
+    if group > 1 and tile % MEANS == 0:
+        q, tile = torch_backend.mean_queries(q, group), MEANS
+        if codes.code.dtype == int8 and has_kernel(q.device, q.dtype, q.shape[3]):
+            return triton_backend.mean_mass(q, codes, blocks, tile)
+    mass = block_mass(q, codes, blocks, tile)
+    none = codes.weight[:, :, :blocks] <= NO_ENTRY
+    return mass.masked_fill(none.repeat_interleave(q.shape[1] // none.shape[1], 1).unsqueeze(2), -1)

@@ -13,6 +13,7 @@ from tachyscope.kernels.codes import Past, decode
 from tachyscope.kernels.hashing import int8_scores, lsh_scores, quantise, signs
 
 LOG2E = math.log2(math.e)
+NO_ENTRY = -1e29  # a block of this weight or less has none
 
 
 class Codes(NamedTuple):

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.block_index.torch import Codes
+from tachyscope.kernels.block_index.torch import NO_ENTRY, Codes
 from tachyscope.kernels.codes import Past, numbers
 from tachyscope.kernels.hashing import planes
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST
+
+NONE = tl.constexpr(NO_ENTRY)
 
 
 def buckets(x: Tensor, bits: int) -> Tensor:
@@ -238,6 +240,8 @@ def _part_mass(
         p = tl.exp2((scores - m_i[:, None]) * LOG2E) * inverse[:, None]
         mass = tl.sum(tl.reshape(p, [M // TILE, TILE, N]), 1)
         offs_n = start + tl.arange(0, N)
+        weight = tl.load(weight_ptr + offs_n, mask=offs_n < blocks, other=0.0)
+        mass = tl.where((weight <= NONE)[None, :], -1.0, mass)
         inside = (offs_t < tiles)[:, None] & (offs_n < blocks)[None, :]
         tl.store(out_ptr + offs_n[None, :], mass, mask=inside)
 
