@@ -1,8 +1,10 @@
 """Compile the kernels of a decode step for a Hopper GPU, where none is: run by test_decode_compile.
 
-Prints a line for each launch: its name, registers of a thread, bytes that did not fit in them.
+Prints a line for each launch: its name, registers of a thread, bytes that did not fit in them, bytes
+of shared memory.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -69,7 +71,7 @@ def launch(kernel, grid, *args, **options):
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
-    print(kernel.fn.__name__, registers, stack, flush=True)
+    print(kernel.fn.__name__, registers, stack, built.metadata.shared, flush=True)
 
 
 def main():
@@ -106,8 +108,9 @@ def main():
         told = torch.zeros(rows, dtype=torch.int32)
         one = InputGate(kind, 0.5, rows == 2, 4.0, place, place, told, told, held, fine, fine, fine)
         gate.input_gate(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
-    for kind in ("int8", "int4"):  # times the tokens of drafts
-        x, out = (torch.empty(33, n, dtype=BF16) for n in (WIDTH, INNER))
+    # times the tokens of drafts, of one row and of a pair
+    for kind, tokens in itertools.product(("int8", "int4"), (33, 66)):
+        x, out = (torch.empty(tokens, n, dtype=BF16) for n in (WIDTH, INNER))
         gemv.gemv(out, x, (weight(INNER, WIDTH, kind),))
 
 

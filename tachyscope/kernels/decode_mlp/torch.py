@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from tachyscope.kernels.decode_mlp.mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.device import host_may_read
-from tachyscope.kernels.gemv.torch import linear, normed
+from tachyscope.kernels.gemv import linear
+from tachyscope.kernels.gemv.torch import normed
 from tachyscope.kernels.replay import remembered_error
 
 

@@ -44,7 +44,9 @@ def setting_for(weights: Sequence[Weight], tokens: int) -> Setting:
     if key in SETTINGS:
         return SETTINGS[key]
     if tokens > MAX_DECODE_ROWS:
-        return Setting(32, 128, 4)
+        # inputs of a step, for all codes of its words, lie in shared memory twice: 128 KB
+        held = triton.next_power_of_2(tokens) * (32 // first.bits)
+        return Setting(32, min(128, 32768 // held), 4)
     if tokens > 2:
         return Setting(16, 256, 4)
     step = words_of_a_step(first)
