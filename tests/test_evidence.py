@@ -94,9 +94,9 @@ TOKEN_ROWS = {
     "dense": "dense", "window 256": "window256", "window 16": "window16", "20 %": "replay20",
     "50 %": "replay50", "80 %": "replay80", "all after": "all", "all, window 256": "all-window256",
     "all, window 16": "all-window16", "all by": "input-all", "neurons": "neurons75",
-    "prune": "prune75", "every token scored": "scored", "scored": "scored",
+    "prune": "prune75", "slice of half": "neurons50", "every token scored": "scored", "scored": "scored",
 }  # fmt: skip
-TOKEN_RUNS = {"1": "", "2": "slices-", "4": "tuned-", "5": "decode-"}
+TOKEN_RUNS = {"1": "", "2": "slices-", "4": "tuned-", "5": "drafts-", "6": "decode-"}
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -119,6 +119,18 @@ def test_tokens_by_plan_are_those_of_their_runs(count):
         assert all(a in ("", b) for a, b in zip(told, want, strict=True)), (label, run, told, want)
         if joules:
             assert abs(float(joules.replace(",", "")) - row["joules_video"]) <= 5, (label, run)
+
+
+def test_int8_rows_are_those_of_their_run():
+    rows = read("tokens-2026-11-16-h200.json")["rows"]
+    names = ["window256", "window16", "replay20", "replay50", "replay80", "all", "all-window256",
+             "all-window16", "neurons50", "neurons75"]  # fmt: skip
+    cells = table("| int8, run 1 | dense, ms |", (ROOT / "docs" / "tokens.md").read_text())
+    for count, (_, dense, *ours) in enumerate(cells, 1):
+        found = {x["name"]: x for x in rows if (x["weights"], x["rows"]) == ("int8", count)}
+        assert dense == f"{found['dense']['trunk_ms']:.2f}"
+        assert ours == [f"{found[name]['trunk_speedup']:.2f}" for name in names]
+    assert len(cells) == 2
 
 
 def test_what_replay_costs_is_that_of_the_gates():
