@@ -298,6 +298,8 @@ def test_codes_of_ties_are_those_of_torch(host, device):
         blocks, y, n = HostBlocks(**held), x.to(device), ids.to(device)
         backend.store_blocks(y, y, n, blocks, n)
         code, _ = blocks_torch.encode(x.unflatten(2, (-1, 4)), blocks.k.dtype)
+        if device == "cuda":
+            torch.cuda.synchronize()  # the kernel writes to host memory
         assert torch.equal(blocks.k.cpu(), code)
 
 

@@ -23,7 +23,7 @@ class BenchRivals(Verb):
     worlds: int = option(16, "How many rooms; intervals are over them.")
     seed: int = option(0, "Another seed, other rooms.")
     frames: int = option(208, "Pixel frames that each method makes in a room.")
-    long_frames: int = option(1000, "Those of dense, window, dedup and bank in long videos.")
+    long_frames: int = option(1000, "Those of dense, window, dedup and banks in long videos.")
     runs: int = option(3, "Rollouts of each of these in a room.")
     paces: str = option(
         "1,0.25",

@@ -33,9 +33,8 @@ SIZED = {
     "merge": "lossless cache=merge:budget={n}f,newest=3",
     "dedup": "balanced cache=dedup:budget={n}f",
     "frames": "lossless cache=frames:budget={n}f",
-    "bank": "lossless cache=bank:resident={n}f,budget={all}f attention=ann:read=1",
-    "bank, blocks of 16": "lossless cache=bank:resident={n}f,budget={all}f "
-    "attention=ann:read=1,block=16",
+    # a quarter of a latent frame: an index of blocks of 4 takes as much as the window
+    "bank": "lossless cache=bank:resident={n}f,budget={all}f attention=ann:read=1,block=16",
     "fast": "fast cache=dedup:budget={n}f",
     "memrope": "lossless cache=memrope:budget={n}f",
     "deep_forcing": "lossless cache=deep_forcing:budget={n}f,keep={keep},sink={sink}",
@@ -69,7 +68,7 @@ PUBLISHED = {
     "teacache": "lossless passes=teacache:threshold=0.15",
     "flowcache": "lossless passes=flowcache:threshold=0.2",
 }
-LONG = ("dense", "window", "dedup", "bank")  # also in long videos, several times
+LONG = ("dense", "window", "dedup", "bank", "bank k")  # also in long videos, several times
 GROUPS = ("bytes", "pairs", "published", "long")
 MOST = 8 * REFERENCE  # latent frames: the largest number that is tried
 QUALITY = ("revisit_db", "new_place_db", "identity", "psnr_truth", "identity_last")
@@ -116,7 +115,8 @@ def rivals(
         for of in same.values()
     ]
     # set as in the shorter videos: an index of all that a bank holds comes on top
-    longer = [(name, _all((PUBLISHED | fitting)[name], given + long_frames)) for name in LONG]
+    texts = PUBLISHED | fitting | {name: _reading(model, name) for name in READING}
+    longer = [(name, _all(texts[name], given + long_frames)) for name in LONG]
     return out + [Rival(name, text, ("long",), pace, long_frames, runs) for name, text in longer]
 
 
@@ -151,10 +151,14 @@ def equal_pairs(model: WanModel, frames: int) -> dict[str, str]:
             return read is not None and read <= most
 
         out[name] = _largest(_all(text, frames), within)
-    k = most - shape.max_pass_tokens
-    for name, text in READING.items():
-        out[name] = text.format(twice=2 * REFERENCE, k=k, all=frames)
-    return out
+    return out | {name: _all(_reading(model, name), frames) for name in READING}
+
+
+def _reading(model: WanModel, name: str) -> str:
+    """A plan that reads as many past entries as the reference holds."""
+    shape = model.shape()
+    k = REFERENCE * shape.tokens_per_frame - shape.max_pass_tokens
+    return READING[name].replace("{twice}", str(2 * REFERENCE)).replace("{k}", str(k))
 
 
 def device_bytes(model: WanModel, plan: str, frames: int) -> int:
