@@ -36,19 +36,20 @@ def open_scenes(
     scenes: Sequence[Scene],
     given: int,
     observers: Sequence[Observer] = (),
-    run: int = 0,
+    runs: int = 1,
 ) -> Stream:
-    """A stream of one video a scene that has seen the first `given` true frames.
+    """A stream of one video a scene and run that has seen the first `given` true frames.
 
-    Every run draws noise of its own.
+    Every run draws noise of its own; all scenes of the first run come first.
     """
+    scenes, worlds = [*scenes] * runs, len(scenes)
     actions = list(scenes[0].actions)
     camera: dict[str, Any] = {}
     if model.camera:
         camera = {"start": [scene.world.view for scene in scenes], "pace": scenes[0].pace}
     return open_stream(
         model, plan, prompt=[scene.world.prompt for scene in scenes],
-        seed=[scene.world.number + run * WORLDS for scene in scenes],
+        seed=[scene.world.number + i // worlds * WORLDS for i, scene in enumerate(scenes)],
         size=scenes[0].frames.shape[1:3],
         first=[scene.frames[:given] for scene in scenes], first_actions=actions[:given],
         frames=len(actions) - given, observers=observers, **camera,
@@ -71,16 +72,17 @@ def play(
     scenes: Sequence[Scene],
     given: int,
     probed: Collection[int] = (),
-    run: int = 0,
+    runs: int = 1,
 ) -> list[Take]:
     """Play the scenes' actions, the same in all, after their first `given` true frames.
 
-    probed: numbers of made frames, from 1 on, at which recall is sampled. run: which noise.
+    probed: numbers of made frames, from 1 on, at which recall is sampled. runs: how often, each
+    with noise of its own, all at once; the takes of the first run come first.
     """
     wanted = [given + i - 1 for i in probed]
     recall = RecallObserver(wanted)
-    stream = open_scenes(model, plan, scenes, given, [recall] if probed else [], run)
-    session, rows, stats, made = stream.session, len(scenes), [], []
+    stream = open_scenes(model, plan, scenes, given, [recall] if probed else [], runs)
+    session, rows, stats, made = stream.session, runs * len(scenes), [], []
     for action in scenes[0].actions[given:]:
         chunk = stream.generate([model.actions.index(action)])
         made.append(chunk.latents)

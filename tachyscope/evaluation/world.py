@@ -107,29 +107,26 @@ def play_worlds(
         for row, value in zip(rows or range(len(played)), values, strict=True):
             played[row][name] = value
 
-    dense: list[Take] = []
+    dense, count = list[Take](), len(scenes)
     if request.world or "dense" in request.plans:
-        dense = play(model, "dense", scenes, given)
-        keep("dense", dense)
+        runs = request.runs if "dense" in request.plans else 1
+        dense = play(model, "dense", scenes, given, runs=runs)
+        keep("dense", dense[:count])
     most = FLOOR_WORLDS_QUICK if request.quick else FLOOR_WORLDS
     rows = [i for i, n in enumerate(numbers) if n < most]
     if twin is not None and dense and rows:
         floors = play(twin, "dense", [scenes[i] for i in rows], given)
         keep("floor", [take.frames for take in floors], rows)
     takes = [
-        dense if plan == "dense" and dense else play(model, plan, scenes, given, probed)
+        dense if plan == "dense" else play(model, plan, scenes, given, probed, request.runs)
         for plan in request.plans
     ]
-    keep("takes", list(zip(*takes, strict=True)) if takes else [()] * len(scenes))
-    again = [
-        [
-            [take.frames for take in play(model, plan, scenes, given, run=run)]
-            for plan in request.plans
-        ]
-        for run in range(1, request.runs)
-    ]
-    for row in range(len(scenes)):
-        played[row]["again"] = tuple(tuple(plan[row] for plan in run) for run in again)
+    for row in range(count):
+        played[row]["takes"] = tuple(plan[row] for plan in takes)
+        played[row]["again"] = tuple(
+            tuple(plan[row + run * count].frames for plan in takes)
+            for run in range(1, request.runs)
+        )
     if request.world or request.own:
         # nothing moves on its own, so that the second turn should equal the first
         walk = "." + spell(OWN_WALK[: TURN + 7 if request.quick else None], pace)
@@ -231,6 +228,8 @@ def world_models(
     name = "atrium-world" if weights is None else "wan_causal"
     dtype = measured_dtype(device)
     model = load(name, weights, device=device, dtype=dtype)
+    if model.device.type != "cpu":
+        model.compile()  # a third of the launches, which is what takes the time
     fault = (
         f"{model.name} is no world model of Atrium, whose actions are {atrium.ACTIONS!r}: "
         f"evaluate atrium-world"
