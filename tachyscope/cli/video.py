@@ -29,7 +29,7 @@ class PlanOptions(Verb):
     )
     text: str | None = option(None, "What to read of the prompt, a change of the plan: pads")
     passes: str | None = option(
-        None, "Which passes to run, a change of the plan: teacache:threshold=0.1"
+        None, "Which passes to run, a change of the plan: teacache:threshold=0.15"
     )
     replay: str | None = option(
         None, "What to compute again, a change of the plan: attentive:share=0.5"
