@@ -270,7 +270,7 @@ def test_blocks_in_host_memory_read_back_as_defined(host, size, device):
             off = (found - value.gather(2, index)).abs()
             # one code where a number lies between two
             assert (off > 1e-5).double().mean() < 0.02
-            assert off.max() <= 1.01 * value.abs().max() / {"int8": 127, "int4": 7}.get(host, 1e9)
+            assert off.max() <= 2.02 * value.abs().max() / {"int8": 254, "int4": 15}.get(host, 1e9)
 
 
 def _backends(device):
@@ -288,11 +288,15 @@ def _backends(device):
 @pytest.mark.parametrize("host", ["int8", "int4"])
 def test_codes_of_ties_are_those_of_torch(host, device):
     """Values half way between two codes."""
-    most = {"int8": 127, "int4": 7}[host]
-    x = (torch.arange(2 * most * 2).view(1, 1, -1, 1) % (2 * most) - most + 0.5).repeat(1, 1, 1, 64)
-    x[..., ::32] = most
+    if host == "int8":
+        x = (torch.arange(508) % 254 - 126.5).view(1, 1, -1, 1).repeat(1, 1, 1, 64)
+        x[..., ::32] = 127
+    else:
+        # of a block and channel a step is 1, from a zero of -3 on
+        half = torch.arange(15) + 0.5
+        blocks = torch.stack([torch.zeros(15), half, half.flip(0), torch.full((15,), 15.0)], 1)
+        x = (blocks - 3).view(1, 1, -1, 1).repeat(1, 1, 1, 64)
     ids = torch.arange(x.shape[2] // 4).view(1, 1, -1).int()
-    x = x[:, :, : 4 * ids.numel()]
     for backend in _backends(device):
         held = host_tensors((1, 1, ids.numel(), 4), 64, host, x.dtype, torch.device(device))
         blocks, y, n = HostBlocks(**held), x.to(device), ids.to(device)
@@ -331,7 +335,7 @@ def test_codes_in_host_memory_stay_near_native(host):
         float((x[0] - y[0]).abs().mean() / x[0].abs().mean())
         for x, y in zip(want, found, strict=True)
     ]
-    assert 0 < max(off) < {"int8": 0.05, "int4": 0.4}[host]
+    assert 0 < max(off) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ def build(kernel, types, constants, **options):
 
 whole = dict.fromkeys(("most", "count", "heads", "total"), "i32")
 whole |= dict.fromkeys(("x_b", "x_h", "x_n"), "i64") | {"places": "*i32", "ids": "*i32"}
-for kind, code, scale, groups in ((0, "*bf16", "*bf16", 1), (1, "*i8", "*fp32", 1), (2, "*u8", "*fp16", 4)):
+for kind, code, scale in ((0, "*bf16", "*bf16"), (1, "*i8", "*fp32"), (2, "*u8", "*fp16")):
     types = whole | {"k": "*bf16", "v": "*bf16", "k_code": code, "v_code": code}
     types |= {"k_scale": scale, "v_scale": scale}
-    constants = {"KIND": kind, "HALF": 64, "GROUPS": groups, "G": groups, "BLOCK": 128, "N": 128, "W": 64}
+    constants = {"KIND": kind, "HALF": 64, "BLOCK": 128, "N": 128, "W": 64}
     for kernel in (host._store, host._load):
         build(kernel, types, constants, num_warps=8)
 names = ("q_s", "most", "heads", "group", "queries", "blocks", "size", "tiles")

@@ -227,9 +227,12 @@ class BlockBank(Residents, HostBank):
         slots = slots.flatten(2) + layout.first
         own["log_count"].scatter_(2, slots, live)
         more = live.shape[2] - entries["k"].shape[2]
-        blocks = {
-            name: F.pad(x, (0, 0, 0, more)).unflatten(2, (count, -1)) for name, x in entries.items()
+        # what fills the last block up is like its last entry, so that codes of int4 stay as fine
+        filled = {
+            name: torch.cat([x, x[:, :, -1:].expand(-1, -1, more, -1)], 2)
+            for name, x in entries.items()
         }
+        blocks = {name: x.unflatten(2, (count, -1)) for name, x in filled.items()}
         number = torch.arange(count, dtype=torch.int32, device=to.device).expand(ids.shape)
         comes = torch.full_like(own["block"], -1).scatter_(2, to, number)
         load_blocks(HostBlocks(**blocks), comes, *self._places(layer))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.codes.torch import int4_groups
 from tachyscope.store.host_memory import host_zeros
 from tachyscope.types import Shape
 
@@ -112,7 +111,9 @@ def host_tensors(
         channels = width // 2 if host == "int4" else width
         tensors[name] = host_zeros((*size, channels), codes or dtype, device)
         if codes is not None:
-            groups = int4_groups(width) if host == "int4" else 1
-            scale = torch.float16 if host == "int4" else torch.float32
-            tensors[f"{name}_scale"] = host_zeros((*size, groups), scale, device)
+            if host == "int4":  # of a block
+                scales = host_zeros((*size[:-1], 2, width), torch.float16, device)
+            else:
+                scales = host_zeros((*size, 1), torch.float32, device)
+            tensors[f"{name}_scale"] = scales
     return tensors

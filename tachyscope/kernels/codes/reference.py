@@ -32,6 +32,17 @@ def encode_int4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return number, scale.double()
 
 
+def encode_int4_block_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers from 0 to 15 of entries x [n, D], and a step and a zero a channel [2, D]."""
+    number, scale = torch.empty(x.shape, dtype=torch.float64), torch.empty(2, x.shape[1])
+    for i, channel in enumerate(x.float().unbind(1)):
+        zero = channel.min().half().float()
+        step = ((channel.max() - zero) / 15).clamp(min=FP16_LEAST).half().float()
+        scale[0, i], scale[1, i] = step, zero
+        number[:, i] = ((channel - zero) / step).round().clamp(0, 15).double()
+    return number, scale.double()
+
+
 def decode_packed_reference(
     code: Tensor, scale: Tensor, bits: int, group: int = 1, first: int = 0
 ) -> Tensor:

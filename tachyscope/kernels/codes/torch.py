@@ -12,6 +12,8 @@ FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(FP8).max}
 # of int4: the largest, channels that share a scale, and the least scale that float16 holds exactly
 INT4_LARGEST, INT4_GROUP, FP16_LEAST = 7.0, 32, 2.0**-14
+INT4_LEVELS = 15  # above a zero
+FP16_MOST = torch.finfo(torch.float16).max
 
 
 class Past(NamedTuple):
@@ -72,14 +74,14 @@ def encode_int2_values(x: Tensor) -> tuple[Tensor, Tensor]:
     A byte holds channels i, i + D / 4, i + D / 2 and i + 3 D / 4, the first in its lowest bits.
     """
     grouped = x.float().unflatten(-1, (int4_groups(x.shape[-1]), -1))
-    number, step, zero = _four_levels(grouped, -1)
+    number, step, zero = _levels(grouped, -1, 3)
     return _pack_int2(number.flatten(-2)), torch.cat([step, zero], -1)
 
 
 def encode_int2_keys(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [B, H, n, D] as 2 bits a channel [B, H, n, D / 4], and of every `group` entries a step and
     a zero for each channel [B, H, n / group, 2 D] of float16."""
-    number, step, zero = _four_levels(x.float().unflatten(2, (-1, group)), 3)
+    number, step, zero = _levels(x.float().unflatten(2, (-1, group)), 3, 3)
     return _pack_int2(number.flatten(2, 3)), torch.cat([step, zero], -1)
 
 
@@ -91,12 +93,29 @@ def decode_int2(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (grouped + zero.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def _four_levels(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers from 0 to 3, and along a dimension the step between them and what 0 stands for."""
-    least, most = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    zero = least.half()
-    step = ((most - zero.float()) / 3).clamp(min=FP16_LEAST).half()
-    number = ((x - zero.float()) / step.float()).round().clamp(0, 3).to(torch.uint8)
+def encode_int4_block(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries x [..., n, D] as 4 bits a channel [..., n, D / 2], and of all of them a step and a
+    zero for each channel [..., 2, D] of float16.
+
+    A key's channel lies off zero by much more than it varies among entries.
+    """
+    number, step, zero = _levels(x.float(), -2, INT4_LEVELS)
+    low, high = number.chunk(2, -1)
+    return low | high << 4, torch.stack([step, zero], -2)
+
+
+def decode_int4_block(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The entries [..., n, D] of `encode_int4_block`."""
+    number = torch.cat([code & 15, code >> 4], -1).float()
+    step, zero = scale.float().unsqueeze(-2).unbind(-3)
+    return (number * step + zero).to(dtype)
+
+
+def _levels(x: Tensor, dim: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers from 0 to `most`, and along a dimension the step between them and what 0 is."""
+    zero = x.amin(dim, keepdim=True).clamp(-FP16_MOST, FP16_MOST).half()
+    step = ((x.amax(dim, keepdim=True) - zero.float()) / most).clamp(min=FP16_LEAST).half()
+    number = ((x - zero.float()) / step.float()).round().clamp(0, most).to(torch.uint8)
     return number, step.squeeze(dim), zero.squeeze(dim)
 
 

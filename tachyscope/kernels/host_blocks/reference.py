@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.codes.reference import encode_int4_reference, encode_reference
+from tachyscope.kernels.codes.reference import encode_int4_block_reference, encode_reference
 
 
 def stored_reference(x: Tensor, block: int, kind: str) -> Tensor:
@@ -19,5 +19,8 @@ def _read_back(x: Tensor, kind: str) -> Tensor:
     if kind == "int8":
         code, scale = encode_reference(x, torch.int8)
         return code.double() * scale.double().unsqueeze(-1)
-    number, scale = encode_int4_reference(x)
-    return number * scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
+    out = torch.empty_like(x, dtype=torch.float64)
+    for row, head in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
+        number, (step, zero) = encode_int4_block_reference(x[row, head])
+        out[row, head] = number * step + zero
+    return out

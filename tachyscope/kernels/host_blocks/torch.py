@@ -11,9 +11,10 @@ from tachyscope.kernels.codes import torch as codes
 
 
 class HostBlocks(NamedTuple):
-    """Keys and values in host memory [B, H, most, block, W]; of codes the scales [.., block, G].
+    """Keys and values in host memory [B, H, most, block, W], and scales of codes.
 
-    W is a head's channels, or half of them where two share a byte (int4).
+    W is a head's channels, or half of them where two share a byte (int4). A scale of int8 is an
+    entry's, [.., block, 1]; of int4 a block has a step and a zero for each channel, [.., 2, D].
     """
 
     k: Tensor
@@ -46,17 +47,17 @@ def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of x [..., D] and scales [..., G]: int8, or two of 4 bits a byte (uint8)."""
+    """Codes and scales of blocks x [..., block, D]: int8, or two of 4 bits a byte (uint8)."""
     if dtype == torch.uint8:
-        return codes.encode_int4(x)
+        return codes.encode_int4_block(x)
     code, scale = codes.encode(x, dtype)
     return code, scale.unsqueeze(-1)
 
 
 def decode(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The vectors [..., D] of codes and scales [..., G]."""
+    """The blocks [..., block, D] of codes and scales."""
     if code.dtype == torch.uint8:
-        return codes.decode_int4(code, scale, dtype)
+        return codes.decode_int4_block(code, scale, dtype)
     return codes.decode(code, scale.squeeze(-1), dtype)
 
 

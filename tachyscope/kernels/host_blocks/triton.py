@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.codes.torch import FP16_LEAST, INT4_LARGEST
+from tachyscope.kernels.codes.torch import FP16_LEAST, FP16_MOST, INT4_LEVELS
 from tachyscope.kernels.host_blocks.torch import HostBlocks
 from tachyscope.kernels.launch import launch
 
-LEAST, LARGEST = tl.constexpr(FP16_LEAST), tl.constexpr(INT4_LARGEST)
+LEAST, MOST = tl.constexpr(FP16_LEAST), tl.constexpr(FP16_MOST)
+LEVELS = tl.constexpr(float(INT4_LEVELS))
 PROGRAMS = 64
 
 
@@ -35,14 +36,12 @@ def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
 def _copy(kernel: Any, k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
     assert k.stride() == v.stride() and ids.is_contiguous()
     kinds = {torch.int8: 1, torch.uint8: 2}
-    groups = 1 if host.k_scale is None else host.k_scale.shape[4]
     coded, (rows, heads, count), width = host.k_scale is not None, ids.shape, k.shape[3]
     launch(
         kernel, (min(PROGRAMS, ids.numel()),),
         k, v, host.k, host.v, host.k_scale if coded else host.k, host.v_scale if coded else host.v,
         places, ids, *k.stride()[:3], host.k.shape[2], count, heads, rows * heads * count,
         KIND=kinds[host.k.dtype] if coded else 0, HALF=width // 2,
-        GROUPS=groups, G=triton.next_power_of_2(groups),
         BLOCK=host.block, N=triton.next_power_of_2(host.block),
         W=triton.next_power_of_2(width // 2), num_warps=8,
     )  # fmt: skip
@@ -51,26 +50,26 @@ def _copy(kernel: Any, k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, i
 @triton.jit(do_not_specialize=["most", "count", "heads", "total"])
 def _store(
     k, v, k_code, v_code, k_scale, v_scale, places, ids, x_b, x_h, x_n, most, count, heads, total,
-    KIND: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr,
-    BLOCK: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     for i in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         row = (i // count).to(tl.int64)
         at = (row // heads) * x_b + (row % heads) * x_h
         at += tl.load(places + i).to(tl.int64) * BLOCK * x_n
-        to = (row * most + tl.load(ids + i).to(tl.int64)) * BLOCK
-        _encode(k + at, k_code, k_scale, to, x_n, KIND, HALF, GROUPS, G, BLOCK, N, W)
-        _encode(v + at, v_code, v_scale, to, x_n, KIND, HALF, GROUPS, G, BLOCK, N, W)
+        to = row * most + tl.load(ids + i).to(tl.int64)
+        _encode(k + at, k_code, k_scale, to, x_n, KIND, HALF, BLOCK, N, W)
+        _encode(v + at, v_code, v_scale, to, x_n, KIND, HALF, BLOCK, N, W)
 
 
 @triton.jit
 def _encode(
-    x, code, scale, to, x_n, KIND: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
-    G: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    x, code, scale, to, x_n, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, whole rows at once; of int4 their halves, which share bytes."""
     at = tl.arange(0, N)
-    entry = to + at
+    entry = to * BLOCK + at
     x += at.to(tl.int64)[:, None] * x_n
     if KIND < 2:
         offs_d = tl.arange(0, 2 * W)[None, :]
@@ -86,34 +85,30 @@ def _encode(
         else:
             tl.store(code, value, mask=inside)
     else:
-        SIZE: tl.constexpr = 2 * HALF // GROUPS
         offs_d = tl.arange(0, W)[None, :]
-        inside = (at < BLOCK)[:, None] & (offs_d < HALF)
+        rows, inside = (at < BLOCK)[:, None], (at < BLOCK)[:, None] & (offs_d < HALF)
         low = tl.load(x + offs_d, mask=inside, other=0.0).to(tl.float32)
         high = tl.load(x + offs_d + HALF, mask=inside, other=0.0).to(tl.float32)
-        # scales leave together: single ones would each be a write of two bytes over the bus
-        offs_g = tl.arange(0, G)[None, :]
-        steps = tl.full([N, G], 1.0, tl.float16)
-        step_low, step_high = tl.full([N, W], 1.0, tl.float32), tl.full([N, W], 1.0, tl.float32)
-        for g in tl.static_range(GROUPS):
-            mine_low, mine_high = offs_d // SIZE == g, (offs_d + HALF) // SIZE == g
-            most_of = tl.maximum(
-                tl.max(tl.where(mine_low, tl.abs(low), 0.0), 1),
-                tl.max(tl.where(mine_high, tl.abs(high), 0.0), 1),
-            )
-            step = tl.maximum(tl.div_rn(most_of, LARGEST), LEAST).to(tl.float16)[:, None]
-            steps = tl.where(offs_g == g, step, steps)
-            step_low = tl.where(mine_low, step.to(tl.float32), step_low)
-            step_high = tl.where(mine_high, step.to(tl.float32), step_high)
-        grouped = (at < BLOCK)[:, None] & (offs_g < GROUPS)
-        tl.store(scale + entry[:, None] * GROUPS + offs_g, steps, mask=grouped)
-        byte = _nibble(tl.div_rn(low, step_low)) | (_nibble(tl.div_rn(high, step_high)) << 4)
+        scale += to * (4 * HALF)
+        low = _number(low, rows, scale, offs_d, HALF)
+        high = _number(high, rows, scale + HALF, offs_d, HALF)
+        byte = low | (high << 4)
         tl.store(code + entry[:, None] * HALF + offs_d, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _nibble(x):
-    return (tl.minimum(tl.maximum(_round(x), -LARGEST), LARGEST) + 8).to(tl.int32)
+def _number(x, rows, scale, offs_d, HALF: tl.constexpr):
+    """Half of the channels of a block x [N, W] as numbers from 0 to 15; a step and a zero of each
+    are written."""
+    zero = tl.min(tl.where(rows, x, float("inf")), 0)[None, :]
+    zero = tl.minimum(tl.maximum(zero, -MOST), MOST).to(tl.float16)
+    most = tl.max(tl.where(rows, x, -float("inf")), 0)[None, :]
+    step = tl.div_rn(most - zero.to(tl.float32), LEVELS)
+    step = tl.maximum(step, LEAST).to(tl.float16)
+    tl.store(scale + offs_d, step, mask=offs_d < HALF)
+    tl.store(scale + 2 * HALF + offs_d, zero, mask=offs_d < HALF)
+    x = _round(tl.div_rn(x - zero.to(tl.float32), step.to(tl.float32)))
+    return tl.minimum(tl.maximum(x, 0.0), LEVELS).to(tl.int32)
 
 
 @triton.jit
@@ -125,8 +120,8 @@ def _round(x):
 @triton.jit(do_not_specialize=["most", "count", "heads", "total"])
 def _load(
     k, v, k_code, v_code, k_scale, v_scale, places, ids, x_b, x_h, x_n, most, count, heads, total,
-    KIND: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr,
-    BLOCK: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """The i-th place of a row gets its block; `places` are not read."""
     for i in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -135,19 +130,19 @@ def _load(
             row = (i // count).to(tl.int64)
             to = (row // heads) * x_b + (row % heads) * x_h
             to += (i % count).to(tl.int64) * BLOCK * x_n
-            at = (row * most + block.to(tl.int64)) * BLOCK
-            _decode(k + to, k_code, k_scale, at, x_n, KIND, HALF, GROUPS, G, BLOCK, N, W)
-            _decode(v + to, v_code, v_scale, at, x_n, KIND, HALF, GROUPS, G, BLOCK, N, W)
+            at = row * most + block.to(tl.int64)
+            _decode(k + to, k_code, k_scale, at, x_n, KIND, HALF, BLOCK, N, W)
+            _decode(v + to, v_code, v_scale, at, x_n, KIND, HALF, BLOCK, N, W)
 
 
 @triton.jit
 def _decode(
-    out, code, scale, start, o_n, KIND: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
-    G: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    out, code, scale, block, o_n, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """One block of one head, as `_encode` wrote it."""
     at = tl.arange(0, N)
-    entry = start + at
+    entry = block * BLOCK + at
     out += at.to(tl.int64)[:, None] * o_n
     if KIND < 2:
         offs_d = tl.arange(0, 2 * W)[None, :]
@@ -158,18 +153,18 @@ def _decode(
             value = value.to(tl.float32) * step[:, None]
         tl.store(out + offs_d, value.to(out.dtype.element_ty), mask=inside)
     else:
-        SIZE: tl.constexpr = 2 * HALF // GROUPS
         offs_d = tl.arange(0, W)[None, :]
         inside = (at < BLOCK)[:, None] & (offs_d < HALF)
         byte = tl.load(code + entry[:, None] * HALF + offs_d, mask=inside, other=0).to(tl.int32)
-        offs_g = tl.arange(0, G)[None, :]
-        grouped = (at < BLOCK)[:, None] & (offs_g < GROUPS)
-        steps = tl.load(scale + entry[:, None] * GROUPS + offs_g, mask=grouped, other=0.0)
-        steps = steps.to(tl.float32)
-        low, high = ((byte & 15) - 8).to(tl.float32), ((byte >> 4) - 8).to(tl.float32)
-        for g in tl.static_range(GROUPS):
-            step = tl.sum(tl.where(offs_g == g, steps, 0.0), 1)[:, None]
-            low = tl.where(offs_d // SIZE == g, low * step, low)
-            high = tl.where((offs_d + HALF) // SIZE == g, high * step, high)
+        scale += block * (4 * HALF)
+        low = _value(byte & 15, scale, offs_d, HALF)
+        high = _value(byte >> 4, scale + HALF, offs_d, HALF)
         tl.store(out + offs_d, low.to(out.dtype.element_ty), mask=inside)
         tl.store(out + offs_d + HALF, high.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _value(number, scale, offs_d, HALF: tl.constexpr):
+    step = tl.load(scale + offs_d, mask=offs_d < HALF, other=0.0).to(tl.float32)
+    zero = tl.load(scale + 2 * HALF + offs_d, mask=offs_d < HALF, other=0.0).to(tl.float32)
+    return number.to(tl.float32) * step + zero
