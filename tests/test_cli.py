@@ -30,6 +30,7 @@ from tachyscope.plan import NAMED, NAMES, POLICIES
 from tachyscope.session import Session
 from tachyscope.settings import settings
 from tachyscope.video import VideoWriter, read_frames, read_video
+from tachyscope.worlds.visit import Visit
 
 ROOT = Path(__file__).parent.parent
 README, MANUAL = (ROOT / "README.md").read_text(), (ROOT / "docs" / "cli.md").read_text()
@@ -343,6 +344,8 @@ def test_generate_changes_the_prompt_where_a_chunk_begins(tmp_path, monkeypatch,
 def test_generate_follows_an_image_or_a_video(kind, model, side, tmp_path, capsys):
     y, x = np.mgrid[:side, :side] * 256 // side
     picture = np.stack([x, y, 255 - x], -1).astype(np.uint8)
+    if model == "atrium-world":
+        picture = Visit(3, [], motion=0.0).frames(0, 1)[0]
     given, count = tmp_path / f"given.{kind}", 1
     if kind == "png":
         pyplot = pytest.importorskip("matplotlib.pyplot")
