@@ -97,6 +97,34 @@ def test_every_number_of_the_quality_table_was_measured(quality):
         ]  # fmt: skip
 
 
+def read_rows(file):
+    document = json.loads((FILES / file).read_text())
+    assert document["weights"] == weights_hashes(["atrium-world"])
+    return document["rows"]
+
+
+def test_what_banks_and_rivals_remember_was_measured():
+    page = (ROOT / "docs" / "rivals.md").read_text()
+    head = "| | plan | revisit, dB | worst room | new places, dB | identity | at end |"
+    rows = {row["asked"]: row for row in read_rows("atrium-rivals-2026-11-16-h200.json")}
+    rows["dense"] = read_rows("atrium-world-208-2026-11-16-h200.json")[0]
+    cells = table(page, head)
+    assert {plan.strip("`") for _, plan, *_ in cells} == rows.keys()
+    for _, plan, revisit, worst, new, *shares, mb, _ in cells:
+        row = rows[plan.strip("`")]
+        spread = [row[f"revisit_db{x}"] for x in ("", "_low", "_high")]
+        assert revisit == "{:.1f} ({:.1f} to {:.1f})".format(*spread)
+        keys = "revisit_db_worst", "new_place_db", "cache_mb"
+        assert [worst, new, mb] == [f"{row[key]:.1f}" for key in keys]
+        assert shares == [f"{100 * row[key]:.0f} %" for key in ("identity", "identity_last")]
+    page = (ROOT / "docs" / "bank.md").read_text()
+    rows = read_rows("atrium-world-memory-2026-11-16-h200.json")
+    cells = table(page, "| plan (`lossless` and) | revisit, dB | worst room |")
+    for (plan, revisit, worst, *_), row in zip(cells, rows, strict=True):
+        assert row["asked"].endswith(plan.strip("`"))
+        assert [revisit, worst] == [f"{row[f'revisit_db{x}']:.1f}" for x in ("", "_worst")]
+
+
 def test_a_document_names_the_weights_of_shipped_models_alone():
     record = json.loads(RECORD.read_text())
     found = document("x", [{"model": "atrium-world"}, {"model": "toy-chunks"}])["weights"]
