@@ -20,7 +20,7 @@ def _read_back(x: Tensor, kind: str) -> Tensor:
         code, scale = encode_reference(x, torch.int8)
         return code.double() * scale.double().unsqueeze(-1)
     out = torch.empty_like(x, dtype=torch.float64)
-    for row, head in torch.cartesian_prod(*map(torch.arange, x.shape[:2])).tolist():
-        number, (step, zero) = encode_int4_block_reference(x[row, head])
-        out[row, head] = number * step + zero
+    for row, entries in zip(out.flatten(0, 1), x.flatten(0, 1), strict=True):
+        number, (step, zero) = encode_int4_block_reference(entries)
+        row.copy_(number * step + zero)
     return out
