@@ -17,7 +17,7 @@ import torch
 
 from tachyscope.evaluation.batched_rollout import play
 from tachyscope.evaluation.judges import judge
-from tachyscope.evaluation.world import Request, scenes_of, world_models
+from tachyscope.evaluation.world import Request, measured_dtype, scenes_of, world_models
 from tachyscope.results import Document, document, emit
 
 PLANS = (
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> None:
         apart = torch.tensor(list(by_batch.values()))
         row: Document = {
             "name": "rounding", "plan": plan, "model": model.name, "device": args.device,
+            "dtype": measured_dtype(args.device),
             "frames": args.frames, "worlds": args.worlds, "revisit_db": by_batch,
             "most_apart_db": float((apart.amax(0) - apart.amin(0)).max()),
             "means_apart_db": float(apart.mean(1).max() - apart.mean(1).min()),

@@ -28,7 +28,7 @@ from tachyscope.evaluation.frame_checks import named_walls, stopped
 from tachyscope.evaluation.intervals import Values, combined, mean
 from tachyscope.evaluation.judges import BLURRED
 from tachyscope.evaluation.scenes import WORLDS_A_SEED, Scene, make_scene, make_world, spell
-from tachyscope.evaluation.world import GIVEN, WALK, world_models
+from tachyscope.evaluation.world import GIVEN, WALK, measured_dtype, world_models
 from tachyscope.evaluation.world_rows import players
 from tachyscope.machine import cores
 from tachyscope.models.registry import find_device
@@ -231,8 +231,9 @@ def evaluate_loops(
         row: Document = {"plan": str(parse_plan(model, plan)), "asked": plan}
         rows.append(row | {"model": model.name, "worlds": worlds} | combined(values))
     return document(
-        "atrium-loops", rows, command, seed=seed, pace=pace, fingerprint=model.fingerprint
-    )
+        "atrium-loops", rows, command, seed=seed, pace=pace, fingerprint=model.fingerprint,
+        dtype=measured_dtype(device),
+    )  # fmt: skip
 
 
 SHOWN = ("replay_db", "return_db", "loop_db", "rot180_db", "rot360_db", "aba_db", "abca_db",

@@ -24,14 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.block_index import Codes, buckets, encode_blocks
+from tachyscope.kernels.block_index import LOWEST, Codes, buckets, encode_blocks
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
 from tachyscope.kernels.hashing import order_of, planes
 from tachyscope.kernels.host_blocks import HostBlocks, load_blocks, store_blocks
 from tachyscope.kernels.merge import take
 from tachyscope.store.bank_layout import (
-    LOWEST,
     START,
     UNUSED,
     BankLayout,
@@ -275,7 +274,8 @@ class BlockBank(Residents, HostBank):
 
     def fetch_later(self, layer: KVStore) -> None:
         """Bring the rest that was chosen, beside what is launched next; `join` waits for it."""
-        used = () if self.choice is None else (x for x in self.choice if isinstance(x, Tensor))
+        assert self.choice is not None
+        used = [x for x in self.choice if isinstance(x, Tensor)]
         with self._beside(layer, *used):
             self.settle()
             self._load(layer, self.work["later"])

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tachyscope.kernels.block_index import LOWEST
 from tachyscope.store.host_memory import host_zeros
 from tachyscope.types import Shape
 
 # what host memory holds a channel as
 HOST = {"native": None, "int8": torch.int8, "int4": torch.uint8}
-LOWEST = -1e30  # the weight of a block without entries
 UNUSED = 2.0  # over any cosine: a block that was never written is the first to be
 COUNTERS = ("blocks_wanted", "blocks_late", "blocks_denied", "blocks_fetched")
 # what tensors begin as where that is not 0

@@ -6,14 +6,14 @@ from torch import Tensor, int8
 
 from tachyscope.kernels import hashing
 from tachyscope.kernels.block_index import torch as torch_backend
-from tachyscope.kernels.block_index.torch import NO_ENTRY, Codes, entry_mass
+from tachyscope.kernels.block_index.torch import LOWEST, Codes, entry_mass
 from tachyscope.kernels.codes import Past
 from tachyscope.kernels.device import BLOCKS, HAS_TRITON, TILES, has_kernel, reads_keys
 
 if HAS_TRITON:
     from tachyscope.kernels.block_index import triton as triton_backend
 
-__all__ = ["Codes", "block_mass", "buckets", "encode_blocks", "entry_mass", "mean_mass"]
+__all__ = ["LOWEST", "Codes", "block_mass", "buckets", "encode_blocks", "entry_mass", "mean_mass"]
 
 # queries of a tile that score the blocks of a bank: its own, or means of neighbours
 MEANS = 16
@@ -63,5 +63,5 @@ def mean_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
         if codes.code.dtype == int8 and has_kernel(q.device, q.dtype, q.shape[3]):
             return triton_backend.mean_mass(q, codes, blocks, tile)
     mass = block_mass(q, codes, blocks, tile)
-    none = codes.weight[:, :, :blocks] <= NO_ENTRY
+    none = codes.weight[:, :, :blocks] <= LOWEST
     return mass.masked_fill(none.repeat_interleave(q.shape[1] // none.shape[1], 1).unsqueeze(2), -1)

@@ -13,7 +13,7 @@ from tachyscope.kernels.codes import Past, decode
 from tachyscope.kernels.hashing import int8_scores, lsh_scores, quantise, signs
 
 LOG2E = math.log2(math.e)
-NO_ENTRY = -1e29  # a block of this weight or less has none
+LOWEST = -1e30  # the weight of a block without entries
 
 
 class Codes(NamedTuple):
@@ -36,7 +36,7 @@ def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes, first
     log_count = log_count.unflatten(2, (-1, block))
     live = (log_count > -math.inf).float().unsqueeze(-1)
     members = live.sum(3).clamp(min=1)
-    codes.weight[:, :, used] = log_count.logsumexp(-1).clamp(min=-1e30)
+    codes.weight[:, :, used] = log_count.logsumexp(-1).clamp(min=LOWEST)
     if codes.code.dtype == torch.int8:
         code, scale = quantise((keys * live).sum(3) / members)
     else:

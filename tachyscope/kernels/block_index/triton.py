@@ -12,13 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.block_index.torch import NO_ENTRY, Codes
+from tachyscope.kernels.block_index.torch import Codes
 from tachyscope.kernels.codes import Past, numbers
 from tachyscope.kernels.hashing import planes
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST
-
-NONE = tl.constexpr(NO_ENTRY)
 
 
 def buckets(x: Tensor, bits: int) -> Tensor:
@@ -241,7 +239,7 @@ def _part_mass(
         mass = tl.sum(tl.reshape(p, [M // TILE, TILE, N]), 1)
         offs_n = start + tl.arange(0, N)
         weight = tl.load(weight_ptr + offs_n, mask=offs_n < blocks, other=0.0)
-        mass = tl.where((weight <= NONE)[None, :], -1.0, mass)
+        mass = tl.where((weight <= LOWEST)[None, :], -1.0, mass)
         inside = (offs_t < tiles)[:, None] & (offs_n < blocks)[None, :]
         tl.store(out_ptr + offs_n[None, :], mass, mask=inside)
 

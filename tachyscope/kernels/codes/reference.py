@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.codes.torch import FP8, FP16_LEAST, INT4_LARGEST, LARGEST, int4_groups
+from tachyscope.kernels.codes.torch import (
+    FP8,
+    FP16_LEAST,
+    FP16_MOST,
+    INT4_LARGEST,
+    LARGEST,
+    int4_groups,
+)
 
 
 def encode_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -36,7 +43,7 @@ def encode_int4_block_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers from 0 to 15 of entries x [n, D], and a step and a zero a channel [2, D]."""
     number, scale = torch.empty(x.shape, dtype=torch.float64), torch.empty(2, x.shape[1])
     for i, channel in enumerate(x.float().unbind(1)):
-        zero = channel.min().half().float()
+        zero = channel.min().clamp(-FP16_MOST, FP16_MOST).half().float()
         step = ((channel.max() - zero) / 15).clamp(min=FP16_LEAST).half().float()
         scale[0, i], scale[1, i] = step, zero
         number[:, i] = ((channel - zero) / step).round().clamp(0, 15).double()
