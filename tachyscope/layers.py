@@ -28,16 +28,24 @@ def slots_for(plan: Plan, shape: Shape, lengths: Sequence[int], latent_frames: i
     cache, prompt = plan.cache, max(lengths, default=0)
     slots = cache.capacity(shape, prompt, latent_frames)
     plan.attention.check(shape, prompt, None if cache.grows else slots)
-    bank_layout(plan, shape, slots)
+    bank_layout(plan, shape, slots, latent_frames)
     return slots
 
 
-def bank_layout(plan: Plan, shape: Shape, slots: int) -> BankLayout | None:
-    """How the plan's bank cuts up a layer of so many slots; None where it has none."""
+def bank_layout(
+    plan: Plan, shape: Shape, slots: int, latent_frames: int | None
+) -> BankLayout | None:
+    """How the plan's bank cuts up a layer of so many slots; None where it has none.
+
+    Of a video whose latent frames are known it holds no more than these.
+    """
     if not isinstance(plan.cache, Bank):
         return None
     assert isinstance(plan.attention, Ann)
-    return plan.attention.bank_layout(shape, slots, plan.cache.budget.entries(shape))
+    budget = plan.cache.budget.entries(shape)
+    if latent_frames is not None:
+        budget = min(budget, latent_frames * shape.tokens_per_frame)
+    return plan.attention.bank_layout(shape, slots, budget)
 
 
 def empty_layer(
@@ -46,10 +54,11 @@ def empty_layer(
     slots: int,
     dtype: torch.dtype,
     device: torch.device,
+    latent_frames: int | None = None,
     host: dict[str, Tensor] | None = None,
 ) -> KVStore:
     """One layer's cache with nothing in it; `host` is memory of a bank that is not in use."""
-    layout = bank_layout(plan, shape, slots)
+    layout = bank_layout(plan, shape, slots, latent_frames)
     bank: HostBank | None = None
     if isinstance(plan.cache, WorldKv):
         bank = PoseBank.empty(plan.cache.layout(shape), shape, dtype, device, host)
@@ -70,7 +79,12 @@ def empty_layer(
 
 
 def check_memory(
-    plan: Plan, shape: Shape, slots: int, dtype: torch.dtype, device: torch.device
+    plan: Plan,
+    shape: Shape,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    latent_frames: int | None = None,
 ) -> None:
     """Raise where keys and values of so many slots are more than the device's whole memory.
 
@@ -78,7 +92,7 @@ def check_memory(
     """
     limit = memory_of(device)
     if isinstance(plan.cache, Bank | WorldKv):
-        meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"))
+        meta = empty_layer(plan, shape, slots, dtype, torch.device("meta"), latent_frames)
         needed = shape.layers * sum(x.nbytes for x in meta.host_tensors().values())
         most = memory_of(torch.device("cpu"))
         if most is not None and needed > most:

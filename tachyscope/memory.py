@@ -58,7 +58,7 @@ class Shapes:
         self._origin = torch.zeros(shape.batch, 1, 1, 1, dtype=torch.float64, device=self.device)
         slots = slots_for(plan, shape, lengths, latent_frames)
         # one stands for all
-        self.layers = [empty_layer(plan, shape, slots, dtype, self.device)]
+        self.layers = [empty_layer(plan, shape, slots, dtype, self.device, latent_frames)]
         entries = self.prompt + latent_frames * shape.tokens_per_frame
         step = 1 if shape.token_by_token else shape.max_pass_tokens
         while cache.grows and (slots := self.layers[0].slots) < entries:

@@ -93,7 +93,7 @@ class State:
         """Forget everything: a new state, not the old one mended."""
         self._begin_anew()
         slots = self.slots_for(self.lengths)
-        check_memory(self.plan, self.shape, slots, self.dtype, self.device)
+        check_memory(self.plan, self.shape, slots, self.dtype, self.device, self.latent_frames)
         self.layers = [self._empty_layer(slots) for _ in range(self.shape.layers)]
 
     def drop_layers(self) -> None:
@@ -138,7 +138,9 @@ class State:
 
     def _empty_layer(self, slots: int) -> KVStore:
         memory = self._spare.pop() if self._spare else None
-        return empty_layer(self.plan, self.shape, slots, self.dtype, self.device, memory)
+        return empty_layer(
+            self.plan, self.shape, slots, self.dtype, self.device, self.latent_frames, memory
+        )
 
     @property
     def latent_frame(self) -> int:

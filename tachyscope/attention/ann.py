@@ -255,9 +255,7 @@ class Ann(BlockAttention):
         assert isinstance(bank, BlockBank)
         layout, full = bank.layout, ctx.past == bank.layout.room
         if ctx.past == 0 or (ctx.given and not full):
-            weights = None if layout.whole else self.log_weights(layer, ctx)
-            count(meter, "pairs", q, ctx.end)
-            return read_all(q, layer, ctx, weights)
+            return self._attend_resident(q, layer, ctx, meter)
         sink, held, newest = layout.blocks(ctx.past)
         cut = Blocks(sink + held + newest, sink, newest, layout.block)
         all_resident = Blocks(layout.sink + layout.places + layout.open, sink, newest, layout.block)
@@ -273,14 +271,27 @@ class Ann(BlockAttention):
             bank.choose(mass, ctx.past, read, early, ctx.pass_count - ctx.pass_index)
             if full:
                 bank.fetch(layer)
-        table = bank.table(layer, ctx.past, read, early)
-        out = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
-        layer.scratch = () if early else out.kept
+        if full and read == cut.all:  # every tile reads all that is resident
+            if not early:
+                bank.join(layer)
+            out = self._attend_resident(q, layer, ctx, meter)
+        else:
+            table = bank.table(layer, ctx.past, read, early)
+            answer = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
+            layer.scratch = () if early else answer.kept
+            meter.add("pairs", answer.pairs)
+            meter.add("macs", 2 * answer.pairs * q.shape[3])
+            out = answer.out
         if full and early:
             bank.fetch_later(layer)
-        meter.add("pairs", out.pairs)
-        meter.add("macs", 2 * out.pairs * q.shape[3])
-        return out.out
+        return out
+
+    def _attend_resident(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
+        """Attention over all of a bank that is resident, and all present entries."""
+        assert isinstance(layer.bank, BlockBank)
+        weights = None if layer.bank.layout.whole else self.log_weights(layer, ctx)
+        count(meter, "pairs", q, ctx.end)
+        return read_all(q, layer, ctx, weights)
 
     def _full(self, blocks: Blocks, ctx: PassContext) -> Blocks:
         """The blocks of a full cache: while it fills, it holds too little to leave much out."""

@@ -78,6 +78,11 @@ def record(seed: int = 0) -> tuple[Trace, Shape]:
     return recorder.kept, stream.session.shape
 
 
+def trace_for(session: Session, seed: int = 0) -> Chunks:
+    """A recorded walk in a session's own shape."""
+    return enlarge(*record(seed), session.shape, session)
+
+
 def enlarge(trace: Trace, small: Shape, shape: Shape, like: Session) -> Chunks:
     """A trace of single latent frames as chunks of another shape, on a session's device.
 

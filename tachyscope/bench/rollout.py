@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tachyscope.arguments import parse_plan
+from tachyscope.bench.recorded_kv import Traced, trace_for
 from tachyscope.bench.single_chunk import (
     PROMPT,
     clear,
@@ -43,14 +44,16 @@ def bench_rollout(
     size: tuple[int, int] | None = None,
     seed: int = 0,
     decode: bool = False,
+    traced: bool = False,
     command: str = "",
     parts: Parts | None = None,
     on_row: Callable[[Document], None] | None = None,
 ) -> Document:
     """Make so many frames by each plan, undecoded; a results document that says what stayed flat.
 
-    decode: make them once more, as a user does, and shown. parts: keeps rows, and has those of
-    before. `on_row` is handed the document after every row.
+    decode: make them once more, as a user does, and shown. traced: fill caches from a trained model
+    instead of by the model's own weights. parts: keeps rows, and has those of before. `on_row` is
+    handed the document after every row.
     """
     check("rollout", frames)
     rows: list[Document] = []
@@ -60,7 +63,7 @@ def bench_rollout(
         row = parts.get(name)
         if row is None:
             options: Any = {"frames": frames, "size": size, "seed": seed}
-            row = {"name": name, **play(model, text, **options)}
+            row = {"name": name, **play(model, text, **options, traced=traced)}
             if decode:
                 row |= show(model, text, **options)
             row = parts.add(name, row)
@@ -80,13 +83,23 @@ def _suite(model: WanModel) -> str:
 
 @torch.inference_mode()
 def play(
-    model: WanModel, plan: str, *, frames: int, size: tuple[int, int] | None, seed: int
+    model: WanModel,
+    plan: str,
+    *,
+    frames: int,
+    size: tuple[int, int] | None,
+    seed: int,
+    traced: bool = False,
 ) -> Document:
     """One rollout's row."""
     parsed = parse_plan(model, plan)
     clear(model.device)
+    begun = time.perf_counter()
     stream = open_stream(model, parsed, prompt=PROMPT, frames=frames, size=size, seed=seed)
-    session, chunks, peaks = stream.session, [], [0.0, 0.0]
+    opened, session = time.perf_counter() - begun, stream.session
+    chunks, peaks = list[Mapping[str, float]](), [0.0, 0.0]
+    if traced:
+        session.watch(Traced(trace_for(session, seed)))
     begun = time.perf_counter()
     while model.pixel_frames(session.latent_frame) < frames:
         settled = model.pixel_frames(session.latent_frame) >= SETTLED
@@ -104,6 +117,8 @@ def play(
         "size": shown_size(model, session.shape),
         "frames": made,
         "latents": session.latent_frame,
+        "traced": traced,
+        "open_s": opened,  # of a bank mostly page-locking its host memory
         "fps": 1e3 * made / sum(ms),
         "fps_wall": made / wall,
         "cache_mb": cache_bytes(session.layers) / 1e6,

@@ -19,7 +19,7 @@ from tachyscope.arguments import parse_plan
 from tachyscope.attention.dense import Dense
 from tachyscope.bench.fill import fill
 from tachyscope.bench.noise import noise
-from tachyscope.bench.recorded_kv import Chunks, Traced, enlarge, record
+from tachyscope.bench.recorded_kv import Chunks, Traced, trace_for
 from tachyscope.bench.single_chunk import (
     PROMPT,
     clear,
@@ -168,8 +168,7 @@ def bench_wan(
     with torch.inference_mode():
         stream = open_stream(model, "dense", prompt=PROMPT, size=size, seed=seed)
         if traced:
-            trace = enlarge(*record(seed), stream.session.shape, stream.session)
-            clock = dataclasses.replace(clock, trace=trace)
+            clock = dataclasses.replace(clock, trace=trace_for(stream.session, seed))
         for _ in range(2):
             stream.generate()  # what a process does once
         del stream
@@ -324,7 +323,10 @@ def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session
         "cache_mb": cache_bytes(session.layers) / 1e6,
     }
     total = summary([takes[-1]])
-    names = ("macs", "pairs", "density", "text_density", "rows_computed", "rows_replayed")
+    names = (
+        "macs", "pairs", "density", "text_density", "rows_computed", "rows_replayed",
+        "late_share", "denied_share", "fetched_mb",
+    )  # fmt: skip
     return point | {name: total[name] for name in names if name in total}
 
 

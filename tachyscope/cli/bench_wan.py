@@ -94,7 +94,7 @@ class BenchWan(Verb):
         options["parts"] = self.parts(command)
         if self.rollout is not None:
             results = bench_rollout(
-                model, plans, frames=self.rollout, decode=self.decode, **options
+                model, plans, frames=self.rollout, decode=self.decode, traced=self.traced, **options
             )
         else:
             results = bench_wan(

@@ -92,6 +92,9 @@ class Residents:
 
     def _read_best(self, mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
         """Write the places out [B, H, tiles, n] of a tile's best among blocks [B, Hkv, places]."""
+        if out.shape[3] == blocks.shape[2]:  # all of them
+            out.copy_(torch.arange(sink, sink + blocks.shape[2], device=out.device))
+            return
         blocks = blocks.repeat_interleave(mass.shape[1] // blocks.shape[1], 1).unsqueeze(2)
         there = blocks.expand(-1, -1, mass.shape[2], -1)
         near = mass.gather(3, there.long().clamp(min=0)).masked_fill(there < 0, -1.0)
