@@ -30,7 +30,7 @@ from tachyscope.stream import Stream, chunks_for
 # a snapshot has all that is resident: 0.29 GB a latent frame of Wan 1.3B at 480x832
 PLANS = (
     "cache=bank:resident=12f,budget=63f,host=int8 attention=ann:read=0.6 text=pads",
-    "fast cache=dedup:budget=12f",
+    "live cache=dedup:budget=12f",
 )
 
 

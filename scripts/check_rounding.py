@@ -22,9 +22,9 @@ from tachyscope.results import Document, document, emit
 
 PLANS = (
     "dense",
+    "balanced",
     "fast",
-    "lossless cache=bank:resident=21f,host=int8 attention=ann:read=0.555",
-    "lossless cache=bank:resident=21f,host=int8 attention=ann:read=1",
+    "live",
 )
 
 

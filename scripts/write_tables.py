@@ -38,6 +38,8 @@ SHOWN = (
     WINDOW,
     "balanced",
     "fast",
+    "live",
+    "lossless cache=dedup:budget=21f,newest=3",
     "lossless attention=ann:k=640",
     "lossless attention=ann:k=1280",
     "lossless attention=ann:k=640,tile=64,block=1",

@@ -111,7 +111,7 @@ def parse_plan(model: VideoModel, plan: Plan | str) -> Plan:
     if not isinstance(plan, str):
         raise TachyscopeError(
             f"plan must be text or a Plan, got {_told(plan)}: try 'fast', or "
-            f"'fast cache=dedup:budget=12f'"
+            f"'fast cache=bank:resident=12f'"
         )
     for line in replaced(plan, model.kind, model.stock):
         warn(f"plan {shown(plan)}: {line}")

@@ -94,15 +94,17 @@ POLICIES: dict[str, dict[str, Any]] = {
 LABEL = 40  # letters of a plan's text that still serve as its name
 # kinds that a plan's text leaves out at their default: it stays as it was before there were such
 SHORT = ("store", "passes")
-# what a bounded plan for chunks remembers
-BOUNDED = "cache=dedup:budget=21f,newest=3"
+# what a plan for chunks remembers: everything, most of it in host memory
+BANK = "cache=bank:resident=21f,host=int8"
 # "stock" is the model's own; docs/eval.md and eval_tokens.md tell why the others are as they are
 NAMED: dict[str, dict[str, str]] = {
     "chunks": {
         "dense": "cache=keep_all attention=dense text=dense replay=none",
         "lossless": "cache=keep_all attention=dense text=pads replay=none",
-        "balanced": f"{BOUNDED} attention=dense text=pads replay=none",
-        "fast": f"{BOUNDED} attention=ann:read=0.3 text=pads replay=none",
+        "balanced": f"{BANK} attention=ann:read=1 text=pads replay=none",
+        "fast": f"{BANK} attention=ann:read=0.4 text=pads replay=none",
+        # nothing in host memory: a server's sessions are many, and their snapshots stay small
+        "live": "cache=dedup:budget=21f,newest=3 attention=ann:read=0.3 text=pads replay=none",
         "fastcar": "cache=keep_all attention=dense text=dense replay=attentive:share=0.8",
         "fast-ar": "cache=merge:threshold=0.9,heads=shared "
         "attention=ann:read=0.28,hash=lsh,block=1,tile=1,sink=0,newest=0,"
@@ -114,6 +116,7 @@ NAMED: dict[str, dict[str, str]] = {
         "lossless": "cache=keep_all attention=dense text=none passes=draft replay=none",
         "balanced": "cache=keep_all attention=dense text=none passes=draft replay=none",
         "fast": "cache=keep_all attention=dense text=none passes=draft:places=64 replay=none",
+        "live": "cache=keep_all attention=dense text=none passes=draft:places=64 replay=none",
         "fastcar": "cache=keep_all attention=dense text=none "
         "replay=attentive:threshold=-4,cfg=free,authors=true",
         "fast-ar": "cache=merge:threshold=0.9,heads=shared "
@@ -122,10 +125,8 @@ NAMED: dict[str, dict[str, str]] = {
     },
 }
 # a budget counts what is under way, five chunks there: this one holds as much past
-NAMED["rolling"] = {
-    name: plan.replace("budget=21f", "budget=33f") for name, plan in NAMED["chunks"].items()
-}
-NAMES = ("dense", "stock", "lossless", "balanced", "fast", "fastcar", "fast-ar")
+NAMED["rolling"] = {name: plan.replace("=21f", "=33f") for name, plan in NAMED["chunks"].items()}
+NAMES = ("dense", "stock", "lossless", "balanced", "fast", "live", "fastcar", "fast-ar")
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Plan(Mapping[str, Any]):
 
     @classmethod
     def parse(cls, text: str, kind: str = "chunks", stock: str = "") -> Plan:
-        """A base name, then changes: `fast cache=dedup:budget=12f replay=none`.
+        """A base name, then changes: `fast cache=bank:resident=12f replay=none`.
 
         A change within the base's policy keeps its other settings; another policy starts from its
         own defaults. The base is `dense` where none is named; `kind` (one of NAMED) and the model's

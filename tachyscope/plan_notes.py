@@ -31,7 +31,7 @@ def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 def _cache(session: Session, sums: Sums) -> str:
     if session.past == session.total_entries and not session.plan.cache.grows:
-        return "saved nothing: the video is shorter than its budget"
+        return "saved nothing: the video is shorter than what it may hold"
     kept = session.past / max(session.total_entries, 1)
     return _under(session.plan.cache != KeepAll(), 1 - kept, f"it kept {kept:.1%} of the entries")
 

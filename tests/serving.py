@@ -37,7 +37,7 @@ def tiny():
     return random_wan(config, name="toy-chunks")
 
 
-def make_engine(model, folder, *, name="toy-chunks", plan="fast", budget=10**9, chunks=4, **limits):
+def make_engine(model, folder, *, name="toy-chunks", plan="live", budget=10**9, chunks=4, **limits):
     return Engine(
         model, name, Snapshots(str(folder)), plan=plan, budget=budget, metrics=Metrics(),
         limits=replace(Limits(), **limits), snapshot_chunks=chunks,

@@ -7,6 +7,8 @@ import torch
 from faults import refused
 from streams import CHUNKS, assert_same, draw, play, play_pass, session
 
+from tachyscope.attention.ann import Ann
+from tachyscope.kernels.block_sparse import block_sparse_attention
 from tachyscope.kernels.host_blocks import HostBlocks
 from tachyscope.kernels.host_blocks import torch as blocks_torch
 from tachyscope.kernels.host_blocks.reference import stored_reference
@@ -45,6 +47,38 @@ def test_what_is_resident_is_what_host_memory_holds_and_pairs_stay_flat():
             _check_places(layer)
     assert fetched > 0
     assert len(set(pairs[8:])) == 1
+
+
+def test_a_video_of_known_length_reserves_no_more_and_is_the_same():
+    known, unknown = (session(CHUNKS, SMALL, latent_frames=n) for n in (30, None))
+    chunks = 30 // CHUNKS.chunk
+    assert_same(play(known, chunks), play(unknown, chunks))
+    mine, theirs = (x.layers[0].bank for x in (known, unknown))
+    assert 2 * mine.layout.most == theirs.layout.most
+    assert all(2 * x.nbytes == theirs.host[name].nbytes for name, x in mine.host.items())
+    assert int(mine.tensors["used"]) <= mine.layout.most
+
+
+def test_all_that_is_resident_is_read_as_by_lists_of_all_blocks(monkeypatch):
+    plan = "cache=bank:resident=10f,budget=60f attention=ann:read=1,block=2,tile=3"
+    whole, listed = session(CHUNKS, plan), session(CHUNKS, plan)
+    reads, read_resident = [], Ann._attend_resident
+
+    def by_lists(self, q, layer, ctx, meter):
+        layout = layer.bank.layout
+        if ctx.past < layout.room:
+            return read_resident(self, q, layer, ctx, meter)
+        reads.append(ctx.pass_index)
+        early = not ctx.before and ctx.pass_index < ctx.pass_count - 1
+        table = layer.bank.table(layer, ctx.past, sum(layout.blocks(ctx.past)), early)
+        return block_sparse_attention(q, *layer.now(ctx), table).out
+
+    for seed in range(9):
+        ours = play(whole, 1, seed=seed)
+        with monkeypatch.context() as patched:
+            patched.setattr(Ann, "_attend_resident", by_lists)
+            assert_same(ours, play(listed, 1, seed=seed), 1e-12)
+    assert set(reads) == {0, 1, 2}
 
 
 def _check_places(layer):

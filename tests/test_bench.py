@@ -107,7 +107,8 @@ def test_a_benchmark_says_time_and_counted_work_in_one_line_a_plan(found):
     assert said[1].startswith("dense against itself: ")
     assert [line.split("  ")[0] for line in said[3:6]] == ["dense", "fast", "dense text=pads"]
     assert (
-        said[6] == "fast: cache policy 'dedup' saved nothing: the video is shorter than its budget"
+        said[6]
+        == "fast: cache policy 'bank' saved nothing: the video is shorter than what it may hold"
     )
 
 
@@ -133,7 +134,7 @@ def test_a_fault_in_any_plan_shows_before_the_first_run(chunks, monkeypatch):
             "chunks",
             "dense cache=window:budget=21f",
             12,
-            ["cache policy 'window' saved nothing: the video is shorter than its budget"],
+            ["cache policy 'window' saved nothing: the video is shorter than what it may hold"],
         ),
         (
             "chunks",
@@ -202,7 +203,7 @@ def test_a_simulated_saving_is_told_as_such(tokens):
 def test_a_plan_is_labelled_by_its_name_or_short_text():
     assert [label(name) for name in NAMES] == list(NAMES)
     assert label("fast replay=none") == "fast replay=none"
-    assert label("fast cache=dedup:budget=24f attention=ann:read=0.2") == "plan"
+    assert label("fast cache=bank:resident=24f attention=ann:read=0.2") == "plan"
     assert label(Plan.parse("fast")) == "plan"
 
 
@@ -312,7 +313,7 @@ def test_a_filled_session_counts_what_a_made_one_counts(chunks):
     """The chunk after a filled past costs what it costs after a made one."""
     for plan in ("dense", "fast"):
         session, stats = played(chunks, plan, chunks.pixel_frames(12))
-        filled = open_session(chunks, plan, prompt="a red room")
+        filled = open_session(chunks, plan, prompt="a red room", frames=chunks.pixel_frames(12))
         fill(filled, 9)
         assert filled.latent_frame == 9
         made = list(rollout(chunks, stream=ts.Stream(chunks, filled), frames=12))

@@ -258,6 +258,10 @@ def test_a_rollout_of_a_bank_says_what_was_fetched(model, monkeypatch):
     assert len(row["fetched_mb_all"]) == 15 and max(row["fetched_mb_all"]) > 0
     assert 0 <= row["late_share"] < 0.2 and 0 <= row["denied_share"] < 0.5
     assert "MB fetched a chunk" in flat_lines(found)[1]
+    (traced,) = bench_rollout(model, {"bank": plan}, frames=45, traced=True)["rows"]
+    assert traced["traced"] and not row["traced"] and traced["finite"]
+    assert traced["macs"] == row["macs"]
+    assert traced["fetched_mb_all"] != row["fetched_mb_all"], "other contents want other blocks"
 
 
 def test_flat_is_time_work_and_memory():

@@ -135,7 +135,7 @@ def test_help_and_version_are_no_faults(capsys):
          "input, neurons, prune, none"),
         (["--cache", "window:snk=3"], "cache policy 'window' has no 'snk'; it takes: budget, sink, positions, fold, view, max_distance"),
         (["--cache", "merge:budget=x"], "a size is entries (1344) or latent frames (21f), got 'x': give one of these"),
-        (["--cache", "dedup:budget=2f,newest=1"], "cache policy 'dedup': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
+        (["--plan", "live", "--cache", "dedup:budget=2f,newest=1"], "cache policy 'dedup': budget=2f holds 48 entries, but 120 are protected (prompt 0, sink 1f, newest 1f, present chunk 3f): raise budget to 5f or more, or lower sink or newest"),
         (["--plan", "fast cache=window", "--cache", "merge"], "cache is given twice, 'cache=window' and 'cache=merge': leave one out"),
         (["--cache", "merge:budget=21f replay=every_k"], "--cache is one policy without spaces, got 'merge:budget=21f replay=every_k': give another part by its own option, or all of them in --plan"),
         (["--plan", "x" * 10**5], f"no plan '{'x' * 40}…{'x' * 19}'; there are: {', '.join(NAMES)}"),
@@ -449,12 +449,12 @@ def test_what_a_change_of_a_plan_undoes_is_told(tmp_path, capsys):
     asked = ["generate", "toy-chunks", "--frames", "3", "--out", str(tmp_path), "--plan", "fast"]
     assert main([*asked, "--cache", "window:budget=12f"]) == 0
     assert capsys.readouterr().err == (
-        "tachyscope: note: plan 'fast cache=window:budget=12f': cache=window replaces cache=dedup and "
-        "its budget=21f, newest=3\n"
+        "tachyscope: note: plan 'fast cache=window:budget=12f': cache=window replaces cache=bank and "
+        "its resident=21f, host=int8\n"
     )
-    assert main([*asked, "--cache", "dedup:budget=24f"]) == 0
+    assert main([*asked, "--cache", "bank:resident=24f"]) == 0
     out, said = capsys.readouterr()
-    assert said == "" and "dedup:budget=24f,sink=1,newest=3" in out
+    assert said == "" and "bank:resident=24f,budget=240f,host=int8" in out
 
 
 def test_first_frames_are_resized_where_asked_for_and_an_old_video_is_told(tmp_path, capsys):
@@ -486,7 +486,7 @@ def test_first_frames_come_from_local_files_alone(first, tmp_path, monkeypatch, 
 def test_generate_says_which_methods_saved_nothing(tmp_path, capsys):
     words = ["generate", "toy-chunks", "--plan", "fast", "--frames", "6", "--out", str(tmp_path)]
     assert main(words) == 0
-    note = "fast: cache policy 'dedup' saved nothing: the video is shorter than its budget\n"
+    note = "fast: cache policy 'bank' saved nothing: the video is shorter than what it may hold\n"
     assert note in capsys.readouterr().out
 
 

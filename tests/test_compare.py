@@ -243,10 +243,10 @@ def test_a_fault_in_what_is_asked_leaves_no_file(model, tmp_path, change, messag
 @pytest.mark.usefixtures("no_plots")
 def test_a_method_that_saved_nothing_is_in_the_document_and_the_report(model, tmp_path):
     found = compare(model, "fast", **ASKED, out=tmp_path, aa=False)
-    note = "cache policy 'dedup' saved nothing: the video is shorter than its budget"
+    note = "cache policy 'bank' saved nothing: the video is shorter than what it may hold"
     assert found.document["rows"][1]["notes"] == [note]
     assert (
-        "saved nothing: the video is shorter than its budget"
+        "saved nothing: the video is shorter than what it may hold"
         in (tmp_path / "report.html").read_text()
     )
 

@@ -32,7 +32,7 @@ def latents(model, plan, chunks, size=None):
     return torch.cat(made, 2)
 
 
-@pytest.mark.parametrize("plan", ["dense", "fast cache=dedup:budget=9f attention=ann:read=0.7"])
+@pytest.mark.parametrize("plan", ["dense", "live cache=dedup:budget=9f attention=ann:read=0.7"])
 def test_a_compiled_model_makes_the_same_video(plan):
     model, plain = toy_chunks(), toy_chunks()
     model.transformer.compile_layers("aot_eager")

@@ -12,9 +12,15 @@ import pytest
 pytest.importorskip("triton")
 # kernels are interpreted in this process, so that another one compiles them
 SCRIPT = """
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from tachyscope.kernels.admit import triton as admit
 from tachyscope.kernels.block_index import triton as index
 from tachyscope.kernels.host_blocks import triton as host
 from tachyscope.kernels.kmeans import triton as kmeans
@@ -27,6 +33,18 @@ def build(kernel, types, constants, **options):
     source = ASTSource(kernel, signature, fixed)
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert found.asm["cubin"]
+    return found
+
+
+def tell(kernel, types, constants, **options):
+    found = build(kernel, types, constants, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        told = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
+    registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", told).groups()
+    print(kernel.fn.__name__, registers, stack, found.metadata.shared)
 
 
 whole = dict.fromkeys(("most", "count", "heads", "total"), "i32")
@@ -48,6 +66,19 @@ types |= {"x": "*bf16", "near": "*bf16", "label": "*i64", "order": "*i64", "star
 types |= dict.fromkeys(("half", "weight", "total", "size"), "*fp32")
 for kernel, options in ((kmeans._nearest, {"M": kmeans.ROWS, "N": kmeans.COLUMNS}), (kmeans._sum_clusters, {"N": kmeans.ADDED})):
     build(kernel, types, {"D": 128} | options, num_warps=8)
+whole = dict.fromkeys(("count", "of_row", "most", "places", "at_once"), "i32")
+types = whole | {"mass": "*fp32", "ids": "*i64", "demand": "*i64"}
+tell(admit._add_up, types, {"N": admit.ADDED}, num_warps=4)
+types = whole | dict.fromkeys(("place", "block", "now", "later", "first", "keys"), "*i32")
+types |= {"demand": "*i64", "comers": "*i64", "choices": "*fp32", "wanted": "*fp32"}
+ints = ("m_t", "o_b", "o_h", "o_t", "heads", "group", "places", "n", "sink")
+near = dict.fromkeys(ints, "i32") | {"m_b": "i64", "m_h": "i64"}
+near |= {"mass": "*fp32", "blocks": "*i32", "out": "*i32"}
+for most, places in ((14700, 194), (30000, 450), (32768, 1024)):
+    n, p = (triton.next_power_of_2(x) for x in (most, places))
+    sizes = {"N": n, "C": admit.CHUNK, "P": p}
+    tell(admit._admit, types, sizes, num_warps=16, enable_fp_fusion=False)
+    tell(admit._best_places, near, {"P": p}, num_warps=p // 256)
 print("compiled")
 """
 
@@ -60,3 +91,8 @@ def test_kernels_compile(tmp_path):
     path.write_text(SCRIPT)
     ran = subprocess.run([sys.executable, path], env=free, capture_output=True, text=True)
     assert ran.returncode == 0 and "compiled" in ran.stdout, ran.stderr[-2000:]
+    lines = [line.split() for line in ran.stdout.splitlines()[:-1]]
+    assert [name for name, *_ in lines] == ["_add_up", *["_admit", "_best_places"] * 3]
+    for _, registers, stack, shared in lines:
+        # all that 16 warps may have; next to nothing spills
+        assert int(registers) <= 128 and int(stack) <= 32 and int(shared) <= 227 * 1024

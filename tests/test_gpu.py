@@ -541,7 +541,7 @@ def test_the_warm_up_ends_where_a_graph_is_replayed():
 # full-size models: compiled layers, decoding beside, the benchmark itself
 
 
-@pytest.mark.parametrize("plan", ["dense", "fast cache=dedup:budget=9f attention=ann:read=0.7"])
+@pytest.mark.parametrize("plan", ["dense", "live cache=dedup:budget=9f attention=ann:read=0.7"])
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # float32 is meant here
 def test_compiled_layers_give_what_they_gave(plan):
     def latents(model):

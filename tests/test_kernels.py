@@ -15,6 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tachyscope.kernels import block_index, hashing
+from tachyscope.kernels.admit import Residency
+from tachyscope.kernels.admit import torch as admit_torch
+from tachyscope.kernels.admit.reference import admit_reference
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention import torch as attention_torch
 from tachyscope.kernels.attention.reference import attention_reference
@@ -64,6 +67,7 @@ from tachyscope.types import Rope
 pytest.importorskip("triton")
 import decode_cases
 
+from tachyscope.kernels.admit import triton as admit_triton
 from tachyscope.kernels.attention import triton as flash
 from tachyscope.kernels.block_index import triton as block_index_triton
 from tachyscope.kernels.block_sparse import triton as block_sparse_triton
@@ -563,7 +567,20 @@ def _case_host_blocks(rng, backend, host):
     return torch.stack(out).unflatten(3, (5, 4)), torch.stack(want)
 
 
+def _case_admit(rng, backend):
+    """Blocks of heads by twos where nothing is resident yet; more of it in test_admit.py."""
+    chosen = torch.rand(2, 4, 3, 37, generator=rng).topk(5, -1, sorted=False)
+    none = (torch.full((2, 2, n), -1, dtype=torch.int32) for n in (38, 11, 11, 11))
+    held = Residency(torch.tensor([5.0]), torch.full((2, 2, 37), -1.0), *none)
+    want, first = admit_reference(*chosen, held, 3)
+    held, chosen = (tuple(x.to(DEVICE) for x in part) for part in (held, chosen))
+    operation = {"torch": admit_torch, "triton": admit_triton}[backend]
+    got = operation.admit(*chosen, Residency(*held), 3)
+    return torch.cat([got, *held[1:]], 2), torch.cat([first, *want[1:]], 2)
+
+
 CASES = {
+    "admit": (_case_admit, ("torch", "triton")),
     "host_blocks_native": (
         functools.partial(_case_host_blocks, host="native"),
         ("torch", "triton"),

@@ -85,32 +85,32 @@ def test_a_kind_that_came_later_is_written_only_where_it_does_something():
 
 
 def test_a_change_within_a_policy_keeps_its_other_settings():
-    plan, base = Plan.parse("fast cache=dedup:budget=24f"), Plan.parse("fast")
+    plan, base = Plan.parse("live cache=dedup:budget=24f"), Plan.parse("live")
     assert plan == replace(base, cache=replace(base.cache, budget=Size(24, True)))
     assert base.cache.newest == 3
-    assert Plan.parse("fast cache=dedup:newest=1").cache.newest == 1
-    assert Plan.parse("fast cache=dedup") == base
+    assert Plan.parse("live cache=dedup:newest=1").cache.newest == 1
+    assert Plan.parse("live cache=dedup") == base
     # without a base's name nothing is there to keep
     assert Plan.parse("cache=dedup:budget=24f").cache.newest == 1
     # the authors' own plan is a base like any other
     stock = "cache=window:budget=9f,sink=3,positions=reindexed"
     longer = Plan.parse("stock cache=window:budget=12f", stock=stock).cache
     assert (longer.budget, longer.sink, longer.positions) == (Size(12, True), 3, "reindexed")
-    assert replaced("fast cache=dedup:budget=24f") == replaced("fast") == []
+    assert replaced("live cache=dedup:budget=24f") == replaced("live") == []
 
 
 def test_another_policy_starts_from_its_defaults_and_what_it_undoes_is_told():
     text = "fast cache=window replay=every_k"
     assert Plan.parse(text).cache == Plan.parse("cache=window").cache
-    assert replaced(text) == ["cache=window replaces cache=dedup and its budget=21f, newest=3"]
+    assert replaced(text) == ["cache=window replaces cache=bank and its resident=21f, host=int8"]
 
 
 @pytest.mark.parametrize(
     "text, cached, told",
     [
-        ("fast attention=ann:k=400", "k=400", "attention=ann:k=400 replaces read=0.3 of attention=ann"),
+        ("fast attention=ann:k=400", "k=400", "attention=ann:k=400 replaces read=0.4 of attention=ann"),
         ("fast-ar attention=ann:top_p=0.9", "hash=lsh", "attention=ann:top_p=0.9 replaces read=0.28 of attention=ann"),
-        ("fast cache=merge:threshold=0.9", "threshold=0.9,sink=0,newest=0", "cache=merge replaces cache=dedup and its budget=21f, newest=3"),
+        ("live cache=merge:threshold=0.9", "threshold=0.9,sink=0,newest=0", "cache=merge replaces cache=dedup and its budget=21f, newest=3"),
         ("fast-ar cache=merge:budget=9f", "budget=9f,sink=1,newest=1", "cache=merge:budget=9f replaces threshold=0.9 of cache=merge"),
         ("fastcar replay=attentive:threshold=-2", "threshold=-2.0", "replay=attentive:threshold=-2 replaces share=0.8 of replay=attentive"),
     ],
@@ -156,7 +156,7 @@ def test_every_policy_names_its_paper_or_none():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("quick", "no plan 'quick'; there are: dense, stock, lossless, balanced, fast, fastcar, fast-ar"),
+        ("quick", "no plan 'quick'; there are: dense, stock, lossless, balanced, fast, live, fastcar, fast-ar"),
         ("cash=all", "a plan has no 'cash'; it has: cache, store, attention, text, passes, replay"),
         ("cache=magic", f"no cache policy 'magic'; there are: {', '.join(POLICIES['cache'])}"),
         ("replay=magic", "no replay policy 'magic'; there are: attentive, random, every_k, input, "
@@ -173,7 +173,7 @@ def test_every_policy_names_its_paper_or_none():
         ("cache=window:budget=big", "a size is entries (1344) or latent frames (21f), got 'big': give one of these"),
         ("replay=none:x=1", "replay=none takes no settings, got 'x=1'"),
         ("cache=window cache=window:sink=2", "cache is given twice, 'cache=window' and 'cache=window:sink=2': leave one out"),
-        ("q" * 1000, f"no plan '{'q' * 40}…{'q' * 19}'; there are: dense, stock, lossless, balanced, fast, fastcar, fast-ar"),
+        ("q" * 1000, f"no plan '{'q' * 40}…{'q' * 19}'; there are: dense, stock, lossless, balanced, fast, live, fastcar, fast-ar"),
         ("fast dense", "a plan is one base name, then part=policy words, got 'dense' behind: parts are cache, store, attention, text, passes, replay"),
     ],
 )  # fmt: skip

@@ -119,7 +119,7 @@ def test_a_row_tells_whole_chunks_and_bytes_in_use():
 
 def test_a_bounded_cache_in_use_is_what_it_takes():
     model = load("toy-chunks")
-    session = open_session(model, "balanced cache=dedup:budget=9f", frames=15)
+    session = open_session(model, "lossless cache=dedup:budget=9f,newest=3", frames=15)
     rows = [chunk.stats for chunk in rollout(model, stream=ts.Stream(model, session), frames=15)]
     assert rows[-1]["cache_mb"] == pytest.approx(rows[-1]["cache_allocated_mb"])
     assert rows[0]["cache_mb"] < rows[-1]["cache_mb"]

@@ -48,7 +48,7 @@ def test_no_method_has_more_bytes_and_none_could_have_one_more(model):
 
 def test_methods_of_equal_pairs_read_as_many(model):
     most, plans = REFERENCE * 64, rivals.equal_pairs(model, 233)
-    for name in ("window", "merge", "dedup", "frames", "bank", "fast", "memrope", "worldkv"):
+    for name in ("window", "merge", "dedup", "frames", "bank", "live", "memrope", "worldkv"):
         read = entries_read(Plan.parse(plans[name]), model)
         assert 0.97 * most <= read <= most, name
     assert plans["ann k"] == f"lossless attention=ann:k={most - 64}"

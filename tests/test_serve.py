@@ -41,7 +41,7 @@ def engine(model, tmp_path):
     return make_engine(model, tmp_path)
 
 
-def rolled(model, steps, plan="fast", seed=0, prompt=""):
+def rolled(model, steps, plan="live", seed=0, prompt=""):
     """The frames of an action log's steps, by the library alone."""
     with ts.open(model, plan, seed=seed, prompt=prompt) as stream:
         parts = []
@@ -283,7 +283,7 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
     first = make_engine(model, tmp_path, chunks=2)
     with serving(first) as client, playing(client, prompt="a red room") as player:
         player.send("keys", id=1, actions="s")
-        player.until_frame(14)
+        player.until_frame(26)  # more than the plan remembers
         known = {name: player.opened[name] for name in ("session", "secret")}
         live = first.room.sessions[known["session"]]
         while not live.saved:
@@ -304,7 +304,7 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
 
 
 def test_sessions_that_lost_their_client_make_room_on_disk(model, tmp_path):
-    size = make_engine(model, tmp_path).room.bytes_of("fast")
+    size = make_engine(model, tmp_path).room.bytes_of("live")
     engine = make_engine(model, tmp_path, budget=size)
     with serving(engine) as client:
         with playing(client) as first:
@@ -328,6 +328,27 @@ def test_sessions_that_lost_their_client_make_room_on_disk(model, tmp_path):
         known = {key: first.opened[key] for key in ("session", "secret")}
         with playing(client, "resume", **known) as again:
             again.until_frame(3 * again.opened["chunk"] + 2)
+
+
+def test_a_session_whose_client_leaves_during_a_write_is_written_after_it(
+    model, tmp_path, monkeypatch
+):
+    engine = make_engine(model, tmp_path, chunks=2)
+    save = engine.keeper.snapshots.save
+
+    def slow(*args):
+        time.sleep(0.3)  # meanwhile more chunks are made, and the client leaves
+        return save(*args)
+
+    monkeypatch.setattr(engine.keeper.snapshots, "save", slow)
+    with serving(engine) as client:
+        with playing(client) as player:
+            player.until_frame(14)
+        live = engine.room.sessions[player.opened["session"]]
+        begun = time.monotonic()
+        while live.chunk not in live.saved:
+            assert time.monotonic() - begun < 20, "nobody writes it"
+            time.sleep(0.01)
 
 
 def test_a_step_that_raises_ends_its_session_and_no_other(engine, monkeypatch):
@@ -414,9 +435,9 @@ def test_a_server_compiles_where_its_longest_session_gains(model, tmp_path, monk
     monkeypatch.setattr(model, "compile", lambda: compiled.append(True))
     for frames in (30, 3_600):
         limits = Limits(session_frames=frames)
-        served = engines.make_engine(model, "toy-chunks", Snapshots(str(tmp_path)), "fast", limits)
-        predicted = need(model.on_meta(), "fast", frames=frames)
-        assert served.room.bytes_of("fast") == predicted.of_video
+        served = engines.make_engine(model, "toy-chunks", Snapshots(str(tmp_path)), "live", limits)
+        predicted = need(model.on_meta(), "live", frames=frames)
+        assert served.room.bytes_of("live") == predicted.of_video
         assert predicted.of_video == (
             sum(predicted.cache.values()) + predicted.prompt + predicted.decoder_state
         )
@@ -543,7 +564,7 @@ def test_the_page_is_whole_and_names_no_other_host(engine):
             assert found.headers["content-type"].startswith(kind)
             assert "http://" not in found.text and "https://" not in found.text
         assert client.get("/v1/models").json()["data"][0]["id"] == "toy-chunks"
-        assert client.get("/v1/settings").json()["plan"] == "fast"
+        assert client.get("/v1/settings").json()["plan"] == "live"
 
 
 # OpenAI's own service is closing; the shape stays, as other engines speak it
@@ -625,7 +646,7 @@ def test_play_without_its_packages_says_the_one_command(monkeypatch, capsys):
 
 def test_a_log_of_another_model_or_shape_is_refused(engine):
     good = {"version": 1, "model": "toy-chunks", "weights": engine.model.fingerprint,
-            "opening": {"plan": "fast", "prompt": "", "seed": 0, "world": None}, "steps": ["w"]}  # fmt: skip
+            "opening": {"plan": "live", "prompt": "", "seed": 0, "world": None}, "steps": ["w"]}  # fmt: skip
     assert engine.room.read_log(json.loads(json.dumps(good))).to_json() == good
     for change in ({"version": 2}, {"weights": "x"}, {"steps": ["z"]}, {"steps": [3]}, {"steps": {}},
                    {"opening": {}}, {"opening": good["opening"] | {"seed": "1"}}, {"more": 1}):  # fmt: skip

@@ -65,6 +65,7 @@ MAIN = {
     "headline": HEADLINE,
     "balanced": "balanced",
     "fast": "fast",
+    "live": "live",
 }
 # a fifth of few frames is less than a sink and a newest one
 FIFTH = "attention=ann:read=0.2,sink=0,newest=0"

@@ -33,7 +33,7 @@ class Bank(CachePolicy):
     budget: Size = setting(
         Size(240, True),
         "Most entries that a layer holds in host memory, reserved at the start: latent frames "
-        "(240f) or entries.",
+        "(240f) or entries; of a video whose length is known no more than it has.",
     )
     host: Literal["native", "int8", "int4"] = setting(
         "native",

@@ -14,7 +14,7 @@ class BenchSessions(Verb):
     """Serve a model to clients that press keys: key to pixel, turns, memory, sums of metrics."""
 
     model: str = option("atrium-world", "A name that `tachyscope models` lists.", positional=True)
-    plan: str = option("fast", "A name that `tachyscope methods` lists, or one with changes.")
+    plan: str = option("live", "A name that `tachyscope methods` lists, or one with changes.")
     clients: int = option(1, "Clients, each with a session of its own.")
     minutes: float = option(2.0, "How long, after at most half a minute to get warm.")
     seed: int = option(0, "Of the first session's video and keys; the others count on from it.")

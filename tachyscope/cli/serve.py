@@ -31,7 +31,7 @@ def check_installed(verb: str) -> None:
 class _Server(Verb):
     """What both verbs take."""
 
-    plan: str = option("fast", "The plan of sessions that ask for none.")
+    plan: str = option("live", "The plan of sessions that ask for none.")
     port: int = option(8080, "Where to listen; 0 for any that is free.")
     weights: PathText | None = option(
         None, "The checkpoint, where the model's name stands for one; 'random' to time it."

@@ -22,7 +22,8 @@ PathText = NewType("PathText", str)
 # what every verb takes beside its own options
 TRACEBACK = "--traceback"
 # options that do not change what is measured
-NO_SETTINGS = ("json", "out", "rows", "resume", "plot", "jobs", "seconds", "quiet")
+# a row of rivals has its own pace
+NO_SETTINGS = ("json", "out", "rows", "paces", "resume", "plot", "jobs", "seconds", "quiet")
 RESUME = "Go on with the file of results: what it has of the same options is not measured again."
 
 

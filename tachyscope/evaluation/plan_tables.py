@@ -9,6 +9,8 @@ TABLES = {
         "cache=window:budget=21f",
         "balanced",
         "fast",
+        "live",
+        "lossless cache=dedup:budget=21f,newest=3",
         "lossless attention=ann:k=640",
         "lossless attention=ann:k=1280",
         "lossless attention=ann:k=640,tile=64,block=1",
@@ -32,12 +34,12 @@ TABLES = {
         "fast-ar",
         *[f"passes=teacache:threshold={x}" for x in (0.107, 0.15, 0.25)],
         "passes=flowcache:threshold=0.2",
-        "fast passes=teacache:threshold=0.25",
+        "live passes=teacache:threshold=0.25",
     ],
     "memory": [
         "cache=window:budget=21f",
         "lossless cache=frames:budget=21f",
-        "balanced",
+        "lossless cache=dedup:budget=21f,newest=3",
         "lossless attention=ann:k=1280",
         *[
             f"lossless cache=bank:{where} attention=ann:{read}"
@@ -60,7 +62,7 @@ TABLES = {
         for keep in ("partner", "newest")
         for heads in ("shared", "each")
     ],
-    "long": ["balanced", "fast", "cache=window:budget=21f"]
+    "long": ["balanced", "fast", "live", "cache=window:budget=21f"]
     + [
         f"cache=merge:budget=21f,newest=3,keep={keep}" for keep in ("partner", "newest")
     ]

@@ -31,17 +31,17 @@ REFERENCE = 21  # latent frames of the window that all are held to
 SIZED = {
     "window": "lossless cache=window:budget={n}f",
     "merge": "lossless cache=merge:budget={n}f,newest=3",
-    "dedup": "balanced cache=dedup:budget={n}f",
+    "dedup": "lossless cache=dedup:budget={n}f,newest=3",
     "frames": "lossless cache=frames:budget={n}f",
     # a quarter of a latent frame: an index of blocks of 4 takes as much as the window
     "bank": "lossless cache=bank:resident={n}f,budget={all}f attention=ann:read=1,block=16",
-    "fast": "fast cache=dedup:budget={n}f",
+    "live": "live cache=dedup:budget={n}f",
     "memrope": "lossless cache=memrope:budget={n}f",
     "deep_forcing": "lossless cache=deep_forcing:budget={n}f,keep={keep},sink={sink}",
     "worldkv": "lossless cache=worldkv:retrieve={n},budget={all}f",
-    "int8": "balanced cache=dedup:budget={n}f store=int8",
-    "fp8": "balanced cache=dedup:budget={n}f store=fp8",
-    "int4": "balanced cache=dedup:budget={n}f store=int4",
+    "int8": "lossless cache=dedup:budget={n}f,newest=3 store=int8",
+    "fp8": "lossless cache=dedup:budget={n}f,newest=3 store=fp8",
+    "int4": "lossless cache=dedup:budget={n}f,newest=3 store=int4",
     # which keeps whole latent frames alone
     "int2": "lossless cache=frames:budget={n}f store=int2",
     "radial": "lossless cache=window:budget={n}f attention=radial",
@@ -58,6 +58,8 @@ READING = {
 # as their authors set them, whatever they keep and read
 PUBLISHED = {
     "dense": "dense",
+    "balanced": "balanced",
+    "fast": "fast",
     "fast-ar": "fast-ar",
     "radial": "lossless attention=radial",
     "svg": "lossless attention=svg",
@@ -68,7 +70,7 @@ PUBLISHED = {
     "teacache": "lossless passes=teacache:threshold=0.15",
     "flowcache": "lossless passes=flowcache:threshold=0.2",
 }
-LONG = ("dense", "window", "dedup", "bank", "bank k")  # also in long videos, several times
+LONG = ("dense", "balanced", "window", "dedup", "bank", "bank k")  # also long videos, several times
 GROUPS = ("bytes", "pairs", "published", "long")
 MOST = 8 * REFERENCE  # latent frames: the largest number that is tried
 QUALITY = ("revisit_db", "new_place_db", "identity", "psnr_truth", "identity_last")

@@ -208,7 +208,7 @@ class Engine:
         while True:
             with self._wake:
                 live = self._next()
-                while not (self._stopping or self._calls or live):
+                while not (self._stopping or self._calls or live or self.keeper.due):
                     self._wake.wait(self._patience())
                     live = self._next()
                 if self._stopping:

@@ -35,9 +35,14 @@ class Keeper:
             self._waiting[live.name] = live
             self.go_on()
 
+    @property
+    def due(self) -> bool:
+        """Whether a session waits to be written, and none is being written."""
+        return bool(self._waiting) and not self._writing
+
     def go_on(self) -> None:
         """Begin with the next session that waits to be written, where none is being written."""
-        while self._waiting and not self._writing:
+        while self.due:
             live = self._waiting.pop(next(iter(self._waiting)))
             if live.lane is not None and live.chunk not in live.saved:
                 self._begin(live.lane, live)

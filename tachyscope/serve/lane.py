@@ -40,13 +40,13 @@ class Lane:
         self.prompt = options["prompt"]
         self.stream = open_stream(model, plan, seed=opening.seed, observers=observers, **options)
         self.chunk = 0
-        self._given = model.pixel_frames(self.stream.session.latent_frame)
+        self._given = self.stream.session.latent_frame
 
     @property
     def frames(self) -> int:
-        """Frames made so far."""
-        known = self.stream.model.pixel_frames(self.stream.session.latent_frame)
-        return known - self._given
+        """Frames made so far: by the steps done, since a change of prompt lets a session forget."""
+        model, made = self.stream.model, self.chunk * self.stream.session.shape.chunk
+        return model.pixel_frames(self._given + made) - model.pixel_frames(self._given)
 
     def step(self, step: Step, show: Callable[[np.ndarray], None] | None = None) -> Chunk:
         """The next chunk; `show` gets its frames as soon as they can be seen."""

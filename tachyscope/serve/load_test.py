@@ -101,7 +101,7 @@ class Client:
 
 def bench_sessions(
     model: str = "atrium-world",
-    plan: str = "fast",
+    plan: str = "live",
     *,
     clients: int = 1,
     minutes: float = 2.0,

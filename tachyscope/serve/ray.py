@@ -55,7 +55,7 @@ class Settings:
 
     model: str
     state: str  # a path or fsspec URL that all of them reach
-    plan: str = "fast"
+    plan: str = "live"
     weights: str | None = None
     device: str = "cpu"
     dtype: str = "float32"

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.errors import TachyscopeError
+from tachyscope.kernels.admit import at_or, or_last
 from tachyscope.kernels.block_index import LOWEST, Codes, buckets, encode_blocks
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
@@ -39,7 +40,7 @@ from tachyscope.store.bank_layout import (
     work_tensors,
 )
 from tachyscope.store.host_bank import HostBank
-from tachyscope.store.residents import Residents, at_or, or_last
+from tachyscope.store.residents import Residents
 from tachyscope.types import Shape
 
 if TYPE_CHECKING:
@@ -145,11 +146,14 @@ class BlockBank(Residents, HostBank):
         order = self._order(layer, slice(start, start + piece))
         taken = {name: getattr(layer, name)[:, :, start : start + more] for name in ("k", "v")}
         taken = {name: x.clone() for name, x in taken.items()}
+        # what fills the last block up is like its last entry, so that codes of int4 stay as fine
+        if part := -piece % size:
+            order = torch.cat([order, order[:, :, -1:].expand(-1, -1, part)], 2)
         entries = {name: take(x[:, :, :piece], order) for name, x in taken.items()}
         full = held + count >= layout.places
         live = torch.zeros(*order.shape[:2], count * size, dtype=torch.float32, device=order.device)
         live[:, :, piece:] = -math.inf
-        ids = self._number(entries["k"], live, count)
+        ids = self._number(entries["k"][:, :, :piece], live, count)
         places = self._put(layer, entries, live, ids, held, full)
         with self._beside(layer, ids, places):
             store_blocks(*self._places(layer), places, self.host_blocks, ids)
@@ -225,13 +229,7 @@ class BlockBank(Residents, HostBank):
         slots = to.unsqueeze(-1) * layout.block + torch.arange(layout.block, device=to.device)
         slots = slots.flatten(2) + layout.first
         own["log_count"].scatter_(2, slots, live)
-        more = live.shape[2] - entries["k"].shape[2]
-        # what fills the last block up is like its last entry, so that codes of int4 stay as fine
-        filled = {
-            name: torch.cat([x, x[:, :, -1:].expand(-1, -1, more, -1)], 2)
-            for name, x in entries.items()
-        }
-        blocks = {name: x.unflatten(2, (count, -1)) for name, x in filled.items()}
+        blocks = {name: x.unflatten(2, (count, -1)) for name, x in entries.items()}
         number = torch.arange(count, dtype=torch.int32, device=to.device).expand(ids.shape)
         comes = torch.full_like(own["block"], -1).scatter_(2, to, number)
         load_blocks(HostBlocks(**blocks), comes, *self._places(layer))

@@ -1,0 +1,69 @@
+"""The definition of what becomes resident, and of what a tile reads: block by block, in float64."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from torch import Tensor
+
+from tachyscope.kernels.admit.torch import Residency
+
+
+def admit_reference(
+    mass: Tensor, ids: Tensor, residency: Residency, at_once: int
+) -> tuple[Residency, Tensor]:
+    """What `admit` leaves, `wanted` in float64, and what stands in each place at first.
+
+    Of blocks wanted alike the one of lower number is first.
+    """
+    after = Residency(*(x.cpu().clone() for x in residency))
+    after = after._replace(wanted=after.wanted.double())
+    first = after.block.clone()
+    batch, heads, _ = after.block.shape
+    group = mass.shape[1] // heads
+    for b, h in product(range(batch), range(heads)):
+        mine = slice(h * group, (h + 1) * group)
+        demand: dict[int, int] = {}
+        for block, x in zip(
+            ids[b, mine].flatten().tolist(), mass[b, mine].double().flatten().tolist(), strict=True
+        ):
+            demand[block] = demand.get(block, 0) + max(1, int(x * 2**40))
+        for block, x in demand.items():
+            share = x / max(demand.values()) * 0.99
+            after.wanted[b, h, block] = float(after.choices) + share
+        _fill_reference(Residency(after.choices, *(x[b, h] for x in after[1:])), set(demand), first[b, h],
+              at_once)  # fmt: skip
+    return after, first
+
+
+def _fill_reference(one: Residency, demanded: set[int], first: Tensor, at_once: int) -> None:
+    """Give one head's places to the best of what is resident or demanded, in place."""
+    stood, wanted = one.block.tolist(), one.wanted.tolist()
+    there = {block for block in stood if block >= 0}
+    counted = [block for block in there | demanded if wanted[block] >= 0]
+    best = sorted(counted, key=lambda block: (-wanted[block], block))[: len(stood)]
+    comers = [block for block in best if block not in there]
+    turn = 0
+    one.place[:] = one.now[:] = one.later[:] = -1
+    for place, block in enumerate(stood):
+        if block not in best:
+            block = comers[turn] if turn < len(comers) else -1
+            (one.now if turn < at_once else one.later)[place] = block
+            if turn < at_once and block >= 0:
+                first[place] = block
+            turn += 1
+        one.block[place] = block
+        if block >= 0:
+            one.place[block] = place
+
+
+def best_places_reference(mass: Tensor, blocks: Tensor, n: int) -> list[list[float]]:
+    """The masses, in falling order, of the n best of blocks [B, Hkv, places] for each tile."""
+    best = []
+    batch, heads, tiles, _ = mass.shape
+    group = heads // blocks.shape[1]
+    for b, h, tile in product(range(batch), range(heads), range(tiles)):
+        there = blocks[b, h // group].tolist()
+        near = [float(mass[b, h, tile, block]) if block >= 0 else -1.0 for block in there]
+        best.append(sorted(near, reverse=True)[:n])
+    return best

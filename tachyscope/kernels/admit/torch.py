@@ -1,0 +1,88 @@
+"""Which blocks of a bank are resident, by stock torch: nothing looks at data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Residency(NamedTuple):
+    """What is known of a bank's blocks, all but `choices` written in place."""
+
+    choices: Tensor  # [1] how many choices were made, the present one counted
+    wanted: Tensor  # [B, Hkv, most] when a block was last wanted: a choice's number, and how much
+    place: Tensor  # [B, Hkv, most + 1] where it stands, -1 for nowhere; the last is no block
+    block: Tensor  # [B, Hkv, places] which block stands there, -1 for none
+    now: Tensor  # [B, Hkv, places] what is fetched at once, -1 for nothing
+    later: Tensor  # [B, Hkv, places] what is fetched after
+
+
+def note(mass: Tensor, ids: Tensor, choices: Tensor, wanted: Tensor) -> Tensor:
+    """The summed mass of every block that a tile wants [B, Hkv, most], times 2^40; else 0.
+
+    When they were wanted is written.
+    """
+    index, mass = (x.unflatten(1, (wanted.shape[1], -1)).flatten(2) for x in (ids, mass))
+    demand = torch.zeros(wanted.shape, dtype=torch.int64, device=mass.device)
+    # as whole numbers: a GPU adds them up in any order, and the sum is the same
+    demand.scatter_add_(2, index, (mass.double() * 2**40).long().clamp(min=1))
+    share = demand.float() / demand.amax(-1, keepdim=True) * 0.99
+    wanted.copy_(torch.where(demand > 0, choices + share, wanted))
+    return demand
+
+
+def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tensor:
+    choices, wanted, place, block, now, later = residency
+    most, places = wanted.shape[2], block.shape[2]
+    demand = note(mass, ids, choices, wanted)
+    score = wanted.masked_fill(~((place[:, :, :-1] >= 0) | (demand > 0)), -1.0)
+    best = score.topk(places, -1)
+    chosen = best.indices.to(torch.int32)
+    comes = (best.values >= 0) & (at_or(place, chosen, 0) < 0)
+    # a block stays unless it is not among the best
+    kept = torch.zeros_like(place, dtype=torch.bool)
+    kept.scatter_(2, best.indices, best.values >= 0)
+    stays = (block >= 0) & at_or(kept, block, 0)
+    # the i-th that comes gets the i-th place that is free
+    turn = (comes.long().cumsum(-1) - 1).masked_fill(~comes, places)
+    listed = F.pad(torch.full_like(chosen, -1), (0, 1)).scatter_(2, turn, chosen)
+    rank = (~stays).long().cumsum(-1) - 1
+    gets = ~stays & (rank < comes.sum(-1, keepdim=True))
+    fetched = torch.where(gets, listed.gather(2, rank.clamp(min=0)), -1)
+    now.copy_(fetched.masked_fill(rank >= at_once, -1))
+    later.copy_(fetched.masked_fill(rank < at_once, -1))
+    first = torch.where(now >= 0, now, block)
+    block.copy_(torch.where(stays, block, fetched))
+    place.copy_(_places_of(block, most))
+    return first
+
+
+def best_places(mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
+    blocks = blocks.repeat_interleave(mass.shape[1] // blocks.shape[1], 1).unsqueeze(2)
+    there = blocks.expand(-1, -1, mass.shape[2], -1)
+    near = mass.gather(3, there.long().clamp(min=0)).masked_fill(there < 0, -1.0)
+    out.copy_(near.topk(out.shape[3], -1, sorted=False).indices + sink)
+
+
+def _places_of(blocks: Tensor, most: int) -> Tensor:
+    """Where every block stands [B, Hkv, most + 1] when these [B, Hkv, places] do."""
+    standing = torch.full(
+        (*blocks.shape[:2], most + 1), -1, dtype=torch.int32, device=blocks.device
+    )
+    places = torch.arange(blocks.shape[2], dtype=torch.int32, device=blocks.device)
+    standing.scatter_(2, or_last(blocks, most), places.expand_as(blocks))
+    standing[:, :, -1] = -1
+    return standing
+
+
+def at_or(x: Tensor, index: Tensor, none: float) -> Tensor:
+    """x [B, Hkv, n] at index [B, Hkv, m], and `none` where that is below 0."""
+    return x.gather(2, index.long().clamp(min=0)).masked_fill(index < 0, none)
+
+
+def or_last(index: Tensor, last: int) -> Tensor:
+    """An index, and where it is below 0 the last."""
+    return torch.where(index < 0, last, index).long()
