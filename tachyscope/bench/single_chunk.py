@@ -102,7 +102,8 @@ def hold_memory(device: str, gigabytes: float) -> None:
     total = memory_of(torch.device(device)) if device.startswith("cuda") else None
     if total is None:
         raise TachyscopeError(f"only a GPU's memory can be held, got device {device!r}: use cuda")
-    torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * gigabytes / total), device)
+    index = torch.device(device).index or 0
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * gigabytes / total), index)
 
 
 def count_peak(device: torch.device) -> None:
