@@ -339,6 +339,15 @@ def test_an_evaluation_has_the_rows_and_keys_it_promises(short, tmp_path, capsys
 
 
 @pytest.mark.slow
+def test_recall_is_left_out_where_no_cache_tells_what_became_of_entries(short, monkeypatch, model):
+    monkeypatch.setattr(world, "PROBED", (2,))
+    asked = world.Request(("cache=window:budget=3f", "balanced"), frames=3, world=False)
+    (played,) = world.play_worlds(model, asked, [0])
+    window, bank = (take.cost for take in played.takes)
+    assert 0 < window["recall"] <= 1 and "recall" not in bank and bank["host_mb"] > 0
+
+
+@pytest.mark.slow
 def test_judging_elsewhere_is_judging_here(short, model):
     asked = world.Request(("dense",), frames=3, quick=True, recall=False)
     alone = [world.judge_world(asked, world.play_worlds(model, asked, [n])[0]) for n in range(2)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tachyscope.arguments import parse_plan
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.batched_rollout import Forced, Take, play, teacher_forced
 from tachyscope.evaluation.frame_checks import pose_errors, prompt_right
@@ -117,10 +118,13 @@ def play_worlds(
     if twin is not None and dense and rows:
         floors = play(twin, "dense", [scenes[i] for i in rows], given)
         keep("floor", [take.frames for take in floors], rows)
-    takes = [
-        dense if plan == "dense" else play(model, plan, scenes, given, probed, request.runs)
-        for plan in request.plans
-    ]
+
+    def take(plan: str) -> list[Take]:
+        # recall cannot follow entries that lie in host memory, or are averaged
+        followed = probed if parse_plan(model, plan).cache.traceable else []
+        return play(model, plan, scenes, given, followed, request.runs)
+
+    takes = [dense if plan == "dense" else take(plan) for plan in request.plans]
     for row in range(count):
         played[row]["takes"] = tuple(plan[row] for plan in takes)
         played[row]["again"] = tuple(
