@@ -1,10 +1,11 @@
 """Write the world model's quality into README, docs/results.md and docs/evidence.md from one file.
 
-    python scripts/write_tables.py bench/results/atrium-world-readme-DATE-h200.json
+    python scripts/write_tables.py bench/results/atrium-world-readme-DATE-h200.json [MORE...]
 
-The file is made by `python -m tachyscope.evaluation atrium --only world --table readme --worlds 16
---frames 96 --plans-only`. Plans that it lacks get a dash; in evidence.md they keep what other files
-have of them. Sentences that hang on the numbers are listed to be looked at.
+The first file is made by `python -m tachyscope.evaluation atrium --only world --table readme
+--worlds 16 --frames 96 --plans-only`; others have plans of the table that it lacks, under any name.
+Plans that none has get a dash; in evidence.md, which has the first file's alone, they keep what
+other files have of them. Sentences that hang on the numbers are listed to be looked at.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tachyscope.evaluation.intervals import versus
 from tachyscope.evaluation.plan_tables import table
+from tachyscope.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 Row = Mapping[str, Any]
@@ -48,20 +50,31 @@ SHOWN = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
     args = parser.parse_args()
-    document = json.loads(args.file.read_text())
-    rows = {row["asked"]: row for row in document["rows"]}
-    name = f"bench/results/{args.file.name}"
+    documents = [json.loads(file.read_text()) for file in args.files]
+    own = {row["asked"]: row for row in documents[0]["rows"]}
+    rows = known_as(SHOWN, [row for each in documents for row in each["rows"]])
+    name = f"bench/results/{args.files[0].name}"
     change("README.md", lambda text: readme(text, rows))
-    change("docs/results.md", lambda text: results(text, rows, name, document["command"]))
-    change("docs/evidence.md", lambda text: evidence(text, rows, name))
+    change("docs/results.md", lambda text: results(text, rows, name, documents[0]["command"]))
+    change("docs/evidence.md", lambda text: evidence(text, own, name))
     dense = rows["dense"]
     for plan in (plan for plan in SHOWN[1:] if plan in rows):
         pairs = zip(*(x["by_world"]["revisit_db"] for x in (dense, rows[plan])), strict=True)
         print(f"{plan}: loses {lost(rows, plan):.1f} dB on revisit, in one room {most(pairs):.1f}")
     mean, low, high = versus(rows["balanced"], rows[WINDOW], "revisit_db")
     print(f"balanced over the window: {mean:.1f} dB ({low:.1f} to {high:.1f})")
+
+
+def known_as(plans: Sequence[str], rows: Sequence[Row]) -> dict[str, Row]:
+    """Of the rows that have one of these plans, under any name, the first by its plan."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        for plan in plans:
+            if str(Plan.parse(plan)) == row["plan"]:
+                found.setdefault(plan, row)
+    return found
 
 
 def complete(rows: Mapping[str, Row]) -> bool:

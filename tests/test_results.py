@@ -8,24 +8,31 @@ import pytest
 
 from tachyscope.errors import TachyscopeError
 from tachyscope.evaluation.plan_tables import table as plan_table
+from tachyscope.plan import Plan
 from tachyscope.results import Parts, document, emit
 from tachyscope.weights import RECORD, weights_hashes
 
 ROOT = Path(__file__).parents[1]
 README, RESULTS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results.md").read_text()
 FILES = ROOT / "bench" / "results"
-NONE = "–"
+QUALITY = ("atrium-world-readme-2026-11-18-h200.json", "atrium-world-banks-2026-11-18-h200.json")
 
 
 @pytest.fixture(scope="module")
 def quality():
-    newest = max(FILES.glob("atrium-world-readme-*-h200.json"))
-    return json.loads(newest.read_text())
+    """The rows of both files by the plan that they are of, whatever it was called."""
+    return {row["plan"]: row for file in reversed(QUALITY) for row in read_rows(file)}
 
 
-@pytest.fixture(scope="module")
-def speed():
-    return json.loads((FILES / "wan-all-2026-11-15-h200.json").read_text())
+def read_rows(file):
+    document = json.loads((FILES / file).read_text())
+    assert document["weights"] == weights_hashes(["atrium-world"])
+    return document["rows"]
+
+
+def speeds(file):
+    rows = json.loads((FILES / file).read_text())["rows"]
+    return {row["name"]: row for row in rows}
 
 
 def table(text, head):
@@ -50,42 +57,38 @@ def test_every_file_of_the_index_is_there_and_was_made_by_the_command_beside_it(
         )
 
 
-def test_the_tables_are_of_the_shipped_weights(quality):
-    assert quality["weights"] == weights_hashes(["atrium-world"])
-    assert all(row["worlds"] >= 16 for row in quality["rows"])
+def test_the_tables_are_of_at_least_16_rooms(quality):
+    assert all(row["worlds"] >= 16 for row in quality.values())
 
 
-def test_every_number_of_the_readme_table_was_measured(quality, speed):
+def test_every_number_of_the_readme_table_was_measured(quality):
     head = "| plan | frames/s | x stock | GB | dB | worst room | identity | worst room |"
-    fast = {row["name"]: row for row in speed["rows"]}
-    good = {row["asked"]: row for row in quality["rows"]}
-    names = ["dense", "window21", "balanced", "fast"]
+    names = ["dense", "stock", "balanced", "fast", "live"]
     rows = table(README, head)
     assert len(rows) == len(names)
     for cells, name in zip(rows, names, strict=True):
-        row = good.get("cache=window:budget=21f" if name == "window21" else name)
+        row = quality[str(Plan.parse("cache=window:budget=21f" if name == "stock" else name))]
+        fast = speeds(
+            f"wan-{'all-2026-11-15' if name == 'dense' else 'plans-2026-11-18'}-h200.json"
+        )
         fps = fast[name]["rates"]["1880"]["fps"]
         assert cells[1:4] == [
             f"{fps:.1f}", f"{fps / fast['stock']['rates']['1880']['fps']:.2f}x",
             f"{fast[name]['peak_gb']:.1f}",
         ]  # fmt: skip
-        # a plan that the file lacks was not measured
-        assert cells[4:] == ([NONE] * 4 if row is None else [
+        assert cells[4:] == [
             f"{row['revisit_db']:.1f}", f"{row['revisit_db_worst']:.1f}",
             f"{row['identity']:.0%}", f"{row['identity_worst']:.0%}",
-        ])  # fmt: skip
-        assert ("window of 21" if name == "window21" else f"`{name}`") in cells[0]
+        ]  # fmt: skip
+        assert ("window of 21" if name == "stock" else f"`{name}`") in cells[0]
 
 
 def test_every_number_of_the_quality_table_was_measured(quality):
     head = "| plan | revisit, dB | worst room | frames 49-96, dB | identity | worst room |"
-    rows = {row["asked"]: row for row in quality["rows"]}
-    for cells, plan in zip(table(RESULTS, head), plan_table("readme")[:7], strict=True):
-        name = plan.split(":")[-1] if ":" in plan else plan
+    for cells, plan in zip(table(RESULTS, head), plan_table("readme")[:9], strict=True):
+        name = plan.split(":")[-1].removesuffix(",newest=3") if ":" in plan else plan
         assert re.sub("budget=(..)f", r"\1", name) in cells[0]
-        if (row := rows.get(plan)) is None:
-            assert cells[1:] == [NONE] * 7
-            continue
+        row = quality[str(Plan.parse(plan))]
 
         def spread(key, row=row):
             return f"{row[key]:.1f} ({row[f'{key}_low']:.1f} to {row[f'{key}_high']:.1f})"
@@ -97,32 +100,51 @@ def test_every_number_of_the_quality_table_was_measured(quality):
         ]  # fmt: skip
 
 
-def read_rows(file):
-    document = json.loads((FILES / file).read_text())
-    assert document["weights"] == weights_hashes(["atrium-world"])
-    return document["rows"]
-
-
-def test_what_banks_and_rivals_remember_was_measured():
+def test_what_rivals_remember_was_measured():
     page = (ROOT / "docs" / "rivals.md").read_text()
+    page = page[page.index("## All of them in one table") :]
     head = "| | plan | revisit, dB | worst room | new places, dB | identity | at end |"
-    rows = {row["asked"]: row for row in read_rows("atrium-rivals-2026-11-16-h200.json")}
-    rows["dense"] = read_rows("atrium-world-208-2026-11-16-h200.json")[0]
-    cells = table(page, head)
-    assert {plan.strip("`") for _, plan, *_ in cells} == rows.keys()
-    for _, plan, revisit, worst, new, *shares, mb, _ in cells:
-        row = rows[plan.strip("`")]
-        spread = [row[f"revisit_db{x}"] for x in ("", "_low", "_high")]
-        assert revisit == "{:.1f} ({:.1f} to {:.1f})".format(*spread)
-        keys = "revisit_db_worst", "new_place_db", "cache_mb"
-        assert [worst, new, mb] == [f"{row[key]:.1f}" for key in keys]
-        assert shares == [f"{100 * row[key]:.0f} %" for key in ("identity", "identity_last")]
+    rows = read_rows("atrium-rivals-2026-11-18-h200.json")
+    groups = [(pace, group) for pace in (1.0, 0.25) for group in ("bytes", "pairs", "published")]
+    for (pace, group), part in zip(groups, page.split(head)[1:], strict=True):
+        wanted = {x["asked"]: x for x in rows if x["pace"] == pace and group in x["groups"]}
+        cells = table(head + part, head)
+        assert {plan.strip("`") for _, plan, *_ in cells} == wanted.keys()
+        for _, plan, revisit, worst, new, *shares, mb, host in cells:
+            row = wanted[plan.strip("`")]
+            spread = [row[f"revisit_db{x}"] for x in ("", "_low", "_high")]
+            assert revisit == "{:.1f} ({:.1f} to {:.1f})".format(*spread)
+            keys = "revisit_db_worst", "new_place_db", "cache_mb"
+            assert [worst, new, mb] == [f"{row[key]:.1f}" for key in keys]
+            assert shares == [f"{100 * row[key]:.0f} %" for key in ("identity", "identity_last")]
+            assert host == (f"{row['host_mb']:.0f}" if "host_mb" in row else "")
+
+
+def test_what_banks_remember_and_how_fast_they_are_was_measured():
     page = (ROOT / "docs" / "bank.md").read_text()
-    rows = read_rows("atrium-world-memory-2026-11-16-h200.json")
-    cells = table(page, "| plan (`lossless` and) | revisit, dB | worst room |")
+    rows = read_rows("atrium-world-banks-2026-11-18-h200.json")
+    cells = table(page, "| plan (`lossless cache=`) | revisit, dB | worst room |")
     for (plan, revisit, worst, *_), row in zip(cells, rows, strict=True):
-        assert row["asked"].endswith(plan.strip("`"))
+        assert row["asked"].endswith(plan.split("`")[1])
         assert [revisit, worst] == [f"{row[f'revisit_db{x}']:.1f}" for x in ("", "_worst")]
+    rollouts = [
+        json.loads((FILES / f"wan-rollout-{name}-2026-11-18-h200.json").read_text())["rows"][0]
+        for name in ("bank-int4", "bank-int8", "traced")
+    ]
+    said = {cells[0]: cells[2:] for cells in table(page, "| | asked | int4, 4,809 frames")}
+    for i, row in enumerate(rollouts):
+        warm = f"{12e3 / row['settled_ms']:.1f} ({row['fps']:.1f})"
+        assert said["frames/s once warm (with the first chunks' compiling)"][i] == warm
+        assert said["ms a chunk"][i].startswith(f"{row['settled_ms']:.1f}")
+        assert said["late"][i] == f"{100 * row['late_share']:.1f} %"
+        denied = f"{100 * row['denied_share']:.1f} %; {row['fetched_mb']:,.0f} MB"
+        assert said["denied; fetched a chunk"][i] == denied
+    timed = speeds("wan-plans-2026-11-18-h200.json")
+    for name, ms, *_, read, choose, commit, peak in table(page, "| row | ms a chunk after 264"):
+        row = timed[name.strip("`")]
+        parts = [f"{row['parts_ms'][x]:.1f}" for x in ("read", "choose", "commit")]
+        assert [ms, read, choose, commit] == [f"{row['chunk_ms']:.1f}", *parts]
+        assert peak == f"{row['peak_gb']:.1f}"
 
 
 def test_a_document_names_the_weights_of_shipped_models_alone():

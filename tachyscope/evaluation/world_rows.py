@@ -67,9 +67,9 @@ def evaluate_world(
     plan is played, each time with noise of its own; values are then means, and bands
     (`revisit_db_band`) the most less the least. recall: sample each plan's attention recall, where
     its cache tells what became of an entry. floor: also run dense in the other dtype, which tells
-    until which frame two dense runs agree. quick: 26 frames and no recall. watch: is told how many worlds are done. Worlds are shared out to `jobs`
-    processes, as many as cores unless given; on a GPU plans are, 16 worlds at once,
-    to 2 processes, or 7 where NVIDIA's MPS runs.
+    until which frame two dense runs agree. quick: 26 frames and no recall. watch: is told how many
+    worlds are done. Worlds are shared out to `jobs` processes, as many as cores unless given; on a
+    GPU plans are, 16 worlds at once, to 2 processes, or 7 where NVIDIA's MPS runs.
     parts: keeps what is measured, and has what was before: a world by all plans, on a GPU a plan in
     16 worlds.
     """

@@ -31,8 +31,8 @@ def admit_reference(
         for block, x in demand.items():
             share = x / max(demand.values()) * 0.99
             after.wanted[b, h, block] = float(after.choices) + share
-        _fill_reference(Residency(after.choices, *(x[b, h] for x in after[1:])), set(demand), first[b, h],
-              at_once)  # fmt: skip
+        one = Residency(after.choices, *(x[b, h] for x in after[1:]))
+        _fill_reference(one, set(demand), first[b, h], at_once)
     return after, first
 
 
