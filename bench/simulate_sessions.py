@@ -189,7 +189,7 @@ def fewest_replicas(load: Load, wanted: int, slots: int, seed: int) -> tuple[int
     return high, best
 
 
-# bench/results, one H200, 12 frames a chunk: `fast` with a tiny decoder (wan-tiny-decoder-*); 276
+# bench/results, one H200, 12 frames a chunk: `live` with a tiny decoder (wan-tiny-decoder-*); 276
 # ms undecoded and 155 of Wan's VAE (wan-decoded-*); dense after 118 s. GB: what a session reserves.
 TINY, VAE, DENSE = (0.281, 6.9), (0.431, 8.7), (2.857, 135.8)
 LOADS = {

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -22,6 +23,7 @@ from tachyscope.memory import need
 from tachyscope.quality import psnr
 from tachyscope.serve import engine as engines
 from tachyscope.serve import protocol
+from tachyscope.serve import room as rooms
 from tachyscope.serve.limits import Bucket, Limits
 from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.security import Guard, read_tokens
@@ -303,6 +305,20 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
         assert again.matches(wanted[: last + 1], start=3 * chunk)
 
 
+def test_a_bank_s_host_memory_is_counted(model, tmp_path, monkeypatch):
+    room = make_engine(model, tmp_path).room
+    predicted = need(model.on_meta(), "fast", frames=room.limits.session_frames)
+    # beside a CPU it is of the same memory
+    assert room.bytes_of("fast") == predicted.of_video + predicted.host and predicted.host > 0
+    monkeypatch.setattr(rooms, "memory_of", lambda device: int(2.5 * predicted.host))
+    monkeypatch.setattr(room, "model", SimpleNamespace(device=torch.device("cuda")))
+    one = SimpleNamespace(log=SimpleNamespace(opening=SimpleNamespace(plan="fast")))
+    room.check_host("fast", [one])
+    room.check_host("live", [one] * 9)
+    with pytest.raises(rooms.Full, match=r"takes .* GB of host memory, and .* take plan live"):
+        room.check_host("fast", [one, one])
+
+
 def test_sessions_that_lost_their_client_make_room_on_disk(model, tmp_path):
     size = make_engine(model, tmp_path).room.bytes_of("live")
     engine = make_engine(model, tmp_path, budget=size)
@@ -501,16 +517,16 @@ def test_malformed_messages_are_answered_and_then_sent_away(model, tmp_path):
 
 
 def test_limits_on_rate_idle_time_length_and_number(model, tmp_path):
-    engine = make_engine(model, tmp_path, messages_per_s=4, sessions=2, session_frames=6)
-    with serving(engine) as client:
-        with playing(client, pace="model") as player:
-            error = player.until("error")
-            assert error["code"] == "length"
-            assert "a session has at most 6 frames here" in error["message"]
-        with playing(client) as player:
-            for i in range(20):
-                player.send("keys", id=i, actions="w")
-            assert left(player)["reason"] == "over 4 messages a second"
+    engine = make_engine(model, tmp_path, session_frames=6)
+    with serving(engine) as client, playing(client, pace="model") as player:
+        error = player.until("error")
+        assert error["code"] == "length"
+        assert "a session has at most 6 frames here" in error["message"]
+    engine = make_engine(model, tmp_path, messages_per_s=4)
+    with serving(engine) as client, playing(client) as player:
+        for i in range(20):
+            player.send("keys", id=i, actions="w")
+        assert left(player)["reason"] == "over 4 messages a second"
     engine = make_engine(model, tmp_path, idle_s=0.2, sessions=1)
     with serving(engine) as client, playing(client) as player:
         player.send("pause", id=1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tachyscope.arguments import parse_plan
 from tachyscope.errors import TachyscopeError
-from tachyscope.memory import need
+from tachyscope.machine import memory_of
+from tachyscope.memory import ROOM, Need, need
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import MODELS
 from tachyscope.serve.action_log import ActionLog, Opening
@@ -35,7 +37,7 @@ class Room:
         self.model, self.name, self.keeper = model, name, keeper
         self.budget, self.limits = budget, limits
         self.sessions: dict[str, Live] = {}
-        self._sizes: dict[str, int] = {}
+        self._needs: dict[str, Need] = {}
         self._meta: VideoModel | None = None
 
     @property
@@ -48,15 +50,32 @@ class Room:
         return sum(one.bytes for one in self.resident)
 
     def bytes_of(self, plan: str) -> int:
-        """What a session of this plan keeps in memory at its longest."""
-        if plan not in self._sizes:
+        """What a session of this plan keeps in the device's memory at its longest."""
+        predicted = self._need(plan)
+        if self.model.device.type == "cpu":
+            return predicted.of_video + predicted.host
+        # a CUDA graph keeps what a chunk is made with
+        return predicted.of_video + predicted.making
+
+    def _need(self, plan: str) -> Need:
+        if plan not in self._needs:
             if self._meta is None:
                 self._meta = self.model.on_meta()
-            predicted = need(self._meta, plan, frames=self.limits.session_frames)
-            # a CUDA graph keeps what a chunk is made with
-            graph = predicted.making if self.model.device.type == "cuda" else 0
-            self._sizes[plan] = predicted.of_video + graph
-        return self._sizes[plan]
+            self._needs[plan] = need(self._meta, plan, frames=self.limits.session_frames)
+        return self._needs[plan]
+
+    def check_host(self, plan: str, others: Sequence[Live]) -> None:
+        """Raise where host memory beside a GPU does not hold a session's bank beside others'."""
+        needed, most = self._need(plan).host, memory_of(torch.device("cpu"))
+        if self.model.device.type == "cpu" or not needed or most is None:
+            return
+        free = int(ROOM * most) - sum(self._need(one.log.opening.plan).host for one in others)
+        if free < needed:
+            raise Full(
+                f"a session of plan {plan} takes {needed / 1e9:.1f} GB of host memory, and "
+                f"{max(0, free) / 1e9:.1f} GB are free beside {len(others)} others: come back "
+                f"later, or take plan live, or a bank with a smaller budget"
+            )
 
     def new_log(self, opening: Opening) -> ActionLog:
         """An empty log; raises where a session cannot begin so."""
@@ -106,6 +125,7 @@ class Room:
                 f"{self.budget / 1e6:.1f} MB are free beside {len(others)} others: come back "
                 f"later, or take a plan with a smaller budget"
             )
+        self.check_host(live.log.opening.plan, [x for x in others if x.lane is not None])
         live.bytes = size
 
     def open_lane(self, live: Live) -> None:
