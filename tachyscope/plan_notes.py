@@ -20,7 +20,9 @@ SAVED = 0.01  # a method that saves less has not paid for its name
 def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
     """What a reader must know of a finished rollout: every method that saved under 1 %, and how
     far a tiny decoder lay from the VAE where that was checked."""
-    sums = summary(rows) | {"pairs_held": _pairs_held(session, rows)}
+    sums = summary(rows)
+    banked = session.layers[0].bank is not None  # it holds all that there was
+    sums["pairs_held"] = sums["pairs_dense"] if banked else _pairs_held(session, rows)
     sentences = []
     for kind, policy in session.plan.items():
         if kind in SAVINGS and (note := SAVINGS[kind](session, sums)):

@@ -168,6 +168,7 @@ def test_a_fault_in_any_plan_shows_before_the_first_run(chunks, monkeypatch):
             ["replay policy 'attentive' saved under 1 %: it replayed 0.0% of the MLP rows"],
         ),
         ("tokens", "dense replay=attentive:share=0.5", 3, []),
+        ("chunks", "balanced cache=bank:resident=9f", 30, []),
     ],
 )
 def test_a_method_that_saved_under_a_hundredth_is_named(request, model, plan, frames, expected):
