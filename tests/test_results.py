@@ -147,6 +147,18 @@ def test_what_banks_remember_and_how_fast_they_are_was_measured():
         assert peak == f"{row['peak_gb']:.1f}"
 
 
+def test_loops_were_measured():
+    page = (ROOT / "docs" / "eval.md").read_text()
+    rows = read_rows("atrium-loops-2026-11-18-epyc2.json")
+    cells = table(page, "| plan | replay | return | rot180 | rot360 | ABA | ABCA | mirror |")
+    names = ("replay", "return", "rot180", "rot360", "aba", "abca", "mirror", "loop")
+    for (plan, *values), row in zip(cells, rows, strict=True):
+        assert plan.strip("`") == row["asked"] and row["worlds"] >= 16
+        want = [f"{row[f'{x}_db']:.1f} ({row[f'{x}_db_worst']:.1f})" for x in names]
+        want += [f"{100 * row[f'switch_{x}']:.0f} %" for x in ("follows", "stays")]
+        assert values == want
+
+
 def test_a_document_names_the_weights_of_shipped_models_alone():
     record = json.loads(RECORD.read_text())
     found = document("x", [{"model": "atrium-world"}, {"model": "toy-chunks"}])["weights"]
