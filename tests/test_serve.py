@@ -169,7 +169,8 @@ def test_a_client_that_was_cut_off_goes_on_where_it_was(engine, model):
 
 
 def test_one_can_go_back_to_a_snapshot_and_take_another_way(engine, model):
-    with serving(engine) as client, playing(client) as player:
+    # no faster than it is watched: a snapshot is dropped when four newer ones are there
+    with serving(engine) as client, playing(client, pace="model") as player:
         player.send("rewind", id=1, chunk=0)
         refused = player.until("receipt", id=1, phase="refused")
         assert "there is no snapshot before chunk 0: kept are none yet" in refused["reason"]
