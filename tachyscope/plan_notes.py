@@ -20,9 +20,7 @@ SAVED = 0.01  # a method that saves less has not paid for its name
 def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
     """What a reader must know of a finished rollout: every method that saved under 1 %, and how
     far a tiny decoder lay from the VAE where that was checked."""
-    sums = summary(rows)
-    banked = session.layers[0].bank is not None  # it holds all that there was
-    sums["pairs_held"] = sums["pairs_dense"] if banked else _pairs_held(session, rows)
+    sums = summary(rows) | {"pairs_held": _pairs_held(session, rows)}
     sentences = []
     for kind, policy in session.plan.items():
         if kind in SAVINGS and (note := SAVINGS[kind](session, sums)):
@@ -93,6 +91,8 @@ def _simulated(count: float, what: str) -> str:
 
 def _pairs_held(session: Session, rows: Sequence[Mapping[str, float]]) -> float:
     """Pairs that reading everything would have scored over the caches this rollout had."""
+    if session.layers[0].bank is not None:  # which holds all that there was
+        return sum(row["pairs_dense"] for row in rows)
     shape, pairs = session.shape, 0.0
     for i, row in enumerate(rows):
         past = int(row["entries_before"])

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import uvicorn
@@ -16,7 +17,7 @@ from starlette.testclient import TestClient
 
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.toy import random_wan
-from tachyscope.serve import protocol
+from tachyscope.serve import connection, protocol
 from tachyscope.serve.app import make_app
 from tachyscope.serve.engine import Engine
 from tachyscope.serve.limits import Limits
@@ -47,8 +48,13 @@ def make_engine(model, folder, *, name="toy-chunks", plan="live", budget=10**9, 
 
 @contextmanager
 def serving(engine, guard=None):
-    """An HTTP client of a server that runs meanwhile."""
-    with TestClient(make_app(engine, guard or Guard()), base_url=HOST) as client:
+    """An HTTP client of a server that runs meanwhile.
+
+    Many frames may wait for the client: how many of two are dropped hangs on the machine.
+    """
+    app = make_app(engine, guard or Guard())
+    many = patch.multiple(connection, FRAMES=1000, SHOWS=1000)
+    with many, TestClient(app, base_url=HOST) as client:
         yield client
 
 
@@ -118,17 +124,14 @@ class Player:
             assert not isinstance(message, dict) or message["type"] != "left", message
 
     def matches(self, wanted, start=0, generation=1, lane=protocol.MAIN):
-        """Whether all frames that came from `start` on are those of a video, and some came.
-
-        How many a server drops that plays as fast as it can hangs on the machine.
-        """
+        """Whether all frames that came from `start` on are those of a video, and most came."""
         found = [
             key[2]
             for key in self.frames
             if key[:2] == (lane, generation) and start <= key[2] < len(wanted)
         ]
         same = [np.array_equal(self.frames[lane, generation, i], wanted[i]) for i in found]
-        return all(same) and len(found) >= 2
+        return all(same) and 2 * len(found) >= len(wanted) - start
 
 
 @contextmanager

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 PathText = NewType("PathText", str)
 # what every verb takes beside its own options
 TRACEBACK = "--traceback"
-# options that do not change what is measured
-# a row of rivals has its own pace
+# options that do not change what is measured; of `paces` each row of rivals has its own
 NO_SETTINGS = ("json", "out", "rows", "paces", "resume", "plot", "jobs", "seconds", "quiet")
 RESUME = "Go on with the file of results: what it has of the same options is not measured again."
 
