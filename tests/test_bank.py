@@ -8,6 +8,7 @@ from faults import refused
 from streams import CHUNKS, assert_same, draw, play, play_pass, session
 
 from tachyscope.attention.ann import Ann
+from tachyscope.kernels.admit.torch import STAY
 from tachyscope.kernels.block_sparse import block_sparse_attention
 from tachyscope.kernels.host_blocks import HostBlocks
 from tachyscope.kernels.host_blocks import torch as blocks_torch
@@ -15,6 +16,7 @@ from tachyscope.kernels.host_blocks.reference import stored_reference
 from tachyscope.plan import Plan
 from tachyscope.store.bank_layout import HOST, UNUSED, host_tensors
 from tachyscope.store.host_memory import register
+from tachyscope.store.residents import AT_ONCE
 
 ANN = "attention=ann:k=24,block=2,tile=3"
 SMALL = f"cache=bank:resident=10f,budget=60f {ANN}"
@@ -81,6 +83,17 @@ def test_all_that_is_resident_is_read_as_by_lists_of_all_blocks(monkeypatch):
     assert set(reads) == {0, 1, 2}
 
 
+def test_where_all_is_read_a_block_is_a_part_of_a_latent_frame():
+    """So that none is left a part, and attention needs no log-weights."""
+    sizes = {1560: 120, 3600: 120, 64: 4, 6: 1, 1559: 128}  # a prime number has no parts
+    for tokens, block in sizes.items():
+        shape = dataclasses.replace(CHUNKS, grid=(1, tokens))
+        layout = Ann(read=1).bank_layout(shape, 21 * tokens, 240 * tokens)
+        assert (layout.block, layout.whole) == (block, tokens != 1559)
+    wan = dataclasses.replace(CHUNKS, grid=(30, 52))
+    assert Ann(read=0.4).bank_layout(wan, 21 * 1560, 240 * 1560).block == 128  # as lists need it
+
+
 def _check_places(layer):
     bank, layout = layer.bank, layer.bank.layout
     own = bank.tensors
@@ -115,7 +128,8 @@ def test_a_block_that_is_a_part_reads_no_more_than_its_entries(block):
 
 
 def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
-    """Against the rule, block by block: wanted first by summed mass, then the last wanted."""
+    """Against the rule, block by block: wanted first by summed mass, what is resident counted
+    more, then the last wanted."""
     at = session(dataclasses.replace(CHUNKS, heads=2), f"cache=bank:resident=7f,budget=60f {ANN}")
     play(at, 12)
     counted(at)
@@ -132,7 +146,7 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
     bank.choose(mass, layout.room, read, True, 3)
     bank.settle()
     late = denied = fetched = 0
-    at_once = layout.places // 4
+    at_once = layout.places // AT_ONCE
     for h in range(2):
         rest = mass[0, h, :, layout.sink : layout.sink + live]
         chosen = [set(row.topk(5).indices.tolist()) for row in rest]
@@ -141,7 +155,8 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
             for block in ids:
                 demand[block] = demand.get(block, 0.0) + float(rest[i, block])
         was = {x for x in before[0, h].tolist() if x >= 0}
-        order = sorted(demand, key=demand.get, reverse=True)
+        weighed = {x: y * STAY if x in was else y for x, y in demand.items()}
+        order = sorted(weighed, key=weighed.get, reverse=True)
         order += sorted(was - demand.keys(), key=lambda x: -float(wanted_before[0, h, x]))
         resident = set(order[: layout.places])
         assert {x for x in bank.tensors["block"][0, h].tolist() if x >= 0} == resident

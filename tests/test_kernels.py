@@ -421,24 +421,25 @@ def _case_buckets(rng, backend):
     return same.round(decimals=2), torch.ones_like(same)  # a key on a plane may fall on either side
 
 
-def _case_encode_blocks(rng, backend):
+def _case_encode_blocks(rng, backend, block=32):
     (k,) = _moved(torch.randn(2, 3, 90, 64, generator=rng))
-    log_count = torch.randn(2, 3, 96, generator=rng)
-    log_count[:, :, 90:] = log_count[:, :, ::7] = log_count[:, :, 32:64] = -math.inf
+    n = -(-90 // block)
+    log_count = torch.randn(2, 3, n * block, generator=rng)
+    log_count[:, :, 90:] = log_count[:, :, ::7] = log_count[:, :, block : 2 * block] = -math.inf
     log_count = log_count.to(DEVICE)
-    code = torch.zeros(2, 3, 5, 64, dtype=torch.int8, device=DEVICE)
+    code = torch.zeros(2, 3, n + 2, 64, dtype=torch.int8, device=DEVICE)
     scale, weight = (
-        torch.full(size, math.nan, device=DEVICE) for size in ((2, 3, 5, 1), (2, 3, 5))
+        torch.full(size, math.nan, device=DEVICE) for size in ((2, 3, n + 2, 1), (2, 3, n + 2))
     )
     codes = Codes(code, scale, weight)
     {"torch": block_index_torch, "triton": block_index_triton}[backend].encode_blocks(
-        Past(k, k), log_count, 32, codes
+        Past(k, k), log_count, block, codes
     )
-    assert weight[:, :, 3:].isnan().all()
-    means, weights = encode_blocks_reference(k, log_count, 32)
-    error = (code * scale)[:, :, :3].double().cpu() - means
-    assert (error.abs() <= 0.51 * scale[:, :, :3].double().cpu()).all()
-    return weight[:, :, :3].double().cpu(), weights
+    assert weight[:, :, n:].isnan().all()
+    means, weights = encode_blocks_reference(k, log_count, block)
+    error = (code * scale)[:, :, :n].double().cpu() - means
+    assert (error.abs() <= 0.51 * scale[:, :, :n].double().cpu()).all()
+    return weight[:, :, :n].double().cpu(), weights
 
 
 def _case_block_mass(rng, backend):
@@ -601,6 +602,11 @@ CASES = {
     },
     "block_index_buckets": (_case_buckets, ("torch", "triton")),
     "block_index_encode": (_case_encode_blocks, ("torch", "triton")),
+    "block_index_encode_30": (
+        functools.partial(_case_encode_blocks, block=30),
+        ("torch", "triton"),
+    ),
+    "block_index_encode_4": (functools.partial(_case_encode_blocks, block=4), ("torch", "triton")),
     "block_index_mass": (_case_block_mass, ("torch", "triton")),
     "block_index_mean_mass": (_case_mean_mass, ("torch", "triton")),
     "match": (_case_match, ("torch", "triton")),

@@ -17,6 +17,7 @@ from tachyscope.attention.blocks import (
     BlockAttention,
     default_block,
     power_of_two,
+    whole_block,
 )
 from tachyscope.attention.dense import read_all
 from tachyscope.errors import TachyscopeError
@@ -140,7 +141,7 @@ class Ann(BlockAttention):
 
     def bank_layout(self, shape: Shape, slots: int, budget: int) -> BankLayout:
         """How a bank cuts up a layer of so many slots; raises where they are too few."""
-        tokens, size = shape.tokens_per_frame, self._block(shape)
+        tokens, size = shape.tokens_per_frame, self._bank_block(shape)
         sink, newest = -(-self.sink * tokens // size), self.newest * tokens
         room = slots - shape.max_pass_tokens
         places, chunk = (room - newest) // size - sink, shape.chunk * tokens
@@ -162,6 +163,13 @@ class Ann(BlockAttention):
 
     def _block(self, shape: Shape) -> int:
         return default_block(shape, self.block)
+
+    def _bank_block(self, shape: Shape) -> int:
+        """A bank's block. Where all that is resident is read, no list needs a power of two: a
+        divisor of a latent frame fills every block, and attention reads without log-weights."""
+        if self.read == 1 and self.block is None:
+            return whole_block(shape) or self._block(shape)
+        return self._block(shape)
 
     def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
         between = self._between(shape, prompt, past)
@@ -271,7 +279,7 @@ class Ann(BlockAttention):
             bank.choose(mass, ctx.past, read, early, ctx.pass_count - ctx.pass_index)
             if full:
                 bank.fetch(layer)
-        if full and read == cut.all:  # every tile reads all that is resident
+        if self.read == 1:  # every tile reads all that is resident
             if not early:
                 bank.join(layer)
             out = self._attend_resident(q, layer, ctx, meter)

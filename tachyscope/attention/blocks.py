@@ -185,6 +185,14 @@ def default_block(shape: Shape, block: int | None) -> int:
     return block or power_of_two(shape.tokens_per_frame // BLOCK_SHARE)
 
 
+def whole_block(shape: Shape) -> int | None:
+    """The largest divisor of a latent frame's tokens between half of a default block and what such
+    a block may be at most; None where there is none."""
+    tokens, least = shape.tokens_per_frame, default_block(shape, None) // 2
+    most = min(max(tokens // BLOCK_SHARE, 1), LARGEST)
+    return next((n for n in range(most, least, -1) if tokens % n == 0), None)
+
+
 def power_of_two(most: int) -> int:
     """The largest power of two that is `most` or less, from 1 to LARGEST."""
     return 1 << min(max(most, 1), LARGEST).bit_length() - 1

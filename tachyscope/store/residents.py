@@ -12,8 +12,8 @@ from tachyscope.kernels.admit import Residency, admit, best_places, note
 from tachyscope.store.bank_layout import BankLayout
 
 # the first pass waits until at most one place in so many has been filled: of 21 resident latent
-# frames about 4, which takes a bus of 50 GB/s 7 ms a chunk of Wan 1.3B at 480p in int4
-AT_ONCE = 4
+# frames about 8, which takes a bus of 50 GB/s 13 ms a chunk of Wan 1.3B at 480p in int4
+AT_ONCE = 2
 
 
 class Choice(NamedTuple):

@@ -21,8 +21,9 @@ def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tens
     """Settle which blocks are resident from now on, and which of them are to be fetched.
 
     Tiles want blocks ids [B, H, tiles, n] by their mass on each. All that are wanted become
-    resident, of largest mass first, then those wanted last. The first `at_once` of a head that are
-    to be fetched are so at once: which block [B, Hkv, places] then stands in each place.
+    resident, of largest mass first, that of resident ones counted `STAY` times; then those wanted
+    last. The first `at_once` of a head that are to be fetched are so at once: which block
+    [B, Hkv, places] then stands in each place.
     """
     fits = residency.wanted.shape[2] <= BLOCKS and residency.block.shape[2] <= PLACES
     backend = triton_backend if HAS_TRITON and mass.is_cuda and fits else torch_backend

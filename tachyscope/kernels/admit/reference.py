@@ -6,7 +6,7 @@ from itertools import product
 
 from torch import Tensor
 
-from tachyscope.kernels.admit.torch import Residency
+from tachyscope.kernels.admit.torch import STAY, Residency
 
 
 def admit_reference(
@@ -28,20 +28,22 @@ def admit_reference(
             ids[b, mine].flatten().tolist(), mass[b, mine].double().flatten().tolist(), strict=True
         ):
             demand[block] = demand.get(block, 0) + max(1, int(x * 2**40))
-        for block, x in demand.items():
-            share = x / max(demand.values()) * 0.99
-            after.wanted[b, h, block] = float(after.choices) + share
         one = Residency(after.choices, *(x[b, h] for x in after[1:]))
-        _fill_reference(one, set(demand), first[b, h], at_once)
+        _fill_reference(one, demand, first[b, h], at_once)
     return after, first
 
 
-def _fill_reference(one: Residency, demanded: set[int], first: Tensor, at_once: int) -> None:
+def _fill_reference(one: Residency, demand: dict[int, int], first: Tensor, at_once: int) -> None:
     """Give one head's places to the best of what is resident or demanded, in place."""
-    stood, wanted = one.block.tolist(), one.wanted.tolist()
+    stood = one.block.tolist()
     there = {block for block in stood if block >= 0}
-    counted = [block for block in there | demanded if wanted[block] >= 0]
-    best = sorted(counted, key=lambda block: (-wanted[block], block))[: len(stood)]
+    weighed = {block: x * STAY if block in there else x for block, x in demand.items()}
+    score = one.wanted.tolist()
+    for x, values in ((one.wanted, demand), (score, weighed)):
+        for block, value in values.items():
+            x[block] = float(one.choices) + value / max(values.values()) * 0.99
+    counted = [block for block in there | set(demand) if score[block] >= 0]
+    best = sorted(counted, key=lambda block: (-score[block], block))[: len(stood)]
     comers = [block for block in best if block not in there]
     turn = 0
     one.place[:] = one.now[:] = one.later[:] = -1

@@ -8,6 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# A resident block stays until another is wanted by so many times its mass. Without it, contents
+# that are wanted nearly alike change places at every choice. On `atrium-world` 2 fetches a fifth
+# less where 40 % of what is resident is read, a third less where all is, and loses nothing.
+STAY = 2
+
 
 class Residency(NamedTuple):
     """What is known of a bank's blocks, all but `choices` written in place."""
@@ -29,16 +34,22 @@ def note(mass: Tensor, ids: Tensor, choices: Tensor, wanted: Tensor) -> Tensor:
     demand = torch.zeros(wanted.shape, dtype=torch.int64, device=mass.device)
     # as whole numbers: a GPU adds them up in any order, and the sum is the same
     demand.scatter_add_(2, index, (mass.double() * 2**40).long().clamp(min=1))
-    share = demand.float() / demand.amax(-1, keepdim=True) * 0.99
-    wanted.copy_(torch.where(demand > 0, choices + share, wanted))
+    wanted.copy_(torch.where(demand > 0, choices + share_of(demand), wanted))
     return demand
+
+
+def share_of(demand: Tensor) -> Tensor:
+    """Demand as a part of the largest, below 1."""
+    return demand.float() / demand.amax(-1, keepdim=True) * 0.99
 
 
 def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tensor:
     choices, wanted, place, block, now, later = residency
     most, places = wanted.shape[2], block.shape[2]
-    demand = note(mass, ids, choices, wanted)
-    score = wanted.masked_fill(~((place[:, :, :-1] >= 0) | (demand > 0)), -1.0)
+    demand, here = note(mass, ids, choices, wanted), place[:, :, :-1] >= 0
+    demand = torch.where(here, STAY * demand, demand)
+    score = torch.where(demand > 0, choices + share_of(demand), wanted)
+    score = score.masked_fill(~(here | (demand > 0)), -1.0)
     best = score.topk(places, -1)
     chosen = best.indices.to(torch.int32)
     comes = (best.values >= 0) & (at_or(place, chosen, 0) < 0)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.kernels.admit import torch as admit_torch
 from tachyscope.kernels.admit.torch import Residency
 from tachyscope.kernels.launch import launch
 
@@ -16,6 +17,7 @@ from tachyscope.kernels.launch import launch
 ADDED, CHUNK = 1024, 8192
 # turns a block's number around, so that of equal keys the lower number's is the larger
 LAST = tl.constexpr(2**31 - 1)
+STAY = tl.constexpr(admit_torch.STAY)
 
 
 def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tensor:
@@ -97,10 +99,14 @@ def _admit(
     offs_c, offs_n, offs_p = tl.arange(0, C), tl.arange(0, N), tl.arange(0, P)
 
     top = tl.full((C,), 1, tl.int64)
+    top_weighed = tl.full((C,), 1, tl.int64)
     for start in tl.range(0, most, C):
         at = start + offs_c
-        top = tl.maximum(top, tl.load(demand + at, mask=at < most, other=0))
-    largest = tl.max(top, 0).to(tl.float32)
+        mine = tl.load(demand + at, mask=at < most, other=0)
+        here = tl.load(place + at, mask=at < most, other=-1) >= 0
+        top = tl.maximum(top, mine)
+        top_weighed = tl.maximum(top_weighed, tl.where(here, STAY * mine, mine))
+    largest, largest_weighed = tl.max(top, 0).to(tl.float32), tl.max(top_weighed, 0).to(tl.float32)
     choice = tl.load(choices)
     # scores of what is resident or wanted now; as whole numbers they are in the same order
     for start in tl.range(0, most, C):
@@ -108,10 +114,12 @@ def _admit(
         inside = at < most
         mine = tl.load(demand + at, mask=inside, other=0)
         here = tl.load(place + at, mask=inside, other=-1) >= 0
-        score = tl.load(wanted + at, mask=inside, other=-1.0)
         share = tl.div_rn(mine.to(tl.float32), largest) * 0.99
-        score = tl.where(mine > 0, choice + share, score)
-        tl.store(wanted + at, score, mask=inside & (mine > 0))
+        tl.store(wanted + at, choice + share, mask=inside & (mine > 0))
+        weighed = tl.where(here, STAY * mine, mine)
+        share = tl.div_rn(weighed.to(tl.float32), largest_weighed) * 0.99
+        before = tl.load(wanted + at, mask=inside & (mine == 0), other=-1.0)
+        score = tl.where(mine > 0, choice + share, before)
         counts = (here | (mine > 0)) & (score >= 0)
         tl.store(keys + at, tl.where(counts, score.to(tl.int32, bitcast=True), -1), mask=inside)
     tl.debug_barrier()

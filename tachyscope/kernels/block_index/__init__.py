@@ -34,7 +34,7 @@ def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes, first
     whose scale is the keys' mean norm. log_count [B, Hkv, blocks * block], -inf for a slot without
     an entry.
     """
-    if codes.code.dtype == int8 and block in BLOCKS and reads_keys(past.k):
+    if codes.code.dtype == int8 and block <= max(BLOCKS) and reads_keys(past.k):
         triton_backend.encode_blocks(past, log_count, block, codes)  # all: it is one launch
     else:
         torch_backend.encode_blocks(past, log_count, block, codes, first)

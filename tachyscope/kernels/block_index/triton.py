@@ -37,13 +37,14 @@ def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes) -> No
     """`encode_blocks` by int8 means, of all blocks."""
     rows, heads, places = log_count.shape
     code, scale, weight = codes
-    k = numbers(past.k)
+    k, size = numbers(past.k), triton.next_power_of_2(block)
     k_scale = log_count if past.k_scale is None else past.k_scale
     launch(
         _encode, (places // block, rows * heads),
         k, k_scale, log_count, code, scale, weight, *k.stride()[:3], *k_scale.stride()[:2],
         *log_count.stride()[:2], code.shape[2], k.shape[2], heads,
-        CODED=past.k_scale is not None, D=k.shape[3], BLOCK=block, num_warps=max(1, block // 16),
+        CODED=past.k_scale is not None, D=k.shape[3], BLOCK=block, N=size,
+        num_warps=max(1, size // 16),
     )  # fmt: skip
 
 
@@ -101,13 +102,14 @@ def _buckets(
 @triton.jit(do_not_specialize=["most", "slots", "heads"])
 def _encode(
     k, k_scale, log_count, code, scale, weight, k_b, k_h, k_s, s_b, s_h, w_b, w_h, most, slots,
-    heads, CODED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    heads, CODED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One block of one head."""
     block, row = tl.program_id(0), tl.program_id(1)
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-    at, offs_d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)[None, :]
-    live = tl.load(log_count + b * w_b + h * w_h + at)
+    offs_n, offs_d = tl.arange(0, N), tl.arange(0, D)[None, :]
+    at = block * BLOCK + offs_n
+    live = tl.load(log_count + b * w_b + h * w_h + at, mask=offs_n < BLOCK, other=float("-inf"))
     kept = ((live > float("-inf")) & (at < slots))[:, None]
     keys = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_s + offs_d
     keys = tl.load(keys, mask=kept, other=0.0).to(tl.float32)
