@@ -61,12 +61,17 @@ types |= dict.fromkeys(("scale_ptr", "weight_ptr", "m_ptr", "l_ptr", "out_ptr"),
 types |= {"q_b": "i64", "q_h": "i64"}
 for kernel in (index._part_sums, index._part_mass):
     build(kernel, types, {"D": 128, "M": 64, "N": 64, "TILE": 16, "PARTS": 8}, num_warps=4)
+names = ("k_b", "k_h", "s_b", "s_h", "w_b", "w_h")
+types = dict.fromkeys(names, "i64") | dict.fromkeys(("k_s", "most", "slots", "heads"), "i32")
+types |= dict.fromkeys(("k_scale", "log_count", "scale", "weight"), "*fp32")
+sizes = {"CODED": False, "D": 128, "BLOCK": 120, "N": 128}
+build(index._encode, types | {"k": "*bf16", "code": "*i8"}, sizes, num_warps=8)
 types = dict.fromkeys(("x_b", "x_h"), "i64") | dict.fromkeys(("x_n", "heads", "n", "count"), "i32")
 types |= {"x": "*bf16", "near": "*bf16", "label": "*i64", "order": "*i64", "start": "*i64"}
 types |= dict.fromkeys(("half", "weight", "total", "size"), "*fp32")
 for kernel, options in ((kmeans._nearest, {"M": kmeans.ROWS, "N": kmeans.COLUMNS}), (kmeans._sum_clusters, {"N": kmeans.ADDED})):
     build(kernel, types, {"D": 128} | options, num_warps=8)
-whole = dict.fromkeys(("count", "of_row", "most", "places", "at_once"), "i32")
+whole = dict.fromkeys(("count", "of_row", "most", "places", "at_once", "stay"), "i32")
 types = whole | {"mass": "*fp32", "ids": "*i64", "demand": "*i64"}
 tell(admit._add_up, types, {"N": admit.ADDED}, num_warps=4)
 types = whole | dict.fromkeys(("place", "block", "now", "later", "first", "keys"), "*i32")

@@ -17,7 +17,6 @@ from tachyscope.kernels.launch import launch
 ADDED, CHUNK = 1024, 8192
 # turns a block's number around, so that of equal keys the lower number's is the larger
 LAST = tl.constexpr(2**31 - 1)
-STAY = tl.constexpr(admit_torch.STAY)
 
 
 def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tensor:
@@ -37,7 +36,7 @@ def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tens
     # a product and a sum stay two roundings, as stock torch has them
     launch(
         _admit, (rows,),
-        demand, *residency, first, keys, comers, most, places, at_once,
+        demand, *residency, first, keys, comers, most, places, at_once, admit_torch.STAY,
         N=width, C=min(width, CHUNK), P=size, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return first
@@ -80,10 +79,10 @@ def _least_of_best(key, count):
     return low
 
 
-@triton.jit(do_not_specialize=["most", "places", "at_once"])
+@triton.jit(do_not_specialize=["most", "places", "at_once", "stay"])
 def _admit(
     demand, choices, wanted, place, block, now, later, first, keys, comers, most, places, at_once,
-    N: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
+    stay, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """One head: its blocks in parts of C, all N of them where the best are sought."""
     row = tl.program_id(0).to(tl.int64)
@@ -105,7 +104,7 @@ def _admit(
         mine = tl.load(demand + at, mask=at < most, other=0)
         here = tl.load(place + at, mask=at < most, other=-1) >= 0
         top = tl.maximum(top, mine)
-        top_weighed = tl.maximum(top_weighed, tl.where(here, STAY * mine, mine))
+        top_weighed = tl.maximum(top_weighed, tl.where(here, stay * mine, mine))
     largest, largest_weighed = tl.max(top, 0).to(tl.float32), tl.max(top_weighed, 0).to(tl.float32)
     choice = tl.load(choices)
     # scores of what is resident or wanted now; as whole numbers they are in the same order
@@ -116,7 +115,7 @@ def _admit(
         here = tl.load(place + at, mask=inside, other=-1) >= 0
         share = tl.div_rn(mine.to(tl.float32), largest) * 0.99
         tl.store(wanted + at, choice + share, mask=inside & (mine > 0))
-        weighed = tl.where(here, STAY * mine, mine)
+        weighed = tl.where(here, stay * mine, mine)
         share = tl.div_rn(weighed.to(tl.float32), largest_weighed) * 0.99
         before = tl.load(wanted + at, mask=inside & (mine == 0), other=-1.0)
         score = tl.where(mine > 0, choice + share, before)
