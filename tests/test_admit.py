@@ -68,7 +68,8 @@ def _case(rng, size):
 def _run(backend, device, mass, ids, residency, at_once):
     """A backend's residency and what stands in each place at first, on the CPU."""
     moved = Residency(*(x.to(device, copy=True) for x in residency))
-    first = backend.admit(mass.to(device), ids.to(device), moved, at_once)
+    ids = None if ids is None else ids.to(device)
+    first = backend.admit(mass.to(device), ids, moved, at_once)
     return Residency(*(x.cpu() for x in moved)), first.cpu()
 
 
@@ -95,6 +96,14 @@ def _check(device, mass, ids, residency, at_once):
 def test_what_becomes_resident_is_as_defined(rng, size, at_once, device):
     at_once = size[4] if at_once is None else at_once
     _check(device, *_case(rng, size), at_once)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_without_ids_every_block_is_wanted(rng, size, device):
+    batch, heads, group, most, places, used, held, tiles, _ = size
+    residency = _residency(rng, batch, heads, most, places, used, held)
+    _check(device, _mass(rng, residency, group, tiles, used), None, residency, places // 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

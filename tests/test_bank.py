@@ -71,8 +71,12 @@ def test_all_that_is_resident_is_read_as_by_lists_of_all_blocks(monkeypatch):
         if ctx.past < layout.room:
             return read_resident(self, q, layer, ctx, meter)
         reads.append(ctx.pass_index)
-        early = not ctx.before and ctx.pass_index < ctx.pass_count - 1
-        table = layer.bank.table(layer, ctx.past, sum(layout.blocks(ctx.past)), early)
+        early, blocks = not ctx.before and ctx.pass_index < 2, sum(layout.blocks(ctx.past))
+        work = layer.bank.work
+        work["count"].fill_(blocks)
+        for name in ("first", "map"):
+            work[name][..., :blocks] = torch.arange(blocks)
+        table = layer.bank.table(layer, ctx.past, blocks, early)
         return block_sparse_attention(q, *layer.now(ctx), table).out
 
     for seed in range(9):
@@ -184,6 +188,35 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
     assert (row["blocks_late"], row["blocks_denied"], row["blocks_fetched"]) == (
         late, 3 * denied, fetched,
     )  # fmt: skip
+
+
+def test_where_all_is_read_the_largest_summed_mass_is_resident_and_nothing_denied():
+    plan = "cache=bank:resident=7f,budget=60f attention=ann:read=1,block=2,tile=3"
+    at = session(dataclasses.replace(CHUNKS, heads=2), plan)
+    play(at, 12)
+    counted(at)
+    layer = at.layers[0]
+    bank, layout = layer.bank, layer.bank.layout
+    tiles, rows = 4, layout.sink + layout.most + layout.open
+    mass = torch.rand(1, 2, tiles, rows, generator=torch.Generator().manual_seed(3))
+    live, before = int(bank.tensors["used"]), bank.tensors["block"].clone()
+    mass[..., layout.sink + live : layout.sink + layout.most] = -1.0  # no entries
+    bank.choose(mass, layout.room, None, True, 3)
+    bank.settle()
+    fetched = late = 0
+    for h in range(2):
+        was = set(before[0, h].tolist())
+        total = mass[0, h, :, layout.sink : layout.sink + live].sum(0).tolist()
+        weighed = [x * STAY if i in was else x for i, x in enumerate(total)]
+        order = sorted(range(live), key=lambda i: -weighed[i])[: layout.places]
+        assert set(bank.tensors["block"][0, h].tolist()) == set(order)
+        comes = [x for x in order if x not in was]
+        fetched += len(comes)
+        late += tiles * len(comes[layout.places // AT_ONCE :])
+    row = counted(at)
+    assert row["blocks_wanted"] == 2 * tiles * layout.places * 3
+    assert (row["blocks_late"], row["blocks_denied"], row["blocks_fetched"]) == (late, 0, fetched)
+    assert fetched > 0
 
 
 @pytest.mark.parametrize("resident", [10, 11])

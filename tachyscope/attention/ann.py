@@ -276,7 +276,8 @@ class Ann(BlockAttention):
             rows = layout.sink + layout.most + layout.open if full else cut.all
             mass = (mean_mass if full else block_mass)(q, bank.codes, rows, layout.tile)
             meter.add("macs", q.shape[:3].numel() * rows * layout.code)
-            bank.choose(mass, ctx.past, read, early, ctx.pass_count - ctx.pass_index)
+            chosen = None if self.read == 1 else read
+            bank.choose(mass, ctx.past, chosen, early, ctx.pass_count - ctx.pass_index)
             if full:
                 bank.fetch(layer)
         if self.read == 1:  # every tile reads all that is resident

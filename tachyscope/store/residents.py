@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     """What tiles wanted, until it is settled what they read once all of it has come."""
 
     mass: Tensor  # [B, H, tiles, blocks of the bank]
-    wanted: Tensor  # [B, H, tiles, n] of them
+    wanted: Tensor | None  # [B, H, tiles, n] of them; None: tiles read all that is resident
     first: Tensor  # [B, Hkv, places] which block stands where in the first pass
     map: Tensor  # [B, H, tiles, n] is written: places
     sink: int
@@ -39,40 +39,45 @@ class Residents:
     work: dict[str, Tensor]
     choice: Choice | None = field(default=None, init=False)  # not settled yet
 
-    def choose(self, mass: Tensor, past: int, read: int, early: bool, passes: int) -> None:
+    def choose(self, mass: Tensor, past: int, read: int | None, early: bool, passes: int) -> None:
         """Write which blocks each tile reads, by its mass [B, H, tiles, blocks] on each.
 
-        A tile reads `read` blocks, the sink's and the newest's among them. Of the `passes` that the
-        choice is made for the first is `early`: it runs before all that is fetched has come, and
-        what the others read is left to `settle`.
+        A tile reads `read` blocks, the sink's and the newest's among them; without it all that are
+        resident, which are those of most summed mass. Of the `passes` that the choice is made for
+        the first is `early`: it runs before all that is fetched has come, and what the others read
+        is left to `settle`.
         """
         layout, own, work = self.layout, self.tensors, self.work
         sink, held, newest = layout.blocks(past)
-        tiles, best = mass.shape[2], read - sink - newest
-        maps = [work[name][:, :, :tiles, :read] for name in ("first", "map")]
-        place = torch.arange(sink + held + newest, dtype=torch.int32, device=mass.device)
-        for x in maps:
-            x[..., :sink] = place[:sink]
-            x[..., sink : sink + newest] = place[sink + held :]
-        own["choices"] += 1
-        work["count"][:, :, :tiles] = read
-        full = past == layout.room
+        tiles, full = mass.shape[2], past == layout.room
         rest = mass[..., sink : mass.shape[3] - newest]
-        chosen = rest.topk(best, -1, sorted=False)
+        own["choices"] += 1
+        maps, best, values, ids = [rest, rest], held, rest, None
+        if read is not None:
+            best = read - sink - newest
+            place = torch.arange(sink + held + newest, dtype=torch.int32, device=mass.device)
+            for i, name in enumerate(("first", "map")):
+                maps[i] = work[name][:, :, :tiles, :read]
+                maps[i][..., :sink] = place[:sink]
+                maps[i][..., sink : sink + newest] = place[sink + held :]
+                maps[i] = maps[i][..., sink + newest :]
+            work["count"][:, :, :tiles] = read
+            values, ids = rest.topk(best, -1, sorted=False)
         if not full:  # all that there is is resident
-            note(chosen.values, chosen.indices, own["choices"], own["wanted"])
-            maps[1][..., sink + newest :] = chosen.indices + sink
-            self._count(chosen.indices.numel() * passes)
+            note(values, ids, own["choices"], own["wanted"])
+            if ids is not None:
+                maps[1].copy_(ids + sink)
+            self._count(rest.shape[:3].numel() * best * passes)
             return
         at_once = max(1, layout.places // AT_ONCE) if early else layout.places
         residency = Residency(
             own["choices"], own["wanted"], own["place"], own["block"], work["now"], work["later"]
         )
-        first = admit(chosen.values, chosen.indices, residency, at_once)
-        first_map, later_map = (x[..., sink + newest :] for x in maps)
-        if early:  # until what is fetched has come, a tile reads the best of what is there
-            best_places(rest, first, first_map, sink)
-        self.choice = Choice(rest, chosen.indices, first, later_map, sink, passes)
+        first = admit(values, ids, residency, at_once)
+        if early and ids is not None:
+            # until what is fetched has come, a tile reads the best of what is there
+            best_places(rest, first, maps[0], sink)
+        self.choice = Choice(rest, ids, first, maps[1], sink, passes)
         if not early:
             self.settle()
 
@@ -82,13 +87,18 @@ class Residents:
         mass, wanted, first, later_map, sink, passes = self.choice
         self.choice = None
         own, work = self.tensors, self.work
+        fetched = sum((work[name] >= 0).sum() for name in ("now", "later"))
+        if wanted is None:  # none is denied: what tiles want is what is resident
+            tiles = mass.shape[1] // first.shape[1] * mass.shape[2]
+            late = (work["later"] >= 0).sum() * tiles
+            self._count(first.numel() * tiles * passes, late, 0, fetched)
+            return
         best_places(mass, own["block"], later_map, sink)
         wanted = wanted.unflatten(1, (first.shape[1], -1)).flatten(2)
         place = own["place"].gather(2, wanted)
         there = place >= 0
         # late is what comes to a place where another block, or none, stood at first
         late = there & (first.gather(2, place.long().clamp(min=0)) != wanted)
-        fetched = sum((work[name] >= 0).sum() for name in ("now", "later"))
         self._count(wanted.numel() * passes, late.sum(), (~there).sum() * passes, fetched)
 
     def _count(self, *values: int | Tensor) -> None:

@@ -17,12 +17,13 @@ __all__ = ["Residency", "admit", "at_or", "best_places", "note", "or_last"]
 BLOCKS, PLACES = 2**15, 2**10
 
 
-def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tensor:
+def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) -> Tensor:
     """Settle which blocks are resident from now on, and which of them are to be fetched.
 
-    Tiles want blocks ids [B, H, tiles, n] by their mass on each. All that are wanted become
-    resident, of largest mass first, that of resident ones counted `STAY` times; then those wanted
-    last. The first `at_once` of a head that are to be fetched are so at once: which block
+    Tiles want blocks ids [B, H, tiles, n] by their mass on each; without ids every block by its
+    mass [B, H, tiles, most], which is below 0 where it is empty. All that are wanted become
+    resident, of largest summed mass first, that of resident ones counted `STAY` times; then those
+    wanted last. The first `at_once` of a head that are to be fetched are so at once: which block
     [B, Hkv, places] then stands in each place.
     """
     fits = residency.wanted.shape[2] <= BLOCKS and residency.block.shape[2] <= PLACES

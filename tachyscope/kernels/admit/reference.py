@@ -10,7 +10,7 @@ from tachyscope.kernels.admit.torch import STAY, Residency
 
 
 def admit_reference(
-    mass: Tensor, ids: Tensor, residency: Residency, at_once: int
+    mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int
 ) -> tuple[Residency, Tensor]:
     """What `admit` leaves, `wanted` in float64, and what stands in each place at first.
 
@@ -24,10 +24,13 @@ def admit_reference(
     for b, h in product(range(batch), range(heads)):
         mine = slice(h * group, (h + 1) * group)
         demand: dict[int, int] = {}
-        for block, x in zip(
-            ids[b, mine].flatten().tolist(), mass[b, mine].double().flatten().tolist(), strict=True
-        ):
-            demand[block] = demand.get(block, 0) + max(1, int(x * 2**40))
+        if ids is None:
+            total = mass[b, mine].double().clamp(min=0).sum((0, 1)) * 2**40
+            demand = {block: int(x) for block, x in enumerate(total.tolist()) if int(x)}
+        else:
+            want, by = ids[b, mine].flatten().tolist(), mass[b, mine].double().flatten().tolist()
+            for block, x in zip(want, by, strict=True):
+                demand[block] = demand.get(block, 0) + max(1, int(x * 2**40))
         one = Residency(after.choices, *(x[b, h] for x in after[1:]))
         _fill_reference(one, demand, first[b, h], at_once)
     return after, first

@@ -25,17 +25,23 @@ class Residency(NamedTuple):
     later: Tensor  # [B, Hkv, places] what is fetched after
 
 
-def note(mass: Tensor, ids: Tensor, choices: Tensor, wanted: Tensor) -> Tensor:
-    """The summed mass of every block that a tile wants [B, Hkv, most], times 2^40; else 0.
-
-    When they were wanted is written.
-    """
-    index, mass = (x.unflatten(1, (wanted.shape[1], -1)).flatten(2) for x in (ids, mass))
-    demand = torch.zeros(wanted.shape, dtype=torch.int64, device=mass.device)
-    # as whole numbers: a GPU adds them up in any order, and the sum is the same
-    demand.scatter_add_(2, index, (mass.double() * 2**40).long().clamp(min=1))
+def note(mass: Tensor, ids: Tensor | None, choices: Tensor, wanted: Tensor) -> Tensor:
+    """`demand_of` every block; when they were wanted is written."""
+    demand = demand_of(mass, ids, wanted)
     wanted.copy_(torch.where(demand > 0, choices + share_of(demand), wanted))
     return demand
+
+
+def demand_of(mass: Tensor, ids: Tensor | None, wanted: Tensor) -> Tensor:
+    """The summed mass of every block that a tile wants [B, Hkv, most], times 2^40; else 0."""
+    mass = mass.unflatten(1, (wanted.shape[1], -1)).flatten(2, 3)
+    if ids is None:
+        total = mass.clamp(min=0).sum(2, dtype=torch.float64) * 2**40
+        return F.pad(total.long(), (0, wanted.shape[2] - total.shape[2]))
+    index, mass = ids.unflatten(1, (wanted.shape[1], -1)).flatten(2), mass.flatten(2)
+    demand = torch.zeros(wanted.shape, dtype=torch.int64, device=mass.device)
+    # as whole numbers: a GPU adds them up in any order, and the sum is the same
+    return demand.scatter_add_(2, index, (mass.double() * 2**40).long().clamp(min=1))
 
 
 def share_of(demand: Tensor) -> Tensor:
@@ -43,7 +49,7 @@ def share_of(demand: Tensor) -> Tensor:
     return demand.float() / demand.amax(-1, keepdim=True) * 0.99
 
 
-def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tensor:
+def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) -> Tensor:
     choices, wanted, place, block, now, later = residency
     most, places = wanted.shape[2], block.shape[2]
     demand, here = note(mass, ids, choices, wanted), place[:, :, :-1] >= 0

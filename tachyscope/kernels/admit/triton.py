@@ -19,17 +19,20 @@ ADDED, CHUNK = 1024, 8192
 LAST = tl.constexpr(2**31 - 1)
 
 
-def admit(mass: Tensor, ids: Tensor, residency: Residency, at_once: int) -> Tensor:
+def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) -> Tensor:
     wanted, block = residency.wanted, residency.block
     assert all(x.is_contiguous() for x in residency)
     rows, most, places = block.shape[:2].numel(), wanted.shape[2], block.shape[2]
-    demand = torch.zeros(rows, most, dtype=torch.int64, device=mass.device)
-    count, size, width = ids.numel(), _padded(places), _padded(most)
-    launch(
-        _add_up, (triton.cdiv(count, ADDED),),
-        mass.contiguous(), ids.contiguous(), demand, count, count // rows, most,
-        N=ADDED, num_warps=4,
-    )  # fmt: skip
+    size, width = _padded(places), _padded(most)
+    if ids is None:
+        demand = admit_torch.demand_of(mass, None, wanted)
+    else:
+        demand, count = torch.zeros(rows, most, dtype=torch.int64, device=mass.device), ids.numel()
+        launch(
+            _add_up, (triton.cdiv(count, ADDED),),
+            mass.contiguous(), ids.contiguous(), demand, count, count // rows, most,
+            N=ADDED, num_warps=4,
+        )  # fmt: skip
     keys = torch.empty(rows, most, dtype=torch.int32, device=mass.device)
     comers = torch.empty(rows, size, dtype=torch.int64, device=mass.device)
     first = torch.empty_like(block)
