@@ -120,6 +120,25 @@ def test_what_rivals_remember_was_measured():
             assert host == (f"{row['host_mb']:.0f}" if "host_mb" in row else "")
 
 
+def test_what_a_thousand_frames_keep_was_measured():
+    page = (ROOT / "docs" / "rivals.md").read_text()
+    rows = read_rows("atrium-rivals-long-2026-11-18-h200.json")
+    measured = {row["asked"]: row for row in rows}
+    cells = table(page, "| | plan | revisit, dB | worst room | band |")
+    assert {plan.strip("`") for _, plan, *_ in cells} == measured.keys()
+    for _, plan, revisit, worst, band, new, same, end, blurred, frozen, pairs, mb, _ in cells:
+        row = measured[plan.strip("`")]
+        assert (row["frames"], row["worlds"], row["runs"]) == (1000, 16, 3)
+        keys = "revisit_db", "revisit_db_worst", "revisit_db_band", "new_place_db"
+        assert [revisit.split()[0], worst, band, new] == [f"{row[key]:.1f}" for key in keys]
+        shares = [f"{100 * row[key]:.0f} %" for key in ("identity", "identity_last")]
+        assert [same, end[: len(shares[1])]] == shares
+        keys = "blurred", "frozen", "density"
+        assert [blurred, frozen, pairs] == [f"{100 * row[key]:.1f} %" for key in keys]
+        assert mb == f"{row['cache_mb']:.0f}"
+        assert row["asked"] == "dense" or row["work_spread"] == 1  # counted work stays flat
+
+
 def test_what_banks_remember_and_how_fast_they_are_was_measured():
     page = (ROOT / "docs" / "bank.md").read_text()
     rows = read_rows("atrium-world-banks-2026-11-18-h200.json")
