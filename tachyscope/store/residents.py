@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     mass: Tensor  # [B, H, tiles, blocks of the bank]
     wanted: Tensor | None  # [B, H, tiles, n] of them; None: tiles read all that is resident
     first: Tensor  # [B, Hkv, places] which block stands where in the first pass
-    map: Tensor  # [B, H, tiles, n] is written: places
+    lists: list[Tensor]  # [B, H, tiles, n] the last is written: places; none where all are read
     sink: int
     passes: int
 
@@ -49,25 +49,17 @@ class Residents:
         """
         layout, own, work = self.layout, self.tensors, self.work
         sink, held, newest = layout.blocks(past)
-        tiles, full = mass.shape[2], past == layout.room
         rest = mass[..., sink : mass.shape[3] - newest]
         own["choices"] += 1
-        maps, best, values, ids = [rest, rest], held, rest, None
+        values, ids, lists = rest, None, list[Tensor]()
         if read is not None:
-            best = read - sink - newest
-            place = torch.arange(sink + held + newest, dtype=torch.int32, device=mass.device)
-            for i, name in enumerate(("first", "map")):
-                maps[i] = work[name][:, :, :tiles, :read]
-                maps[i][..., :sink] = place[:sink]
-                maps[i][..., sink : sink + newest] = place[sink + held :]
-                maps[i] = maps[i][..., sink + newest :]
-            work["count"][:, :, :tiles] = read
-            values, ids = rest.topk(best, -1, sorted=False)
-        if not full:  # all that there is is resident
+            lists = self._lists(past, mass.shape[2], read)
+            values, ids = rest.topk(lists[0].shape[3], -1, sorted=False)
+        if past < layout.room:  # all that there is is resident
             note(values, ids, own["choices"], own["wanted"])
             if ids is not None:
-                maps[1].copy_(ids + sink)
-            self._count(rest.shape[:3].numel() * best * passes)
+                lists[1].copy_(ids + sink)
+            self._count(rest.shape[:3].numel() * (held if ids is None else ids.shape[3]) * passes)
             return
         at_once = max(1, layout.places // AT_ONCE) if early else layout.places
         residency = Residency(
@@ -76,15 +68,29 @@ class Residents:
         first = admit(values, ids, residency, at_once)
         if early and ids is not None:
             # until what is fetched has come, a tile reads the best of what is there
-            best_places(rest, first, maps[0], sink)
-        self.choice = Choice(rest, ids, first, maps[1], sink, passes)
+            best_places(rest, first, lists[0], sink)
+        self.choice = Choice(rest, ids, first, lists, sink, passes)
         if not early:
             self.settle()
+
+    def _lists(self, past: int, tiles: int, read: int) -> list[Tensor]:
+        """What is left of the first pass's and the others' tables [B, H, tiles, n] to be written,
+        beside the sink's and the newest's blocks, which all tiles read."""
+        sink, held, newest = self.layout.blocks(past)
+        work, out = self.work, list[Tensor]()
+        place = torch.arange(sink + held + newest, dtype=torch.int32, device=work["map"].device)
+        for name in ("first", "map"):
+            table = work[name][:, :, :tiles, :read]
+            table[..., :sink] = place[:sink]
+            table[..., sink : sink + newest] = place[sink + held :]
+            out.append(table[..., sink + newest :])
+        work["count"][:, :, :tiles] = read
+        return out
 
     def settle(self) -> None:
         """Write which blocks tiles read once all that was chosen has come, and count."""
         assert self.choice is not None
-        mass, wanted, first, later_map, sink, passes = self.choice
+        mass, wanted, first, lists, sink, passes = self.choice
         self.choice = None
         own, work = self.tensors, self.work
         fetched = sum((work[name] >= 0).sum() for name in ("now", "later"))
@@ -93,7 +99,7 @@ class Residents:
             late = (work["later"] >= 0).sum() * tiles
             self._count(first.numel() * tiles * passes, late, 0, fetched)
             return
-        best_places(mass, own["block"], later_map, sink)
+        best_places(mass, own["block"], lists[1], sink)
         wanted = wanted.unflatten(1, (first.shape[1], -1)).flatten(2)
         place = own["place"].gather(2, wanted)
         there = place >= 0
