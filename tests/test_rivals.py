@@ -8,7 +8,7 @@ import pytest
 from tachyscope.cli import main
 from tachyscope.evaluation import rivals
 from tachyscope.evaluation.rivals import REFERENCE, SIZED, device_bytes, entries_read, equal_bytes
-from tachyscope.evaluation.rivals_plot import pareto
+from tachyscope.evaluation.rivals_plot import _drift, pareto
 from tachyscope.evaluation.world import world_models
 from tachyscope.plan import Plan
 
@@ -95,3 +95,19 @@ def test_rows_are_kept_and_a_fault_costs_no_other(model, tmp_path, monkeypatch, 
     assert "equal bytes on the GPU: a window of 21 latent frames" in capsys.readouterr().out
     assert main([*words, "magic", "--resume"]) == 2
     assert "no row 'magic'; there are: window, merge, dedup" in capsys.readouterr().err
+
+
+def test_drift_is_a_line_a_method_through_the_middles_of_its_stretches():
+    """The best is named first; intervals and worst rooms beside a stretch's value are not drawn."""
+    rows = [
+        {"name": name, "model": "toy", "pace": 1.0, "worlds": 16, "runs": 3, "identity": same}
+        | {f"stretch_{end}_db": 20.0 + end / 100 for end in (160, 320, 400)}
+        | {f"identity_stretch_{end}": same for end in (160, 320, 400)}
+        | {"stretch_160_db_low": 0.0, "identity_stretch_160_worst": 0.0}
+        for name, same in (("window", 0.5), ("bank", 0.75))
+    ]
+    near, right = _drift(rows).axes
+    assert [line.get_label() for line in near.lines] == ["bank", "window"]
+    assert list(near.lines[0].get_xdata()) == [80, 240, 360]
+    assert list(near.lines[0].get_ydata()) == [21.6, 23.2, 24.0]
+    assert [list(line.get_ydata()) for line in right.lines] == [[0.75] * 3, [0.5] * 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tachyscope.results import Document
 COSTS = {"cache_mb": "MB on the GPU, a video", "pairs_frame": "query-key pairs a frame"}
 VALUES = {"revisit_db": "revisit, dB to the truth", "identity": "surfaces right"}
 COLOURS = {"bytes": "#0f7f86", "pairs": "#c2571a", "published": "#6d4fc4", "long": "#6b7280"}
+DRIFT = {"stretch_{}_db": "dB to the truth", "identity_stretch_{}": "surfaces right"}
+LINES = ("#1d1d1f", "#0f7f86", "#c2571a", "#6d4fc4", "#b08900", "#6b7280")
 MARKS = {"bytes": "o", "pairs": "s", "published": "^", "long": "D"}
 
 
@@ -32,7 +35,8 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def draw(document: Document, folder: Path) -> list[Path]:
-    """A figure for each pace and length of video, as SVG and PNG; the files."""
+    """A figure for each pace and length of video, and of long ones their drift, as SVG and PNG; the
+    files."""
     files: list[Path] = []
     rows = document["rows"]
     for pace, frames in dict.fromkeys((row["pace"], row["frames"]) for row in rows):
@@ -52,10 +56,46 @@ def draw(document: Document, folder: Path) -> list[Path]:
             key = [Line2D([], [], color=COLOURS[row["groups"][0]], marker="", lw=2) for row in some]
             named = [f"{number} {row['name']}" for number, row in enumerate(some, 1)]
             figure.legend(key, named, loc="outside right upper", frameon=False, handlelength=1)
-            for ending in ("svg", "png"):
-                files.append(folder / f"rivals-pace{pace:g}-{frames}.{ending}")
-                figure.savefig(files[-1], metadata={"Date": None} if ending == "svg" else None)
+            files += _save(figure, folder / f"rivals-pace{pace:g}-{frames}")
+            long = [row for row in some if "long" in row["groups"]]
+            if long:
+                files += _save(_drift(long), folder / f"drift-pace{pace:g}-{frames}")
     return files
+
+
+def _save(figure: Figure, path: Path) -> list[Path]:
+    files = [path.with_name(f"{path.name}.{ending}") for ending in ("svg", "png")]
+    for file, metadata in zip(files, ({"Date": None}, None), strict=True):
+        figure.savefig(file, metadata=metadata)
+    return files
+
+
+def _drift(rows: Sequence[Document]) -> Figure:
+    """What is right in each stretch of long videos, a line a method."""
+    figure = Figure((10, 3.8), layout="constrained")
+    # from the best to the worst at the end, as the lines stand
+    rows = sorted(rows, key=lambda row: -row["identity"])
+    for axes, (key, label) in zip(figure.subplots(1, len(DRIFT)), DRIFT.items(), strict=True):
+        head, tail = key.split("{}")
+        for row, colour in zip(rows, cycle(LINES)):
+            named = [k for k in row if k.startswith(head) and k.endswith(tail)]
+            ends = sorted(
+                int(x) for k in named if (x := k[len(head) :].removesuffix(tail)).isdigit()
+            )
+            starts = [0, *ends[:-1]]
+            middle = [(start + end) / 2 for start, end in zip(starts, ends, strict=True)]
+            values = [row[key.format(end)] for end in ends]
+            axes.plot(middle, values, color=colour, marker="o", markersize=3, label=row["name"])
+        axes.set_xlabel("frames made")
+        axes.set_ylabel(label)
+        axes.grid(color="#ececec", linewidth=0.6)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", frameon=False)
+    first = rows[0]
+    figure.suptitle(
+        f"{first['model']}, pace {first['pace']:g}, {first['worlds']} rooms, {first['runs']} runs"
+    )
+    return figure
 
 
 def _draw(axes: Axes, rows: Sequence[Document], cost: str, value: str) -> None:
