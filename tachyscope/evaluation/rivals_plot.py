@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def draw(document: Document, folder: Path) -> list[Path]:
             named = [f"{number} {row['name']}" for number, row in enumerate(some, 1)]
             figure.legend(key, named, loc="outside right upper", frameon=False, handlelength=1)
             files += _save(figure, folder / f"rivals-pace{pace:g}-{frames}")
-            long = [row for row in some if "long" in row["groups"]]
+            long = [row for row in some if any(key.startswith("stretch_") for key in row)]
+            long = [row for row in long if "long" in row["groups"]]
             if long:
                 files += _save(_drift(long), folder / f"drift-pace{pace:g}-{frames}")
     return files
@@ -82,8 +83,7 @@ def _drift(rows: Sequence[Document]) -> Figure:
             ends = sorted(
                 int(x) for k in named if (x := k[len(head) :].removesuffix(tail)).isdigit()
             )
-            starts = [0, *ends[:-1]]
-            middle = [(start + end) / 2 for start, end in zip(starts, ends, strict=True)]
+            middle = [(start + end) / 2 for start, end in pairwise([0, *ends])]
             values = [row[key.format(end)] for end in ends]
             axes.plot(middle, values, color=colour, marker="o", markersize=3, label=row["name"])
         axes.set_xlabel("frames made")
