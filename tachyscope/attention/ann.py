@@ -96,7 +96,8 @@ class Ann(BlockAttention):
     block: int | None = setting(
         None,
         "Past entries that are read or left out together; unless given the largest power of two "
-        "within a twelfth of a latent frame, at most 128.",
+        "within a twelfth of a latent frame, at most 128; in a bank that is read whole the largest "
+        "divisor of a latent frame there.",
     )
     tile: int | None = setting(
         None,
