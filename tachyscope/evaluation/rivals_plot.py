@@ -57,9 +57,8 @@ def draw(document: Document, folder: Path) -> list[Path]:
             named = [f"{number} {row['name']}" for number, row in enumerate(some, 1)]
             figure.legend(key, named, loc="outside right upper", frameon=False, handlelength=1)
             files += _save(figure, folder / f"rivals-pace{pace:g}-{frames}")
-            long = [row for row in some if any(key.startswith("stretch_") for key in row)]
-            long = [row for row in long if "long" in row["groups"]]
-            if long:
+            long = [row for row in some if "long" in row["groups"]]
+            if any(key.startswith("stretch_") for row in long for key in row):
                 files += _save(_drift(long), folder / f"drift-pace{pace:g}-{frames}")
     return files
 
@@ -74,8 +73,7 @@ def _save(figure: Figure, path: Path) -> list[Path]:
 def _drift(rows: Sequence[Document]) -> Figure:
     """What is right in each stretch of long videos, a line a method."""
     figure = Figure((10, 3.8), layout="constrained")
-    # from the best to the worst at the end, as the lines stand
-    rows = sorted(rows, key=lambda row: -row["identity"])
+    rows = sorted(rows, key=lambda row: -row["identity"])  # the best is named first
     for axes, (key, label) in zip(figure.subplots(1, len(DRIFT)), DRIFT.items(), strict=True):
         head, tail = key.split("{}")
         for row, colour in zip(rows, cycle(LINES)):
