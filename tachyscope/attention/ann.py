@@ -96,7 +96,8 @@ class Ann(BlockAttention):
     block: int | None = setting(
         None,
         "Past entries that are read or left out together; unless given the largest power of two "
-        "within a twelfth of a latent frame, at most 128; in a bank read whole its largest divisor.",
+        "within a twelfth of a latent frame, at most 128; in a bank read whole its largest "
+        "divisor.",
     )
     tile: int | None = setting(
         None,
