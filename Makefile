@@ -2,37 +2,52 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# editors and type checkers follow an editable install of this mode alone; errors are still shown
+PIP := -qq --constraint constraints.txt --config-settings editable_mode=compat
 
-.PHONY: venv demo test test-all clean
+.PHONY: venv demo test test-all docs clean
 
 # the package and what it needs to run
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
-	touch $@
+	@echo "Installing Tachyscope and torch into $(VENV), once; torch is a large download."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install $(PIP) --editable .
+	@touch $@
 
 # every extra, and the tools of the tests
-$(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
+$(VENV)/.dev: $(VENV)/.installed lab/pyproject.toml hardware/pyproject.toml
+	@echo "Installing every extra and the tools of the tests, once."
+	@$(BIN)/python -m pip install $(PIP) --editable '.[dev]' --editable lab --editable hardware
+	@touch $@
 
 venv: $(VENV)/.dev
 
-# the evaluation's own walk (docs/eval.md) lies behind, twice, and one more turn; then a look to both sides
-WALK := q*24 w*2 a*2 e*20 d*4 q*20 s*4 e*20 w*2 d*2 s*2 a*2
+# four lanes: the truth, the full cache, a window of 21 frames, and the plan `pose`
 demo: $(VENV)/.installed
-	$(BIN)/tachyscope compare atrium-world --world 1000000003 --given 257 --frames 16 --no-floor \
-		--actions "q*24 $(WALK) $(WALK) q*24 q*4 e*8 q*4" \
-		--plan "attention=ann:k=640,tile=64,block=1" --out out/demo
+	@echo "A small world model walks through a room by three plans; this takes one to two minutes."
+	@$(BIN)/python scripts/demo --out out/demo
 
 # lint, format, types, quick tests
 test: $(VENV)/.dev
-	PATH="$(abspath $(BIN)):$$PATH" scripts/check
+	@echo "Lint, format, types and the quick tests; this takes some minutes."
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/check
 
 # and everything else that needs no GPU
 test-all: test
-	PATH="$(abspath $(BIN)):$$PATH" scripts/check --slow
+	@echo "The slow tests; this takes about half an hour."
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/check --slow
+
+# the site, with the command line's and the library's reference: out/site/index.html
+$(VENV)/.docs: $(VENV)/.installed
+	@echo "Installing what builds the site, once."
+	@$(BIN)/python -m pip install $(PIP) --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@$(BIN)/python scripts/write_site.py out/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The site is out/site/index.html."
 
 clean:
-	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out build *.egg-info */*.egg-info */build .pytest_cache .mypy_cache .ruff_cache .hypothesis

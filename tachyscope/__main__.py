@@ -2,11 +2,12 @@
 
 import sys
 
-from tachyscope.process import guard_start
+from tachyscope.io.process import guard_start, share_cores
 
 
 def main() -> int:
     guard_start()
+    share_cores()
     # imported here: it takes a while, in which Ctrl-C must be quiet too
     from tachyscope.cli import main
 

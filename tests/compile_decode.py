@@ -20,8 +20,8 @@ from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import triton as mlp
 from tachyscope.kernels.gemv import Norm, Weight
 from tachyscope.kernels.gemv import triton as gemv
-from tachyscope.kernels.input_gate import InputGate
-from tachyscope.kernels.input_gate import triton as gate
+from tachyscope.kernels.token_gate import GateState, TokenGate
+from tachyscope.kernels.token_gate import triton as gate
 
 BF16, WIDTH, INNER, DEPTH = torch.bfloat16, 4096, 11008, 2560
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -95,19 +95,24 @@ def main():
         mlp.decode_mlp(x, part, error, inner, barrier)
         once = mlp.setting_for(whole, tokens, 132)._replace(prenorm=True)
         normed = torch.empty(COPIES, tokens, WIDTH, dtype=BF16)
-        mlp.decode_mlp(x, whole, None, inner, barrier, once, normed=normed)
+        mlp.decode_mlp(x, whole, None, inner, barrier, normed=normed, setting=once)
     for rows, tokens in ((1, 17), (2, 33), (1, 65)):
         k, v = (torch.empty(rows, 32, 2112, 128, dtype=BF16) for _ in range(2))
         cos, sin = (torch.empty(rows, 256, 128) for _ in range(2))
         step = Step(Entries(k, v, place), 32, place, Rotation(cos, sin, False))
         qkv, out = (torch.empty(rows * tokens, n * WIDTH, dtype=BF16) for n in (3, 1))
         scratch = Scratch(rows, 32, 32, 128, torch.device("cpu"), tokens)
-        several.several_attention(out, qkv, step, scratch, tokens)
-    for rows, kind in ((1, "threshold"), (2, "share"), (2, "budget")):
+        several.decode_attention(out, qkv, step, scratch, tokens)
+    for rows, rule in ((1, "threshold"), (2, "share"), (2, "budget")):
         held, fine = torch.empty(rows, 256, WIDTH, dtype=BF16), torch.empty(rows, 256)
         told = torch.zeros(rows, dtype=torch.int32)
-        one = InputGate(kind, 0.5, rows == 2, 4.0, place, place, told, told, held, fine, fine, fine)
-        gate.input_gate(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
+        rules, age = TokenGate("input", rule, 0.5, tied=rows == 2), torch.zeros(rows, 256).int()
+        limit = torch.zeros(())
+        one = GateState(
+            rules, limit, place, place, told, told, age, None, fine, fine, fine, input=held
+        )
+        gate.decide_by_input(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
+        gate.decide(one, torch.zeros(rows, 1))
     # times the tokens of drafts, of one row and of a pair
     for kind, tokens in itertools.product(("int8", "int4"), (33, 66)):
         x, out = (torch.empty(tokens, n, dtype=BF16) for n in (WIDTH, INNER))

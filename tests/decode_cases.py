@@ -10,11 +10,12 @@ import itertools
 
 import torch
 
-from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
+from tachyscope.core.types import Rope
+from tachyscope.kernels.decode_attention import Entries, Rotation, Scratch, Step, Window
+from tachyscope.kernels.decode_attention import several as attention_several
 from tachyscope.kernels.decode_attention import torch as attention_torch
 from tachyscope.kernels.decode_attention import triton as attention_triton
 from tachyscope.kernels.decode_attention.reference import decode_attention_reference
-from tachyscope.kernels.decode_attention.several import several_attention
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
 from tachyscope.kernels.decode_mlp import torch as mlp_torch
 from tachyscope.kernels.decode_mlp import triton as mlp_triton
@@ -24,15 +25,14 @@ from tachyscope.kernels.gemv import Norm, Weight, to_codes
 from tachyscope.kernels.gemv import torch as gemv_torch
 from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.gemv.reference import gemv_reference, norm_reference
-from tachyscope.kernels.input_gate import InputGate
-from tachyscope.kernels.input_gate import torch as input_gate_torch
-from tachyscope.kernels.input_gate import triton as input_gate_triton
-from tachyscope.kernels.input_gate.reference import input_gate_reference
 from tachyscope.kernels.sample_code import Codes, Draw
 from tachyscope.kernels.sample_code import torch as sample_torch
 from tachyscope.kernels.sample_code import triton as sample_triton
 from tachyscope.kernels.sample_code.reference import sample_code_reference
-from tachyscope.types import Rope
+from tachyscope.kernels.token_gate import GateState, TokenGate
+from tachyscope.kernels.token_gate import torch as gate_torch
+from tachyscope.kernels.token_gate import triton as gate_triton
+from tachyscope.kernels.token_gate.reference import decide_by_input_reference, decide_reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
@@ -122,7 +122,7 @@ def _case_mlp(
             setting = mlp_triton.setting_for(on_device, tokens, multiprocessors(got.device))
         setting = setting._replace(prenorm=prenorm)
         launches, normed = 1 if ON_GPU else 2, got.new_empty(COPIES, *got.shape)
-        mlp_triton.decode_mlp(got, on_device, there, hidden, barrier, setting, launches, normed)
+        mlp_triton.decode_mlp(got, on_device, there, hidden, barrier, 1, normed, setting, launches)
     if isinstance(kept, Kept):
         names = ["output", "age", *["drift"] * drift, *["input"] * remember]
         got = torch.cat([got.flatten(), *(getattr(there, x).flatten() for x in names)])
@@ -130,17 +130,25 @@ def _case_mlp(
     return got, want
 
 
-def _gate(rng, rows, hkv, d, kind, ready=1, value=0.5, **more):
-    recent = torch.randn(rows, PLACES, generator=rng)
+def gate_state(rng, gate, rows, ready=1, age=1, places=PLACES, place=PLACE, **more):
+    """What a layer keeps for a gate after some frames."""
+    rule, limit = gate.rule, torch.tensor(gate.limit)
+    recent = torch.randn(rows, places, generator=rng)
     recent[:, 1] = torch.nan
-    due, luck = torch.rand(rows, 1, generator=rng), torch.rand(PLACES, rows, generator=rng)
-    share = kind == "share"
-    return Gate(
-        kind, torch.tensor(value), _whole(ready), torch.full((rows,), 7, dtype=torch.int32),
-        _whole(3, 4), torch.ones(rows, PLACES, dtype=torch.int32),
-        key=None if kind == "draw" else _draw(rng, rows, hkv, PLACES, d),
-        recent=recent if share else None, due=due if share else None, luck=luck, **more,
+    return GateState(
+        gate, limit, _whole(place), _whole(ready), torch.full((rows,), 7, dtype=torch.int32),
+        _whole(3, 4), torch.full((rows, places), age, dtype=torch.int32),
+        luck=torch.rand(places, rows, generator=rng) if gate.score == "drawn" else None,
+        recent=recent if rule == "share" else None,
+        due=torch.rand(rows, 1, generator=rng) if rule == "share" else None,
+        credit=torch.rand(rows, 1, generator=rng) if rule == "budget" else None, **more,
     )  # fmt: skip
+
+
+def _gate(rng, rows, hkv, d, rule, ready=1, limit=0.5, score="rotated", **more):
+    gate = TokenGate("drawn" if rule == "draw" else score, rule, limit, **more)
+    key = None if rule == "draw" else _draw(rng, rows, hkv, PLACES, d)
+    return gate_state(rng, gate, rows, ready, key=key)
 
 
 def _case_attention(
@@ -168,38 +176,44 @@ def _case_attention(
     found = decode_attention_reference(qkv, step, tokens)
     scratch = Scratch(rows, heads, hkv, d, torch.device(DEVICE), tokens)
     if backend == "torch":
-        attention_torch.decode_attention(out, moved(qkv), there, tokens)
-    elif tokens > 1:
-        several_attention(out, moved(qkv), there, scratch, tokens, splits)
+        attention_torch.decode_attention(out, moved(qkv), there, scratch, tokens)
     else:
-        attention_triton.decode_attention(out, moved(qkv), there, scratch, splits)
+        kernel = attention_triton if tokens == 1 else attention_several
+        kernel.decode_attention(out, moved(qkv), there, scratch, tokens, splits)
     assert not scratch.done.any()  # as the next launch needs it
     return _flat(out, there, tokens), _flat(found, step, tokens)
 
 
-def _case_input_gate(rng, backend, rows, kind, limit, paired=False, ready=1, norm="rms"):
+def _case_gate(rng, backend, rows, rule, limit, ready=1, **more):
+    gate = TokenGate("rotated", rule, limit, **more)
+    score, state = -torch.rand(rows, 1, generator=rng), gate_state(rng, gate, rows, ready)
+    there = moved(state)
+    {"torch": gate_torch, "triton": gate_triton}[backend].decide(there, score.to(DEVICE))
+    decide_reference(state, score)
+    return gate_tensors(there), gate_tensors(state)
+
+
+def _case_input_gate(rng, backend, rows, rule, limit, tied=False, ready=1, norm="rms"):
     width = 40
     x, base = _draw(rng, rows, width), _draw(rng, rows, PLACES, width)
     about = _norm(rng, norm, width)
     near = norm_reference(x, about) + 0.3 * torch.arange(1, rows + 1)[:, None]
     base[:, PLACE] = near.to(DTYPE)  # some rows are nearer than others
-    recent = -torch.rand(rows, PLACES, generator=rng)
-    recent[:, 1] = torch.nan
-    gate = InputGate(
-        kind, limit, paired, 4.0, _whole(PLACE), _whole(ready),
-        torch.full((rows,), 7, dtype=torch.int32), _whole(3, 4), base,
-        credit=torch.rand(rows, 1, generator=rng), recent=recent,
-        due=torch.rand(rows, 1, generator=rng),
-    )  # fmt: skip
-    there = moved(gate)
-    backends = {"torch": input_gate_torch, "triton": input_gate_triton}
-    backends[backend].input_gate(moved(x), moved(about), there)
-    input_gate_reference(x, about, gate)
-    names = "skip", "counts", "input", "credit", "recent", "due"
-    return tuple(
-        torch.cat([getattr(g, name).double().cpu().flatten() for name in names]).nan_to_num(9.0)
-        for g in (there, gate)
+    limit = -limit if rule == "threshold" else limit
+    state = gate_state(rng, TokenGate("input", rule, limit, tied=tied), rows, ready, input=base)
+    there = moved(state)
+    backends = {"torch": gate_torch, "triton": gate_triton}
+    backends[backend].decide_by_input(moved(x), moved(about), there)
+    decide_by_input_reference(x, about, state)
+    return gate_tensors(there), gate_tensors(state)
+
+
+def gate_tensors(state):
+    """All that a gate writes, what is unknown as a number of its own."""
+    found = (
+        getattr(state, name) for name in ("skip", "counts", "recent", "due", "credit", "input")
     )
+    return torch.cat([x.double().cpu().flatten() for x in found if x is not None]).nan_to_num(9.0)
 
 
 def _flat(out, step, tokens):
@@ -207,8 +221,8 @@ def _flat(out, step, tokens):
     end, entries = int(step.entries.slot) + tokens, step.entries
     held = [x[:, :, :end] for x in (entries.k, entries.v, entries.unrotated)]
     if step.gate is not None:
-        names = "skip", "counts", "key", "recent", "due"
-        held += [x for x in (getattr(step.gate, name) for name in names) if x is not None]
+        held += [gate_tensors(step.gate)]
+        held += [] if step.gate.key is None else [step.gate.key]
     return torch.cat([x.double().cpu().flatten().nan_to_num(9.0) for x in (out, *held)])
 
 
@@ -255,21 +269,32 @@ ATTENTION = {
     "plain": (PAIR, {"splits": 2}),
     "grouped": (GROUPED, {"weighted": "each", "rope": "pairs", "splits": 1}),
     "weighted": (PAIR, {"weighted": True, "rope": "", "splits": 4}),
-    "odd_heads": ((2, 4, 4, 12, 90, 70), {"weighted": True, "gate": {"kind": "share"}}),
+    "odd_heads": ((2, 4, 4, 12, 90, 70), {"weighted": True, "gate": {"rule": "share"}}),
     "odd_groups": ((1, 4, 2, 12, 40, 30), {"splits": 2}),
     "window": (GROUPED, {"window": True, "weighted": True}),
     "whole_window": ((2, 2, 2, 16, 9, 5), {"window": True}),
-    "threshold": (GROUPED, {"gate": {"kind": "threshold", "value": 0.0}}),
+    # one row leaves entries out, the other has none to leave out
+    "window_of_a_row": ((2, 4, 2, 16, 9, 6), {"window": True, "weighted": True}),
+    "several_window_of_a_row": ((2, 2, 2, 16, 12, 6), {"tokens": 3, "window": True}),
+    "threshold": (GROUPED, {"gate": {"rule": "threshold", "limit": 0.0}}),
     "mixed": (
         PAIR,
-        {"gate": {"kind": "threshold", "value": -9.0, "mixed": True, "tied": True, "strict": True}},
+        {
+            "gate": {
+                "rule": "threshold",
+                "limit": -9.0,
+                "score": "mixed",
+                "tied": True,
+                "strict": True,
+            }
+        },
     ),
-    "age": (GROUPED, {"gate": {"kind": "threshold", "value": -9.0, "age_limit": 1}}),
-    "share": (PAIR, {"gate": {"kind": "share", "value": 0.6, "tied": True}}),
-    "share_age": (GROUPED, {"gate": {"kind": "share", "value": 0.3, "age_limit": 2}}),
-    "not_ready": (PAIR, {"gate": {"kind": "share", "ready": 0}}),
-    "draw": (GROUPED, {"gate": {"kind": "draw"}}),
-    "draw_all": (PAIR, {"gate": {"kind": "draw", "value": 1.0}, "window": True}),
+    "age": (GROUPED, {"gate": {"rule": "threshold", "limit": -9.0, "age_limit": 1}}),
+    "share": (PAIR, {"gate": {"rule": "share", "limit": 0.6, "tied": True}}),
+    "share_age": (GROUPED, {"gate": {"rule": "share", "limit": 0.3, "age_limit": 2}}),
+    "not_ready": (PAIR, {"gate": {"rule": "share", "ready": 0}}),
+    "draw": (GROUPED, {"gate": {"rule": "draw"}}),
+    "draw_all": (PAIR, {"gate": {"rule": "draw", "limit": 1.0}, "window": True}),
     "several": ((2, 3, 3, 32, 90, 70), {"tokens": 3, "splits": 2}),
     "several_first": ((1, 2, 1, 16, 9, 0), {"tokens": 2, "rope": "pairs"}),
     "several_weighted": ((2, 6, 2, 12, 90, 70), {"tokens": 3, "weighted": "each", "splits": 4}),
@@ -323,17 +348,24 @@ for guided, top_k, top_p, temperature, depth in (
         _case_sample, guided=guided, top_k=top_k, top_p=top_p, temperature=temperature, depth=depth
     )
     CASES[f"sample_code_{top_k}_{top_p}_{guided}"] = case, BOTH
-for rows, kind, limit, options in (
+for rows, rule, limit, options in (
     (1, "threshold", 0.5, {}), (3, "threshold", 0.5, {"norm": "layer"}),
-    (2, "share", 0.5, {"paired": True}), (3, "share", 0.4, {}), (4, "budget", 0.3, {"paired": True}),
+    (2, "share", 0.5, {"tied": True}), (3, "share", 0.4, {}), (4, "budget", 0.3, {"tied": True}),
     (3, "budget", 0.2, {}), (2, "share", 0.5, {"ready": 0}), (2, "budget", 0.5, {"ready": 0}),
 ):  # fmt: skip
-    case = functools.partial(_case_input_gate, rows=rows, kind=kind, limit=limit, **options)
-    CASES[f"input_gate_{rows}_{kind}_{'_'.join(options)}"] = case, BOTH
+    case = functools.partial(_case_input_gate, rows=rows, rule=rule, limit=limit, **options)
+    CASES[f"token_gate_by_input_{rows}_{rule}_{'_'.join(options)}"] = case, BOTH
+for rows, rule, limit, options in (
+    (3, "threshold", -0.5, {}), (2, "threshold", -0.5, {"strict": True, "tied": True}),
+    (3, "share", 0.4, {"age_limit": 1}), (4, "share", 0.6, {"tied": True}), (3, "draw", -0.3, {}),
+    (3, "budget", 0.2, {}), (2, "budget", 0.5, {"ready": 0}),
+):  # fmt: skip
+    case = functools.partial(_case_gate, rows=rows, rule=rule, limit=limit, **options)
+    CASES[f"token_gate_{rows}_{rule}_{'_'.join(options)}"] = case, BOTH
 # interpreted in every run of the quick tests
 QUICK = {
     "gemv_2_int8_rms", "gemv_1_int4_rms", "decode_mlp_1_all", "decode_mlp_2_first_int4",
     "decode_mlp_slice_1_error_20", "decode_attention_share", "decode_attention_window",
-    "sample_code_9_0.8_False", "input_gate_2_share_paired",
+    "sample_code_9_0.8_False", "token_gate_by_input_2_share_tied", "token_gate_4_share_tied",
 }  # fmt: skip
 assert CASES.keys() >= QUICK

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 
 
 def refused(call, *words):

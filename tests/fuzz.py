@@ -181,7 +181,7 @@ def _start(case: Case, folder: Path, seconds: float, most: int) -> int:
         resource.setrlimit(resource.RLIMIT_AS, (_addresses() + most,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         from tachyscope.cli import main
-        from tachyscope.process import run_command
+        from tachyscope.io.process import run_command
 
         code = main(case.words) if case.call is None else run_command(case.call)
     except SystemExit as left:
@@ -291,93 +291,66 @@ class Shared:
 
 def of_options(rng: random.Random, shared: Shared) -> Case:
     """A verb with some of its options, good and bad."""
-    from tachyscope.plan import POLICIES
-
-    verb = rng.choice(["generate"] * 5 + ["compare", "race", "inspect", "bench cpu", "bench fit", "bench wan", "eval", "eval",
-                       "methods", "models", "doctor", "conjure"])  # fmt: skip
+    verb = rng.choice(["generate"] * 5 + ["compare", "inspect", "bench", "fit", "list", "doctor",
+                       "conjure"])  # fmt: skip
     model = rng.choice(["toy-chunks"] * 5 + ["toy-tokens"] * 3 + NAMES)
     video = {
-        "--cache": ["window:budget=6f", "magic", *TEXTS],
-        "--attention": ["ann:read=0.5", "magic", *TEXTS],
-        "--text": ["pads", "none", *TEXTS],
-        "--replay": ["none", "every_k", *TEXTS],
-        "--prompt": ["a red room", *TEXTS],
+        "--prompt": ["a red room", "@file", "1: a blue room", "2:", "x: y", ": ", "9" * 12 + ": x",
+                     "3: @file", *TEXTS],
         "--actions": ["w q", "w*2", "w*999999", "jump", "w*999999 " * 500, *TEXTS],
-        "--world": ["1", "1294967295", "1294967296", *WHOLES],
-        "--given": ["1", "2", "2001", *WHOLES],
+        "--world": ["1", "1:2", "1:2001", "1:", ":", "1294967295", "1294967296", *WHOLES],
         "--frames": ["1", "2", "3", *WHOLES],
-        "--seed": ["1", str(2**63), *WHOLES],
         "--size": SIZES,
-        "--weights": ["random", "file", *PATHS],
-        "--lora": ["file", *PATHS],
-        "--lora-alpha": ["1", "0", "nan", "inf", "1e30", "x"],
-        "--decoder": ["file", *PATHS],
-        "--prompt-file": ["file", "3: file", *PATHS],
+        "--weights": ["random", "file", "lora=file", "lora_alpha=1", "lora_alpha=nan", "decoder=file",
+                      "decoder_check=x", "decoder_bands=0", "=", *PATHS],
         "--device": ["cpu", "cuda", "cuda:99", "meta", "gpu", ""],
-        "--dtype": ["float32", "bfloat16", "float64", "float8", "int8", ""],
-    }
-    generate = {
-        "--first": ["file", "http://127.0.0.1:9/x.png", "pipe:0", *PATHS],
-        "--resize": [None],
-        "--then": ["1: a blue room", "2:", "x: y", ": ", "9" * 12 + ": x", *TEXTS],
-    }
+    }  # fmt: skip
+    seed = {"--seed": ["1", str(2**63), *WHOLES]}
+    plan = {"--plan": ["cache=window:budget=6f", "attention=ann:read=0.5", "magic", "text=none",
+                       "replay=every_k", *TEXTS]}  # fmt: skip
+    first = {"--first": ["file", "http://127.0.0.1:9/x.png", "pipe:0", *PATHS]}
     of_verb: dict[str, dict[str, list[Any]]] = {
-        "generate": video | generate,
-        "compare": video | {"--no-floor": [None], "--no-aa": [None]},
-        "race": {key: video[key] for key in video if key[2:] not in POLICIES}
-        | {"--plans": ["dense", "fast;magic", ";", *TEXTS], "--speed": ["1", "50", *WHOLES]},
-        "inspect": video | {"--rounds": ["1", *WHOLES]},
-        "bench cpu": {
+        "generate": video | seed | plan | first,
+        "compare": video | seed | {"--plans": ["dense", "fast;magic", ";", *TEXTS]},
+        "inspect": video | plan | first,
+        "bench": {
             "--plans": ["dense", "fast;magic", ";", ";" * 5000, "dense;" * 500, *TEXTS],
             "--frames": ["1", "2", *WHOLES],
             "--at": ["3", "0", "9,x", "999999999", ",".join(["3"] * 500), *WHOLES],
         },
-        "bench fit": {
+        "fit": {
             "--plan": PLANS,
             "--frames": ["1", "48", "1000000", *WHOLES],
             "--size": SIZES,
-            "--gpu-gb": ["24", "0.001", *WHOLES],
+            "--vram": ["24GB", "0.001", *WHOLES],
+            "--ram": ["32GB", "9MiB", *WHOLES],
             "--prompt": TEXTS,
             "--weights": PATHS,
-            "--dtype": ["bfloat16", "float8"],
+            "--device": ["cpu", "tpu"],
         },
-        "bench wan": {
-            "--rows": ["magic", *TEXTS],
-            "--lengths": ["x", "999999999", *WHOLES],
-            "--rollout": WHOLES,
-            "--table": ["nope", ""],
-            "--seed": WHOLES,
-            "--device": ["cuda", "gpu"],
-        },
-        "eval": {"--worlds": WHOLES, "--only": ["moon", ""], "--plan": ["magic", ""], "--seed": ["-1", "x"],
-                 "--device": ["gpu", "cuda"]},
-        "methods": {"--json": PATHS},
-        "models": {"--json": PATHS},
+        "list": {"--json": PATHS},
         "doctor": {"--json": ["", "file/x"]},
         "conjure": {},
-    }  # fmt: skip
+    }
     words = verb.split()
-    if verb in ("generate", "compare", "race", "inspect", "bench fit"):
+    if verb in ("generate", "compare", "inspect", "fit"):
         words.append(model)
-    if verb == "eval":
-        words.append(rng.choice(["atrium", "atrium", "moon", ""]))
+    if verb == "list":
+        words += rng.choice([[], ["cache"], ["merge"], ["moons"], [""]])
     known = of_verb[verb]
     given = rng.sample(list(known), min(len(known), rng.randint(0, 3)))
     # these begin minutes of work unless something is wrong
-    must = {"eval": "--worlds", "bench wan": "--lengths", "doctor": "--json"}.get(verb)
+    must = {"doctor": "--json"}.get(verb)
     if must and must not in given:
         given.append(must)
     for option in given:
         value = rng.choice(known[option])
         words += [option] if value is None else [option, value]
-    if verb in ("generate", "compare", "race", "inspect"):
-        if rng.random() < 0.97:
-            words += ["--out", "out"]
+    if verb in ("generate", "compare", "inspect"):
+        words += ["--out", "out"]
         if "--frames" not in given:
             words += ["--frames", "2"]
-        if verb == "inspect" and "--rounds" not in given:
-            words += ["--rounds", "1"]
-    if verb == "bench cpu":
+    if verb == "bench":
         words += ["--rounds", rng.choice(["1", "1", "0", "x"])]
         if "--frames" not in given:
             words += ["--frames", "2"]
@@ -391,15 +364,15 @@ def of_options(rng: random.Random, shared: Shared) -> Case:
 
 def of_plans(rng: random.Random, shared: Shared) -> Case:
     """A plan of some parts, each a policy with some settings."""
-    from tachyscope.plan import POLICIES
-    from tachyscope.settings import settings
+    from tachyscope.core.policy import QUESTIONS, policies, settings
 
     numbers = ["0", "1", "2", "0.5", "-1", "1e30", "nan", "inf", "none", "", "99999999999999999999", "999999999", "0.001",
                "4096", "x", "1" * 5000]  # fmt: skip
     words = rng.choices(PLANS, k=rng.choice([0, 1, 1, 1, 2]))
-    for part in rng.sample(list(POLICIES), rng.randint(0, 3)):
-        name = rng.choice([*POLICIES[part], *POLICIES[part], "magic", "none"])
-        keys = list(settings(POLICIES[part][name])) if name in POLICIES[part] else []
+    for part in rng.sample(list(QUESTIONS), rng.randint(0, 3)):
+        known = policies(part)
+        name = rng.choice([*known, *known, "magic", "none"])
+        keys = list(settings(known[name])) if name in known else []
         pairs = []
         for key in rng.sample(keys, min(len(keys), rng.randint(0, 3))):
             good = [
@@ -422,7 +395,7 @@ def of_plans(rng: random.Random, shared: Shared) -> Case:
         words.append(rng.choice([*TEXTS, "cache=", "=dense", "magic=dense", "cache:window"]))
     model = rng.choice(["toy-chunks", "toy-chunks", "toy-tokens"])
     frames = rng.choice(["1", "2", "9"]) if model == "toy-chunks" else rng.choice(["1", "2"])
-    verb = rng.choice(["generate"] * 6 + ["bench fit"])
+    verb = rng.choice(["generate"] * 6 + ["fit"])
     run = ["--out", "out"] if verb == "generate" else []
     return Case([*verb.split(), model, "--plan", " ".join(words), "--frames", frames, *run])
 
@@ -589,9 +562,9 @@ def of_tensors(rng: random.Random, shared: Shared) -> Case:
     change = changes.get(how, extra_file)
     given = "x.pt" if pick < 0.3 else "x.safetensors"
     if how == "prompt":
-        words += ["--prompt-file", given]
+        words += ["--prompt", f"@{given}"]
     if how == "lora":
-        words += ["--lora", given]
+        words += ["--weights", f"lora={given}"]
     if how == "pickle":
         words[3] = "x.pt"
 
@@ -613,7 +586,7 @@ def of_paths(rng: random.Random, shared: Shared) -> Case:
     """Places to write to that cannot be, or must not be, written."""
     option = rng.choice(["--out", "--json"])
     words = (
-        ["methods"]
+        ["list"]
         if option == "--json" and rng.random() < 0.8
         else ["generate", "toy-chunks", "--frames", "1"]
     )
@@ -624,7 +597,7 @@ def of_paths(rng: random.Random, shared: Shared) -> Case:
         ),
     ]
     if words[0] == "generate" and option == "--json":
-        words += ["--out", "out"]
+        words[-2:] = ["--out", "out"]
 
     def prepare(folder: Path) -> None:
         lay_out(folder)
@@ -686,18 +659,16 @@ def shared_parts() -> Iterator[Shared]:
     torch.set_num_threads(1)
     # what verbs import, so that children need not
     import tachyscope
-    import tachyscope.bench
     import tachyscope.cli.app
-    import tachyscope.compare
-    import tachyscope.evaluation.atrium
-    import tachyscope.inspection
-    import tachyscope.memory
-    import tachyscope.progress
-    import tachyscope.tables
-    import tachyscope.video
-    from tachyscope.models.vila_u.model import save_vila, toy_tokens
+    import tachyscope.io.tables
+    import tachyscope.io.video
+    import tachyscope.measure.compare
+    import tachyscope.measure.inspection
+    import tachyscope.measure.progress
+    import tachyscope.memory.predict
+    from tachyscope.models.toys import toy_chunks, toy_tokens
+    from tachyscope.models.vila_u.model import save_vila
     from tachyscope.models.wan.loading import save_wan
-    from tachyscope.models.wan.toy import toy_chunks
 
     with tempfile.TemporaryDirectory(prefix="fuzz-shared-") as folder:
         wan, vila = Path(folder) / "wan", Path(folder) / "vila"

@@ -16,14 +16,14 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.toy import random_wan
+from tachyscope.models.wan.random import random_wan
 from tachyscope.serve import connection, protocol
 from tachyscope.serve.app import make_app
 from tachyscope.serve.engine import Engine
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.security import LOCAL, Guard
-from tachyscope.serve.server import Place, listen
+from tachyscope.serve.server import Place, listen, uvicorn_config
 from tachyscope.serve.snapshots import Snapshots
 
 HOST = "http://localhost"
@@ -50,7 +50,7 @@ def make_engine(model, folder, *, name="toy-chunks", plan="live", budget=10**9, 
 def serving(engine, guard=None):
     """An HTTP client of a server that runs meanwhile.
 
-    Many frames may wait for the client: how many of two are dropped hangs on the machine.
+    Many frames may wait for the client: how many of two are dropped depends on the machine.
     """
     app = make_app(engine, guard or Guard())
     many = patch.multiple(connection, FRAMES=1000, SHOWS=1000)
@@ -59,12 +59,13 @@ def serving(engine, guard=None):
 
 
 @contextmanager
-def running(engine, **options):
+def running(engine, port=0, **options):
     """The address of a real server; options are uvicorn's."""
-    listener = listen(Place(port=0))
+    listener = listen(Place(port=port))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # few bytes fill it
     app = make_app(engine, Guard(hosts=LOCAL))
-    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, **options)
+    options = {"log_level": "error", "timeout_graceful_shutdown": 1} | options
+    config = uvicorn_config(app, engine.limits, **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -113,6 +114,12 @@ class Player:
                 assert message["type"] != "left", message
         raise AssertionError(f"no {kind} came")
 
+    def once(self, kind, **fields):
+        """The newest such message that came, or the first that will come."""
+        came = (one for one in reversed(self.said) if one["type"] == kind)
+        known = next((one for one in came if fields.items() <= one.items()), None)
+        return known or self.until(kind, **fields)
+
     def latest(self, generation=1, lane=protocol.MAIN):
         """The newest frame that came; -1 without any."""
         return max((key[2] for key in self.frames if key[:2] == (lane, generation)), default=-1)
@@ -137,6 +144,7 @@ class Player:
 @contextmanager
 def connected(client, protocols=(protocol.SUBPROTOCOL,), headers=None):
     """A WebSocket of the test client's."""
+    fault: BaseException | None = None
     # leaving it, the test client cancels the server's task and then tells of that
     with (
         suppress(CancelledError),
@@ -144,7 +152,13 @@ def connected(client, protocols=(protocol.SUBPROTOCOL,), headers=None):
             "ws://localhost/v1/sessions", subprotocols=list(protocols), headers=headers or {}
         ) as socket,
     ):
-        yield socket
+        try:
+            yield socket
+        except BaseException as raised:
+            fault = raised
+            raise
+    if fault is not None:  # the test client told of its task instead
+        raise fault
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 import torch
 
-from tachyscope.plan import Plan
-from tachyscope.session import Session
-from tachyscope.types import Rope, Shape
+from tachyscope.core.plan import Plan
+from tachyscope.core.session import Session
+from tachyscope.core.types import Rope, Shape
 
 CHUNKS = Shape(layers=2, heads=4, kv_heads=2, head_dim=12, width=10, grid=(2, 3), chunk=2, passes=3)
 TOKENS = Shape(
@@ -31,7 +31,7 @@ class Square:
 def session(shape, plan, dtype=torch.float64, **kwargs):
     kind = "tokens" if shape.token_by_token else "chunks"
     base = "dense text=none " if not shape.text else ""
-    rope = INDEX if shape.token_by_token else ROPE
+    rope = kwargs.pop("rope", INDEX if shape.token_by_token else ROPE)
     if shape.token_by_token:
         kwargs.setdefault("lengths", (5, 3)[: shape.batch])
     return Session(shape, Plan.parse(base + plan, kind), rope, dtype=dtype, **kwargs)

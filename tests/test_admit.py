@@ -201,7 +201,7 @@ def test_a_tile_that_reads_all_reads_every_place(rng, device):
 
 
 @pytest.mark.slow
-def test_the_kernels_serve_a_whole_video(monkeypatch):
+def test_the_kernels_serve_a_whole_video(serve_by_triton):
     """Triton in the place of stock torch, interpreted: the same video, the same blocks."""
     if torch.cuda.is_available():
         pytest.skip("where kernels are compiled, they take no tensors of the CPU")
@@ -211,7 +211,8 @@ def test_the_kernels_serve_a_whole_video(monkeypatch):
     plan = "cache=bank:resident=10f,budget=60f attention=ann:k=24,block=2,tile=3"
     results = []
     for backend in (admit_torch, admit_triton):
-        monkeypatch.setattr("tachyscope.kernels.admit.torch_backend", backend)
+        if backend is admit_triton:
+            serve_by_triton("admit.admit", "admit.best_places")
         at = session(CHUNKS, plan, dtype=torch.float32)
         out = play(at, 12)
         results.append((out, [layer.bank.tensors for layer in at.layers]))

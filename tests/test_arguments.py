@@ -1,5 +1,8 @@
 """What callers hand in is checked when they call, and said in one line where it is wrong."""
 
+import inspect
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +11,14 @@ from faults import refused
 from PIL import Image
 
 import tachyscope as ts
-from tachyscope.arguments import parse_actions, parse_first
-from tachyscope.compare import compare
-from tachyscope.inspection import inspect_model
-from tachyscope.plan import Plan
-from tachyscope.video import VideoWriter
+from tachyscope.core.arguments import parse_actions
+from tachyscope.core.opening import open_request
+from tachyscope.core.pictures import parse_first
+from tachyscope.core.plan import Plan
+from tachyscope.core.request import VideoOptions, VideoRequest
+from tachyscope.io.video import VideoWriter
+from tachyscope.measure.compare import compare
+from tachyscope.measure.inspection import inspect_model
 
 RGB = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
 
@@ -92,13 +98,15 @@ def test_a_wrong_argument_is_told_when_rollout_is_called(chunks, asked, words):
     "call", [ts.open, compare, inspect_model], ids=["open", "compare", "inspect"]
 )
 def test_the_same_checks_stand_at_the_other_doors(chunks, call):
+    plan = "plans" if call is compare else "plan"
     for asked, words in WRONG:
+        asked = {plan if name == "plan" else name: value for name, value in asked.items()}
         if call is ts.open and ("actions" in asked or asked == {"frames": None}):
             continue
-        if call is compare and "first_actions" in asked:
-            continue
+        if call is compare and asked == {"plans": {}}:
+            continue  # several plans may have names
         refused(lambda asked=asked: call(chunks, **{"frames": 3} | asked), words)
-    for name in ("plan", "prompt", "seed"):
+    for name in (plan, "prompt", "seed"):
         refused(lambda name=name: call(chunks, **{"frames": 3, name: None}), f"{name}", "must be")
     loaded = "model must be a loaded model, got 'toy-chunks': use tachyscope.load('toy-chunks')"
     refused(lambda: call("toy-chunks", frames=3), loaded)
@@ -108,6 +116,27 @@ def test_the_same_checks_stand_at_the_other_doors(chunks, call):
 def test_one_video_is_compared_or_inspected_at_a_time(chunks, call):
     refused(lambda: call(chunks, frames=3, prompt=["a", "b"]), "prompt must be text, got a list")
     refused(lambda: call(chunks, frames=3, seed=[1, 2]), "`seed` must be a whole number")
+
+
+def test_a_request_has_the_keywords_of_a_rollout_and_a_comparison():
+    of_rollout = set(inspect.signature(ts.rollout).parameters)
+    names = {field.name for field in fields(VideoRequest)}
+    assert of_rollout - names == {"model", "plan", "then", "stream", "overlap_decode"}
+    assert names == set(VideoOptions.__annotations__) | {"frames"}
+
+
+def test_a_request_makes_the_video_of_its_keywords(tokens):
+    request = VideoRequest(frames=1, first=RGB, first_actions="w e", actions="q", seed=3)
+    want = _video(tokens, **vars(request))
+    again = VideoRequest(**vars(request)).one_video()
+    stream = open_request(tokens, "dense", again)
+    made = ts.rollout(tokens, frames=1, actions=again.actions, stream=stream)
+    assert np.array_equal(np.concatenate([c.frames for c in made]), want)
+    parsed = request.parse(tokens)
+    assert (parsed.prompts, parsed.seeds, parsed.batch, parsed.frames) == ([""], [3], None, 1)
+    both = VideoRequest(prompt=["a", "b"], first=[RGB, RGB]).parse(tokens)
+    assert (both.batch, both.seeds, len(both.pictures)) == (2, [0, 0], 2)
+    assert both.shape.batch == 2 * parsed.shape.batch
 
 
 def test_every_fault_of_the_video_shows_when_rollout_is_called(chunks, tokens):
@@ -299,7 +328,7 @@ def test_a_stream_is_not_asked_for_what_it_is_not(chunks, tokens):
 
 
 def test_a_stream_goes_on_with_its_own_model(chunks, tokens):
-    from tachyscope.models.wan.toy import toy_chunks
+    from tachyscope.models.toys import toy_chunks
 
     stream = ts.open(chunks)
     for other in (tokens, toy_chunks(seed=1), ts.load("toy-chunks", dtype="float64")):

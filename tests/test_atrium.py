@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Generator
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.models.atrium import prompts
+from tachyscope.models.atrium import world as atrium
 from tachyscope.models.atrium.autoencoder import Autoencoder, AutoencoderDecoder
 from tachyscope.models.atrium.words import WordEncoder
-from tachyscope.worlds import atrium
-from tachyscope.worlds.atrium import ACTIONS, NEAR, SIZE, TURN
+from tachyscope.models.atrium.world import ACTIONS, NEAR, SIZE, TURN
+from tachyscope_lab.evaluation import sightings
 
 ZERO = torch.zeros(1)
 
@@ -204,16 +206,16 @@ def test_a_cut_shows_another_room_from_its_own_start():
 def test_prompts_use_known_words_and_leave_walls_unsaid():
     rooms = atrium.make_rooms(64, seeded(8))
     for row in range(64):
-        for prompt in atrium.descriptions(rooms, row):
-            tokens = atrium.tokenize(prompt)
-            assert 0 < len(tokens) <= atrium.LENGTH
+        for prompt in prompts.descriptions(rooms, row):
+            tokens = prompts.tokenize(prompt)
+            assert 0 < len(tokens) <= prompts.LENGTH
             assert 2 <= prompt.count(" wall ") <= 3
-    padded = atrium.pad([[3, 4], [5]])
-    assert padded.shape == (2, atrium.LENGTH)
+    padded = prompts.pad([[3, 4], [5]])
+    assert padded.shape == (2, prompts.LENGTH)
     assert padded[:, :3].tolist() == [[3, 4, 0], [5, 0, 0]]
     assert not padded[:, 2:].any()
     with pytest.raises(TachyscopeError, match="Atrium's prompts use its .* words, got 'sofa'"):
-        atrium.tokenize("a room with a sofa")
+        prompts.tokenize("a room with a sofa")
 
 
 def test_the_wall_ahead_is_called_front():
@@ -222,7 +224,7 @@ def test_the_wall_ahead_is_called_front():
         told=torch.zeros(1, 4, dtype=torch.bool),
         kind=torch.tensor([[0, 1, 0, 0, 0, 0]]),
     )
-    ahead, left, _, _ = atrium.descriptions(rooms, 0)
+    ahead, left, _, _ = prompts.descriptions(rooms, 0)
     assert "the front wall is red, the left wall has red and white stripes" in ahead
     assert "the front wall has red and white stripes, the right wall is red" in left
     headings = torch.tensor([[0.5, 0.5, h] for h in (0.0, 2, 3, 6, 12, 18, 23)])
@@ -232,7 +234,7 @@ def test_the_wall_ahead_is_called_front():
 def test_what_is_in_view_is_what_is_ahead():
     pose = torch.tensor([[0.5, 0.5, 6.0 * wall] for wall in range(4)])
     rooms = plain_room().rows(torch.zeros(4, dtype=torch.long))
-    view = atrium.in_view(rooms, pose, torch.zeros(4))
+    view = sightings.in_view(rooms, pose, torch.zeros(4))
     torch.testing.assert_close(view.sum(1), torch.ones(4))
     assert view[:, :4].argmax(1).tolist() == [0, 1, 2, 3]
 
@@ -244,12 +246,12 @@ def test_truth_functions_know_their_own_pictures():
     wall = atrium.facing(pose)
     for i in range(6):
         one, at = rooms.rows(slice(i, i + 1)), slice(i, i + 1)
-        shares = atrium.colour_shares(frames[at], one, pose[at], time[at], int(wall[i]))[0]
+        shares = sightings.colour_shares(frames[at], one, pose[at], time[at], int(wall[i]))[0]
         first, second = one.colour[0, wall[i]].tolist()
         assert shares[first] + shares[second] > 0.85
         assert shares[first] > 0.1
     near = pose[0] + torch.tensor([0.07, -0.05, 1.0])
-    found, error = atrium.locate(frames[0], rooms.rows(slice(0, 1)), near, time[:1])
+    found, error = sightings.locate(frames[0], rooms.rows(slice(0, 1)), near, time[:1])
     assert (found - pose[0])[:2].norm() < 0.05
     assert abs(found[2] - pose[0, 2]) < 0.5
     assert error < 0.01
@@ -292,7 +294,7 @@ def test_latents_of_training_have_unit_variance():
 
 def test_padding_is_embedded_as_zero_and_does_not_touch_words():
     torch.manual_seed(0)
-    model = WordEncoder(len(atrium.WORDS), 8, 32).eval()
+    model = WordEncoder(len(prompts.WORDS), 8, 32).eval()
     short, long = torch.tensor([[1, 2, 3, 0, 0, 0, 0, 0]]), torch.tensor([[1, 2, 3, 4, 0, 0, 0, 0]])
     embedded = model(short)
     assert not embedded[:, 3:].any()

@@ -3,18 +3,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from streams import CHUNKS, TOKENS, assert_same, play, session
+from streams import CHUNKS, TOKENS, assert_same, play, play_prompt, session
 
 from tachyscope.attention.ann import Ann
 from tachyscope.attention.ann_text import AnnText
 from tachyscope.attention.dense import DenseText
 from tachyscope.attention.pads import Pads
-from tachyscope.attention.window import Window
-from tachyscope.errors import TachyscopeError
+from tachyscope.attention.window import WindowAttention
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.plan import Plan
+from tachyscope.core.work import Work
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.block_index import Codes, encode_blocks
-from tachyscope.meter import Meter
-from tachyscope.plan import Plan
 
 OPEN = [
     "attention=window:tokens=999,sink=0",
@@ -22,7 +22,6 @@ OPEN = [
     "attention=ann:read=1,hash=lsh,block=5,tile=4",
     "attention=ann:read=1,block=1,tile=1",
     "attention=ann:k=99999,hash=lsh",
-    "attention=ann:top_p=1,block=4,tile=4",
     "attention=ann:read=0.5,sink=0,newest=0,dense_layers=1",
     "attention=ann:read=0.5,sink=0,newest=0,dense_passes=1",
 ]
@@ -118,7 +117,7 @@ def test_the_nearest_entries_are_the_ones_read(hash):
     )
     play(ctx, 10, drift=1.0)
     ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
-    here, (cos, sin) = ctx.layers[0], ctx._cos_sin
+    here, (cos, sin) = ctx.layers[0], ctx.present.cos_sin
     # unrotated queries that, once rotated, point at entry 33
     q = ctx.rope.apply(8 * here.k[:, :, 33:34].expand(-1, -1, 12, -1), cos, -sin)
     q = q.repeat_interleave(2, 1)
@@ -127,6 +126,30 @@ def test_the_nearest_entries_are_the_ones_read(hash):
     used = slice(0, ctx.past + 12)
     want = attention_reference(ctx.rope.apply(q, cos, sin), here.k[:, :, used], here.v[:, :, used])
     torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
+
+
+def test_blocks_of_one_entry_are_chosen_by_their_keys_themselves():
+    """By `hash=int8` too, whose codes of 8 bits stand for larger blocks alone."""
+    ctx = session(CHUNKS, "attention=ann:k=24,block=1,tile=1,sink=0,newest=0,hash=int8")
+    rng = torch.Generator().manual_seed(2)
+    play(ctx, 10)
+    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
+    q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
+    got = ctx.attend(0, q, q[:, :2], q[:, :2])
+    here, turned = ctx.layers[0], ctx.rope.apply(q, *ctx.present.cos_sin)
+    keys, values = (x[:, :, : ctx.past + 12].repeat_interleave(2, 1) for x in (here.k, here.v))
+    best = (turned @ keys[:, :, : ctx.past].mT).topk(24).indices  # [1, 4, 12, 24]
+    own = torch.arange(ctx.past, ctx.past + 12).expand(1, 4, 12, 12)
+    ids = torch.cat([best, own], -1)
+    for head in range(4):
+        for i in range(12):
+            read = ids[0, head, i]
+            want = attention_reference(
+                turned[:, head : head + 1, i : i + 1],
+                keys[:, head : head + 1, read],
+                values[:, head : head + 1, read],
+            )
+            torch.testing.assert_close(got[:, head : head + 1, i : i + 1], want)
 
 
 def test_the_choice_is_made_once_a_chunk():
@@ -171,20 +194,6 @@ def test_guard_rails_keep_first_passes_and_layers_dense():
     ]
 
 
-@pytest.mark.slow
-def test_top_p_reads_less_where_attention_is_sharp():
-    shares = []
-    for sharp in (0.1, 3.0):
-        ctx = session(CHUNKS, "attention=ann:top_p=0.8,block=1,tile=1,sink=0,newest=0")
-        play(ctx, 8, drift=1.0)
-        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
-        ctx.meter.take()
-        q = sharp * torch.randn(1, 4, 12, 12, dtype=torch.float64)
-        ctx.attend(0, q, q[:, :2], q[:, :2])
-        shares.append(ctx.meter.take()["pairs"])
-    assert shares[1] < 0.6 * shares[0]
-
-
 def test_token_window_reads_the_first_live_entries_and_the_newest():
     ctx = session(TOKENS, "attention=window:tokens=4,sink=2")
     play(ctx, 3)
@@ -194,13 +203,35 @@ def test_token_window_reads_the_first_live_entries_and_the_newest():
     got = ctx.attend(0, q, q[:, :2], q[:, :2])
     assert ctx.meter.take()["pairs"] == 2 * 4 * 6
     here, end = ctx.layers[0], ctx.past + 1
-    turned = ctx.rope.apply(q, *ctx._cos_sin)
+    turned = ctx.rope.apply(q, *ctx.present.cos_sin)
     for row, pads in enumerate(ctx.left_padding):
         ids = [pads, pads + 1, *range(end - 4, end)]
         want = attention_reference(
             turned[row : row + 1], here.k[row : row + 1, :, ids], here.v[row : row + 1, :, ids]
         )
         torch.testing.assert_close(got[row : row + 1], want)
+
+
+def test_every_row_of_a_token_window_has_its_own_reach():
+    """Rows of unequal prompts: the longer one leaves entries out where the shorter has none to."""
+    ctx = session(TOKENS, "attention=window:tokens=4,sink=2", lengths=(5, 1))
+    play_prompt(ctx, torch.Generator().manual_seed(0))
+    apart = 0
+    for i in range(6):
+        ctx.begin(TOKENS.positions(0, 1)[i : i + 1], 0, 1, (0.0,))
+        q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
+        got = ctx.attend(0, q, q[:, :2], q[:, :2])
+        here, end = ctx.layers[0], ctx.past + i + 1
+        turned = ctx.rope.apply(q, *ctx.present.cos_sin)
+        read = []
+        for row, pads in enumerate(ctx.left_padding):
+            ids = sorted({*range(pads, min(pads + 2, end)), *range(max(pads, end - 4), end)})
+            keys, values = (x[row : row + 1, :, ids] for x in (here.k, here.v))
+            want = attention_reference(turned[row : row + 1], keys, values)
+            torch.testing.assert_close(got[row : row + 1], want)
+            read.append(len(ids) == end - pads)
+        apart += len(set(read)) > 1
+    assert apart >= 3
 
 
 @pytest.mark.parametrize("attention", ["window:tokens=4,sink=2", "ann:read=0.5,block=2"])
@@ -238,13 +269,13 @@ def _prompt(rng, lengths, total=20):
 @pytest.mark.parametrize("lengths", [(1,), (0,), (7,), (19,), (20,), (3, 11, 20)])
 def test_pads_equals_dense_for_any_prompt_length(rng, lengths):
     k, v, q = _prompt(rng, lengths)
-    meter = Meter()
+    work = Work()
     dense, pads = DenseText(), Pads()
     text = pads.prepare(k, v, lengths)
     assert text.k.shape[2] == min(20, max(lengths) + 1)
     torch.testing.assert_close(
-        pads.attend(q, text, meter),
-        dense.attend(q, dense.prepare(k, v, lengths), meter),
+        pads.attend(q, text, work),
+        dense.attend(q, dense.prepare(k, v, lengths), work),
         rtol=1e-6,
         atol=1e-6,
     )
@@ -254,25 +285,25 @@ def test_pads_equals_dense_for_any_prompt_length(rng, lengths):
 def test_ann_text_reads_exactly_the_tokens_that_queries_hit(rng, hash):
     k, v, q = _prompt(rng, (12,))
     policy = AnnText(keep=20, hash=hash, bits=3)
-    meter = Meter()
+    work = Work()
     text = policy.prepare(k, v, (12,))
     hits = policy._hits(q, text.k, text.log_count.expand(-1, 3, -1))
     log_count = text.log_count.expand(-1, 3, -1).masked_fill(
         (hits == 0) & (hits.sum(-1, keepdim=True) > 0), -math.inf
     )
     assert (log_count > -math.inf).sum() < log_count.numel()
-    got = policy.attend(q, text, meter)
+    got = policy.attend(q, text, work)
     torch.testing.assert_close(got, attention_reference(q, text.k, text.v, log_count))
-    read = meter.take()["text_pairs"] / (3 * 7)
+    read = work.take().text_pairs / (3 * 7)
     assert read == (log_count > -math.inf).sum(-1).max()
 
 
 def test_ann_text_keeps_at_most_keep(rng):
     k, v, q = _prompt(rng, (19,))
-    meter = Meter()
+    work = Work()
     policy = AnnText(keep=2, bits=1, hash="lsh")
-    policy.attend(q, policy.prepare(k, v, (19,)), meter)
-    assert meter.take()["text_pairs"] == 3 * 7 * 2
+    policy.attend(q, policy.prepare(k, v, (19,)), work)
+    assert work.take().text_pairs == 3 * 7 * 2
 
 
 def test_ann_text_with_one_bucket_equals_dense(rng):
@@ -282,10 +313,10 @@ def test_ann_text_with_one_bucket_equals_dense(rng):
     normal = planes(1, 8, torch.device("cpu"))[:, 0].double()
     k, v, q = _prompt(rng, (12,))
     k, q = (x + 20 * normal / normal.norm() for x in (k, q))
-    meter = Meter()
+    work = Work()
     policy = AnnText(keep=99, hash="lsh", bits=1)
-    got = policy.attend(q, policy.prepare(k, v, (12,)), meter)
-    want = DenseText().attend(q, DenseText().prepare(k, v, (12,)), meter)
+    got = policy.attend(q, policy.prepare(k, v, (12,)), work)
+    want = DenseText().attend(q, DenseText().prepare(k, v, (12,)), work)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -303,8 +334,8 @@ def test_reading_less_than_sink_and_newest_is_refused(plan, message):
 
 def test_faulty_settings_are_refused():
     for kwargs, words in [
-        ({}, "takes one of read, k, top_p"),
-        ({"read": 0.5, "k": 3}, "takes one of read, k, top_p"),
+        ({}, "takes read or k"),
+        ({"read": 0.5, "k": 3}, "takes read or k"),
         ({"read": 1.5}, "read must be over 0 and at most 1, got 1.5"),
         ({"read": 0.5, "dense_passes": 2.0}, "dense_passes must be from 0 to 1, got 2.0"),
         ({"read": 0.5, "block": 0}, "block must be from 1 to 4,096, got 0"),
@@ -312,7 +343,7 @@ def test_faulty_settings_are_refused():
         with pytest.raises(TachyscopeError, match=words):
             Ann(**kwargs)
     with pytest.raises(TachyscopeError, match="tokens must be from 1 to"):
-        Window(tokens=0)
+        WindowAttention(tokens=0)
     with pytest.raises(TachyscopeError, match="keep must be from 1 to"):
         AnnText(keep=0)
 
@@ -338,13 +369,13 @@ def test_weights_are_told_in_the_order_of_keys(cache, rng):
     ctx.begin(CHUNKS.positions(ctx.latent_frame, CHUNKS.chunk), 0, 3, (1.0,) * CHUNKS.chunk)
     q = torch.randn(1, CHUNKS.heads, 5, CHUNKS.head_dim, generator=rng, dtype=ctx.dtype)
     for i, layer in enumerate(ctx.layers):
-        moment, policy = ctx._context.for_layer(i), ctx.plan.attention
+        moment, policy = ctx.layer_pass(i), ctx.plan.attention
         back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
-        policy.restore_order(back, moment, ctx.past)
+        policy.restore_order(moment._replace(layer=back), ctx.past)
         assert torch.equal(back.k, layer.k) == (i == 0)  # the first layer reads everything
-        seen = slice(0, moment.end)
+        seen = slice(0, moment.ctx.end)
         got = attention_reference(
-            q, layer.k[:, :, seen], layer.v[:, :, seen], policy.log_weights(layer, moment)
+            q, layer.k[:, :, seen], layer.v[:, :, seen], policy.log_weights(moment)
         )
         want = attention_reference(
             q, back.k[:, :, seen], back.v[:, :, seen], back.log_count[:, :, seen]
@@ -398,10 +429,10 @@ def test_single_entries_are_chosen_by_their_own_mass(shape, cache):
     q = torch.randn(shape.batch, shape.heads, tokens, shape.head_dim, generator=rng)
     policy = ctx.plan.attention
     for i, layer in enumerate(ctx.layers):
-        moment = ctx._context.for_layer(i)
+        moment = ctx.layer_pass(i)
         keys = layer.k[:, :, : ctx.past].repeat_interleave(shape.heads // shape.kv_heads, 1)
-        weights = policy.log_weights(layer, moment)[:, :, : ctx.past]
+        weights = policy.log_weights(moment)[:, :, : ctx.past]
         weights = weights.repeat_interleave(shape.heads // weights.shape[1], 1).clamp(min=-1e30)
         share = (q @ keys.mT / math.sqrt(shape.head_dim) + weights.unsqueeze(2)).softmax(-1)
-        mass = policy._mass(q, layer, moment, ctx.past)
+        mass = policy._mass(moment, q, ctx.past)
         torch.testing.assert_close(mass[:, :, 0], share.sum(2))

@@ -3,29 +3,31 @@
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import toys
 from toys import open_session
 
 import tachyscope as ts
-from tachyscope.bench.__main__ import main
-from tachyscope.bench.cpu import bench, bench_lengths, lines, split_lengths, split_plans
-from tachyscope.bench.fill import fill
-from tachyscope.bench.noise import noise, speed_word, verdict
-from tachyscope.errors import TachyscopeError
-from tachyscope.meter import summary
+from tachyscope.cli import main as run
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.meter import summary
+from tachyscope.core.plan import NAMES, Plan, label
+from tachyscope.core.rollout import rollout
+from tachyscope.io.results import check_json, document, emit, to_json
+from tachyscope.measure.bench import bench, bench_lengths, lines, split_lengths, split_plans
+from tachyscope.measure.fill import fill
+from tachyscope.measure.noise import noise, speed_word, verdict
+from tachyscope.measure.plan_notes import notes
 from tachyscope.models.registry import load
-from tachyscope.plan import NAMES, Plan, label
-from tachyscope.plan_notes import notes
-from tachyscope.results import check_json, document, emit, to_json
-from tachyscope.rollout import rollout
 
 TOY = ["wan", "--model", "toy-chunks", "--device", "cpu", "--dtype", "float32", "--size", "64x96"]
 KEYS = ["schema", "suite", "date", "machine", "versions", "command"]
 COUNTS = ("frames", "macs", "pairs", "pairs_dense", "rows_computed", "rows_replayed", "entries")
+
+
+def main(words):
+    return run(["bench", *words])
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,9 @@ def test_a_benchmark_of_no_rounds_is_refused(chunks, rounds):
 
 
 def test_a_fault_in_any_plan_shows_before_the_first_run(chunks, monkeypatch):
-    monkeypatch.setattr("tachyscope.bench.cpu.rollout", lambda *a, **k: pytest.fail("a run began"))
+    monkeypatch.setattr(
+        "tachyscope.measure.bench.rollout", lambda *a, **k: pytest.fail("a run began")
+    )
     with pytest.raises(TachyscopeError, match="^cache policy 'merge': budget=2f holds 48 entries"):
         bench(chunks, ["fast", "dense cache=merge:budget=2f"], frames=3, rounds=1)
 
@@ -247,25 +251,10 @@ def test_plans_are_set_apart_by_semicolons():
 @pytest.mark.parametrize(
     "words, message",
     [
-        (
-            ["gpu"],
-            "argument suite: invalid choice: 'gpu' (choose from 'cpu', 'wan', 'tokens', 'rivals', 'sessions', 'fit')",
-        ),
-        ([], "the following arguments are required: suite"),
-        (["wan", "--rows", "magic"], "no row 'magic'; there are: dense, stock, "),
-        (["wan", "--rows", ";"], "rows are set apart by ';', got ';': try 'dense;headline'"),
-        (["wan", "--table", "magic"], "no table 'magic'; there are: main, all"),
-        (["wan", "--size", "big"], "--size is HEIGHTxWIDTH, got 'big': try 480x832"),
-        (["wan", "--lengths", "9,x"], "--lengths is latent frames set apart by commas, got '9,x'"),
-        (["wan", "--model", "x", "--device", "cpu"], "no model 'x'; there are: "),
-        (["wan", "--model", "wan_1.3b", "--weights", "x"], "wan_1.3b is a size, for random"),
-        (["wan", "--model", "toy-tokens", "--device", "cpu"], "toy-tokens is no Wan-type model"),
-        ([*TOY, "--rounds", "1"], "--rounds must be 2 or more here, got 1: give as many"),
-        ([*TOY, "--rollout", "0"], "--rollout must be from 1 to 1,000,000, got 0"),
-        (["cpu", "--rounds", "x"], "--rounds must be a whole number, got 'x': give its digits"),
-        (["cpu", "--frames", "0"], "--frames must be from 1 to 1,000,000, got 0"),
-        (["cpu", "--model", "x"], "no model 'x'; there are: "),
-        (["cpu", "--plans", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
+        (["--rounds", "x"], "--rounds must be a whole number, got 'x': give its digits"),
+        (["--frames", "0"], "--frames must be from 1 to 1,000,000, got 0"),
+        (["x"], "no model 'x'; there are: "),
+        (["--plans", "magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
     ],
 )
 def test_a_fault_is_one_line(words, message, capsys):
@@ -274,24 +263,6 @@ def test_a_fault_is_one_line(words, message, capsys):
     assert said.startswith("tachyscope: ") and said.count("\n") == 1
     # python 3.12 quotes choices in another way
     assert message.replace("'", "") in said.replace("'", "")
-
-
-@pytest.mark.slow
-def test_a_benchmark_runs_without_the_command_lines_packages():
-    code = (
-        "import sys\n"
-        "for name in ('cyclopts', 'rich', 'av', 'matplotlib', 'jinja2'): sys.modules[name] = None\n"
-        "import torch; torch.set_num_threads(1)\n"
-        "from tachyscope.bench.__main__ import main\n"
-        "sys.exit(main('cpu --plans fast --frames 3 --rounds 1 --json -'.split()))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    last = json.loads(run.stdout.splitlines()[-1])
-    assert last["command"] == (
-        "python -m tachyscope.bench cpu --plans fast --frames 3 --rounds 1 --json -"
-    )
-    assert [row["name"] for row in last["rows"]] == ["dense", "fast"]
 
 
 @pytest.mark.parametrize("name", ["toy-chunks", pytest.param("toy-tokens", marks=pytest.mark.slow)])

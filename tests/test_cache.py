@@ -3,15 +3,14 @@ import re
 
 import pytest
 import torch
-from faults import refused
-from streams import CHUNKS, TOKENS, assert_same, draw, play, play_pass, session
+from streams import CHUNKS, TOKENS, assert_same, play, session
 
 from tachyscope.cache.matching import vectors
 from tachyscope.cache.merge import Merge
 from tachyscope.cache.window import Window
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.types import Size
 from tachyscope.kernels.match import best_older, features
-from tachyscope.types import Size
 
 BOUNDED = [
     "window:budget=6f,sink=1",
@@ -121,7 +120,7 @@ def test_entries_that_dedup_keeps_stay_as_they_were():
             same = (kept[:, None] == every[None]).all(-1)
             assert (same.sum(1) == 1).all() and (same.sum(0) <= 1).all()
     row = at.meter.take()
-    assert at._plain and row["pairs"] < row["pairs_dense"]
+    assert at.memory.plain and row["pairs"] < row["pairs_dense"]
 
 
 def test_merge_protects_sink_and_newest():
@@ -295,33 +294,3 @@ def test_a_partner_that_is_folded_away_leaves_its_heir():
     assert at.past == 23 and here.log_count[0, 0, 2].exp().item() == pytest.approx(2)
     torch.testing.assert_close(here.k[:, :, 20], keys[:, :, 21])
     assert here.own["cache"]["partner"][0, 0, 20] == 2
-
-
-def test_the_frame_most_like_another_leaves_the_older_one_first():
-    """Against the rule, pair by pair; the sink and the newest stay."""
-    at = session(CHUNKS, "cache=frames:budget=8f,sink=1,newest=1")
-    rng = torch.Generator().manual_seed(0)
-    held = [[] for _ in range(CHUNKS.layers)]  # (frame, values) as the rule keeps them
-    for chunk in range(9):
-        layers = draw(rng, CHUNKS, 12)
-        pos = CHUNKS.positions(at.latent_frame, 2)
-        for step in range(CHUNKS.passes):
-            play_pass(at, layers, pos, step, CHUNKS.passes)
-        at.commit()
-        for i, (_, _, v, _) in enumerate(layers):
-            held[i] += [(2 * chunk + j, x.flatten()) for j, x in enumerate(v.split(6, 2))]
-            while len(held[i]) > 6:
-                last = len(held[i]) - 1
-                pairs = [(a, b) for a in range(last + 1) for b in range(a + 1, last + 1)]
-                leaves = {p: p[0] if p[0] > 0 else p[1] for p in pairs}
-                pairs = [p for p in pairs if 0 < leaves[p] < last]
-                like = [torch.cosine_similarity(held[i][a][1], held[i][b][1], 0) for a, b in pairs]
-                del held[i][leaves[pairs[int(torch.stack(like).argmax())]]]
-            times = at.layers[i].pos[0, 0, : at.past : 6, 0].tolist()
-            assert times == [frame for frame, _ in held[i]]
-            kept = at.layers[i].v[:, :, : at.past].split(6, 2)
-            assert all(torch.equal(x.flatten(), y) for x, (_, y) in zip(kept, held[i], strict=True))
-
-
-def test_a_budget_of_frames_is_whole_frames():
-    refused(lambda: session(CHUNKS, "cache=frames:budget=50"), "frames", "50", "21f")

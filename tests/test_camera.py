@@ -8,13 +8,13 @@ import torch
 from faults import refused
 
 import tachyscope
-from tachyscope.evaluation import batched_rollout, scenes
+from tachyscope.core.rollout import rollout
 from tachyscope.models.atrium import camera
+from tachyscope.models.atrium import world as atrium
+from tachyscope.models.toys import toy_chunks
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.toy import random_wan, toy_chunks
-from tachyscope.rollout import rollout
-from tachyscope.types import CAMERA
-from tachyscope.worlds import atrium
+from tachyscope.models.wan.random import random_wan
+from tachyscope_lab.evaluation import batched_rollout, scenes
 
 CONFIG = WanConfig(
     dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=64, size=(4, 4), stride=(1, 8, 8),
@@ -33,7 +33,7 @@ def frames(model, **asked):
 
 
 def standing(stream):
-    return stream.session.features[CAMERA]
+    return stream.session.features.camera
 
 
 def test_the_camera_takes_the_walk_that_the_truth_takes(model):
@@ -83,7 +83,7 @@ def test_a_state_carries_where_the_camera_stands(model):
         assert np.array_equal(a.step(letter).frames, b.step(letter).frames)
     b.restore(state)  # what was walked since is undone
     assert not torch.equal(standing(a), standing(b))
-    lacking = {name: x for name, x in state.items() if name != f"features.{CAMERA}"}
+    lacking = {name: x for name, x in state.items() if name != "features.camera"}
     refused(lambda: b.restore(lacking), "lacks")
 
 

@@ -18,10 +18,10 @@ from tachyscope.models.checkpoint import (
     read_json,
     read_tensors,
     strip_prefixes,
-    wan_names,
     write_json,
     write_tensors,
 )
+from tachyscope.models.wan.names import wan_names
 
 
 @pytest.fixture

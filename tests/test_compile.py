@@ -4,8 +4,10 @@ import pytest
 import torch
 from toys import open_session
 
-from tachyscope.models.wan.toy import toy_chunks
-from tachyscope.models.wan.transformer import EAGER, compiled
+import tachyscope as ts
+from tachyscope.measure.rates import Clock, rates
+from tachyscope.models.toys import toy_chunks
+from tachyscope.models.wan.stages import EAGER, compiled
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +55,31 @@ def test_all_layers_chunks_and_passes_share_one_program(counters):
     latents(other, "dense", 1, size=(32, 48))
     assert counters["stats"]["unique_graphs"] == 2 * len(EAGER)
     assert not counters["graph_break"]
+
+
+def played(model, plan, size=None, then=()):
+    """What a clock tells of a video of ten chunks."""
+    rows = []
+    with Clock() as clock:
+        for chunk in ts.rollout(model, plan, frames=30, size=size, prompt="a", then=then):
+            clock.lap(chunk)
+            rows.append(chunk.stats)
+    return rows
+
+
+@pytest.mark.parametrize("plan", ["stock", "fast", "live"])
+def test_nothing_is_compiled_once_a_stream_is_warm(plan):
+    """A prompt that changes, and sizes that were met before, find their programs."""
+    model = toy_chunks()
+    model.transformer.compile_layers("aot_eager")
+    first = played(model, plan, then=[(15, "a blue room")])
+    assert first[0]["programs"] > 0 and rates(first)["recompiled"] == 0
+    assert sum(row.get("programs", 0) for row in first) == first[0]["programs"]
+    other = played(model, plan, size=(32, 48), then=[(15, "a blue room")])
+    assert other[0]["programs"] > 0 and rates(other)["recompiled"] == 0
+    for size in (None, (32, 48)):
+        again = played(model, plan, size=size, then=[(15, "a blue room")])
+        assert not any(row.get("programs", 0) for row in again)
 
 
 def test_a_compiled_model_still_learns():

@@ -8,9 +8,9 @@ import pytest
 import torch
 from toys import open_session
 
-from tachyscope.compile_cache import VARIABLES, keep_programs, programs_folder
+from tachyscope.io.programs import VARIABLES, keep_programs, user_folder
+from tachyscope.models.toys import toy_chunks
 from tachyscope.models.wan.model import COMPILED_CHUNKS, COMPILED_WIDTH
-from tachyscope.models.wan.toy import toy_chunks
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,10 @@ def test_what_the_user_chose_stays(places, monkeypatch):
 
 def test_a_home_that_cannot_be_written_is_no_fault(places):
     (places / "home").touch()  # a file: not even root makes a folder in it
-    assert programs_folder() == places / "tmp" / f"tachyscope-{os.getuid()}"
+    assert user_folder() == places / "tmp" / f"tachyscope-{os.getuid()}"
     (places / "tmp" / f"tachyscope-{os.getuid()}").rmdir()
     (places / "tmp" / f"tachyscope-{os.getuid()}").touch()
-    assert programs_folder() is None
+    assert user_folder() is None
     keep_programs()
     assert chosen() == [None, None]
 
@@ -60,11 +60,11 @@ def test_a_folder_that_others_can_write_is_not_trusted(places):
     shared = places / "tmp" / f"tachyscope-{os.getuid()}"
     shared.mkdir()
     shared.chmod(0o777)
-    assert programs_folder() is None
+    assert user_folder() is None
     shared.rmdir()
     (places / "other").mkdir(mode=0o700)
     shared.symlink_to(places / "other")
-    assert programs_folder() is None
+    assert user_folder() is None
 
 
 def test_torchs_own_default_is_no_choice_of_the_user(places, monkeypatch):
@@ -85,9 +85,9 @@ def test_a_session_on_a_gpu_keeps_its_programs(monkeypatch):
         device = torch.device("cuda:0")
 
     model = toy_chunks()
-    monkeypatch.setattr("tachyscope.state.keep_programs", kept)
+    monkeypatch.setattr("tachyscope.core.session.keep_programs", kept)
     open_session(model, "fast", frames=3)
-    monkeypatch.setattr("tachyscope.state.torch.empty", lambda *_, **__: Empty)
+    monkeypatch.setattr("tachyscope.core.session.torch.empty", lambda *_, **__: Empty)
     with pytest.raises(Kept):
         open_session(model, "fast", frames=3)
 

@@ -23,7 +23,6 @@ from triton.compiler import ASTSource
 from tachyscope.kernels.admit import triton as admit
 from tachyscope.kernels.block_index import triton as index
 from tachyscope.kernels.host_blocks import triton as host
-from tachyscope.kernels.kmeans import triton as kmeans
 
 
 def build(kernel, types, constants, **options):
@@ -66,11 +65,6 @@ types = dict.fromkeys(names, "i64") | dict.fromkeys(("k_s", "most", "slots", "he
 types |= dict.fromkeys(("k_scale", "log_count", "scale", "weight"), "*fp32")
 sizes = {"CODED": False, "D": 128, "BLOCK": 120, "N": 128}
 build(index._encode, types | {"k": "*bf16", "code": "*i8"}, sizes, num_warps=8)
-types = dict.fromkeys(("x_b", "x_h"), "i64") | dict.fromkeys(("x_n", "heads", "n", "count"), "i32")
-types |= {"x": "*bf16", "near": "*bf16", "label": "*i64", "order": "*i64", "start": "*i64"}
-types |= dict.fromkeys(("half", "weight", "total", "size"), "*fp32")
-for kernel, options in ((kmeans._nearest, {"M": kmeans.ROWS, "N": kmeans.COLUMNS}), (kmeans._sum_clusters, {"N": kmeans.ADDED})):
-    build(kernel, types, {"D": 128} | options, num_warps=8)
 whole = dict.fromkeys(("count", "of_row", "most", "places", "at_once", "stay"), "i32")
 types = whole | {"mass": "*fp32", "ids": "*i64", "demand": "*i64"}
 tell(admit._add_up, types, {"N": admit.ADDED}, num_warps=4)

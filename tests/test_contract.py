@@ -6,23 +6,23 @@ wide open, which must equal dense, and a bound small enough to act on a short vi
 
 import dataclasses
 import functools
+import re
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_graph_runner import CONFIG, Again
-from toys import load
+from toys import load, toy_cosmos
 
 import tachyscope as ts
-from tachyscope.calibrate import calibrate
-from tachyscope.graph_runner import ChunkRunner
+from tachyscope.core.chunk_runner import ChunkRunner
+from tachyscope.core.policy import QUESTIONS, policies
+from tachyscope.measure.calibrate import calibrate
+from tachyscope.models.atrium.world import ACTIONS
 from tachyscope.models.checkpoint import write_tensors
-from tachyscope.models.cosmos_ar.model import toy_cosmos
 from tachyscope.models.wan.context import Absolute, Rolling
-from tachyscope.models.wan.toy import random_wan
-from tachyscope.plan import POLICIES
-from tachyscope.worlds.atrium import ACTIONS
+from tachyscope.models.wan.random import random_wan
 
 # kind: policy: (wide open, acting)
 CONTRACT = {
@@ -31,18 +31,14 @@ CONTRACT = {
         "window": ("window:budget=99f", "window:budget=9f"),
         "merge": ("merge:budget=99f", "merge:budget=9f"),
         "dedup": ("dedup:budget=99f", "dedup:budget=9f"),
-        "frames": ("frames:budget=99f", "frames:budget=9f"),
+        "strided": (
+            "strided:budget=99f,far=99,every=1,period=2",
+            "strided:budget=9f,far=16,every=2,period=2",
+        ),
         # read by an index alone
         "bank": (
             "bank:resident=99f attention=ann:read=1",
             "bank:resident=9f,budget=15f attention=ann:read=0.6,block=2",
-        ),
-        "memrope": ("memrope:budget=99f", "memrope:budget=9f,sink=1"),
-        "worldkv": ("worldkv:retrieve=99,keep=1", "worldkv:retrieve=6,sink=3,budget=15f"),
-        # one that is compressed at every chunk
-        "deep_forcing": (
-            "deep_forcing:budget=99f",
-            "deep_forcing:budget=9f,keep=7,sink=2,newest=4",
         ),
     },
     # codes have no open setting: how near they come to native is held by tests/test_store.py
@@ -54,9 +50,14 @@ CONTRACT = {
         "dense": ("dense", "dense"),
         "window": ("window:tokens=100000", "window:tokens=20"),
         "ann": ("ann:read=1", "ann:read=0.5,block=2"),
-        "radial": ("radial:block=1,decay=99", "radial:block=2"),
-        "svg": ("svg:read=1", "svg:read=0.5,block=2"),
-        "svg2": ("svg2:min_ratio=1", "svg2:top_p=0.5"),
+        "pose": (
+            "pose:past_weight=1 cache=bank:resident=99f",
+            "pose cache=bank:resident=9f,budget=15f",
+        ),
+        "similar": (
+            "similar:past_weight=1 cache=bank:resident=99f",
+            "similar:newest=1 cache=bank:resident=9f,budget=15f",
+        ),
     },
     "text": {
         "dense": ("dense", "dense"),
@@ -79,32 +80,57 @@ CONTRACT = {
         "prune": ("prune:share=0", "prune:share=0.5,file=CALIBRATION"),
     },
 }
+# a past that is weighed, by every policy that can: of weight 1, and of another
+WEIGHED = {
+    ("attention", "dense of weight"): ("dense:past_weight=1", "dense:past_weight=4,newest=1"),
+    ("attention", "window of weight"): (
+        "window:tokens=100000,past_weight=1",
+        "window:tokens=20,past_weight=4,newest=0",
+    ),
+    ("attention", "ann of weight"): (
+        "ann:read=1,past_weight=1",
+        "ann:read=0.5,block=2,past_weight=4,order=time",
+    ),
+    ("cache", "bank of weight"): (
+        "bank:resident=99f attention=ann:read=1,past_weight=1",
+        "bank:resident=9f,budget=15f attention=ann:read=0.6,block=2,past_weight=4,order=time",
+    ),
+}
+# what a bank has resident as codes: as for stores, these have no open setting
+CODED = {
+    ("cache", "bank of codes"): (
+        "bank:resident=99f attention=ann:read=1",
+        "bank:resident=9f,budget=15f attention=ann:read=0.6,block=2 store=fp8",
+    ),
+}
+OURS = re.compile(r"tachyscope\.").match  # other distributions hold their own to it
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def families(kind, name):
     """Models that a policy serves; passes are skipped in "steps", which has four of denoising."""
+    name = name.split()[0]
     if name == "int2":
         return ("chunks", "rolling")  # keys by groups of a latent frame's entries
-    if name == "deep_forcing":
-        return ("chunks",)  # a chunk at a time
-    if name == "worldkv":
+    if name == "pose":
         return ("poses",)  # "chunks" of a model that knows where its camera stands
+    if name == "similar":
+        return ("chunks",)
     if kind == "passes":
         return ("tokens", "cosmos") if name == "draft" else ("steps",)
     if name in ("neurons", "prune"):
         return ("tokens",)  # what calibrates cosmos are given frames
-    # a token model has no cross-attention, no bank, and no latent frame to go by
-    if kind == "text" or name in ("bank", "radial", "svg", "svg2"):
+    # a token model has no cross-attention and no bank
+    if kind == "text" or name == "bank":
         return ("chunks", "rolling")
     return ("chunks", "rolling", "tokens", "cosmos")
 
 
 QUICK = ("chunks", "tokens", "poses", "steps")  # the other families run with the slow tests
+LISTED = {(kind, name): x for kind, found in CONTRACT.items() for name, x in found.items()}
 CASES = [
     pytest.param(kind, name, family, marks=() if family in QUICK else pytest.mark.slow)
-    for kind, policies in CONTRACT.items()
-    for name in policies
+    for kind, name in LISTED | WEIGHED | CODED
     for family in families(kind, name)
 ]
 every = pytest.mark.parametrize("kind, name, family", CASES, ids=str)
@@ -132,6 +158,10 @@ def calibration():
     found = calibrate(model_of("tokens", "cpu"), clips=1, shares=[0.5])
     write_tensors(path, found.tensors())
     return path
+
+
+def setting_of(kind, name):
+    return (LISTED | WEIGHED | CODED)[kind, name]
 
 
 def plan_of(kind, setting, family):
@@ -165,15 +195,16 @@ def dense(family, device):
 
 
 def test_every_registered_policy_is_held_to_the_contract():
-    assert {kind: list(found) for kind, found in CONTRACT.items()} == {
-        kind: list(found) for kind, found in POLICIES.items()
+    assert {kind: sorted(found) for kind, found in CONTRACT.items()} == {
+        kind: [name for name, policy in policies(kind).items() if OURS(policy.__module__)]
+        for kind in QUESTIONS
     }
 
 
 @on_every_device
 @every
 def test_off_equals_dense(kind, name, family, device):
-    plan = plan_of(kind, CONTRACT[kind][name][0], family)
+    plan = plan_of(kind, setting_of(kind, name)[0], family)
     (frames, rows), (want, counted) = play(stream(plan, family, device)), dense(family, device)
     assert np.array_equal(frames, want)
     # what is left out may be counted as less, where it changed nothing: padding of the prompt
@@ -185,7 +216,7 @@ def test_off_equals_dense(kind, name, family, device):
 @on_every_device
 @every
 def test_a_bound_is_kept_and_its_state_is_whole(kind, name, family, device):
-    plan = plan_of(kind, CONTRACT[kind][name][1], family)
+    plan = plan_of(kind, setting_of(kind, name)[1], family)
     one = stream(plan, family, device)
     _, before = play(one, 3)
     state = one.snapshot()
@@ -193,7 +224,7 @@ def test_a_bound_is_kept_and_its_state_is_whole(kind, name, family, device):
     session = one.session
     if not session.plan.cache.grows:
         slots = session.slots_for(session.lengths)
-        assert all(layer.k.shape[2] == slots for layer in session.layers)
+        assert all(layer.slots == slots for layer in session.layers)
         assert session.past <= slots - session.shape.max_pass_tokens
         sizes = {row["cache_allocated_mb"] for row in [*before, *rows]}
         assert len(sizes) == 1
@@ -219,16 +250,18 @@ def test_a_bound_is_kept_and_its_state_is_whole(kind, name, family, device):
 # only full chunks of a bounded cache ask for the same launches each time
 CAPTURED = [
     (kind, name, family)
-    for kind, name, family in CASES
+    for kind, name, family in (case.values for case in CASES)
     if family in ("chunks", "steps", "poses") and name != "keep_all"
 ]
 # chunks that differ from each other: by turns, by draws of the host, by what the host reads
-DIFFER = {("replay", "every_k"), ("replay", "random"), ("passes", "flowcache")}
+DIFFER = {
+    ("cache", "strided"), ("replay", "every_k"), ("replay", "random"), ("passes", "flowcache"),
+}  # fmt: skip
 
 
 def bounded(kind, name):
-    setting = f"{kind}={CONTRACT[kind][name][1]}"
-    return f"dense {setting}" if kind == "cache" else f"dense cache=window:budget=9f {setting}"
+    setting = f"{kind}={setting_of(kind, name)[1]}"
+    return f"dense {setting}" if "cache=" in setting else f"dense cache=window:budget=9f {setting}"
 
 
 @pytest.mark.parametrize("kind, name, family", CAPTURED)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from faults import refused
 from torch import nn
+from toys import toy_cosmos
 
 import tachyscope as ts
-from tachyscope.calibrate import calibrate
+from tachyscope.io.torch_defaults import own_numerics
+from tachyscope.measure.calibrate import calibrate
 from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.cosmos_ar.config import PUBLISHED, CosmosConfig, published
 from tachyscope.models.cosmos_ar.model import (
@@ -22,9 +24,7 @@ from tachyscope.models.cosmos_ar.model import (
     nvidia_name,
     qwen_names,
     save_cosmos,
-    toy_cosmos,
 )
-from tachyscope.numerics import own_numerics
 
 FIRST = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
 
@@ -197,11 +197,11 @@ def _tensors(change):
         (_config(hidden=32), "does not fit the model"),
         (_config(layers=3), "it lacks model.layers.2"),
         (_config(layers=0), "layers must be"),
-        (_config(heads="four"), "of type int"),
-        (_config(grid=[4]), "a list of 2 numbers"),
+        (_config(heads="four"), "heads must be a whole number from 1 to 1,024, got 'four'"),
+        (_config(grid=[4]), "grid must be 2 whole numbers, each from 1 to 1,024, got [4]"),
         (_config(kv_heads=3), "multiple of kv_heads"),
-        (_config(surprise=1), "must be absent"),
-        (_config(sampler={"cfg": 3.0}), "sampler must be an object of"),
+        (_config(surprise=1), "has an unknown 'surprise'; it takes hidden"),
+        (_config(sampler={"cfg": 3.0}), "sampler must have a cfg of 1, got 3.0"),
         (_config(model_type="other"), "must hold a published model"),
         (_tensors(lambda x: x.pop("model.norm.weight")), "lacks model.norm.weight"),
         (_tensors(lambda x: x.update({"model.odd": torch.zeros(1)})), "it also has"),

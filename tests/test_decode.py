@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from ctypes import sizeof
 
 import pytest
 import torch
@@ -10,16 +11,24 @@ from faults import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tachyscope as ts
-from tachyscope.bench.random_vila import random_calibration
-from tachyscope.decode import CodedLinear, can_compile, cpu, quantise, store_bf16, unsupported
+from tachyscope.core.chunk_runner import ChunkRunner, FrameRunner
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.observers import Observer
+from tachyscope.decode import (
+    CodedLinear,
+    can_compile,
+    cpu_library,
+    quantise,
+    store_bf16,
+    unsupported,
+)
 from tachyscope.decode.quantise import bits_of, weight_of
-from tachyscope.errors import TachyscopeError
-from tachyscope.graph_runner import ChunkRunner, FrameRunner
+from tachyscope.io.torch_defaults import own_numerics
 from tachyscope.models.checkpoint import write_tensors
-from tachyscope.models.vila_u.model import VilaModel, toy_tokens
+from tachyscope.models.toys import toy_tokens
+from tachyscope.models.vila_u.model import VilaModel
 from tachyscope.models.vila_u.transformer import Vila
-from tachyscope.numerics import own_numerics
-from tachyscope.observers import Observer
+from tachyscope_lab.bench.random_vila import random_calibration
 
 PLANS = [
     "cache=keep_all",
@@ -401,13 +410,25 @@ def test_a_compiled_model_is_streamed_and_says_what_it_cannot_compile(recwarn):
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.setenv("CXX", "")
-    monkeypatch.setattr(cpu, "COMPILERS", ())
-    cpu.library.cache_clear()
+    monkeypatch.setattr(cpu_library, "COMPILERS", ())
+    cpu_library.library.cache_clear()
     refused(lambda: toy_tokens().compile(), "no C++ compiler", "install g++")
     monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(cpu, "FLAGS", ("-another",))
+    monkeypatch.setattr(cpu_library, "FLAGS", ("-another",))
     refused(lambda: toy_tokens().compile(), "could not compile", "install g++")
-    cpu.library.cache_clear()
+    cpu_library.library.cache_clear()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_struct_of_another_size_than_python_has_is_not_compiled(monkeypatch):
+    read = cpu_library.read_structs(cpu_library.TEXT.replace("i64 batch, width;", "i64 batch;"))
+    assert {
+        name for name, one in read.items() if sizeof(one) != sizeof(cpu_library.STRUCTS[name])
+    } == {"Plain"}
+    monkeypatch.setattr(cpu_library, "STRUCTS", read)
+    cpu_library.library.cache_clear()
+    refused(lambda: toy_tokens().compile(), "cpu_library.py reads another Plain")
+    cpu_library.library.cache_clear()
 
 
 class _Outputs(Observer):

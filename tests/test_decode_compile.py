@@ -21,7 +21,10 @@ def test_kernels_of_a_decode_step_compile_for_a_hopper_gpu():
     lines = [line.split() for line in done.stdout.splitlines()]
     names = [name for name, *_ in lines]
     assert names[:20] == ["_gemv", *["_decode_mlp"] * 3] * 5
-    assert names[20:] == ["_several_attention"] * 3 + ["_input_gate"] * 3 + ["_gemv"] * 4
+    assert (
+        names[20:]
+        == ["_several_attention"] * 3 + ["_decide_by_input", "_decide"] * 3 + ["_gemv"] * 4
+    )
     # as many programs as are launched must be there at once: 96 or 128 registers, or 168 for int4
     assert all(int(registers) <= 168 for _, registers, *_ in lines[:20])
     # but for int4 with two tokens, whose four rows a program were faster than two all the same

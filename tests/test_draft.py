@@ -7,12 +7,13 @@ import torch
 from toys import load
 
 import tachyscope as ts
-from tachyscope.calibrate import calibrate
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.observers import Observer
+from tachyscope.measure.calibrate import calibrate
 from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.token_model import Sampler
-from tachyscope.models.vila_u.model import VilaModel, toy_tokens
-from tachyscope.observers import Observer
+from tachyscope.models.toys import toy_tokens
+from tachyscope.models.vila_u.model import VilaModel
 
 
 class Passes(Observer):

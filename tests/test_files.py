@@ -12,7 +12,7 @@ import threading
 import pytest
 from faults import refused
 
-from tachyscope.files import (
+from tachyscope.io.files import (
     check_file,
     check_folder,
     is_stream,
@@ -21,8 +21,8 @@ from tachyscope.files import (
     user_path,
     write_atomically,
 )
-from tachyscope.results import check_json, emit
-from tachyscope.video import VideoWriter
+from tachyscope.io.results import check_json, emit
+from tachyscope.io.video import VideoWriter
 
 
 def names(folder):
@@ -104,7 +104,7 @@ def test_a_device_in_a_folder_that_could_be_written_stays_one(tmp_path):
 def test_an_open_descriptor_is_written_to_and_not_replaced(tmp_path):
     out = tmp_path / "out.txt"
     code = (
-        "from tachyscope.results import check_json, emit\n"
+        "from tachyscope.io.results import check_json, emit\n"
         "print('before'); check_json('/dev/stdout'); emit({'a': 1}, '/dev/stdout')"
     )
     with out.open("w") as file:
@@ -171,7 +171,7 @@ def test_what_may_be_read_by_few_stays_so(tmp_path):
 def test_parts_of_dead_processes_are_swept_and_those_of_living_ones_are_not(tmp_path):
     target = tmp_path / "a.json"
     code = (
-        "import os, sys; from tachyscope.files import replacing\n"
+        "import os, sys; from tachyscope.io.files import replacing\n"
         "with replacing(sys.argv[1]) as part:\n"
         "    part.write_text('begun'); print(part.name, flush=True); sys.stdin.read(); os._exit(9)"
     )

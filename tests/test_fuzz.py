@@ -27,15 +27,18 @@ import sys; sys.path.insert(0, {tests!r})
 import json
 from pathlib import Path
 import fuzz
-from tachyscope import bounds
-from tachyscope.bounds import Bound
+import copy
+from tachyscope.core.limits import Bound
+
+from tachyscope.core.policy import find_policy, settings
+from tachyscope.models.wan.config import WanConfig
 
 NONE = Bound(-10**40, 10**40)
 
-def wide(table, name, words, prepare=lambda folder: None, seconds=4):
+def wide(table, name, words, prepare=lambda folder: None, seconds=4, none=NONE):
     case = fuzz.Case(words, prepare)
     with_bound = fuzz.judge(fuzz.run(case, seconds), seconds)
-    kept, table[name] = table[name], NONE
+    kept, table[name] = table[name], none
     try:
         without = fuzz.judge(fuzz.run(case, seconds), seconds)
     finally:
@@ -48,12 +51,17 @@ def layers(folder):
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps(config | {{"num_layers": 10**9}}))
 
+fields = WanConfig.__dataclass_fields__
+free = copy.copy(fields["layers"])
+free.metadata = {{**free.metadata, "bound": NONE}}
+ages = settings(find_policy("replay", "attentive"))
 generate = ["generate", "toy-chunks", "--frames", "3", "--out", "out", "--plan"]
 load = ["generate", "wan_causal", "--weights", "model", "--frames", "1", "--out", "out"]
 with fuzz.shared_parts() as shared:
     print(json.dumps({{
-        "age": wide(bounds.SETTINGS, "age", [*generate, "replay=attentive:share=0.5,age=-1"]),
-        "layers": wide(bounds.WAN, "layers", load, layers),
+        "age": wide(ages, "age", [*generate, "replay=attentive:share=0.5,age=-1"],
+                    none=ages["age"]._replace(bound=NONE)),
+        "layers": wide(fields, "layers", load, layers, none=free),
     }}))
 """
 

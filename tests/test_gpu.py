@@ -15,31 +15,37 @@ from streams import CHUNKS, TOKENS, Square, draw, play, play_pass, play_prompt, 
 
 import tachyscope as ts
 from tachyscope.attention.ann import Ann
-from tachyscope.bench.drafts import bench_drafts
-from tachyscope.bench.random_vila import random_calibration, random_vila
-from tachyscope.bench.wan import ALL, bench_wan
-from tachyscope.compile_cache import VARIABLES
+from tachyscope.core.chunk_runner import ChunkRunner, Graph
+from tachyscope.core.meter import Meter
+from tachyscope.core.plan import Plan
+from tachyscope.core.types import Rope
+from tachyscope.core.work import Work
 from tachyscope.decode import DecodeEngine, DraftEngine
-from tachyscope.evaluation.recall import RecallObserver
-from tachyscope.graph_runner import ChunkRunner, Graph
+from tachyscope.io.programs import VARIABLES
 from tachyscope.kernels import device
-from tachyscope.kernels.attention import attention, hopper_backend
+from tachyscope.kernels.attention import attention
 from tachyscope.kernels.attention.reference import attention_reference
-from tachyscope.kernels.attention.triton import Setting, flash_attention
+from tachyscope.kernels.attention.triton import (
+    Setting,
+    block_sparse_attention,
+    flash_attention,
+)
 from tachyscope.kernels.block_sparse.reference import block_sparse_attention_reference
-from tachyscope.kernels.block_sparse.triton import block_sparse_attention
 from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.dispatch import has_hopper
 from tachyscope.kernels.rotary import apply_rotary
-from tachyscope.meter import Meter
+from tachyscope.measure.rates import warm_up
+from tachyscope.models.atrium.world import ACTIONS
 from tachyscope.models.checkpoint import write_tensors
-from tachyscope.models.vila_u.model import toy_tokens
+from tachyscope.models.toys import toy_tokens
 from tachyscope.models.wan.config import WanConfig
+from tachyscope.models.wan.random import random_wan
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
-from tachyscope.models.wan.toy import random_wan
-from tachyscope.plan import Plan
-from tachyscope.rates import warm_up
-from tachyscope.types import CAMERA, Rope
-from tachyscope.worlds.atrium import ACTIONS
+from tachyscope_lab.bench.drafts import bench_drafts
+from tachyscope_lab.bench.random_vila import random_calibration, random_vila
+from tachyscope_lab.bench.wan import bench_wan
+from tachyscope_lab.bench.wan_rows import ALL
+from tachyscope_lab.evaluation.recall import RecallObserver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +62,7 @@ PLANS = [
     "cache=merge:budget=8f attention=ann:read=0.6,block=2 replay=attentive:share=0.5,age=2",
     "cache=merge:budget=9f,match=key_value,keep=newest attention=window:tokens=9,sink=2",
     "cache=merge:threshold=0.7,heads=each",
-    "attention=ann:top_p=0.7,block=2",
+    "attention=ann:k=40,block=2",
     "replay=every_k:k=2",
     "replay=attentive:threshold=0.1,age=2",
 ]
@@ -191,7 +197,7 @@ def _same_by_graph(
         with torch.inference_mode():
             for i in range(5):
                 with around(i):
-                    frames.append(model.sample_by(engine, session, [i]))
+                    frames.append(model.sample_with_engine(engine, session, [i]))
                     session.commit()
                 replayed |= engine.replayed
         runs.append((frames, session.meter.take(), replayed))
@@ -269,7 +275,7 @@ def test_every_way_to_build_the_kernel_gives_the_same(keys, parts, use_tma):
     log_count[:, :, 40:50] = log_count[:, :, 128:300] = -math.inf
     setting = Setting(128, keys, 8, 2, use_tma, parts)
     for w in (log_count, log_count[:, :1], None):
-        _close(flash_attention(q, k, v, w, setting), attention_reference(q, k, v, w))
+        _close(flash_attention(q, k, v, w, setting=setting), attention_reference(q, k, v, w))
 
 
 def _listed(tile, block, head_dim, more):
@@ -300,7 +306,8 @@ IN_CACHE = pytest.mark.parametrize("more", [-5, 37])
 @pytest.mark.parametrize("tile, block", [(128, 128), (128, 64), (64, 32)])
 def test_listed_blocks_equal_their_reference(tile, block, head_dim, more):
     q, k, v, past = _listed(tile, block, head_dim, more)
-    _close(block_sparse_attention(q, k, v, past), block_sparse_attention_reference(q, k, v, past))
+    read = block_sparse_attention(q, k, v, past)
+    _close(read.out, block_sparse_attention_reference(q, k, v, past))
 
 
 @pytest.fixture
@@ -310,7 +317,7 @@ def hopper():
         pytest.skip("needs a Hopper GPU")
     from tachyscope.kernels.attention import hopper
 
-    assert hopper_backend(torch.device("cuda", 0)) is hopper
+    assert has_hopper(torch.device("cuda", 0))
     return hopper
 
 
@@ -349,7 +356,7 @@ LARGE = replace(CHUNKS, heads=4, kv_heads=4, head_dim=128, grid=(20, 21), chunk=
 TURNS = Rope(((44, (1, 0, 0)), (42, (0, 1, 0)), (42, (0, 0, 1))))
 LARGE_PLANS = [
     "cache=merge:budget=15f attention=ann:read=0.5,block=64,tile=128",
-    "cache=keep_all attention=ann:top_p=0.6,block=128,tile=128",
+    "cache=keep_all attention=ann:read=0.6,block=128,tile=128",
     "cache=merge:budget=15f attention=ann:read=0.5,block=32,tile=64,hash=lsh",
     "cache=merge:budget=15f",
     "cache=window:budget=15f",
@@ -376,12 +383,13 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     assert torch.equal(weights[:, :, between], held[:, :, between].gather(2, order))
     assert torch.equal(weights[:, :, : between.start], held[:, :, : between.start])
     assert (weights[:, :, ctx.past :] == -math.inf).all()
-    moment = ctx._context.for_layer(1)._replace(past=ctx.past)
+    moment = ctx.layer_pass(1)
+    moment = moment._replace(ctx=moment.ctx._replace(past=ctx.past))
     back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
-    policy.restore_order(back, moment, ctx.past)
+    policy.restore_order(moment._replace(layer=back), ctx.past)
     assert not torch.equal(back.k, layer.k)
     for x, ordered in ((back.k, layer.k), (back.v, layer.v)):
-        assert torch.equal(policy.to_index_order(x, layer, moment), ordered)
+        assert torch.equal(policy.to_index_order(moment, x), ordered)
 
     rng = torch.Generator("cuda").manual_seed(3)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
@@ -391,11 +399,11 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     got = ctx.attend(1, q, k, v)
     now = slice(ctx.past, ctx.past + LARGE.max_pass_tokens)
     chosen, counts = (
-        own["map"][..., : policy._blocks_read(blocks, policy._full(blocks, ctx._context))],
+        own["map"][..., : policy._blocks_read(blocks, policy._full(blocks, ctx.present.ctx))],
         own["count"],
     )
     past = BlockTable(layer.k, layer.v, own["log_count"], chosen, counts, policy.tile, size)
-    turned = ctx.rope.apply(q, *ctx._cos_sin)
+    turned = ctx.rope.apply(q, *ctx.present.cos_sin)
     _close(
         got, block_sparse_attention_reference(turned, layer.k[:, :, now], layer.v[:, :, now], past)
     )
@@ -409,35 +417,23 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     assert "simulated_pairs_skipped" not in row
 
 
-def test_blocks_that_a_tile_reads_stand_first_in_its_list():
-    ctx = _large("cache=keep_all attention=ann:top_p=1,block=32,tile=128,sink=0,newest=0")
-    play(ctx, 6)
-    rng = torch.Generator("cuda").manual_seed(3)
-    like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
-    q, k, v = (20 * torch.randn(1, 4, LARGE.max_pass_tokens, 128, **like) for _ in range(3))
-    ctx.begin(LARGE.positions(ctx.latent_frame, 3, "cuda"), 0, 3, (1.0,) * 3)
-    assert ctx.attend(1, q, k, v).isfinite().all()
-    own, count = ctx.layers[1].own["attention"], ctx.plan.attention._cut(LARGE, 0, ctx.past).all
-    listed = own["map"][..., :count] >= 0
-    first = torch.arange(count, device="cuda") < own["count"].unsqueeze(-1)
-    assert torch.equal(listed, first)
-
-
 def test_the_kernels_choose_as_stock_torch_does(monkeypatch):
     ctx = _large(LARGE_PLANS[0])
     play(ctx, 5)
     layer, policy = ctx.layers[1], ctx.plan.attention
     assert isinstance(policy, Ann)
     ours = {name: x.clone() for name, x in layer.own["attention"].items()}
-    moment = ctx._context.for_layer(1)._replace(past=ctx.past, before=())
+    moment = ctx.layer_pass(1)
+    moment = moment._replace(ctx=moment.ctx._replace(past=ctx.past, before=()))
     stock = replace(
         layer, k=layer.k.clone(), v=layer.v.clone(),
         own={"attention": {name: x.clone() for name, x in ours.items()}},
     )  # fmt: skip
-    policy.restore_order(stock, moment, ctx.past)
+    elsewhere = moment._replace(layer=stock, work=Work())
+    policy.restore_order(elsewhere, ctx.past)
     with monkeypatch.context() as here:
         here.setattr(device, "HAS_TRITON", False)
-        policy.build_index(stock, moment, ctx.past, Meter())
+        policy.build_index(elsewhere, ctx.past)
     # a key on a plane may fall on either side, and ties of a rounding either way
     assert (stock.own["attention"]["order"] == ours["order"]).float().mean() > 0.98
     assert (stock.own["attention"]["code"] == ours["code"]).float().mean() > 0.98
@@ -445,10 +441,10 @@ def test_the_kernels_choose_as_stock_torch_does(monkeypatch):
         stock.own["attention"][name].copy_(ours[name])
     q = torch.randn(1, 4, LARGE.max_pass_tokens, 128, device="cuda", dtype=torch.bfloat16)
     blocks = policy._cut(LARGE, 0, ctx.past)
-    got = policy._mass(q, layer, moment, blocks.all)
+    got = policy._mass(moment, q, blocks.all)
     with monkeypatch.context() as here:
         here.setattr(device, "HAS_TRITON", False)
-        want = policy._mass(q, stock, moment, blocks.all)
+        want = policy._mass(elsewhere, q, blocks.all)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-4)
     assert (got - want).abs().mean() < 1e-4 * want.mean()
 
@@ -603,12 +599,12 @@ def test_a_camera_walks_on_in_a_cuda_graph():
     assert got[-1].stats["cuda_graph"] == 1
     for one, other in zip(got, want, strict=True):
         assert (one.frames == other.frames).all()
-    ours, theirs = (stream.session.features[CAMERA] for stream in streams)
+    ours, theirs = (stream.session.features.camera for stream in streams)
     assert torch.equal(ours, theirs)
     alone = ts.open(random_wan(config), "cache=window:budget=4f", pace=0.5)
     for key in keys:
         alone.step(key)
-    torch.testing.assert_close(ours.cpu(), alone.session.features[CAMERA])
+    torch.testing.assert_close(ours.cpu(), alone.session.features.camera)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -674,7 +670,7 @@ REPEATED = """
 import sys
 import numpy as np
 import tachyscope as ts
-from tachyscope.worlds.visit import Visit
+from tachyscope.models.atrium.visit import Visit
 
 model = ts.load("atrium-world", device="cuda")
 visit = Visit(1_000_000_003, [4] * 36)

@@ -7,15 +7,15 @@ import pytest
 import torch
 import toys
 
-from tachyscope.bench.recorded_kv import Recorder
-from tachyscope.evaluation.recall import RecallObserver
-from tachyscope.graph_runner import ChunkRunner
-from tachyscope.inspection.stats import StatsObserver
+from tachyscope.core.chunk_runner import ChunkRunner
+from tachyscope.core.observers import Timing
+from tachyscope.measure.inspection.stats import StatsObserver
+from tachyscope.models.atrium.world import ACTIONS
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Restart
-from tachyscope.models.wan.toy import random_wan
-from tachyscope.observers import Timing
-from tachyscope.worlds.atrium import ACTIONS
+from tachyscope.models.wan.random import random_wan
+from tachyscope_lab.bench.recorded_kv import Recorder
+from tachyscope_lab.evaluation.recall import RecallObserver
 
 CONFIG = WanConfig(
     dim=32, ffn_dim=48, layers=2, heads=2, text_dim=8, text_len=6, size=(4, 8), stride=(1, 8, 8),
@@ -29,18 +29,19 @@ class Again:
 
     def __init__(self, session, make, ready=None):
         self.session, self.make, self.repeats = session, make, 0
-        self.host = {name: getattr(session, name) for name in HOST}
+        self.host = {name: getattr(session.memory, name) for name in HOST}
         self.latents = make(ready)
 
     def repeat(self, ready):
-        session, meter = self.session, self.session.meter
-        now, row = {name: getattr(session, name) for name in HOST}, meter.counted()
+        session = self.session
+        now, counted = {name: getattr(session.memory, name) for name in HOST}, session.work.take()
         for name, value in self.host.items():
-            setattr(session, name, value)
+            setattr(session.memory, name, value)
         self.latents = self.make(ready)
         for name, value in now.items():
-            setattr(session, name, value)
-        meter._row = row
+            setattr(session.memory, name, value)
+        session.work.take()
+        session.work.add(counted)
         self.repeats += 1
 
 
@@ -62,10 +63,9 @@ def _play(model, session, make, count):
 PLANS = [
     "cache=window:budget=9f",
     "cache=window:budget=9f,sink=2,positions=reindexed",
-    "cache=window:budget=9f,max_distance=6",
     "cache=merge:budget=9f",
     "cache=dedup:budget=9f text=pads",
-    "cache=merge:budget=9f,match=unrotated,max_distance=7",
+    "cache=merge:budget=9f,match=unrotated",
     "cache=merge:budget=9f attention=ann:read=0.5,block=2,tile=4 text=pads",
     "cache=merge:budget=9f attention=ann:read=0.5,hash=lsh,block=2",
     "cache=merge:budget=9f replay=attentive:share=0.5,drift=true",

@@ -12,11 +12,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 from tachyscope.kernels import attention as operation
-from tachyscope.kernels import device
-from tachyscope.kernels.attention import attention, hopper, hopper_backend
+from tachyscope.kernels import device, dispatch
+from tachyscope.kernels.attention import attention, hopper
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.block_sparse import block_sparse_attention
-from tachyscope.kernels.block_sparse import hopper as listed_hopper
 from tachyscope.kernels.block_table import BlockTable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where no GPU is")
@@ -135,14 +134,14 @@ def _meta(tile):
 def served(monkeypatch):
     """Which of its functions were called."""
     calls = []
-    for module, name in ((hopper, "flash_attention"), (listed_hopper, "block_sparse_attention")):
-        real = getattr(module, name)
+    for name in ("flash_attention", "block_sparse_attention"):
+        real = getattr(hopper, name)
         monkeypatch.setattr(
-            module, name, lambda *args, name=name, real=real: calls.append(name) or real(*args)
+            hopper, name, lambda *args, name=name, real=real: calls.append(name) or real(*args)
         )
-    hopper_backend.cache_clear()
+    dispatch.has_hopper.cache_clear()
     yield calls
-    hopper_backend.cache_clear()
+    dispatch.has_hopper.cache_clear()
 
 
 def test_it_serves_tiles_of_128(served):
@@ -156,9 +155,8 @@ def test_it_serves_tiles_of_128(served):
 
 @pytest.mark.parametrize("capability, serves", [((9, 0), True), ((8, 0), False), ((10, 0), False)])
 def test_it_serves_hopper_gpus_alone(served, monkeypatch, capability, serves):
-    monkeypatch.setattr(operation, "get_device_capability", lambda device: capability)
-    assert (hopper_backend(torch.device("cuda")) is hopper) == serves
-    assert hopper_backend(torch.device("cpu")) is None
+    monkeypatch.setattr(dispatch, "get_device_capability", lambda device: capability)
+    assert dispatch.has_hopper(torch.device("cuda")) == serves
 
 
 def test_without_gluon_triton_serves(served, monkeypatch):

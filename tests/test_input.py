@@ -7,15 +7,16 @@ from streams import TOKENS, draw, play_pass, session
 from toys import load
 
 import tachyscope as ts
-from tachyscope.calibrate import calibrate
-from tachyscope.calibration import MARGIN, Calibration
-from tachyscope.errors import TachyscopeError
-from tachyscope.evaluation.certificates import ErrorObserver
+from tachyscope.core.arguments import parse_plan
+from tachyscope.core.errors import TachyscopeError, TachyscopeWarning
+from tachyscope.io.calibration import MARGIN, Calibration
+from tachyscope.io.torch_defaults import own_numerics
+from tachyscope.kernels.token_gate import MAX_TOKEN_COST
+from tachyscope.measure.calibrate import calibrate
 from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.llama import SwiGlu
-from tachyscope.numerics import own_numerics
-from tachyscope.replay.certificate import Certificate
-from tachyscope.replay.input import DEAREST
+from tachyscope_lab.evaluation.certificate import Certificate
+from tachyscope_lab.evaluation.certificates import ErrorObserver
 
 FRAMES, PLACES, WIDTH = 6, TOKENS.tokens_per_frame, TOKENS.width
 
@@ -86,7 +87,7 @@ def test_a_budget_is_a_credit_that_replayed_tokens_take_from(mlp, inputs):
     def replays(change):
         nonlocal left
         left = min(left + budget, budget * PLACES)
-        if change**2 > min(left, DEAREST * budget):
+        if change**2 > min(left, MAX_TOKEN_COST * budget):
             return False
         left -= change**2
         return True
@@ -118,6 +119,25 @@ def test_faults_are_one_line(plan, message):
     with pytest.raises(TachyscopeError, match=message) as fault:
         ts.open(load("toy-tokens"), plan)
     assert "\n" not in str(fault.value)
+
+
+def test_replay_by_attention_tells_what_it_loses_where_a_camera_moves():
+    model = load("toy-tokens")
+    for plan in (
+        "fastcar",
+        "replay=attentive:share=0.5",
+        ts.plan("dense", replay="attentive:share=0.5"),
+    ):
+        with pytest.warns(TachyscopeWarning, match="loses 8 to 16 dB where a camera moves") as told:
+            ts.open(model, plan, prompt="a")
+        assert len(told) == 1 and "\n" not in str(told[0].message)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("plan", ["lossless", "replay=attentive:share=0", "replay=input:loss=0.3"])
+def test_what_loses_nothing_there_is_not_warned_of(plan):
+    parse_plan(load("toy-tokens"), plan)
+    parse_plan(load("toy-chunks"), "fastcar")
 
 
 def test_a_budget_is_of_token_models():

@@ -13,16 +13,16 @@ import toys
 
 import tachyscope as ts
 from tachyscope.cli import main
-from tachyscope.errors import TachyscopeError
-from tachyscope.inspection import inspect_model, lines
-from tachyscope.inspection.neurons import NeuronChange
-from tachyscope.inspection.output_change import OutputChange
-from tachyscope.inspection.stats import ALIKE, PERCENTS, StatsObserver, alike, mass
-from tachyscope.inspection.timing import PARTS
-from tachyscope.plan import Plan
-from tachyscope.rollout import rollout
-from tachyscope.session import Session
-from tachyscope.types import PassContext, Rope, Shape
+from tachyscope.core.errors import TachyscopeError, TachyscopeWarning
+from tachyscope.core.plan import Plan
+from tachyscope.core.rollout import rollout
+from tachyscope.core.session import Session
+from tachyscope.core.types import PassContext, Rope, Shape
+from tachyscope.measure.inspection import inspect_model, lines, write
+from tachyscope.measure.inspection.neurons import NeuronChange
+from tachyscope.measure.inspection.output_change import OutputChange
+from tachyscope.measure.inspection.stats import ALIKE, PERCENTS, StatsObserver, alike, mass
+from tachyscope.measure.inspection.timing import PARTS
 
 ASKED = {
     "toy-chunks": {"frames": 6, "prompt": "a red room", "actions": "w*4 q*2", "seed": 3},
@@ -356,13 +356,12 @@ def test_the_lines_tell_time_likeness_and_mass_by_layer(documents):
 @pytest.mark.slow
 def test_the_verb_writes_the_plots_and_a_document(tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["inspect", "toy-tokens", "--frames", "2", "--rounds", "1", "--out", str(out)]
-    assert main([*words, "--json", "-"]) == 0
+    words = ["inspect", "toy-tokens", "--frames", "2", "--out", str(out)]
+    assert main(words) == 0
     printed = capsys.readouterr().out.splitlines()
-    found = json.loads(printed[-1])
+    found = json.loads((out / "inspect.json").read_text())
     assert (found["schema"], found["suite"]) == (1, "inspect")
     assert found["command"].startswith("tachyscope inspect toy-tokens --frames 2")
-    assert json.loads((out / "inspect.json").read_text()) == found
     plots = {f"{name}.{end}" for name in ("time", "similarity", "mass") for end in ("png", "svg")}
     assert {path.name for path in out.iterdir()} == plots | {"inspect.json"}
     assert all(str(out / name) in printed for name in plots)
@@ -371,11 +370,17 @@ def test_the_verb_writes_the_plots_and_a_document(tmp_path, capsys):
         assert head.startswith(b"\x89PNG") if name.endswith("png") else b"<?xml" in head
 
 
+def test_without_matplotlib_there_are_no_plots_and_that_is_told(documents, tmp_path, monkeypatch):
+    monkeypatch.setattr("tachyscope.measure.inspection.find_spec", lambda name: None)
+    with pytest.warns(TachyscopeWarning, match="^the plots are drawn by matplotlib: pip install"):
+        assert write(documents["toy-tokens"], tmp_path) == [tmp_path / "inspect.json"]
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--given", "0"], "--given must be from 1 to 2,000, got 0"),
-        (["--given", "2"], "--given frames are a world's, got 2 of none: add --world"),
+        (["--world", "1:0"], "--world's given frames must be from 1 to 2,000, got 0"),
+        (["--first", "a.png"], "--first is for --fit-neurons, got a.png alone: leave it out"),
     ],
     ids=" ".join,
 )

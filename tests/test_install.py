@@ -18,6 +18,10 @@ import tachyscope
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BESIDE = [  # other distributions of this repository
+    tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
+    for name in ("lab", "hardware")
+]
 # which Triton each torch of the public index asks for on Linux; its CPU builds ask for none
 TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
 
@@ -32,20 +36,22 @@ def _pins():
 
 
 def _direct():
-    """Everything that pyproject names, extras too, but for the package's own extras."""
-    for line in [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]:
-        named = Requirement(line)
-        if named.name != PROJECT["name"]:
-            yield named
+    """Everything that any pyproject names, extras too, but for our own distributions."""
+    own = {each["name"] for each in (PROJECT, *BESIDE)}
+    found = {}
+    for each in (PROJECT, *BESIDE):
+        for lines in (each["dependencies"], *each.get("optional-dependencies", {}).values()):
+            found |= {line: Requirement(line) for line in lines}
+    return [named for named in found.values() if named.name not in own]
 
 
 def test_everything_that_pyproject_names_is_pinned_within_its_bounds():
-    pins = _pins()
-    for named in _direct():
-        (pin,) = pins.pop(canonicalize_name(named.name)).specifier
+    pins, direct = _pins(), _direct()
+    for named in direct:
+        (pin,) = pins[canonicalize_name(named.name)].specifier
         assert pin.operator == "=="
         assert named.specifier.contains(Version(pin.version)), named
-    assert not pins  # nothing else is pinned
+    assert {canonicalize_name(named.name) for named in direct} == set(pins)  # and nothing else is
 
 
 def test_tritons_pin_is_the_one_that_torch_asks_for():

@@ -11,16 +11,16 @@ import pytest
 import torch
 from streams import CHUNKS, ROPE
 
+from tachyscope.core.observers import Observer
+from tachyscope.core.plan import Plan
+from tachyscope.core.session import Session
 from tachyscope.kernels import device
 from tachyscope.kernels.match.reference import best_older_reference
 from tachyscope.kernels.match.torch import alike_features
 from tachyscope.kernels.merge import Entries
 from tachyscope.kernels.merge.reference import fold_reference
 from tachyscope.kernels.merge.torch import roots
-from tachyscope.memory import need, sized
-from tachyscope.observers import Observer
-from tachyscope.plan import Plan
-from tachyscope.session import Session
+from tachyscope.memory.predict import need, sized
 
 pytest.importorskip("triton")
 from tachyscope.kernels.match.triton import Setting, match, measure
@@ -89,7 +89,7 @@ def test_measure_gives_the_cosine_to_partners(rng):
     k = _keys(rng, 2, 2, 70, 64)
     partner = (torch.rand(2, 2, 70, generator=rng) * torch.arange(70)).long()
     alike = torch.full((2, 2, 90), math.nan, device=DEVICE)[:, :, 7:77]
-    measure(k, partner.to(DEVICE), alike)
+    measure([k], partner.to(DEVICE), alike)
     x = alike_features(k, shared=False).cpu()
     want = (x * x.gather(2, partner[..., None].expand_as(x))).sum(-1)
     want[:, :, 0] = -math.inf

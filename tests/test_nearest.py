@@ -7,9 +7,9 @@ import torch
 
 from tachyscope.attention.ann_text import AnnText
 from tachyscope.attention.pads import collapse
+from tachyscope.core.work import Work
 from tachyscope.kernels.attention.reference import attention_reference
 from tachyscope.kernels.hashing import int8_scores, quantise
-from tachyscope.meter import Meter
 
 pytest.importorskip("triton")
 from tachyscope.kernels.prompt_hits.triton import count_nearest
@@ -58,7 +58,7 @@ def test_the_policy_reads_what_its_counts_say(rng, keep):
     best = counts.topk(min(keep, 91), -1, sorted=False).indices
     read = torch.full_like(log_count, -math.inf).scatter(2, best, log_count.gather(2, best))
     read = read.masked_fill(counts == 0, -math.inf)
-    got = AnnText(keep=keep).attend(q, text, Meter(q.device))
+    got = AnnText(keep=keep).attend(q, text, Work())
     torch.testing.assert_close(
         got, attention_reference(q, text.k, text.v, read), rtol=2e-2, atol=2e-2
     )

@@ -8,16 +8,16 @@ from streams import TOKENS, draw, play_pass, session
 from toys import load
 
 import tachyscope as ts
-from tachyscope.calibrate import BETAS, _fading, _fit, _rest, calibrate
-from tachyscope.calibration import Calibration
 from tachyscope.cli import main
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.io.calibration import Calibration
+from tachyscope.io.torch_defaults import own_numerics
 from tachyscope.kernels.replay import remembered_error
 from tachyscope.kernels.replay.reference import remembered_error_reference
+from tachyscope.measure.calibrate import BETAS, _fading, _fit, _rest, calibrate
 from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.llama import SwiGlu
-from tachyscope.models.vila_u.model import toy_tokens
-from tachyscope.numerics import own_numerics
+from tachyscope.models.toys import toy_tokens
 
 WIDTH, INNER, LAYERS = TOKENS.width, 64, TOKENS.layers
 
@@ -246,13 +246,12 @@ def test_the_shipped_calibration_is_of_the_shipped_weights_in_every_dtype():
 
 
 @pytest.mark.slow
-def test_the_verb_writes_a_file_that_a_plan_can_name(tmp_path, capsys):
+def test_inspect_writes_a_file_that_a_plan_can_name(tmp_path, capsys):
     out = tmp_path / "toy.safetensors"
-    words = ["calibrate", "toy-tokens", "--clips", "1", "--share", "0.5", "--out", str(out)]
+    words = ["inspect", "toy-tokens", "--fit-neurons", str(out)]
     assert main(words) == 0
     assert "80 of 160" in capsys.readouterr().out
     with ts.open(ts.load("toy-tokens"), f"replay=prune:file={out},share=0.5") as stream:
         assert stream.step().stats["rows_replayed"] > 0
     assert main([*words[:-1], "toy.txt"]) == 2
-    assert "--out is a .safetensors file" in capsys.readouterr().err
-    assert main([*words, "--clips", "0"]) == 2
+    assert "--fit-neurons is a .safetensors file" in capsys.readouterr().err

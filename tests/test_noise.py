@@ -8,11 +8,11 @@ from faults import refused
 from safetensors.torch import save_file
 
 import tachyscope as ts
-from tachyscope.cli import main
+from tachyscope.measure.compare import compare
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Rolling
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.toy import random_wan
+from tachyscope.models.wan.random import random_wan
 
 SMALL = {"dim": 48, "ffn_dim": 64, "layers": 2, "heads": 2, "text_dim": 8, "text_len": 16,
          "in_channels": 4, "size": (4, 4), "stride": (1, 8, 8)}  # fmt: skip
@@ -60,6 +60,16 @@ def test_the_noise_of_a_seed_makes_the_video_of_the_seed(kind, monkeypatch):
     assert np.array_equal(_video(model, noise=noise.numpy(), then=then), want)
     assert not np.array_equal(_video(model, seed=8, then=then), want)
     assert not np.array_equal(_video(model, noise=noise + 0.5, then=then), want)
+
+
+def test_plans_are_compared_from_noise_that_is_handed_in(monkeypatch):
+    model, shown = _model("plain"), []
+    noise, want = _noise_of_seed(monkeypatch, model, 3)
+    compare(
+        model, ["dense"], frames=9, seed=8, noise=noise, aa=False,
+        watch=lambda name, chunk: shown.append(chunk.frames),
+    )  # fmt: skip
+    assert np.array_equal(np.concatenate(shown), want)
 
 
 def test_draws_that_are_not_given_come_from_the_seed(monkeypatch):
@@ -132,14 +142,3 @@ def test_noise_that_ends_in_an_open_session_is_one_line():
             lambda: model.sample(session, ()),
             "`noise` was given for 3 latent frames, and those up to 6",
         )
-
-
-def test_the_command_line_takes_a_file_of_noise(tmp_path, capsys):
-    noise = torch.randn(1, 3, 16, 8, 12, generator=torch.Generator().manual_seed(0))
-    file = tmp_path / "noise.safetensors"
-    save_file({"noise": noise}, file)
-    call = ["generate", "toy-chunks", "--frames", "3", "--out", str(tmp_path), "--noise"]
-    assert main([*call, str(file)]) == 0
-    save_file({"noise": noise[:, :1].contiguous()}, file)
-    assert main([*call, str(file)]) == 2
-    assert "--noise must be for the 3 latent frames to be made, got 1" in capsys.readouterr().err

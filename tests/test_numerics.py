@@ -1,4 +1,4 @@
-"""A video does not hang on torch's settings, which are the caller's, and leaves them alone."""
+"""A video does not depend on torch's settings, which are the caller's, and leaves them alone."""
 
 import contextlib
 import functools
@@ -12,8 +12,8 @@ import toys
 from torch.overrides import TorchFunctionMode
 
 import tachyscope as ts
-from tachyscope.numerics import own_numerics
-from tachyscope.plan import NAMES
+from tachyscope.core.plan import NAMES
+from tachyscope.io.torch_defaults import own_numerics
 
 MERGED = "cache=merge:budget=8f attention=ann:read=0.5,hash=lsh replay=attentive:share=0.5"
 WINDOW = "cache=window:budget=9f attention=window:tokens=64 replay=random:share=0.5"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from streams import CHUNKS, TOKENS, assert_same, play, session
 
-from tachyscope.observers import Observer, Timing
+from tachyscope.core.observers import Observer, Timing
 
 
 class Log(Observer):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from faults import refused
-from toys import load
+from toys import load, toy_cosmos
 
 import tachyscope as ts
-from tachyscope.models.cosmos_ar.model import toy_cosmos
 
 FIRST = [np.random.default_rng(i).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8) for i in (0, 1)]
 PLANS = ["dense", "fastcar", "dense passes=draft:places=4", "dense cache=merge:budget=4f"]

@@ -14,19 +14,21 @@ from torch import nn
 from toys import open_session
 
 import tachyscope as ts
-from tachyscope.bench.fill import fill
 from tachyscope.cli import main
-from tachyscope.errors import TachyscopeWarning
-from tachyscope.models.checkpoint import wan_name, write_tensors
+from tachyscope.core.errors import TachyscopeWarning
+from tachyscope.core.observers import Observer
+from tachyscope.core.rollout import rollout
+from tachyscope.measure.fill import fill
+from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.registry import MODELS
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Recache
 from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
+from tachyscope.models.wan.names import wan_name
+from tachyscope.models.wan.plain_parts import BytesText
 from tachyscope.models.wan.presets import PRESETS
-from tachyscope.models.wan.toy import random_wan
+from tachyscope.models.wan.random import random_wan
 from tachyscope.models.wan.transformer import WanCausal
-from tachyscope.observers import Observer
-from tachyscope.rollout import rollout
 
 # heads of 128, so that shapes tell them; all else of a preset stays as it is
 SMALL = {
@@ -297,8 +299,13 @@ class Pixels:
         return 255 * torch.stack(shown).clamp(0, 1)
 
 
+# test_worlds.py has their protocols
+WORLDS = {"abot-world", "lingbot-world", "lingbot-world-14b", "matrix-game-2",
+          "matrix-game-2-drive", "matrix-game-2-run"}  # fmt: skip
+
+
 def test_every_preset_has_its_protocol_here():
-    assert {*PROTOCOLS, "rolling-forcing"} == PRESETS.keys()
+    assert {*PROTOCOLS, "rolling-forcing"} | WORLDS == PRESETS.keys()
     assert all(MODELS[name].weights and MODELS[name].wan for name in PRESETS)
 
 
@@ -356,7 +363,7 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
         seamless, expected = expected, np.concatenate(pictures)
         assert len(seamless) == len(expected) and not np.array_equal(seamless, expected)
     assert np.array_equal(np.concatenate(shown), expected)
-    assert session.features.keys() == {"last"}
+    assert session.features.tensors().keys() == {"features.last"}
 
 
 @by_name(
@@ -497,7 +504,9 @@ def test_a_chunk_made_ahead_never_hangs_on_one_that_was_not_shown(
     name, shrunk, tmp_path, monkeypatch
 ):
     model, order = published(name, tmp_path), []
-    loop = importlib.import_module("tachyscope.rollout")  # the package's own name is the function
+    loop = importlib.import_module(
+        "tachyscope.core.rollout"
+    )  # the package's own name is the function
     for call in ("sample", "decode_latents"):
         whole = getattr(model, call)
 
@@ -534,7 +543,7 @@ def test_a_rolled_window_is_the_authors_protocol(given, shrunk, tmp_path):
     frames, found = model.pixel_frames(3 * (given + chunks)) - model.pixel_frames(3 * given), []
     for _ in rollout(model, frames=frames, stream=ts.Stream(model, session)):
         found.append(session.latents)
-    assert session.features.keys() == {"last"}
+    assert session.features.tensors().keys() == {"features.last"}
     assert_same(found, roll(model, chunks, "a", 7, latents))
 
 
@@ -584,7 +593,7 @@ def test_a_rolled_window_goes_on_from_its_state(plan, shrunk, tmp_path):
     for cut in (1, 7):
         head = begin()
         first = latents_of(model, head, cut)
-        assert head.features["window"].shape[2] == min(12, 30 - 3 * cut)
+        assert head.features.window.shape[2] == min(12, 30 - 3 * cut)
         tail = begin()
         tail.restore(head.state())
         torch.testing.assert_close(first + latents_of(model, tail, 10 - cut), whole, rtol=0, atol=0)
@@ -608,7 +617,7 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
     widths.clear()
     latents_of(model, session, 2)
     assert widths[:6] == [*((3 * i + 3, i, i + 1) for i in range(5)), (3, 5, 1)]
-    assert widths[6:] == [(15, 4, 5), (3, 5, 1)] and "window" in session.features
+    assert widths[6:] == [(15, 4, 5), (3, 5, 1)] and session.features.window is not None
     assert model.shape().chunk == 3 and model.shape().max_pass_tokens == 15 * 4
 
 
@@ -658,7 +667,7 @@ def test_what_is_encoded_again_is_so_when_given(shrunk, tmp_path):
         other = open_session(model, "stock", prompt="a")
         ts.Stream(model, other).refill(torch.cat(made, 2), "a")
         used = slice(0, session.past)
-        assert other.past == session.past and other.features.keys() == {"last"}
+        assert other.past == session.past and other.features.tensors().keys() == {"features.last"}
         for ours, theirs in zip(other.layers, session.layers, strict=True):
             torch.testing.assert_close(ours.k[:, :, used], theirs.k[:, :, used], rtol=0, atol=1e-9)
 
@@ -842,7 +851,7 @@ def test_of_several_copies_the_authors_own_is_taken(made, shrunk, tmp_path):
     tensors = made.transformer.state_dict()
     other = {name: x + 1 for name, x in tensors.items()}
     torch.save({"generator": other, "generator_ema": tensors}, tmp_path / "x.pt")
-    for name in PRESETS:
+    for name in PRESETS.keys() - WORLDS:
         model = ts.load(name, tmp_path / "x.pt")
         shift = name in ("causal-forcing", "causvid", "longlive")
         assert model.transformer.head.head.bias.equal(tensors["head.head.bias"] + shift)
@@ -888,10 +897,51 @@ def test_a_diffusers_folder_is_read(place, shard, shrunk, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("SkyReelsV2Transformer3DModel", "inject_sample_info"),
+        ("AnyFlowFARTransformer3DModel", "chunk_partition"),
+        ("HeliosTransformer3DModel", "guidance_cross_attn"),
+    ],
+)
+def test_another_model_of_diffusers_is_named(kind, name):
+    found = dict(theirs().config) | {"_class_name": kind, name: True}
+    words = refused(
+        lambda: WanConfig.from_json(found), f"is of a {kind}, which tachyscope does not"
+    )
+    assert "remove" not in words
+
+
+def test_a_diffusers_folder_of_the_5b_runs_end_to_end_with_its_vae(tmp_path):
+    """Wan 2.2 5B's layout: 48 channels, and a VAE of 16 x 16 pixels a place."""
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
+
+    torch.manual_seed(0)
+    WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=128, in_channels=48, out_channels=48, text_dim=16,
+        freq_dim=32, ffn_dim=64, num_layers=2,
+    ).save_pretrained(tmp_path / "transformer")  # fmt: skip
+    vae = {
+        "base_dim": 8, "decoder_base_dim": 8, "z_dim": 48, "is_residual": True, "in_channels": 12,
+        "out_channels": 12, "patch_size": 2, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+    }  # fmt: skip
+    AutoencoderKLWan(**vae, scale_factor_spatial=16).save_pretrained(tmp_path / "vae")
+    model = ts.load("wan_causal", tmp_path)
+    assert (model.config.stride, model.size) == ((4, 16, 16), (704, 1280))
+    model.text = BytesText.seeded(model.config, 0)
+    size, first = (32, 64), np.zeros((1, 32, 64, 3), np.uint8)
+    asked = {"prompt": "a", "size": size, "first": first, "frames": 12}
+    (chunk,) = ts.rollout(model, "dense", **asked)
+    assert chunk.frames.shape == (12, 32, 64, 3) and chunk.frames.std() > 0
+    AutoencoderKLWan(**vae).save_pretrained(tmp_path / "vae")  # says that it takes 8 x 8
+    refused(lambda: ts.load("wan_causal", tmp_path), "has a VAE of 4x8x8", "is of 4x16x16")
+
+
+@pytest.mark.parametrize(
     "change, words",
     [
-        ({"image_dim": 1280}, "image_dim must be None, got 1280: give a text-to-video model"),
-        ({"qk_norm": None}, "qk_norm must be 'rms_norm_across_heads', got None"),
+        ({"image_dim": 1280}, "image_dim must be null, got 1280: give a text-to-video model"),
+        ({"qk_norm": None}, "qk_norm must be 'rms_norm_across_heads', got null"),
         ({"attention_head_dim": "x"}, "must be whole numbers, got 2 and 'x'"),
         ({"speed": 1}, "has an unknown 'speed'"),
         ({"out_channels": 8}, "out_dim must equal in_dim (4), got 8"),
@@ -967,8 +1017,9 @@ def test_a_loras_alpha_can_be_given(made, shrunk, tmp_path, capsys):
     refused(
         lambda: ts.load("longlive", tmp_path / "base.pt", lora_alpha=6), "got 6 and no LoRA: give"
     )
-    words = ["generate", "longlive", "--weights", str(tmp_path / "base.pt"), "--lora", str(file)]
-    assert main([*words, "--lora-alpha", "-2", "--out", str(tmp_path)]) == 2
+    weights = [str(tmp_path / "base.pt"), f"lora={file}", "lora_alpha=-2"]
+    words = [word for given in weights for word in ("--weights", given)]
+    assert main(["generate", "longlive", *words, "--out", str(tmp_path)]) == 2
     assert "a LoRA's alpha is a number over 0, got -2.0" in capsys.readouterr().err
     # a file that tells its own keeps it
     tensors, added = lora("kohya", LAYERS, rank=rank, alpha=6)
@@ -1069,9 +1120,9 @@ def test_a_fold_needs_a_sink_that_what_leaves_covers():
 @pytest.mark.slow
 def test_the_command_line_times_a_preset(shrunk, tmp_path, capsys):
     words = ["generate", "longlive", "--weights", "random", "--plan", "stock", "--frames", "9"]
-    assert main([*words, "--out", str(tmp_path), "--json", "-"]) == 0
-    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "generate.json").read_text())["rows"]
     assert (row["model"], row["frames"], row["size"]) == ("longlive", 9, "32x32")
-    words = ["compare", "krea", "--weights", "random", "--plan", "stock", "--frames", "9"]
-    assert main([*words, "--no-floor", "--no-aa", "--out", str(tmp_path)]) == 0
+    words = ["compare", "krea", "--weights", "random", "--plans", "stock;fast", "--frames", "9"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
     assert "Its weights are random" in (tmp_path / "report.html").read_text()

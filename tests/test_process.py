@@ -8,19 +8,20 @@ import time
 
 import pytest
 
-from tachyscope.errors import TachyscopeError
-from tachyscope.process import NO_MEMORY, run_command
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.io.process import NO_MEMORY, run_command
 
 # a command that begins a file, says so, and waits
 WAITS = """
 import sys, time
-from tachyscope.files import replacing
-from tachyscope.process import run_command
+from tachyscope.io.files import replacing
+from tachyscope.io.process import run_command
 def command():
     with replacing(sys.argv[1]) as part:
         part.write_text("begun")
         print("begun", flush=True)
-        time.sleep(60)
+        for _ in range(600):  # a signal just before one sleep is noticed before the next
+            time.sleep(0.1)
 sys.exit(run_command(command))
 """
 
@@ -90,7 +91,7 @@ def test_ctrl_c_while_packages_are_imported_is_one_line(wait):
         "from tachyscope import __main__ as command\n"
         "command.guard_start(); signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n"
         "print('here', flush=True)\n"
-        "sys.argv = ['tachyscope', 'models']; sys.exit(command.main())"
+        "sys.argv = ['tachyscope', 'list', 'models']; sys.exit(command.main())"
     )
     run = start(code)
     try:
@@ -101,6 +102,22 @@ def test_ctrl_c_while_packages_are_imported_is_one_line(wait):
     finally:
         run.kill()
     assert (run.returncode, out, err) == (130, "", "tachyscope: interrupted\n")
+
+
+def test_torchs_threads_wait_asleep_unless_the_user_says_otherwise():
+    code = (
+        "import sys; from tachyscope import __main__ as command\n"
+        "sys.argv = ['tachyscope', '--version']\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: command.main()\n"
+        "except SystemExit: pass\n"
+        "import os; print(os.environ['GOMP_SPINCOUNT'])"
+    )
+    for given, wanted in ((None, "2000"), ("7", "7")):
+        env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        env |= {"GOMP_SPINCOUNT": given} if given else {}
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert ran.stdout.split()[-1] == wanted, ran.stderr
 
 
 def test_an_import_that_turns_the_interrupt_into_something_else_is_interrupted(capsys):
@@ -117,7 +134,7 @@ def test_an_import_that_turns_the_interrupt_into_something_else_is_interrupted(c
 
 def test_a_closed_pipe_is_quiet():
     code = (
-        "import sys; from tachyscope.process import run_command\n"
+        "import sys; from tachyscope.io.process import run_command\n"
         "sys.exit(run_command(lambda: [print(i) for i in range(10**5)]))"
     )
     with start(code) as run:
@@ -128,7 +145,7 @@ def test_a_closed_pipe_is_quiet():
 
 def test_a_full_disk_behind_stdout_is_one_line():
     code = (
-        "import sys; from tachyscope.process import run_command\n"
+        "import sys; from tachyscope.io.process import run_command\n"
         "sys.exit(run_command(lambda: print('x' * {})))"
     )
     for count in (10, 10**6):  # left to the end of the command, or met in its midst
@@ -141,7 +158,7 @@ def test_a_full_disk_behind_stdout_is_one_line():
 
 def test_stdout_that_is_shut_is_no_fault():
     code = (
-        "import os, sys; from tachyscope.process import run_command\n"
+        "import os, sys; from tachyscope.io.process import run_command\n"
         "sys.stdout = None; sys.exit(run_command(lambda: print('x')))"
     )
     run = start(code)
@@ -150,7 +167,7 @@ def test_stdout_that_is_shut_is_no_fault():
 
 def test_letters_that_stdout_lacks_are_escaped():
     code = (
-        "import sys; from tachyscope.process import run_command\n"
+        "import sys; from tachyscope.io.process import run_command\n"
         r"sys.exit(run_command(lambda: print('caf\udce9 …')))"
     )
     run = start(code, env=os.environ | {"PYTHONIOENCODING": "ascii"})
@@ -196,79 +213,3 @@ def test_long_input_is_cut_in_its_middle():
     assert len(message) < 260
     message = str(TachyscopeError(f"got {'x ' * 10**5}: give one"))
     assert message.endswith(": give one") and len(message) <= 1001
-
-
-def test_work_is_spread_over_processes_that_end_with_their_parent(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("""
-import sys, time
-from tachyscope.process import run_command, spread
-def prepare(word):
-    pass
-def double(x):
-    if x == 9:
-        time.sleep(60)
-    return 2 * x
-def command():
-    for found in spread(double, [9, 1, 2], 2, prepare, "ready", in_order=False):
-        print(found, flush=True)
-if __name__ == "__main__":
-    sys.exit(run_command(command))
-""")
-    run = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert [run.stdout.readline() for _ in range(2)] == ["2\n", "4\n"]
-        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-        out, err = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert (run.returncode, out, err) == (130, "", "tachyscope: interrupted\n")
-
-
-def test_a_worker_that_is_killed_is_one_line(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("""
-import os, sys
-from tachyscope.process import run_command, spread
-def prepare():
-    pass
-def die(x):
-    os._exit(9)
-if __name__ == "__main__":
-    sys.exit(run_command(lambda: list(spread(die, [1, 2], 2, prepare))))
-""")
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1
-    assert ran.stderr.startswith("tachyscope: one of 2 worker processes was ended from outside")
-
-
-@pytest.mark.slow
-def test_a_task_that_fails_or_ends_its_process_costs_no_other(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("""
-import os
-from tachyscope.process import spread_safely
-def prepare():
-    pass
-def work(x):
-    if x == 2:
-        os._exit(9)
-    if x == 3:
-        raise ValueError("three")
-    return 10 * x
-def tasks():
-    for x in range(1, 7):
-        print("begin", x, flush=True)
-        yield x
-if __name__ == "__main__":
-    results = dict(spread_safely(work, tasks(), 2, prepare))
-    print({x: results[x] for x in sorted(results)})
-""")
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    lines = ran.stdout.splitlines()
-    assert lines[:2] == ["begin 1", "begin 2"] and len(lines) == 7, ran.stderr
-    assert lines[-1].startswith("{1: 10, 2: TachyscopeError('one of 2 worker processes was ended")
-    assert lines[-1].endswith("3: ValueError('three'), 4: 40, 5: 50, 6: 60}")

@@ -6,8 +6,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from tachyscope.errors import TachyscopeError
-from tachyscope.quality import Quality, contrast, detail, horizon, motion, psnr
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.measure.quality import Quality, contrast, detail, motion, psnr
 
 
 def even(level, frames=1, size=(8, 8)):
@@ -88,15 +88,6 @@ def test_one_colour_is_flat_and_a_picture_is_not():
     stripe[0, :, ::2] = 110  # a standard deviation of 5
     assert contrast(stripe) == pytest.approx([5, 0])
     assert summary_of(stripe)["flat_frames"] == 1
-
-
-def test_the_horizon_is_the_first_frame_below_the_floor():
-    assert horizon([60, 42, 30, 29.9, 35, 12]) == 3
-    assert horizon([60, 42, 30, 29.9, 35, 12], floor_db=20) == 5
-    assert horizon([60, 42]) is None
-    assert horizon([]) is None
-    assert horizon([60, math.nan, 50]) == 1
-    assert horizon(iter([1.0])) == 0
 
 
 def test_chunks_add_up_to_the_whole():

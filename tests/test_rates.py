@@ -7,12 +7,12 @@ import pytest
 from toys import open_session
 
 import tachyscope as ts
-import tachyscope.rates
-from tachyscope.layers import cache_bytes
+import tachyscope.measure.rates
+from tachyscope.core.kv_allocation import cache_bytes
+from tachyscope.core.rollout import rollout
+from tachyscope.core.types import Chunk
+from tachyscope.measure.rates import Clock, rates, tell_rates, warm_up
 from tachyscope.models.registry import load
-from tachyscope.rates import Clock, rates, tell_rates, warm_up
-from tachyscope.rollout import rollout
-from tachyscope.types import Chunk
 
 
 def row(wall, before, made=12.0, kept=None, graph=0.0):
@@ -42,11 +42,25 @@ def test_a_steady_rate_counts_whole_chunks_after_the_warm_up():
     assert found["first_frame_s"] == 9.0
     assert (found["warm_chunks"], found["warm_s"]) == (3, 9.9)
     assert (found["steady_chunks"], found["steady_ms"], found["model_ms"]) == (4, 255.0, 245.0)
+    assert found["p99_ms"] == 900.0 and found["recompiled"] == 0
     # the last chunk made twelve frames, of which three were kept
     assert found["fps_steady"] == found["fps_end"] == pytest.approx(12e3 / 255)
     assert found["fps_avg"] == pytest.approx(
         1e3 * (9 + 6 * 12) / sum(r["wall_ms"] for r in first + full)
     )
+
+
+def test_of_a_hundred_chunks_the_longest_is_apart():
+    rows = [row(100 + i, 40) for i in range(102)]
+    assert rates(rows)["p99_ms"] == 200.0 and rates(rows[:-1])["p99_ms"] == 200.0
+    assert rates(rows[:4])["p99_ms"] == 103.0
+
+
+def test_programs_that_are_compiled_once_warm_are_told():
+    rows = [row(100, 40) | {"programs": 5.0}, row(100, 40), row(100, 40), row(100, 40)]
+    assert rates(rows)["recompiled"] == 0
+    rows[3]["programs"] = 2.0
+    assert rates(rows)["recompiled"] == 2
 
 
 def test_runs_beside_each_other_count_the_same_chunks():
@@ -69,7 +83,8 @@ def test_a_short_video_has_no_steady_rate():
 def test_a_rate_is_told_with_what_came_before_it():
     found = rates([row(900, 0), row(100, 10), row(110, 20), row(120, 30)])
     assert tell_rates("fast", found, 2.0) == (
-        "fast: 104.3 frames/s once warm (115.0 ms a chunk, 105.0 in the model), 39.0 on average; "
+        "fast: 104.3 frames/s once warm (115.0 ms a chunk, 99 of 100 within 120.0, 105.0 in "
+        "the model), 39.0 on average; "
         "loading 2.0 s, first frame after 0.9 s, warm-up 1.0 s (2 chunks)."
     )
 
@@ -80,7 +95,7 @@ def chunk():
 
 def test_a_clock_counts_inside_its_blocks_alone(monkeypatch):
     times = iter([0.0, 1.0, 10.0, 12.0, 13.0, 20.0])
-    monkeypatch.setattr(tachyscope.rates.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(tachyscope.measure.rates.time, "perf_counter", lambda: next(times))
     clock, made = Clock(), chunk()
     with clock:  # 0 to 1
         pass
@@ -94,7 +109,7 @@ def test_a_clock_counts_inside_its_blocks_alone(monkeypatch):
 
 def test_over_a_whole_rollout_a_clock_goes_from_chunk_to_chunk(monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr(tachyscope.rates.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(tachyscope.measure.rates.time, "perf_counter", lambda: float(next(ticks)))
     made = [chunk() for _ in range(3)]
     with Clock() as clock:
         for one in made:

@@ -1,15 +1,16 @@
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from streams import CHUNKS, TOKENS, Square, assert_same, draw, play, play_pass, play_prompt, session
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 from tachyscope.kernels.replay import follow_drift
 from tachyscope.kernels.replay.reference import follow_drift_reference, temporal_score_reference
 from tachyscope.replay.attentive import Attentive
-from tachyscope.replay.every_k import EveryK
-from tachyscope.replay.random import Random
+from tachyscope.replay.every_k import EveryKReplay
+from tachyscope.replay.random import RandomReplay
 
 SHAPES = {"chunks": CHUNKS, "tokens": TOKENS}
 OPEN = [
@@ -107,7 +108,7 @@ def test_the_score_is_the_attention_logit_with_the_place_one_frame_back(kind):
     pos = shape.positions(ctx.latent_frame, shape.chunk)[: q.shape[2]]
     ctx.begin(pos, step, shape.passes, (0.0,) * shape.chunk)
     ctx.attend(0, q, k, v)
-    turned = ctx.rope.apply(q, *ctx._cos_sin)
+    turned = ctx.rope.apply(q, *ctx.present.cos_sin)
     want = temporal_score_reference(turned, before.repeat(1, 1, q.shape[2] // before.shape[2], 1))
     torch.testing.assert_close(ctx.replay.scores[0], want)
 
@@ -126,7 +127,7 @@ def test_the_lowest_scores_are_computed():
     ctx = session(CHUNKS, "replay=attentive:share=0.5")
     score = torch.tensor([[5.0, 1, 4, 2, 9, 0, 7, 8, 3, 6, 11, 10]])
     ctx.begin(CHUNKS.positions(0, 2), 0, 3, (1.0, 1.0))
-    choice = ctx.plan.replay.choose(score, score.int(), {}, ctx._context, ctx.policy_rng)
+    choice = ctx.plan.replay.choose(ctx.layer_pass(0), score, score.int())
     assert sorted(choice.rows[0].tolist()) == [0, 1, 2, 3, 5, 8]
 
 
@@ -187,8 +188,8 @@ def test_asking_for_replay_does_not_change_the_noise():
         (lambda: Attentive(share=1.5), "replay policy 'attentive': share must be from 0 to 1, got 1.5"),
         (lambda: Attentive(share=0.9, age=2), "replay policy 'attentive': share=0.9 cannot keep age=2, which needs every token computed once in 3 frames: lower share to 0.667 or raise age"),
         (lambda: Attentive(threshold=0.0, age=-1), "replay policy 'attentive': age must be from 0 to 1,000,000, got -1"),
-        (lambda: Random(share=-1), "replay policy 'random': share must be from 0 to 1, got -1"),
-        (lambda: EveryK(k=0), "replay policy 'every_k': k must be from 1 to 100,000,000, got 0"),
+        (lambda: RandomReplay(share=-1), "replay policy 'random': share must be from 0 to 1, got -1"),
+        (lambda: EveryKReplay(k=0), "replay policy 'every_k': k must be from 1 to 100,000,000, got 0"),
     ],
 )  # fmt: skip
 def test_faulty_settings_are_refused(make, message):
@@ -270,3 +271,14 @@ def test_drift_is_the_running_mean_of_changes():
         want = follow_drift_reference(drift, y, old, computed, 16.0)
         for got, right in zip(follow_drift(drift, y, old, computed, 16.0), want, strict=True):
             torch.testing.assert_close(got, right)
+
+
+def test_a_tied_pair_decides_by_its_mean():
+    """One row is far over the threshold, the other far below: by their maximum both replayed."""
+    score = torch.tensor([[0.0, 0.5], [1.0, 0.9]])
+    choice = Attentive(threshold=0.6).choose(
+        SimpleNamespace(ctx=SimpleNamespace(shape=TOKENS)),
+        score,
+        torch.zeros(2, 2, dtype=torch.int32),
+    )
+    assert choice.gate.tolist() == [[True, False], [True, False]]

@@ -8,9 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tachyscope.machine import machine, versions
-from tachyscope.report import LIGHT, write_report
-from tachyscope.runs import Run, number
+from tachyscope.io.machine import machine, versions
+from tachyscope.measure.chart import STROKES, Curve, chart, ticks
+from tachyscope.measure.report import write_report
+from tachyscope.measure.runs import Run, number
 
 VOID = {"meta", "img", "source", "br", "link", "input"}
 HOSTILE = """</title><script>alert("x")</script>&<img src=//evil.example/a onerror='x()'>"""
@@ -76,9 +77,7 @@ def report(tmp_path, title="A title", which=None, model="toy", video=None, **giv
 
 
 def test_a_report_fetches_nothing(tmp_path):
-    text = report(
-        tmp_path, which=runs(drawn=True), video=b"ftypmp42", floor={"db": 30, "horizon": 48}
-    )
+    text = report(tmp_path, which=runs(drawn=True), video=b"ftypmp42")
     assert not re.search(r"https?:|//|url\(|@import|<script|<link|<iframe", strip(text))
     for tag, attributes in Page(text).tags:
         for name in ("src", "srcset", "href", "poster", "data", "action"):
@@ -92,12 +91,7 @@ def strip(text):
 
 
 def test_a_report_says_what_was_run_on_what(tmp_path):
-    text = report(
-        tmp_path,
-        lead="fast is fast",
-        floor={"db": 30, "horizon": 48},
-        aa={"low": 0.97, "high": 1.04},
-    )
+    text = report(tmp_path, lead="fast is fast", aa={"low": 0.97, "high": 1.04})
     page = Page(text)
     said = page.said("dd")
     for words in ("toy", "2025-01-02", f"python {versions()['python']}", machine()["cpu"]):
@@ -106,15 +100,10 @@ def test_a_report_says_what_was_run_on_what(tmp_path):
     for run in runs():
         assert run.plan in page.said("code")
     assert "replay saved under 1 %" in page.said("span")
-    assert "Frame 48: from there on two dense runs of different precision are below 30 dB" in said
     assert "gave 0.97× to 1.04×" in page.said("p") and "fast is fast" in page.said("p")
 
 
 def test_what_was_not_measured_is_said(tmp_path):
-    assert "Not measured: how far" in report(tmp_path)
-    assert "All frames count: two dense runs of different precision stay above 30 dB" in report(
-        tmp_path, floor={"db": 30, "horizon": None}
-    )
     assert "The baseline was not timed against itself" in report(tmp_path)
 
 
@@ -125,8 +114,8 @@ def test_a_hostile_title_is_only_text(tmp_path):
         machine={"cpu": HOSTILE}, versions={"a": HOSTILE}, date=HOSTILE, video=b"x",
     )  # fmt: skip
     page = Page(text)
-    assert not page.all("script") and len(page.all("img")) == 3
-    assert page.said("title") == HOSTILE and page.said("h1") == HOSTILE
+    assert not page.all("script") and not page.all("img") and len(page.all("svg")) == 3
+    assert page.said("title").startswith(HOSTILE) and page.said("h1") == HOSTILE
 
 
 def cells(text):
@@ -138,16 +127,25 @@ def cells(text):
     }
 
 
-def test_the_table_holds_the_sums(tmp_path):
+def test_the_table_holds_the_sums_that_say_something(tmp_path):
     table = cells(report(tmp_path))
-    assert table["Frames"] == ["96", "96"]
-    assert table["Frames/s on average"] == ["31.2", "31.2"]
     assert table["Speed to dense once warm"] == ["1.00×", "1.84×"]
     assert table["Pairs scored, % of dense"] == ["100 %", "9.40 %"]
-    assert table["MLP rows computed"] == ["5\u202f898\u202f240"] * 2
-    assert table["Counted GMACs"] == ["3\u202f810", "3\u202f810"]
     assert table["PSNR to dense"] == ["–", "41.2 dB"]
-    assert "Loading, s" not in table, "what no run measured takes no line"
+    assert "Warm-up, s" not in table, "what no run measured takes no line"
+    # what is 0 or alike in both runs stands among all numbers alone
+    assert not {"MLP rows computed", "MLP rows replayed", "Counted GMACs"} & table.keys()
+    alone = cells(report(tmp_path, which=runs()[:1]))
+    assert alone["Frames/s on average"] == ["31.2"]
+    assert alone["MLP rows computed"] == ["5\u202f898\u202f240"]
+    assert alone["Counted GMACs"] == ["3\u202f810"] and "MLP rows replayed" not in alone
+
+
+def test_the_few_numbers_that_matter_stand_first_in_large_letters(tmp_path):
+    page = Page(report(tmp_path))
+    assert page.said("strong").split("  ")[0].startswith("1.84×")
+    assert "41.2 dB" in page.said("strong")
+    assert "within noise" in page.said("div")  # nothing told that the ratio is real
 
 
 def test_a_ratio_inside_the_noise_is_marked_and_the_baseline_is_not(tmp_path):
@@ -172,8 +170,8 @@ def test_no_number_of_a_summary_is_left_out(tmp_path):
 
 def test_pictures_have_words_and_tables_have_heads(tmp_path):
     page = Page(report(tmp_path, which=runs(drawn=True), video=b"x"))
-    alts = [image["alt"] for image in page.all("img")]
-    assert alts == [
+    assert [image["aria-label"] for image in page.all("svg")] == [
+        "Frames over time, frames, over seconds: dense from 0 to 96; fast from 0 to 96.",
         "Time of a chunk, ms, over frames: dense from 300 to 440; fast from 300 to 440.",
         "Cache, MB, over frames: dense from 9.50 to 76; fast from 9.50 to 76.",
         "PSNR to dense, dB, over frames: fast from 46 to 32.",
@@ -187,21 +185,36 @@ def test_pictures_have_words_and_tables_have_heads(tmp_path):
 
 
 def drawings(text):
-    found = re.findall(r"<img[^>]*src=\"data:image/svg\+xml;base64,([^\"]+)", text)
-    return [base64.b64decode(picture).decode() for picture in found]
+    return re.findall(r"<svg.*?</svg>", text, re.S)
 
 
-def test_plots_are_svg_for_light_and_dark(tmp_path):
-    text = report(tmp_path, which=runs(drawn=True), floor={"db": 30, "horizon": 48})
-    assert len(Page(text).all("source")) == 3
-    time, cache, closeness = drawings(text)
+def test_plots_have_a_colour_and_a_stroke_a_run(tmp_path):
+    text = report(tmp_path, which=runs(drawn=True))
+    _, time, cache, closeness = drawings(text)
     for picture in (time, cache, closeness):
         ET.fromstring(picture)
-    assert "floor" in closeness and "horizon" in closeness and "floor" not in cache
-    assert LIGHT.runs[0] in cache and LIGHT.runs[1] in cache
-    assert LIGHT.runs[0] not in closeness, "the dense run has no PSNR to itself"
-    text = report(tmp_path, which=runs(drawn=True), floor={"db": 30, "horizon": None})
-    assert "horizon" not in drawings(text)[2]
+    assert "var(--run-0)" in cache and "var(--run-1)" in cache
+    assert "var(--run-0)" not in closeness, "the dense run has no PSNR to itself"
+    assert f'stroke-dasharray="{STROKES[1]}"' in cache
+    assert all(f"--run-{i}:" in text for i in range(7))
+
+
+def test_a_curve_is_drawn_where_its_values_are():
+    picture = ET.fromstring(chart([Curve(0, "a", [0.0, 10.0], [0.0, 5.0])], 10.0, "frames", "w"))
+    (line,) = [x for x in picture if x.tag == "polyline"]
+    (x0, y0), (x1, y1) = (map(float, point.split(",")) for point in line.attrib["points"].split())
+    grid = {x.attrib["y1"] for x in picture if x.attrib.get("class") == "grid"}
+    assert x0 < x1 and f"{y0:.1f}" in grid and y0 > y1
+    top = min(map(float, grid))
+    assert y1 == pytest.approx((y0 + top) / 2, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "top, expected",
+    [(10, [0, 2, 4, 6, 8, 10]), (1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (63, [0, 20, 40, 60])],
+)
+def test_ticks_are_round_numbers(top, expected):
+    assert ticks(top) == pytest.approx(expected)
 
 
 def test_a_slow_first_chunk_does_not_flatten_the_others(tmp_path):
@@ -214,7 +227,7 @@ def test_a_slow_first_chunk_does_not_flatten_the_others(tmp_path):
 
 @pytest.mark.parametrize("some", [[], [{"frames": 3.0}], [{"wall_ms": float("nan")}]])
 def test_a_run_without_values_has_no_plot(tmp_path, some):
-    assert not Page(report(tmp_path, which=[Run("none", "plan", some, {})])).all("img")
+    assert not Page(report(tmp_path, which=[Run("none", "plan", some, {})])).all("svg")
 
 
 def test_one_chunk_is_enough_and_a_name_is_plain_text(tmp_path):

@@ -8,11 +8,12 @@ import torch
 import toys
 
 import tachyscope as ts
-from tachyscope.arguments import parse_actions, parse_change
-from tachyscope.errors import TachyscopeError
-from tachyscope.models.wan.toy import random_wan
-from tachyscope.plan import NAMES
-from tachyscope.rollout import change_frames
+from tachyscope.core.arguments import parse_actions
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.plan import NAMES
+from tachyscope.core.rollout import change_frames
+from tachyscope.core.session_state import SessionSpec
+from tachyscope.models.wan.random import random_wan
 
 MODELS = ["toy-chunks", "toy-tokens"]
 PLANS = {
@@ -166,13 +167,13 @@ def test_a_refill_goes_on_with_the_noise(model):
     """Neither the video's noise nor a policy's draws begin again."""
     session = toys.open_session(model, "replay=random:share=0.5", frames=30)
     list(ts.rollout(model, frames=9, stream=ts.Stream(model, session)))
-    before = [x.get_state() for x in (session.generators[0], session.policy_rng)]
+    before = [x.get_state() for x in (session.generators[0], session.memory.policy_rng)]
     coming = session.latent_frames - session.latent_frame
     ts.Stream(model, session).refill(session.latents, "")
-    after = [x.get_state() for x in (session.generators[0], session.policy_rng)]
+    after = [x.get_state() for x in (session.generators[0], session.memory.policy_rng)]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     session.reset()
-    fresh = [x.get_state() for x in (session.generators[0], session.policy_rng)]
+    fresh = [x.get_state() for x in (session.generators[0], session.memory.policy_rng)]
     assert not any(torch.equal(*pair) for pair in zip(before, fresh, strict=True))
     assert session.latent_frames - coming == session.shape.chunk, "as much is to come as before"
 
@@ -251,16 +252,16 @@ def test_given_frames_are_remembered_again_too():
 
 
 def test_a_cache_that_the_memory_does_not_hold_is_one_line(model, monkeypatch):
-    def full(session, slots):
+    def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
 
-    monkeypatch.setattr(ts.Session, "_empty_layer", full)
+    monkeypatch.setattr(SessionSpec, "empty_layer", full)
     with pytest.raises(TachyscopeError) as fault:
         toys.open_session(model, "dense", frames=9)
     said = str(fault.value)
     assert said.startswith("the memory of cpu does not hold the cache of cache=keep_all")
     assert "budget=21f" in said and "\n" not in said
-    monkeypatch.setattr(ts.Session, "_empty_layer", lambda session, slots: 1 / 0)
+    monkeypatch.setattr(SessionSpec, "empty_layer", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         toys.open_session(model, "dense", frames=9)
 
@@ -306,7 +307,7 @@ def test_two_changes_and_a_rollout_that_runs_ahead(model, monkeypatch):
     then = [(4 * chunk, "green"), (chunk + 1, "a blue room")]
     asked = _changed_asked(model) | {"plan": PLANS[model.name], "then": then}
     plain = [c.frames for c in ts.rollout(model, **asked)]
-    monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
+    monkeypatch.setattr(sys.modules["tachyscope.core.rollout"], "runs_beside", lambda device: True)
     order, start, decode = [], type(model).prefill_prompt, type(model).decode_latents
     monkeypatch.setattr(
         type(model), "prefill_prompt", lambda *a: order.append("prompt") or start(*a)
@@ -325,7 +326,6 @@ def test_a_change_happens_where_a_chunk_begins():
     session = toys.open_session(model)
     then = [(20, "c"), (1, "a"), (6, "b")]
     assert change_frames(model, session, then, 24) == [(3, "a"), (6, "b"), (21, "c")]
-    assert parse_change(" 24 : a room: blue ") == (24, "a room: blue")
     list(ts.rollout(model, frames=3, stream=ts.Stream(model, session)))
     for frames, change, words in [
         (24, [(22, "x")], "begins, from frame 1 to 21 of 24, got frame 22: choose another, or"),
@@ -446,7 +446,7 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     plan, frames = PLANS[model.name], FRAMES[model.name] + 1
     asked = {"frames": frames, "prompt": "a red room"}
     plain = list(ts.rollout(model, plan, **asked))
-    monkeypatch.setattr(sys.modules["tachyscope.rollout"], "runs_beside", lambda device: True)
+    monkeypatch.setattr(sys.modules["tachyscope.core.rollout"], "runs_beside", lambda device: True)
     order, sample, decode = [], type(model).sample, type(model).decode_latents
     monkeypatch.setattr(type(model), "sample", lambda *a: order.append("make") or sample(*a))
     monkeypatch.setattr(

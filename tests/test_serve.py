@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import av
@@ -17,13 +18,13 @@ from starlette.testclient import WebSocketDenialResponse
 from test_contract import CONTRACT, families, model_of
 
 import tachyscope as ts
-from tachyscope.cli import main
-from tachyscope.errors import TachyscopeError
-from tachyscope.memory import need
-from tachyscope.quality import psnr
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.measure.quality import psnr
+from tachyscope.memory.predict import need
 from tachyscope.serve import engine as engines
 from tachyscope.serve import protocol
 from tachyscope.serve import room as rooms
+from tachyscope.serve.action_log import Opening
 from tachyscope.serve.limits import Bucket, Limits
 from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.security import Guard, read_tokens
@@ -168,6 +169,7 @@ def test_a_client_that_was_cut_off_goes_on_where_it_was(engine, model):
         assert again.matches(wanted[: 3 * stopped + 3], start=3 * stopped)
 
 
+@pytest.mark.slow
 def test_one_can_go_back_to_a_snapshot_and_take_another_way(engine, model):
     # no faster than it is watched: a snapshot is dropped when four newer ones are there
     with serving(engine) as client, playing(client, pace="model") as player:
@@ -195,20 +197,19 @@ def test_dense_runs_beside_on_the_same_log(engine, model):
         player.send("beside", id=2, mode="follow")
         player.send("pause", id=3, paused=True)
         at = player.until("receipt", id=3, phase="applied")["chunk"]
-        # a free-running plan leaves dense no time: it follows once there is a pause
-        followed = player.until("beside", behind=0)
-        assert followed["chunk"] == at - 1
-        player.until_frame(3 * at - 1, lane=protocol.DENSE)
+        # a free-running plan leaves dense little time: it has followed once there is a pause
+        player.once("beside", chunk=at - 1, behind=0)
+        player.until_frame(3 * at - 1, lane=protocol.BESIDE)
         player.send("beside", id=4, mode="turns")
         player.send("pause", id=5, paused=False)
         told = [player.until("beside") for _ in range(4)]
         assert all(one["behind"] == 0 and len(one["psnr"]) == 3 for one in told)
-        player.until_frame(3 * told[-1]["chunk"] + 2, lane=protocol.DENSE)
+        player.until_frame(3 * told[-1]["chunk"] + 2, lane=protocol.BESIDE)
         player.send("log", id=6)
         steps = player.until("log")["log"]["steps"]
         count = 3 * (told[-1]["chunk"] + 1)
         wanted = rolled(model, steps, plan="dense")[:count]
-        assert player.matches(wanted, lane=protocol.DENSE)
+        assert player.matches(wanted, lane=protocol.BESIDE)
         main = rolled(model, steps, plan="cache=window:budget=6f")
         assert told[-1]["psnr"] == pytest.approx(
             psnr(main[count - 3 : count], wanted[-3:]), abs=0.01
@@ -258,7 +259,7 @@ def test_the_map_tells_what_a_bank_fetched(model):
     watch, plan = ReadMap(), "cache=bank:resident=12f,budget=60f attention=ann:k=24,block=2,tile=2"
     with ts.open(model, plan, observers=[watch]) as stream:
         for _ in range(8):
-            fetched = stream.step("w").stats["blocks_fetched"]
+            fetched = stream.step("w").stats.get("blocks_fetched", 0)
             (group,) = watch.take()["groups"]
             assert any(group["fetched"]) == (fetched > 0) and group["read"] is None
     # of 12 blocks that a tile reads at most these can have come
@@ -396,6 +397,7 @@ def test_a_full_disk_is_told_and_the_session_goes_on(model, tmp_path, monkeypatc
         notice = player.until("notice")
         assert notice["code"] == "snapshot_failed"
         assert "no space left on device" in notice["message"]
+        assert notice["message"].endswith("after a fault cannot be resumed")  # there is no older
         latest = max(player.frames, default=(0, 0, 0))[2]
         player.until_frame(latest + 6)
         assert metric(client, 'tachyscope_snapshots_total{result="failed"}') > 0
@@ -483,11 +485,11 @@ def test_recorded_frames_are_an_mp4_for_who_has_the_secret(engine):
         ('{"type": "open", "seed": NaN}', "a message is a JSON object"),
         ("{}", "a message has one of the types open, resume, keys"),
         ('{"type": ["open"]}', "a message has one of the types"),
-        ('{"type": "open", "speed": 3}', "takes format, id, log, pace, plan, prompt"),
+        ('{"type": "open", "speed": 3}', "takes format, id, image, log, look, pace, plan, prompt"),
         ('{"type": "open", "seed": 1.5}', "'seed' of message 'open' is a whole number, got 1.5"),
         ('{"type": "open", "seed": true}', "is a whole number, got true"),
         ('{"type": "open", "seed": -1}', "is from 0 to 9007199254740991, got -1"),
-        ('{"type": "open", "format": 3}', "is jpeg or webp or png, got 3"),
+        ('{"type": "open", "format": 3}', "is jpeg or webp or png or h264, got 3"),
         ('{"type": "open", "id": ' + "9" * 4000 + "}", "from 0 to 2147483647"),
         ('{"type": "keys", "actions": "' + "w" * 300 + '"}', "at most 256 letters, got 300"),
         ('{"type": "prompt", "text": "' + "w" * 3000 + '"}', "at most 2000 letters here, got 3000"),
@@ -510,13 +512,14 @@ def test_malformed_messages_are_answered_and_then_sent_away(model, tmp_path):
             == "an action is one of . w s a d q e, or empty, got 'z'"
         )
         player.socket.send_bytes(b"\0\1")
-        assert "got a binary one" in player.until("error")["message"]
+        assert "a client's messages are text, unless" in player.until("error")["message"]
         player.send("open")
         assert "this connection has a session" in player.until("error")["message"]
         assert left(player) == {"type": "left", "code": 1008, "reason": "3 malformed messages"}
         assert metric(client, 'tachyscope_messages_total{type="malformed"}') == 3
 
 
+@pytest.mark.slow
 def test_limits_on_rate_idle_time_length_and_number(model, tmp_path):
     engine = make_engine(model, tmp_path, session_frames=6)
     with serving(engine) as client, playing(client, pace="model") as player:
@@ -528,14 +531,14 @@ def test_limits_on_rate_idle_time_length_and_number(model, tmp_path):
         for i in range(20):
             player.send("keys", id=i, actions="w")
         assert left(player)["reason"] == "over 4 messages a second"
-    engine = make_engine(model, tmp_path, idle_s=0.2, sessions=1)
+    engine = make_engine(model, tmp_path, idle_s=1.0, sessions=1)
     with serving(engine) as client, playing(client) as player:
         player.send("pause", id=1)
-        assert left(player)["reason"] == "nothing was heard for 0.2 s"
         with connect(client) as socket:
             other = Player(socket)
             other.send("open")
             assert "1 of 1 sessions are open" in other.until("error")["message"]
+        assert left(player)["reason"] == "nothing was heard for 1 s"
 
 
 def test_only_who_may_is_let_in(model, tmp_path):
@@ -646,6 +649,7 @@ def test_a_server_for_others_needs_tokens(tmp_path):
     with pytest.raises(TachyscopeError, match="give --token-file"):
         Place(host="0.0.0.0")
     file = tmp_path / "tokens"
+    file.touch(0o600)
     file.write_text("short\n")
     with pytest.raises(TachyscopeError, match="1 too short"):
         read_tokens(file)
@@ -653,17 +657,10 @@ def test_a_server_for_others_needs_tokens(tmp_path):
     assert Place(host="0.0.0.0", tokens=read_tokens(file)).guard.hosts == ()
 
 
-def test_play_without_its_packages_says_the_one_command(monkeypatch, capsys):
-    monkeypatch.setattr("tachyscope.cli.serve.find_spec", lambda name: None)
-    assert main(["play"]) == 2
-    assert capsys.readouterr().err == (
-        "tachyscope: play needs packages that are not installed: pip install 'tachyscope[serve]'\n"
-    )
-
-
 def test_a_log_of_another_model_or_shape_is_refused(engine):
     good = {"version": 1, "model": "toy-chunks", "weights": engine.model.fingerprint,
-            "opening": {"plan": "live", "prompt": "", "seed": 0, "world": None}, "steps": ["w"]}  # fmt: skip
+            "opening": {"plan": "live", "prompt": "", "seed": 0, "world": None, "given": 0}, "steps": ["w"]}  # fmt: skip
+    good["opening"] = asdict(Opening(**good["opening"]))
     assert engine.room.read_log(json.loads(json.dumps(good))).to_json() == good
     for change in ({"version": 2}, {"weights": "x"}, {"steps": ["z"]}, {"steps": [3]}, {"steps": {}},
                    {"opening": {}}, {"opening": good["opening"] | {"seed": "1"}}, {"more": 1}):  # fmt: skip

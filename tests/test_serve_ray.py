@@ -17,7 +17,7 @@ from test_serve import read_bytes
 from test_serve_faults import OPEN, metric, play, process
 
 import tachyscope as ts
-from tachyscope.quality import psnr
+from tachyscope.measure.quality import psnr
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -27,9 +27,9 @@ class Cluster:
     """An ingress in this process, and two replicas."""
 
     def __init__(self, folder):
-        from tachyscope.serve import ray as ours
-        from tachyscope.serve.ingress import Ingress
         from tachyscope.serve.limits import Limits
+        from tachyscope.serve.ray import sessions as ours
+        from tachyscope.serve.ray.ingress import Ingress
         from tachyscope.serve.security import Guard
         from tachyscope.serve.server import Place, listen
 
@@ -174,7 +174,7 @@ def test_sessions_go_where_the_most_bytes_are_free(cluster):
 
 
 def test_sessions_on_their_way_count_as_reserved():
-    from tachyscope.serve.ray_placement import most_free
+    from tachyscope.serve.ray.placement import most_free
 
     a = {"replica": "a", "free_bytes": 100, "session_bytes": 30, "free_sessions": 2}
     b = {"replica": "b", "free_bytes": 60, "session_bytes": 30, "free_sessions": 9}
@@ -205,19 +205,37 @@ def test_an_upgrade_moves_sessions_without_loss_and_bytes_add_replicas(cluster):
     until(lambda: len(set(cluster.replicas()) - before) == 2, "a replica for more bytes")
 
 
+def test_sessions_of_a_killed_ingress_go_on_with_the_next_one(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    with process(tmp_path, "--replicas", "2") as (url, server):
+        player = play(url, seed=8)
+        player.send("keys", id=1, actions="w")
+        player.until_frame(8)
+        os.kill(server.pid, signal.SIGKILL)
+        assert left(player)["code"] == 1006
+        seen = max(chunk for _, chunk in player.chunks)
+    with process(tmp_path, "--replicas", "2") as (url, server):
+        known = {name: player.opened[name] for name in ("session", "secret")}
+        again = play(url, "resume", **known)
+        assert again.opened["chunk"] > seen  # it was written when its client was gone
+        assert goes_on(again, seed=8)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize(
     ("shares", "wanted"),
     [([], 1), ([0.1, 0.1], 1), ([0.8], 1), ([0.81], 2), ([0.8, 0.8], 2), ([0.9, 0.9], 3), ([1.0] * 9, 8)],
 )  # fmt: skip
 def test_replicas_follow_reserved_bytes(shares, wanted):
-    from tachyscope.serve.ray import replicas_for
+    from tachyscope.serve.ray.sessions import replicas_for
 
     assert replicas_for(shares, 1, 8) == wanted
 
 
 def test_metrics_of_all_replicas_are_one_text():
-    from tachyscope.serve.ingress import merge_metrics
     from tachyscope.serve.metrics import Metrics
+    from tachyscope.serve.ray.ingress import merge_metrics
 
     texts = {}
     for i, name in enumerate("ab"):
@@ -233,7 +251,7 @@ def test_metrics_of_all_replicas_are_one_text():
 
 
 def test_a_video_that_nobody_makes_any_more_has_failed(tmp_path):
-    from tachyscope.serve.ray_videos import LOST_S, VideoFiles
+    from tachyscope.serve.ray.videos import LOST_S, VideoFiles
 
     files, name = VideoFiles(str(tmp_path)), f"video_{'0' * 24}"
     record = {"id": name, "status": "in_progress", "touched": time.time()}
@@ -248,7 +266,7 @@ def test_a_video_that_nobody_makes_any_more_has_failed(tmp_path):
 
 
 def test_a_mailbox_keeps_nothing_of_connections_that_ended():
-    from tachyscope.serve.mailbox import GONE, Mailbox
+    from tachyscope.serve.ray.mailbox import GONE, Mailbox
 
     async def talk():
         box = Mailbox()

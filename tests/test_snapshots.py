@@ -12,7 +12,7 @@ from faults import refused
 from toys import load
 
 import tachyscope as ts
-from tachyscope.snapshots import Snapshots
+from tachyscope.snapshot.folder import Snapshots
 
 BANK = "cache=bank:resident=9f,budget=24f,host=int8 attention=ann:read=0.6,block=4 text=pads"
 KILLED = """
@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, sys.argv[3])
 from toys import load
 import tachyscope as ts
-from tachyscope.snapshots import Snapshots
+from tachyscope.snapshot.folder import Snapshots
 stream = ts.open(load(sys.argv[4]), sys.argv[1], prompt="a red floor", seed=3)
 folder = sys.argv[2]
 snapshots = Snapshots(folder)
@@ -47,7 +47,7 @@ def play(one, chunks):
     [
         ("toy-chunks", BANK),
         ("toy-chunks", "balanced"),
-        ("toy-chunks", "cache=worldkv:retrieve=6,budget=12f"),
+        ("toy-chunks", BANK.replace("host=int8", "host=native") + " store=fp8"),
         ("atrium-world", "cache=bank:resident=5f,budget=8f,host=int4 attention=ann:k=160"),
     ],
 )

@@ -10,8 +10,8 @@ from faults import refused
 from safetensors.torch import load, save
 
 import tachyscope as ts
-from tachyscope.models.vila_u.model import toy_tokens
-from tachyscope.models.wan.toy import toy_chunks
+from tachyscope.core.session_state import SessionSpec
+from tachyscope.models.toys import toy_chunks, toy_tokens
 
 PLANS = {
     "toy-chunks": "cache=merge:budget=8f attention=ann:read=0.5 text=pads replay=attentive:share=0.5",
@@ -210,16 +210,16 @@ def test_a_restore_that_runs_out_of_memory_changes_nothing(monkeypatch):
     session, control = _open(model), _open(model)
     state, made = session.state(), []
     _video(model, session), _video(model, control)
-    empty = ts.Session._empty_layer
+    empty = SessionSpec.empty_layer
 
-    def full(self, slots):
+    def full(self, slots, *more):
         made.append(slots)
         if len(made) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return empty(self, slots)
+        return empty(self, slots, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ts.Session, "_empty_layer", full)
+        patch.setattr(SessionSpec, "empty_layer", full)
         with pytest.raises(torch.OutOfMemoryError):
             session.restore(state)
     assert np.array_equal(_video(model, session), _video(model, control))
@@ -232,7 +232,7 @@ def test_messages_name_what_differs():
     small = _open(model, size=(32, 64))
     assert refused(lambda: small.restore(state)) == (
         "this state was taken with grid=[4, 6], the session has [2, 4]: open the session with the "
-        "same model and size"
+        "same model and size, on the same rank of as many"
     )
     other = _open(model, prompt="a blue room")
     assert refused(lambda: other.restore(state)) == (

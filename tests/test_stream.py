@@ -10,7 +10,7 @@ from faults import refused
 from test_graph_runner import CONFIG, Again
 
 import tachyscope as ts
-from tachyscope.models.wan.toy import random_wan
+from tachyscope.models.wan.random import random_wan
 
 ASKED = {"prompt": "a red room", "seed": 2}
 PLANS = {
@@ -197,6 +197,24 @@ def test_a_video_of_a_batch_is_the_video_made_alone(model, bounded):
     assert not np.array_equal(videos[0], videos[1])
     # but for the padding of shorter prompts
     assert sum(chunk.stats["macs"] for chunk in chunks) == pytest.approx(work, rel=0.05)
+
+
+@pytest.mark.parametrize("passes", ["all", "draft:places=3"])
+def test_a_token_window_of_a_batch_reaches_as_far_in_every_row(passes):
+    """The longest prompt leaves entries out before the others have any to leave out."""
+    model = toys.load("toy-tokens", dtype="float64")
+    model.sampler = dataclasses.replace(model.sampler, cfg=1.0)
+    model.config = dataclasses.replace(model.config, sampler=model.sampler)
+    prompts = ["a", "a long prompt of some forty-two letters ok"]
+    plan = f"attention=window:tokens=12,sink=2 passes={passes}"
+
+    def codes(prompt, seed):
+        stream = ts.open(model, plan, prompt=prompt, seed=seed)
+        return torch.cat([stream.generate([0]).latents for _ in range(3)], 1)
+
+    together = codes(prompts, [1, 2])
+    for i, prompt in enumerate(prompts):
+        assert torch.equal(together[i : i + 1], codes(prompt, i + 1)), prompt
 
 
 @pytest.mark.slow

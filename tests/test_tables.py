@@ -1,7 +1,7 @@
 """Text tables: numbers set right, words left, long words whole."""
 
-from tachyscope import tables
-from tachyscope.tables import format_table
+from tachyscope.io import tables
+from tachyscope.io.tables import format_table
 
 
 def test_numbers_are_set_right_and_words_left():

@@ -13,22 +13,16 @@ from toys import open_session
 
 import tachyscope as ts
 from tachyscope.cli import main
-from tachyscope.errors import TachyscopeWarning
-from tachyscope.memory import need
+from tachyscope.core.errors import TachyscopeWarning
+from tachyscope.core.rollout import rollout
+from tachyscope.memory.predict import need
 from tachyscope.models.checkpoint import write_tensors
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.loading import load_wan, save_wan
-from tachyscope.models.wan.tiny_decoder import (
-    ERROR,
-    MEAN,
-    STD,
-    TinyDecoder,
-    TinyLayers,
-    decoder_note,
-)
-from tachyscope.models.wan.toy import random_wan
-from tachyscope.rollout import rollout
+from tachyscope.models.wan.random import random_wan
+from tachyscope.models.wan.tiny_decoder import ERROR, TinyDecoder, decoder_note
+from tachyscope.models.wan.tiny_layers import MEAN, STD, TinyLayers
 
 SMALL = (8, 6, 4, 5)  # widths; each its own, so that none can stand for another
 CONFIG = WanConfig(
@@ -324,7 +318,7 @@ def test_a_model_shows_its_latents_by_a_tiny_decoder(folder, small, monkeypatch)
     with torch.no_grad():
         whole = model.decoder(torch.cat(made, 2), {})
     assert np.array_equal(np.concatenate(shown), whole)
-    assert sum(name.startswith("tiny.") for name in session.features) == 9
+    assert sum(name.startswith("tiny.") for name in session.features.decoder()) == 9
     # and from a state, which holds its memory
     state = session.state()
     on = [c.frames for c in rollout(model, frames=12, stream=ts.Stream(model, session))]
@@ -375,15 +369,15 @@ def test_both_decoders_of_a_video_are_compared(folder, small):
         session = open_session(model, prompt="a", first=first)
         chunks = rollout(model, frames=24, stream=ts.Stream(model, session), then=[(12, "b")])
         films.append(np.concatenate([chunk.frames for chunk in chunks]))
-        note = decoder_note(session.features)
-        assert (ERROR in session.features) == (model is both) == (note is not None)
+        note = decoder_note(session.features.decoder())
+        assert (ERROR in session.features.decoder()) == (model is both) == (note is not None)
     checked = both.decoder.reference
     assert isinstance(checked, wan_vae.WanVae) and np.array_equal(films[0], films[1])
     session = open_session(both, prompt="a", first=first)
     list(rollout(both, frames=24, stream=ts.Stream(both, session), then=[(12, "b")]))
     error = np.square(films[0].astype(float) - films[2]).mean()
     expected = f"those of Wan's VAE: {10 * np.log10(255**2 / error):.1f} dB, over all frames"
-    assert expected in decoder_note(session.features)
+    assert expected in decoder_note(session.features.decoder())
     assert "equal those of" in decoder_note({ERROR: torch.tensor([0.0, 9.0])})
 
 
@@ -391,13 +385,14 @@ def test_both_decoders_of_a_video_are_compared(folder, small):
 def test_the_command_line_tells_how_far_the_decoders_lie_apart(folder, small, tmp_path, capsys):
     file = small[0] / "taew2_1.pth"
     words = ["generate", "wan_causal", "--weights", str(folder), "--frames", "9", "--prompt", "a"]
-    words += ["--decoder", str(file), "--decoder-check", "--out", str(tmp_path), "--json", "-"]
+    words += ["--weights", f"decoder={file}", "--weights", "decoder_check=1"]
+    words += ["--out", str(tmp_path)]
     assert main(words) == 0
-    out = capsys.readouterr().out
-    row = json.loads(out.splitlines()[-1])["rows"][0]
+    capsys.readouterr()
+    row = json.loads((tmp_path / "generate.json").read_text())["rows"][0]
     assert row["decoder"] == "taew2_1"
     assert [n for n in row["notes"] if "to those of Wan's VAE: " in n]
-    words = ["compare", *words[1:-2], "--no-floor", "--no-aa", "--plan", "dense"]
+    words = ["compare", *words[1:], "--plans", "dense"]
     assert main(words) == 0
     assert "to those of Wan's VAE: " in " ".join(capsys.readouterr().out.split())
 

@@ -3,17 +3,20 @@
 import http.server
 import json
 import os
+import struct
 import threading
+import zlib
 
 import av
 import numpy as np
 import pytest
 from faults import refused
 
-from tachyscope.bounds import ASKED, Bound
-from tachyscope.errors import TachyscopeError
-from tachyscope.files import check_folder, replacing, write_atomically
-from tachyscope.video import QUEUE, VideoWriter, beside, read_frames, read_video, resize_frames
+from tachyscope.cli import main
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import ASKED, Bound
+from tachyscope.io.files import check_folder, replacing, write_atomically
+from tachyscope.io.video import QUEUE, VideoWriter, beside, read_frames, read_video, resize_frames
 
 
 def ramp(frames=6, height=32, width=48):
@@ -179,7 +182,9 @@ def test_frames_of_two_sizes_or_none_are_no_video_to_go_on_from(tmp_path, monkey
         ([ramp(1)[0], ramp(1, 16, 24)[0]], "x has frames of 48x32 and 24x16, not some of one size"),
         ([], "x has no frames, not some of one size: give a video file, or an image"),
     ]:
-        monkeypatch.setattr("tachyscope.video.read_video", lambda path, frames=frames: iter(frames))
+        monkeypatch.setattr(
+            "tachyscope.io.video.read_video", lambda path, frames=frames: iter(frames)
+        )
         with pytest.raises(TachyscopeError, match=words):
             read_frames("x")
 
@@ -366,12 +371,12 @@ def test_given_frames_are_bounded(tmp_path, monkeypatch):
     with VideoWriter(tmp_path / "a.mp4", 8) as video:
         video.write(np.zeros((5, 16, 16, 3), np.uint8))
     assert len(read_frames(tmp_path / "a.mp4")) == 5
-    monkeypatch.setattr("tachyscope.video.PIXELS", 4 * 16 * 16)
+    monkeypatch.setattr("tachyscope.io.video.PIXELS", 4 * 16 * 16)
     refused(
         lambda: read_frames(tmp_path / "a.mp4"), "has more than 2,000 frames, or than 1,024 pix"
     )
     # one picture of more: its header is enough
-    monkeypatch.setattr("tachyscope.video.PIXELS", 16 * 16 - 1)
+    monkeypatch.setattr("tachyscope.io.video.PIXELS", 16 * 16 - 1)
     refused(lambda: read_frames(tmp_path / "a.mp4"), "cannot be read as a video")
     monkeypatch.undo()
     monkeypatch.setitem(ASKED, "given", Bound(1, 4))
@@ -392,3 +397,21 @@ def test_resized_frames_are_cut_in_their_middle(size):
     scale = min(32 / size[0], 48 / size[1])
     width = found[0, :, -1, 0].astype(int).mean() - found[0, :, 0, 0].astype(int).mean()
     assert abs(width - 5 * scale * (size[1] - 1)) < 0.1 * 5 * scale * size[1] + 2
+
+
+def test_a_damaged_picture_or_one_without_a_decoder_is_one_line(tmp_path):
+    (tmp_path / "a.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'></svg>")
+
+    def part(name, data):
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    head = struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0)
+    parts = part(b"IHDR", head) + part(b"IDAT", b"\xff" * 500) + part(b"IEND", b"")
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + parts)
+    refused(lambda: read_frames(tmp_path / "a.svg"), "a.svg cannot be read", "no decoder for this")
+    refused(lambda: read_frames(tmp_path / "a.png"), "a.png cannot be read as a video (")
+    for name in ("a.svg", "a.png"):
+        words = ["generate", "toy-chunks", "--frames", "3", "--first", str(tmp_path / name)]
+        assert main([*words, "--out", str(tmp_path / "out")]) == 2

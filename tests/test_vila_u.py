@@ -16,17 +16,19 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from tachyscope.errors import TachyscopeError
+import tachyscope as ts
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.plan import Plan
+from tachyscope.core.session import Session
 from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.token_model import Sampler, draw_noise
+from tachyscope.models.toys import toy_tokens
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.depth import DepthConfig, DepthTransformer
-from tachyscope.models.vila_u.model import VilaModel, load_vila, save_vila, toy_tokens
+from tachyscope.models.vila_u.model import VilaModel, load_vila, save_vila
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer
 from tachyscope.models.vila_u.transformer import Vila
 from tachyscope.models.vila_u.vqgan import Codebooks, PixelConfig, RqVae
-from tachyscope.plan import Plan
-from tachyscope.session import Session
 
 
 class WholeSession:
@@ -317,7 +319,7 @@ def test_a_draw_takes_the_noise_by_code_and_not_by_rank():
 
 @pytest.mark.parametrize("wrong", [{"top_k": 0}, {"top_p": 0.0}, {"temperature": 0.0}])
 def test_sampling_that_cannot_draw_is_refused(wrong):
-    with pytest.raises(TachyscopeError, match=f"got {next(iter(wrong))}=0"):
+    with pytest.raises(TachyscopeError, match=f"a sampler.s {next(iter(wrong))} must be .*, got 0"):
         Sampler(**wrong)
 
 
@@ -498,6 +500,27 @@ def test_without_guidance_a_video_is_one_row():
     assert codes[0].shape == (1, 1, 4, 4, 4)
 
 
+@pytest.mark.parametrize("sink", [2, 4])
+def test_a_video_under_a_token_window_hangs_on_no_other_prompt_of_its_batch(sink):
+    """Prompts of 1 and 42 letters: each row has its own window, from its first token on."""
+    toy = toy_tokens(dtype=torch.float64)
+    config = replace(toy.config, sampler=Sampler(cfg=1.0))
+    model = VilaModel(toy.transformer, config, toy.tokenizer)
+    prompts, plan = ["a", "b" * 42], f"attention=window:tokens=12,sink={sink}"
+
+    def codes(words, seeds):
+        stream = ts.open(model, plan, prompt=words, seed=seeds)
+        made = []
+        for _ in range(3):
+            stream.step()
+            made.append(stream.session.latents)
+        return torch.cat(made, 1)
+
+    together = codes(prompts, [3, 4])
+    for i, prompt in enumerate(prompts):
+        assert torch.equal(together[i : i + 1], codes(prompt, 3 + i))
+
+
 def test_token_by_token_equals_each_row_run_whole_and_alone(toy):
     """Also: the shorter row's left pads change nothing, for alone it has none."""
     states = []
@@ -533,7 +556,7 @@ def test_a_frame_given_in_one_pass_leaves_what_token_by_token_leaves(toy):
         given.commit()
     assert (given.past, given.latent_frame) == (stepped.past, stepped.latent_frame)
     close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(given.features["hidden"], stepped.features["hidden"], **close)
+    torch.testing.assert_close(given.features.hidden, stepped.features.hidden, **close)
     for a, b in zip(given.layers, stepped.layers, strict=True):
         for name in ("k", "v", "pos"):
             ours, theirs = (x.entries()[name][:, :, : given.past] for x in (a, b))
@@ -798,11 +821,11 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
         (tensors_of("vision_tower", lambda t: t.update(odd=torch.zeros(1))), "it also has odd"),
         (config_of("", model_type="llava"), "model_type must be 'vila_u_llama' or 'vila_u', got"),
         (config_of("", model_dtype="float8"), "model_dtype must be one of torch.float32, torch.float64, torch.float16, torch.bfloat16, got 'float8'"),
-        (config_of("", tachyscope={"colour": 1}), "tachyscope.colour must be absent: the keys are"),
-        (config_of("llm", hidden_size=None), "llm/config.json: hidden_size must be of type int"),
+        (config_of("", tachyscope={"colour": 1}), "unknown 'tachyscope.colour'; it takes sampler, fps, actions, clip"),
+        (config_of("llm", hidden_size=None), "llm/config.json: hidden_size must be a whole number from 1 to 65,536, got null"),
         (config_of("llm", num_hidden_layers=0), "num_hidden_layers must be from 1 to 256, got 0"),
         (config_of("llm", hidden_size=48), "input_embed_dim_2 must be 48, got 64"),
-        (config_of("llm", attention_bias=True), "attention_bias must be False, got True"),
+        (config_of("llm", attention_bias=True), "attention_bias must be false, got true"),
         (
             config_of("llm", rope_scaling={"type": "yarn", "factor": 2.0}),
             "rope_scaling.type must be 'linear' or 'default', got 'yarn'",
@@ -892,7 +915,7 @@ def test_a_tokenizer_is_saved_with_its_model(chat_folder, tmp_path):
 
 def test_a_tokenizer_without_transformers_says_what_to_install(chat_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(TachyscopeError, match=r"pip install 'tachyscope\[hf\]'"):
+    with pytest.raises(TachyscopeError, match=r"pip install -e '\.\[hf\]'"):
         load_vila(chat_folder)
 
 

@@ -4,10 +4,10 @@ import toys
 
 import tachyscope as ts
 from tachyscope import weights
-from tachyscope.arguments import parse_actions
-from tachyscope.errors import TachyscopeError
-from tachyscope.quality import psnr
-from tachyscope.worlds.visit import Visit
+from tachyscope.core.arguments import parse_actions
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.measure.quality import psnr
+from tachyscope.models.atrium.visit import Visit
 
 TURN = "q*24"
 

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import re
 import shutil
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,9 +22,14 @@ from toys import open_session
 
 import tachyscope as ts
 from tachyscope.cli import main
-from tachyscope.errors import TachyscopeWarning
+from tachyscope.core.errors import TachyscopeWarning
+from tachyscope.core.rollout import rollout
+from tachyscope.io.video import read_frames
+from tachyscope.measure.certify import PROMPTS, Protocol, certify, parts_of
+from tachyscope.measure.quality import psnr
 from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.registry import load
+from tachyscope.models.wan import download, vae_5b
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.config import WanConfig
@@ -31,14 +37,16 @@ from tachyscope.models.wan.download import HubFiles
 from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS
+from tachyscope.models.wan.random import random_wan
 from tachyscope.models.wan.text import UMT5, PromptFile, embed_prompt
-from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.vae import WanVae
-from tachyscope.rollout import rollout
 
 CONFIG = WanConfig(
     dim=96, ffn_dim=160, layers=2, heads=4, text_dim=32, text_len=24, size=(4, 6), freq_dim=32
 )
+REVISIONS_OF_SELF_FORCING = {
+    repo: download.REVISIONS[repo] for repo in ("gdhe17/Self-Forcing", "Wan-AI/Wan2.1-T2V-1.3B")
+}
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "room", "&"]
 # the published encoder's tensors and transformers', written out: the reader's own table is tested
 UMT5_NAMES = {
@@ -127,6 +135,33 @@ def original_vae(model):
     return found
 
 
+def original_vae_5b(model):
+    """The VAE's tensors under the published names of Wan 2.2, by where they lie in its modules."""
+    parts = {"quant_conv": "conv1", "post_quant_conv": "conv2"}
+    inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3",
+             "conv2": "residual.6", "conv_shortcut": "shortcut"}  # fmt: skip
+    for side, way, each in (("encoder", "down", 2), ("decoder", "up", 3)):
+        parts |= {f"{side}.conv_in": f"{side}.conv1", f"{side}.norm_out": f"{side}.head.0",
+                  f"{side}.conv_out": f"{side}.head.2"}  # fmt: skip
+        for part in ("norm", "to_qkv", "proj"):
+            parts[f"{side}.mid_block.attentions.0.{part}"] = f"{side}.middle.1.{part}"
+        blocks = {f"{side}.mid_block.resnets.{i}": f"{side}.middle.{2 * i}" for i in range(2)}
+        for stage in range(4):
+            ours, theirs = (
+                f"{side}.{way}_blocks.{stage}",
+                f"{side}.{way}samples.{stage}.{way}samples",
+            )
+            blocks |= {f"{ours}.resnets.{i}": f"{theirs}.{i}" for i in range(each)}
+            for part in ("resample.1", "time_conv"):
+                parts[f"{ours}.{way}sampler.{part}"] = f"{theirs}.{each}.{part}"
+        for ours, theirs in blocks.items():
+            parts |= {f"{ours}.{name}": f"{theirs}.{part}" for name, part in inner.items()}
+    named = (name.rpartition(".") for name in model.state_dict())
+    return {
+        f"{parts[part]}.{kind}": model.state_dict()[f"{part}.{kind}"] for part, _, kind in named
+    }
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, umt5, vae):
     """A model's folder as Wan's authors publish one, small and random."""
@@ -170,7 +205,7 @@ def test_a_prompt_that_ftfy_may_change_is_warned_of(folder, monkeypatch, capsys,
     for odd in ("caf\u00e9", "\u201cred\u201d", "a\x0broom", "a\x1b[1mb"):
         with pytest.warns(TachyscopeWarning, match="letters that it may change: pip install ftfy"):
             wan_text.clean(odd)
-    words = ["--prompt", "a caf\u00e9", "--then", "9: \u201cred\u201d", "--frames", "21"]
+    words = ["--prompt", "a caf\u00e9", "--prompt", "9: \u201cred\u201d", "--frames", "21"]
     words = ["generate", "wan_causal", "--weights", str(folder), *words, "--out", str(tmp_path)]
     assert main(words) == 0
     lines = capsys.readouterr().err.splitlines()
@@ -200,7 +235,7 @@ def test_a_faulty_umt5_is_named(folder, tmp_path, monkeypatch):
     refused(lambda: UMT5(tmp_path)("a"), "the tokenizer in", "must load")
     refused(lambda: UMT5(tmp_path).model, "UMT5's encoder under Wan's names, got x.weight")
     monkeypatch.setitem(importlib.sys.modules, "transformers", None)
-    refused(lambda: UMT5(folder)("a"), "needs transformers", "pip install tachyscope[hf]")
+    refused(lambda: UMT5(folder)("a"), "needs transformers", "pip install -e '.[hf]'")
 
 
 @torch.no_grad()
@@ -280,6 +315,35 @@ def test_a_streamed_video_is_the_whole_one(folder):
     assert vae.pixel_frames(0) == 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("patch", [None, 2])
+def test_a_video_encoded_as_it_comes_is_the_whole_one(vae, patch):
+    """Both VAEs: 2.2's takes patches of pixels, and has other blocks."""
+    if patch:
+        from diffusers import AutoencoderKLWan
+
+        torch.manual_seed(1)
+        settings = {"base_dim": 8, "decoder_base_dim": 8, "z_dim": 16, "is_residual": True}
+        channels = {"in_channels": 12, "out_channels": 12, "patch_size": patch}
+        vae = AutoencoderKLWan(**settings, **channels, scale_factor_spatial=16).eval()
+    ours, rng = WanVae(copy.deepcopy(vae)), np.random.default_rng(3)
+    frames = rng.integers(0, 256, (33, 32, 48, 3), np.uint8)
+    pixels = torch.from_numpy(frames).permute(3, 0, 1, 2)[None] / 127.5 - 1
+    mean, std = (
+        torch.tensor(vae.config[f"latents_{k}"])[:, None, None, None] for k in ("mean", "std")
+    )
+    expected = (vae.encode(pixels).latent_dist.mode() - mean) / std
+    whole, state, parts, at = ours.encode(frames), {}, [], 0
+    for count in (9, 12, 4, 8):
+        parts.append(ours.encode_next(frames[at : at + count], state))
+        at += count
+    assert torch.cat(parts, 2).equal(whole) and whole.shape[2] == 9
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
+    held = {name: x.shape for name, x in state.items()}
+    ours.encode_next(frames[:4], state)
+    assert {name: x.shape for name, x in state.items()} == held  # what is kept does not grow
+
+
 @pytest.mark.slow
 def test_the_vae_comes_back_from_diffusers_form(folder, tmp_path):
     vae = WanVae.read(folder)
@@ -289,6 +353,25 @@ def test_the_vae_comes_back_from_diffusers_form(folder, tmp_path):
     latents = torch.randn(1, 16, 2, 4, 6)
     for place in (tmp_path, tmp_path / "vae"):
         assert np.array_equal(WanVae.read(place)(latents, {}), vae(latents, {}))
+
+
+def test_a_vae_of_fewer_channels_shows_what_a_model_makes(vae, tmp_path):
+    """LightVAE's layout: Wan's own, named in a file beside the model's."""
+    file = tmp_path / "lightvaew2_1.pth"
+    write_tensors(file, original_vae(vae), under="state_dict")
+    config = WanConfig(
+        dim=48, ffn_dim=64, layers=1, heads=2, text_dim=16, text_len=16, size=(4, 6)
+    )  # fmt: skip
+    save_wan(random_wan(config), tmp_path / "model")
+    model = load_wan(tmp_path / "model", decoder=file)
+    assert model.decoder_name == "lightvaew2_1" and model.decoder.model.config.base_dim == 8
+    latents = torch.randn(1, 16, 2, 4, 6, generator=torch.Generator().manual_seed(2))
+    assert np.array_equal(model.decoder(latents, {}), WanVae(vae)(latents, {}))
+    assert model.decoder.encode(model.decoder(latents, {})).shape == latents.shape
+    refused(
+        lambda: load_wan(tmp_path / "model", decoder=file, decoder_check=True),
+        "`decoder_check` is of a tiny decoder", "lightvaew2_1.pth is a VAE",
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -309,16 +392,38 @@ def test_a_vae_that_folds_pixels_into_channels():
     torch.testing.assert_close(streamed.clamp(-1, 1), whole, rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_the_vae_of_wan_2_2_is_read_from_its_original_file(tmp_path):
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(1)
+    model = AutoencoderKLWan(
+        base_dim=8, decoder_base_dim=16, z_dim=48, is_residual=True, in_channels=12,
+        out_channels=12, patch_size=2, scale_factor_spatial=16,
+        latents_mean=list(vae_5b.MEAN), latents_std=list(vae_5b.STD),
+    ).eval()  # fmt: skip
+    write_tensors(tmp_path / wan_vae.PUBLISHED_5B, original_vae_5b(model))
+    assert WanVae.found(tmp_path)
+    found = WanVae.read(tmp_path)
+    assert found.stride == (4, 16, 16)
+    for name, x in model.state_dict().items():
+        assert found.model.state_dict()[name].equal(x), name
+    frames = torch.randint(0, 256, (5, 32, 64, 3))
+    assert found.encode(frames).equal(WanVae(model).encode(frames))
+    sums = (round(sum(x), 4) for x in (vae_5b.MEAN, vae_5b.STD))
+    assert (len(vae_5b.MEAN), *sums) == (48, -0.5589, 32.536)
+
+
 def test_a_faulty_vae_is_named(folder, tmp_path, monkeypatch):
     write_tensors(tmp_path / "x.pth", {"x.weight": torch.ones(1)})
-    refused(lambda: WanVae.read(tmp_path / "x.pth"), "Wan 2.1's VAE", "got x.weight")
+    refused(lambda: WanVae.read(tmp_path / "x.pth"), "hold Wan's VAE", "got x.weight")
     refused(lambda: WanVae.read(tmp_path / "none.pth"), "no checkpoint file")
     tensors = read_tensors(folder / wan_vae.PUBLISHED)
     tensors.pop("decoder.head.2.bias")
     write_tensors(tmp_path / wan_vae.PUBLISHED, tensors)
     refused(lambda: WanVae.read(tmp_path), "it lacks decoder.conv_out.bias")
     monkeypatch.setitem(importlib.sys.modules, "diffusers", None)
-    refused(lambda: WanVae.read(folder), "needs diffusers", "pip install tachyscope[hf]")
+    refused(lambda: WanVae.read(folder), "needs diffusers", "pip install -e '.[hf]'")
 
 
 def test_a_vae_that_cannot_be_read_stops_no_one_who_shows_nothing(folder, monkeypatch):
@@ -326,7 +431,7 @@ def test_a_vae_that_cannot_be_read_stops_no_one_who_shows_nothing(folder, monkey
     monkeypatch.setitem(importlib.sys.modules, "diffusers", None)
     model = load_wan(folder)
     assert model.decoder is None
-    refused(lambda: model.pixel_frames(3), "without a decoder", "pip install tachyscope[hf]")
+    refused(lambda: model.pixel_frames(3), "without a decoder", "pip install -e '.[hf]'")
 
 
 def test_parts_that_are_no_numbers_are_refused(folder, tmp_path):
@@ -358,6 +463,14 @@ def test_a_published_folder_makes_a_video(folder):
     beside = load_wan(folder / "trained.pt", config=CONFIG)
     again = next(rollout(beside, frames=9, prompt="a red room", seed=0))
     assert np.array_equal(again.frames, chunks[0].frames)
+
+
+def test_a_checkpoint_is_loaded_with_its_vae_in_bands(folder):
+    latents = torch.randn(1, 16, 2, 4, 6, generator=torch.Generator().manual_seed(5))
+    plain, banded = (ts.load("wan_causal", folder, decoder_bands=bands) for bands in (1, 3))
+    assert (plain.decoder.bands, banded.decoder.bands) == (1, 3)
+    frames, others = (model.decoder(latents, {}).astype(int) for model in (plain, banded))
+    assert frames.std() > 1 and np.abs(frames - others).max() <= 1
 
 
 @pytest.mark.slow
@@ -431,42 +544,35 @@ def test_the_command_line_takes_a_prompt_file(folder, tmp_path, capsys):
     file = tmp_path / "prompt.safetensors"
     embed_prompt(folder, "a red room", file, length=24)
     asked = ["generate", "wan_causal", "--weights", str(folder)]
-    for name, words in (("a", ["--prompt", "a red room"]), ("b", ["--prompt-file", str(file)])):
+    for name, words in (("a", ["--prompt", "a red room"]), ("b", ["--prompt", f"@{file}"])):
         assert main([*asked, *words, "--frames", "9", "--out", str(tmp_path / name)]) == 0
     videos = [(tmp_path / name / "video.mp4").read_bytes() for name in "ab"]
     assert videos[0] == videos[1]
     capsys.readouterr()
-    # another from a frame on, as --then has it in words
+    # another from a frame on, as it is in words
     night = tmp_path / "night.safetensors"
     embed_prompt(folder, "a room & room", night, length=24)
-    files = ["--prompt-file", f"9: {night}", "--prompt-file", str(file)]
-    told = ["--prompt", "a red room", "--then", "9: a room & room"]
+    files = ["--prompt", f"9: @{night}", "--prompt", f"@{file}"]
+    told = ["--prompt", "a red room", "--prompt", "9: a room & room"]
     for name, words in (("e", files), ("f", told)):
         assert main([*asked, *words, "--frames", "21", "--out", str(tmp_path / name)]) == 0
     videos = [(tmp_path / name / "video.mp4").read_bytes() for name in "ef"]
     assert videos[0] == videos[1]
     assert f"from frame 9 on '{night}'" in " ".join(capsys.readouterr().out.split())
     for verb, words, fault in (
-        (
-            "generate",
-            files[:2],
-            "begins with one prompt file, got none: give FILE once, and 'FRAME",
-        ),
-        ("generate", [*files, *files[2:4]], "begins with one prompt file, got"),
+        ("generate", files[:2], "prompts are all words or all files, got"),
+        ("generate", [*files, *files[2:4]], "begins with one prompt, got"),
         ("compare", files, "a prompt changes in generate alone, got"),
-        ("generate", [*files[2:], "--prompt-file", "9: none.pt"], "no checkpoint file none.pt"),
+        ("generate", [*files[2:], "--prompt", "9: @none.pt"], "no checkpoint file none.pt"),
         (
             "generate",
             [*files[2:], *told[2:4]],
-            "the prompt was embedded before, got also 'a room &",
+            "prompts are all words or all files, got",
         ),
     ):
         assert main([verb, *asked[1:], *words, "--out", str(tmp_path / "g")]) == 2
         assert fault in capsys.readouterr().err
-    words = ["--prompt", "a", "--prompt-file", str(file), "--out", str(tmp_path / "c")]
-    assert main([*asked, *words]) == 2
-    assert "the prompt was embedded before" in capsys.readouterr().err
-    words = ["generate", "toy-tokens", "--prompt-file", str(file), "--out", str(tmp_path / "d")]
+    words = ["generate", "toy-tokens", "--prompt", f"@{file}", "--out", str(tmp_path / "d")]
     assert main(words) == 2
     assert "takes no embedded prompt" in capsys.readouterr().err
 
@@ -489,10 +595,13 @@ class Hub(BaseHTTPRequestHandler):
     def answer(self, whole):
         path = unquote(self.path.partition("?")[0])
         self.asked.append(path)
+        # a commit is found by its hash, and a branch's newest is zeros
+        found = re.search(r"/(?:revision|resolve|tree)/([0-9a-f]{40})(?:/|$)", path)
+        commit = found[1] if found else "0" * 40
         if path.startswith("/api/models/"):
             repo = "/".join(path.split("/")[3:5])
             files = [{"rfilename": name} for name in self.files.get(repo, {})]
-            body = json.dumps({"id": repo, "sha": "0" * 40, "siblings": files}).encode()
+            body = json.dumps({"id": repo, "sha": commit, "siblings": files}).encode()
             if "/tree/" in path:
                 body = json.dumps(
                     [
@@ -504,7 +613,7 @@ class Hub(BaseHTTPRequestHandler):
             repo, _, name = path[1:].partition("/resolve/")
             body = self.files.get(repo, {}).get(name.partition("/")[2])
         self.send_response(404 if body is None else 200)
-        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("X-Repo-Commit", commit)
         self.send_header("ETag", '"' + hashlib.sha1(body or b"").hexdigest() + '"')
         self.send_header("Content-Length", str(len(body or b"")))
         self.end_headers()
@@ -555,8 +664,70 @@ def test_published_weights_are_downloaded_where_that_is_asked_for(hub, folder, t
         "causvid could not be downloaded: ",
         "run hf download tianweiy/CausVid autoregressive_checkpoint/model.pt --local-dir causvid "
         "&& hf download Wan-AI/Wan2.1-T2V-1.3B --include 'models_t5_umt5-xxl-enc-bf16.pth' "
-        "--include 'Wan2.1_VAE.pth' --include 'google/umt5-xxl/*' --local-dir causvid",
+        "--include 'Wan2.1_VAE.pth' --include 'google/umt5-xxl/*' --revision "
+        "37ec512624d61f7aa208f7ea8140a131f93afc9a --local-dir causvid",
     )
+    refused(
+        lambda: load("abot-world", "download"),
+        "hf download acvlab/ABot-World-0-5B-LF diffusion_pytorch_model.safetensors --revision "
+        "d26a3003701e70d38cd17e2af2faf63bd4ff7632 --local-dir abot-world && ",
+        "--include 'Wan2.2_VAE.pth' --include 'google/umt5-xxl/*' --revision d26a30",
+    )
+
+
+def test_downloads_are_of_pinned_commits_and_say_of_which(hub, monkeypatch):
+    pins = {
+        repo: f"{i}" * 40 for i, repo in enumerate(("gdhe17/Self-Forcing", HubFiles("", "").wan), 1)
+    }
+    monkeypatch.setattr(download, "REVISIONS", pins)
+    model = load("self-forcing", "download")
+    asked = [path for path in hub.asked if "/resolve/" in path]
+    assert asked
+    for path in asked:
+        repo, revision = path[1:].split("/resolve/")
+        assert revision.startswith(pins[repo] + "/"), path
+    assert model.revisions == pins
+    hub.asked.clear()
+    monkeypatch.setattr(download, "REVISIONS", {})
+    assert load("self-forcing", "download").revisions == dict.fromkeys(pins, "0" * 40)
+
+
+@pytest.mark.slow
+def test_a_published_model_is_certified_from_its_download_and_from_a_folder(hub, tmp_path):
+    """Transformer, text encoder and VAE in their published containers, small and random."""
+    protocol = Protocol(PROMPTS[:2], frames=9, long_frames=21)
+    found = certify(load("self-forcing", "download"), tmp_path / "a", protocol=protocol, tell=str)
+    rows = {row["part"]: row for row in found["rows"]}
+    assert list(rows) == [part.name for part in parts_of(protocol)]
+    assert found["settings"]["revisions"] == REVISIONS_OF_SELF_FORCING
+    assert rows["1-dense-again-9"]["psnr_dense"] == 100.0
+    assert rows["1-live-21"]["frames"] == 21
+    page = (tmp_path / "a" / "certificate.html").read_text()
+    assert f"gdhe17/Self-Forcing at {REVISIONS_OF_SELF_FORCING['gdhe17/Self-Forcing']}" in page
+    # the same files in a folder, as `hf download --local-dir` leaves them, make the same videos
+    for files in hub.files.values():
+        for name, data in files.items():
+            path = tmp_path / "local" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    local = load("self-forcing", tmp_path / "local" / PRESETS["self-forcing"].hub.file)
+    again = certify(local, tmp_path / "b", protocol=protocol, tell=str)
+    assert again["settings"]["revisions"] == {}
+    assert again["fingerprints"] == found["fingerprints"]
+    for name in rows:
+        one, two = (read_frames(tmp_path / x / f"{name}.mp4") for x in "ab")
+        # the same frames: a loaded machine's encoder threads may write another file of them
+        assert len(one) == len(two) and min(psnr(one, two)) > 45
+
+
+def test_a_prompt_is_embedded_once(folder):
+    text = UMT5(folder, 24)
+    first = text("a red room")
+    assert text(" a  red room ")[0] is first[0]
+    for number in range(wan_text.KEPT):
+        text(f"a room & {number}")
+    assert text("a red room")[0] is not first[0]
+    assert torch.equal(text("a red room")[0], first[0])
 
 
 def test_weights_that_are_not_given_are_named(monkeypatch):
@@ -565,7 +736,8 @@ def test_weights_that_are_not_given_are_named(monkeypatch):
     refused(
         lambda: load("self-forcing"),
         "give its path as `weights`, or 'random' to time it; 'download' fetches it, as does: hf "
-        "download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir self-forcing &&",
+        "download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --revision "
+        "2f8b779212da279d212c22a509b66ad6552f350e --local-dir self-forcing &&",
     )
     refused(lambda: load("wan_causal"), "model 'wan_causal' needs a checkpoint: give its path as")
     refused(
@@ -577,7 +749,7 @@ def test_weights_that_are_not_given_are_named(monkeypatch):
 
 def test_downloading_without_huggingface_hub_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refused(lambda: load("krea", "download"), "pip install tachyscope[hf]")
+    refused(lambda: load("krea", "download"), "pip install -e '.[hf]'")
 
 
 def test_parts_are_found_above_a_checkpoint_that_lies_a_folder_deep(folder, tmp_path):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
-from tachyscope.attention import count
+from tachyscope.attention import PAST_WEIGHT, WEIGHTS, attend_blocks, between
 from tachyscope.attention.blocks import (
     DENSE_LAYERS,
     DENSE_PASSES,
@@ -20,7 +20,11 @@ from tachyscope.attention.blocks import (
     whole_block,
 )
 from tachyscope.attention.dense import read_all
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import LATENTS, PART, SHARE, Bound
+from tachyscope.core.policy import setting
+from tachyscope.core.types import PassContext, Shape
+from tachyscope.kernels.attention_fp8 import listed_attention_fp8
 from tachyscope.kernels.block_index import (
     Codes,
     block_mass,
@@ -29,14 +33,11 @@ from tachyscope.kernels.block_index import (
     entry_mass,
     mean_mass,
 )
-from tachyscope.kernels.block_sparse import block_sparse_attention
 from tachyscope.kernels.hashing import order_of, planes
-from tachyscope.meter import Meter
-from tachyscope.settings import check_settings, setting
-from tachyscope.store import KVStore, Tensors
+from tachyscope.store import LayerPass, Tensors
 from tachyscope.store.bank import BlockBank
 from tachyscope.store.bank_layout import BankLayout
-from tachyscope.types import PassContext, Shape
+from tachyscope.store.coded_bank import CodedBank
 
 # sign bits that order the past, so that a block's entries are alike
 BUCKET_BITS = 8
@@ -59,15 +60,14 @@ class Blocks(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Ann(BlockAttention):
+class Ann(BlockAttention, name="ann"):
     """Each tile of queries reads the blocks of past entries that it is likely to attend to.
 
     Between commits the past stands in the order of hash buckets, cut into blocks; a block's code
     (mean signs, or int8 centroid) gives each query an estimate of the block's attention mass, and a
     tile reads the blocks of largest mass: a share `read` of all past blocks (that a bounded cache
-    holds when full), or `k` entries, or until `top_p` of the mass. The present chunk is always
-    read; `sink` and `newest` latent frames (and a prompt in the cache) stay where they stand, are
-    read first and count inside.
+    holds when full), or `k` entries. The present chunk is always read; `sink` and `newest` latent
+    frames (and a prompt in the cache) stay where they stand, are read first and count inside.
     block=1, tile=1 is the paper's per-query form; left out, they are parts of a latent frame.
     The choice is made in a chunk's first sparse pass and kept for its others; a token model
     chooses for every token.
@@ -76,52 +76,64 @@ class Ann(BlockAttention):
     read: float | None = setting(
         None,
         "Share of the past's blocks that a tile of queries reads, over 0 and at most 1.",
-        instead_of=("k", "top_p"),
+        bound=PART,
+        instead_of=("k",),
     )
     k: int | None = setting(
-        None, "Past entries that a tile of queries reads.", instead_of=("read", "top_p")
-    )
-    top_p: float | None = setting(
         None,
-        "Share of the estimated attention mass that the blocks a tile reads add up to, over 0 and "
-        "at most 1.",
-        instead_of=("read", "k"),
+        "Past entries that a tile of queries reads.",
+        bound=Bound(1, 100_000_000),
+        instead_of=("read",),
     )
     hash: Literal["int8", "lsh"] = setting(
         "int8",
-        "Code of a block that queries are scored against: its mean key in 8 bits (int8), or the "
-        "signs of random projections of its keys (lsh).",
+        "Code of a block that queries are scored against: its mean key in 8 bits (int8; in "
+        "blocks of one entry the key itself, unrounded), or the signs of random projections of its "
+        "keys (lsh).",
     )
-    bits: int = setting(32, "Random projections of hash=lsh; int8 does not use it.")
+    bits: int = setting(
+        32, "Random projections of hash=lsh; int8 does not use it.", bound=Bound(1, 256)
+    )
     block: int | None = setting(
         None,
         "Past entries that are read or left out together; unless given the largest power of two "
         "within a twelfth of a latent frame, at most 128; in a bank read whole its largest "
         "divisor.",
+        bound=Bound(1, 4_096),
     )
     tile: int | None = setting(
         None,
         "Queries that read the same blocks; unless given the largest power of two within an eighth "
         "of a latent frame, at most 128; always 1 in token models.",
+        bound=Bound(1, 4_096),
     )
-    sink: int = setting(1, "First latent frames that every tile reads.")
-    newest: int = setting(1, "Latest latent frames that every tile reads.")
-    dense_passes: float = setting(0.0, DENSE_PASSES)
-    dense_layers: float = setting(0.0, DENSE_LAYERS)
+    sink: int = setting(1, "First latent frames that every tile reads.", bound=LATENTS)
+    newest: int = setting(1, "Latest latent frames that every tile reads.", bound=LATENTS)
+    past_weight: float | None = setting(None, PAST_WEIGHT, bound=WEIGHTS)
+    order: Literal["time"] | None = setting(
+        None,
+        "Cut entries into blocks as they were made, row by row (time); unless given, as the signs "
+        "of random projections of their keys order them.",
+    )
+    dense_passes: float = setting(0.0, DENSE_PASSES, bound=SHARE)
+    dense_layers: float = setting(0.0, DENSE_LAYERS, bound=SHARE)
 
     paper: ClassVar[str] = "FAST-AR's AnnSA, arXiv 2602.01801"
-    reorders: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if sum(dial is not None for dial in (self.read, self.k, self.top_p)) != 1:
-            raise TachyscopeError(
-                "attention policy 'ann' takes one of read, k, top_p: try ann:read=0.2"
-            )
-        check_settings(self, "attention", "ann")
+    splits_heads: ClassVar[bool] = True
 
     @property
-    def ragged(self) -> bool:
-        return self.top_p is not None
+    def reorders(self) -> bool:
+        return self.order is None
+
+    def check_settings(self) -> None:
+        if (self.read is None) == (self.k is None):
+            raise TachyscopeError("attention policy 'ann' takes read or k: try ann:read=0.2")
+
+    @property
+    def bank_fault(self) -> str | None:
+        if self.dense_passes or self.dense_layers:
+            return "dense_passes or dense_layers: leave them out"
+        return None
 
     def check(self, shape: Shape, prompt: int, slots: int | None) -> None:
         protected = prompt + (self.sink + self.newest) * shape.tokens_per_frame
@@ -140,9 +152,13 @@ class Ann(BlockAttention):
                 f"raise read to {blocks.always / blocks.all:.2g}, or lower sink or newest"
             )
 
-    def bank_layout(self, shape: Shape, slots: int, budget: int) -> BankLayout:
-        """How a bank cuts up a layer of so many slots; raises where they are too few."""
-        tokens, size = shape.tokens_per_frame, self._bank_block(shape)
+    def bank_layout(self, shape: Shape, slots: int, budget: int, coded: bool = False) -> BankLayout:
+        """How a bank cuts up a layer of so many slots; raises where they are too few.
+
+        coded: what is resident are codes.
+        """
+        tokens = shape.tokens_per_frame
+        size = self._block(shape) if coded else self._bank_block(shape)
         sink, newest = -(-self.sink * tokens // size), self.newest * tokens
         room = slots - shape.max_pass_tokens
         places, chunk = (room - newest) // size - sink, shape.chunk * tokens
@@ -156,10 +172,12 @@ class Ann(BlockAttention):
             )
         most = max(-(-budget // chunk) * sealed, places)
         return BankLayout(
-            size, sink, places, room - (sink + places) * size, most, self._tile(shape), BUCKET_BITS,
+            size, sink, places, room - (sink + places) * size, most, self._tile(shape),
+            0 if self.order else BUCKET_BITS,
             shape.head_dim if self.hash == "int8" else self.bits,
             torch.int8 if self.hash == "int8" else torch.float32,
-            not (tokens % size or room % size),
+            not (tokens % size or room % size), CodedBank if coded else BlockBank,
+            self.log_weight, coded,
         )  # fmt: skip
 
     def _block(self, shape: Shape) -> int:
@@ -173,15 +191,20 @@ class Ann(BlockAttention):
         return self._block(shape)
 
     def _cut(self, shape: Shape, prompt: int, past: int) -> Blocks:
-        between = self._between(shape, prompt, past)
+        middle = self._middle(shape, prompt, past)
         size = self._block(shape)
-        count, head = -(-past // size), -(-between.start // size)
-        tail = count - max(head, between.stop // size) if between.stop < past else 0
+        count, head = -(-past // size), -(-middle.start // size)
+        tail = count - max(head, middle.stop // size) if middle.stop < past else 0
         return Blocks(count, head, tail, size)
 
     def _between(self, shape: Shape, prompt: int, past: int) -> slice:
-        sink = min(past, prompt + self.sink * shape.tokens_per_frame)
-        return slice(sink, past - min(past - sink, self.newest * shape.tokens_per_frame))
+        return slice(0, 0) if self.order else self._middle(shape, prompt, past)
+
+    def _middle(self, shape: Shape, prompt: int, past: int) -> slice:
+        return between(shape, prompt, past, self.sink, self.newest)
+
+    def weighed(self, ctx: PassContext) -> slice:
+        return self._middle(ctx.shape, ctx.prompt, ctx.past)
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
         block = (shape.batch, shape.kv_heads, -(-slots // self._block(shape)))
@@ -205,66 +228,66 @@ class Ann(BlockAttention):
             return 1
         return self.tile or power_of_two(shape.tokens_per_frame // TILE_SHARE)
 
-    def build_index(
-        self, layer: KVStore, ctx: PassContext, past: int, meter: Meter, kept: int = 0
-    ) -> None:
-        """Order what lies between sink and newest by bucket; note each block's code and weight.
+    def build_index(self, p: LayerPass, past: int, kept: int = 0) -> None:
+        """Order what lies between sink and newest; note each block's code and weight.
 
         Behind entries that stay as they were indexed, only what is new there is ordered: a cache
         that appends pays for a chunk, not for its whole past.
         """
+        layer, ctx = p.layer, p.ctx
         layer.scratch = ()
-        if isinstance(layer.bank, BlockBank):
+        if layer.bank is not None:
             layer.bank.join(layer)
             return
         if self._dense_layer(ctx):
             return
         blocks = self._cut(ctx.shape, ctx.prompt, past)
-        between = self._between(ctx.shape, ctx.prompt, past)
-        sink, known = between.start, 0
+        middle = self._middle(ctx.shape, ctx.prompt, past)
+        sink, known = middle.start, 0
         if kept:
-            known = self._between(ctx.shape, ctx.prompt, kept).stop
-            between = slice(max(sink, known), between.stop)
-        keys, own = layer.directions("k", between), layer.own["attention"]
-        order = order_of(buckets(keys, BUCKET_BITS), 2**BUCKET_BITS)
-        layer.permute(between, order)
-        own["order"][:, :, between.start - sink : between.stop - sink] = (
-            order + between.start - sink
-        )
+            known = self._middle(ctx.shape, ctx.prompt, kept).stop
+            middle = slice(max(sink, known), middle.stop)
+        own = layer.own["attention"]
         log_count = own["log_count"][:, :, : blocks.all * blocks.size]
         changed = slice(known, past)
         log_count[:, :, changed] = layer.log_count[:, :, changed]
-        held = layer.log_count[:, :, between].expand(-1, log_count.shape[1], -1)
-        log_count[:, :, between] = held.gather(2, order)
+        held = layer.log_count[:, :, middle].expand(-1, log_count.shape[1], -1)
+        if self.order is None:
+            keys = layer.directions("k", middle)
+            order = order_of(buckets(keys, BUCKET_BITS), 2**BUCKET_BITS)
+            layer.permute(middle, order)
+            slots = slice(middle.start - sink, middle.stop - sink)
+            own["order"][:, :, slots] = order + middle.start - sink
+            held = held.gather(2, order)
+            p.work.macs += keys.numel() * BUCKET_BITS
+        log_count[:, :, middle] = held + self.log_weight
         log_count[:, :, past:] = -math.inf
         first = changed.start // blocks.size  # the first block that has changed
         encode_blocks(layer.past(past), log_count, blocks.size, _codes(own), first)
-        meter.add("macs", keys.numel() * BUCKET_BITS)
 
-    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
-        if layer.bank is not None:
-            return self._attend_bank(q, layer, ctx, meter)
+    def attend(self, p: LayerPass, q: Tensor) -> Tensor:
+        ctx = p.ctx
+        if p.layer.bank is not None:
+            return self._attend_bank(p, q)
         if self._reads_all(ctx):
-            return self._attend_all(q, layer, ctx, meter)
+            return self._attend_all(p, q)
         blocks = self._cut(ctx.shape, ctx.prompt, ctx.past)
         if ctx.shape.token_by_token and ctx.tokens > 1:
-            parts = [
-                self.attend(q[:, :, i : i + 1], layer, ctx.token(i), meter)
-                for i in range(ctx.tokens)
-            ]
+            parts = [self.attend(p.token(i), q[:, :, i : i + 1]) for i in range(ctx.tokens)]
             return torch.cat(parts, 2)
         if ctx.shape.token_by_token or self._chooses(ctx):
-            self._choose(q, layer, ctx, blocks, meter)
-        most = self._blocks_read(blocks, self._full(blocks, ctx))
-        return self._read_blocks(q, layer, ctx, most, meter)
+            self._choose(p, q, blocks)
+        return self._read_blocks(p, q, self._blocks_read(blocks, self._full(blocks, ctx)))
 
-    def _attend_bank(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
+    def _attend_bank(self, p: LayerPass, q: Tensor) -> Tensor:
         """Attention over chosen blocks of a bank, and all present entries."""
-        bank = layer.bank
-        assert isinstance(bank, BlockBank)
+        layer, ctx, work = p.layer, p.ctx, p.work
+        bank = cast(BlockBank, layer.bank)
         layout, full = bank.layout, ctx.past == bank.layout.room
-        if ctx.past == 0 or (ctx.given and not full):
-            return self._attend_resident(q, layer, ctx, meter)
+        # codes are listed, and what is none is read whole
+        few = bank.layout.coded and not bank.apart(ctx.past)
+        if ctx.past == 0 or (ctx.given and not full) or few:
+            return self._attend_resident(p, q)
         sink, held, newest = layout.blocks(ctx.past)
         cut = Blocks(sink + held + newest, sink, newest, layout.block)
         all_resident = Blocks(layout.sink + layout.places + layout.open, sink, newest, layout.block)
@@ -276,40 +299,52 @@ class Ann(BlockAttention):
             layer.scratch = ()
             rows = layout.sink + layout.most + layout.open if full else cut.all
             mass = (mean_mass if full else block_mass)(q, bank.codes, rows, layout.tile)
-            meter.add("macs", q.shape[:3].numel() * rows * layout.code)
+            work.macs += q.shape[:3].numel() * rows * layout.code
             chosen = None if self.read == 1 else read
             bank.choose(mass, ctx.past, chosen, early, ctx.pass_count - ctx.pass_index)
             if full:
                 bank.fetch(layer)
-        if self.read == 1:  # every tile reads all that is resident
+        if layout.coded:
+            out = self._attend_codes(p, q, 0 if self.read == 1 else read, early)
+        elif self.read == 1:  # every tile reads all that is resident
             if not early:
                 bank.join(layer)
-            out = self._attend_resident(q, layer, ctx, meter)
+            out = self._attend_resident(p, q)
         else:
-            table = bank.table(layer, ctx.past, read, early)
-            answer = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
+            table = bank.table(layer, ctx.past, read, early, self.weighs(ctx))
+            answer = attend_blocks(ctx.shape, q, *layer.now(ctx), table, layer.scratch)
             layer.scratch = () if early else answer.kept
-            meter.add("pairs", answer.pairs)
-            meter.add("macs", 2 * answer.pairs * q.shape[3])
+            work.add_pairs(answer.pairs, q.shape[3])
             out = answer.out
         if full and early:
             bank.fetch_later(layer)
         return out
 
-    def _attend_resident(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
+    def _attend_codes(self, p: LayerPass, q: Tensor, read: int, early: bool) -> Tensor:
+        """Attention over blocks of codes, all where `read` is 0, and all entries that are none."""
+        layer, ctx = p.layer, p.ctx
+        bank = cast(CodedBank, layer.bank)
+        listed = bank.listed(layer, ctx.past, read, early, self.weighs(ctx))
+        answer = listed_attention_fp8(
+            q, *bank.plain(layer, ctx), listed, bank.tensors["centre"], layer.scratch
+        )
+        layer.scratch = () if early else answer.kept
+        p.work.add_pairs(answer.pairs, q.shape[3])
+        return answer.out
+
+    def _attend_resident(self, p: LayerPass, q: Tensor) -> Tensor:
         """Attention over all of a bank that is resident, and all present entries."""
-        assert isinstance(layer.bank, BlockBank)
-        weights = None if layer.bank.layout.whole else self.log_weights(layer, ctx)
-        count(meter, "pairs", q, ctx.end)
-        return read_all(q, layer, ctx, weights)
+        bank = cast(BlockBank, p.layer.bank)
+        if bank.apart(p.ctx.past):
+            return self._attend_codes(p, q, 0, False)
+        p.work.add_reads(q, p.ctx.end)
+        return read_all(p, q, self._weights(p, bank.layout.whole))
 
     def _full(self, blocks: Blocks, ctx: PassContext) -> Blocks:
         """The blocks of a full cache: while it fills, it holds too little to leave much out."""
         return blocks if ctx.room is None else self._cut(ctx.shape, ctx.prompt, ctx.room)
 
     def _blocks_read(self, blocks: Blocks, full: Blocks) -> int:
-        if self.top_p is not None:
-            return blocks.all
         if self.k is not None:
             most = -(-self.k // blocks.size)
         else:
@@ -317,36 +352,28 @@ class Ann(BlockAttention):
             most = round(self.read * full.all)
         return min(blocks.all, max(blocks.always, most, 1))
 
-    def _choose(
-        self, q: Tensor, layer: KVStore, ctx: PassContext, blocks: Blocks, meter: Meter
-    ) -> None:
-        """Write each tile's blocks to the map: always read, then the likeliest; -1 for none."""
+    def _choose(self, p: LayerPass, q: Tensor, blocks: Blocks) -> None:
+        """Write each tile's blocks to the map: always read, then the likeliest."""
+        layer, ctx = p.layer, p.ctx
         layer.scratch = ()
-        mass = self._mass(q, layer, ctx, blocks.all)  # [B, H, tiles, blocks]
+        mass = self._mass(p, q, blocks.all)  # [B, H, tiles, blocks]
         most, own = self._blocks_read(blocks, self._full(blocks, ctx)), layer.own["attention"]
-        meter.add("macs", q.shape[:3].numel() * blocks.all * own["code"].shape[3])
+        p.work.macs += q.shape[:3].numel() * blocks.all * own["code"].shape[3]
         tiles = mass.shape[2]
         last = blocks.all - blocks.tail
-        best = mass[..., blocks.head : last].topk(
-            most - blocks.always, -1, sorted=self.top_p is not None
-        )
-        ids = best.indices + blocks.head
-        if self.top_p is not None:
-            # a block is read while the mass before it is still short of top_p
-            ends = mass[..., : blocks.head].sum(-1) + mass[..., last:].sum(-1)
-            # a GPU adds in pieces, and its sums may fall by a rounding
-            before = (ends.unsqueeze(-1) + best.values.cumsum(-1) - best.values).cummax(-1).values
-            ids = ids.masked_fill(before >= self.top_p * mass.sum(-1, keepdim=True), -1)
+        best = mass[..., blocks.head : last].topk(most - blocks.always, -1, sorted=False)
         chosen = own["map"][:, :, :tiles, :most]
         chosen[..., : blocks.head] = torch.arange(blocks.head, device=q.device)
         chosen[..., blocks.head : blocks.always] = torch.arange(last, blocks.all, device=q.device)
-        chosen[..., blocks.always :] = ids
-        own["count"][:, :, :tiles] = most if self.top_p is None else (chosen >= 0).sum(-1)
+        chosen[..., blocks.always :] = best.indices + blocks.head
+        own["count"][:, :, :tiles] = most
 
-    def _mass(self, q: Tensor, layer: KVStore, ctx: PassContext, blocks: int) -> Tensor:
+    def _mass(self, p: LayerPass, q: Tensor, blocks: int) -> Tensor:
         """Each tile's estimated attention mass on each past block, [B, H, tiles, blocks]."""
+        layer, ctx = p.layer, p.ctx
         if self.hash == "int8" and self._cut(ctx.shape, ctx.prompt, ctx.past).size == 1:
-            weight = None if ctx.plain else layer.own["attention"]["weight"][:, :, : ctx.past]
+            plain = ctx.plain and not self.log_weight
+            weight = None if plain else layer.own["attention"]["weight"][:, :, : ctx.past]
             return entry_mass(
                 q, layer.vectors("k", slice(0, ctx.past)), weight, self._tile(ctx.shape)
             )

@@ -9,21 +9,22 @@ from typing import ClassVar, Literal, final
 
 from torch import Tensor
 
-from tachyscope.attention import TextPolicy, count
+from tachyscope.attention import TextPolicy
 from tachyscope.attention.pads import collapse
+from tachyscope.core.limits import Bound
+from tachyscope.core.policy import setting
+from tachyscope.core.types import Text
+from tachyscope.core.work import Work
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.device import host_may_read
 from tachyscope.kernels.hashing import buckets, planes
 from tachyscope.kernels.prompt_hits import count_nearest
-from tachyscope.meter import Meter
-from tachyscope.settings import check_settings, setting
-from tachyscope.types import Text
 
 
 @final
 @dataclass(frozen=True)
-class AnnText(TextPolicy):
-    """Drop prompt tokens that share a bucket with no query of the present pass.
+class AnnText(TextPolicy, name="ann"):
+    """Drop prompt tokens that share a hash bucket with no query of the current pass.
 
     With "lsh" a bucket is a sign pattern of `bits` random planes, the ones of attention policy ann;
     with "int8" a query's bucket is its nearest token among int8 codes. Of the tokens that are hit
@@ -31,24 +32,24 @@ class AnnText(TextPolicy):
     first, which changes nothing.
     """
 
-    keep: int = setting(170, "Most prompt tokens that a head reads.")
+    keep: int = setting(170, "Most prompt tokens that a head reads.", bound=Bound(1, 100_000))
     hash: Literal["int8", "lsh"] = setting(
         "int8",
         "How queries pick tokens: each its nearest by keys in 8 bits (int8), or all with the same "
         "signs of random projections (lsh).",
     )
-    bits: int = setting(6, "Random projections of hash=lsh; int8 does not use it.")
+    bits: int = setting(
+        6, "Random projections of hash=lsh; int8 does not use it.", bound=Bound(1, 32)
+    )
 
     paper: ClassVar[str] = "FAST-AR's AnnCA, arXiv 2602.01801"
-
-    def __post_init__(self) -> None:
-        check_settings(self, "text", "ann")
+    splits_heads: ClassVar[bool] = True
 
     def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
         planes(self.bits, k.shape[-1], k.device)  # made now, not in the first chunk
         return collapse(k, v, lengths)
 
-    def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
+    def attend(self, q: Tensor, text: Text, work: Work) -> Tensor:
         assert text.log_count is not None
         log_count = text.log_count.expand(-1, q.shape[1], -1)
         hits = self._hits(q, text.k, log_count)  # [B, H, L]
@@ -57,7 +58,7 @@ class AnnText(TextPolicy):
         if host_may_read(q):
             # nothing that every head drops is scored
             size = min(size, int((log_count > -math.inf).sum(-1).max()))
-        count(meter, "text_pairs", q, size)
+        work.add_text_reads(q, size)
         if size == hits.shape[2]:
             return attention(q, text.k, text.v, log_count)
         best = hits.topk(size, -1, sorted=False).indices

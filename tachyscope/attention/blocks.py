@@ -5,19 +5,18 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from tachyscope.attention import AttentionPolicy, count
+from tachyscope.attention import AttentionPolicy, attend_blocks
 from tachyscope.attention.dense import read_all
-from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.block_sparse import BlockTable, block_sparse_attention
+from tachyscope.core.types import PassContext, Shape
+from tachyscope.kernels.block_sparse import BlockTable
 from tachyscope.kernels.slots import permute
-from tachyscope.meter import Meter
-from tachyscope.store import KVStore, Tensors
-from tachyscope.types import PassContext, Shape
+from tachyscope.store import KVStore, LayerPass, Tensors
+from tachyscope.store.bank import BlockBank
 
 # What a block is of a latent frame unless asked for, and its most: 128 entries of a Wan frame at
 # 480p. On Atrium, whose frames have 64 places, blocks of 4 lose 1 dB where 16 lose 10
@@ -38,11 +37,6 @@ class BlockAttention(AttentionPolicy):
     indexes: ClassVar[bool] = True
     dense_passes: float
     dense_layers: float
-
-    @property
-    def ragged(self) -> bool:
-        """Whether tiles list different numbers of blocks."""
-        return False
 
     @abc.abstractmethod
     def _block(self, shape: Shape) -> int:
@@ -72,12 +66,10 @@ class BlockAttention(AttentionPolicy):
             "count": torch.zeros(tile, **whole),
         }
 
-    def build_index(
-        self, layer: KVStore, ctx: PassContext, past: int, meter: Meter, kept: int = 0
-    ) -> None:
-        layer.scratch = ()
-        if not self._dense_layer(ctx):
-            self._weigh(layer, ctx.shape, past)
+    def build_index(self, p: LayerPass, past: int, kept: int = 0) -> None:
+        p.layer.scratch = ()
+        if not self._dense_layer(p.ctx):
+            self._weigh(p.layer, p.ctx.shape, past)
 
     def _weigh(self, layer: KVStore, shape: Shape, past: int, order: Tensor | None = None) -> None:
         """Note the weights of the past's slots, which hold the entries of `order` [B, Hkv, n]."""
@@ -87,7 +79,8 @@ class BlockAttention(AttentionPolicy):
         block = self._block(shape)
         log_count[:, :, past : -(-past // block) * block] = -math.inf
 
-    def restore_order(self, layer: KVStore, ctx: PassContext, past: int) -> None:
+    def restore_order(self, p: LayerPass, past: int) -> None:
+        layer, ctx = p.layer, p.ctx
         between = self._between(ctx.shape, ctx.prompt, past)
         if between.stop > between.start and not self._dense_layer(ctx) and layer.bank is None:
             order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
@@ -99,19 +92,27 @@ class BlockAttention(AttentionPolicy):
                 larger[name][:, :, : own[name].shape[2]] = own[name]
         own.update(larger)
 
-    def to_index_order(self, x: Tensor, layer: KVStore, ctx: PassContext) -> Tensor:
+    def to_index_order(self, p: LayerPass, x: Tensor) -> Tensor:
+        ctx = p.ctx
         between = self._between(ctx.shape, ctx.prompt, ctx.past)
         if between.stop > between.start and not self._dense_layer(ctx):
             x = x.clone()
-            order = layer.own["attention"]["order"][:, :, : between.stop - between.start]
+            order = p.layer.own["attention"]["order"][:, :, : between.stop - between.start]
             permute(x[:, :, between], order)
         return x
 
-    def log_weights(self, layer: KVStore, ctx: PassContext) -> Tensor:
+    def log_weights(self, p: LayerPass) -> Tensor:
+        layer, ctx = p.layer, p.ctx
         if self._dense_layer(ctx):
-            return super().log_weights(layer, ctx)
+            return super().log_weights(p)
         own = layer.own["attention"] if layer.bank is None else layer.bank.tensors
         past = own["log_count"][:, :, : ctx.past]
+        if self.log_weight and not self.weighs(ctx):  # the index holds them weighed
+            slots = self.weighed(ctx)
+            if layer.bank is not None:
+                slots = cast(BlockBank, layer.bank).layout.sealed(ctx.past)
+            past = past.clone()
+            past[:, :, slots] -= self.log_weight
         now = layer.log_count[:, :, ctx.past : ctx.end].expand(-1, past.shape[1], -1)
         return torch.cat([past, now], 2)
 
@@ -131,53 +132,34 @@ class BlockAttention(AttentionPolicy):
         early = ctx.pass_index < self.first_sparse_pass(ctx)
         return ctx.past == 0 or self._dense_layer(ctx) or early or given
 
-    def _attend_all(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
-        count(meter, "pairs", q, ctx.end)
-        return read_all(q, layer, ctx, None if ctx.plain else self.log_weights(layer, ctx))
+    def _attend_all(self, p: LayerPass, q: Tensor) -> Tensor:
+        p.work.add_reads(q, p.ctx.end)
+        return read_all(p, q, self._weights(p, p.ctx.plain))
 
-    def _read_blocks(
-        self, q: Tensor, layer: KVStore, ctx: PassContext, most: int, meter: Meter
-    ) -> Tensor:
+    def _weights(self, p: LayerPass, plain: bool) -> Tensor | None:
+        """Log-weights of past and now, None where every entry stands for itself and weighs 1."""
+        return None if plain and not self.weighs(p.ctx) else self.log_weights(p)
+
+    def _read_blocks(self, p: LayerPass, q: Tensor, most: int) -> Tensor:
         """Attention over the blocks that each tile lists, at most so many, and the present."""
+        layer, ctx = p.layer, p.ctx
         own, block = layer.own["attention"], self._block(ctx.shape)
         past = layer.past(ctx.past)
         table = BlockTable(
             past.k, past.v, own["log_count"], own["map"][..., :most], own["count"],
-            self._tile(ctx.shape), block, ragged=self.ragged,
-            plain=ctx.plain and not ctx.past % block and not self.ragged,
+            self._tile(ctx.shape), block,
+            plain=ctx.plain and not (ctx.past % block or self.log_weight),
             k_scale=past.k_scale, v_scale=past.v_scale,
         )  # fmt: skip
+        return self._read_table(p, q, table)
+
+    def _read_table(self, p: LayerPass, q: Tensor, table: BlockTable) -> Tensor:
+        layer, ctx = p.layer, p.ctx
         # present entries stand for themselves alone
-        read = block_sparse_attention(q, *layer.now(ctx), table, layer.scratch)
+        read = attend_blocks(ctx.shape, q, *layer.now(ctx), table, layer.scratch)
         layer.scratch = () if ctx.shape.token_by_token else read.kept
-        meter.add("pairs", read.pairs)
-        meter.add("macs", 2 * read.pairs * q.shape[3])
-        if read.masked is not None:
-            meter.add("simulated_pairs_skipped", read.masked)
+        p.work.add_pairs(read.pairs, q.shape[3])
         return read.out
-
-
-def tile_runs(tokens: int, tile: int, frame: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows of each tile by latent frame, of which it has parts of one or two.
-
-    First row and number of rows [2, tiles]; a second run may have none.
-    """
-    first = torch.arange(0, tokens, tile, device=device)
-    stop = (first + tile).clamp(max=tokens)
-    cut = torch.minimum((first // frame + 1) * frame, stop)
-    start = torch.stack([first, cut.clamp(max=tokens - 1)])
-    return start, torch.stack([cut - first, stop - cut])
-
-
-def list_blocks(mask: Tensor, own: Mapping[str, Tensor]) -> None:
-    """Write the blocks of mask [B, Hkv or 1 or H, tiles, blocks] to the map, in their order."""
-    tiles, blocks = mask.shape[2:]
-    heads = own["map"].shape[1]
-    number = torch.arange(blocks, dtype=torch.int32, device=mask.device)
-    ids = number.where(mask, blocks).sort(-1).values
-    ids = ids.masked_fill(ids == blocks, -1).repeat_interleave(heads // mask.shape[1], 1)
-    own["map"][:, :, :tiles, :blocks] = ids
-    own["count"][:, :, :tiles] = (ids >= 0).sum(-1)
 
 
 def default_block(shape: Shape, block: int | None) -> int:
@@ -196,17 +178,3 @@ def whole_block(shape: Shape) -> int | None:
 def power_of_two(most: int) -> int:
     """The largest power of two that is `most` or less, from 1 to LARGEST."""
     return 1 << min(max(most, 1), LARGEST).bit_length() - 1
-
-
-def check_frames(name: str, shape: Shape, block: int) -> None:
-    """Raise where a policy that goes by latent frames cannot serve a shape."""
-    if shape.token_by_token:
-        raise TachyscopeError(
-            f"attention policy {name!r} is for models that write whole latent frames, and this one "
-            f"writes token by token: use attention=ann or window"
-        )
-    if block > shape.tokens_per_frame:
-        raise TachyscopeError(
-            f"attention policy {name!r}: block={block} is over the {shape.tokens_per_frame} tokens "
-            f"of a latent frame: lower block"
-        )

@@ -2,58 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from torch import Tensor
 
-from tachyscope.attention import AttentionPolicy, TextPolicy, count
+from tachyscope.attention import (
+    NEWEST,
+    PAST_WEIGHT,
+    WEIGHT_NEWEST,
+    WEIGHTS,
+    AttentionPolicy,
+    TextPolicy,
+    attend,
+    between,
+)
+from tachyscope.core.limits import LATENTS
+from tachyscope.core.policy import setting
+from tachyscope.core.types import PassContext, Shape, Text
+from tachyscope.core.work import Work
 from tachyscope.kernels.attention import attention
-from tachyscope.meter import Meter
-from tachyscope.store import KVStore
-from tachyscope.types import PassContext, Text
+from tachyscope.store import LayerPass
 
 
 @final
 @dataclass(frozen=True)
-class Dense(AttentionPolicy):
+class Dense(AttentionPolicy, name="dense"):
     """Read every entry in use: the baseline, and the oracle of every other policy."""
 
-    paper: ClassVar[str] = ""
+    splits_heads: ClassVar[bool] = True
 
-    def attend(self, q: Tensor, layer: KVStore, ctx: PassContext, meter: Meter) -> Tensor:
-        first, rest = ctx.hidden_slots
-        count(meter, "pairs", q, ctx.end - (rest - first))
-        return read_all(q, layer, ctx)
+    past_weight: float | None = setting(None, PAST_WEIGHT, bound=WEIGHTS)
+    newest: int | None = setting(None, WEIGHT_NEWEST, bound=LATENTS)
+
+    def weighed(self, ctx: PassContext) -> slice:
+        newest = NEWEST if self.newest is None else self.newest
+        return between(ctx.shape, ctx.prompt, ctx.past, 1, newest)
+
+    def attend(self, p: LayerPass, q: Tensor) -> Tensor:
+        first, rest = p.ctx.hidden_slots
+        p.work.add_reads(q, p.ctx.end - (rest - first))
+        return read_all(p, q, self.log_weights(p) if self.weighs(p.ctx) else None)
 
 
-def read_all(
-    q: Tensor, layer: KVStore, ctx: PassContext, log_count: Tensor | None = None
-) -> Tensor:
+def read_all(p: LayerPass, q: Tensor, log_count: Tensor | None = None) -> Tensor:
     """Attention over past and now: what is seen is one run of slots, so nothing is copied.
 
     Only where slots in the middle are left out, the runs beside them are put together. `log_count`
     is the layer's own, unless given.
     """
+    layer, ctx = p.layer, p.ctx
     first, rest = ctx.hidden_slots
     if log_count is None and not ctx.plain:
         log_count = layer.log_count
     runs = [slice(0, ctx.end)] if first == rest else [slice(0, first), slice(rest, ctx.end)]
     k, v, weights = layer.read(ctx, *runs[first == 0 < rest :], log_count=log_count)
-    return attention(q, k, v, weights, ctx.shape.token_by_token)
+    return attend(ctx.shape, q, k, v, weights, ctx.shape.token_by_token)
 
 
 @final
 @dataclass(frozen=True)
-class DenseText(TextPolicy):
+class DenseText(TextPolicy, name="dense"):
     """Read every prompt token, padding included, as the models' authors do."""
 
-    paper: ClassVar[str] = ""
+    splits_heads: ClassVar[bool] = True
+    query_by_query: ClassVar[bool] = True
+
+    def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
+        return  # where there is no prompt it reads none
 
     def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
         return Text(k, v)
 
-    def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
-        count(meter, "text_pairs", q, text.k.shape[2])
+    def attend(self, q: Tensor, text: Text, work: Work) -> Tensor:
+        work.add_text_reads(q, text.k.shape[2])
         return attention(q, text.k, text.v, text.log_count)

@@ -10,16 +10,16 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.attention import TextPolicy, count
+from tachyscope.attention import TextPolicy
+from tachyscope.core.types import Text
+from tachyscope.core.work import Work
 from tachyscope.kernels.attention import attention
-from tachyscope.meter import Meter
-from tachyscope.types import Text
 
 
 @final
 @dataclass(frozen=True)
-class Pads(TextPolicy):
-    """Read a prompt's padding as one token of its multiplicity.
+class Pads(TextPolicy, name="pads"):
+    """Read a prompt's padding as one token, weighted by its length.
 
     Wan-type models pad to a fixed length and mask nothing, so the L - n padding tokens take part
     with one and the same key and value. One of them with + log(L - n) on its score gives exactly
@@ -27,12 +27,14 @@ class Pads(TextPolicy):
     """
 
     paper: ClassVar[str] = "FAST-AR's lemma 5.1, arXiv 2602.01801, applied to padding"
+    splits_heads: ClassVar[bool] = True
+    query_by_query: ClassVar[bool] = True
 
     def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
         return collapse(k, v, lengths)
 
-    def attend(self, q: Tensor, text: Text, meter: Meter) -> Tensor:
-        count(meter, "text_pairs", q, text.k.shape[2])
+    def attend(self, q: Tensor, text: Text, work: Work) -> Tensor:
+        work.add_text_reads(q, text.k.shape[2])
         return attention(q, text.k, text.v, text.log_count)
 
 

@@ -3,42 +3,47 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
-from tachyscope.meter import Meter
-from tachyscope.store import KVStore, Tensors
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.policy import Policy
+from tachyscope.core.types import Shape, Size
+from tachyscope.store import KVStore, LayerPass, Tensors
+from tachyscope.store.bank_layout import BankLayout
+from tachyscope.store.frame_bank import FrameLayout
 from tachyscope.store.kv import Rotate
-from tachyscope.types import PassContext, Shape, Size
 
 __all__ = [
     "CachePolicy",
-    "OnMerge",
-    "Rotate",
-    "check_whole_frames",
     "checked_capacity",
-    "clamp_distance",
     "stand_at",
 ]
 
-# told that slots `source` joined slots `root`, both [B, Hkv or 1, e]
-OnMerge = Callable[[PassContext, Tensor, Tensor], None]
 
-
-class CachePolicy(abc.ABC):
+class CachePolicy(Policy, question="cache"):
     """Decides which past a layer keeps; its only effect is on the layer handed in."""
 
-    paper: ClassVar[str]
     appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry as it is
     wants_poses: ClassVar[bool] = False  # whether it must be told where the camera stands
     dense_only: ClassVar[bool] = False  # whether no index of the past can follow what it does
     whole_frames: ClassVar[bool] = False  # whether entries move by whole latent frames alone
     traceable: ClassVar[bool] = True  # whether an entry is found again by its position
+    stores_codes: ClassVar[bool] = True  # whether entries are as the plan's store says
+    bounded_by: ClassVar[str] = "budget"  # the setting that says what a layer has on the device
     streams: ClassVar[int] = 1  # of a GPU, which take the layers' commits by turns
+    host: str | None = None  # what a channel is in host memory; None: as on the device
+
+    def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
+        if (self.view_depends_on_pass or self.dense_only) and plan["attention"].name != "dense":
+            then = ", or leave view out" if getattr(self, "view", None) is not None else ""
+            raise TachyscopeError(
+                f"cache={self} says itself what a pass reads, got "
+                f"attention={plan['attention']}: use attention=dense{then}"
+            )
 
     @property
     def merges(self) -> bool:
@@ -52,7 +57,7 @@ class CachePolicy(abc.ABC):
 
     @property
     def view_depends_on_pass(self) -> bool:
-        """Whether what is seen of the past, and where it stands, hangs on the pass."""
+        """Whether what is seen of the past, and where it stands, depends on the pass."""
         return False
 
     @property
@@ -78,47 +83,37 @@ class CachePolicy(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def commit(
-        self,
-        layer: KVStore,
-        ctx: PassContext,
-        n: int,
-        rotate: Rotate,
-        meter: Meter,
-        on_merge: OnMerge | None = None,
-    ) -> int:
+    def commit(self, p: LayerPass, n: int) -> int:
         """Take the first n entries of now into the past, within budget; entries of past after.
 
-        `on_merge` is told of entries that joined, by the slots in which they stood before.
+        `p.on_merge` gets entries that joined, by the slots in which they stood before.
         """
 
     def past_in_pass(self, shape: Shape, past: int, tokens: int) -> int:
         """Entries of the past that are left when a chunk's first pass has brought its queries."""
         return past
 
-    def compress(
-        self, layer: KVStore, ctx: PassContext, q: Tensor, past: int, rotate: Rotate, meter: Meter
-    ) -> None:
+    def compress(self, p: LayerPass, q: Tensor, past: int) -> None:
         """In a chunk's first pass, its entries written behind the past: bring that down to `past`.
 
         Asked where `past_in_pass` says so, with the rotated queries [B, H, S, D].
         """
-        return None
 
     def is_full(self, shape: Shape, past: int, room: int, total: int) -> bool:
         """Whether chunks ask for the same launches from here on, after `total` entries in all."""
         return past == room
 
-    def retrieve_by(
-        self, layer: KVStore, shape: Shape, total: int, poses: Tensor, meter: Meter
-    ) -> None:
-        """Before a chunk whose camera stands at poses [B, F, 3, 4]: bring what was seen from there.
-
-        Asked where `wants_poses`; `total` entries came before.
-        """
+    def bank_layout(
+        self, plan: Mapping[str, Any], shape: Shape, slots: int, latent_frames: int | None
+    ) -> BankLayout | FrameLayout | None:
+        """How a layer of so many slots is cut up whose past lies in host memory too; None where
+        none does. Raises where the slots are too few."""
         return None
 
-    def hidden_slots(self, layer: KVStore, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
+    def before_chunk(self, p: LayerPass, poses: Tensor) -> None:
+        """Before a chunk whose camera stands at poses [B, F, 3, 4]; where `wants_poses`."""
+
+    def hidden_slots(self, p: LayerPass) -> tuple[int, int]:
         """Before a pass, where the policy moves: bring entries to where the pass sees them.
 
         Returns the slots of the past, from and to, that it does not see.
@@ -141,26 +136,6 @@ def checked_capacity(
             f"{now}f): raise budget to {need} or more, or lower sink or newest"
         )
     return slots
-
-
-def clamp_distance(layer: KVStore, past: int, nearest: Tensor, rotate: Rotate) -> None:
-    """Let no entry of the past stand before the latent frame `nearest` [B, Hkv or 1, 1].
-
-    An entry that is moved once is moved ever after, so its own place is not needed again.
-    """
-    time = layer.pos[:, :, :past, 0]
-    moved = time < nearest
-    time.copy_(time.maximum(nearest))
-    layer.rotate(slice(0, past), rotate, moved)
-
-
-def check_whole_frames(policy: str, budget: Size, shape: Shape) -> None:
-    """Raise where a budget is no whole number of latent frames."""
-    if budget.entries(shape) % shape.tokens_per_frame:
-        raise TachyscopeError(
-            f"cache policy {policy!r}: budget={budget} is no whole number of latent frames of "
-            f"{shape.tokens_per_frame} entries: give it as frames, for example 21f"
-        )
 
 
 def stand_at(

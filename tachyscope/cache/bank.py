@@ -1,53 +1,71 @@
-"""Keep every entry, in host memory beyond what is resident."""
+"""Keep every entry, offloaded to host memory beyond what is resident."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
-from tachyscope.cache import CachePolicy, OnMerge, Rotate
-from tachyscope.errors import TachyscopeError
-from tachyscope.meter import Meter
-from tachyscope.settings import check_settings, setting
-from tachyscope.store import KVStore
-from tachyscope.store.bank import BlockBank
-from tachyscope.types import PassContext, Shape, Size
+from tachyscope.cache import CachePolicy
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import ENTRIES
+from tachyscope.core.policy import setting
+from tachyscope.core.types import Shape, Size, SizeSetting
+from tachyscope.store import LayerPass
+from tachyscope.store.bank_layout import BankLayout
+from tachyscope.store.frame_bank import FrameLayout
 
 
 @final
 @dataclass(frozen=True)
-class Bank(CachePolicy):
-    """Keep every entry in host memory, and on the device those that are wanted.
+class Bank(CachePolicy, name="bank"):
+    """Keep every entry in host memory, and a bounded part of them on the GPU.
 
     Entries that leave attention's newest frames are sealed in blocks: copied to host memory, as
     they are or as codes, and known to attention's index ever after. Attention chooses among all
     blocks; those that are wanted and not resident are fetched, and the least recently wanted leave.
-    When the bank is full the blocks most like a newer one leave it. Needs attention=ann.
+    When the bank is full the blocks most like an older one leave it, given frames last of all: of
+    a place the first view stays. With attention=pose or similar it is whole latent frames that are
+    sealed, compared and fetched. Needs attention=ann, pose or similar.
     """
 
-    resident: Size = setting(
+    resident: SizeSetting = setting(
         Size(21, True),
         "Most entries that a layer holds on the device, the present chunk included: latent frames "
         "(21f) or entries (1344).",
+        bound=ENTRIES,
     )
-    budget: Size = setting(
+    budget: SizeSetting = setting(
         Size(240, True),
-        "Most entries that a layer holds in host memory, reserved at the start: latent frames "
-        "(240f) or entries; of a video whose length is known no more than it has.",
+        "Most entries that a layer holds in host memory, on CUDA reserved at the start: latent "
+        "frames (240f) or entries; of a video whose length is known no more than it has.",
+        bound=ENTRIES,
     )
     host: Literal["native", "int8", "int4"] = setting(
         "native",
-        "What a channel is in host memory: as the model computes it (native), or a code of 8 or 4 "
-        "bits.",
+        "What a channel is in host memory: as on the device (native), or a code of 8 or 4 bits.",
     )
 
-    paper: ClassVar[str] = ""
     appends: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
+    stores_codes: ClassVar[bool] = False  # a bank has codes of its own
+    bounded_by: ClassVar[str] = "resident"
     streams: ClassVar[int] = 4  # a hundred launches a layer, too small to fill a GPU
 
-    def __post_init__(self) -> None:
-        check_settings(self, "cache", "bank")
+    def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
+        super().check_plan(plan, shape)
+        fault = plan["attention"].bank_fault
+        store = plan["store"]
+        if fault is None and store.name != "native":
+            if not store.for_banks or plan["attention"].reads_frames:
+                fault = f"store={store}: leave it out, and set host"
+            elif self.host != "native":
+                fault = f"host={self.host} beside store={store}, whose codes it keeps: host=native"
+        if fault is None and shape.token_by_token:
+            fault = "a model that writes token by token: use another cache"
+        if fault is not None:
+            raise TachyscopeError(f"cache=bank cannot serve {fault}")
 
     @property
     def merges(self) -> bool:
@@ -62,19 +80,18 @@ class Bank(CachePolicy):
             )
         return resident
 
-    def commit(
-        self,
-        layer: KVStore,
-        ctx: PassContext,
-        n: int,
-        rotate: Rotate,
-        meter: Meter,
-        on_merge: OnMerge | None = None,
-    ) -> int:
-        assert isinstance(layer.bank, BlockBank)
-        past, sealed = layer.bank.seal(layer, ctx.past, n)
-        layout, shape = layer.bank.layout, ctx.shape
-        blocks = -(-sealed // layout.block)
-        work = sealed * shape.head_dim * layout.order_bits + blocks * layout.most * layout.code
-        meter.add("macs", shape.batch * shape.kv_heads * work)
-        return past
+    def bank_layout(
+        self, plan: Mapping[str, Any], shape: Shape, slots: int, latent_frames: int | None
+    ) -> BankLayout | FrameLayout | None:
+        """Of a video whose latent frames are known it holds no more than these."""
+        budget = self.budget.entries(shape)
+        if latent_frames is not None:
+            budget = min(budget, latent_frames * shape.tokens_per_frame)
+        layout: BankLayout | FrameLayout = plan["attention"].bank_layout(
+            shape, slots, budget, plan["store"].for_banks
+        )
+        return layout
+
+    def commit(self, p: LayerPass, n: int) -> int:
+        assert p.layer.bank is not None
+        return p.layer.bank.seal(p, n)

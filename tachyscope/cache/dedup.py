@@ -7,38 +7,37 @@ from typing import ClassVar, final
 
 import torch
 
-from tachyscope.cache import CachePolicy, OnMerge, Rotate
+from tachyscope.cache import CachePolicy
 from tachyscope.cache.matching import Matching, keep_within, partner_tensors, slots_within
-from tachyscope.meter import Meter
-from tachyscope.settings import check_settings, setting
-from tachyscope.store import KVStore, Tensors
-from tachyscope.types import PassContext, Shape, Size
+from tachyscope.core.limits import ENTRIES, LATENTS
+from tachyscope.core.policy import setting
+from tachyscope.core.types import Shape, Size, SizeSetting
+from tachyscope.store import LayerPass, Tensors
 
 NEWEST = Matching()
 
 
 @final
 @dataclass(frozen=True)
-class Dedup(CachePolicy):
-    """Of entries with alike rotated keys keep the newest, as it was.
+class Dedup(CachePolicy, name="dedup"):
+    """Of entries with similar rotated keys keep the newest, unchanged.
 
     Entries that leave the `newest` latent frames look for the most alike older entry. At every
     commit, exactly as many of the most alike pairs as exceed the budget become one entry: the newer
     of the two. `merge` would average their values, which blurs what is drawn again and again.
     """
 
-    budget: Size = setting(
+    budget: SizeSetting = setting(
         Size(21, True),
         "Most entries that a layer holds, the present chunk included: latent frames (21f) or "
         "entries (1344).",
+        bound=ENTRIES,
     )
-    sink: int = setting(1, "First latent frames that are never dropped.")
-    newest: int = setting(1, "Latest latent frames that are never dropped.")
+    sink: int = setting(1, "First latent frames that are never dropped.", bound=LATENTS)
+    newest: int = setting(1, "Latest latent frames that are never dropped.", bound=LATENTS)
 
     paper: ClassVar[str] = "after FAST-AR's TempCache, arXiv 2602.01801"
-
-    def __post_init__(self) -> None:
-        check_settings(self, "cache", "dedup")
+    splits_heads: ClassVar[bool] = True
 
     def cache_heads(self, shape: Shape) -> int:
         return shape.kv_heads
@@ -49,16 +48,7 @@ class Dedup(CachePolicy):
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
         return partner_tensors(shape.batch, shape.kv_heads, slots, device)
 
-    def commit(
-        self,
-        layer: KVStore,
-        ctx: PassContext,
-        n: int,
-        rotate: Rotate,
-        meter: Meter,
-        on_merge: OnMerge | None = None,
-    ) -> int:
-        tokens = ctx.shape.tokens_per_frame
-        first, budget = ctx.prompt + self.sink * tokens, self.budget.entries(ctx.shape)
-        newest = self.newest * tokens
-        return keep_within(NEWEST, layer, ctx, n, budget, first, newest, meter, on_merge)
+    def commit(self, p: LayerPass, n: int) -> int:
+        tokens = p.ctx.shape.tokens_per_frame
+        first, budget = p.ctx.prompt + self.sink * tokens, self.budget.entries(p.ctx.shape)
+        return keep_within(NEWEST, p, n, budget, first, self.newest * tokens)

@@ -5,32 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from tachyscope.cache import CachePolicy, OnMerge, Rotate
-from tachyscope.meter import Meter
-from tachyscope.store import KVStore
-from tachyscope.types import PassContext, Shape
+from tachyscope.cache import CachePolicy
+from tachyscope.core.types import Shape
+from tachyscope.store import LayerPass
 
 
 @final
 @dataclass(frozen=True)
-class KeepAll(CachePolicy):
+class KeepAll(CachePolicy, name="keep_all"):
     """Keep every entry: the dense baseline, and the oracle of every other policy."""
 
-    paper: ClassVar[str] = ""
     appends: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
     whole_frames: ClassVar[bool] = True
     grows: ClassVar[bool] = True
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         return prompt + (frames or 8 * shape.chunk) * shape.tokens_per_frame
 
-    def commit(
-        self,
-        layer: KVStore,
-        ctx: PassContext,
-        n: int,
-        rotate: Rotate,
-        meter: Meter,
-        on_merge: OnMerge | None = None,
-    ) -> int:
-        return ctx.past + n
+    def commit(self, p: LayerPass, n: int) -> int:
+        return p.ctx.past + n

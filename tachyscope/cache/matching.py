@@ -12,12 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tachyscope.cache import OnMerge, checked_capacity
-from tachyscope.errors import TachyscopeError
+from tachyscope.cache import checked_capacity
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.types import Shape, Size
 from tachyscope.kernels.match import best_older, measure
-from tachyscope.meter import Meter
-from tachyscope.store import KVStore, PerSlot, Tensors
-from tachyscope.types import PassContext, Shape, Size
+from tachyscope.store import KVStore, LayerPass, PerSlot, Tensors
 
 Match = Literal["rotated", "unrotated", "key_value"]
 
@@ -55,33 +54,24 @@ def partner_tensors(batch: int, heads: int, slots: int, device: torch.device) ->
     }
 
 
-def keep_within(
-    how: Matching,
-    layer: KVStore,
-    ctx: PassContext,
-    n: int,
-    budget: int,
-    first: int,
-    newest: int,
-    meter: Meter,
-    on_merge: OnMerge | None,
-) -> int:
+def keep_within(how: Matching, p: LayerPass, n: int, budget: int, first: int, newest: int) -> int:
     """Take n entries of now into the past, and let the most alike join until `budget` holds.
 
     Entries before slot `first` and the `newest` last ones are not touched. Returns the entries of
     the past after.
     """
-    shape, total = ctx.shape, ctx.past + n
+    shape, past = p.ctx.shape, p.ctx.past
+    total = past + n
     kept = budget - shape.max_pass_tokens
     old = slice(first, max(first, total - newest))
-    left = max(0, ctx.past - newest - first)  # of old, those matched at earlier commits
+    left = max(0, past - newest - first)  # of old, those matched at earlier commits
     looking = old.stop - first - left  # those that look for a partner now
     width = shape.head_dim * (2 if how.match == "key_value" else 1)
     pairs = shape.batch * looking * (old.stop - first)
-    meter.add("macs", pairs * shape.kv_heads * width)
-    merged = _join(how, layer, old, left, total, max(0, total - kept))
-    if merged is not None and on_merge is not None:
-        on_merge(ctx, *(x.long() + first for x in merged))
+    p.work.macs += pairs * shape.kv_heads * width
+    merged = _join(how, p.layer, old, left, total, max(0, total - kept))
+    if merged is not None and p.on_merge is not None:
+        p.on_merge(p.ctx, *(x.long() + first for x in merged))
     return min(total, kept)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 
-from tachyscope.cache import CachePolicy, OnMerge, Rotate, clamp_distance
+from tachyscope.cache import CachePolicy
 from tachyscope.cache.matching import (
     Match,
     Matching,
@@ -17,20 +18,21 @@ from tachyscope.cache.matching import (
     slots_within,
     vectors,
 )
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import ENTRIES, LATENTS, Bound
+from tachyscope.core.policy import setting
+from tachyscope.core.ranks import alone
+from tachyscope.core.types import OptionalSizeSetting, Shape, Size
 from tachyscope.kernels.device import host_may_read
+from tachyscope.kernels.entries import take
 from tachyscope.kernels.match import features
-from tachyscope.kernels.merge import take
-from tachyscope.meter import Meter
-from tachyscope.settings import check_settings, setting
-from tachyscope.store import KVStore, Tensors
-from tachyscope.types import PassContext, Shape, Size
+from tachyscope.store import KVStore, LayerPass, Tensors
 
 
 @final
 @dataclass(frozen=True)
-class Merge(CachePolicy):
-    """Let one entry stand for alike ones: their mean value, + log m on its score.
+class Merge(CachePolicy, name="merge"):
+    """Merge similar entries: their mean value, and + log m on the score of m of them.
 
     Where the keys are equal, attention is left as it was, exactly.
 
@@ -44,27 +46,31 @@ class Merge(CachePolicy):
 
     match: on which vectors entries are compared. keep: whose key and position stand for a group.
     heads: "shared" compares by the mean over heads, so that all heads keep the same entries.
-    max_distance: an entry further back than so many latent frames before the next chunk stands at
-    that distance.
     """
 
-    budget: Size | None = setting(
+    budget: OptionalSizeSetting = setting(
         None,
         "Most entries that a layer holds, the present chunk included: latent frames (21f) or "
         "entries (1344); 21f unless a threshold is given.",
+        bound=ENTRIES,
         instead_of=("threshold",),
     )
     threshold: float | None = setting(
         None,
         "Merge a new entry with the past entry that its query attends to most where the cosine of "
         "their keys is at least this, from -1 to 1; the cache then has no bound.",
+        bound=Bound(-1.0, 1.0),
         instead_of=("budget", "newest"),
     )
     sink: int | None = setting(
-        None, "First latent frames that are never merged; 1 with a budget, 0 with a threshold."
+        None,
+        "First latent frames that are never merged; 1 with a budget, 0 with a threshold.",
+        bound=LATENTS,
     )
     newest: int | None = setting(
-        None, "Latest latent frames that are never merged; 1 with a budget, 0 with a threshold."
+        None,
+        "Latest latent frames that are never merged; 1 with a budget, 0 with a threshold.",
+        bound=LATENTS,
     )
     match: Match = setting(
         "rotated",
@@ -79,15 +85,10 @@ class Merge(CachePolicy):
     heads: Literal["shared", "each"] = setting(
         "each", "Whether each head merges on its own, or all by one comparison (shared)."
     )
-    max_distance: int | None = setting(
-        None,
-        "Latent frames before the next chunk: an entry further back gets the position at that "
-        "distance; needs match=unrotated or key_value.",
-    )
-
     paper: ClassVar[str] = "FAST-AR's TempCache, arXiv 2602.01801"
+    splits_heads: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def check_settings(self) -> None:
         if self.budget is not None and self.threshold is not None:
             raise TachyscopeError(
                 f"cache policy 'merge' takes a budget or a threshold, got budget={self.budget} and "
@@ -99,17 +100,18 @@ class Merge(CachePolicy):
         for name, value in (ours if by_budget else theirs).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        check_settings(self, "cache", "merge")
-        if self.max_distance is not None and self.match == "rotated":
-            raise TachyscopeError(
-                f"cache policy 'merge': max_distance turns keys, so that they "
-                f"cannot be compared rotated, got max_distance={self.max_distance},"
-                f"match={self.match}: set match=unrotated"
-            )
         if not by_budget and self._newest:
             raise TachyscopeError(
                 f"cache policy 'merge': with a threshold new entries are merged at once, so newest "
                 f"must be 0, got {self.newest}: leave it out, or give a budget instead"
+            )
+
+    def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
+        super().check_plan(plan, shape)
+        if shape.ranks > 1 and self.heads == "shared" and self.budget is not None:
+            raise TachyscopeError(
+                f"cache policy 'merge' with a budget and heads=shared compares all heads together, "
+                f"and {shape.ranks} ranks hold some each: use heads=each"
             )
 
     @property
@@ -156,56 +158,39 @@ class Merge(CachePolicy):
             return {"queries": torch.zeros(size, dtype=torch.float32, device=device)}
         return partner_tensors(shape.batch, self.cache_heads(shape), slots, device)
 
-    def commit(
-        self,
-        layer: KVStore,
-        ctx: PassContext,
-        n: int,
-        rotate: Rotate,
-        meter: Meter,
-        on_merge: OnMerge | None = None,
-    ) -> int:
-        tokens, total = ctx.shape.tokens_per_frame, ctx.past + n
+    def commit(self, p: LayerPass, n: int) -> int:
+        ctx, tokens = p.ctx, p.ctx.shape.tokens_per_frame
         first = ctx.prompt + self._sink * tokens
-        newest = layer.pos[:, :, total - 1 : total, 0].clone()
         if self.budget is None:
-            past = self._by_threshold(layer, ctx, n, min(first, ctx.past), meter, on_merge)
-        else:
-            budget, kept = self.budget.entries(ctx.shape), self._newest * tokens
-            past = keep_within(self._matching, layer, ctx, n, budget, first, kept, meter, on_merge)
-        if self.max_distance is not None:
-            clamp_distance(layer, past, newest + 1 - self.max_distance, rotate)
-        return past
+            return self._by_threshold(p, n, min(first, ctx.past))
+        budget, kept = self.budget.entries(ctx.shape), self._newest * tokens
+        return keep_within(self._matching, p, n, budget, first, kept)
 
-    def _by_threshold(
-        self,
-        layer: KVStore,
-        ctx: PassContext,
-        n: int,
-        first: int,
-        meter: Meter,
-        on_merge: OnMerge | None,
-    ) -> int:
+    def _by_threshold(self, p: LayerPass, n: int, first: int) -> int:
+        layer, ctx = p.layer, p.ctx
         total = ctx.past + n
         if ctx.past == first:
             return total
         assert self.threshold is not None
         q, k = layer.own["cache"]["queries"][:, :, :n], layer.vectors("k", slice(first, ctx.past))
         q = q.unflatten(1, (k.shape[1], -1)).sum(2)
+        mean = p.mean_heads if self.heads == "shared" else alone
+        scale = math.sqrt(ctx.shape.head_dim)
         if self.heads == "shared":
+            scale /= ctx.shape.ranks  # the mean over ranks is then the sum
             q, k = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (q, k))
         live = layer.log_count[:, :, first : ctx.past].clamp(min=-1e30).unsqueeze(2)
-        best = (q.float() @ k.float().mT / math.sqrt(ctx.shape.head_dim) + live).argmax(-1)
-        meter.add("macs", q.shape[0] * n * (ctx.past - first) * q[0, :, 0].numel())
+        best = (mean(q.float() @ k.float().mT / scale) + live).argmax(-1)
+        p.work.macs += q.shape[0] * n * (ctx.past - first) * q[0, :, 0].numel()
         everything = slice(first, total)
         compared = vectors(self._matching, layer, everything)
         normed, past = features(compared, self.heads == "shared"), ctx.past - first
-        cosine = (normed[:, :, past:] * take(normed, best)).sum(-1)
+        cosine = mean((normed[:, :, past:] * take(normed, best)).sum(-1))
         new = torch.arange(past, total - first, device=best.device).expand_as(best)
         root = torch.where(cosine >= self.threshold, best, new)
         layer.join(everything, new, root, self._matching.newest)
-        if on_merge is not None:
-            on_merge(ctx, new + first, root + first)
+        if p.on_merge is not None:
+            p.on_merge(ctx, new + first, root + first)
         return first + self._close_gaps(layer, everything)
 
     def _close_gaps(self, layer: KVStore, used: slice) -> int:

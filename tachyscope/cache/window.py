@@ -7,23 +7,20 @@ from typing import ClassVar, Literal, final
 
 from tachyscope.cache import (
     CachePolicy,
-    OnMerge,
-    Rotate,
     checked_capacity,
-    clamp_distance,
     stand_at,
 )
-from tachyscope.errors import TachyscopeError
-from tachyscope.meter import Meter
-from tachyscope.settings import check_settings, setting
-from tachyscope.store import KVStore
-from tachyscope.types import PassContext, Shape, Size
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import ENTRIES, LATENTS, SHARE
+from tachyscope.core.policy import setting
+from tachyscope.core.types import OptionalSizeSetting, Shape, Size, SizeSetting
+from tachyscope.store import KVStore, LayerPass
 
 
 @final
 @dataclass(frozen=True)
-class Window(CachePolicy):
-    """Keep `sink` first latent frames and the newest ones that fit the budget.
+class Window(CachePolicy, name="window"):
+    """Keep the first `sink` latent frames and the newest that fit the budget.
 
     With positions "reindexed" the sink moves along, so as to stand right before the window. That
     is the same as counting positions inside the window: a query meets only differences. With
@@ -33,16 +30,15 @@ class Window(CachePolicy):
 
     With `view` a pass sees so many latent frames, its own counted: the newest, and right before
     them the sink, which a clean pass does not see once older frames are out of view.
-    With `max_distance` an entry further back than so many latent frames before the next chunk
-    stands at that distance.
     """
 
-    budget: Size = setting(
+    budget: SizeSetting = setting(
         Size(21, True),
         "Most entries that a layer holds, the present chunk included: latent frames (21f) or "
         "entries (1344).",
+        bound=ENTRIES,
     )
-    sink: int = setting(1, "First latent frames that are always kept.")
+    sink: int = setting(1, "First latent frames that are always kept.", bound=LATENTS)
     positions: Literal["absolute", "reindexed"] = setting(
         "absolute",
         "RoPE positions of the sink: its own (absolute), or right before the oldest frame of the "
@@ -52,23 +48,19 @@ class Window(CachePolicy):
         None,
         "Fold frames that leave the window into the sink, sink * fold + frame * (1 - fold), from 0 "
         "to 1; needs a sink and positions=reindexed.",
+        bound=SHARE,
     )
-    view: Size | None = setting(
+    view: OptionalSizeSetting = setting(
         None,
         "Of what is kept, how much a pass reads, its own chunk included: latent frames (12f) or "
         "entries; needs positions=reindexed.",
+        bound=ENTRIES,
     )
-    max_distance: int | None = setting(
-        None,
-        "Latent frames before the next chunk: an entry further back gets the position at that "
-        "distance.",
-    )
-
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
+    splits_heads: ClassVar[bool] = True
     whole_frames: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_settings(self, "cache", "window")
+    def check_settings(self) -> None:
         moves = self.positions == "reindexed"
         if self.fold is not None and not (self.sink and moves):
             raise TachyscopeError(
@@ -84,7 +76,7 @@ class Window(CachePolicy):
 
     @property
     def keeps_unrotated(self) -> bool:
-        return self.positions == "reindexed" or self.max_distance is not None
+        return self.positions == "reindexed"
 
     @property
     def view_depends_on_pass(self) -> bool:
@@ -112,51 +104,50 @@ class Window(CachePolicy):
             )
         return slots
 
-    def commit(
-        self,
-        layer: KVStore,
-        ctx: PassContext,
-        n: int,
-        rotate: Rotate,
-        meter: Meter,
-        on_merge: OnMerge | None = None,
-    ) -> int:
-        past, total = self._drop(layer, ctx, n, rotate), ctx.past + n
-        if self.max_distance is not None:
-            # what was newest may have moved down, but its position still lies at the end
-            nearest = layer.pos[:, :, total - 1 : total, 0] + 1 - self.max_distance
-            clamp_distance(layer, past, nearest, rotate)
-        return past
-
-    def _drop(self, layer: KVStore, ctx: PassContext, n: int, rotate: Rotate) -> int:
+    def commit(self, p: LayerPass, n: int) -> int:
+        layer, ctx = p.layer, p.ctx
         total = ctx.past + n
         keep = self.budget.entries(ctx.shape) - ctx.shape.max_pass_tokens
         if total <= keep:
             return total
         first = ctx.prompt + self.sink * ctx.shape.tokens_per_frame
         if self.fold is not None:
-            layer.blend(slice(first, first + total - keep), ctx.prompt, 1 - self.fold)
+            self._fold_in(layer, slice(first, first + total - keep), ctx.prompt)
         layer.move(first + total - keep, first, keep - first)
         if self.positions == "reindexed" and self.view is None:
-            self._bring_sink(layer, ctx, total, keep - first, rotate)
+            self._bring_sink(p, total, keep - first)
         return keep
 
-    def hidden_slots(self, layer: KVStore, ctx: PassContext, rotate: Rotate) -> tuple[int, int]:
+    def hidden_slots(self, p: LayerPass) -> tuple[int, int]:
         assert self.view is not None
+        ctx = p.ctx
         first = ctx.prompt + self.sink * ctx.shape.tokens_per_frame
         seen = min(ctx.past, self.view.entries(ctx.shape) - ctx.tokens)
         if ctx.past < first:
             return 0, 0
         if seen < ctx.past and not any(ctx.noise):
             return ctx.prompt, ctx.prompt + ctx.past - seen
-        self._bring_sink(layer, ctx, ctx.past, seen - first, rotate)
+        self._bring_sink(p, ctx.past, seen - first)
         return first, first + ctx.past - seen
 
-    def _bring_sink(
-        self, layer: KVStore, ctx: PassContext, end: int, behind: int, rotate: Rotate
-    ) -> None:
+    def _fold_in(self, layer: KVStore, leaving: slice, sink: int) -> None:
+        """Bring unrotated keys and values from slot `sink` on nearer to those of slots that leave.
+
+        Where more leave than the sink has, they go round.
+        """
+        assert self.fold is not None
+        for name in ("unrotated", "v"):
+            span = slice(sink, leaving.start)
+            x = layer.vectors(name, span)
+            for part in layer.vectors(name, leaving).split(leaving.start - sink, 2):
+                x[:, :, : part.shape[2]].lerp_(part, 1 - self.fold)
+            if layer.scales:
+                layer.put(name, span, x)
+
+    def _bring_sink(self, p: LayerPass, end: int, behind: int) -> None:
         """Let the sink stand right before the newest `behind` of the entries up to slot `end`."""
-        sink = slice(ctx.prompt, ctx.prompt + self.sink * ctx.shape.tokens_per_frame)
+        tokens, prompt = p.ctx.shape.tokens_per_frame, p.ctx.prompt
+        sink = slice(prompt, prompt + self.sink * tokens)
         # in whole frames; with nothing behind the sink, the frame that comes next
-        oldest = layer.pos[:, :, end - 1 : end, 0] - (behind - 1) // ctx.shape.tokens_per_frame
-        stand_at(layer, sink, oldest - self.sink, ctx.shape.tokens_per_frame, rotate)
+        oldest = p.layer.pos[:, :, end - 1 : end, 0] - (behind - 1) // tokens
+        stand_at(p.layer, sink, oldest - self.sink, tokens, p.rotate)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; its exit code, as `process.run_command` tells it."""
-    # imported here: `python -m tachyscope.bench` reads the same options without cyclopts
+    # imported here: a verb's options are read without cyclopts
     from tachyscope.cli.app import main
 
     return main(argv)

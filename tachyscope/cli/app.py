@@ -7,58 +7,80 @@ import inspect
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter, Token
 
 from tachyscope import __version__
-from tachyscope.cli.bench import BENCH
-from tachyscope.cli.calibrate import Calibrate
+from tachyscope.cli.bench import Bench
 from tachyscope.cli.compare import Compare
 from tachyscope.cli.doctor import Doctor
-from tachyscope.cli.evaluate import Evaluate
 from tachyscope.cli.faults import worded
+from tachyscope.cli.fit import Fit
 from tachyscope.cli.generate import Generate
 from tachyscope.cli.inspect import Inspect
-from tachyscope.cli.methods import Methods
-from tachyscope.cli.models import Models
-from tachyscope.cli.race import Race
+from tachyscope.cli.list import List
+from tachyscope.cli.ranks import check_alone
 from tachyscope.cli.serve import Play, Serve
 from tachyscope.cli.verb import TRACEBACK, Option, Verb, choices_of, options_of, read_word
-from tachyscope.errors import TachyscopeError, TachyscopeWarning, as_typed
-from tachyscope.process import run_command
+from tachyscope.core.errors import TachyscopeError, TachyscopeWarning, as_typed
+from tachyscope.io.process import run_command
 
 VERBS: dict[str, type[Verb]] = {
     "generate": Generate,
     "compare": Compare,
-    "race": Race,
     "play": Play,
     "serve": Serve,
     "inspect": Inspect,
-    "eval": Evaluate,
-    "calibrate": Calibrate,
-    "methods": Methods,
-    "models": Models,
+    "bench": Bench,
+    "fit": Fit,
+    "list": List,
     "doctor": Doctor,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; its exit code, as `run_command` tells it."""
+    return run_app(app, "tachyscope", argv)
+
+
+def run_app(app: App, program: str, argv: Sequence[str] | None = None) -> int:
+    """Run a command line of a program's verbs; its exit code, as `run_command` tells it."""
     words = list(sys.argv[1:] if argv is None else argv)
     given = [word for word in words if word != TRACEBACK]
-    return run_command(lambda: _run(given), show_traceback=len(given) < len(words))
+    return run_command(lambda: _run(app, program, given), show_traceback=len(given) < len(words))
 
 
-def _run(words: Sequence[str]) -> None:
+def make_app(name: str, about: str, version: str, verbs: Mapping[str, type[Verb]]) -> App:
+    """A program of verbs; one that is named 'bench wan' is the verb `wan` of the group `bench`."""
+    app = App(
+        name,
+        help=about,
+        version=version,
+        help_format="plaintext",  # else the stars of 'w*20 a*24' are taken for emphasis
+        exit_on_error=False,
+        print_error=False,
+        suppress_keyboard_interrupt=False,
+    )
+    groups: dict[str, App] = {"": app}
+    for words, verb in verbs.items():
+        group, _, own = words.rpartition(" ")
+        if group not in groups:
+            groups[group] = App(group)
+            app.command(groups[group])
+        groups[group].command(as_function(verb), name=own)
+    return app
+
+
+def _run(app: App, program: str, words: Sequence[str]) -> None:
     try:
         verb, given, unparsed = app.parse_args(words)
     except CycloptsError as error:
-        raise TachyscopeError(worded(error)) from error
+        raise TachyscopeError(worded(error, program)) from error
     # what a verb takes and cyclopts does not read is the words that were typed
-    more = dict.fromkeys(unparsed, shlex.join(["tachyscope", *words]))
+    more = dict.fromkeys(unparsed, shlex.join([program, *words]))
     try:
         with _printing_warnings():
             verb(*given.args, **given.kwargs, **more)
@@ -70,6 +92,8 @@ def as_function(verb: type[Verb]) -> Callable[..., None]:
     """A function with the verb's options as its parameters, for cyclopts to read."""
 
     def run(*args: Any, command: str = "", **options: Any) -> None:
+        if not verb.by_ranks:
+            check_alone(verb.__name__.lower())
         verb(**dict(zip(positional, args, strict=False)), **options).run(command)
 
     options = options_of(verb)
@@ -95,7 +119,9 @@ def _parameter(one: Option) -> inspect.Parameter:
     if one.type is bool:
         # a flag that is off by default needs no word that switches it off
         more["negative"] = () if one.default is False else None
-    elif not one.many and not choices_of(one.type):
+    elif one.many:
+        more["negative"] = ()  # no --empty-prompt
+    elif not choices_of(one.type):
 
         def read(kind: Any, tokens: Sequence[Token]) -> Any:
             return read_word(one.type, tokens[0].value, tokens[0].keyword or "it")
@@ -131,24 +157,10 @@ def _printing_warnings() -> Iterator[None]:
         yield
 
 
-app = App(
+app = make_app(
     "tachyscope",
-    help="Fast autoregressive video generation without retraining, and what the speed cost. "
-    f"With {TRACEBACK}, any verb also shows where in the code a fault came up.",
-    version=__version__,
-    help_format="plaintext",  # else the stars of 'w*20 a*24' are taken for emphasis
-    exit_on_error=False,
-    print_error=False,
-    suppress_keyboard_interrupt=False,
-)
-bench_app = App("bench", help="Time plans against dense, and dense against itself.")
-for name, verb in VERBS.items():
-    app.command(as_function(verb), name=name)
-for name, verb in BENCH.items():
-    bench_app.command(as_function(verb), name=name)
-app.command(bench_app)
-app.command(
-    "tachyscope.fpga.cli:app",
-    name="fpga",
-    help="The accelerator: build, simulate, synthesise, estimate.",
+    "Fast autoregressive video generation without retraining, and what the speed cost. "
+    f"With {TRACEBACK}, any verb also shows where in the code an error was raised.",
+    __version__,
+    VERBS,
 )

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from tachyscope.cli.verb import Verb
-from tachyscope.errors import TachyscopeError
-from tachyscope.tables import cell, format_table
+from tachyscope.cli.verb import ResultsVerb
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.io.tables import cell, format_table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor(Verb):
-    """Say what this machine has, and whether it can make and write a video."""
+class Doctor(ResultsVerb):
+    """Check what this machine has, and whether it can generate and write a video."""
 
     def run(self, command: str) -> None:
-        from tachyscope.results import document
+        from tachyscope.io.results import document
 
         self.check_json()
         results = document("doctor", examine(), command)
@@ -35,7 +35,7 @@ def examine() -> list[dict[str, Any]]:
     """What this machine has, and whether it can make and write a video."""
     import torch
 
-    from tachyscope.compile_cache import programs_folder
+    from tachyscope.io.programs import user_folder
 
     rows = []
 
@@ -49,7 +49,7 @@ def examine() -> list[dict[str, Any]]:
             note(package, False, True, metadata.version(package))
         except metadata.PackageNotFoundError:
             note(package, False, False, "not installed")
-    folder = programs_folder()
+    folder = user_folder()
     kept = f"kept in {folder}" if folder else "no folder of the user's cache can be written"
     note("compiled programs", False, folder is not None, kept)
     for check, attempt in (("libx264", _try_codec), ("rollout", _try_rollouts)):
@@ -67,8 +67,8 @@ def _try_codec() -> str:
 
 
 def _try_rollouts() -> str:
+    from tachyscope.core.rollout import rollout
     from tachyscope.models.registry import MODELS, load
-    from tachyscope.rollout import rollout
 
     names = [name for name, entry in MODELS.items() if not entry.weights]
     for name in names:

@@ -7,12 +7,12 @@ from typing import get_args
 
 import cyclopts
 
-from tachyscope.errors import shown
+from tachyscope.core.errors import shown
 
 
-def worded(error: cyclopts.CycloptsError) -> str:
-    """What is wrong with a command line, in one line."""
-    verb = " ".join(["tachyscope", *(error.command_chain or ())])
+def worded(error: cyclopts.CycloptsError, program: str = "tachyscope") -> str:
+    """What is wrong with a program's command line, in one line."""
+    verb = " ".join([program, *(error.command_chain or ())])
     unused = error.unused_tokens or []
     if isinstance(error, cyclopts.UnknownCommandError):
         verbs = [name for name in error.app or () if not name.startswith("-")]

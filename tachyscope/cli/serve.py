@@ -2,82 +2,108 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tachyscope.bounds import check
+from tachyscope.cli.options import (
+    DEVICE,
+    MODEL,
+    PLAN,
+    WEIGHTS,
+    check_plan,
+    dtype_of,
+    fit_first,
+    load_model,
+    promise_memory,
+    read_weights,
+)
 from tachyscope.cli.verb import PathText, Verb, option, required
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, shown
+from tachyscope.core.limits import check, number, whole
 
 if TYPE_CHECKING:
     from tachyscope.models.base import VideoModel
     from tachyscope.serve.limits import Limits
     from tachyscope.serve.server import Place
 
-PACKAGES = ("starlette", "uvicorn", "websockets", "prometheus_client", "PIL", "python_multipart")
-
-
-def check_installed(verb: str) -> None:
-    """Raise where the server's packages are not installed."""
-    if not all(find_spec(name) for name in PACKAGES):
-        raise TachyscopeError(
-            f"{verb} needs packages that are not installed: pip install 'tachyscope[serve]'"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Server(Verb):
     """What both verbs take."""
 
-    plan: str = option("live", "The plan of sessions that ask for none.")
+    plan: str = option(PLAN, "The plan of sessions that ask for none.")
     port: int = option(8080, "Where to listen; 0 for any that is free.")
-    weights: PathText | None = option(
-        None, "The checkpoint, where the model's name stands for one; 'random' to time it."
-    )
-    device: str = option("cpu", "cpu, cuda or cuda:N.")
-    dtype: str = option("float32", "float32, float64 or bfloat16.")
+    weights: tuple[PathText, ...] = option((), WEIGHTS)
+    device: str = option("cpu", DEVICE)
     memory_gb: float | None = option(
         None,
         "Memory for sessions' caches; left out, what the GPU has free, or half of the machine's.",
     )
-    session_frames: int = option(3_600, "Frames that one session may have.")
+    set: tuple[str, ...] = option(
+        (),
+        "A setting: sessions=16, session_frames=3600, idle_s=300, snapshot_chunks=32 and others of "
+        "the server's limits; may be given several times.",
+    )
 
-    def load(self, verb: str, name: str) -> VideoModel:
-        check_installed(verb)
-        if self.json is not None:
-            raise TachyscopeError(f"{verb} has no results, got --json {self.json}: leave it out")
+    def load(self, name: str) -> VideoModel:
         check("port", self.port)
-        check("frames", self.session_frames)
-        from tachyscope.models.registry import load
-
-        return load(name, self.weights, device=self.device, dtype=self.dtype)
+        check_plan(self.plan, name)
+        model = load_model(name, self.weights, self.device)
+        frames = self.settings()[0].session_frames
+        one = " with one session at its longest"
+        _, first_line = promise_memory(model, name, [self.plan], one, frames=frames)
+        if first_line:
+            print(first_line, flush=True)
+        return model
 
     @property
     def budget(self) -> int | None:
         return None if self.memory_gb is None else int(1e9 * self.memory_gb)
 
-    def limits(self, **more: int | float) -> Limits:
+    def settings(self) -> tuple[Limits, int]:
+        """The limits and the chunks between two snapshots, as --set changes them."""
+        from tachyscope.serve.engine import SNAPSHOT_CHUNKS
         from tachyscope.serve.limits import Limits
 
-        return Limits(session_frames=self.session_frames, **more)  # type: ignore[arg-type]
+        known = {field.name: field.default for field in fields(Limits)}
+        known["snapshot_chunks"] = SNAPSHOT_CHUNKS
+        given: dict[str, Any] = {}
+        for word in self.set:
+            name, _, value = word.partition("=")
+            if name not in known:
+                raise TachyscopeError(f"no --set {shown(word)}; there are: {', '.join(known)}")
+            read = number if isinstance(known[name], float) else whole
+            given[name] = read(value, f"--set {name}")
+        if "session_frames" in given:
+            check("frames", given["session_frames"], "--set session_frames")
+        chunks = check("frames", given.pop("snapshot_chunks", SNAPSHOT_CHUNKS), "snapshot_chunks")
+        return Limits(**given), chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Play(_Server):
-    """Play a world in the browser: a server on this machine alone, and its page opened."""
+    """Walk through a world in the browser: starts a local server and opens its page."""
 
-    model: str = option("atrium-world", "A name that `tachyscope models` lists.", positional=True)
+    model: str = option("atrium-world", MODEL, positional=True)
+    first: PathText | None = option(
+        None, "An image that sessions begin with, in models that begin with one."
+    )
     page: bool = option(True, "Open the page; the address is printed anyway.")
 
     def run(self, command: str) -> None:
-        model = self.load("play", self.model)
+        limits, chunks = self.settings()
+        model = self.load(self.model)
+        if self.first is not None:
+            from tachyscope.io.video import read_frames
+
+            model.opening = fit_first(read_frames(self.first), model.size)
         from tachyscope.serve.server import Place, run
 
         run(
             model, self.model, plan=self.plan, place=Place(port=self.port), budget=self.budget,
-            limits=self.limits(), open_page=self.page,
+            limits=limits, snapshot_chunks=chunks, open_page=self.page,
         )  # fmt: skip
 
 
@@ -85,7 +111,7 @@ class Play(_Server):
 class Serve(_Server):
     """Serve a model over HTTP: sessions over a WebSocket, videos in OpenAI's shape, the page."""
 
-    model: str = required("A name that `tachyscope models` lists.", positional=True)
+    model: str = required(MODEL, positional=True)
     host: str = option("127.0.0.1", "The address to listen on; any but this needs --token-file.")
     token_file: Path | None = option(None, "A file of bearer tokens, one a line.")
     origin: tuple[str, ...] = option(
@@ -94,56 +120,54 @@ class Serve(_Server):
     state: str | None = option(
         None,
         "Folder or fsspec URL for snapshots, from which sessions resume after a restart; left out, "
-        "a folder that goes with the server.",
+        "a folder that is removed when the server ends.",
     )
-    replicas: int = option(
-        0, "Replicas of the model by Ray Serve, which needs --state and the extra ray; 0 without."
+    replicas: str | None = option(
+        None,
+        "Replicas of the model by Ray Serve, which needs --state and the extra ray; 2:4 lets Ray "
+        "add and remove some by reserved bytes.",
     )
-    max_replicas: int = option(
-        0, "Replicas at most, where Ray adds and removes some by reserved bytes; 0: as --replicas."
-    )
-    snapshot_chunks: int = option(32, "Chunks between two snapshots of a session.")
-    sessions: int = option(16, "Sessions open at once, those that wait on disk included.")
-    idle_s: float = option(300.0, "Seconds without a message after which a client is sent away.")
 
     def run(self, command: str) -> None:
-        check_installed("serve")
         from tachyscope.serve.security import read_tokens
         from tachyscope.serve.server import Place, run
 
         tokens = () if self.token_file is None else read_tokens(self.token_file)
         place = Place(self.host, self.port, tokens, self.origin)
-        limits = self.limits(sessions=self.sessions, idle_s=self.idle_s)
-        if self.replicas:
-            self._run_replicas(place, limits)
+        limits, chunks = self.settings()
+        if self.replicas is not None:
+            self._run_replicas(self.replicas, place, limits, chunks)
             return
-        if self.max_replicas:
-            raise TachyscopeError(
-                f"--max-replicas goes with --replicas, got {self.max_replicas} alone: give both"
-            )
-        model = self.load("serve", self.model)
+        model = self.load(self.model)
         run(
             model, self.model, plan=self.plan, place=place, budget=self.budget, state=self.state,
-            limits=limits, snapshot_chunks=self.snapshot_chunks,
+            limits=limits, snapshot_chunks=chunks,
         )  # fmt: skip
 
-    def _run_replicas(self, place: Place, limits: Limits) -> None:
+    def _run_replicas(self, replicas: str, place: Place, limits: Limits, chunks: int) -> None:
+        low, _, high = replicas.partition(":")
+        least = whole(low, "`replicas`")
+        most = whole(high, "`replicas`") if high else least
+        if not 1 <= least <= most:
+            raise TachyscopeError(
+                f"--replicas is N, or LEAST:MOST from 1 on, got {shown(replicas)}: try 2:4"
+            )
         if find_spec("ray") is None:
             raise TachyscopeError(
-                "--replicas needs packages that are not installed: pip install "
-                "'tachyscope[serve,ray]'"
+                "--replicas needs packages that are not installed: pip install -e '.[ray]'"
             )
         if self.state is None:
             raise TachyscopeError("--replicas share --state, got none: give a path they all reach")
-        most = self.max_replicas or self.replicas
-        if most < self.replicas:
-            raise TachyscopeError(
-                f"--max-replicas must be at least --replicas, got {most} and {self.replicas}"
-            )
-        from tachyscope.serve.ray import Settings, run
+        from tachyscope.serve.ray.ingress import run
+        from tachyscope.serve.ray.sessions import Settings
 
+        path, beside = read_weights(self.weights)
+        if beside:
+            raise TachyscopeError(
+                f"--replicas load a checkpoint alone, got {', '.join(beside)} too: merge it first"
+            )
         settings = Settings(
-            self.model, self.state, self.plan, self.weights, self.device, self.dtype, self.budget,
-            self.snapshot_chunks, limits,
+            self.model, self.state, self.plan, path, self.device, dtype_of(self.device),
+            self.budget, chunks, limits,
         )  # fmt: skip
-        run(settings, place, self.replicas, most)
+        run(settings, place, least, most)

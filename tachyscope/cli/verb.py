@@ -1,4 +1,4 @@
-"""A verb: a frozen dataclass of its options, which cyclopts and argparse both read, and `run`."""
+"""A verb: a frozen dataclass of its options, which cyclopts reads, and `run`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NewType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NewType
 
-from tachyscope.bounds import number, whole
-from tachyscope.files import user_path
+from tachyscope.core.limits import number, whole
+from tachyscope.io.files import user_path
 
 # torch is loaded when a verb runs: help must not wait for it
 if TYPE_CHECKING:
-    from tachyscope.results import Document, Parts
+    from tachyscope.io.results import Document, Parts
 
 # a path that stays text: Path would take a slash out of http://
 PathText = NewType("PathText", str)
@@ -56,27 +56,34 @@ def required(help: str, positional: bool = False) -> Any:
 class Verb:
     """A verb: its docstring and its fields' help are what --help tells."""
 
-    json: str | None = option(None, "A file for the results, or - for the last line of stdout.")
+    by_ranks: ClassVar[bool] = False  # whether several processes can do it together
 
     def run(self, command: str) -> None:
         """Do what the options ask for. command: the words that were typed, for the results."""
         raise NotImplementedError
 
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsVerb(Verb):
+    """A verb whose results go to a file of their own, or to stdout."""
+
+    json: str | None = option(None, "A file for the results, or - for the last line of stdout.")
+
     def check_json(self) -> None:
         """Raise where the results could not be written, before anything is measured."""
-        from tachyscope.results import check_json
+        from tachyscope.io.results import check_json
 
         check_json(self.json)
 
     def emit(self, results: Document) -> None:
         """Write the results where --json says."""
-        from tachyscope.results import emit
+        from tachyscope.io.results import emit
 
         emit(results, self.json)
 
     def parts(self, command: str, where: str | None = None) -> Parts:
         """Where a measurement of these options is kept as it grows: --json's file unless given."""
-        from tachyscope.results import Parts
+        from tachyscope.io.results import Parts
 
         options = {one.name: getattr(self, one.name) for one in options_of(type(self))}
         settings = {

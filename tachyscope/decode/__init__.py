@@ -1,10 +1,11 @@
 """A token model's step on fixed memory, so that one CUDA graph, or program, serves every token."""
 
 from tachyscope.decode.bf16 import Bf16Linear, store_bf16
-from tachyscope.decode.cpu import StepProgram, can_compile, compile_step
+from tachyscope.decode.cpu_library import can_compile, compile_step
 from tachyscope.decode.drafts import DraftEngine
 from tachyscope.decode.engine import DecodeEngine, unsupported
 from tachyscope.decode.parts import DecodeParts, DepthParts, LayerParts
+from tachyscope.decode.program import TokenStep
 from tachyscope.decode.quantise import CodedLinear, quantise
 
 __all__ = [
@@ -15,7 +16,7 @@ __all__ = [
     "DepthParts",
     "DraftEngine",
     "LayerParts",
-    "StepProgram",
+    "TokenStep",
     "can_compile",
     "compile_step",
     "quantise",

@@ -1,5 +1,5 @@
 // A token's step on a CPU: threads go together through a list of operations, which are those of
-// tachyscope/kernels (gemv, decode_attention, decode_mlp, sample_code) for float32 activations.
+// tachyscope/kernels (gemv, decode_attention, token_gate, decode_mlp, sample_code) for float32.
 // Weights are float32, bfloat16, or int8 in the layout of kernels/gemv/weights.py.
 //
 // An operation is one phase or two, a phase some chunks that threads claim one by one. It is done
@@ -31,10 +31,9 @@ typedef uint16_t h8 __attribute__((vector_size(16)));
 constexpr i64 BLOCK = 32;  // entries
 
 enum Kind : i64 { F32 = 0, BF16 = 1, INT8 = 2 };
-enum Code : i64 { GEMV = 0, ATTEND = 1, MLP = 2, SAMPLE = 3, NORM = 4, ADD = 5 };
-enum Rule : i64 { THRESHOLD = 0, SHARE = 1, DRAW = 2 };
-enum Judge : i64 { NOT = 0, NEAR = 1, NEAREST = 2, BUDGET = 3 };
-constexpr float DEAREST = 4;  // times the budget that one token may take of it
+enum Code : i64 { GEMV = 0, ATTEND = 1, GATE = 2, MLP = 3, SAMPLE = 4, NORM = 5, ADD = 6 };
+enum Rule : i64 { THRESHOLD = 0, SHARE = 1, DRAW = 2, BUDGET = 3 };
+enum Limit : i64 { MAX_ROWS = 64 };
 
 struct Weight {
   const void *data;
@@ -60,13 +59,23 @@ struct Attend {
   const float *qkv, *log_count, *cos, *sin;
   const i32 *slot, *place, *padding;
   i64 batch, tokens, heads, kv_heads, dim, slots, log_heads, places, interleaved;
-  i64 windowed, sink, near, whole;
-  // the gate
-  i64 gated, rule, strict, mixed, tied, age_limit;
-  const float *value, *luck;
-  const i32 *ready, *age;
+  i64 windowed, sink, near;
+  // where a gate scores: the last frame's keys, and each head's part of the score
+  i64 mixed;
+  float *key, *scores;
+};
+
+struct Gate {  // kernels/token_gate; scores are sums over heads, or drawn, or changes of inputs x
+  const float *scores, *luck, *x;
+  Norm norm;
+  i64 kv_heads, width;
+  double size;  // what a sum is divided by
+  i64 rule, strict, tied, age_limit, batch, places;
+  double computed, replayed, most;
+  const float *limit;
+  const i32 *place, *ready, *age;
   i32 *skip, *counts;
-  float *key, *recent, *due, *scores;
+  float *recent, *due, *credit, *input;
 };
 
 struct Mlp {
@@ -86,11 +95,6 @@ struct Mlp {
   const float *error, *base;
   float *fade;
   double beta;
-  // by how far the input is from the kept one: which tokens replay
-  i64 judged, paired;
-  double limit;
-  float *credit, *recent, *due;
-  i32 *counts;
 };
 
 struct Sample {
@@ -113,6 +117,18 @@ struct Op {
   i64 code;
   void *body;
 };
+
+// cpu_library.py reads these structs, and the enums before them, from this text
+#define SAME_SIZE(NAME) static_assert(sizeof(NAME) == SIZE_OF_##NAME, "cpu_library.py reads another " #NAME)
+SAME_SIZE(Weight);
+SAME_SIZE(Norm);
+SAME_SIZE(Gemv);
+SAME_SIZE(Attend);
+SAME_SIZE(Gate);
+SAME_SIZE(Mlp);
+SAME_SIZE(Sample);
+SAME_SIZE(Plain);
+SAME_SIZE(Op);
 
 inline v8 load(const float *p) {
   v8 x;
@@ -476,39 +492,78 @@ void turn(float *out, const float *x, const float *cos, const float *sin, i64 di
   }
 }
 
-void decide(const Attend &op) {
-  i64 place = *op.place, n = op.batch, replayed = 0;
-  bool ready = *op.ready;
-  float score[64] = {};
-  for (i64 b = 0; b < n && op.key; b++) {
-    for (i64 h = 0; h < op.kv_heads; h++) score[b] += op.scores[b * op.kv_heads + h];
-    score[b] /= op.heads * std::sqrt(static_cast<float>(op.dim));
-  }
-  for (i64 b = 0; op.tied && b < n / 2; b++)
-    score[b] = score[b + n / 2] = (score[b] + score[b + n / 2]) / 2;
-  for (i64 b = 0; b < n; b++) {
-    bool replay;
-    if (op.rule == THRESHOLD) {
-      replay = op.strict ? score[b] > *op.value : score[b] >= *op.value;
-    } else if (op.rule == SHARE) {
-      float *ring = op.recent + b * op.places;
-      i64 known = 0, higher = 0;
-      for (i64 i = 0; i < op.places; i++) {
-        known += ring[i] == ring[i];
-        higher += ring[i] > score[b];
-      }
-      if (ready) ring[place] = score[b];
-      replay = higher + 0.5f < op.due[b] * (known + 1);
-    } else {
-      replay = *op.value > op.luck[place * n + b];
+// a number that no sum is fused with: products round as they do elsewhere
+inline float rounded(float x) {
+  volatile float y = x;
+  return y;
+}
+
+// relative changes of inputs a from those that made the kept outputs, negative
+void score_inputs(const Gate &op, const float *a, float *score) {
+  for (i64 b = 0; b < op.batch; b++) {
+    const float *base = op.input + (b * op.places + *op.place) * op.width, *now = a + b * op.width;
+    float far = 0, size = 0;
+    for (i64 i = 0; i < op.width; i++) {
+      far += (now[i] - base[i]) * (now[i] - base[i]);
+      size += base[i] * base[i];
     }
-    replay = replay && ready;
-    if (op.age_limit) replay = replay && op.age[b * op.places + place] < op.age_limit;
-    if (op.rule == SHARE && ready) op.due[b] += ((replay ? 0 : 1) - (1 - *op.value)) / op.places;
-    op.skip[b] = replay;
-    replayed += replay;
+    score[b] = -std::sqrt(far) / std::max(std::sqrt(size), 1e-12f);
   }
-  op.counts[replayed == n ? 0 : 1] += static_cast<i32>(replayed);
+}
+
+void score_heads(const Gate &op, float *score) {
+  for (i64 b = 0; b < op.batch; b++) {
+    for (i64 h = 0; h < op.kv_heads; h++) score[b] += op.scores[b * op.kv_heads + h];
+    score[b] /= static_cast<float>(op.size);
+  }
+}
+
+bool replays(const Gate &op, i64 b, float score) {
+  i64 place = *op.place;
+  float limit = *op.limit;
+  bool young = !op.age_limit || op.age[b * op.places + place] < op.age_limit;
+  if (op.rule == THRESHOLD) return young && (op.strict ? score > limit : score >= limit);
+  if (op.rule == DRAW) return young && score < limit;
+  if (op.rule == SHARE) {
+    float *ring = op.recent + b * op.places;
+    i64 known = 0, higher = 0;
+    for (i64 i = 0; i < op.places; i++) {
+      known += ring[i] == ring[i];
+      higher += ring[i] > score;
+    }
+    ring[place] = score;
+    bool replay = young && higher + 0.5f < op.due[b] * (known + 1);
+    op.due[b] += static_cast<float>(replay ? op.replayed : op.computed);
+    return replay;
+  }
+  float price = rounded(score * score), left = std::min(op.credit[b] + limit, limit * op.places);
+  bool replay = young && price <= left && price <= static_cast<float>(op.most) * limit;
+  op.credit[b] = replay ? left - price : left;
+  return replay;
+}
+
+bool run(const Gate &op, Thread &t) {
+  return t.phase(1, [&](i64) {
+    i64 n = op.batch, replayed = 0;
+    float score[MAX_ROWS] = {}, *a = nullptr;
+    if (op.x) {
+      normed(a = t.room(t.a, n * op.width), op.x, op.norm, n, op.width);
+      score_inputs(op, a, score);
+    } else if (op.luck) {
+      std::copy_n(op.luck + *op.place * n, n, score);
+    } else {
+      score_heads(op, score);
+    }
+    for (i64 b = 0; op.tied && b < n / 2; b++)
+      score[b] = score[b + n / 2] = (score[b] + score[b + n / 2]) / 2;
+    for (i64 b = 0; b < n; b++) {
+      op.skip[b] = *op.ready && replays(op, b, score[b]);
+      replayed += op.skip[b];
+      if (a && !op.skip[b])
+        std::copy_n(a + b * op.width, op.width, op.input + (b * op.places + *op.place) * op.width);
+    }
+    op.counts[replayed == n ? 0 : 1] += static_cast<i32>(replayed);
+  });
 }
 
 // one token's query of a head's group, which reads what is written up to its slot
@@ -527,7 +582,7 @@ void attend(const Attend &op, Thread &t, i64 task, i64 token) {
     } else {
       std::memcpy(q + g * d, raw + g * d, d * sizeof(float));
     }
-  if (op.gated && op.key) {
+  if (op.key) {
     float *last = op.key + (task * op.places + place) * d, score = 0;
     for (i64 g = 0; g < group; g++) score += dot((op.mixed ? raw : q) + g * d, last, d);
     op.scores[task] = score;
@@ -535,7 +590,7 @@ void attend(const Attend &op, Thread &t, i64 task, i64 token) {
   }
   // entries that are read: all, or the sink and the newest
   i64 ranges[2][2] = {{0, slot + 1}, {0, 0}};
-  if (op.windowed && slot + 1 > op.whole) {
+  if (op.windowed && slot + 1 > op.padding[b] + op.sink + op.near) {
     i64 first = op.padding[b], near = std::max<i64>(0, slot + 1 - op.near);
     ranges[0][0] = first;
     ranges[0][1] = std::min(first + op.sink, near);
@@ -589,11 +644,10 @@ void write(const Attend &op, i64 task, i64 token) {
 }
 
 bool run(const Attend &op, Thread &t) {
-  bool all = t.phase(op.batch * op.kv_heads, [&](i64 task) {
+  return t.phase(op.batch * op.kv_heads, [&](i64 task) {
     for (i64 token = 0; token < op.tokens; token++) write(op, task, token);
     for (i64 token = 0; token < op.tokens; token++) attend(op, t, task, token);
   });
-  return all && (!op.gated || t.phase(1, [&](i64) { decide(op); }));
 }
 
 // x += what was kept, for all rows: no weight is read
@@ -621,57 +675,8 @@ void fade(const Mlp &op, const float *a, i64 place) {
   }
 }
 
-// replay=input: a token replays where its input a has changed little
-void judge(const Mlp &op, const float *a, i64 place) {
-  i64 n = op.batch, w = op.width, replayed = 0;
-  float change[64] = {}, limit = static_cast<float>(op.limit);
-  for (i64 b = 0; b < n; b++) {
-    const float *base = op.input + (b * op.places + place) * w, *now = a + b * w;
-    float far = 0, size = 0;
-    for (i64 i = 0; i < w; i++) {
-      far += (now[i] - base[i]) * (now[i] - base[i]);
-      size += base[i] * base[i];
-    }
-    change[b] = std::sqrt(far) / std::max(std::sqrt(size), 1e-12f);
-  }
-  for (i64 b = 0; op.paired && b < n / 2; b++)
-    change[b] = change[b + n / 2] = (change[b] + change[b + n / 2]) / 2;
-  for (i64 b = 0; b < n; b++) {
-    bool compute = true;
-    if (*op.ready && op.judged == NEAR) {
-      compute = change[b] > limit;
-    } else if (*op.ready && op.judged == NEAREST) {
-      float *ring = op.recent + b * op.places, score = -change[b];
-      i64 known = 0, higher = 0;
-      for (i64 i = 0; i < op.places; i++) {
-        known += ring[i] == ring[i];
-        higher += ring[i] > score;
-      }
-      ring[place] = score;
-      compute = higher + 0.5f >= op.due[b] * (known + 1);
-      op.due[b] += ((compute ? 1 : 0) - (1 - limit)) / op.places;
-    } else if (*op.ready) {
-      float price = change[b] * change[b], &credit = op.credit[b];
-      credit = std::min(credit + limit, limit * op.places);
-      compute = price > credit || price > DEAREST * limit;
-      if (!compute) credit -= price;
-    }
-    op.skip[b] = !compute;
-    replayed += !compute;
-  }
-  op.counts[replayed == n ? 0 : 1] += static_cast<i32>(replayed);
-}
-
 bool run(const Mlp &op, Thread &t) {
   i64 w = op.width, n = op.batch, place = op.place ? *op.place : 0;
-  if (op.judged) {
-    bool done = t.phase(1, [&](i64) {
-      float *a = t.room(t.a, n * w);
-      normed(a, op.x, op.norm, n, w);
-      judge(op, a, place);
-    });
-    if (!done) return false;
-  }
   bool all = op.keeps;
   for (i64 b = 0; b < n && all; b++) all = op.skip[b] != 0;
   if (all) {
@@ -787,11 +792,7 @@ bool run(const Plain &op, Thread &t, bool norm) {
   });
 }
 
-i64 phases_of(const Op &op) {
-  if (op.code == ATTEND) return static_cast<const Attend *>(op.body)->gated ? 2 : 1;
-  if (op.code == MLP) return static_cast<const Mlp *>(op.body)->judged ? 3 : 2;
-  return 1;
-}
+i64 phases_of(const Op &op) { return op.code == MLP ? 2 : 1; }
 
 void go_through(Program *program, uint64_t step, i64 threads, Thread &t) {
   t.program = program;
@@ -804,6 +805,7 @@ void go_through(Program *program, uint64_t step, i64 threads, Thread &t) {
     switch (program->ops[i].code) {
       case GEMV: on = run(*static_cast<const Gemv *>(body), t); break;
       case ATTEND: on = run(*static_cast<const Attend *>(body), t); break;
+      case GATE: on = run(*static_cast<const Gate *>(body), t); break;
       case MLP: on = run(*static_cast<const Mlp *>(body), t); break;
       case SAMPLE: on = run(*static_cast<const Sample *>(body), t); break;
       default: on = run(*static_cast<const Plain *>(body), t, program->ops[i].code == NORM);

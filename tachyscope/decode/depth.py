@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,12 @@ from tachyscope.decode.layer import Layers, layer_weights
 from tachyscope.decode.parts import DepthParts
 from tachyscope.decode.quantise import norm_of, weight_of
 from tachyscope.kernels.decode_attention import Entries, Scratch, Step
-from tachyscope.kernels.gemv import Weight, gemv
-from tachyscope.kernels.sample_code import Codes, Draw, sample_code
+from tachyscope.kernels.gemv import Weight
+from tachyscope.kernels.sample_code import Codes, Draw
+
+if TYPE_CHECKING:
+    from tachyscope.decode.cpu import Operations
+    from tachyscope.decode.launches import Launches
 
 
 class Depth:
@@ -43,21 +48,16 @@ class Depth:
             [Step(Entries(*cache, slot), parts.heads, slot) for cache in caches] for slot in slots
         ]
 
-    @property
-    def bytes(self) -> int:
-        """Of weights, what a token reads."""
-        per_pass = self.blocks.bytes() + self.classifier.bytes
-        return len(self.inputs) * per_pass + sum(x.bytes for x in self.inputs)
-
-    def step(self, codes: Tensor, noise: Tensor, place: Tensor) -> None:
-        """Draw the codes at a place; `total` is then the sum of their entries, in every row."""
-        self.barriers.zero_()
+    def step(self, to: Launches | Operations, codes: Tensor, noise: Tensor, place: Tensor) -> None:
+        """Draw the codes [V, N, D] at a place; `total` is then the sum of their entries, in every
+        row."""
+        to.clear(self.barriers)
         for d, weight in enumerate(self.inputs):
-            gemv(self.x, self.total if d else self.hidden, (weight,))
-            self.blocks.step(self.steps[d], self.kept, self.barriers[d])
-            gemv(self.logits, self.x, (self.classifier,), self.norm)
+            to.gemv(self.x, self.total if d else self.hidden, (weight,))
+            self.blocks.step(to, self.steps[d], self.kept, self.barriers[d])
+            to.gemv(self.logits, self.x, (self.classifier,), self.norm)
             drawn = Codes(codes, noise, place, d, self.books[d], self.total)
-            sample_code(self.logits, self.draw, drawn)
+            to.sample(self.logits, self.draw, drawn)
 
 
 def _moved(weight: Weight, by: Tensor) -> Weight:

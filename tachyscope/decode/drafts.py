@@ -8,22 +8,15 @@ right. On a CPU a pass is a native program for its number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from tachyscope.decode.cpu import DepthPass, TrunkPass
-from tachyscope.decode.depth import Depth
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.session import Session
 from tachyscope.decode.engine import DecodeEngine
-from tachyscope.decode.layer import Layers
-from tachyscope.decode.parts import DecodeParts, DepthParts
-from tachyscope.kernels.decode_attention import Scratch
-from tachyscope.kernels.launch import record
+from tachyscope.decode.parts import DecodeParts
+from tachyscope.decode.program import DepthPass, TrunkPass
 from tachyscope.passes.draft import Draft
-from tachyscope.session import Session
-from tachyscope.types import TokenFrame
 
 
 class DraftEngine:
@@ -37,11 +30,13 @@ class DraftEngine:
         assert isinstance(policy, Draft)
         self.size = min(1 + policy.places, session.shape.tokens_per_frame)  # tokens of a pass
         # by the number of tokens, and whether MLPs are whole
-        self.trunks: dict[tuple[int, bool], TrunkPass | TrunkLaunches] = {}
-        self.depths: dict[int, DepthPass | DepthLaunches] = {}
+        self.trunks: dict[tuple[int, bool], TrunkPass] = {}
+        self.depths: dict[int, DepthPass] = {}
         self.memory: list[Tensor] = []
         self.codes = torch.zeros_like(self.engine.codes)  # this frame's, drafts behind the others
         self.replayed = False  # whether the last frame was made by recorded passes alone
+        self.ready = False  # whether the last frame left errors to a policy that remembers them
+        self.whole = True  # whether this frame's MLPs are computed whole
         self.drawn = self.passes = 0  # rows whose codes the last frame drew, and its trunk passes
 
     def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
@@ -53,18 +48,10 @@ class DraftEngine:
         engine.sin.copy_(sin[:, 0])
         engine.take_action(action)
         past, self.drawn, self.passes, self.replayed = session.past, 0, 0, True
-        ready = session.replay.ready.issuperset((0,))
-        whole = engine.whole_places(ready)
-
-        def feed(codes: Tensor, at: int) -> Tensor:
-            return self._feed(codes, at, pos, ready, whole[0])
-
-        def draw(states: Tensor, at: int) -> tuple[Tensor, Tensor]:
-            return self._draw(states, noise[:, at : at + states.shape[1]])
-
-        # no draft of logits comes here: what picks codes of them is not asked for
-        frame = TokenFrame(noise, torch.add, feed, draw)
-        codes = session.plan.passes.sample_frame(session, frame)
+        self.pos, self.ready = pos, session.replay.ready.issuperset((0,))
+        whole = engine.whole_places(self.ready)
+        self.whole = whole[0]
+        codes = session.plan.passes.sample_frame(session, self, noise)
         assert codes is not None
         engine.learn_errors(whole)
         for layer in session.layers:
@@ -75,8 +62,8 @@ class DraftEngine:
         """Of the pass that runs so many tokens: on a GPU one of two, so that two are recorded."""
         return tokens if self.native or tokens == 1 else self.size
 
-    def _feed(self, codes: Tensor, at: int, pos: Tensor, ready: bool, whole: bool) -> Tensor:
-        engine, session = self.engine, self.session
+    def feed(self, codes: Tensor, at: int) -> Tensor:
+        engine, session, pos = self.engine, self.session, self.pos
         tokens, start = codes.shape[1], session.past + session.now
         session.begin(pos=pos[at : at + tokens], step=0, steps=1, noise=(0.0,), drafted=True)
         engine.meet_memory()
@@ -85,116 +72,55 @@ class DraftEngine:
         self.codes[:, at : at + tokens] = codes
         size = self._size(tokens)
         before = size - tokens  # places that are run over anew
-        run = self._trunk(size, whole)
+        run = self._trunk(size)
         run.take(self.codes[:, at - before : at + tokens])
         engine.place.fill_(at - before)
         engine.slot.fill_(start - before)
         run.replay()
         self.passes += 1
-        self._count(size, before, start - before, ready, whole)
+        self._count(size, before, start - before)
         states: Tensor = run.states.unflatten(0, (-1, size))[:, before:].clone()
-        session.features["hidden"] = states[:, -1]
+        session.features.hidden = states[:, -1]
         return states
 
-    def _trunk(self, size: int, whole: bool) -> TrunkPass | TrunkLaunches:
-        if (size, whole) not in self.trunks:
+    def _trunk(self, size: int) -> TrunkPass:
+        if (size, self.whole) not in self.trunks:
             self.replayed = False
-            self.trunks[size, whole] = (
-                TrunkPass(self.engine, size)
-                if self.native
-                else TrunkLaunches(self.engine, size, whole, self.graph)
-            )
-        return self.trunks[size, whole]
+            self.trunks[size, self.whole] = TrunkPass(self.engine, size, self.whole)
+        return self.trunks[size, self.whole]
 
-    def _draw(self, states: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
+        assert logits is None  # `unsupported` refuses plans that want them
         tokens = states.shape[1]
         size = self._size(tokens)
         if size not in self.depths:
             self.replayed = False
-            self.depths[size] = (
-                DepthPass(self.engine, self.parts.depth, size)
-                if self.native
-                else DepthLaunches(self.engine, self.parts.depth, size, self.graph)
-            )
+            self.depths[size] = DepthPass(self.engine, self.parts.depth, size)
         run = self.depths[size]
         # behind these places are others that nobody asks for
         run.hidden.unflatten(0, (-1, size))[:, :tokens] = states
         run.noise.unflatten(0, (-1, size))[:, :tokens, 0] = noise
         run.replay()
         self.drawn += len(run.hidden)
-        codes = run.codes.unflatten(0, (-1, size))[:, :tokens, 0]
-        return codes.clone(), noise[..., :0]
+        codes: Tensor = run.codes.unflatten(0, (-1, size))[:, :tokens, 0].clone()
+        return codes
 
-    def _count(self, tokens: int, again: int, start: int, ready: bool, whole: bool) -> None:
+    def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
+        raise TachyscopeError(
+            "the decode engine keeps no logits to draft from: use passes=draft:source=codes"
+        )
+
+    def _count(self, tokens: int, again: int, start: int) -> None:
         """What a pass counts, as if it had been run layer by layer; `again` are no new tokens."""
         session, engine, shape = self.session, self.engine, self.session.shape
-        session.meter.add("macs", shape.batch * again * shape.macs)
+        session.work.macs += shape.batch * again * shape.macs
         end = start + tokens
-        if engine.steps[0].window is None:
+        window = engine.steps[0].window
+        if window is None:
             engine.count_entries([end] * tokens)  # all entries of a pass are scored, then masked
         else:
-            reach = engine.steps[0].window.whole
+            reach = window.sink + min(session.left_padding, default=0) + window.near
             ends = [start + i + 1 for i in range(tokens)]
             engine.count_entries(ends if end > reach else [end] * tokens)
         rows = shape.batch * tokens * shape.layers
-        engine.count_mlps(rows, 0.0 if whole else rows, ready)
-
-
-class Launches:
-    """Launches that are recorded as a CUDA graph when they first run, where that is wanted."""
-
-    def __init__(self, work: Callable[[], None], graph: bool) -> None:
-        self.work, self.graph = work, graph
-        self.recorded: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        if self.recorded is not None:
-            self.recorded.replay()
-            return
-        self.work()
-        if self.graph:
-            self.recorded = record(self.work)
-
-
-class TrunkLaunches:
-    """The trunk over `tokens` tokens of an engine's session, from its place and slot on."""
-
-    def __init__(self, engine: DecodeEngine, tokens: int, whole: bool, graph: bool) -> None:
-        self.engine, self.whole = engine, whole
-        rows, shape = len(engine.x), engine.session.shape
-        self.codes = engine.codes.new_zeros(engine.videos, tokens, engine.codes.shape[2])
-        self.x = engine.x.new_empty(rows * tokens, engine.x.shape[1])
-        self.states = torch.empty_like(self.x)
-        scratch = Scratch(
-            rows, shape.heads, shape.kv_heads, shape.head_dim, engine.x.device, tokens
-        )
-        self.layers = Layers(engine.trunk.weights, self.x, scratch, tokens)
-        if engine.trunk.slices:
-            self.layers.add_slices(engine.trunk.slices)
-        self.barriers = self.layers.barriers()
-        self.replay = Launches(self._run, graph)
-
-    def take(self, codes: Tensor) -> None:
-        self.codes.copy_(codes)
-
-    def _run(self) -> None:
-        engine = self.engine
-        self.x.copy_(engine.embed(self.codes))
-        self.barriers.zero_()
-        kept = engine.kept if self.whole else engine.errors
-        self.layers.step(engine.steps, kept, self.barriers, sliced=not self.whole)
-        size = (self.x.shape[1],)
-        self.states.copy_(F.rms_norm(self.x, size, engine.norm.weight, engine.norm.eps))
-
-
-class DepthLaunches:
-    """Codes of `tokens` places at once, each drawn as if it came alone."""
-
-    def __init__(self, engine: DecodeEngine, parts: DepthParts, tokens: int, graph: bool) -> None:
-        rows, (videos, _, depths, count) = len(engine.x), engine.noise.shape
-        self.hidden = engine.x.new_zeros(rows * tokens, engine.x.shape[1])
-        self.codes = engine.codes.new_zeros(videos * tokens, 1, depths)
-        self.noise = engine.noise.new_ones(videos * tokens, 1, depths, count)
-        self.place = torch.zeros((), dtype=torch.int32, device=engine.x.device)
-        self.depth = Depth(parts, engine.depth.draw, self.hidden)
-        self.replay = Launches(lambda: self.depth.step(self.codes, self.noise, self.place), graph)
+        engine.count_mlps(rows, 0.0 if self.whole else rows, self.ready)

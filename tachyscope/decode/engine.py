@@ -15,28 +15,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tachyscope.attention.dense import Dense
-from tachyscope.attention.window import Window as WindowPolicy
-from tachyscope.decode.cpu import MAX_ROWS, StepProgram, is_direct
+from tachyscope.attention.window import WindowAttention
+from tachyscope.core.plan import spell
+from tachyscope.core.session import Session
+from tachyscope.decode.cpu import is_direct
+from tachyscope.decode.cpu_library import MAX_ROWS
 from tachyscope.decode.depth import Depth
 from tachyscope.decode.layer import Layers, layer_weights
 from tachyscope.decode.neurons import slice_mlp
 from tachyscope.decode.parts import DecodeParts
+from tachyscope.decode.program import TokenStep
 from tachyscope.decode.quantise import bits_of, norm_of, weight_of
-from tachyscope.kernels.decode_attention import Entries, Gate, Rotation, Scratch, Step, Window
+from tachyscope.kernels.decode_attention import Entries, Rotation, Scratch, Step, Window
 from tachyscope.kernels.decode_mlp import Error, Kept, run_mlp
 from tachyscope.kernels.device import has_decode_kernel
-from tachyscope.kernels.gemv import gemv, linear
-from tachyscope.kernels.input_gate import InputGate
-from tachyscope.kernels.input_gate import Kind as InputKind
-from tachyscope.kernels.launch import record
+from tachyscope.kernels.gemv import linear
 from tachyscope.kernels.sample_code import Draw
-from tachyscope.passes.all import All
-from tachyscope.plan import spell
-from tachyscope.replay import TokenGate
-from tachyscope.replay.input import DEAREST, Input
+from tachyscope.kernels.token_gate import GateState, TokenGate
+from tachyscope.passes.all import AllPasses
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.replay.runner import DRIFT_ROWS, ReplayRunner
-from tachyscope.session import Session
 
 
 def unsupported(parts: DecodeParts, session: Session) -> str:
@@ -54,14 +52,15 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
     bits += [{bits_of(x.o)} for x in parts.layers]
     reasons = {
         f"attention={spell(plan.attention)} reads other entries for every token": not isinstance(
-            plan.attention, Dense | WindowPolicy
+            plan.attention, Dense | WindowAttention
         ),
-        f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries
-        or plan.cache.view_depends_on_pass,
+        f"attention={spell(plan.attention)} weighs the past": plan.attention.log_weight != 0,
+        f"cache={spell(plan.cache)} wants every token's queries": plan.cache.wants_queries,
+        f"cache={spell(plan.cache)} says itself what a pass reads": plan.cache.view_depends_on_pass,
         f"replay={spell(plan.replay)} is not decided on the device": gate is None
-        and not isinstance(plan.replay, NeuronReplay | Input | None),
+        and not isinstance(plan.replay, NeuronReplay | None),
         f"passes={spell(plan.passes)} drafts what the engine cannot check": not isinstance(
-            plan.passes, All
+            plan.passes, AllPasses
         )
         and not drafted,
         f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
@@ -110,8 +109,8 @@ class DecodeEngine:
         self.numbers = torch.zeros(2, dtype=torch.int32, device=session.device)
         self.place, self.slot = self.numbers[0], self.numbers[1]
         self.ready = torch.zeros((), dtype=torch.int32, device=session.device)
-        self.value = torch.zeros((), **fine)
         layers = (shape.layers,)
+        self.limits = torch.zeros(*layers, **fine)
         self.skip = torch.zeros(*layers, rows, dtype=torch.int32, device=session.device)
         self.counts = torch.zeros(*layers, 2, dtype=torch.int32, device=session.device)
         self.luck = torch.zeros(*layers, places, rows, **fine)
@@ -119,11 +118,11 @@ class DecodeEngine:
         self.fade = torch.zeros(rows, **fine)
         # stock torch on a GPU computes all, and masks
         self.skips = session.device.type == "cpu" or has_decode_kernel(self.x)
-        self.gate: TokenGate | None = None
+        self.gates: list[GateState] = []  # of the layers
         self.memory: list[Tensor] = []  # the layers' tensors that steps read and write
         # a step that computes whole MLPs, and one that computes their slices
-        self.recorded: dict[bool, torch.cuda.CUDAGraph | StepProgram] = {}
-        self.replayed = False  # whether the last frame was made by the graph alone
+        self.programs: dict[bool, TokenStep] = {}
+        self.replayed = False  # whether the last frame was made by what was recorded alone
         self.drawn = rows * places  # rows of tokens whose codes a frame draws
 
     def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
@@ -138,28 +137,26 @@ class DecodeEngine:
         self.cos.copy_(cos[:, 0])
         self.sin.copy_(sin[:, 0])
         self.noise.copy_(noise)
-        self.hidden.copy_(session.features["hidden"])
+        self.hidden.copy_(session.features.last_state())
         self.take_action(action)
         self.place.fill_(0)
         self.slot.fill_(past)
         self.counts.zero_()
-        policy = session.plan.replay
-        gate = None if policy is None else policy.token_gate(shape, session.chunk)
-        if self.judges:
+        if self.gates:
             self.ready.fill_(ready)
-        if gate is not None:
-            self.ready.fill_(ready)
-            self.value.fill_(gate.value)
-            if gate.drawn and ready:
+            self.set_limits()
+            if self.gates[0].gate.score == "drawn" and ready:
                 self.draw_luck()
         whole = self.whole_places(ready)
-        self.replayed = self.recorded.keys() >= set(whole)
+        self.replayed = self.graph and self.programs.keys() >= set(whole)
         for one in whole:
-            self._next(one)
+            if one not in self.programs:
+                self.programs[one] = TokenStep(self, one)
+            self.programs[one].replay()
         self.learn_errors(whole)
         for layer in session.layers:
             layer.pos[:, :, past : past + shape.tokens_per_frame] = pos
-        session.features["hidden"] = self.hidden.clone()
+        session.features.hidden = self.hidden.clone()
         self._count(past, ready, whole)
         return self.codes.clone()
 
@@ -173,13 +170,13 @@ class DecodeEngine:
         """In the order of single passes, token by token and layer by layer."""
         layers, places, rows = self.luck.shape
         size = (places, layers, 1 if self.session.shape.paired else rows)
-        rng = self.session.policy_rng
+        rng = self.session.memory.policy_rng
         drawn = torch.rand(size, generator=rng, dtype=torch.float32, device=self.luck.device)
         self.luck.copy_(drawn.transpose(0, 1))
 
     def _slices(self) -> NeuronReplay | None:
         """Make slices of the MLPs, where the plan's policy computes those."""
-        policy, calibration = self.session.plan.replay, self.session.calibration
+        policy, calibration = self.session.plan.replay, self.session.spec.calibration
         if not isinstance(policy, NeuronReplay) or not policy.share:
             return None
         assert calibration is not None  # a prompt's pass has asked for it
@@ -213,18 +210,6 @@ class DecodeEngine:
             about = run_mlp(base.index_select(1, index), part)
             error.index_copy_(1, index, error.index_select(1, index) - about)
 
-    def step(self, whole: bool = True) -> None:
-        """One token: its codes, then the trunk's state that predicts the next."""
-        self.depth.step(self.codes, self.noise, self.place)
-        gemv(self.projected, self.depth.total, (self.projector[0],), gelu=True)
-        gemv(self.x, self.projected, (self.projector[1],))
-        if self.actions is not None:
-            self.x.add_(self.action)
-        self.run_trunk(whole)
-        size = (self.x.shape[1],)
-        self.hidden.copy_(F.rms_norm(self.x, size, self.norm.weight, self.norm.eps))
-        self.numbers.add_(1)
-
     def embed(self, codes: Tensor) -> Tensor:
         """The trunk's inputs [B * S, W] of a frame's codes [V, S, D]."""
         (first, second), codes = self.projector, codes.flatten(0, 1)
@@ -236,21 +221,6 @@ class DecodeEngine:
             x = (x.unflatten(0, (self.videos, -1)) + self.action[: self.videos, None]).flatten(0, 1)
         return x.repeat(len(self.x) // self.videos, 1)
 
-    def run_trunk(self, whole: bool = True) -> None:
-        self.barriers.zero_()
-        kept = self.kept if whole else self.errors
-        self.trunk.step(self.steps, kept, self.barriers, sliced=not whole, judges=self.judges)
-
-    def _next(self, whole: bool) -> None:
-        if self.graph and self.session.device.type == "cpu" and whole not in self.recorded:
-            self.recorded[whole] = StepProgram(self, whole)
-        if whole in self.recorded:
-            self.recorded[whole].replay()
-            return
-        self.step(whole)
-        if self.graph:
-            self.recorded[whole] = record(lambda: self.step(whole))
-
     def meet_memory(self) -> None:
         """Point the steps to the session's memory, where that is not the last frame's."""
         session = self.session
@@ -258,70 +228,73 @@ class DecodeEngine:
         same = len(held) == len(self.memory)
         if same and all(a is b for a, b in zip(held, self.memory, strict=True)):
             return
-        self.memory, self.recorded = held, {}
-        shape, policy = session.shape, session.plan.replay
-        self.gate = None if policy is None else policy.token_gate(shape, 0)
+        self.memory, self.programs = held, {}
+        shape, rules = session.shape, self.rules()
         rotation = Rotation(self.cos, self.sin, session.rope.interleaved)
         window = self._window()
         merged = session.plan.cache.merges or any(session.left_padding)
         self.steps: list[Step] = []
         self.kept: list[Kept | None] = []
         self.errors: list[Error | None] = []
-        self.judges: list[InputGate] = []
+        self.gates = [self._gate(i, rule) for i, rule in enumerate(rules)]
+        self.input_gates = [x for x in self.gates if x.gate.score == "input"]
+        self.limits_set: list[float] = []
         for i, layer in enumerate(session.layers):
-            gate, kept = self._gate(i) if self.gate is not None else (None, None)
-            error = None
+            gate, kept, error = None, None, None
+            if self.gates:
+                gate, kept = self.gates[i], self._kept(i)
             if self.neurons is not None and self.neurons.remembers:
                 kept, error = self._memory(i)
-            if isinstance(policy, Input):
-                kept = self._judge(i)
             log_count = layer.log_count if merged else None
             entries = Entries(layer.k, layer.v, self.slot, log_count, layer.unrotated)
-            step = Step(entries, shape.heads, self.place, rotation, window, gate)
+            attends = gate is not None and gate.gate.score != "input"
+            step = Step(
+                entries, shape.heads, self.place, rotation, window, gate if attends else None
+            )
             self.steps.append(step)
             self.kept.append(kept)
             self.errors.append(error)
 
     def _window(self) -> Window | None:
         policy, session = self.session.plan.attention, self.session
-        if not isinstance(policy, WindowPolicy):
+        if not isinstance(policy, WindowAttention):
             return None
         pads = session.left_padding or (0,) * session.shape.batch
         padding = torch.tensor(pads, dtype=torch.int32, device=session.device)
         return Window(policy.sink, policy.tokens, policy.sink + max(pads) + policy.tokens, padding)
 
-    def _gate(self, layer: int) -> tuple[Gate, Kept]:
-        own = self.session.layers[layer].own["replay"]
-        rule, age = self.gate, own["age"][0]
-        assert rule is not None
-        scored = rule.kind != "draw"
-        gate = Gate(
-            rule.kind, self.value, self.ready, self.skip[layer], self.counts[layer], age,
-            rule.strict, rule.mixed, rule.tied, rule.age_limit,
-            key=own["key"][0] if scored else None,
-            recent=own["recent_scores"] if rule.kind == "share" else None,
-            due=own["share_due"] if rule.kind == "share" else None, luck=self.luck[layer],
-        )  # fmt: skip
-        drift = own["drift"][0, :, 0] if "drift" in own else None
-        output = own["output"][0]
-        return gate, Kept(self.skip[layer], self.place, output, age, drift, self.ready, DRIFT_ROWS)
+    def rules(self) -> list[TokenGate]:
+        """How the next frame's tokens are chosen, by layer; none where they are not."""
+        shape, runner = self.session.shape, self.session.replay
+        if not isinstance(runner, ReplayRunner) or runner.policy is None:
+            return []
+        chunk = self.session.chunk
+        return [runner.policy_of(i).token_gate(shape, chunk) for i in range(shape.layers)]
 
-    def _judge(self, layer: int) -> Kept:
-        """What a layer's MLP keeps where its own input decides."""
-        own, runner = self.session.layers[layer].own["replay"], self.session.replay
-        policy = runner.policy_of(layer) if isinstance(runner, ReplayRunner) else None
-        assert isinstance(policy, Input)
-        kinds: dict[InputKind, float | None] = {
-            "threshold": policy.threshold, "share": policy.share, "budget": policy.budget
-        }  # fmt: skip
-        kind, limit = next((name, x) for name, x in kinds.items() if x is not None)
-        judge = InputGate(
-            kind, limit, self.session.shape.paired, DEAREST, self.place, self.ready,
-            self.skip[layer], self.counts[layer], own["input"][0], own.get("credit"),
-            own.get("recent_scores"), own.get("share_due"),
+    def set_limits(self) -> None:
+        """Those of the next frame: what a policy says that takes turns, else what they were."""
+        limits = [rule.limit for rule in self.rules()]
+        if limits == self.limits_set:
+            return
+        if len(set(limits)) == 1:
+            self.limits.fill_(limits[0])
+        else:
+            self.limits.copy_(torch.tensor(limits))
+        self.limits_set = limits
+
+    def _gate(self, layer: int, rule: TokenGate) -> GateState:
+        return GateState.of(
+            rule, self.session.layers[layer].own["replay"], limit=self.limits[layer],
+            place=self.place, ready=self.ready, skip=self.skip[layer], counts=self.counts[layer],
+            luck=self.luck[layer] if rule.rule == "draw" else None,
         )  # fmt: skip
-        self.judges.append(judge)
-        return Kept(self.skip[layer], self.place, own["output"][0], own["age"][0], ready=self.ready)
+
+    def _kept(self, layer: int) -> Kept:
+        """What a layer's MLP keeps, and replays where a gate says so."""
+        own = self.session.layers[layer].own["replay"]
+        drift = own["drift"][0, :, 0] if "drift" in own else None
+        output, age = own["output"][0], own["age"][0]
+        return Kept(self.skip[layer], self.place, output, age, drift, self.ready, DRIFT_ROWS)
 
     def _memory(self, layer: int) -> tuple[Kept, Error]:
         """What a token that is computed whole leaves, and how one that is not reads it."""
@@ -342,36 +315,35 @@ class DecodeEngine:
     def _count(self, past: int, ready: bool, whole: list[bool]) -> None:
         """What the frame's passes would have counted one by one; replayed rows are the device's."""
         session, shape = self.session, self.session.shape
-        places, meter = shape.tokens_per_frame, session.meter
+        places, work = shape.tokens_per_frame, session.work
         self.count_entries([past + i + 1 for i in range(places)])
         total = shape.batch * places * shape.layers
         skipped: Tensor | float = 0.0
-        if self.gate is not None or self.judges:
+        if self.gates:
             if ready:
-                meter.add("rows_eligible", total)
+                work.rows_eligible += total
             skipped, masked = self.counts.sum(0, dtype=torch.float64)
             # beside a row that is computed the weights are read all the same
             if not self.skips:
                 skipped, masked = 0.0, skipped + masked
-            meter.add("simulated_rows_replayed", masked)
+            work.simulated_rows_replayed += masked
         self.count_mlps(total, total * whole.count(False) / places, ready, skipped)
 
     def count_entries(self, ends: list[int]) -> None:
         """Attention of tokens that have so many entries, their own the last of them."""
         session, shape = self.session, self.session.shape
         policy = session.plan.attention
-        if isinstance(policy, WindowPolicy):
+        if isinstance(policy, WindowAttention):
             reach = policy.sink + max(session.left_padding, default=0) + policy.tokens
             ends = [end if end <= reach else policy.sink + policy.tokens for end in ends]
-        pairs = shape.batch * shape.heads * shape.layers * sum(ends)
-        session.meter.add("pairs", pairs)
-        session.meter.add("macs", 2 * pairs * shape.head_dim)
+        queries = shape.batch * shape.heads * shape.layers
+        session.work.add_pairs(queries * sum(ends), shape.head_dim)
 
     def count_mlps(
         self, total: int, sliced: float, ready: bool, skipped: Tensor | float = 0.0
     ) -> None:
         """MLPs of so many rows, of which some were slices and some were skipped."""
-        mlp, meter = self.trunk.weights[0].mlp, self.session.meter
+        mlp, counted = self.trunk.weights[0].mlp, self.session.work
         macs = sum(part.rows * part.columns for part in mlp.parts)
         if self.neurons is not None:
             part, memory = self.trunk.slices[0], self.neurons.remembers
@@ -380,10 +352,6 @@ class DecodeEngine:
             skipped = sliced * (1 - computed)
             # maps, and slices of what was computed whole: errors are learned from them
             more = sliced * (work - computed * macs) + (total - sliced) * work * memory
-            meter.add("rows_eligible", total * (ready or not memory))
-            meter.add("macs", more)
-            meter.add("mlp_macs", more)
-        meter.add("rows_computed", total - skipped)
-        meter.add("rows_replayed", skipped)
-        meter.add("macs", (total - skipped) * macs)
-        meter.add("mlp_macs", (total - skipped) * macs)
+            counted.rows_eligible += total * (ready or not memory)
+            counted.add_mlp_macs(more)
+        counted.add_mlps(macs, total - skipped, total)

@@ -1,19 +1,24 @@
-"""A layer of the trunk, or a block of the depth transformer: four launches for a token."""
+"""A layer of the trunk, or a block of the depth transformer: four operations for a token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tachyscope.decode.parts import LayerParts
 from tachyscope.decode.quantise import norm_of, weight_of
-from tachyscope.kernels.decode_attention import Scratch, Step, decode_attention
-from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights, decode_mlp
-from tachyscope.kernels.gemv import Norm, Weight, gemv
-from tachyscope.kernels.input_gate import InputGate, input_gate
+from tachyscope.kernels.decode_attention import Scratch, Step
+from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
+from tachyscope.kernels.gemv import Norm, Weight
+from tachyscope.kernels.token_gate import GateState
+
+if TYPE_CHECKING:
+    from tachyscope.decode.cpu import Operations
+    from tachyscope.decode.launches import Launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,6 @@ class Layers:
         self.slices, most = slices, max(self.inner.shape[1], *(part.up.rows for part in slices))
         self.inner = self.x.new_empty(len(self.x), most)
 
-    def bytes(self, sliced: bool = False) -> int:
-        """Of weights, what a step reads that computes all of them, or slices of the MLPs."""
-        mlps = self.slices if sliced else [layer.mlp for layer in self.weights]
-        parts = [weight for layer in self.weights for weight in (*layer.qkv, layer.out)]
-        return sum(weight.bytes for weight in (*parts, *(x for mlp in mlps for x in mlp.parts)))
-
     def barriers(self, *count: int) -> Tensor:
         """Zeros for `step`: one for every layer."""
         size = (*count, len(self.weights))
@@ -73,21 +72,22 @@ class Layers:
 
     def step(
         self,
+        to: Launches | Operations,
         steps: Sequence[Step],
         kept: Sequence[Kept | Error | None],
         barriers: Tensor,
         sliced: bool = False,
-        judges: Sequence[InputGate] = (),
+        gates: Sequence[GateState] = (),
     ) -> None:
         """Through all layers, or slices of their MLPs; barriers [layers] are 0.
 
-        Where MLPs are replayed by their inputs, `judges` decide before each.
+        Where MLPs are replayed by their inputs, `gates` decide before each.
         """
         for i, layer in enumerate(self.weights):
             mlp = self.slices[i] if sliced else layer.mlp
-            gemv(self.qkv, self.x, layer.qkv, layer.norm)
-            decode_attention(self.attended, self.qkv, steps[i], self.scratch, self.tokens)
-            gemv(self.x, self.attended, (layer.out,), add=True)
-            if judges:
-                input_gate(self.x, mlp.norm, judges[i])
-            decode_mlp(self.x, mlp, kept[i], self.inner, barriers[i], self.tokens, self.normed)
+            to.gemv(self.qkv, self.x, layer.qkv, layer.norm)
+            to.attend(self, steps[i])
+            to.gemv(self.x, self.attended, (layer.out,), add=True)
+            if gates:
+                to.decide(self.x, mlp.norm, gates[i])
+            to.mlp(self, mlp, kept[i], barriers[i])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tachyscope.calibration import Cut
+from tachyscope.io.calibration import Cut
 from tachyscope.kernels.decode_mlp import MlpWeights
 from tachyscope.kernels.gemv import Weight
 from tachyscope.kernels.gemv.weights import MULTIPLE

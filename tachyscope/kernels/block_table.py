@@ -1,10 +1,13 @@
-"""Which blocks of the past each tile of queries reads."""
+"""Which blocks of the past each tile of queries reads, and what reading them gives."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from tachyscope.kernels.codes import decode
+from tachyscope.kernels.device import DTYPE
 
 
 class BlockTable(NamedTuple):
@@ -23,7 +26,24 @@ class BlockTable(NamedTuple):
     counts: Tensor
     tile: int
     block: int
-    ragged: bool = False  # whether counts differ from `most`
     plain: bool = False  # whether every slot of every block holds one entry
     k_scale: Tensor | None = None  # of codes, [B, Hkv, C]
     v_scale: Tensor | None = None
+
+    def decoded(self) -> BlockTable:
+        """With vectors in place of codes."""
+        k, v = decode(self.k, self.k_scale, DTYPE), decode(self.v, self.v_scale, DTYPE)
+        return self._replace(k=k, v=v)
+
+
+class Read(NamedTuple):
+    """An answer [B, H, S, D], and what it took."""
+
+    out: Tensor
+    pairs: int  # query-key pairs that were scored
+    kept: tuple[Tensor, ...] = ()  # gathered entries, for a later call with the same table
+
+
+def pairs_of(q: Tensor, k: Tensor, past: BlockTable) -> int:
+    """The pairs that are scored of present entries k, and of the blocks that each tile lists."""
+    return q.shape[:3].numel() * (k.shape[2] + past.ids.shape[3] * past.block)

@@ -12,6 +12,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICES, DTYPE, HEAD_DIMS = ("cuda", "meta"), torch.bfloat16, (64, 128)
 # queries that read the same blocks, and entries of a block
 TILES, BLOCKS = (64, 128), (32, 64, 128)
+# queries of a tile that score the blocks of a bank: its own, or means of neighbours
+MEANS = 16
 # of a device without data, which stands for an H200
 MULTIPROCESSORS = 132
 # rows that one reading of a weight serves in a decode step, and of what

@@ -16,7 +16,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """kernel[grid](*args), whose first argument is a tensor.
 
     On the meta device nothing runs: what a caller allocates for the launch is then all that
-    happens, and `tachyscope/memory.py` adds it up.
+    happens, and `tachyscope/memory/predict.py` adds it up.
     """
     if not args[0].is_meta:
         kernel[grid](*args, **options)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tachyscope.decode import DecodeEngine, DecodeParts, DraftEngine
-from tachyscope.errors import TachyscopeError
-from tachyscope.fingerprint import digest, of_tensors
-from tachyscope.session import Session
-from tachyscope.types import Rope, Shape, SliceableMlp
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.session import Session
+from tachyscope.core.types import Rope, Shape, SliceableMlp, dtype_name
+from tachyscope.io.fingerprint import digest, of_tensors
 
 Ready = Callable[[Tensor], None]  # is handed final latents before the cache is written
 
 
 class MemoryParts(NamedTuple):
-    """Bytes that hang on a model and its size, and on no plan."""
+    """Bytes that depend on a model and its size, and on no plan."""
 
     weights: int
     decoder: int  # its weights
@@ -30,26 +30,78 @@ class MemoryParts(NamedTuple):
     prompt: int  # keys and values of cross-attention
     activations: int  # of a pass, attention left out
     decoding: int
+    decoding_one: int = 0  # latent frame, where a CPU decodes them one by one
+
+
+class WorldModel(Protocol):
+    """How a camera stands and walks in the world that a model was trained on, a unit square."""
+
+    @property
+    def START(self) -> tuple[float, float, float]:
+        """Where it stands unless asked otherwise: x, y, degrees."""
+
+    @property
+    def NEAR(self) -> float:
+        """The closest that it comes to a wall."""
+
+    def at(self, starts: Sequence[Sequence[float]], pace: float, device: torch.device) -> Tensor:
+        """A camera for each start (x, y, degrees), [B, n] numbers of the device."""
+
+    def walk(self, camera: Tensor, actions: Tensor) -> Tensor:
+        """The poses [B, F, ...] that actions [F] lead cameras to; they then stand at the last."""
+
+
+class FrameEngine(Protocol):
+    """What makes a token model's frames on fixed memory: the decode engine, or that of drafts."""
+
+    drawn: int  # rows whose codes the last frame drew
+
+    def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
+        """The next frame's codes [V, N, D], from noise [V, N, D, K]; the caller commits it."""
+
+
+class NoPrompt(NamedTuple):
+    """What a model that reads no prompt makes of one."""
+
+    lengths: tuple[int, ...] = ()
 
 
 class VideoModel(abc.ABC):
-    """A model, frozen: all that changes during a video lives in the session."""
+    """A model, frozen: all that changes during a video lives in the session.
 
-    name: str
+    A model of one's own sets `transformer` and `size`, and defines `shape`, `rope`, `sample` and
+    `decode_latents`; what else it defines it can do more with: `encode_frames` and
+    `prefill_latents` to go on from given frames, `check_source` and `encode_next` to follow a
+    video, the prompt's three methods to read one, `memory_parts` and `on_meta` to be told whether
+    it fits.
+    """
+
     transformer: nn.Module
-    kind: str  # "chunks", "tokens" or "rolling": which named plans are meant
-    device: torch.device
-    dtype: torch.dtype
-    fps: int
     size: tuple[int, int]  # (height, width) in pixels of the frames it makes unless asked otherwise
-    actions: str  # one letter an action, "" where the model takes none; the first is "stay"
-    stock: str  # the plan its authors run
-    frame_dim: int  # which dimension of latents counts frames
-    calibration: Path | None = None  # of `tachyscope calibrate`, where it lies beside the weights
+    name: str = "model"
+    kind: str = "chunks"  # "chunks", "tokens" or "rolling": which named plans are meant
+    fps: int = 16
+    actions: str = ""  # one letter an action, "" where the model takes none; the first is "stay"
+    chords: Mapping[str, str] = MappingProxyType({})  # actions that are two keys at once: q: "wj"
+    stock: str = ""  # the plan its authors run
+    frame_dim: int = 2  # which dimension of latents counts frames: [B, C, F, h, w]
+    calibration: Path | None = None  # of its MLPs, where it lies beside the weights
     camera: bool = False  # whether it is told where its camera stands
+    # whether a given first picture is told beside the latents, and is none of them
+    conditions: bool = False
+    opening: np.ndarray | None = None  # given frames that a video begins with where none are given
+    world: WorldModel | None = None  # where poses can be told from actions
+    splits_tokens: bool = False  # whether its transformer computes a rank's tokens alone
     compiled: bool = False  # whether a token's step is a native program, on a CPU
     # how often noise is drawn for a chunk; 0 where it cannot be handed in instead
     draws: int = 0
+
+    def __repr__(self) -> str:
+        height, width = self.size
+        return (
+            f"<{type(self).__name__} {self.name}: {self.kind}, {height}x{width}, {self.device}, "
+            f"{dtype_name(self.dtype)}>"
+        )
 
     @classmethod
     def narrow(cls, model: Any, fault: str) -> Self:
@@ -59,16 +111,26 @@ class VideoModel(abc.ABC):
         return model
 
     @functools.cached_property
+    def device(self) -> torch.device:
+        return next(self.transformer.parameters()).device
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        return next(self.transformer.parameters()).dtype
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Of the weights; worked out when first asked for."""
         return of_tensors(self.transformer.state_dict())
 
-    def check_pace(self, pace: float) -> None:
-        """Raise where a model without a camera is asked for another pace than 1."""
-        if pace != 1 and not self.camera:
+    def known_world(self) -> WorldModel:
+        """Its world; raises where it has none."""
+        if self.world is None:
             raise TachyscopeError(
-                f"{self.name} is not told where its camera stands, got `pace` {pace}: leave it out"
+                f"{self.name} has a camera and no world to walk in: set self.world, as "
+                f"tachyscope/models/wan/model.py does"
             )
+        return self.world
 
     def prompt_key(self, prompt: str) -> str:
         """A hash by which a state knows its prompt."""
@@ -83,9 +145,9 @@ class VideoModel(abc.ABC):
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         """The shape at a size in pixels (height, width), or at the model's own."""
 
-    @abc.abstractmethod
     def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
-        """The shape of the tensor that holds so many latent frames."""
+        """The shape of the tensor that holds so many latent frames; () where any will do."""
+        return ()
 
     def check_latents(self, shape: Shape, latents: Any) -> None:
         """Raise where given latents are not such as `sample` returns."""
@@ -98,7 +160,7 @@ class VideoModel(abc.ABC):
         numbers = "whole numbers" if shape.token_by_token else "floats"
         if (
             0 in latents.shape
-            or tuple(latents.shape) != size
+            or (size and tuple(latents.shape) != size)
             or latents.is_floating_point() == shape.token_by_token
         ):
             raise TachyscopeError(
@@ -112,21 +174,36 @@ class VideoModel(abc.ABC):
     def rope(self, shape: Shape) -> Rope:
         """How queries and keys turn with (t, y, x)."""
 
-    @abc.abstractmethod
     def pixel_frames(self, latents: int) -> int:
         """Pixel frames that this many latent frames decode to."""
+        return latents
 
-    @abc.abstractmethod
     def encode_prompt(self, prompt: str) -> Any:
         """The prompt as `prefill_prompt` takes it; `lengths`: cache entries a row of it fills."""
+        if prompt:
+            raise TachyscopeError(f"{self.name} reads no prompt, got {prompt[:40]!r}: leave it out")
+        return NoPrompt()
 
-    @abc.abstractmethod
     def join_prompts(self, prompts: Sequence[Any]) -> Any:
         """Encoded prompts, one a video of a batch, as `prefill_prompt` takes them."""
+        if all(isinstance(prompt, NoPrompt) for prompt in prompts):
+            return NoPrompt()
+        raise self._lacks("join_prompts", "make a batch of videos with prompts")
 
-    @abc.abstractmethod
+    def see(self, pictures: Sequence[np.ndarray]) -> Tensor | None:
+        """What cross-attention is given of first pictures, in models where it sees them."""
+        return None
+
     def prefill_prompt(self, session: Session, prompt: Any) -> None:
         """Hand the prompt to the session: cross-attention's keys and values, or one prefill."""
+        if not isinstance(prompt, NoPrompt):
+            raise self._lacks("prefill_prompt", "read a prompt")
+
+    def _lacks(self, method: str, purpose: str) -> TachyscopeError:
+        """What is raised where a model is asked for what it does not define."""
+        return TachyscopeError(
+            f"{self.name} cannot {purpose}: {type(self).__name__} defines no {method}"
+        )
 
     @abc.abstractmethod
     def sample(
@@ -141,15 +218,19 @@ class VideoModel(abc.ABC):
         latents once they are final, before a pass that only leaves keys and values.
         """
 
-    def decode_parts(self) -> DecodeParts | None:
-        """What the decode engine takes of a token model; None where there is no such form."""
+    def finite(self, session: Session, latents: Tensor) -> Tensor:
+        """Whether a chunk that `sample` made came of finite numbers: a boolean of the device's."""
+        return latents.isfinite().all()
+
+    def decode_parts(self) -> Any:
+        """`decode.DecodeParts` of a token model; None where the engine has no such form."""
         return None
 
-    def sample_by(
-        self, engine: DecodeEngine | DraftEngine, session: Session, actions: Sequence[int] | Tensor
+    def sample_with_engine(
+        self, engine: FrameEngine, session: Session, actions: Sequence[int] | Tensor
     ) -> Tensor:
-        """`sample`, token after token by the decode engine."""
-        raise NotImplementedError
+        """`sample` by an engine of those parts."""
+        raise self._lacks("sample_with_engine", "run on the decode engine")
 
     def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
         """Actions of so many latent frames as numbers of the device, which are read when the work
@@ -166,11 +247,11 @@ class VideoModel(abc.ABC):
         """Whether chunks do the same work once the cache is full."""
         return True
 
-    def switch_prompt(self, session: Session, held: Sequence[Tensor]) -> Tensor | None:
+    def rewind(self, session: Session, held: Sequence[Tensor]) -> Tensor | None:
         """Make room for a new prompt's KV; the latents to prefill in one pass under that prompt.
 
         `held` are the newest chunks. None where they are prefilled chunk by chunk instead, in a
-        session that has forgotten everything.
+        session that has forgotten everything; no frames of them where the past stays as it is.
         """
         return None
 
@@ -182,15 +263,14 @@ class VideoModel(abc.ABC):
         """The model with its layers compiled; the first chunk of a size then takes a while."""
         raise TachyscopeError(f"{self.name} has no layers to compile: leave `compile` out")
 
-    @abc.abstractmethod
     def on_meta(self) -> Self:
         """A copy of the model whose tensors are shapes alone."""
+        raise self._lacks("on_meta", "say what memory it takes")
 
-    @abc.abstractmethod
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
         """Of a model on the meta device, with a prompt of so many cache entries."""
+        raise self._lacks("memory_parts", "say what memory it takes")
 
-    @abc.abstractmethod
     def prefill_latents(
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
     ) -> None:
@@ -198,23 +278,37 @@ class VideoModel(abc.ABC):
 
         Decoding goes on behind them, unless they were `shown` already.
         """
+        raise self._lacks("prefill_latents", "go on from given frames or under another prompt")
 
     @property
     def decoder_name(self) -> str:
         """What shows latents, where there are several decoders to choose from."""
         return ""
 
-    def decoder_state(self, session: Session) -> dict[str, Tensor]:
-        """Of the session's features, those that the next pictures hang on."""
-        return {}
-
-    @abc.abstractmethod
     def encode_frames(self, frames: np.ndarray) -> Tensor:
         """Given frames uint8 [F, H, W, 3] as `sample` would have returned them."""
+        raise self._lacks("encode_frames", "go on from given frames")
+
+    def encoder_state(self, shape: Shape) -> int:
+        """Bytes that `encode_next` keeps between chunks, of a model on the meta device."""
+        return 0
+
+    def check_source(self) -> None:
+        """Raise where the model cannot follow a source video."""
+        raise self._lacks("encode_next", "follow a source video")
+
+    def encode_next(self, frames: np.ndarray, state: dict[str, Tensor]) -> Tensor:
+        """A source video's next frames, as many as the next chunk has, as latents.
+
+        `state` is what the encoder keeps of the frames before them. The latents are then
+        `session.features.source`, and `sample` begins with them at noise level
+        `session.features.strength`.
+        """
+        raise self._lacks("encode_next", "follow a source video")
 
     @abc.abstractmethod
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
         """Frames uint8 [F, H, W, 3] of one video of the batch.
 
-        What streaming needs is kept in session.features, for each video by itself.
+        What streaming needs is kept in `session.features.decoder(video)`.
         """

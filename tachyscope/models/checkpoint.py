@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tachyscope.bounds import JSON_BYTES
-from tachyscope.errors import TachyscopeError, first_line, is_out_of_memory, shown
-from tachyscope.files import replacing, unwritable
-from tachyscope.machine import memory_of
+from tachyscope.core.errors import TachyscopeError, first_line, is_out_of_memory, shown
+from tachyscope.core.limits import JSON_BYTES
+from tachyscope.core.types import kind_of
+from tachyscope.io.files import replacing, unwritable
+from tachyscope.io.machine import memory_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,33 +36,6 @@ WRAPPED = re.compile(r"(?<![^.])(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wr
 # not read: Python's own since 3.8
 REFUSED = ("GLOBAL", "operand 149")
 
-# diffusers' names of a Wan model's parts, and the original ones; a block's without "blocks.N."
-DIFFUSERS = {
-    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
-    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
-    "condition_embedder.time_proj": "time_projection.1",
-    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
-    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
-    "scale_shift_table": "head.modulation",
-    "proj_out": "head.head",
-}
-DIFFUSERS_BLOCK = {
-    "scale_shift_table": "modulation",
-    "norm2": "norm3",
-    "ffn.net.0.proj": "ffn.0",
-    "ffn.net.2": "ffn.2",
-    "attn1.to_q": "self_attn.q",
-    "attn1.to_k": "self_attn.k",
-    "attn1.to_v": "self_attn.v",
-    "attn1.to_out.0": "self_attn.o",
-    "attn1": "self_attn",
-    "attn2.to_q": "cross_attn.q",
-    "attn2.to_k": "cross_attn.k",
-    "attn2.to_v": "cross_attn.v",
-    "attn2.to_out.0": "cross_attn.o",
-    "attn2": "cross_attn",
-}
-
 
 def read_tensors(path: Path, entry: str = "") -> dict[str, Tensor]:
     """The tensors of a .safetensors, .sft, .pt, .pth or .bin file, or of all that an index lists.
@@ -77,6 +51,17 @@ def read_tensors(path: Path, entry: str = "") -> dict[str, Tensor]:
     if not path.is_file():
         raise TachyscopeError(f"no checkpoint file {path}: give the path of one that exists")
     return _read_safe(path) if path.suffix in SAFE else _read_pickled(path, entry)
+
+
+def find_weights(folder: Path, names: Sequence[str]) -> Path:
+    """The first of these files that a published folder holds."""
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise TachyscopeError(
+        f"{folder} must hold one of {', '.join(names)}, it has none: "
+        f"copy it from the published checkpoint"
+    )
 
 
 def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -102,32 +87,6 @@ def unwrapped(name: str) -> str:
     return WRAPPED.sub("", name)
 
 
-def wan_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """A Wan model's tensors under their original names; raises where one is given by both."""
-    renamed: dict[str, Tensor] = {}
-    sources: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        ours = wan_name(name)
-        if ours in renamed:
-            raise TachyscopeError(
-                f"{where} must name each tensor once, got {sources[ours]!r} and {name!r}, which "
-                f"are Wan's and diffusers' names of one: remove one of them"
-            )
-        renamed[ours], sources[ours] = tensor, name
-    return renamed
-
-
-def wan_name(name: str) -> str:
-    """The original name of a Wan model's tensor or layer, given that or diffusers'."""
-    block = re.match(r"blocks\.\d+\.|", name)
-    assert block is not None
-    part = name[block.end() :]
-    for theirs, ours in (DIFFUSERS_BLOCK if block[0] else DIFFUSERS).items():
-        if part == theirs or part.startswith(f"{theirs}."):
-            return block[0] + ours + part[len(theirs) :]
-    return name
-
-
 def fit(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
@@ -135,23 +94,28 @@ def fit(
     ignore: tuple[str, ...] = (),
     assign: bool = False,
 ) -> None:
-    """Copy the tensors into the module, after checking that they are `matched`.
+    """Copy the tensors into the module, after checking that they are `matched`; all are finite.
 
-    With `assign` they are taken as they are, not copied.
+    With `assign` they are taken as they are, neither copied nor looked at.
     """
     given = matched(module, tensors, where, ignore)
     module.load_state_dict(given, strict=True, assign=assign)
+    if not assign:
+        check_finite(module, where)
 
 
 def matched(
-    module: nn.Module, tensors: Mapping[str, Tensor], where: str, ignore: tuple[str, ...] = ()
+    module: nn.Module | Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    where: str,
+    ignore: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The tensors that are the module's; raises where names, shapes or kinds do not agree.
 
     Tensors that the module lacks are passed over where their name begins with one of `ignore`.
     `where` names the source in errors. The module may be on the meta device, and take no memory.
     """
-    wanted = module.state_dict()
+    wanted = module.state_dict() if isinstance(module, nn.Module) else module
     given = {
         name: tensor
         for name, tensor in tensors.items()
@@ -202,7 +166,10 @@ def allocate(model: M, device: torch.device | str, where: str) -> M:
 
 def check_finite(module: nn.Module, where: str) -> None:
     """Raise where a weight is NaN or infinite. The device is waited for once."""
-    weights = {name: x for name, x in module.state_dict().items() if x.is_floating_point()}
+    held = module.state_dict().items()
+    weights = {name: x for name, x in held if x.is_floating_point() and x.numel()}
+    if not weights:
+        return
     edges = torch.stack([torch.stack(x.aminmax()).double() for x in weights.values()])
     finite = edges.isfinite().all(1).tolist()
     if odd := [name for name, right in zip(weights, finite, strict=True) if not right]:
@@ -355,11 +322,6 @@ def _damaged(path: Path, kind: str, fault: Exception) -> TachyscopeError:
 
 def _line(fault: Exception) -> str:
     return first_line(fault).split(". ")[0].rstrip(":. ")
-
-
-def kind_of(tensor: Tensor) -> str:
-    """A tensor's dtype and shape, as an error tells them."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def some(names: Iterable[str], shown: int = 3) -> str:

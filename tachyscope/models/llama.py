@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tachyscope.core.types import Shape, SliceableMlp
 from tachyscope.models.token_model import Attends
-from tachyscope.types import Shape, SliceableMlp
 
 
 class TrunkConfig(Protocol):
@@ -95,10 +95,10 @@ class SelfAttention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
 
     def forward(self, session: Attends, layer: int, x: Tensor) -> Tensor:
-        q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        heads = (-1, self.head_dim)
+        q = self.q_proj(x).unflatten(-1, heads).transpose(1, 2)  # [B, H, S, D]
+        k = self.k_proj(x).unflatten(-1, heads).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, heads).transpose(1, 2)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(session.attend(layer, q, k, v).transpose(1, 2).flatten(2))

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, first_line
+from tachyscope.core.limits import check
+from tachyscope.core.plan import Plan
+from tachyscope.core.types import dtype_name
+from tachyscope.io.torch_defaults import own_numerics
+from tachyscope.kernels import fp8
+from tachyscope.kernels.device import has_fp8
+from tachyscope.kernels.dispatch import has_hopper
 from tachyscope.models.base import VideoModel
 from tachyscope.models.cosmos_ar.model import load_cosmos
-from tachyscope.models.vila_u.model import load_vila, toy_tokens
+from tachyscope.models.own import find_maker, make_own
+from tachyscope.models.toys import toy_chunks, toy_tokens
+from tachyscope.models.vila_u.model import load_vila
 from tachyscope.models.wan.loading import load_wan
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS, SIZES, load_preset, sized_wan
+from tachyscope.models.wan.sizes import VaeSize
 from tachyscope.models.wan.text import PromptFile
-from tachyscope.models.wan.toy import toy_chunks
-from tachyscope.numerics import own_numerics
-from tachyscope.plan import Plan
+from tachyscope.models.wan.vae import WanVae
+from tachyscope.models.waypoint import loading as waypoint
 from tachyscope.weights import shipped
 
+GROUP = "tachyscope.models"  # entry points of other distributions
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+# whether linears and attention are of float8 codes
+PRECISIONS = {
+    "fp8": (True, True),
+    "fp8_linears": (True, False),
+    "fp8_attention": (False, True),
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +53,15 @@ class Entry:
     make: Callable[..., VideoModel]
     weights: bool = False  # whether a checkpoint must be given
     wan: bool = False  # a Wan-type checkpoint, which takes a LoRA and a tiny decoder
+    tiny: bool = False  # takes a tiny decoder, and no LoRA
     random: bool = False  # whether its weights are, so that its pictures say nothing of quality
     world: str = ""  # the world with a known truth that it was trained on
     pace: float = 1.0  # steps of a walk in that world that a frame takes
     tempo: float = 1.0  # steps by which things that move on their own go on in a frame
+    own: bool = False  # a user's: made by what they named
+    licence: str = "yours"  # of the weights
+    download: bool = False  # whether weights="download" fetches them
+    gpu: bool = False  # whether it is too large for a CPU
 
 
 def _load_shipped(load: Callable[..., VideoModel], name: str, **options: Any) -> VideoModel:
@@ -51,6 +74,7 @@ MODELS = {
         "chunks",
         partial(_load_shipped, load_wan, "atrium-world"),
         world="atrium",
+        licence="Apache-2.0",
     ),
     "atrium-tokens": Entry(
         "our own trained token model of the same rooms, 128x128, 256 tokens a frame",
@@ -60,42 +84,69 @@ MODELS = {
         # a degree a frame, and periods of 48 frames: in the middle of what it was trained on
         pace=1 / 15,
         tempo=1 / 3,
+        licence="Apache-2.0",
     ),
     "toy-chunks": Entry(
         "tiny random Wan-type diffusion model, a chunk of 3 at a time",
         "chunks",
         toy_chunks,
         random=True,
+        licence="Apache-2.0",
     ),
     "toy-tokens": Entry(
-        "tiny random VILA-U-type model, token by token", "tokens", toy_tokens, random=True
+        "tiny random VILA-U-type model, token by token",
+        "tokens",
+        toy_tokens,
+        random=True,
+        licence="Apache-2.0",
     ),
     **{
         name: Entry(
-            preset.about, preset.config.kind, partial(load_preset, name), weights=True, wan=True
+            preset.about,
+            preset.config.kind,
+            partial(load_preset, name),
+            weights=True,
+            wan=True,
+            licence=preset.licence,
+            download=preset.hub is not None,
+            gpu=True,
         )
         for name, preset in PRESETS.items()
     },
+    "waypoint": Entry(
+        waypoint.ABOUT,
+        "chunks",
+        waypoint.load_waypoint,
+        weights=True,
+        tiny=True,
+        licence="Apache-2.0",
+        download=True,
+        gpu=True,
+    ),
     "wan_causal": Entry(
         "any Wan-type causal checkpoint: a folder, .safetensors or .pt",
         "chunks",
         load_wan,
         weights=True,
         wan=True,
+        gpu=True,
     ),
-    "vila_u": Entry("any VILA-U checkpoint folder", "tokens", load_vila, weights=True),
+    "vila_u": Entry("any VILA-U checkpoint folder", "tokens", load_vila, weights=True, gpu=True),
     "cosmos_ar": Entry(
         "NVIDIA Cosmos-Predict1 4B or 12B: model.pt, goes on from given frames",
         "tokens",
         load_cosmos,
         weights=True,
+        gpu=True,
     ),
 }
 
+# where published models lie; None where it is not known which files they are
+HUBS = {name: preset.hub for name, preset in PRESETS.items()} | {"waypoint": waypoint.HUB}
 # models that are known without a checkpoint, as shapes alone
-SIZED: dict[str, Callable[[torch.dtype], VideoModel]] = {
+SIZED: dict[str, Callable[..., VideoModel]] = {
     name: partial(sized_wan, name) for name in (*PRESETS, *SIZES)
-}
+} | {"waypoint": waypoint.sized_waypoint}
 
 
 @own_numerics()
@@ -109,8 +160,14 @@ def load(
     decoder_check: bool = False,
     lora: str | Path | None = None,
     lora_alpha: float | None = None,
+    precision: str | None = None,
+    decoder_bands: int = 1,
 ) -> VideoModel:
     """A model by name; `weights` is the checkpoint, where the name stands for an architecture.
+
+    A model of one's own is `my.py:MyWorld` or `my_module:MyWorld`, a class derived from VideoModel
+    or a function that makes one, called with `device` and `dtype`, and `weights` if given; or the
+    name that `register` or an entry point of the group `tachyscope.models` gave it.
 
     Published models take weights="random" too: their full size, made up on the device, for a
     clock. weights="download" fetches their files from Hugging Face, into its cache. `decoder` is
@@ -118,16 +175,28 @@ def load(
     instead of Wan's VAE, or "random-tiny" for a clock; with `decoder_check` both decode every
     chunk, and `plan_notes.notes` tells their PSNR. `lora` is a file whose updates are merged into a
     Wan-type checkpoint, by `lora_alpha` over their rank, or by the alpha that the file tells; by 1
-    without either.
+    without either. `precision` is fp8, fp8_linears or fp8_attention: a Wan-type model's linears,
+    its attention over the video, or both compute with float8 codes, made as they are needed.
+    `decoder_bands`: Wan's VAE decodes a frame in so many bands of rows, to the same frames, and
+    works with about so many times less memory.
     """
-    if not isinstance(name, str) or name not in MODELS:
-        raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
+    entry = find_entry(name)
     dtype, place = find_dtype(dtype), find_device(device)
-    entry = MODELS[name]
+    check("decoder_bands", decoder_bands)
+    if precision is not None or decoder_bands > 1:
+        if precision is not None:
+            check_precision(precision, place)
+        beside: dict[str, Any] = {"decoder": decoder, "decoder_check": decoder_check}
+        beside |= {"lora": lora, "lora_alpha": lora_alpha}
+        made = load(name, weights, device=place, dtype=dtype, **beside)
+        return changed(made, precision, decoder_bands)
+    if entry.own:
+        given = {} if weights is None else {"weights": weights}
+        return make_own(name, entry.make, device=place, dtype=dtype, **given)
     if not entry.wan:
         if lora is not None:
             raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave `lora` out")
-        if decoder is not None:
+        if decoder is not None and not entry.tiny:
             raise TachyscopeError(
                 f"model {name!r} takes no tiny decoder, got {decoder}: leave `decoder` out"
             )
@@ -137,6 +206,11 @@ def load(
         )
     if decoder is None and decoder_check:
         raise TachyscopeError("`decoder_check` is of a tiny decoder, got none: give `decoder` too")
+    if entry.tiny and decoder_check:
+        raise TachyscopeError(
+            f"model {name!r} has no decoder but a tiny one to check it by: leave `decoder_check` "
+            f"out"
+        )
     if entry.weights:
         if weights is None:
             raise TachyscopeError(
@@ -146,6 +220,8 @@ def load(
         if entry.wan:
             more = {"lora": lora, "lora_alpha": lora_alpha}
             more |= {"decoder": decoder, "decoder_check": decoder_check}
+        elif entry.tiny:
+            more = {"decoder": decoder}
         model = entry.make(Path(weights), device=place, dtype=dtype, **more)
         _check_stock(model, weights)
         return model
@@ -154,11 +230,108 @@ def load(
     return entry.make(device=place, dtype=dtype)
 
 
+def check_precision(precision: str, place: torch.device) -> None:
+    """Raise where a device does not multiply float8; a CPU computes the same in float32."""
+    if precision not in PRECISIONS:
+        raise TachyscopeError(f"no precision {precision!r}; there are: {', '.join(PRECISIONS)}")
+    if place.type != "cuda":
+        return
+    linears, attention = PRECISIONS[precision]
+    card = torch.cuda.get_device_name(place)
+    if not has_fp8(place):
+        raise TachyscopeError(
+            f"`precision` {precision} needs a GPU that multiplies float8 (Ada, Hopper, Blackwell), "
+            f"got {card}: leave it out"
+        )
+    if attention and not has_hopper(place):
+        raise TachyscopeError(
+            f"attention in float8 runs on Hopper GPUs alone, got {card}: use precision=fp8_linears"
+        )
+
+
+def in_precision(model: VideoModel, precision: str) -> WanModel:
+    """The model, computing with float8 codes."""
+    check_precision(precision, model.device)
+    if not isinstance(model, WanModel):
+        raise TachyscopeError(
+            f"model {model.name!r} has no `precision` {precision}, a Wan-type model has: leave it "
+            f"out"
+        )
+    linears, attention = PRECISIONS[precision]
+    return model.to_fp8(fp8 if linears else None, attention)
+
+
+def in_bands(model: VideoModel, bands: int) -> VideoModel:
+    """The model, whose VAE decodes a frame in bands of rows."""
+    check("decoder_bands", bands)
+    decoder = getattr(model, "decoder", None)
+    if not isinstance(decoder, WanVae | VaeSize):
+        raise TachyscopeError(
+            f"`decoder_bands` is of Wan's VAE, got {model.decoder_name or 'no decoder'} of model "
+            f"{model.name!r}: leave `decoder_bands` out"
+        )
+    decoder.bands = bands
+    return model
+
+
+def changed(model: VideoModel, precision: str | None, bands: int) -> VideoModel:
+    """A model as it was loaded, in another precision or decoding in bands."""
+    if bands > 1:
+        model = in_bands(model, bands)
+    return model if precision is None else in_precision(model, precision)
+
+
+def register(name: str, make: Callable[..., VideoModel], about: str = "") -> None:
+    """Let `load(name)` make a model of one's own: by `make(device=, dtype=)`."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}", name):
+        raise TachyscopeError(
+            f"a model's name has letters, digits, '-', '_' and '.', got {name!r:.60}: choose "
+            f"another"
+        )
+    if name in MODELS and not MODELS[name].own:
+        raise TachyscopeError(f"there is a model {name!r} already: choose another name")
+    MODELS[name] = _own(name, make, about)
+
+
+def _own(name: str, make: Any, about: str = "") -> Entry:
+    if not callable(make):
+        raise TachyscopeError(
+            f"model {name!r} must be a class derived from VideoModel, or a function that makes "
+            f"one, got a {type(make).__name__}"
+        )
+    said = (make.__doc__ or "").strip().partition("\n")[0]
+    return Entry(
+        about or said or "a model of one's own", getattr(make, "kind", "chunks"), make, own=True
+    )
+
+
+def find_entry(name: str) -> Entry:
+    """What a name stands for: a model of the package, of a distribution's, or of a user's file."""
+    if not isinstance(name, str):
+        raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
+    if name in MODELS:
+        return MODELS[name]
+    found = {e.name: e for e in entry_points(group=GROUP)}
+    if name in found:
+        try:
+            MODELS[name] = _own(name, found[name].load())
+        except (ImportError, AttributeError) as fault:
+            raise TachyscopeError(
+                f"model {name!r} of {found[name].value} cannot be loaded: {first_line(fault)}"
+            ) from fault
+        return MODELS[name]
+    home, colon, attribute = name.rpartition(":")
+    if colon and home and attribute.isidentifier():
+        MODELS[name] = _own(name, find_maker(name, home, attribute))
+        return MODELS[name]
+    raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
+
+
 def _elsewhere(name: str) -> str:
     """What else than a path the weights of a published model can be."""
-    if name not in PRESETS:
+    if name not in HUBS:
         return ""
-    hub = PRESETS[name].hub
+    hub = HUBS[name]
     fetch = f"; 'download' fetches it, as does: {hub.commands(name)}" if hub else ""
     return f", or 'random' to time it{fetch}"
 
@@ -188,7 +361,7 @@ def with_prompt(model: VideoModel, file: Path | str, later: Sequence[str] = ()) 
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype of that name; raises where models have none such."""
-    named = str(dtype).removeprefix("torch.")
+    named = dtype_name(dtype)
     if named not in DTYPES:
         raise TachyscopeError(f"no dtype {named!r}; there are: {', '.join(DTYPES)}")
     return DTYPES[named]
@@ -203,5 +376,8 @@ def find_device(device: str | torch.device) -> torch.device:
     if place is None or place.type not in ("cpu", "cuda"):
         raise TachyscopeError(f"no device {device!r}; give cpu, cuda or cuda:N")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise TachyscopeError("`device` cuda: no CUDA device is usable here: use cpu")
+        raise TachyscopeError(
+            "`device` cuda: no CUDA device is usable here: tachyscope doctor tells what is, and "
+            "the small models of tachyscope list models run on cpu"
+        )
     return place

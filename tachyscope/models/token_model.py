@@ -8,37 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tachyscope.bounds import check, check_prompt
-from tachyscope.errors import TachyscopeError
-from tachyscope.models.base import Ready, VideoModel
-from tachyscope.session import Session
-from tachyscope.types import Mlp, Shape, TokenFrame
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import PART, Bound, check, check_prompt
+from tachyscope.core.session import Session
+from tachyscope.core.types import Mlp, Shape
+from tachyscope.models.base import FrameEngine, Ready, VideoModel
+from tachyscope.models.config_schema import WORDS, Config, entry
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class Sampler(Config):
     """How a code is drawn from logits; rows are [conditional…, unconditional…] unless cfg is 1."""
 
-    cfg: float = 3.0
-    temperature: float = 1.0
-    top_k: int = 900
-    top_p: float = 0.96
+    whose, under = "a sampler's", ""
 
-    def __post_init__(self) -> None:
-        rules = {
-            "temperature": self.temperature > 0,
-            "top_k": self.top_k >= 1,
-            "top_p": 0 < self.top_p <= 1,
-        }
-        for name, kept in rules.items():
-            if not kept:
-                raise TachyscopeError(
-                    f"sampling needs temperature > 0, top_k >= 1 and 0 < top_p <= 1, "
-                    f"got {name}={getattr(self, name)}: change it"
-                )
+    cfg: float = entry(3.0, Bound(0.0, 1e3))
+    temperature: float = entry(1.0, Bound(1e-6, 1e3))
+    top_k: int = entry(900, WORDS)
+    top_p: float = entry(0.96, PART)
 
     @property
     def guided(self) -> bool:
@@ -157,6 +148,15 @@ class TokenModel(VideoModel):
                 f"got {size[0]}x{size[1]}: leave the size out"
             )
 
+    def check_frames(self, frames: np.ndarray) -> None:
+        """Raise unless given frames are of the model's own size."""
+        if frames.shape[1:3] != self.size:
+            high, wide = self.size
+            raise TachyscopeError(
+                f"{self.name} takes frames of {high}x{wide} pixels only, "
+                f"got {frames.shape[1]}x{frames.shape[2]}: resize them"
+            )
+
     def on_meta(self) -> Self:
         clone = copy.copy(self)
         clone.device = torch.device("meta")
@@ -212,33 +212,26 @@ class TokenModel(VideoModel):
             ready(codes)
         return codes
 
+    @torch.no_grad()
+    def sample_with_engine(
+        self, engine: FrameEngine, session: Session, actions: Sequence[int] | Tensor
+    ) -> Tensor:
+        codes = engine.frame(self.frame_noise(session), self._action(actions))
+        session.work.macs += engine.drawn * self.draw_macs
+        return codes.reshape(-1, 1, *self.grid, self.depth)
+
     def _sample_codes(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         shape, noise = session.shape, self.frame_noise(session)
         pos = shape.positions(session.latent_frame, 1, self.device)
-        frame = self._token_frame(session, noise, pos, actions)
-        if (drafted := session.plan.passes.sample_frame(session, frame)) is not None:
+        drafter = ModelDrafter(self, session, pos, actions)
+        if (drafted := session.plan.passes.sample_frame(session, drafter, noise)) is not None:
             return drafted
-        session.meter.add("macs", shape.batch * shape.tokens_per_frame * self.draw_macs)
+        session.work.macs += shape.batch * shape.tokens_per_frame * self.draw_macs
         codes = []
         for i in range(shape.tokens_per_frame):
-            codes.append(self.draw(session.features["hidden"], noise[:, i]))
+            codes.append(self.draw(session.features.last_state(), noise[:, i]))
             self.feed(session, codes[-1][:, None], pos[i : i + 1], actions)
         return torch.stack(codes, 1)
-
-    def _token_frame(
-        self, session: Session, noise: Tensor, pos: Tensor, actions: Sequence[int] | Tensor
-    ) -> TokenFrame:
-        def feed(codes: Tensor, at: int) -> Tensor:
-            return self.feed(session, codes, pos[at : at + codes.shape[1]], actions, drafted=True)
-
-        def draw(states: Tensor, at: int) -> tuple[Tensor, Tensor]:
-            session.meter.add("macs", states.shape[:2].numel() * self.draw_macs)
-            part = noise[:, at : at + states.shape[1]]
-            logits = torch.empty_like(part).flatten(0, 1)
-            codes = self.draw(states.flatten(0, 1), part.flatten(0, 1), logits)
-            return codes.unflatten(0, part.shape[:2]), logits.unflatten(0, part.shape[:2])
-
-        return TokenFrame(noise, self.sampler.pick, feed, draw)
 
     def frame_noise(self, session: Session) -> Tensor:
         """Noise [V, N, D, K] for the next frame's codes."""
@@ -255,7 +248,7 @@ class TokenModel(VideoModel):
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
     ) -> None:
         pos = session.shape.positions(session.latent_frame, 1, self.device)
-        codes, before = latents.flatten(1, 3), session.features.get("hidden")
+        codes, before = latents.flatten(1, 3), session.features.hidden
         states = self.feed(session, codes, pos, actions)
 
         def logits() -> Tensor:
@@ -274,9 +267,15 @@ class TokenModel(VideoModel):
         pos = session.shape.positions(session.latent_frame, 1, self.device)
         states = []
         for i in range(session.shape.tokens_per_frame):
-            states.append(session.features["hidden"])
+            states.append(session.features.last_state())
             self.feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
         return self.logits(torch.stack(states, 1), codes)
+
+    @torch.no_grad()
+    def finite(self, session: Session, latents: Tensor) -> Tensor:
+        # codes are always numbers: the logits of a frame's last place tell what they came of
+        states, codes = session.features.last_state()[:, None], latents.flatten(1, 3)[:, -1:]
+        return self.logits(states, codes).isfinite().all()
 
     def _videos(self, shape: Shape) -> int:
         return shape.batch // (2 if shape.paired else 1)
@@ -316,8 +315,33 @@ class TokenModel(VideoModel):
         session.begin(pos=pos, step=0, steps=1, noise=(0.0,), drafted=drafted)
         states = self.run_trunk(session, x)
         # the last token's state predicts the next token, which may be the next frame's first
-        session.features["hidden"] = states[:, -1]
+        session.features.hidden = states[:, -1]
         return states
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafter:
+    """Feeds and draws several places of a session's frame by a model's own passes."""
+
+    model: TokenModel
+    session: Session
+    pos: Tensor  # of the frame's tokens
+    actions: Sequence[int] | Tensor
+
+    def feed(self, codes: Tensor, at: int) -> Tensor:
+        pos = self.pos[at : at + codes.shape[1]]
+        return self.model.feed(self.session, codes, pos, self.actions, drafted=True)
+
+    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
+        self.session.work.macs += states.shape[:2].numel() * self.model.draw_macs
+        made = None if logits is None else torch.empty_like(noise).flatten(0, 1)
+        codes = self.model.draw(states.flatten(0, 1), noise.flatten(0, 1), made)
+        if logits is not None and made is not None:
+            logits.copy_(made.view_as(logits))
+        return codes.unflatten(0, noise.shape[:2])
+
+    def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
+        return self.model.sampler.pick(logits, noise)
 
 
 class OneCodeModel(TokenModel):

@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from tachyscope.meter import Meter
-from tachyscope.types import DenoisePass, Shape, TokenFrame
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.features import Features
+from tachyscope.core.policy import Policy
+from tachyscope.core.types import DenoisePass, Shape
+from tachyscope.core.work import Work
 
 
 class Calls(Protocol):
     """What sampling a frame by drafts asks of a session."""
 
     shape: Shape
-    meter: Meter
-    features: dict[str, Tensor]
+    work: Work
+    features: Features
 
     def retract(self, n: int) -> None: ...
 
 
-class PassPolicy(abc.ABC):
+class Drafter(Protocol):
+    """What makes a token model's next frame several places a pass: its model, or the engine."""
+
+    def feed(self, codes: Tensor, at: int) -> Tensor:
+        """The trunk's states [B, S, W] of codes [V, S, D], which stand from place `at` on."""
+
+    def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
+        """Codes [V, S, D] for states [B, S, W] and noise [V, S, D, K].
+
+        `logits` [V, S, D, K] is where the guided logits are left, if they are wanted.
+        """
+
+    def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """Codes [V, N, D] of guided logits and noise [V, N, D, K]."""
+
+
+class PassPolicy(Policy, question="passes"):
     """Decides which passes run."""
 
-    paper: ClassVar[str]
+    splits_heads: ClassVar[bool] = True
     graph_capturable: ClassVar[bool] = True  # whether the host knows by itself which passes run
+
+    def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
+        replay = plan["replay"]
+        fault = self.refusal(shape, replays=replay is not None and replay.decides)
+        if fault is not None:
+            raise TachyscopeError(f"{fault}, got passes={self}: use passes=all")
 
     @property
     def drafts_codes(self) -> bool:
@@ -37,22 +62,22 @@ class PassPolicy(abc.ABC):
         """Why the policy cannot serve this shape, or not beside replay that decides by token."""
         return None
 
-    def sample_frame(self, session: Calls, frame: TokenFrame) -> Tensor | None:
-        """Codes [V, N, D] of a token model's frame; None: place by place, a pass each."""
+    def sample_frame(self, session: Calls, drafter: Drafter, noise: Tensor) -> Tensor | None:
+        """Codes [V, N, D] of a token model's frame, from noise [V, N, D, K].
+
+        None: place by place, a pass each.
+        """
         return None
 
-    def keep_frame(
-        self, features: dict[str, Tensor], codes: Tensor, logits: Callable[[], Tensor]
-    ) -> None:
+    def keep_frame(self, features: Features, codes: Tensor, logits: Callable[[], Tensor]) -> None:
         """A token model was given a frame: codes [V, N, D], whose logits can be asked for."""
-        return
 
 
 class SkipPolicy(PassPolicy):
     """Says how far a denoising pass is from the one before it.
 
     A pass is skipped while the distances since the last one that ran add up to less than
-    `threshold`. The first `warmup` passes over a chunk, its last and the clean pass always run.
+    `threshold`. A chunk's first pass, its last and the clean pass always run.
     """
 
     def refusal(self, shape: Shape, replays: bool) -> str | None:
@@ -66,10 +91,6 @@ class SkipPolicy(PassPolicy):
     @abc.abstractmethod
     def threshold(self) -> float:
         """0: every pass runs."""
-
-    @property
-    def warmup(self) -> int:
-        return 1
 
     def distance(self, now: DenoisePass, before: DenoisePass, clean: Tensor) -> float:
         """From the pass before to this one; `clean` is the estimate in between."""
@@ -96,7 +117,7 @@ class PassRunner:
         if not isinstance(policy, SkipPolicy) or not policy.threshold:
             return False
         self._before = now
-        if now.index >= max(policy.warmup, 1) and now.index < now.count - 1:
+        if now.index and now.index < now.count - 1:
             assert before is not None and clean is not None
             self._total += policy.distance(now, before, clean)
             if self._total < policy.threshold:

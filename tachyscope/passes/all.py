@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from tachyscope.passes import PassPolicy
 
 
 @final
 @dataclass(frozen=True)
-class All(PassPolicy):
+class AllPasses(PassPolicy, name="all"):
     """Run every pass that the sampler asks for: the baseline."""
-
-    paper: ClassVar[str] = ""

@@ -15,32 +15,31 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from tachyscope.passes import Calls, PassPolicy
-from tachyscope.settings import check_settings, setting
-from tachyscope.types import Shape, TokenFrame
-
-LOGITS, CODES = "draft.logits", "draft.codes"  # of the last frame
+from tachyscope.core.features import Features
+from tachyscope.core.limits import Bound
+from tachyscope.core.policy import setting
+from tachyscope.core.types import Shape
+from tachyscope.passes import Calls, Drafter, PassPolicy
 
 
 @final
 @dataclass(frozen=True)
-class Draft(PassPolicy):
-    """Check `places` drafted places of a frame in one pass (token models).
+class Draft(PassPolicy, name="draft"):
+    """Check the drafts of `places` positions of a frame in one pass (token models).
 
     Drafts are the last frame's codes. Where a pass refutes one, what it drew for the places behind
     serves as their next draft (Jacobi decoding): right but for what the refuted code changes.
     """
 
     paper: ClassVar[str] = "speculative decoding (2211.17192), coupled by the noise"
-    places: int = setting(32, "Drafts checked in one pass; 0 drafts nothing.")
+    places: int = setting(
+        32, "Drafts checked in one pass; 0 drafts nothing.", bound=Bound(0, 1_024)
+    )
     source: Literal["codes", "logits", "row", "repeat"] = setting(
         "codes",
         "What drafts are: the last frame's codes, draws from its logits, the row above, a repeat.",
     )
     jacobi: bool = setting(True, "What a refuted pass drew for later places is their next draft.")
-
-    def __post_init__(self) -> None:
-        check_settings(self, "passes", "draft")
 
     @property
     def drafts_codes(self) -> bool:
@@ -53,20 +52,24 @@ class Draft(PassPolicy):
             return "drafts are several tokens in a pass, and replay decides token by token"
         return None
 
-    def sample_frame(self, session: Calls, frame: TokenFrame) -> Tensor:
-        """Codes [V, N, D], those that the dense model draws with the frame's noise."""
-        noise = frame.noise
+    def sample_frame(self, session: Calls, drafter: Drafter, noise: Tensor) -> Tensor:
+        """Codes [V, N, D], those that the dense model draws with noise [V, N, D, K]."""
         videos, places, depth, _ = noise.shape
         columns = session.shape.grid[1]
-        last, logits = session.features.get(CODES), session.features.get(LOGITS)
+        last, logits = session.features.codes, session.features.logits
         codes = torch.zeros(videos, places, depth, dtype=torch.int64, device=noise.device)
         guess = codes.clone()  # what a refuted pass drew
         guessed = 0  # places before this one have a guess
         first = last if last is not None else codes  # any draft will do for a first frame
-        first = first if logits is None else frame.pick(logits, noise)
+        first = first if logits is None else drafter.pick(logits, noise)
+        kept = torch.empty_like(noise) if self.source == "logits" else None
+
+        def draw(states: Tensor, at: int) -> Tensor:
+            here = slice(at, at + states.shape[1])
+            return drafter.draw(states, noise[:, here], None if kept is None else kept[:, here])
+
         at = 0
-        codes[:, :1], scores = frame.draw(session.features["hidden"][:, None], 0)
-        kept = [scores]
+        codes[:, :1] = draw(session.features.last_state()[:, None], 0)
         while True:
             left = places - 1 - at
             n = min(self.places, left)
@@ -74,35 +77,33 @@ class Draft(PassPolicy):
             if self.jacobi and guessed > at + 1:
                 m = min(guessed - at - 1, n)
                 drafts = torch.cat([guess[:, at + 1 : at + 1 + m], drafts[:, m:]], 1)
-            states = frame.feed(torch.cat([codes[:, at : at + 1], drafts], 1), at)
-            session.meter.add("drafts", videos * n)
+            states = drafter.feed(torch.cat([codes[:, at : at + 1], drafts], 1), at)
+            session.work.drafts += videos * n
             if left == 0:
-                session.features["hidden"] = states[:, 0]
+                session.features.hidden = states[:, 0]
                 break
             ahead = min(n + 1, left)
-            found, scores = frame.draw(states[:, :ahead], at + 1)
+            found = draw(states[:, :ahead], at + 1)
             right = (found[:, :n] == drafts).all(-1).all(0)  # one decision for all videos
             accepted = int(right.cumprod(0).sum())
-            session.meter.add("drafts_accepted", videos * accepted)
+            session.work.drafts_accepted += videos * accepted
             session.retract(n - accepted)
             new = min(accepted + 1, left)
             codes[:, at + 1 : at + 1 + new] = found[:, :new]
-            if self.source == "logits":
-                kept.append(scores[:, :new])
             guess[:, at + 1 : at + 1 + ahead], guessed = found, at + 1 + ahead
             if accepted == left:
-                session.features["hidden"] = states[:, accepted]
+                session.features.hidden = states[:, accepted]
                 break
             at += new
-        self.keep_frame(session.features, codes, lambda: torch.cat(kept, 1))
+        session.features.codes = codes
+        if kept is not None:
+            session.features.logits = kept
         return codes
 
-    def keep_frame(
-        self, features: dict[str, Tensor], codes: Tensor, logits: Callable[[], Tensor]
-    ) -> None:
-        features[CODES] = codes
+    def keep_frame(self, features: Features, codes: Tensor, logits: Callable[[], Tensor]) -> None:
+        features.codes = codes
         if self.source == "logits":
-            features[LOGITS] = logits()
+            features.logits = logits()
 
     def drafts(self, codes: Tensor, first: Tensor, at: int, count: int, columns: int) -> Tensor:
         """Drafts [V, count, D] of the places from `at` on.

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
+from tachyscope.core.limits import Bound
+from tachyscope.core.policy import setting
 from tachyscope.passes import SkipPolicy
-from tachyscope.settings import check_settings, setting
 
 
 @final
 @dataclass(frozen=True)
-class EveryK(SkipPolicy):
+class EveryKPass(SkipPolicy, name="every_k"):
     """Run every `k`-th denoising pass over a chunk, and the last; a control."""
 
-    k: int = setting(2, "Run the first pass and each k-th after it; 1 runs all.")
-
-    paper: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        check_settings(self, "passes", "every_k")
+    k: int = setting(
+        2, "Run the first pass and each k-th after it; 1 runs all.", bound=Bound(1, 100_000_000)
+    )
 
     @property
     def threshold(self) -> float:

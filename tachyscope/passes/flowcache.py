@@ -7,14 +7,15 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
+from tachyscope.core.limits import Bound
+from tachyscope.core.policy import setting
+from tachyscope.core.types import DenoisePass
 from tachyscope.passes import SkipPolicy, relative_change
-from tachyscope.settings import check_settings, setting
-from tachyscope.types import DenoisePass
 
 
 @final
 @dataclass(frozen=True)
-class FlowCache(SkipPolicy):
+class FlowCache(SkipPolicy, name="flowcache"):
     """Skip passes while the patch embedding's relative changes add up to less than `threshold`.
 
     The paper's samplers follow an ODE. Samplers of few steps draw new noise for every pass, so what
@@ -24,14 +25,12 @@ class FlowCache(SkipPolicy):
     batch share it.
     """
 
-    threshold: float = setting(0.1, "Sum of relative changes below which passes are skipped.")
-    warmup: int = setting(1, "First passes over a chunk that always run.")
+    threshold: float = setting(
+        0.1, "Sum of relative changes below which passes are skipped.", bound=Bound(0.0, 1e6)
+    )
 
     paper: ClassVar[str] = "FlowCache (arXiv 2602.10825)"
     graph_capturable: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_settings(self, "passes", "flowcache")
 
     def distance(self, now: DenoisePass, before: DenoisePass, clean: Tensor) -> float:
         # x = (1 - s) x0 + s n: along the ODE x moves by ds (n - x0), which is ds (x - x0) / s

@@ -6,11 +6,12 @@ import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from tachyscope.kernels.decode_attention import GateKind
-from tachyscope.types import PassContext, Shape
+from tachyscope.core.policy import Policy
+from tachyscope.core.types import Shape
+from tachyscope.kernels.token_gate import Score, TokenGate
+from tachyscope.store import LayerPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +26,28 @@ class Choice:
     gate: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenGate:
-    """A decision about one token that the device can take: see `kernels.decode_attention.Gate`.
-
-    drawn: a number is drawn for it, one for a guidance pair; else that number is 0.
-    """
-
-    kind: GateKind
-    value: float
-    strict: bool = False
-    mixed: bool = False
-    tied: bool = False
-    age_limit: int = 0
-    drawn: bool = False
-
-
-class ReplayPolicy(abc.ABC):
+class ReplayPolicy(Policy, question="replay"):
     """Decides what of the MLPs is computed; its only effect is on the tensors handed in."""
 
-    paper: ClassVar[str]
+    splits_heads: ClassVar[bool] = True
+
+    @property
+    def loses(self) -> str:
+        """What it was measured to lose, for a warning; empty where nothing need be said."""
+        return ""
 
     @property
     def turns(self) -> bool:
         """Whether a chunk may ask for other work than the last, by its number or by chance."""
         return True
 
+    @property
+    def decides(self) -> bool:
+        """Whether it decides token by token."""
+        return True
+
     def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
-        """Which tokens of a frame are computed, as the device decides it; None: it cannot."""
+        """How a token model's tokens are chosen one by one; None: none is."""
         return None
 
 
@@ -66,24 +61,15 @@ class TokenReplay(ReplayPolicy):
 
     @property
     @abc.abstractmethod
-    def score(self) -> str:
-        """What must be measured: "" nothing, "rotated" TAS, "mixed" the authors' code's TAS, or
-        "input": the relative change of the MLP's input, negative."""
+    def score(self) -> Score:
+        """What must be measured: see `TokenGate`."""
 
     @abc.abstractmethod
-    def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-        """Fixed tensors to keep beside a layer."""
+    def token_gate(self, shape: Shape, chunk: int) -> TokenGate: ...
 
     @abc.abstractmethod
-    def choose(
-        self,
-        score: Tensor | None,
-        age: Tensor,
-        own: dict[str, Tensor],
-        ctx: PassContext,
-        policy_rng: torch.Generator,
-    ) -> Choice | None:
-        """From scores (where asked for) and ages [B, S] of replayable tokens; None: compute all.
+    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> Choice | None:
+        """Of a chunk's tokens, from scores (where asked for) and ages [B, S]; None: compute all.
 
         An age is how often in a row the value that would be replayed has been replayed already.
         """

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tachyscope.calibration import Calibration, Slice
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.types import Mlp, Shape
+from tachyscope.io.calibration import Calibration, Slice
 from tachyscope.kernels.replay import remembered_error
-from tachyscope.meter import Meter
 from tachyscope.replay.neurons import NeuronReplay
-from tachyscope.replay.runner import count_rows
-from tachyscope.types import Mlp, PassContext, Shape
+from tachyscope.store import LayerPass
 
 
 class NeuronRunner:
@@ -33,36 +32,26 @@ class NeuronRunner:
     def begin(self) -> None:
         """A pass starts."""
 
-    def score(
-        self, own: dict[str, Tensor], ctx: PassContext, q: Tensor, rotated_q: Tensor, k: Tensor
-    ) -> None:
+    def score(self, p: LayerPass, q: Tensor, rotated_q: Tensor, k: Tensor) -> None:
         """Queries and keys tell nothing here."""
 
-    def mlp(
-        self,
-        x: Tensor,
-        fn: Mlp,
-        own: dict[str, Tensor],
-        ctx: PassContext,
-        meter: Meter,
-        rng: torch.Generator,
-    ) -> Tensor:
+    def mlp(self, p: LayerPass, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for x [B, S, W], or the slice of it with what is remembered of the rest."""
+        ctx, work, own = p.ctx, p.work, p.layer.own["replay"]
         rows, policy = x.shape[:2].numel(), self.policy
         part = self._slice(ctx.layer, fn) if policy.share else None
         if part is None or ctx.prefilling:
-            count_rows(meter, fn.macs, rows, rows)
+            work.add_mlps(fn.macs, rows, rows)
             return fn(x)
         ready = ctx.pass_index in self.ready or not policy.remembers
         # what is given is computed whole: the video rests on it
         whole = ctx.given or not ready or policy.whole(ctx.chunk, ctx.start)
-        meter.add("rows_eligible", rows * (ready and not ctx.given))
-        count_rows(meter, fn.macs, rows * (1.0 if whole else part.mlp.macs / fn.macs), rows)
+        work.rows_eligible += rows * (ready and not ctx.given)
+        work.add_mlps(fn.macs, rows * (1.0 if whole else part.mlp.macs / fn.macs), rows)
         if whole and not policy.remembers:
             return fn(x)
         more = part.macs if whole else part.macs - part.mlp.macs  # beside what was counted
-        meter.add("macs", rows * more)
-        meter.add("mlp_macs", rows * more)
+        work.add_mlp_macs(rows * more)
         about = part(x)
         if not policy.remembers:
             return about
@@ -83,7 +72,7 @@ class NeuronRunner:
             if self.calibration is None:
                 raise TachyscopeError(
                     "replay by neurons needs a calibration of the model, and it has none: run "
-                    "tachyscope calibrate MODEL --out FILE, then add file=FILE to the policy"
+                    "tachyscope inspect MODEL --fit-neurons FILE, then add file=FILE to the policy"
                 )
             self._slices |= self.calibration.slices(self.policy.share, {layer: fn})
         return self._slices[layer]

@@ -17,23 +17,38 @@ left out are not read, on any device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import SHARE, Bound
+from tachyscope.core.policy import setting
+from tachyscope.core.types import Shape
 from tachyscope.replay import ReplayPolicy
-from tachyscope.settings import check_settings, setting
 
 
 class NeuronReplay(ReplayPolicy):
     """Computes a calibrated slice of every MLP.
 
-    share: of all layers' neurons, left out. file: of `tachyscope calibrate`; the model's own if
+    share: of all layers' neurons, left out. file: of `inspect --fit-neurons`; the model's own if
     none is named.
     """
 
     share: float
     file: str | None
     remembers: ClassVar[bool]
+
+    @property
+    def decides(self) -> bool:
+        return self.turns  # a slice that is the same for every token needs no decision
+
+    def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
+        if not shape.token_by_token:
+            raise TachyscopeError(
+                f"this model makes no video token by token, got replay={self}: use "
+                f"replay=attentive, random or every_k"
+            )
 
     def whole(self, chunk: int, place: int) -> bool:
         """Whether a token's turn has come to be computed whole."""
@@ -42,22 +57,27 @@ class NeuronReplay(ReplayPolicy):
 
 @final
 @dataclass(frozen=True)
-class Neurons(NeuronReplay):
-    """Leave out a `share` of the neurons; remember by place what that cost when last computed."""
+class Neurons(NeuronReplay, name="neurons"):
+    """Skip a `share` of the neurons; add the error that this last had at each position."""
 
     share: float = setting(
-        0.75, "Share of the MLPs' neurons, those that change least, that are left out, from 0 to 1."
+        0.75,
+        "Share of the MLPs' neurons, those that change least, that are left out, from 0 to 1.",
+        bound=SHARE,
     )
-    age: int = setting(0, "Frames in a row that a place may go without its whole MLP; 0: no limit.")
+    age: int = setting(
+        0,
+        "Frames in a row that a place may go without its whole MLP; 0: no limit.",
+        bound=Bound(0, 1_000_000),
+    )
     file: str | None = setting(
-        None, "A file of tachyscope calibrate; the one beside the model's weights if none is named."
+        None,
+        "A file of tachyscope inspect --fit-neurons; the one beside the model's weights if none is "
+        "named.",
     )
 
     paper: ClassVar[str] = "this project"
     remembers: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_settings(self, "replay", "neurons")
 
     @property
     def turns(self) -> bool:

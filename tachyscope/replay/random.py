@@ -5,55 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
-from tachyscope.replay import Choice, TokenGate, TokenReplay
+from tachyscope.core.limits import SHARE, Bound
+from tachyscope.core.policy import setting
+from tachyscope.core.types import Shape
+from tachyscope.kernels.token_gate import Score, TokenGate
+from tachyscope.replay import Choice, TokenReplay
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
-from tachyscope.settings import check_settings, setting
-from tachyscope.types import PassContext, Shape
+from tachyscope.store import LayerPass
 
 
 @final
 @dataclass(frozen=True)
-class Random(TokenReplay):
+class RandomReplay(TokenReplay, name="random"):
     """Replay a random `share` of the tokens; a control. A guidance pair shares its draw."""
 
     share: float = setting(
-        0.5, "Share of a pass's tokens, drawn at random, whose MLPs are replayed, from 0 to 1."
+        0.5,
+        "Share of a pass's tokens, drawn at random, whose MLPs are replayed, from 0 to 1.",
+        bound=SHARE,
     )
     age: int = setting(
-        0, "Times in a row that an MLP output may be replayed before it is computed; 0: no limit."
+        0,
+        "Times in a row that an MLP output may be replayed before it is computed; 0: no limit.",
+        bound=Bound(0, 1_000_000),
     )
     drift: bool = setting(False, "Move replayed outputs by the mean change of the computed ones.")
 
-    paper: ClassVar[str] = ""
-    score: ClassVar[str] = ""
+    score: ClassVar[Score] = "drawn"
 
-    def __post_init__(self) -> None:
-        check_settings(self, "replay", "random")
+    def check_settings(self) -> None:
         tokens_to_compute("random", self.share, self.age, 1)
 
-    def tensors(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-        return {}
+    def token_gate(self, shape: Shape, chunk: int) -> TokenGate:
+        return TokenGate(self.score, "draw", self.share, age_limit=self.age)
 
-    def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
-        return TokenGate("draw", self.share, age_limit=self.age, drawn=True)
-
-    def choose(
-        self,
-        score: Tensor | None,
-        age: Tensor,
-        own: dict[str, Tensor],
-        ctx: PassContext,
-        policy_rng: torch.Generator,
-    ) -> Choice | None:
-        draws = 1 if ctx.shape.paired else age.shape[0]
-        luck = torch.rand(
-            draws, ctx.tokens, generator=policy_rng, dtype=torch.float32, device=age.device
-        )
-        luck = luck.expand(age.shape)
-        if ctx.shape.token_by_token:
-            replay = luck < self.share
-            return Choice(gate=~(replay & (age < self.age)) if self.age else ~replay)
-        return refresh_and_fill(luck, self.share, self.age, ctx, "random")
+    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> Choice | None:
+        assert score is not None
+        return refresh_and_fill(score, self.share, self.age, p.ctx, "random")

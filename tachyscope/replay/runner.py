@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tachyscope.core.types import Mlp, PassContext, Shape
+from tachyscope.core.work import Work
+from tachyscope.io.calibration import Calibration
 from tachyscope.kernels.device import host_may_read
 from tachyscope.kernels.replay import (
     follow_drift,
@@ -18,12 +21,16 @@ from tachyscope.kernels.replay import (
     replay_rows,
     temporal_score,
 )
-from tachyscope.meter import Meter
-from tachyscope.replay import Choice, TokenReplay
-from tachyscope.types import Mlp, PassContext, Shape
+from tachyscope.kernels.token_gate import GateState, TokenGate, decide, gate_tensors
+from tachyscope.replay import Choice, ReplayPolicy, TokenReplay
+from tachyscope.replay.input import InputReplay
+from tachyscope.replay.neuron_runner import NeuronRunner, neuron_tensors
+from tachyscope.replay.neurons import NeuronReplay
+from tachyscope.store import LayerPass
 
 # Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
 DRIFT_ROWS = 16.0
+BY_ATTENTION = ("rotated", "mixed")
 
 
 class ReplayRunner:
@@ -45,37 +52,32 @@ class ReplayRunner:
         self.policy, self.by_layer = policy, by_layer
         self.ready: set[int] = set()  # passes for which the last chunk left outputs
         self.scores: dict[int, Tensor] = {}  # of the present pass, by layer: [B, S]
+        # of layers' gates, and what those layers kept when it was made
+        self._states: dict[int, tuple[dict[str, Tensor] | None, GateState | None]] = {}
 
     def begin(self) -> None:
         """A pass starts."""
         self.scores = {}
 
-    def score(
-        self, own: dict[str, Tensor], ctx: PassContext, q: Tensor, rotated_q: Tensor, k: Tensor
-    ) -> None:
+    def score(self, p: LayerPass, q: Tensor, rotated_q: Tensor, k: Tensor) -> None:
         """Score each token against its place one frame back, and keep its rotated key k."""
-        if self.policy is None or self.policy.score in ("", "input") or ctx.prefilling:
+        ctx = p.ctx
+        if self.policy is None or self.policy.score not in BY_ATTENTION or ctx.prefilling:
             return
-        kept = _kept(own["key"], ctx, 2)
+        kept = _kept(p.layer.own["replay"]["key"], ctx, 2)
         if self.ready.issuperset(ctx.chunk_passes):
             query = q if self.policy.score == "mixed" else rotated_q
-            self.scores[ctx.layer] = temporal_score(query, _for_tokens(kept, ctx, 2))
+            score = temporal_score(query, _for_tokens(kept, ctx, 2))
+            self.scores[ctx.layer] = p.mean_heads(score)
         for part, last in zip(kept, _last_frames(k, ctx, 2), strict=True):
             part.copy_(last)
 
-    def mlp(
-        self,
-        x: Tensor,
-        fn: Mlp,
-        own: dict[str, Tensor],
-        ctx: PassContext,
-        meter: Meter,
-        rng: torch.Generator,
-    ) -> Tensor:
+    def mlp(self, p: LayerPass, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
+        ctx, work, own = p.ctx, p.work, p.layer.own["replay"]
         rows = x.shape[:2].numel()
         if self.policy is None or ctx.prefilling:
-            count_rows(meter, fn.macs, rows, rows)
+            work.add_mlps(fn.macs, rows, rows)
             return fn(x)
         outputs, ages = _kept(own["output"], ctx, 1), _kept(own["age"], ctx, 1)
         old = _for_tokens(outputs, ctx, 1)
@@ -87,9 +89,9 @@ class ReplayRunner:
                 self.scores[ctx.layer] = -relative_change(x, _for_tokens(inputs, ctx, 1))
         # what is given is computed whole: the video rests on it
         if ready and not ctx.given:
-            meter.add("rows_eligible", rows)
-            choice = self.choose(_for_tokens(ages, ctx, 1), own, ctx, rng)
-        y, computed = _run_rows(x, old, choice, fn, meter)
+            work.rows_eligible += rows
+            choice = self.choose(p, _for_tokens(ages, ctx, 1))
+        y, computed = _run_rows(x, old, choice, fn, work)
         if self.policy.drift and ready:
             drift = own["drift"][ctx.pass_index]
             y, moved = follow_drift(drift, y, old, computed, DRIFT_ROWS)
@@ -104,11 +106,39 @@ class ReplayRunner:
             )
         return y
 
-    def choose(
-        self, age: Tensor, own: dict[str, Tensor], ctx: PassContext, rng: torch.Generator
-    ) -> Choice | None:
+    def choose(self, p: LayerPass, age: Tensor) -> Choice | None:
         """What the policy computes of this pass's tokens, by their scores and ages [B, S]."""
-        return self.policy_of(ctx.layer).choose(self.scores.get(ctx.layer), age, own, ctx, rng)
+        ctx, policy = p.ctx, self.policy_of(p.ctx.layer)
+        score = self.scores.get(ctx.layer)
+        if policy.score == "drawn":
+            draws = 1 if ctx.shape.paired else age.shape[0]
+            kind: dict[str, Any] = {"dtype": torch.float32, "device": age.device}
+            score = torch.rand(draws, ctx.tokens, generator=p.rng, **kind).expand(age.shape)
+        if not (policy.score and ctx.shape.token_by_token):
+            return policy.choose(p, score, age)
+        assert score is not None
+        state = self._state(p, policy.token_gate(ctx.shape, ctx.chunk))
+        gates = []
+        for i in range(ctx.tokens):
+            state.place.fill_(ctx.start + i)
+            decide(state, score[:, i : i + 1])
+            gates.append(state.skip == 0)
+        return Choice(gate=torch.stack(gates, 1))
+
+    def _state(self, p: LayerPass, gate: TokenGate) -> GateState:
+        """What a layer's gate reads and writes, made when it first decides."""
+        own, (known, state) = p.layer.own["replay"], self._states.get(p.ctx.layer, (None, None))
+        if known is own and state is not None and state.gate == gate:
+            return state
+        whole: dict[str, Any] = {"dtype": torch.int32, "device": own["age"].device}
+        state = GateState.of(
+            gate, own,
+            limit=torch.full((), gate.limit, dtype=torch.float32, device=whole["device"]),
+            place=torch.zeros((), **whole), ready=torch.ones((), **whole),
+            skip=torch.zeros(p.ctx.shape.batch, **whole), counts=torch.zeros(2, **whole),
+        )  # fmt: skip
+        self._states[p.ctx.layer] = own, state
+        return state
 
     def policy_of(self, layer: int) -> TokenReplay:
         """The policy as a layer has it."""
@@ -121,42 +151,61 @@ class ReplayRunner:
         self.ready |= passes
 
 
-def token_tensors(
-    policy: TokenReplay | None, shape: Shape, dtype: torch.dtype, device: torch.device
+def runner_of(
+    policy: ReplayPolicy | None, calibration: Calibration | None
+) -> ReplayRunner | NeuronRunner:
+    """What runs MLPs under a policy, or computes them all without one."""
+    if isinstance(policy, NeuronReplay):
+        return NeuronRunner(policy, calibration)
+    if isinstance(policy, InputReplay):
+        ready = policy.calibrated(calibration)
+        return ReplayRunner(ready, ready.by_layer(calibration))
+    assert policy is None or isinstance(policy, TokenReplay)
+    return ReplayRunner(policy)
+
+
+def replay_tensors(
+    policy: ReplayPolicy | None, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Fixed tensors to keep beside a layer: the policy's own, and those of `ReplayRunner`."""
+    """Fixed tensors to keep beside a layer: a gate's, and those of the runner."""
+    if isinstance(policy, NeuronReplay):
+        return neuron_tensors(policy, shape, dtype, device)
     if policy is None:
         return {}
+    assert isinstance(policy, TokenReplay)
     place = (shape.passes, shape.batch, shape.tokens_per_frame)
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
-    tensors = policy.tensors(shape, device)
+    tensors = {}
+    if shape.token_by_token:
+        gate = policy.token_gate(shape, 0)
+        tensors = gate_tensors(gate, shape.batch, shape.tokens_per_frame, device)
     tensors["output"] = torch.zeros(*place, shape.width, **kind)
     tensors["age"] = torch.zeros(place, dtype=torch.int32, device=device)
     if policy.drift:
         tensors["drift"] = torch.zeros(*place[:2], 1, shape.width, **kind)
     if policy.score == "input":
         tensors["input"] = torch.zeros(*place, shape.width, **kind)
-    elif policy.score:
+    elif policy.score in BY_ATTENTION:
         size = (*place[:2], shape.kv_heads, shape.tokens_per_frame, shape.head_dim)
         tensors["key"] = torch.zeros(size, **kind)
     return tensors
 
 
 def _run_rows(
-    x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp, meter: Meter
+    x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp, work: Work
 ) -> tuple[Tensor, Tensor | bool]:
     """Outputs, and which were computed: a mask [B, S], or one bool where all rows agree."""
     rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
     if gate is not None and not host_may_read(x):
-        count_rows(meter, fn.macs, rows, rows)
-        meter.add("simulated_rows_replayed", (~gate).sum())
+        work.add_mlps(fn.macs, rows, rows)
+        work.simulated_rows_replayed += (~gate).sum()
         return replay_masked(x, old, gate, fn), gate
     picked = None if choice is None else choice.rows
     if gate is not None:
         computed = int(gate.count_nonzero())
     else:
         computed = rows if picked is None else picked.numel()
-    count_rows(meter, fn.macs, computed, rows)
+    work.add_mlps(fn.macs, computed, rows)
     # rows that agree, as one alone does, need not be picked out and put back
     if computed == rows:
         return fn(x), True
@@ -167,14 +216,6 @@ def _run_rows(
     assert picked is not None
     mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device).scatter(1, picked, True)
     return replay_rows(x, old, picked, fn), mask
-
-
-def count_rows(meter: Meter, macs: int, computed: float, rows: int) -> None:
-    """Add to the meter what an MLP did of so many rows; some of its neurons are a part of one."""
-    meter.add("rows_computed", computed)
-    meter.add("rows_replayed", rows - computed)
-    meter.add("macs", computed * macs)
-    meter.add("mlp_macs", computed * macs)
 
 
 def _copy_computed(

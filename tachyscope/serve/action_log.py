@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, shown
 
 VERSION = 1
+GIVEN_MOST = 256  # steps
 HEAD = {"version", "model", "weights", "opening", "steps"}
 
 
@@ -20,6 +21,9 @@ class Opening:
     prompt: str = ""
     seed: int = 0
     world: int | None = None
+    strength: float = 0.0  # noise on pictures of the client's camera that it follows; 0: none
+    given: int = 0  # first steps whose frames are the world's true ones, and not made
+    image: str = ""  # the picture that it begins with: a file in base64
 
 
 class Step(NamedTuple):
@@ -65,15 +69,32 @@ class ActionLog:
                 f"this action log is of another model or other weights; here is {model}"
             )
         opening = value["opening"]
-        if not isinstance(opening, dict) or set(opening) != set(Opening.__dataclass_fields__):
+        # a log may be of before there were given steps, cameras, or pictures
+        later: dict[str, Any] = {"given": 0, "strength": 0.0, "image": ""}
+        fields = set(Opening.__dataclass_fields__)
+        if not isinstance(opening, dict) or set(opening) | set(later) != fields:
             raise TachyscopeError(
                 f"an action log's opening has {', '.join(Opening.__dataclass_fields__)}"
             )
-        checks = {"plan": str, "prompt": str, "seed": int, "world": int | None}
+        opening = {**later, **opening}
+        checks = {
+            "plan": str, "prompt": str, "seed": int, "world": int | None, "given": int,
+            "strength": int | float, "image": str,
+        }  # fmt: skip
         for name, kind in checks.items():
             part = opening[name]
             if not isinstance(part, kind) or isinstance(part, bool):
                 raise TachyscopeError(f"an action log's {name} is of another type: save it again")
+        if opening["strength"]:
+            raise TachyscopeError(
+                "this action log is of a session that followed a camera, whose pictures no log "
+                "holds: play another"
+            )
+        if not 0 <= opening["given"] <= GIVEN_MOST:
+            raise TachyscopeError(
+                f"an action log's given steps are from 0 to {GIVEN_MOST}, got "
+                f"{shown(opening['given'])}: save it again"
+            )
         if not isinstance(value["steps"], list):
             raise TachyscopeError("an action log's steps are a list")
         return cls(model, weights, Opening(**opening), read_steps(value["steps"], actions))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,31 +16,30 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from tachyscope import __version__
+from tachyscope.core.plan import NAMES
+from tachyscope.models.atrium.prompts import WORDS
+from tachyscope.models.atrium.world import EYE, HEIGHT, SLOPE
 from tachyscope.models.registry import MODELS
-from tachyscope.plan import NAMES
+from tachyscope.serve.answers import HANDLERS, error
 from tachyscope.serve.connection import Connection
+from tachyscope.serve.door import Door
 from tachyscope.serve.engine import Engine
 from tachyscope.serve.jobs import Jobs
+from tachyscope.serve.lane import can_look
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.protocol import SUBPROTOCOL
 from tachyscope.serve.security import Guard
-from tachyscope.serve.videos import LocalVideos, error, video_routes
+from tachyscope.serve.videos import LocalVideos, video_routes
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+FILES = {"/": "index.html"} | {f"/{path.name}": path.name for path in PAGE.glob("*.[cj]s*")}
 ENCODERS = 2  # threads
-# the page loads nothing from anywhere else, and no other site may frame it
-HEADERS = {
-    "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; "
-    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-store",
-}
+DEFAULT_PLAN = "fast"  # of the command line
+# how a camera sees its room of 1 by 1: half the field of view's tangent, and heights
+ROOM = {"slope": SLOPE, "height": HEIGHT, "eye": EYE}
 NO_RECORDING = "no session of this name and secret has a recording: send record on, then off"
 OPEN_PATHS = {"/health", *FILES}  # for everybody who reaches the host
 
@@ -57,47 +56,28 @@ async def accept(socket: WebSocket) -> bool:
     return True
 
 
-class Door:
-    """Asks the guard before anything else, and sets headers on every answer."""
-
-    def __init__(self, app: ASGIApp, guard: Guard, refused: Counter) -> None:
-        self.app, self.guard, self.refused = app, guard, refused
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        socket = scope["type"] == "websocket"
-        request = WebSocket(scope, receive, send) if socket else Request(scope)
-        refused = self.guard.refusal(request.headers, scope.get("subprotocols", ()))
-        if refused and refused[0] == 401 and scope["path"] in OPEN_PATHS:
-            refused = None
-        if refused:
-            self.refused.labels(f"status_{refused[0]}").inc()
-            answer = error(*refused)
-            if isinstance(request, WebSocket):
-                await request.receive()
-                await request.send_denial_response(answer)
-            else:
-                await answer(scope, receive, send)
-            return
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                pairs = [(key.encode(), value.encode()) for key, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *pairs]
-            await send(message)
-
-        await self.app(scope, receive, send if socket else with_headers)
+def door(guard: Guard, limits: Limits, refused: Counter) -> Middleware:
+    """What every request passes first."""
+    return Middleware(Door, guard=guard, limits=limits, refused=refused, open_paths=OPEN_PATHS)
 
 
-def describe(model: str, plan: str, limits: Limits) -> dict[str, Any]:
-    """What the page must know before it opens a session."""
+def describe(
+    model: str, plan: str, limits: Limits, size: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """What the page must know before it opens a session; `size` is its pictures', where known."""
+    look = can_look(model)
     return {
         "model": model,
         "plan": plan,
+        # where the camera's poses are told, what is read is best found by them
+        "page_plan": "pose" if look and plan == DEFAULT_PLAN else plan,
         "plans": list(NAMES),
+        "size": size,
         "worlds": bool(MODELS[model].world),
+        "random": MODELS[model].random,
+        "look": look,
+        "room": ROOM if look else None,
+        "words": list(WORDS) if MODELS[model].world else None,
         "prompt_letters": limits.prompt_letters,
         "log_bytes": limits.log_bytes,
     }
@@ -142,7 +122,7 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
         )
 
     async def settings(request: Request) -> Response:
-        return JSONResponse(describe(engine.name, engine.plan, engine.limits))
+        return JSONResponse(describe(engine.name, engine.plan, engine.limits, engine.model.size))
 
     async def sessions(socket: WebSocket) -> None:
         if await accept(socket):
@@ -167,9 +147,10 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/settings", settings),
             Route("/v1/sessions/{name}/recording", recording),
-            *video_routes(LocalVideos(jobs), engine.limits, engine.metrics.refused),
+            *video_routes(LocalVideos(jobs), engine.metrics.refused),
             WebSocketRoute("/v1/sessions", sessions),
         ],
-        middleware=[Middleware(Door, guard=guard, refused=engine.metrics.refused)],
+        middleware=[door(guard, engine.limits, engine.metrics.refused)],
+        exception_handlers=HANDLERS,
         lifespan=lifespan,
     )

@@ -7,38 +7,41 @@ lost its client stays too until its memory is needed, and then waits as a snapsh
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
-import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from tachyscope.errors import TachyscopeError
-from tachyscope.memory import ROOM, need
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.request import chunks_for
+from tachyscope.memory.predict import ROOM, need
 from tachyscope.models.base import VideoModel
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Opening
 from tachyscope.serve.keeper import Keeper
+from tachyscope.serve.key_map import KeyMap
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.live import Event, Live
 from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.room import Full, Room
+from tachyscope.serve.scratch import Scratch
 from tachyscope.serve.snapshots import Snapshots
 from tachyscope.serve.turns import Turns
-from tachyscope.stream import chunks_for
 
 T = TypeVar("T")
 Tell = Callable[[Event], None]
 SNAPSHOT_CHUNKS = 32  # between two snapshots
 SWEEP_S = 60.0
+CALLS_S = 0.05  # of calls between two turns, and the one under way
 
 
 class Engine:
@@ -63,17 +66,18 @@ class Engine:
         self.room = Room(model, name, self.keeper, budget, limits)
         self.turns = Turns(self.room, metrics, snapshot_chunks, self.recording)
         self.room.new_log(Opening(plan))  # raises where the plan is none
+        self.reading = asyncio.Lock()  # a long message; parsing it takes the event loop's time
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._swept = time.monotonic()
-        self._recordings = Path()  # once it is started
+        self._recordings: Scratch | None = None  # once it is started
         self._thread = threading.Thread(target=self._run, name="tachyscope-engine", daemon=True)
         metrics.budget.set(budget)
 
     def start(self) -> None:
-        self._recordings = Path(mkdtemp(prefix="tachyscope-"))
-        self.keeper.sweep(self.limits.kept_s)
+        self._recordings = Scratch()
+        self.room.sweep()
         self._thread.start()
 
     def stop(self) -> None:
@@ -83,7 +87,8 @@ class Engine:
             self._wake.notify()
         self._thread.join()
         self.keeper.stop()
-        shutil.rmtree(self._recordings, ignore_errors=True)
+        if self._recordings is not None:
+            self._recordings.remove()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Have the engine's thread do something between two turns."""
@@ -102,6 +107,14 @@ class Engine:
         with self._wake:
             self._wake.notify()
 
+    def feed(self, live: Live, picture: np.ndarray) -> None:
+        """Hand a picture of its client's camera to a session; one that follows none drops it."""
+        lane = live.lane
+        if lane is not None and lane.camera is not None:
+            lane.camera.put(picture)
+            with self._wake:
+                self._wake.notify()
+
     def find(self, name: str, secret: str) -> Live | None:
         """An open session, for who has its secret."""
         live = self.room.sessions.get(name)
@@ -111,7 +124,8 @@ class Engine:
 
     def recording(self, name: str) -> Path:
         """Where the mp4 of this name lies, once it is finished."""
-        return self._recordings / f"{name}.mp4"
+        assert self._recordings is not None
+        return self._recordings.path / f"{name}.mp4"
 
     def finished(self, name: str, secret: str) -> Path | None:
         """A session's mp4, for who has its secret; None where there is none, or it is written."""
@@ -133,13 +147,17 @@ class Engine:
         if message.log is not None:
             return self.play(self.room.read_log(message.log), message.pace, tell)
         plan = message.plan or self.plan
-        opening = Opening(plan, message.prompt, message.seed, message.world)
-        return self.play(self.room.new_log(opening), message.pace, tell)
+        opening = Opening(
+            plan, message.prompt, message.seed, message.world, message.strength,
+            image=message.image,
+        )  # fmt: skip
+        return self.play(self.room.new_log(opening, message.look), message.pace, tell)
 
     def play(self, log: ActionLog, pace: str, tell: Tell) -> Live:
         """A session that begins with the steps of a log."""
         steps, log.steps = log.steps, []
-        live = Live(log, self.room.bytes_of(log.opening.plan), self.model.fps, pace)
+        size = self.room.bytes_of(log.opening.plan, bool(log.opening.strength))
+        live = Live(log, size, self.model.fps, KeyMap.of(self.model), pace)
         self.room.add(live)
         try:
             live.begin_again(log, steps)
@@ -164,7 +182,7 @@ class Engine:
         if live.lane is None:
             self.room.make_room(live, live.bytes)
             try:
-                self.room.load(live, live.saved[-1])
+                self.room.load_newest(live)
             except BaseException:
                 self.room.forget(live)
                 raise
@@ -179,7 +197,9 @@ class Engine:
                 live.tell, live.used = None, time.monotonic()
                 live.inbox.clear()
                 self.turns.set_beside(live, "off")
-                if live.chunk and live.chunk not in live.saved:
+                if live.log.opening.strength:  # its camera is gone
+                    self.room.forget(live)
+                elif live.chunk and live.chunk not in live.saved:
                     self.keeper.save(live)
 
     def let_go(self) -> None:
@@ -200,7 +220,10 @@ class Engine:
         saved = self.keeper.snapshots.find(message.session, message.secret)
         log = self.room.read_log(saved.log)
         size = self.room.bytes_of(log.opening.plan)
-        live = Live(log, size, self.model.fps, name=message.session, secret=message.secret)
+        live = Live(
+            log, size, self.model.fps, KeyMap.of(self.model),
+            name=message.session, secret=message.secret,
+        )  # fmt: skip
         live.generation, live.files = saved.generation, saved.files
         return live
 
@@ -213,15 +236,20 @@ class Engine:
                     live = self._next()
                 if self._stopping:
                     break
-                calls, self._calls = self._calls, deque()
-            for work, future in calls:
-                _answer(work, future)
-            if live is not None and not calls:
+            self._answer_calls()
+            live = self._next()  # a call may have ended the one that was due
+            if live is not None:
                 self.turns.take(live)
             self.keeper.go_on()
             if time.monotonic() - self._swept > SWEEP_S:
                 self._sweep()
         self._save_all()
+
+    def _answer_calls(self) -> None:
+        """Do what was called for; a turn is next after so long, however much waits."""
+        until = time.monotonic() + CALLS_S
+        while self._calls and time.monotonic() < until:
+            _answer(*self._calls.popleft())
 
     def _save_all(self) -> None:
         for live in list(self.room.sessions.values()):
@@ -254,7 +282,7 @@ class Engine:
             if live.tell is None and self._swept - live.used > self.limits.kept_s:
                 self.room.forget(live)
                 self.metrics.ended.labels("kept").inc()
-        self.keeper.sweep(self.limits.kept_s)
+        self.room.sweep()
 
 
 def make_engine(
@@ -281,9 +309,7 @@ def default_budget(model: VideoModel, plan: str) -> int:
     if model.device.type != "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     free, _ = torch.cuda.mem_get_info(model.device)
-    predicted = need(model.on_meta(), plan, frames=1)
-    # beside sessions: a chunk that is made and decoded, and the copy of a session for its snapshot
-    others = predicted.making + predicted.decoding + predicted.of_video
+    others = need(model.on_meta(), plan, frames=1).beside_sessions
     return max(0, int(ROOM * free) - others)
 
 

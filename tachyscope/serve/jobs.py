@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
@@ -11,17 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tachyscope.arguments import parse_actions
-from tachyscope.bounds import whole
-from tachyscope.errors import TachyscopeError, shown
+from tachyscope.core.arguments import parse_actions
+from tachyscope.core.errors import TachyscopeError, shown
+from tachyscope.core.limits import whole
 from tachyscope.serve.action_log import Opening, Step
 from tachyscope.serve.engine import Engine
 from tachyscope.serve.live import Event, Live
-from tachyscope.serve.recording import Recording
+from tachyscope.serve.protocol import check_prompt, check_text
+from tachyscope.serve.recording import NOT_RECORDED, Recording
 from tachyscope.serve.room import Full
 
+logger = logging.getLogger("tachyscope.serve")
 FIELDS = ("prompt", "model", "seconds", "size", "plan", "seed", "world", "actions")
-SECONDS = re.compile(r"\d{1,5}(\.\d{1,3})?")
+SECONDS = re.compile(r"[0-9]{1,5}(\.[0-9]{1,3})?")
 RETRY_S = 1.0  # until a job that found no room tries again
 
 
@@ -34,6 +37,7 @@ class Job:
     frames: int
     seconds: str
     size: str
+    owner: str = ""  # who may see it
     name: str = field(default_factory=lambda: f"video_{secrets.token_hex(12)}")
     status: str = "queued"
     made: int = 0  # frames
@@ -70,11 +74,11 @@ class Jobs:
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
 
-    def create(self, given: Mapping[str, Any], name: str = "") -> Job:
+    def create(self, given: Mapping[str, Any], name: str = "", owner: str = "") -> Job:
         """Put a video in line, under a new name unless one is given; raises where it cannot be."""
         engine, limits = self.engine, self.engine.limits
         job = self._parse(given)
-        job.name = name or job.name
+        job.name, job.owner = name or job.name, owner
         size = engine.room.bytes_of(job.opening.plan)
         if size > engine.room.budget:
             raise Full(
@@ -108,9 +112,8 @@ class Jobs:
         with self._lock:
             job = self.find(name)
             del self.jobs[name]
-        if job.live is not None:
-            live = job.live
-            self.engine.call(lambda: self.engine.close(live)).result()
+        if job.status == "in_progress":
+            self.engine.call(lambda: self._close(job)).result()
         self.path(job).unlink(missing_ok=True)
         self._start_next()
         return job
@@ -135,12 +138,10 @@ class Jobs:
         if unknown:
             raise TachyscopeError(f"a video takes {', '.join(FIELDS)}, got {shown(unknown[0])}")
         texts = {name: str(value) for name, value in given.items() if value is not None}
+        for text in texts.values():
+            check_text(text)
         prompt = texts.get("prompt", "")
-        if len(prompt) > engine.limits.prompt_letters:
-            raise TachyscopeError(
-                f"a prompt has at most {engine.limits.prompt_letters} letters here, got "
-                f"{len(prompt)}: shorten it"
-            )
+        check_prompt(prompt, engine.limits)
         if texts.get("model", engine.name) != engine.name:
             raise TachyscopeError(f"here is model {engine.name}, got {shown(texts['model'])}")
         size = f"{model.size[1]}x{model.size[0]}"
@@ -179,6 +180,8 @@ class Jobs:
             if isinstance(event, dict):
                 self._hear(job, event)
 
+        if self.jobs.get(job.name) is not job:  # it was deleted meanwhile
+            return
         try:
             job.live = self.engine.play(self.engine.room.new_log(job.opening), "free", tell)
             job.live.script.extend(_steps(job, job.live))
@@ -189,8 +192,8 @@ class Jobs:
             self._timer = threading.Timer(RETRY_S, self._start_next)
             self._timer.daemon = True
             self._timer.start()
-        except TachyscopeError as fault:
-            self._end(job, str(fault))
+        except Exception as fault:
+            self._fail(job, fault)
 
     def _hear(self, job: Job, event: dict[str, Any]) -> None:
         if event["type"] == "chunk":
@@ -199,14 +202,33 @@ class Jobs:
                 self.engine.call(lambda: self._finish(job))
         elif event["type"] == "error":
             self._end(job, event["message"])
+        elif event.get("code") == NOT_RECORDED:
+            self.engine.call(lambda: self._fail(job, TachyscopeError(event["message"])))
 
     def _finish(self, job: Job) -> None:
         live = job.live
         if live is not None and live.recording is not None:
             recording, live.recording = live.recording, None
-            recording.finish()
+            try:
+                recording.finish()
+            except Exception as fault:
+                self._fail(job, fault)
+                return
             self._end(job, "")
             self.engine.close(live)
+
+    def _close(self, job: Job) -> None:
+        if job.live is not None:
+            self.engine.close(job.live)
+
+    def _fail(self, job: Job, fault: Exception) -> None:
+        """End a video that cannot be made; the next one begins."""
+        words = str(fault)
+        if not isinstance(fault, TachyscopeError):
+            logger.error("video %s failed", job.name, exc_info=fault)
+            words = "the server failed at this video, and its log has why"
+        self._close(job)
+        self._end(job, words)
 
     def _end(self, job: Job, fault: str) -> None:
         job.fault, job.live = fault, None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tachyscope.errors import is_out_of_memory
+from tachyscope.core.errors import is_out_of_memory
 from tachyscope.serve.lane import Lane
 from tachyscope.serve.live import Live
 from tachyscope.serve.metrics import Metrics
@@ -61,10 +62,14 @@ class Keeper:
         return self.snapshots.load(live.name, dict(live.files)[chunk])
 
     def remove(self, live: Live) -> None:
-        self._writer.submit(self.snapshots.remove, live.name)
+        self._submit(self.snapshots.remove, live.name)
 
-    def sweep(self, kept_s: float) -> None:
-        self._writer.submit(self.snapshots.sweep, kept_s)
+    def sweep(self, kept_s: float, most: int, opened: Collection[str]) -> None:
+        self._submit(self.snapshots.sweep, kept_s, most, opened)
+
+    def _submit(self, work: Callable[..., None], *given: Any) -> None:
+        """Have the writer do something; its log has what went wrong."""
+        self._writer.submit(work, *given).add_done_callback(_log_fault)
 
     def wait(self) -> None:
         """Until everything is written that was asked for."""
@@ -82,7 +87,7 @@ class Keeper:
             self._failed(live, "no memory for a copy of it")
             return
         self._writing = True
-        self._writer.submit(self._write, live, live.to_save(), live.chunk, state)
+        self._submit(self._write, live, live.to_save(), live.chunk, state)
 
     def _write(self, live: Live, saved: Saved, chunk: int, state: dict[str, Tensor]) -> None:
         try:
@@ -111,9 +116,15 @@ class Keeper:
     def _failed(self, live: Live, reason: str) -> None:
         self.metrics.snapshots.labels("failed").inc()
         logger.warning("snapshot of session %s failed: %s", live.name, reason)
+        then = "resumes from an older one" if live.saved else "cannot be resumed"
         live.say(
             type="notice",
             code="snapshot_failed",
             message=f"the last snapshot could not be written ({reason}): the session goes on, "
-            f"and after a fault resumes from an older one",
+            f"and after a fault {then}",
         )
+
+
+def _log_fault(done: Future[None]) -> None:
+    if not done.cancelled() and (fault := done.exception()) is not None:
+        logger.error("the writer of snapshots failed", exc_info=fault)

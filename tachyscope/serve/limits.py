@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 
 
 @dataclass(frozen=True)
 class Limits:
     """The most that clients may ask of a server; docs/serve.md explains each."""
 
-    sessions: int = 16  # open at once, those that wait on disk included
+    sessions: int = 16  # open at once; those without a client make room for new ones
     session_frames: int = 3_600  # of one session; also what an unbounded cache is reserved for
     prompt_letters: int = 2_000
     message_bytes: int = 65_536  # of a message, and of the body of a request
@@ -21,8 +21,12 @@ class Limits:
     messages_per_s: int = 60  # of one client, on average; twice as many at once
     faults: int = 20  # malformed messages of one connection
     idle_s: float = 300.0  # without a message of the client's
+    connections: int = 512  # open at once, WebSockets included
+    connections_per_address: int = 64
+    request_s: float = 10.0  # from a connection's or request's beginning to its last byte
     send_s: float = 15.0  # that a client may leave a message unread
     kept_s: float = 3_600.0  # that a session waits on disk for its client
+    kept: int = 64  # sessions on disk beside the open ones; the oldest go first
     jobs: int = 32  # videos that wait, are made or are kept
     job_frames: int = 1_200
 
@@ -41,12 +45,12 @@ class Bucket:
         self._rate, self._clock = rate, clock
         self._left, self._since = 2 * rate, clock()
 
-    def take(self) -> bool:
-        """Whether one more may pass now."""
+    def take(self, cost: float = 1.0) -> bool:
+        """Whether so much more may pass now."""
         now = self._clock()
         self._left = min(2 * self._rate, self._left + (now - self._since) * self._rate)
         self._since = now
-        if self._left < 1:
+        if self._left < cost:
             return False
-        self._left -= 1
+        self._left -= cost
         return True

@@ -11,16 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.types import Chunk
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Opening, Step
+from tachyscope.serve.key_map import KeyMap
 from tachyscope.serve.lane import Lane
 from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.recording import Recording
 from tachyscope.serve.snapshots import Saved, hash_secret
-from tachyscope.types import Chunk
+from tachyscope.serve.walls import Walls
 
 # of the time that a chunk is shown, left for its successor to be late
 SPARE = 0.15
+ASKED = 256  # keys and prompts that may wait for their chunk
 RECENT = 16  # chunks whose frames the dense model's can be held against
 
 
@@ -48,6 +52,7 @@ class Live:
     log: ActionLog
     bytes: int  # of memory that its lane may take
     fps: float
+    key_map: KeyMap
     pace: str = "model"
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -61,14 +66,18 @@ class Live:
     ended: str = ""  # why, once it did
     chunk: int = 0
     files: tuple[tuple[int, str], ...] = ()  # of its snapshots, oldest first
-    beside: Lane | None = None  # the dense model, along the same log
-    beside_turns: bool = False  # it steps in turns with the plan, not only when there is time
+    lost: int = 0  # chunks, with snapshots that were damaged, until the client is told
+    beside: Lane | None = None  # another plan, along the same log
+    beside_plan: str = "dense"
+    beside_turns: bool = False  # it steps in turns with the session's, not only when there is time
     recent: dict[int, np.ndarray] = field(default_factory=dict)  # last chunks' frames, for it
     due: float = field(default_factory=time.monotonic)
     used: float = field(default_factory=time.monotonic)  # when it last had a client
     kept: bool = True  # on disk
     recording: Recording | None = None
     map: ReadMap | None = None  # watches its lane
+    walls: Walls = field(default_factory=Walls)
+    beside_walls: Walls = field(default_factory=Walls)
     _held: str = ""
     _shown_until: float = 0.0
     _lead_s: float = 0.0  # from a step's beginning to its frames
@@ -81,8 +90,13 @@ class Live:
             self.tell is not None
             and not self.ended
             and self.lane is not None
-            and (bool(self.inbox) or not self.paused)
+            and (bool(self.inbox) or (self.fed and not self.paused))
         )
+
+    @property
+    def fed(self) -> bool:
+        """Whether what it follows, if anything, gave the next chunk's frames."""
+        return self.lane is not None and self.lane.fed
 
     @property
     def saved(self) -> list[int]:
@@ -91,7 +105,7 @@ class Live:
 
     @property
     def lags(self) -> bool:
-        """Whether the dense model has chunks of the log to make up for."""
+        """Whether the plan beside has chunks of the log to make up for."""
         return self.beside is not None and self.tell is not None and self.beside.chunk < self.chunk
 
     def say(self, **message: Any) -> None:
@@ -108,18 +122,34 @@ class Live:
         Of several keys since the last chunk the newest wins; one that was let go again before any
         chunk saw it still counts, once. Whoever takes the keys ends a log that is played.
         """
-        answered, self.asked = self.asked, []
-        action, prompt = self._held, None
+        later = [one for one in self.asked if self._is_later(one[0])]
+        answered = [one for one in self.asked if not self._is_later(one[0])]
+        self.asked = later
+        action, prompt, dx, dy = self._held, None, 0, 0
         for message, _ in answered:
             self.script.clear()
             if isinstance(message, protocol.Keys):
                 self._held = message.actions
                 action = message.actions.strip(".") or action
+            elif isinstance(message, protocol.Mouse):
+                dx, dy = dx + message.dx, dy + message.dy
             elif isinstance(message, protocol.Prompt):
                 prompt = message.text
+        action = self.key_map.turned(action, dx, dy)
         if self.script:
             return self.script.popleft(), answered
         return Step(action, prompt), answered
+
+    def ask(self, message: protocol.Message, at: float) -> None:
+        """Take a message that the next step, or a later one, answers; raises where many wait."""
+        if len(self.asked) >= ASKED:
+            raise TachyscopeError(
+                f"{ASKED} keys and prompts wait for their chunk: let some be made first"
+            )
+        self.asked.append((message, at))
+
+    def _is_later(self, message: protocol.Message) -> bool:
+        return isinstance(message, protocol.Prompt) and message.chunk > self.chunk
 
     def take_up(self, step: Step, made: Chunk, begun: float, shown: float) -> None:
         """A chunk was made: it is part of the log, and the next one is due.
@@ -152,9 +182,11 @@ class Live:
     def begin_again(self, log: ActionLog, script: list[Step]) -> None:
         """Another generation: nothing of what was counts."""
         self.log, self.script = log, deque(script)
+        self.kept = not log.opening.strength  # what a camera showed cannot be gone back to
         self.generation += 1
         self.chunk, self.files, self._shown_until, self._held, self.asked = 0, (), 0.0, "", []
         self.recent.clear()
+        self.walls, self.beside_walls = Walls(), Walls()
 
     def go_back(self, chunk: int) -> None:
         """Another generation, that shares the log's first steps."""
@@ -164,6 +196,7 @@ class Live:
         self.chunk, self._shown_until, self._held, self.asked = chunk, 0.0, "", []
         self.script.clear()
         self.recent.clear()
+        self.walls, self.beside_walls = Walls(), Walls()
 
     def close_lanes(self) -> None:
         """Free its memory."""
@@ -187,6 +220,9 @@ class Live:
             "snapshots": self.saved,
             "seed": self.log.opening.seed,
             "world": self.log.opening.world,
+            "given": self.log.opening.given,
+            "strength": self.log.opening.strength,
+            "script": len(self.script),
             "reserved_bytes": self.bytes,
         }
 
@@ -194,9 +230,9 @@ class Live:
 def reopened(opening: Opening, message: protocol.Reset) -> Opening:
     """How a session begins again: as it did, but for what the message gives."""
     given: dict[str, Any] = {
-        name: getattr(message, name) for name in ("plan", "prompt", "seed", "world")
+        name: getattr(message, name) for name in ("plan", "prompt", "seed", "world", "strength")
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    if "world" in changes:  # which brings its own prompt
-        changes = {"prompt": ""} | changes
-    return replace(opening, **changes)
+    if "world" in changes:  # which brings its own prompt and picture
+        changes = {"prompt": "", "image": ""} | changes
+    return replace(opening, given=0, **changes)

@@ -9,26 +9,27 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import struct
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from tachyscope.bounds import ASKED
-from tachyscope.errors import TachyscopeError, shown
+from tachyscope.core.errors import TachyscopeError, shown, spelled
+from tachyscope.core.limits import ASKED
 from tachyscope.serve.limits import Limits
 
 VERSION = 1
 SUBPROTOCOL = f"tachyscope.v{VERSION}"
-FORMATS = ("png", "jpeg", "webp")
+FORMATS = ("png", "jpeg", "webp", "h264")
 # version, format, lane, flags, generation, chunk, frame
 HEADER = struct.Struct("<BBBBIII")
-MAIN, DENSE = 0, 1  # lanes
-LAST = 1  # flag of a chunk's last frame
+MAIN, BESIDE = 0, 1  # lanes
+LAST, KEY = 1, 2  # flags: a chunk's last frame; one that needs none before it
 MAX_INT = 2**31 - 1
 
 
@@ -49,10 +50,14 @@ class Open(Message):
     prompt: str = ""
     seed: int = 0
     world: int | None = None  # an unseen room by number, which brings its own prompt
-    format: Literal["jpeg", "webp", "png"] = "jpeg"
+    format: Literal["jpeg", "webp", "png", "h264"] = "jpeg"
     quality: int = 85
     pace: Literal["model", "free"] = "model"  # the model's frames a second, or all that can be made
     log: dict[str, Any] | None = None  # play an action log instead: it says how to begin
+    look: bool = False  # the world is shown first, and then turned around in (`lane.LOOK`, `TOUR`)
+    # noise on the pictures that the client sends of its camera, and the session follows; 0: none
+    strength: float = 0.0
+    image: str = ""  # a picture to begin with: a JPEG, PNG or WebP file in base64
 
 
 @dataclass(frozen=True)
@@ -62,24 +67,34 @@ class Resume(Message):
     type: ClassVar[str] = "resume"
     session: str = ""
     secret: str = ""
-    format: Literal["jpeg", "webp", "png"] = "jpeg"
+    format: Literal["jpeg", "webp", "png", "h264"] = "jpeg"
     quality: int = 85
 
 
 @dataclass(frozen=True)
 class Keys(Message):
-    """The action that is held from now on, by its letter; "" for none."""
+    """What is held from now on: an action's letter, two keys that are one action, or nothing."""
 
     type: ClassVar[str] = "keys"
     actions: str = ""
 
 
 @dataclass(frozen=True)
+class Mouse(Message):
+    """How many pixels the mouse moved to the right and down; it looks there in the next chunk."""
+
+    type: ClassVar[str] = "mouse"
+    dx: int = 0
+    dy: int = 0
+
+
+@dataclass(frozen=True)
 class Prompt(Message):
-    """Another prompt, from the next chunk on."""
+    """Another prompt, from the next chunk on, or from a later one."""
 
     type: ClassVar[str] = "prompt"
     text: str = ""
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,8 @@ class Reset(Message):
     prompt: str | None = None
     seed: int | None = None
     world: int | None = None
+    look: bool = False
+    strength: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,10 +136,11 @@ class Rewind(Message):
 
 @dataclass(frozen=True)
 class Beside(Message):
-    """Run the dense model along the same log: in turns with the plan, or when there is time."""
+    """Run another plan along the same log: in turns with the session's, or when there is time."""
 
     type: ClassVar[str] = "beside"
     mode: Literal["off", "turns", "follow"] = "off"
+    plan: str = "dense"
 
 
 @dataclass(frozen=True)
@@ -149,6 +167,13 @@ class GetLog(Message):
 
 
 @dataclass(frozen=True)
+class Check(Message):
+    """Tell of each wall that was faced whether its newest frame shows it as it is."""
+
+    type: ClassVar[str] = "check"
+
+
+@dataclass(frozen=True)
 class Close(Message):
     """End the session; nothing of it is kept."""
 
@@ -161,6 +186,7 @@ MESSAGES: dict[str, type[Message]] = {
         Open,
         Resume,
         Keys,
+        Mouse,
         Prompt,
         Pause,
         Reset,
@@ -170,17 +196,23 @@ MESSAGES: dict[str, type[Message]] = {
         Map,
         Record,
         GetLog,
+        Check,
         Close,
     )
 }
+# each is a turn of its own, or a check's: an encoder's
+COSTLY = (Reset, Replay, Rewind, Beside, Map, Record, GetLog, Check)
 BOUNDS = {
     "id": (0, MAX_INT),
     "seed": (ASKED["seed"].low, 2**53 - 1),  # what JavaScript's numbers hold
     "world": (ASKED["world"].low, ASKED["world"].high),
     "quality": (1, 100),
     "chunk": (0, MAX_INT),
+    "strength": (0, 1),
+    "dx": (-10_000, 10_000),
+    "dy": (-10_000, 10_000),
 }
-LETTERS = {"plan": 500, "session": 64, "secret": 64, "actions": 256}
+LETTERS = {"plan": 500, "session": 64, "secret": 64, "actions": 256, "image": 500_000}
 
 
 def parse(text: str, limits: Limits) -> Message:
@@ -188,14 +220,15 @@ def parse(text: str, limits: Limits) -> Message:
     if len(text) > limits.log_bytes:
         raise TachyscopeError(f"a message has at most {limits.log_bytes} bytes, got {len(text)}")
     value = read_json(text)
-    if len(text) > limits.message_bytes and value.get("log") is None:
+    if len(text) > limits.message_bytes and not (value.get("log") or value.get("image")):
         raise TachyscopeError(
-            f"a message without a log has at most {limits.message_bytes} bytes, got {len(text)}"
+            f"a message without a log or an image has at most {limits.message_bytes} bytes, got "
+            f"{len(text)}"
         )
     kind = value.pop("type", None)
     if not isinstance(kind, str) or kind not in MESSAGES:
         raise TachyscopeError(
-            f"a message has one of the types {', '.join(MESSAGES)}, got {_told(kind)}"
+            f"a message has one of the types {', '.join(MESSAGES)}, got {spelled(kind)}"
         )
     fields = MESSAGES[kind]
     hints = typing.get_type_hints(fields)
@@ -207,24 +240,57 @@ def parse(text: str, limits: Limits) -> Message:
             )
         _check(kind, name, part, hints[name])
     for name in ("prompt", "text"):
-        given = value.get(name)
-        if isinstance(given, str) and len(given) > limits.prompt_letters:
-            raise TachyscopeError(
-                f"a prompt has at most {limits.prompt_letters} letters here, got {len(given)}: "
-                f"shorten it"
-            )
+        check_prompt(value.get(name) or "", limits)
     return fields(**value)
+
+
+def check_prompt(text: str, limits: Limits) -> None:
+    """Raise where a prompt is too long."""
+    if len(text) > limits.prompt_letters:
+        raise TachyscopeError(
+            f"a prompt has at most {limits.prompt_letters} letters here, got {len(text)}: shorten "
+            f"it"
+        )
 
 
 def read_json(text: str | bytes) -> dict[str, Any]:
     """A JSON object; raises in one line where the text is none."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        text = text if isinstance(text, str) else text.decode()
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         raise TachyscopeError("a message is a JSON object, got something else") from None
     if not isinstance(value, dict):
-        raise TachyscopeError(f"a message is a JSON object, got {_told(value)}")
+        raise TachyscopeError(f"a message is a JSON object, got {spelled(value)}")
+    if "\\u" in text:  # JSON has no other way to what `check_text` refuses
+        for one in _texts(value):
+            check_text(one)
     return value
+
+
+def check_text(text: str) -> None:
+    """Raise where a text has a half of a surrogate pair, which UTF-8 cannot write, or a NUL."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TachyscopeError(
+            f"text is Unicode, got half of a surrogate pair in {shown(text)}: write it anew"
+        ) from None
+    if "\0" in text:
+        raise TachyscopeError(f"text has no NUL characters, got {shown(text)}: leave them out")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys too."""
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            rest += [*one, *one.values()]
+        elif isinstance(one, list):
+            rest += one
 
 
 def write_json(value: Mapping[str, Any]) -> str:
@@ -236,6 +302,13 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(name)  # NaN and Infinity are no JSON
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)  # 1e400
+    return value
+
+
 def _check(kind: str, name: str, value: Any, hint: Any) -> None:
     """Raise unless a field's value is of its type and within its bounds."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -244,32 +317,29 @@ def _check(kind: str, name: str, value: Any, hint: Any) -> None:
     (wanted,) = (one for one in allowed if one is not types.NoneType)
     choices = typing.get_args(wanted) if typing.get_origin(wanted) is Literal else ()
     plain = typing.get_origin(wanted) or wanted
-    right = value in choices if choices else type(value) is plain
+    # JSON may write 1.0 as 1
+    right = value in choices if choices else type(value) in (plain, {float: int}.get(plain))
     if choices and not isinstance(value, str):
         right = False
     if not right:
-        names = {int: "a whole number", str: "text", bool: "true or false", dict: "an object"}
-        rule = " or ".join(choices) if choices else names[plain]
-        raise TachyscopeError(f"{name!r} of message {kind!r} is {rule}, got {_told(value)}")
+        names = {
+            int: "a whole number",
+            float: "a number",
+            str: "text",
+            bool: "true or false",
+            dict: "an object",
+        }
+        rule = " or ".join(choices) if choices else names.get(plain, "a number")
+        raise TachyscopeError(f"{name!r} of message {kind!r} is {rule}, got {spelled(value)}")
     if name in BOUNDS and not BOUNDS[name][0] <= value <= BOUNDS[name][1]:
         low, high = BOUNDS[name]
         raise TachyscopeError(
-            f"{name!r} of message {kind!r} is from {low} to {high:.0f}, got {_told(value)}"
+            f"{name!r} of message {kind!r} is from {low} to {high:.0f}, got {spelled(value)}"
         )
     if name in LETTERS and len(value) > LETTERS[name]:
         raise TachyscopeError(
             f"{name!r} of message {kind!r} has at most {LETTERS[name]} letters, got {len(value)}"
         )
-
-
-def _told(value: Any) -> str:
-    """A value of JSON for an error; a very long number or text is cut."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return "a very long number"
-    try:
-        return shown(value) if isinstance(value, str) else shown(json.dumps(value))[1:-1]
-    except (RecursionError, ValueError):
-        return "something too deep"
 
 
 class Header(NamedTuple):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tachyscope.evaluation.recall import read_mass
-from tachyscope.observers import Observer
-from tachyscope.session import Session
+from tachyscope.core.observers import Observer
+from tachyscope.core.session import Session
+from tachyscope.core.types import PassContext
+from tachyscope.measure.inspection.read_mass import read_mass
 from tachyscope.store.bank import BlockBank
 from tachyscope.store.host_bank import HostBank
-from tachyscope.types import PassContext
 
 GROUPS = 3  # of layers: the first, the middle and the last ones
 
@@ -54,7 +54,7 @@ class ReadMap(Observer):
         chosen = any(step >= first for step in ctx.before)
         shown = (ctx.pass_index >= first and not chosen) or ctx.pass_index == last < first
         if self._reads_places and shown and not ctx.given:
-            mass = read_mass(policy, rotated_q, layer, ctx)[..., : ctx.past]
+            mass = read_mass(policy, self.session.layer_pass(ctx.layer), rotated_q)[..., : ctx.past]
             share = (mass > 0).double().mean((0, 1, 2))
             place = self._places(layer.pos[0, 0, : ctx.past])
             count = torch.bincount(place, minlength=len(self._nothing()))
@@ -69,15 +69,16 @@ class ReadMap(Observer):
     def _see_bank(self, bank: HostBank, ctx: PassContext, queries: int) -> None:
         """Of the blocks that each tile of the chunk's queries reads, the share that was fetched."""
         self.fetched[self.watched[ctx.layer]] = self._nothing()
-        if not isinstance(bank, BlockBank) or ctx.past < bank.layout.room:
-            return  # all that there is is resident
-        layout, work = bank.layout, bank.work
+        layout, work = cast(BlockBank, bank).layout, bank.work
+        if "map" not in work or ctx.past < layout.room:
+            return  # whole frames are read, or all that there is is resident
         read = int(work["count"].max())
-        ids = work["map"][..., :read].long()  # [B, H, tiles, read], the sink's blocks first
+        # [B, H, tiles, read], the sink's blocks first, or of codes the places' alone
+        ids, ahead = work["map"][..., :read].long(), 0 if layout.coded else layout.sink
         came = (work["now"] >= 0) | (work["later"] >= 0)
         came = came.repeat_interleave(ids.shape[1] // came.shape[1], 1)
         flags = torch.zeros(*ids.shape[:2], layout.sink + layout.places + layout.open)
-        flags[:, :, layout.sink : layout.sink + layout.places] = came.cpu()
+        flags[:, :, ahead : ahead + layout.places] = came.cpu()
         share = flags.gather(2, ids.flatten(2).cpu()).unflatten(2, ids.shape[2:])
         by_tile = share.double().mean((0, 1, 3))
         by_query = by_tile.repeat_interleave(layout.tile)[:queries]
@@ -101,7 +102,7 @@ class ReadMap(Observer):
         for layer, group in self.watched.items():
             low, high = self.spans[group]
             merged = self.merged[group]
-            fetched = self.fetched[group] if isinstance(bank, BlockBank) else None
+            fetched = None if bank is None or "map" not in bank.work else self.fetched[group]
             groups.append(
                 {
                     "layers": [low, high - 1],

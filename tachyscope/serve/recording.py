@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+
+NOT_RECORDED = "recording_failed"  # the code of a notice: the file cannot be written
 
 
 class Recording:
-    """A file that grows by chunks, up to `most` frames; it is there once it is finished."""
+    """A file that grows by chunks, up to `most` frames; it is there once it is finished.
+
+    Its faults name no path of the server's: clients are told them.
+    """
 
     def __init__(self, path: Path, fps: float, most: int) -> None:
-        from tachyscope.video import VideoWriter  # PyAV is loaded when somebody records
+        from tachyscope.io.video import VideoWriter  # PyAV is loaded when somebody records
 
         self._most = most
         self._writer = VideoWriter(path, fps, background=True)
-        self._writer.__enter__()
+        with _told():
+            self._writer.__enter__()
 
     def write(self, frames: np.ndarray) -> None:
         left = self._most - self._writer.frames
         if left > 0:
-            self._writer.write(frames[:left])
+            with _told():
+                self._writer.write(frames[:left])
 
     def finish(self) -> int:
         """The frames of the file; raises where there are none."""
-        self._writer.__exit__(None, None, None)
+        with _told():
+            self._writer.__exit__(None, None, None)
         return self._writer.frames
 
     def discard(self) -> None:
         fault = TachyscopeError("a recording that nobody wants")
         with suppress(TachyscopeError):
             self._writer.__exit__(type(fault), fault, None)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except TachyscopeError as fault:
+        cause = fault.__cause__
+        if not isinstance(cause, OSError):
+            raise TachyscopeError("the recording has no frames: let one be made first") from fault
+        reason = (cause.strerror or "no reason given").lower()
+        raise TachyscopeError(f"the recording cannot be written ({reason})") from fault

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tachyscope.arguments import parse_plan
-from tachyscope.errors import TachyscopeError
-from tachyscope.machine import memory_of
-from tachyscope.memory import ROOM, Need, need
+from tachyscope.core.arguments import parse_plan
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.io.machine import memory_of
+from tachyscope.memory.predict import ROOM, Need, need
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import MODELS
-from tachyscope.serve.action_log import ActionLog, Opening
+from tachyscope.serve.action_log import ActionLog, Opening, Step
 from tachyscope.serve.keeper import Keeper
-from tachyscope.serve.lane import Lane
+from tachyscope.serve.lane import LOOK, TOUR, Lane, can_look
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.live import Live
+from tachyscope.serve.protocol import check_prompt
 
-DENSE = "dense"  # the plan that runs beside others
+logger = logging.getLogger("tachyscope.serve")
+PLANS = 64  # whose needs are remembered
 
 
 class Full(TachyscopeError):
@@ -37,7 +42,7 @@ class Room:
         self.model, self.name, self.keeper = model, name, keeper
         self.budget, self.limits = budget, limits
         self.sessions: dict[str, Live] = {}
-        self._needs: dict[str, Need] = {}
+        self._need = lru_cache(PLANS)(self._predict)  # of a plan's text
         self._meta: VideoModel | None = None
 
     @property
@@ -49,20 +54,17 @@ class Room:
         """Bytes of the budget that sessions hold."""
         return sum(one.bytes for one in self.resident)
 
-    def bytes_of(self, plan: str) -> int:
+    def bytes_of(self, plan: str, follows: bool = False) -> int:
         """What a session of this plan keeps in the device's memory at its longest."""
-        predicted = self._need(plan)
+        predicted = self._need(plan, follows)
         if self.model.device.type == "cpu":
             return predicted.of_video + predicted.host
-        # a CUDA graph keeps what a chunk is made with
-        return predicted.of_video + predicted.making
+        return predicted.of_session
 
-    def _need(self, plan: str) -> Need:
-        if plan not in self._needs:
-            if self._meta is None:
-                self._meta = self.model.on_meta()
-            self._needs[plan] = need(self._meta, plan, frames=self.limits.session_frames)
-        return self._needs[plan]
+    def _predict(self, plan: str, follows: bool = False) -> Need:
+        if self._meta is None:
+            self._meta = self.model.on_meta()
+        return need(self._meta, plan, frames=self.limits.session_frames, follows=follows)
 
     def check_host(self, plan: str, others: Sequence[Live]) -> None:
         """Raise where host memory beside a GPU does not hold a session's bank beside others'."""
@@ -77,14 +79,26 @@ class Room:
                 f"later, or take plan live, or a bank with a smaller budget"
             )
 
-    def new_log(self, opening: Opening) -> ActionLog:
-        """An empty log; raises where a session cannot begin so."""
+    def new_log(self, opening: Opening, look: bool = False) -> ActionLog:
+        """An empty log, or one that looks around and turns around first; raises where it cannot."""
+        if look:
+            opening = replace(opening, given=len(LOOK))
         parse_plan(self.model, opening.plan)
         if opening.world is not None and not MODELS[self.name].world:
             raise TachyscopeError(
                 f"model {self.name} has no worlds by number, got {opening.world}: leave it out"
             )
-        return ActionLog(self.name, self.model.fingerprint, opening)
+        if opening.image and opening.world is not None:
+            raise TachyscopeError("a world brings its own picture: leave image or world out")
+        if opening.given and (opening.world is None or not can_look(self.name)):
+            raise TachyscopeError(
+                f"model {self.name} is shown around in worlds by number alone, and only where a "
+                f"frame is a whole step: leave look out"
+            )
+        if opening.strength:
+            self.model.check_source()
+        steps = [Step(action) for action in LOOK + TOUR] if look else []
+        return ActionLog(self.name, self.model.fingerprint, opening, steps)
 
     def read_log(self, value: Any) -> ActionLog:
         """An action log that a client handed in, checked."""
@@ -96,17 +110,39 @@ class Room:
                 f"an action log has at most {self.limits.session_frames} steps here, got "
                 f"{len(log.steps)}"
             )
+        for text in (log.opening.prompt, *(step.prompt or "" for step in log.steps)):
+            check_prompt(text, self.limits)
         self.new_log(log.opening)
         return log
 
     def add(self, live: Live) -> None:
-        """One session more, with memory of its own but no lane yet."""
+        """One session more, with memory of its own but no lane yet.
+
+        Where all are taken it gets the place of one without a client, the longest unused of those
+        that lie on disk: its client finds it there.
+        """
+        left = [one for one in self.sessions.values() if one.tell is None]
+
+        def price(one: Live) -> tuple[bool, bool, float]:
+            return one.recording is not None, one.chunk not in one.saved, one.used
+
+        for one in sorted(left, key=price):
+            if len(self.sessions) < self.limits.sessions:
+                break
+            if self.keeper.is_saved(one):
+                self.forget(one)
+                self.sweep()
         if len(self.sessions) >= self.limits.sessions:
             raise Full(
                 f"{len(self.sessions)} of {self.limits.sessions} sessions are open: come back later"
             )
         self.make_room(live, live.bytes)
         self.sessions[live.name] = live
+
+    def sweep(self) -> None:
+        """Remove from disk what is too old or too much; open sessions keep what they have there."""
+        most = self.limits.sessions + self.limits.kept
+        self.keeper.sweep(self.limits.kept_s, most, frozenset(self.sessions))
 
     def make_room(self, live: Live, size: int) -> None:
         """Have bytes for a session: those without a client go to disk, longest unused first."""
@@ -132,18 +168,31 @@ class Room:
         """Have it stand where its log ends, or begins: `restore` follows in the first case."""
         opening, prompt = live.log.opening, live.log.prompt_before(live.chunk)
         watching = () if live.map is None else (live.map,)
-        live.lane = Lane(self.model, self.name, opening, prompt, opening.plan, watching)
+        live.lane = Lane(self.model, live.log, prompt, opening.plan, watching)
 
     def open_beside(self, live: Live) -> None:
-        """The dense model at the beginning of the log."""
+        """The plan beside at the beginning of the log."""
         if live.beside is not None:
             live.beside.close()
-        opening = live.log.opening
-        live.beside = Lane(self.model, self.name, opening, opening.prompt, DENSE)
+        live.beside = Lane(self.model, live.log, live.log.opening.prompt, live.beside_plan)
 
-    def load(self, live: Live, chunk: int) -> None:
+    def load_newest(self, live: Live) -> None:
+        """Have it stand at its newest snapshot that is whole; what was newer is lost."""
+        was = live.saved[-1]
+        for chunk in reversed(live.saved):
+            try:
+                state = self.keeper.load(live, chunk)
+            except TachyscopeError as fault:
+                logger.warning("session %s: %s", live.name, fault)
+                live.files = tuple(one for one in live.files if one[0] < chunk)
+                continue
+            live.lost = was - chunk
+            self.load(live, chunk, state)
+            return
+        raise TachyscopeError("no snapshot of this session is whole: open a new one")
+
+    def load(self, live: Live, chunk: int, state: Mapping[str, Tensor]) -> None:
         """Open a lane and have it stand at a snapshot."""
-        state: Mapping[str, Tensor] = self.keeper.load(live, chunk)
         live.chunk, live.log.steps = chunk, live.log.steps[:chunk]
         self.open_lane(live)
         assert live.lane is not None

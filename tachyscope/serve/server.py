@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import tempfile
 import threading
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
 from tachyscope.serve.app import make_app
 from tachyscope.serve.engine import SNAPSHOT_CHUNKS, make_engine
+from tachyscope.serve.http import calm_logs, protocol_class
 from tachyscope.serve.limits import Limits
+from tachyscope.serve.scratch import Scratch
 from tachyscope.serve.security import LOCAL, Guard
 from tachyscope.serve.snapshots import Snapshots
 
+BACKLOG = 128  # connections taken at once: far below a usual limit of open files
 PING_S = 20.0  # a client that answers no ping for so long is gone
 
 
@@ -51,13 +53,15 @@ class Place:
 def kept_in(state: str | None) -> Iterator[Snapshots]:
     """Snapshots in a folder or URL that stays, or in one that goes when the server does."""
     if state is not None:
-        yield Snapshots(state)
+        snapshots = Snapshots(state)
+        snapshots.check_writable()  # now, and not at the first session's snapshot
+        yield snapshots
         return
-    folder = tempfile.mkdtemp(prefix="tachyscope-")
+    scratch = Scratch()
     try:
-        yield Snapshots(folder)
+        yield Snapshots(str(scratch.path))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        scratch.remove()
 
 
 def run(
@@ -84,17 +88,25 @@ def run(
         uvicorn.Server(uvicorn_config(app, limits)).run([listener])
 
 
-def uvicorn_config(app: Starlette, limits: Limits) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, limits: Limits, **changes: Any) -> uvicorn.Config:
     """How a server of ours is run."""
-    return uvicorn.Config(
-        app,
-        log_level="warning",
-        ws_max_size=limits.log_bytes,
-        ws_ping_interval=PING_S,
-        ws_ping_timeout=PING_S,
-        timeout_graceful_shutdown=10,
-        server_header=False,
-    )
+    calm_logs()
+    options: dict[str, Any] = {
+        "http": protocol_class(limits),
+        "ws": "websockets-sansio",
+        "log_level": "warning",
+        "backlog": BACKLOG,
+        # beyond what `Connections` admits, which makes room where it is full
+        "limit_concurrency": limits.connections + 1,
+        "ws_max_size": limits.log_bytes,
+        # pictures get no smaller by it, at 2 ms of the event loop for one of 480x832
+        "ws_per_message_deflate": False,
+        "ws_ping_interval": PING_S,
+        "ws_ping_timeout": PING_S,
+        "timeout_graceful_shutdown": 10,
+        "server_header": False,
+    }
+    return uvicorn.Config(app, **options | changes)
 
 
 def address(place: Place, listener: socket.socket) -> str:

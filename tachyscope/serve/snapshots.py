@@ -1,8 +1,9 @@
 """Sessions on disk: what a client that was cut off, or a server that was killed, goes on from.
 
 A folder for every session: `session.json`, and a safetensors file for each of its last snapshots.
-A file is written under another name and then renamed, `session.json` last: what it lists is whole.
-The place is a path or an fsspec URL.
+A file is written under another name, synced and then renamed, `session.json` last: what it lists is
+whole, but where a disk or a hand has changed it since. A snapshot's name has its checksum, and
+`session.json` has its own. The place is a path or an fsspec URL.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import re
+import secrets
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 import safetensors.torch
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, shown
 
-VERSION = 1
+VERSION = 2
 DTYPES = {  # by the names of safetensors
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
@@ -33,6 +37,9 @@ DTYPES = {  # by the names of safetensors
 STAGING = 2**25  # bytes that leave a GPU at once
 KEPT = 4  # snapshots of a session that one can go back to
 NAME = re.compile(r"[0-9a-f]{16}")
+FILE = re.compile(r"\d{1,10}-\d{1,10}-([0-9a-f]{32})\.safetensors")  # generation, chunk, checksum
+SAVED = re.compile(rb'^\{"version": \d+, "saved": (\d+\.?\d*),')
+Pieces = Iterable[bytes | memoryview]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,14 @@ class Saved:
     files: tuple[tuple[int, str], ...]  # of its snapshots, oldest first, and after how many chunks
 
 
+def listed(fs: Any, folder: str) -> list[str]:
+    """What lies in a folder; object stores have no empty ones."""
+    try:
+        return list(fs.ls(folder, detail=False))
+    except FileNotFoundError:
+        return []
+
+
 def hash_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
@@ -53,8 +68,16 @@ class Snapshots:
     """The sessions of one folder."""
 
     def __init__(self, place: str) -> None:
-        self.fs, self.root = fsspec.core.url_to_fs(place)
+        # of an object store, what others write is seen at once
+        self.fs, self.root = fsspec.core.url_to_fs(place, use_listings_cache=False)
         self.fs.makedirs(self.root, exist_ok=True)
+        self._unread: dict[str, float] = {}  # folders without a session's file, and since when
+
+    def check_writable(self) -> None:
+        """Raise OSError where nothing can be written here."""
+        path = f"{self.root}/{secrets.token_hex(8)}.part"
+        self.fs.pipe_file(path, b"-")
+        self.fs.rm_file(path)
 
     def save(
         self, name: str, saved: Saved, chunk: int, state: dict[str, Tensor]
@@ -63,19 +86,22 @@ class Snapshots:
 
         The state's tensors are let go of one by one.
         """
-        folder, file = self._folder(name), f"{saved.generation}-{chunk}.safetensors"
-        self.fs.makedirs(folder, exist_ok=True)
-        size = self._write(f"{folder}/{file}", pack(state))
+        folder, part = self._folder(name), f"{saved.generation}-{chunk}"
+        if not self.fs.exists(folder):
+            self.fs.makedirs(folder, exist_ok=True)
+            self._sync_folder(self.root)
+        size, file = self._write(folder, part, f"{part}-{{}}.safetensors", pack(state))
         files = (*(one for one in saved.files if one[0] < chunk), (chunk, file))[-KEPT:]
-        text = {
+        value = {
             "version": VERSION,
+            "saved": time.time(),
             "secret": saved.secret,
             "generation": saved.generation,
             "files": files,
-            "saved": time.time(),
             "log": saved.log,
         }
-        self._write(f"{folder}/session.json", [json.dumps(text).encode()])
+        text = json.dumps(value | {"checksum": _checksum([_canonical(value)])})
+        self._write(folder, "session", "session.json", [text.encode()])
         listed = {name for _, name in files} | {"session.json"}
         for path in self.fs.ls(folder, detail=False):
             if path.rsplit("/", 1)[-1] not in listed:
@@ -86,13 +112,15 @@ class Snapshots:
         """A session that was saved; raises where there is none, or the secret is another."""
         gone = "no session of this name and secret is kept here: open a new one"
         try:
-            value = json.loads(self.fs.cat_file(f"{self._folder(name)}/session.json"))
+            value = self._read(f"{self._folder(name)}/session.json")
             files = tuple((int(chunk), str(file)) for chunk, file in value["files"])
             saved = Saved(value["secret"], value["log"], value["generation"], files)
         except (OSError, ValueError, KeyError, TypeError):
             raise TachyscopeError(gone) from None
-        if value["version"] != VERSION or not hmac.compare_digest(
-            saved.secret, hash_secret(secret)
+        if (
+            not files
+            or value.get("version") != VERSION
+            or not hmac.compare_digest(saved.secret, hash_secret(secret))
         ):
             raise TachyscopeError(gone)
         return saved
@@ -104,23 +132,45 @@ class Snapshots:
         )
 
     def load(self, name: str, file: str) -> dict[str, Tensor]:
-        """A snapshot's tensors."""
-        return safetensors.torch.load(self.fs.cat_file(f"{self._folder(name)}/{file}"))
+        """A snapshot's tensors; raises where it is not as it was written."""
+        known = FILE.fullmatch(file)
+        try:
+            data = self.fs.cat_file(f"{self._folder(name)}/{file}") if known else b""
+        except OSError:
+            data = b""
+        if known is None or _checksum([data]) != known[1]:
+            raise TachyscopeError(
+                f"snapshot {shown(file)} is missing or damaged: go back to an older one"
+            )
+        return safetensors.torch.load(data)
 
     def remove(self, name: str) -> None:
         folder = self._folder(name)
         if self.fs.exists(folder):
             self.fs.rm(folder, recursive=True)
 
-    def sweep(self, kept_s: float) -> None:
-        """Remove sessions that were saved longer ago than that."""
-        for folder in self.fs.ls(self.root, detail=False):
+    def sweep(self, kept_s: float, most: int, opened: Collection[str] = ()) -> None:
+        """Remove sessions that were saved longer ago than that, and the oldest beyond so many.
+
+        Those that are open stay, however long they pause and however a clock is set.
+        """
+        now, saved, unread = time.time(), {}, {}
+        for folder in listed(self.fs, self.root):
             name = folder.rsplit("/", 1)[-1]
+            if not NAME.fullmatch(name) or name in opened:
+                continue
             try:
-                saved = json.loads(self.fs.cat_file(f"{folder}/session.json"))["saved"]
-            except (OSError, ValueError, KeyError):
-                saved = 0.0
-            if NAME.fullmatch(name) and saved < time.time() - kept_s:
+                begin = self.fs.cat_file(f"{folder}/session.json", start=0, end=100)
+            except OSError:
+                begin = b""
+            if found := SAVED.search(begin):
+                saved[folder] = float(found[1])
+            else:  # one that is written for the first time, by another replica, or a torn one
+                saved[folder] = unread[folder] = self._unread.get(folder, now)
+        self._unread = unread
+        newest = sorted(saved, key=lambda folder: -saved[folder])
+        for i, folder in enumerate(newest):
+            if i >= most - len(opened) or saved[folder] < now - kept_s:
                 self.fs.rm(folder, recursive=True)
 
     def _folder(self, name: str) -> str:
@@ -128,21 +178,62 @@ class Snapshots:
             raise TachyscopeError("a session's name is 16 hexadecimal digits")
         return f"{self.root}/{name}"
 
-    def _write(self, path: str, parts: Iterable[bytes | memoryview]) -> int:
-        """Write a file, piece by piece; its bytes."""
-        part = f"{path}.part"
+    def _read(self, path: str) -> dict[str, Any]:
+        """A session's file; raises ValueError where it is not as it was written."""
+        value = json.loads(self.fs.cat_file(path))
+        if not isinstance(value, dict) or value.pop("checksum", "") != _checksum(
+            [_canonical(value)]
+        ):
+            raise ValueError(path)
+        return value
+
+    def _write(self, folder: str, part: str, name: str, pieces: Pieces) -> tuple[int, str]:
+        """Write a file, piece by piece; its bytes, and its name with its checksum for `{}`."""
+        path, checksum, size = f"{folder}/{part}.part", _hash(), 0
         try:
-            size = 0
-            with self.fs.open(part, "wb") as file:
-                for piece in parts:
+            with self.fs.open(path, "wb") as file:
+                for piece in pieces:
                     file.write(piece)
+                    checksum.update(piece)
                     size += len(piece)
-            self.fs.mv(part, path)
+                self._sync(file)
+            name = name.format(checksum.hexdigest())
+            self.fs.mv(path, f"{folder}/{name}")
+            self._sync_folder(folder)
         except BaseException:
-            if self.fs.exists(part):
-                self.fs.rm_file(part)
+            if self.fs.exists(path):
+                self.fs.rm_file(path)
             raise
-        return size
+        return size, name
+
+    def _sync(self, file: Any) -> None:
+        """Have a file on the disk itself before it is renamed: a power cut may come."""
+        if isinstance(self.fs, LocalFileSystem):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _sync_folder(self, folder: str) -> None:
+        if isinstance(self.fs, LocalFileSystem) and hasattr(os, "O_DIRECTORY"):
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+
+def _hash() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _checksum(pieces: Pieces) -> str:
+    checksum = _hash()
+    for piece in pieces:
+        checksum.update(piece)
+    return str(checksum.hexdigest())
+
+
+def _canonical(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
 
 
 def pack(state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:

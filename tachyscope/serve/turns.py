@@ -1,4 +1,4 @@
-"""What a session does in its turn: its messages, a chunk, and one of the dense model beside it."""
+"""What a session does in its turn: its messages, a chunk, and one of the plan beside it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from tachyscope.errors import TachyscopeError, is_out_of_memory
-from tachyscope.quality import psnr
+from tachyscope.core.arguments import parse_plan
+from tachyscope.core.errors import TachyscopeError, is_out_of_memory
+from tachyscope.core.types import Chunk
+from tachyscope.measure.quality import psnr
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Step
 from tachyscope.serve.lane import Lane
 from tachyscope.serve.live import Live, Show, reopened
 from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.read_map import ReadMap
-from tachyscope.serve.recording import Recording
-from tachyscope.serve.room import DENSE, Room
-from tachyscope.types import Chunk
+from tachyscope.serve.recording import NOT_RECORDED, Recording
+from tachyscope.serve.room import Room
+from tachyscope.serve.walls import Walls
 
 logger = logging.getLogger("tachyscope.serve")
 
@@ -41,9 +43,10 @@ class Turns:
     def take(self, live: Live) -> None:
         """One session's turn; whatever goes wrong, the other sessions go on."""
         try:
-            self._obey(live)
+            costly = self._obey(live)
             now = time.monotonic()
-            if live.paused:
+            waits = live.paused or not live.fed
+            if costly or waits:  # which was the turn: back in line, behind all that are due
                 live.due = now
             elif live.due <= now:
                 self._step(live, now - live.due)
@@ -61,30 +64,50 @@ class Turns:
                 words = "the memory is not enough for this session"
             self._end(live, "failed", words)
 
-    def set_beside(self, live: Live, mode: str) -> None:
-        """Have the dense model run beside, or not."""
-        if live.beside is not None and mode == "off":
+    def set_beside(self, live: Live, mode: str, plan: str = "dense") -> None:
+        """Have another plan run beside, or none."""
+        if mode != "off" and live.log.opening.strength:
+            raise TachyscopeError(
+                "a session that follows a camera has no plan beside it: reset it with strength 0"
+            )
+        live.beside_turns = mode == "turns"
+        had = 0 if live.beside is None else self.room.bytes_of(live.beside_plan)
+        if mode == "off":
+            live.bytes -= had
+            self._close_beside(live)
+        elif not had or plan != live.beside_plan:
+            parse_plan(self.room.model, plan)
+            self.room.make_room(live, live.bytes - had + self.room.bytes_of(plan))
+            self._close_beside(live)
+            live.beside_plan, live.beside_walls = plan, Walls()
+            self.room.open_beside(live)
+
+    def _close_beside(self, live: Live) -> None:
+        if live.beside is not None:
             live.beside.close()
             live.beside = None
-            live.bytes -= self.room.bytes_of(DENSE)
-        elif live.beside is None and mode != "off":
-            self.room.make_room(live, live.bytes + self.room.bytes_of(DENSE))
-            self.room.open_beside(live)
-        live.beside_turns = mode == "turns"
 
-    def _obey(self, live: Live) -> None:
-        """Do what messages ask for; keys and prompts are the next step's."""
+    def _obey(self, live: Live) -> bool:
+        """Do what messages ask for, up to a costly one, and whether there was one.
+
+        Keys and prompts are the next step's.
+        """
         while live.inbox:
             message, at = live.inbox.popleft()
-            if isinstance(message, protocol.Keys | protocol.Prompt):
-                live.asked.append((message, at))
-                continue
+            asks = isinstance(message, protocol.Keys | protocol.Mouse | protocol.Prompt)
             try:
-                self._do(live, message)
+                if asks:
+                    live.ask(message, at)
+                else:
+                    self._do(live, message)
             except TachyscopeError as fault:
                 live.receipt(message, "refused", reason=str(fault))
             else:
-                live.receipt(message, "applied")
+                if not asks:  # it is applied when its chunk is made
+                    live.receipt(message, "applied")
+            if isinstance(message, protocol.COSTLY):
+                return True
+        return False
 
     def _do(self, live: Live, message: protocol.Message) -> None:
         match message:
@@ -94,7 +117,9 @@ class Turns:
                 live.say(type="log", id=message.id, log=live.log.to_json())
             case protocol.Reset():
                 opening = reopened(live.log.opening, message)
-                self._begin_again(live, self.room.new_log(opening), [])
+                log = self.room.new_log(opening, message.look)
+                steps, log.steps = log.steps, []
+                self._begin_again(live, log, steps)
             case protocol.Replay():
                 log = self.room.read_log(message.log)
                 steps, log.steps = log.steps, []
@@ -102,7 +127,7 @@ class Turns:
             case protocol.Rewind():
                 self._rewind(live, message.chunk)
             case protocol.Beside():
-                self.set_beside(live, message.mode)
+                self.set_beside(live, message.mode, message.plan)
             case protocol.Map():
                 self._set_map(live, message.on)
             case protocol.Record():
@@ -111,9 +136,9 @@ class Turns:
     def _begin_again(self, live: Live, log: ActionLog, steps: list[Step]) -> None:
         assert live.lane is not None
         live.lane.stream.read_prompt(log.opening.prompt)  # raises while all is as it was
-        size = self.room.bytes_of(log.opening.plan)
+        size = self.room.bytes_of(log.opening.plan, bool(log.opening.strength))
         if live.beside is not None:
-            size += self.room.bytes_of(DENSE)
+            size += self.room.bytes_of(live.beside_plan)
         self.room.make_room(live, size)
         live.lane.close()  # else the old and the new would be in memory together
         live.begin_again(log, steps)
@@ -128,9 +153,10 @@ class Turns:
             kept = ", ".join(map(str, live.saved)) or "none yet"
             raise TachyscopeError(f"there is no snapshot before chunk {wanted}: kept are {kept}")
         assert live.lane is not None
+        state = self.keeper.load(live, earlier[-1])  # raises while all is as it was
         live.lane.close()
         live.go_back(earlier[-1])
-        self.room.load(live, earlier[-1])
+        self.room.load(live, earlier[-1], state)
         if live.beside is not None and live.beside.chunk > live.chunk:
             self.room.open_beside(live)
         live.say(type="began", **live.described())
@@ -154,6 +180,21 @@ class Turns:
             recording, live.recording = live.recording, None
             live.say(type="recorded", frames=recording.finish())
 
+    def _write_recording(self, live: Live, frames: np.ndarray) -> None:
+        """Record a chunk's frames, if anybody records; the session goes on where that fails."""
+        if live.recording is None:
+            return
+        try:
+            live.recording.write(frames)
+        except TachyscopeError as fault:
+            live.recording.discard()
+            live.recording = None
+            live.say(
+                type="notice",
+                code=NOT_RECORDED,
+                message=f"{fault}: the session goes on without it",
+            )
+
     def _step(self, live: Live, waited: float) -> None:
         """Make the next chunk, which was due so many seconds ago."""
         lane, most = live.lane, self.room.limits.session_frames
@@ -173,6 +214,7 @@ class Turns:
                         live.receipt(message, "refused", reason=str(fault))
                 answered = [one for one in answered if not isinstance(one[0], protocol.Prompt)]
         before, begun, shown = lane.frames, time.monotonic(), 0.0
+        place = {"generation": live.generation, "chunk": live.chunk}
         keys = tuple(at for message, at in answered if isinstance(message, protocol.Keys))
 
         def show(frames: np.ndarray) -> None:
@@ -182,17 +224,19 @@ class Turns:
             self.metrics.made.inc(len(frames))
             for message, _ in answered:
                 live.receipt(message, "applied")
+            live.say(
+                type="pose", **place, pose=lane.pose, given=live.chunk < live.log.opening.given
+            )
             self._show(live, protocol.MAIN, live.chunk, before, frames, keys)
 
         made = lane.step(step, show)
         self.metrics.wait_s.observe(waited)
+        _see_wall(live.walls, lane, live.chunk, step, made)
         self._tell_chunk(live, lane, step, made, time.monotonic() - begun, waited, before)
         if live.map is not None:
-            place = {"generation": live.generation, "chunk": live.chunk}
             live.say(type="map", **place, **live.map.take())
         live.take_up(step, made, begun, shown)
-        if live.recording is not None:
-            live.recording.write(made.frames)
+        self._write_recording(live, made.frames)
         if live.chunk % self.snapshot_chunks == 0:
             self.keeper.save(live)
 
@@ -229,16 +273,20 @@ class Turns:
             pairs=stats.get("pairs", 0.0),
             dense_pairs=stats.get("pairs_dense", 0.0),
             mlp_share=stats.get("rows_computed", 0.0) / rows if rows else 1.0,
+            given=lane.gives,
+            pose=lane.pose,
+            read=lane.read_poses(),
         )
 
     def _follow(self, live: Live) -> None:
-        """One chunk of the dense model, along the log."""
+        """One chunk of the plan beside, along the log."""
         lane = live.beside
         assert lane is not None
         chunk, before, begun = lane.chunk, lane.frames, time.monotonic()
         made = lane.step(live.log.steps[chunk])
         took = time.monotonic() - begun
-        self.metrics.steps.labels("dense").inc()
+        _see_wall(live.beside_walls, lane, chunk, live.log.steps[chunk], made)
+        self.metrics.steps.labels("beside").inc()
         self.metrics.made.inc(len(made.frames))
         shown = live.recent.pop(chunk, None)
         close = None if shown is None else [round(float(x), 2) for x in psnr(shown, made.frames)]
@@ -252,7 +300,7 @@ class Turns:
             step_ms=round(1e3 * took, 3),
             psnr=close,
         )
-        self._show(live, protocol.DENSE, chunk, before, made.frames, ())
+        self._show(live, protocol.BESIDE, chunk, before, made.frames, ())
 
     def _show(
         self,
@@ -274,3 +322,9 @@ class Turns:
         live.say(type="error", code=why, message=words)
         live.say(type="closed", reason=words)
         self.room.forget(live)
+
+
+def _see_wall(walls: Walls, lane: Lane, chunk: int, step: Step, made: Chunk) -> None:
+    """Keep a frame that the lane made, and not was given, where it faces a wall straight on."""
+    if not lane.gives and (wall := lane.facing) is not None:
+        walls.see(wall, chunk, step, made.frames[-1])

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from prometheus_client import Counter
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.serve import protocol
-from tachyscope.serve.jobs import Jobs
-from tachyscope.serve.limits import Limits
+from tachyscope.serve.answers import error
+from tachyscope.serve.jobs import Job, Jobs
 from tachyscope.serve.room import Full
 
 RETRY_S = 30
-
-
-def error(status: int, message: str, **headers: str) -> JSONResponse:
-    """A refusal in OpenAI's shape."""
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    content = {"error": {"message": message, "type": "invalid_request_error", "code": status}}
-    return JSONResponse(content, status, headers)
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 
 class Videos(Protocol):
-    """What the routes ask for; a video is told as OpenAI's JSON. KeyError: there is none."""
+    """What the routes need of the videos of one owner, each as OpenAI's JSON.
 
-    async def create(self, given: Mapping[str, Any]) -> dict[str, Any]: ...
+    KeyError: the owner has no such video.
+    """
 
-    async def listed(self) -> list[dict[str, Any]]: ...
+    async def create(self, given: Mapping[str, Any], owner: str) -> dict[str, Any]: ...
 
-    async def find(self, name: str) -> dict[str, Any]: ...
+    async def listed(self, owner: str) -> list[dict[str, Any]]: ...
 
-    async def delete(self, name: str) -> None: ...
+    async def find(self, name: str, owner: str) -> dict[str, Any]: ...
 
-    async def content(self, name: str) -> Response: ...
+    async def delete(self, name: str, owner: str) -> None: ...
+
+    async def content(self, name: str, owner: str) -> Response: ...
 
 
 class LocalVideos:
@@ -49,37 +45,44 @@ class LocalVideos:
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs, self._model = jobs, jobs.engine.name
+        self._alone = asyncio.Lock()  # what a plan takes is costly to find out
 
-    async def create(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        return (await run_in_threadpool(self._jobs.create, given)).to_json(self._model)
+    async def create(self, given: Mapping[str, Any], owner: str) -> dict[str, Any]:
+        async with self._alone:
+            job = await run_in_threadpool(self._jobs.create, given, "", owner)
+        return job.to_json(self._model)
 
-    async def listed(self) -> list[dict[str, Any]]:
-        return [job.to_json(self._model) for job in self._jobs.listed()]
+    async def listed(self, owner: str) -> list[dict[str, Any]]:
+        return [job.to_json(self._model) for job in self._jobs.listed() if job.owner == owner]
 
-    async def find(self, name: str) -> dict[str, Any]:
-        return self._jobs.find(name).to_json(self._model)
+    async def find(self, name: str, owner: str) -> dict[str, Any]:
+        return self._own(name, owner).to_json(self._model)
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, owner: str) -> None:
+        self._own(name, owner)
         await run_in_threadpool(self._jobs.delete, name)
 
-    async def content(self, name: str) -> Response:
-        return FileResponse(self._jobs.path(self._jobs.find(name)), media_type="video/mp4")
+    async def content(self, name: str, owner: str) -> Response:
+        return FileResponse(self._jobs.path(self._own(name, owner)), media_type="video/mp4")
+
+    def _own(self, name: str, owner: str) -> Job:
+        job = self._jobs.find(name)
+        if job.owner != owner:
+            raise KeyError(name)
+        return job
 
 
-def video_routes(videos: Videos, limits: Limits, refused: Counter) -> list[Route]:
+def video_routes(videos: Videos, refused: Counter) -> list[Route]:
     """The routes of a server's videos."""
 
     async def every(request: Request) -> Response:
-        if request.method == "GET":
-            data = await videos.listed()
+        if request.method != "POST":
+            data = await videos.listed(request.scope["owner"])
             return JSONResponse({"object": "list", "data": data, "has_more": False})
-        length = request.headers.get("content-length", "")
-        if not length.isdecimal():
-            return error(411, "a request with a body tells its length")
-        if int(length) > limits.message_bytes:
-            return error(413, f"a body has at most {limits.message_bytes} bytes, got {length}")
+        if "content-length" not in request.headers:
+            return error(411, "a body is sent with its length (Content-Length)")
         try:
-            return JSONResponse(await videos.create(await _fields(request)))
+            return JSONResponse(await videos.create(await _fields(request), request.scope["owner"]))
         except Full as fault:
             refused.labels("full").inc()
             return error(503, str(fault), **{"retry-after": str(RETRY_S)})
@@ -87,22 +90,22 @@ def video_routes(videos: Videos, limits: Limits, refused: Counter) -> list[Route
             return error(400, str(fault))
 
     async def one(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, owner = request.path_params["name"], request.scope["owner"]
         try:
             if request.method == "DELETE":
-                await videos.delete(name)
+                await videos.delete(name, owner)
                 return JSONResponse({"id": name, "object": "video.deleted", "deleted": True})
-            return JSONResponse(await videos.find(name))
+            return JSONResponse(await videos.find(name, owner))
         except KeyError:
             return error(404, "there is no video of this id")
 
     async def content(request: Request) -> Response:
-        name = request.path_params["name"]
+        name, owner = request.path_params["name"], request.scope["owner"]
         try:
-            status = (await videos.find(name))["status"]
+            status = (await videos.find(name, owner))["status"]
             if status != "completed":
                 return error(409, f"this video is {status}: ask again when it is completed")
-            return await videos.content(name)
+            return await videos.content(name, owner)
         except KeyError:
             return error(404, "there is no video of this id")
 
@@ -118,11 +121,10 @@ async def _fields(request: Request) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         return protocol.read_json(await request.body())
-    try:
-        async with request.form(max_files=1, max_fields=32) as form:
-            given = dict(form)
-    except MultiPartException as fault:
-        raise TachyscopeError(f"this form cannot be read ({fault.message})") from None
+    if kind not in FORMS and request.headers["content-length"] != "0":
+        raise TachyscopeError(f"a video's fields are JSON or a form, got {shown(kind)}")
+    async with request.form(max_files=1, max_fields=32) as form:  # raises HTTPException, 400
+        given = dict(form)
     if any(isinstance(value, UploadFile) for value in given.values()):
         raise TachyscopeError("first frames are not taken over HTTP: leave input_reference out")
     return given

@@ -1,4 +1,4 @@
-"""A layer's past in host memory, block by block, and which of the blocks are resident.
+"""A layer's past offloaded to host memory, block by block, and which blocks are resident.
 
 A layer of `cache=bank` has four runs of slots: the sink, `places` of a block each, the newest
 entries, and behind them the present chunk. Entries that leave the newest are ordered by their hash,
@@ -6,8 +6,9 @@ cut into blocks and sealed: written to host memory and put in places. Nothing ch
 sealed block there. The index knows every block by a code, so that queries choose among all of them.
 
 The choice is made in a chunk's first pass. Blocks that are wanted and not resident are fetched into
-places of the least recently wanted: those of most mass at once, the others while the pass goes on,
-for the chunk's other passes. Where more is wanted than there are places, the largest mass wins.
+places of the least recently wanted (LRU): those of most mass at once, the others prefetched while
+the pass goes on, for the chunk's other passes. Where more is wanted than there are places, the
+largest mass wins.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
-from tachyscope.kernels.admit import at_or, or_last
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.types import Shape
 from tachyscope.kernels.block_index import LOWEST, Codes, buckets, encode_blocks
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
+from tachyscope.kernels.entries import at_or, or_last, take
 from tachyscope.kernels.hashing import order_of, planes
 from tachyscope.kernels.host_blocks import HostBlocks, load_blocks, store_blocks
-from tachyscope.kernels.merge import take
 from tachyscope.store.bank_layout import (
+    GIVEN,
+    NEWEST,
     START,
     UNUSED,
     BankLayout,
@@ -41,10 +44,10 @@ from tachyscope.store.bank_layout import (
 )
 from tachyscope.store.host_bank import HostBank
 from tachyscope.store.residents import Residents
-from tachyscope.types import Shape
 
 if TYPE_CHECKING:
     from tachyscope.store.kv import KVStore
+    from tachyscope.store.layer_pass import LayerPass
 
 # a block that is sealed counts as wanted in its chunk, more than any that was chosen
 SEALED = 0.999
@@ -57,15 +60,18 @@ class BlockBank(Residents, HostBank):
     tensors, on the device:
       code, scale, weight  of blocks, as `encode_blocks` writes them: the sink's, those of the bank,
                            the newest's; while all are resident the newest's follow the last one
-      log_count  [B, Hkv, slots]   0, or -inf where a block has no entry
+      log_count  [B, Hkv, slots]   0, in sealed blocks the layout's log_weight, -inf where a block
+                                   has no entry
       length     [B, Hkv, most]    entries of a block
       place      [B, Hkv, most + 1]  where a block stands, -1 for nowhere; the last is no block
       block      [B, Hkv, places]  which block stands there, -1 for none
       wanted     [B, Hkv, most]    when it was last wanted: the choice's number, and by how much
-      alike      [B, Hkv, most]    its largest cosine with a newer block; UNUSED: never written
+      alike      [B, Hkv, most]    its largest cosine with an older block, of what was given GIVEN
+                                   less; UNUSED: never written
       norm       [B, Hkv, most]    its code's
       written    [B, Hkv, most]    how many blocks had been sealed when it was, it counted
       choices, sealed, used        choices made, blocks sealed, and those that are in use
+      given                        given entries that are not sealed, the sink's among them
     host: k and v of blocks, as they are or as codes with scales
     work, no state: tables of the present choice, what is fetched, counts since they were last read
     pending: after it the copies that were asked for are done
@@ -86,10 +92,12 @@ class BlockBank(Residents, HostBank):
     ) -> BlockBank:
         """No blocks, in new host memory, or in that of a bank which has none either."""
         # made now, not in the first chunk
-        planes(layout.order_bits, shape.head_dim, device)
+        if layout.order_bits:
+            planes(layout.order_bits, shape.head_dim, device)
         if layout.code_dtype.is_floating_point:
             planes(layout.code, shape.head_dim, device)
         size = (shape.batch, shape.kv_heads, layout.most, layout.block)
+        dtype = torch.uint8 if layout.coded else dtype
         return cls(
             layout,
             device_tensors(layout, shape, device),
@@ -126,60 +134,75 @@ class BlockBank(Residents, HostBank):
             "bank.place": (-1, layout.places - 1),
             "bank.block": (-1, most - 1),
             "bank.used": (0, most),
+            "bank.given": (0, 2**31 - 1),
             "bank.sealed": (0, 2**31 - 1),
             "bank.written": (0, 2**31 - 1),
         }
 
     # ---- a commit
 
-    def seal(self, layer: KVStore, past: int, n: int) -> tuple[int, int]:
-        """Take n entries behind the past into it: its slots after, and how many were sealed."""
+    def seal(self, p: LayerPass, n: int) -> int:
+        layer, past = p.layer, p.ctx.past
         self.join(layer)
+        if p.ctx.given:
+            self.tensors["given"] += n
         layout, size = self.layout, self.layout.block
         held = layout.resident(past)
         start = layout.first + held * size
+        row = start - layout.apart(past)  # of the layer's k and v
         piece = past + n - start - layout.newest
         if piece <= 0:
             self._encode_ends(layer, past + n, 0, past)
-            return past + n, 0
+            return past + n
         count, more = -(-piece // size), piece + layout.newest
-        order = self._order(layer, slice(start, start + piece))
-        taken = {name: getattr(layer, name)[:, :, start : start + more] for name in ("k", "v")}
+        order = self._order(layer, slice(row, row + piece))
+        taken = {name: getattr(layer, name)[:, :, row : row + more] for name in ("k", "v")}
         taken = {name: x.clone() for name, x in taken.items()}
         # what fills the last block up is like its last entry, so that codes of int4 stay as fine
         if part := -piece % size:
             order = torch.cat([order, order[:, :, -1:].expand(-1, -1, part)], 2)
         entries = {name: take(x[:, :, :piece], order) for name, x in taken.items()}
         full = held + count >= layout.places
-        live = torch.zeros(*order.shape[:2], count * size, dtype=torch.float32, device=order.device)
+        rows = (*order.shape[:2], count * size)
+        live = torch.full(rows, layout.log_weight, dtype=torch.float32, device=order.device)
         live[:, :, piece:] = -math.inf
         ids = self._number(entries["k"][:, :, :piece], live, count)
+        # given entries come first, so that those are sealed first
+        self.tensors["given"].sub_(piece).clamp_(min=0)
         places = self._put(layer, entries, live, ids, held, full)
         with self._beside(layer, ids, places):
             store_blocks(*self._places(layer), places, self.host_blocks, ids)
         end = layout.first + min(held + count, layout.places) * size
+        row = end - layout.apart(end + layout.newest)
         for name, x in taken.items():
-            getattr(layer, name)[:, :, end : end + layout.newest] = x[:, :, piece:]
+            getattr(layer, name)[:, :, row : row + layout.newest] = x[:, :, piece:]
         self.tensors["log_count"][:, :, end:] = 0.0
         self.tensors["log_count"][:, :, end + layout.newest :] = -math.inf
         if full and held < layout.places:  # the newest's codes go to the end
             self.tensors["weight"][:, :, layout.sink + held + count :] = LOWEST
-        rows = layout.most if full else held + count
-        self._encode_ends(layer, end + layout.newest, rows, past)
-        return end + layout.newest, piece
+        in_use = layout.most if full else held + count
+        self._encode_ends(layer, end + layout.newest, in_use, past)
+        shape = p.ctx.shape
+        work = piece * shape.head_dim * layout.order_bits + count * layout.most * layout.code
+        p.work.macs += shape.batch * shape.kv_heads * work
+        return end + layout.newest
 
     def _order(self, layer: KVStore, slots: slice) -> Tensor:
         bits = self.layout.order_bits
+        if not bits:
+            order = torch.arange(slots.stop - slots.start, device=layer.k.device)
+            return order.expand(*layer.k.shape[:2], -1)
         return order_of(buckets(layer.directions("k", slots), bits), 2**bits)
 
     def _number(self, k: Tensor, live: Tensor, count: int) -> Tensor:
         """The blocks [B, Hkv, count] that entries become, their codes written: new ones, or when
-        all are in use those of the most alike, which leave."""
+        all are in use those that leave: of two alike the newer, what was given last of all."""
         layout, own = self.layout, self.tensors
         new = self._encode(k, live)
         used, alike = own["used"], own["alike"]
         fresh = used + torch.arange(count, dtype=torch.int32, device=used.device)
-        leave = alike.topk(count, -1).indices.to(torch.int32)
+        newest = own["written"] > own["sealed"] - layout.most // NEWEST
+        leave = alike.masked_fill(newest, -math.inf).topk(count, -1).indices.to(torch.int32)
         ids = torch.where(used + count <= layout.most, fresh, leave).contiguous()
         used.copy_((used + count).clamp(max=layout.most))
         own["sealed"] += count
@@ -189,21 +212,22 @@ class BlockBank(Residents, HostBank):
         keep = F.pad(own["block"], (0, 1)).scatter(2, or_last(gone, layout.places), -1)
         own["block"].copy_(keep[:, :, :-1])
         own["place"].scatter_(2, ids.long(), -1)
-        # the older one of two that are alike will leave
         sealed = slice(layout.sink, layout.sink + layout.most)
         # codes are whole numbers that float16 holds
         kind = torch.float16 if k.is_cuda else torch.float32
         norm = new.code.float().norm(dim=-1, keepdim=True).clamp(min=1e-12)
         dots = own["code"][:, :, sealed].to(kind) @ (new.code / norm).to(kind).mT
-        cosine = dots.amax(-1).float() / own["norm"]
-        own["alike"].copy_(torch.where(alike == UNUSED, alike, alike.maximum(cosine)))
-        own["alike"].scatter_(2, ids.long(), -1.0)
+        # a first view stays, what is like it will leave
+        there = (alike < UNUSED).scatter(2, ids.long(), False).unsqueeze(-1)
+        cosine = (dots.float() / own["norm"].unsqueeze(-1)).where(there, -1.0).amax(2)
+        cosine -= GIVEN * (own["given"] > layout.first)
+        own["alike"].scatter_(2, ids.long(), cosine)
         own["norm"].scatter_(2, ids.long(), norm.squeeze(-1))
         for x, y in zip(self.codes, new, strict=True):
             rows = x[:, :, sealed]
             index = ids.long() if x.dim() == 3 else ids.long().unsqueeze(-1).expand_as(y)
             rows.scatter_(2, index, y)
-        length = (live == 0).unflatten(2, (count, -1)).sum(-1, dtype=torch.int32)
+        length = (live > -math.inf).unflatten(2, (count, -1)).sum(-1, dtype=torch.int32)
         own["length"].scatter_(2, ids.long(), length)
         stamp = (own["choices"] + SEALED).expand(ids.shape)
         own["wanted"].scatter_(2, ids.long(), stamp)
@@ -229,11 +253,20 @@ class BlockBank(Residents, HostBank):
         slots = to.unsqueeze(-1) * layout.block + torch.arange(layout.block, device=to.device)
         slots = slots.flatten(2) + layout.first
         own["log_count"].scatter_(2, slots, live)
-        blocks = {name: x.unflatten(2, (count, -1)) for name, x in entries.items()}
         number = torch.arange(count, dtype=torch.int32, device=to.device).expand(ids.shape)
         comes = torch.full_like(own["block"], -1).scatter_(2, to, number)
-        load_blocks(HostBlocks(**blocks), comes, *self._places(layer))
+        load_blocks(self._blocks(entries, live, ids, held), comes, *self._places(layer))
+        self._scale(own["block"])
         return places
+
+    def _blocks(
+        self, entries: Mapping[str, Tensor], live: Tensor, ids: Tensor, held: int
+    ) -> HostBlocks:
+        """Entries as blocks ids [B, Hkv, n], of which `held` stand in places already."""
+        return HostBlocks(**{x: y.unflatten(2, (ids.shape[2], -1)) for x, y in entries.items()})
+
+    def _scale(self, ids: Tensor) -> None:
+        """Blocks ids [B, Hkv, places] have come: note their scales, if they have any."""
 
     def _encode(self, k: Tensor, live: Tensor) -> Codes:
         """Codes of the blocks that keys [B, Hkv, n, D] fill."""
@@ -252,7 +285,8 @@ class BlockBank(Residents, HostBank):
         layout = self.layout
         sink, held, newest = layout.blocks(past)
         start = layout.first + held * layout.block
-        parts = [(layout.sink + sealed, start, past, newest)]
+        apart = layout.apart(past)
+        parts = [(layout.sink + sealed, start - apart, past - apart, newest)]
         if before < layout.first:
             parts.append((0, 0, min(past, layout.first), sink))
         for row, lo, hi, count in parts:
@@ -282,12 +316,13 @@ class BlockBank(Residents, HostBank):
         """Copy blocks [B, Hkv, places] to places; none where an id is below 0."""
         layout, own = self.layout, self.tensors
         load_blocks(self.host_blocks, ids, *self._places(layer))
+        self._scale(ids)
         if layout.whole:
             return
         length = at_or(own["length"], ids, 0).unsqueeze(-1)
         beyond = torch.arange(layout.block, device=ids.device) >= length
         held = own["log_count"][:, :, self._slots]
-        live = torch.zeros_like(held).masked_fill(beyond.flatten(2), -math.inf)
+        live = torch.full_like(held, layout.log_weight).masked_fill(beyond.flatten(2), -math.inf)
         comes = (ids >= 0).repeat_interleave(layout.block, 2)
         held.copy_(torch.where(comes, live, held))
 
@@ -309,7 +344,6 @@ class BlockBank(Residents, HostBank):
             self.pending = stream.record_event()
 
     def join(self, layer: KVStore) -> None:
-        """Let what is launched next wait for the copies under way."""
         if self.pending is not None:
             torch.cuda.current_stream(layer.k.device).wait_event(self.pending)
             self.pending = None
@@ -322,16 +356,27 @@ class BlockBank(Residents, HostBank):
     def _places(self, layer: KVStore) -> tuple[Tensor, Tensor]:
         return layer.k[:, :, self._slots], layer.v[:, :, self._slots]
 
-    def table(self, layer: KVStore, past: int, read: int, first: bool) -> BlockTable:
-        """What tiles read; `first` is for the pass before `fetch_later`."""
-        layout, kept = self.layout, layer.past(past)
+    def table(
+        self, layer: KVStore, past: int, read: int, first: bool, weighs: bool = True
+    ) -> BlockTable:
+        """What tiles read; `first` is for the pass before `fetch_later`, `weighs` for one that
+        weighs sealed blocks."""
+        layout, kept, log_count = self.layout, layer.past(past), self.tensors["log_count"]
+        if layout.log_weight and not weighs:
+            log_count = self.unweighed(past)
         if not first:
             self.join(layer)
         ids = self.work["first" if first and past == layout.room else "map"][..., :read]
         return BlockTable(
-            kept.k, kept.v, self.tensors["log_count"], ids, self.work["count"], layout.tile,
-            layout.block, plain=layout.whole,
+            kept.k, kept.v, log_count, ids, self.work["count"], layout.tile, layout.block,
+            plain=layout.whole and not (layout.log_weight and weighs),
         )  # fmt: skip
+
+    def unweighed(self, past: int) -> Tensor:
+        """Log-weights of slots where sealed blocks weigh 1."""
+        log_count = self.tensors["log_count"].clone()
+        log_count[:, :, self.layout.sealed(past)] -= self.layout.log_weight
+        return log_count
 
 
 def sum_counters(banks: Sequence[HostBank]) -> tuple[Tensor, ...]:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tachyscope.core.types import Shape
 from tachyscope.kernels.block_index import LOWEST
-from tachyscope.store.host_memory import host_zeros
-from tachyscope.types import Shape
+from tachyscope.store.host_memory import host_empty
+
+if TYPE_CHECKING:
+    from tachyscope.store.bank import BlockBank
 
 # what host memory holds a channel as
 HOST = {"native": None, "int8": torch.int8, "int4": torch.uint8}
-UNUSED = 2.0  # over any cosine: a block that was never written is the first to be
+UNUSED = 2.0  # over any cosine: a block that was never written is the first to be taken
+GIVEN = 3.0  # what was given counts as so much less alike than anything drawn: it leaves last
+# one block in so many, the newest, stay whatever they are like: a model goes on from them
+NEWEST = 4
 COUNTERS = ("blocks_wanted", "blocks_late", "blocks_denied", "blocks_fetched")
 # what tensors begin as where that is not 0
 START = {"weight": LOWEST, "place": -1, "block": -1, "wanted": -1.0, "alike": UNUSED, "norm": 1.0}
 
 
-class BankLayout(NamedTuple):
+@dataclass(frozen=True)
+class BankLayout:
     """How a layer's slots and its bank are cut up, in blocks but for `newest`."""
 
     block: int  # entries
@@ -28,35 +37,48 @@ class BankLayout(NamedTuple):
     newest: int  # entries that are not sealed yet, always resident
     most: int  # what the bank holds
     tile: int  # queries that read the same blocks
-    order_bits: int  # signs by which entries are ordered before they are cut into blocks
+    order_bits: (
+        int  # signs by which entries are ordered before they are cut into blocks; 0: by time
+    )
     code: int  # numbers of a block's code
     code_dtype: torch.dtype
     whole: bool  # whether every block is full
+    bank: type[BlockBank]
+    log_weight: float = 0.0  # of sealed entries, added to their scores
+    coded: bool = False  # whether what stands in places are float8 codes (`store/coded_bank.py`)
 
-    @property
+    @cached_property
     def open(self) -> int:
         """Blocks that the newest entries fill."""
         return -(-self.newest // self.block)
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The slot of the first place."""
         return self.sink * self.block
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Slots of a full past."""
-        return self.first + self.places * self.block + self.newest
+        return (self.sink + self.places) * self.block + self.newest
 
     def resident(self, past: int) -> int:
         """Blocks that stand in places when the past takes so many slots."""
-        return max(0, past - self.first - self.newest) // self.block
+        return max(0, past - self.sink * self.block - self.newest) // self.block
+
+    def sealed(self, past: int) -> slice:
+        """The slots of sealed blocks."""
+        return slice(self.first, self.first + self.resident(past) * self.block)
+
+    def apart(self, past: int) -> int:
+        """Slots of the past whose keys and values are not the layer's own, but codes."""
+        return self.resident(past) * self.block if self.coded else 0
 
     def blocks(self, past: int) -> tuple[int, int, int]:
         """Blocks of the sink, of places and of the newest that so many slots fill."""
-        held = self.resident(past)
-        rest = max(0, past - self.first - held * self.block)
-        return -(-min(past, self.first) // self.block), held, -(-rest // self.block)
+        held, first = self.resident(past), self.first
+        rest = max(0, past - first - held * self.block)
+        return -(-min(past, first) // self.block), held, -(-rest // self.block)
 
 
 def device_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> dict[str, Tensor]:
@@ -80,7 +102,17 @@ def device_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> di
         "choices": ((1,), fine),
         "sealed": ((1,), whole),
         "used": ((1,), whole),
+        "given": ((1,), whole),
     }
+    if layout.coded:
+        codes = ((*blocks[:2], places * layout.block, shape.head_dim), torch.uint8)
+        sizes |= {
+            "places_k": codes,
+            "places_v": codes,
+            "places_scale": ((*blocks[:2], places, 2), fine),
+            "block_scale": ((*blocks, 2), fine),
+            "centre": ((*blocks[:2], shape.head_dim), fine),
+        }
     return {
         name: torch.full(size, START.get(name, 0), dtype=dtype, device=device)
         for name, (size, dtype) in sizes.items()
@@ -109,11 +141,11 @@ def host_tensors(
     codes, tensors = HOST[host], dict[str, Tensor]()
     for name in ("k", "v"):
         channels = width // 2 if host == "int4" else width
-        tensors[name] = host_zeros((*size, channels), codes or dtype, device)
+        tensors[name] = host_empty((*size, channels), codes or dtype, device)
         if codes is not None:
             if host == "int4":  # of a block
-                scales = host_zeros((*size[:-1], 2, width), torch.float16, device)
+                scales = host_empty((*size[:-1], 2, width), torch.float16, device)
             else:
-                scales = host_zeros((*size, 1), torch.float32, device)
+                scales = host_empty((*size, 1), torch.float32, device)
             tensors[f"{name}_scale"] = scales
     return tensors

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tachyscope.core.types import Shape
 from tachyscope.kernels import codes
-from tachyscope.kernels.codes.torch import (
-    encode_int2_keys,
-    encode_int2_values,
-    encode_int4,
-    int4_groups,
-)
+from tachyscope.kernels.codes.torch import channel_groups, encode_packed
 
 
 class Codec(abc.ABC):
@@ -27,6 +23,11 @@ class Codec(abc.ABC):
     @property
     def directional(self) -> bool:
         """Whether a code, read as numbers, has the direction of what it stands for."""
+        return False
+
+    @property
+    def noisy(self) -> bool:
+        """Whether rounded keys change what an entry weighs: see `noise`."""
         return False
 
     @abc.abstractmethod
@@ -51,6 +52,14 @@ class Codec(abc.ABC):
 
         `first` slots that share the first scales stand before.
         """
+
+    def noise(self, scale: Tensor, square: Tensor) -> Tensor:
+        """The variance [B, H] that rounding gives the scores of keys with these scales.
+
+        `square` [B, H, D] is the queries' mean square. A score's noise e makes exp(score) larger by
+        exp(variance / 2) in the mean: an entry would weigh so much more than one that is exact.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -78,44 +87,43 @@ class Bytes(Codec):
 
 
 @dataclass(frozen=True)
-class Int4Codes(Codec):
-    """4 bits a channel and a scale for 32 channels: what a bank's host memory holds too."""
+class Packed(Codec):
+    """4 or 2 bits a channel, with a step and a zero: by `group` entries for each channel, or where
+    that is 1 by entry for 32 channels."""
 
+    bits: int
+    group: int = 1
     dtype = torch.uint8
 
+    @property
+    def noisy(self) -> bool:
+        return self.group == 1
+
     def width(self, head_dim: int) -> int:
-        return head_dim // 2
+        return head_dim * self.bits // 8
 
     def scale_size(self, head_dim: int) -> tuple[int, ...]:
-        return (int4_groups(head_dim),)
+        return (2 * (head_dim if self.group > 1 else channel_groups(head_dim)),)
 
     def encode(self, x: Tensor, code: Tensor, scale: Tensor) -> None:
-        packed, steps = encode_int4(x)
+        packed, steps = encode_packed(x, self.bits, self.group)
         code.copy_(packed)
         scale.copy_(steps)
 
     def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:
-        codes.decode_packed(code, scale, out, 4)
+        codes.decode_packed(code, scale, out, self.bits, self.group, first)
+
+    def noise(self, scale: Tensor, square: Tensor) -> Tensor:
+        step = scale[..., : scale.shape[3] // 2].float().square().mean(2)
+        step = step.repeat_interleave(square.shape[2] // step.shape[2], 2)
+        return (square * step).sum(2) / (12 * square.shape[2])
 
 
-@dataclass(frozen=True)
-class Int2Codes(Codec):
-    """2 bits a channel, with a step and a zero: by `group` entries for each channel, or by entry
-    for 32 channels where `group` is 1."""
+def group_of(shape: Shape, most: int) -> int:
+    """The most entries of a latent frame, up to so many, that divide it."""
+    return max(n for n in range(1, most + 1) if shape.tokens_per_frame % n == 0)
 
-    group: int = 1
-    dtype = torch.uint8
 
-    def width(self, head_dim: int) -> int:
-        return head_dim // 4
-
-    def scale_size(self, head_dim: int) -> tuple[int, ...]:
-        return (2 * (head_dim if self.group > 1 else int4_groups(head_dim)),)
-
-    def encode(self, x: Tensor, code: Tensor, scale: Tensor) -> None:
-        by_group = encode_int2_keys(x, self.group) if self.group > 1 else encode_int2_values(x)
-        code.copy_(by_group[0])
-        scale.copy_(by_group[1])
-
-    def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:
-        codes.decode_packed(code, scale, out, 2, self.group, first)
+def write_mean_square(out: Tensor, q: Tensor) -> None:
+    """Queries [B, H, S, D] as `Codec.noise` takes them, [B, Hkv, D]."""
+    out.copy_(q.float().square().mean(2).unflatten(1, (out.shape[1], -1)).mean(2))

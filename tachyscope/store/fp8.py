@@ -7,17 +7,23 @@ from typing import ClassVar, final
 
 import torch
 
+from tachyscope.core.types import Shape
 from tachyscope.store import Codec, StorePolicy
 from tachyscope.store.codec import Bytes
-from tachyscope.types import Shape
 
 
 @final
 @dataclass(frozen=True)
-class Fp8(StorePolicy):
-    """Past keys and values as float8 (e4m3), with a scale for every entry and head."""
+class Fp8(StorePolicy, name="fp8"):
+    """Past keys and values as float8 (e4m3), with a scale for every entry and head.
+
+    In a bank with a scale for every block, and keys less the mean of the first: attention reads
+    these codes as they are, in float8.
+    """
 
     paper: ClassVar[str] = "after FlashAttention-3, arXiv 2407.08608"
+    for_banks: ClassVar[bool] = True
+    splits_heads: ClassVar[bool] = True
 
-    def codecs(self, shape: Shape) -> dict[str, Codec]:
+    def codecs(self, shape: Shape, whole_frames: bool) -> dict[str, Codec]:
         return dict.fromkeys(("k", "v", "unrotated"), Bytes(torch.uint8))

@@ -12,7 +12,9 @@ from torch import Tensor
 from tachyscope.kernels.host_blocks import HostBlocks, block_index
 
 if TYPE_CHECKING:
+    from tachyscope.core.types import PassContext
     from tachyscope.store.kv import KVStore
+    from tachyscope.store.layer_pass import LayerPass
 
 
 class HostBank(abc.ABC):
@@ -36,12 +38,33 @@ class HostBank(abc.ABC):
         """Drop every block."""
 
     @abc.abstractmethod
+    def seal(self, p: LayerPass, n: int) -> int:
+        """Take n entries behind the past into it, and count the work: its slots after."""
+
+    @abc.abstractmethod
     def rewind(self, layer: KVStore, past: int) -> None:
         """Drop every block, where the first `past` slots are kept; raises where those are more."""
 
     @abc.abstractmethod
     def ranges(self) -> dict[str, tuple[int, int]]:
         """The least and the greatest whole number of a tensor, by name."""
+
+    def join(self, layer: KVStore) -> None:
+        """Let what is launched next wait for the copies under way, if there are any."""
+        return
+
+    def apart(self, past: int) -> int:
+        """Slots of the past whose keys and values are not in the layer's k and v."""
+        return 0
+
+    def keys(self, layer: KVStore, ctx: PassContext) -> Tensor:
+        """Rotated keys of past and now [B, Hkv, end, D]."""
+        return layer.k[:, :, : ctx.end]
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        """Codes of keys and of values that are resident, where they are codes."""
+        return ()
 
     @property
     def host_blocks(self) -> HostBlocks:

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes by itself."""
+"""A bank's host memory: a GPU reads and writes it by itself, a CPU's is taken as it fills."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import weakref
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 
 # in every context (portable), and in the GPU's address space (mapped)
 FLAGS = 1 | 2
 
 
-def host_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory, page-locked where `device` is a GPU, which then addresses them.
+def host_empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory to be written before it is read, page-locked where `device` is a GPU, which then
+    addresses it.
 
-    Registered rather than allocated by torch: that rounds every tensor up to a power of two.
+    Registered rather than allocated by torch: that rounds every tensor up to a power of two. Pages
+    that are locked exist from the start; on a CPU the system gives them when they are written, so
+    that a bank takes what its blocks fill and not its whole budget.
     """
     if device.type != "cuda":
-        return torch.zeros(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
     x = torch.empty(size, dtype=dtype)
-    x.zero_()  # its pages exist from here on
     register(x)
     return x
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from tachyscope.core.types import Shape
 from tachyscope.store import Codec, StorePolicy
-from tachyscope.store.codec import Int4Codes
-from tachyscope.types import Shape
+from tachyscope.store.codec import Packed, group_of
+
+GROUP = 128  # the most entries that share a step and a zero
 
 
 @final
 @dataclass(frozen=True)
-class Int4(StorePolicy):
-    """Past keys and values as numbers from -7 to 7, with a scale for every 32 channels."""
+class Int4(StorePolicy, name="int4"):
+    """Past keys and values channel by channel over a latent frame's entries, 16 levels each.
 
-    paper: ClassVar[str] = "after FlexGen, arXiv 2303.06865, and KIVI, arXiv 2402.02750"
+    A cache or an index that parts a frame's entries has them coded one by one; these lose more.
+    """
 
-    def codecs(self, shape: Shape) -> dict[str, Codec]:
-        return dict.fromkeys(("k", "v", "unrotated"), Int4Codes())
+    paper: ClassVar[str] = "after KIVI, arXiv 2402.02750, and arXiv 2605.26266"
+    splits_heads: ClassVar[bool] = True
+
+    def codecs(self, shape: Shape, whole_frames: bool) -> dict[str, Codec]:
+        group = group_of(shape, GROUP) if whole_frames else 1
+        return dict.fromkeys(("k", "v", "unrotated"), Packed(4, group))

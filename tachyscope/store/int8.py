@@ -7,17 +7,18 @@ from typing import ClassVar, final
 
 import torch
 
+from tachyscope.core.types import Shape
 from tachyscope.store import Codec, StorePolicy
 from tachyscope.store.codec import Bytes
-from tachyscope.types import Shape
 
 
 @final
 @dataclass(frozen=True)
-class Int8(StorePolicy):
+class Int8(StorePolicy, name="int8"):
     """Past keys and values as int8, with a scale for every entry and head."""
 
     paper: ClassVar[str] = "after KIVI, arXiv 2402.02750, and SageAttention, arXiv 2410.02367"
+    splits_heads: ClassVar[bool] = True
 
-    def codecs(self, shape: Shape) -> dict[str, Codec]:
+    def codecs(self, shape: Shape, whole_frames: bool) -> dict[str, Codec]:
         return dict.fromkeys(("k", "v", "unrotated"), Bytes(torch.int8))

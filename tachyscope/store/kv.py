@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.core.ranks import alone
+from tachyscope.core.types import PassContext, Rope, Shape
 from tachyscope.kernels.codes import Past
-from tachyscope.kernels.merge import Entries, join_entries, merge_entries, take
+from tachyscope.kernels.entries import take
+from tachyscope.kernels.merge import Entries, join_entries, merge_entries
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.kernels.slots import permute, shift
 from tachyscope.store.codec import Codec
 from tachyscope.store.host_bank import HostBank
-from tachyscope.types import PassContext, Rope, Shape
 
 # unrotated keys [B, Hkv, n, D] and their positions -> rotated keys
 Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -39,14 +41,17 @@ Tensors = Mapping[str, Tensor | PerSlot]
 class KVStore:
     """Keys and values of C slots, and what policies declared beside them.
 
-    k, v       [B, Hkv, C, D]       keys as queries meet them (rotated), and values
-    log_count  [B, Hkv or 1, C]     log of how many entries were merged into one; -inf is an empty
-                                    slot, 0 one that waits for its entry
+    k, v       [B, Hkv, C, D]       keys as queries meet them (rotated), and values; without the
+                                    slots of which a bank has codes (`HostBank.apart`)
+    log_count  [B, Hkv or 1, C]     log of how many entries were merged into one, less half the
+                                    noise of its code; -inf is an empty slot, 0 one that waits
     pos        [B, Hkv or 1, C, 3]  (t, y, x)
     unrotated  [B, Hkv, C, D]       keys before RoPE, where the cache policy rotates anew; else None
     scales     [B, Hkv, C / g, ..]  of k, v and unrotated, by name, where these are codes: of every
                                     g slots that share them
     present    [B, Hkv, S, D]       the present chunk of these, by name, where they are codes
+    square     [B, Hkv, D]          mean square of the last pass's queries, where codes are coarse
+                                    enough for their noise to count (`Codec.noise`); else None
     own        tensors that policies declared, by kind of policy and name
     bank       what is not resident, in host memory, by caches that have such; else None
     scratch    what an attention policy keeps from one pass over a chunk to the next; no state
@@ -67,6 +72,7 @@ class KVStore:
     bank: HostBank | None = None
     scratch: tuple[Tensor, ...] = ()
     codecs: Mapping[str, Codec] = field(default_factory=dict)
+    square: Tensor | None = None
 
     @classmethod
     def empty(
@@ -84,7 +90,8 @@ class KVStore:
     ) -> KVStore:
         """Slots without entries; `heads` of log_count and pos, 1 where all heads keep the same."""
         names = ("k", "v", "unrotated") if unrotated else ("k", "v")
-        kv, group = (shape.batch, shape.kv_heads, slots), (shape.batch, heads, slots)
+        apart = 0 if bank is None else bank.apart(slots - shape.max_pass_tokens)
+        kv, group = (shape.batch, shape.kv_heads, slots - apart), (shape.batch, heads, slots)
         # never torch's default, which is the caller's
         fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
         held, scales, present = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
@@ -95,10 +102,9 @@ class KVStore:
                 held[name] = torch.zeros(*kv, shape.head_dim, dtype=dtype, device=device)
                 continue
             width, size = codec.width(shape.head_dim), codec.scale_size(shape.head_dim)
-            groups = -(-slots // codec.group)
             held[name] = torch.zeros(*kv, width, dtype=codec.dtype, device=device)
             scales[name] = torch.zeros(
-                *kv[:2], groups, *size, dtype=codec.scale_dtype, device=device
+                *kv[:2], -(-slots // codec.group), *size, dtype=codec.scale_dtype, device=device
             )
             present[name] = torch.zeros(now, dtype=dtype, device=device)
         own, per_slot = dict[str, dict[str, Tensor]](), set()
@@ -109,14 +115,16 @@ class KVStore:
                 if isinstance(x, PerSlot):
                     per_slot.add((kind, name))
         weights, pos = torch.zeros(group, **fine), torch.zeros(*group, 3, **fine)
+        noisy = "k" in codecs and codecs["k"].noisy
+        square = torch.zeros(*kv[:2], shape.head_dim, **fine) if noisy else None
         return cls(
             held["k"], held["v"], weights, pos, held.get("unrotated"), scales, present, own,
-            frozenset(per_slot), bank, (), codecs,
+            frozenset(per_slot), bank, (), codecs, square,
         )  # fmt: skip
 
     @property
     def slots(self) -> int:
-        return self.k.shape[2]
+        return self.pos.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,6 +155,8 @@ class KVStore:
         """What lies on the device and is no state, by name."""
         bank = {} if self.bank is None else self.bank.work
         present = {f"present.{name}": x for name, x in self.present.items()}
+        if self.square is not None:
+            present["square"] = self.square
         return present | {f"bank.{name}": x for name, x in bank.items()}
 
     def bytes(self, entries: int | None = None) -> int:
@@ -163,7 +173,9 @@ class KVStore:
         """What keys and values take, of what they would take in the model's dtype."""
         held = [x for x in (self.k, self.v, self.unrotated) if x is not None]
         taken = sum(x.nbytes for x in (*held, *self.scales.values(), *self.present.values()))
-        return taken / sum(x.numel() * self.dtype.itemsize for x in held)
+        places = () if self.bank is None else self.bank.places
+        whole = sum(x.numel() * self.dtype.itemsize for x in (*held, *places))
+        return (taken + sum(x.nbytes for x in places)) / whole
 
     def _moved(self) -> Iterator[tuple[Tensor, int]]:
         """What moves with entries, and of how many slots each thing in it is."""
@@ -185,29 +197,41 @@ class KVStore:
         rope: Rope,
     ) -> Tensor:
         """Put a pass's keys and values [B, Hkv, S, D] behind the past; the rotated keys."""
-        slots = slice(ctx.past + ctx.start, ctx.end)
-        for name, x in self.present.items():
-            # a prompt, or latents that are run through the model anew, may be more than a chunk
-            if (more := ctx.end - ctx.past - x.shape[2]) > 0:
-                self.present[name] = F.pad(x, (0, 0, 0, more))
-        rotated = apply_rotary(self._now("k", ctx, ctx.start), k, *cos_sin, rope)
-        self._now("v", ctx, ctx.start).copy_(v)
+        past, end = ctx.past, ctx.end
+        apart = 0 if self.bank is None else self.bank.apart(past)
+        slots, now = slice(past + ctx.start, end), slice(past + ctx.start - apart, end - apart)
+        held: Mapping[str, Tensor] = {"k": self.k, "v": self.v}
+        if self.present:
+            held, now = self.present, slice(ctx.start, end - past)
+            for name, x in self.present.items():
+                # a prompt, or latents that are run through anew, may be more than a chunk
+                if (more := end - past - x.shape[2]) > 0:
+                    self.present[name] = F.pad(x, (0, 0, 0, more))
+        rotated = apply_rotary(held["k"][:, :, now], k, *cos_sin, rope)
+        held["v"][:, :, now] = v
         self.pos[:, :, slots] = pos
         if self.unrotated is not None:
-            self._now("unrotated", ctx, ctx.start).copy_(k)
+            (self.present or {"unrotated": self.unrotated})["unrotated"][:, :, now] = k
         return rotated
 
     def now(self, ctx: PassContext) -> tuple[Tensor, Tensor]:
         """Keys and values of the present chunk [B, Hkv, n, D]."""
-        return self._now("k", ctx), self._now("v", ctx)
+        if self.present:
+            count = ctx.end - ctx.past
+            return self.present["k"][:, :, :count], self.present["v"][:, :, :count]
+        apart = 0 if self.bank is None else self.bank.apart(ctx.past)
+        now = slice(ctx.past - apart, ctx.end - apart)
+        return self.k[:, :, now], self.v[:, :, now]
 
     def past(self, end: int) -> Past:
         """Past entries up to slot `end`, as they are stored."""
         used = slice(0, end)
         if self.codecs and not self.codecs["k"].directional:  # kernels know no such codes
             return Past(self.vectors("k", used), self.vectors("v", used))
-        scales = [self.scales[name][:, :, used] if self.scales else None for name in ("k", "v")]
-        return Past(self.k[:, :, used], self.v[:, :, used], *scales)
+        k, v = self.k[:, :, used], self.v[:, :, used]
+        if not self.scales:
+            return Past(k, v)
+        return Past(k, v, self.scales["k"][:, :, used], self.scales["v"][:, :, used])
 
     def read(
         self, ctx: PassContext, *runs: Run, log_count: Tensor | None = None
@@ -217,6 +241,10 @@ class KVStore:
         One run is read where it stands; several are put together. Codes are decoded, into memory
         that is free again when the layer is done.
         """
+        if len(runs) == 1 and isinstance(runs[0], slice) and not self.scales:
+            run = runs[0]
+            weights = None if log_count is None else log_count[:, :, run]
+            return self.k[:, :, run], self.v[:, :, run], weights
         if self.scales:
             k, v = (_join([self._decoded(name, ctx, run) for run in runs]) for name in ("k", "v"))
         else:
@@ -225,16 +253,11 @@ class KVStore:
 
     def keys(self, ctx: PassContext) -> Tensor:
         """Rotated keys of past and now [B, Hkv, end, D], decoded where they are codes."""
+        if self.bank is not None:
+            return self.bank.keys(self, ctx)
         if not self.scales:
             return self.k[:, :, : ctx.end]
         return self._decoded("k", ctx, slice(0, ctx.end))
-
-    def _now(self, name: str, ctx: PassContext, start: int = 0) -> Tensor:
-        """Of the present chunk the part from `start` on, to read or to write."""
-        if self.present:
-            return self.present[name][:, :, start : ctx.end - ctx.past]
-        values: Tensor = getattr(self, name)
-        return values[:, :, ctx.past + start : ctx.end]
 
     def _decoded(self, name: str, ctx: PassContext, run: Run) -> Tensor:
         if not isinstance(run, slice):
@@ -251,10 +274,17 @@ class KVStore:
 
     # ---- between chunks: all is past
 
-    def append(self, past: int, n: int) -> None:
+    def append(self, past: int, n: int, mean_heads: Callable[[Tensor], Tensor] = alone) -> None:
         """The first n entries of the present chunk are final: store them behind the past."""
+        new = slice(past, past + n)
         for name, x in self.present.items():
-            self._put(name, slice(past, past + n), x[:, :, :n])
+            self.put(name, new, x[:, :, :n])
+        if self.square is not None:
+            steps = self.scales["k"][:, :, self._grouped("k", new)]
+            noise = self.codecs["k"].noise(steps, self.square)
+            if self.log_count.shape[1] == 1:  # all heads weigh alike
+                noise = mean_heads(noise.mean(1, keepdim=True))
+            self.log_count[:, :, new] -= noise.unsqueeze(2) / 2
 
     def vectors(self, name: str, slots: slice) -> Tensor:
         """k, v or unrotated [B, Hkv, n, D] of stored slots: a view, or decoded."""
@@ -280,20 +310,15 @@ class KVStore:
         assert slots.start % group == 0 and slots.stop % group == 0, (slots, group)
         return slice(slots.start // group, slots.stop // group)
 
-    def products(self, slots: slice, q: Tensor) -> Tensor:
-        """Of rotated keys with a query [B, H, D] a head, added up over heads: [B, n]."""
-        k = self.vectors("k", slots)
-        q = q.unflatten(1, (k.shape[1], -1)).sum(2)
-        return torch.einsum("bhnd,bhd->bn", k.to(q.dtype), q)
-
     def directions(self, name: str, slots: slice) -> Tensor:
-        """The same, as they are stored where cosines and signs do not hang on scales."""
+        """`vectors`, as they are stored where cosines and signs do not depend on scales."""
         if self.codecs and not self.codecs[name].directional:
             return self.vectors(name, slots)
         values: Tensor = getattr(self, name)
         return values[:, :, slots]
 
-    def _put(self, name: str, slots: slice, x: Tensor) -> None:
+    def put(self, name: str, slots: slice, x: Tensor) -> None:
+        """Store k, v or unrotated [B, Hkv, n, D] in slots: as it is, or encoded."""
         held: Tensor = getattr(self, name)[:, :, slots]
         if self.scales:
             self.codecs[name].encode(x, held, self.scales[name][:, :, self._grouped(name, slots)])
@@ -342,59 +367,11 @@ class KVStore:
             return
         values = self.vectors("v", slots)
         yield held._replace(v=values, v_scale=None)
-        self._put("v", slots, values)
+        self.put("v", slots, values)
 
-    def rotate(self, slots: slice, rotate: Rotate, moved: Tensor | None = None) -> None:
-        """Rotate keys anew to where `pos` stands, from their unrotated copy.
-
-        With `moved` [B, Hkv or 1, n] only these: others keep their bits.
-        """
-        raw, pos = self.vectors("unrotated", slots), self.pos[:, :, slots]
-        if moved is None:
-            self._put("k", slots, rotate(raw, pos))
-            return
-        k = self.vectors("k", slots)
-        groups = pos.shape[1]
-        parts = []
-        # one after the other: angles are float64, and those of all heads together are not small
-        for i, (old, bare) in enumerate(zip(k.chunk(groups, 1), raw.chunk(groups, 1), strict=True)):
-            own = slice(i, i + 1)
-            turned = torch.where(moved[:, own, :, None], rotate(bare, pos[:, own]), old)
-            parts.append(old.copy_(turned) if not self.scales else turned)
-        if self.scales:
-            self._put("k", slots, torch.cat(parts, 1))
-
-    def blend(self, source: slice, target: int, share: float) -> None:
-        """Bring unrotated keys and values from slot `target` on by `share` nearer to `source`'s.
-
-        Where sources are more than targets, they go round.
-        """
-        for name in ("unrotated", "v"):
-            span = slice(target, source.start)
-            x = self.vectors(name, span)
-            for leaving in self.vectors(name, source).split(source.start - target, 2):
-                x[:, :, : leaving.shape[2]].lerp_(leaving, share)
-            if self.scales:
-                self._put(name, span, x)
-
-    def average(
-        self, source: slice, tokens: int, shares: Mapping[int, float], by_place: bool
-    ) -> None:
-        """Bring unrotated keys and values of frames of `tokens` slots nearer to `source`'s mean.
-
-        `shares` says by how much, by the frame's first slot. `by_place` has a mean for every place
-        of a frame, else all places get the mean of all entries.
-        """
-        for name in ("unrotated", "v"):
-            leaving = self.vectors(name, source)
-            wide = torch.promote_types(leaving.dtype, torch.float32)
-            mean = leaving.to(wide).unflatten(2, (-1, tokens)).mean(2)
-            if not by_place:
-                mean = mean.mean(2, keepdim=True).expand_as(mean)
-            for start, share in shares.items():
-                span = slice(start, start + tokens)
-                x = self.vectors(name, span).to(wide).lerp(mean, share)
-                self._put(name, span, x.to(leaving.dtype))
+    def rotate(self, slots: slice, rotate: Rotate) -> None:
+        """Rotate keys anew to where `pos` stands, from their unrotated copy."""
+        self.put("k", slots, rotate(self.vectors("unrotated", slots), self.pos[:, :, slots]))
 
     def truncate(self, past: int) -> None:
         """Drop all entries from slot `past` on; with none left, those of a bank too."""

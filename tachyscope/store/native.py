@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from tachyscope.core.types import Shape
 from tachyscope.store import Codec, StorePolicy
-from tachyscope.types import Shape
 
 
 @final
 @dataclass(frozen=True)
-class Native(StorePolicy):
+class Native(StorePolicy, name="native"):
     """Keys and values in the model's own dtype: the baseline."""
 
-    paper: ClassVar[str] = ""
+    splits_heads: ClassVar[bool] = True
 
-    def codecs(self, shape: Shape) -> dict[str, Codec]:
+    def codecs(self, shape: Shape, whole_frames: bool) -> dict[str, Codec]:
         return {}

@@ -1,4 +1,4 @@
-"""Which blocks of a bank are resident, and which of them each tile of queries reads."""
+"""Which blocks of a bank are resident (LRU, with hysteresis), and which of them each tile reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Choice(NamedTuple):
     wanted: Tensor | None  # [B, H, tiles, n] of them; None: tiles read all that is resident
     first: Tensor  # [B, Hkv, places] which block stands where in the first pass
     lists: list[Tensor]  # [B, H, tiles, n] the last is written: places; none where all are read
-    sink: int
+    ahead: int  # blocks before the places
     passes: int
 
 
@@ -50,6 +50,7 @@ class Residents:
         layout, own, work = self.layout, self.tensors, self.work
         sink, held, newest = layout.blocks(past)
         rest = mass[..., sink : mass.shape[3] - newest]
+        ahead = 0 if layout.coded else sink  # blocks before the places, as tiles list them
         own["choices"] += 1
         values, ids, lists = rest, None, list[Tensor]()
         if read is not None:
@@ -58,7 +59,7 @@ class Residents:
         if past < layout.room:  # all that there is is resident
             note(values, ids, own["choices"], own["wanted"])
             if ids is not None:
-                lists[1].copy_(ids + sink)
+                lists[1].copy_(ids + ahead)
             self._count(rest.shape[:3].numel() * (held if ids is None else ids.shape[3]) * passes)
             return
         at_once = max(1, layout.places // AT_ONCE) if early else layout.places
@@ -68,16 +69,20 @@ class Residents:
         first = admit(values, ids, residency, at_once)
         if early and ids is not None:
             # until what is fetched has come, a tile reads the best of what is there
-            best_places(rest, first, lists[0], sink)
-        self.choice = Choice(rest, ids, first, lists, sink, passes)
+            best_places(rest, first, lists[0], ahead)
+        self.choice = Choice(rest, ids, first, lists, ahead, passes)
         if not early:
             self.settle()
 
     def _lists(self, past: int, tiles: int, read: int) -> list[Tensor]:
         """What is left of the first pass's and the others' tables [B, H, tiles, n] to be written,
-        beside the sink's and the newest's blocks, which all tiles read."""
+        beside the sink's and the newest's blocks, which all tiles read; of codes these are none."""
         sink, held, newest = self.layout.blocks(past)
         work, out = self.work, list[Tensor]()
+        if self.layout.coded:
+            read -= sink + newest
+            work["count"][:, :, :tiles] = read
+            return [work[name][:, :, :tiles, :read] for name in ("first", "map")]
         place = torch.arange(sink + held + newest, dtype=torch.int32, device=work["map"].device)
         for name in ("first", "map"):
             table = work[name][:, :, :tiles, :read]
@@ -90,7 +95,7 @@ class Residents:
     def settle(self) -> None:
         """Write which blocks tiles read once all that was chosen has come, and count."""
         assert self.choice is not None
-        mass, wanted, first, lists, sink, passes = self.choice
+        mass, wanted, first, lists, ahead, passes = self.choice
         self.choice = None
         own, work = self.tensors, self.work
         fetched = sum((work[name] >= 0).sum() for name in ("now", "later"))
@@ -99,7 +104,7 @@ class Residents:
             late = (work["later"] >= 0).sum() * tiles
             self._count(first.numel() * tiles * passes, late, 0, fetched)
             return
-        best_places(mass, own["block"], lists[1], sink)
+        best_places(mass, own["block"], lists[1], ahead)
         wanted = wanted.unflatten(1, (first.shape[1], -1)).flatten(2)
         place = own["place"].gather(2, wanted)
         there = place >= 0

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 
 HERE = Path(__file__).parent
 RECORD = HERE / "hashes.json"  # model -> file -> sha256

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.kernels.entries import at_or, or_last
+
 # A resident block stays until another is wanted by so many times its mass. Without it, contents
 # that are wanted nearly alike change places at every choice. On `atrium-world` 1.5 to 4 fetch a
 # tenth to a half less, and change the mean of 8 rooms by 0.1 dB at most.
@@ -50,6 +52,14 @@ def share_of(demand: Tensor) -> Tensor:
 
 
 def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) -> Tensor:
+    """Settle which blocks are resident from now on, and which of them are to be fetched.
+
+    Tiles want blocks ids [B, H, tiles, n] by their mass on each; without ids every block by its
+    mass [B, H, tiles, most], which is below 0 where it is empty. All that are wanted become
+    resident, of largest summed mass first, that of resident ones counted `STAY` times; then those
+    wanted last. The first `at_once` of a head that are to be fetched are so at once: which block
+    [B, Hkv, places] then stands in each place.
+    """
     choices, wanted, place, block, now, later = residency
     most, places = wanted.shape[2], block.shape[2]
     demand, here = note(mass, ids, choices, wanted), place[:, :, :-1] >= 0
@@ -78,6 +88,15 @@ def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) 
 
 
 def best_places(mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
+    """Write where a tile's n best among the resident blocks [B, Hkv, places] stand, in any order.
+
+    mass [B, H, tiles, most] is what each tile has on all blocks: at least 0, or -1 for one that is
+    empty, as which a place without a block counts. out [B, H, tiles, n] counts the sink's places.
+    """
+    places = blocks.shape[2]
+    if out.shape[3] == places:  # all of them
+        out.copy_(torch.arange(sink, sink + places, device=out.device))
+        return
     blocks = blocks.repeat_interleave(mass.shape[1] // blocks.shape[1], 1).unsqueeze(2)
     there = blocks.expand(-1, -1, mass.shape[2], -1)
     near = mass.gather(3, there.long().clamp(min=0)).masked_fill(there < 0, -1.0)
@@ -93,13 +112,3 @@ def _places_of(blocks: Tensor, most: int) -> Tensor:
     standing.scatter_(2, or_last(blocks, most), places.expand_as(blocks))
     standing[:, :, -1] = -1
     return standing
-
-
-def at_or(x: Tensor, index: Tensor, none: float) -> Tensor:
-    """x [B, Hkv, n] at index [B, Hkv, m], and `none` where that is below 0."""
-    return x.gather(2, index.long().clamp(min=0)).masked_fill(index < 0, none)
-
-
-def or_last(index: Tensor, last: int) -> Tensor:
-    """An index, and where it is below 0 the last."""
-    return torch.where(index < 0, last, index).long()

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tachyscope.kernels.attention.triton import aligned, one_row
-from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.block_table import BlockTable, Read, pairs_of
 from tachyscope.kernels.device import multiprocessors
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST, join_shares
@@ -45,9 +45,19 @@ HALF, TILE = gl.constexpr(64), gl.constexpr(128)
 STAGES = {128: 2, 64: 4, 32: 4}
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None) -> Tensor:
-    """softmax(q·k / √D + log_count) v, as `attention` defines it; zero if all slots are empty."""
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """`attention` without a causal mask; zero if all slots are empty."""
+    assert not causal
     return flash(q, k, v, log_count, None)
+
+
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, past: BlockTable, kept: tuple[Tensor, ...] = ()
+) -> Read:
+    """`block_sparse_attention`; nothing is kept."""
+    return Read(flash(q, k, v, None, past.decoded()), pairs_of(q, k, past))
 
 
 class Shares(NamedTuple):

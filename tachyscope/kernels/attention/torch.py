@@ -20,10 +20,18 @@ FASTEST = [
 LONG = 64
 
 
-def sdpa(
+def attention(
     q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """`attention` by torch's scaled_dot_product_attention."""
+    """softmax(q·k / √D + log_count) v for q [B, H, S, D] and entries [B, Hkv, N, D].
+
+    log_count [B, Hkv or 1, N] is the log of an entry's multiplicity, -inf where a slot is empty.
+    With `causal` the last S entries are the queries' own, and none sees a later one.
+    """
+    if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
+        # a token alone: query heads that share their keys are so many queries of one head
+        shared = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        return attention(shared, k, v, log_count).reshape(q.shape)
     gqa = q.shape[1] != k.shape[1]
     if q.is_cuda and q.dtype.itemsize == 2 and q.shape[2] >= LONG and not causal:
         with sdpa_kernel(FASTEST, set_priority=True):

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.block_table import BlockTable, Read, pairs_of
 from tachyscope.kernels.device import has_large_smem, multiprocessors
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST, join_parts, online_softmax
@@ -45,10 +45,29 @@ def setting_of(device: torch.device, tile: int = 128, block: int = 128) -> Setti
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None, setting: Setting | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_count: Tensor | None = None,
+    causal: bool = False,
+    setting: Setting | None = None,
 ) -> Tensor:
-    """softmax(q·k / √D + log_count) v, as `attention` defines it; zero if all slots are empty."""
+    """`attention` without a causal mask; zero if all slots are empty."""
+    assert not causal
     return flash(q, k, v, log_count, None, setting or setting_of(q.device))
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: BlockTable,
+    kept: tuple[Tensor, ...] = (),
+    setting: Setting | None = None,
+) -> Read:
+    """`block_sparse_attention`; nothing is kept."""
+    setting = setting or setting_of(q.device, past.tile, past.block)
+    return Read(flash(q, k, v, None, past.decoded(), setting), pairs_of(q, k, past))
 
 
 def flash(

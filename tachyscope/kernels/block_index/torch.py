@@ -9,11 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tachyscope.kernels import hashing
 from tachyscope.kernels.codes import Past, decode
+from tachyscope.kernels.device import MEANS
 from tachyscope.kernels.hashing import int8_scores, lsh_scores, quantise, signs
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the weight of a block without entries
+
+
+def buckets(x: Tensor, bits: int) -> Tensor:
+    """The pattern of signs of x [B, H, n, D] on so many random planes, as one number."""
+    return hashing.buckets(x, bits)
 
 
 class Codes(NamedTuple):
@@ -26,12 +33,20 @@ class Codes(NamedTuple):
 
 
 def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes, first: int = 0) -> None:
+    """Write the code [B, Hkv, most, E] of every block of past keys from `first` on, its scale
+    [B, Hkv, most, 1], and the log of its weight [B, Hkv, most].
+
+    A code of int8 is the block's mean key; one of floats the mean signs of its keys on E planes,
+    whose scale is the keys' mean norm. log_count [B, Hkv, blocks * block], -inf for a slot without
+    an entry.
+    """
     used = slice(first, log_count.shape[2] // block)
     slots = slice(first * block, log_count.shape[2])
-    scale = None if past.k_scale is None else past.k_scale[:, :, slots]
-    keys = decode(past.k[:, :, slots], scale, torch.float32).float()
+    keys = past.k[:, :, slots]
+    if past.k_scale is not None:
+        keys = decode(keys, past.k_scale[:, :, slots], torch.float32)
     log_count = log_count[:, :, first * block :]
-    keys = F.pad(keys, (0, 0, 0, log_count.shape[2] - keys.shape[2]))
+    keys = F.pad(keys.float(), (0, 0, 0, log_count.shape[2] - keys.shape[2]))
     keys = keys.unflatten(2, (-1, block))  # [B, Hkv, blocks, block, D]
     log_count = log_count.unflatten(2, (-1, block))
     live = (log_count > -math.inf).float().unsqueeze(-1)
@@ -47,6 +62,11 @@ def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes, first
 
 
 def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
+    """Each tile's sum over its queries q [B, H, S, D] of their softmax over the first blocks.
+
+    A query's score of a block is estimated by the block's code, plus the block's weight. The
+    masses are [B, H, tiles, blocks].
+    """
     code, scale, weight = (x[:, :, :blocks] for x in codes)
     grouped = q.unflatten(1, (code.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * S, D]
     if code.dtype == torch.int8:
@@ -54,6 +74,19 @@ def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
     else:
         scores = lsh_scores(grouped, code, scale.squeeze(-1))
     return _sum_tiles((scores + weight.unsqueeze(2)).softmax(-1), tile, q.shape[2])
+
+
+def mean_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
+    """`block_mass` where blocks are very many: a tile scores them by MEANS mean queries at most.
+
+    A mean is of tile / MEANS queries in a row, and the masses are sums over the means. A block
+    whose weight says that it has no entry has the mass -1.
+    """
+    if tile > MEANS and tile % MEANS == 0:
+        q, tile = mean_queries(q, tile // MEANS), MEANS
+    mass = block_mass(q, codes, blocks, tile)
+    none = codes.weight[:, :, :blocks] <= LOWEST
+    return mass.masked_fill(none.repeat_interleave(q.shape[1] // none.shape[1], 1).unsqueeze(2), -1)
 
 
 def mean_queries(q: Tensor, group: int) -> Tensor:

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.block_index.torch import Codes
+from tachyscope.kernels.block_index.torch import Codes, mean_queries
 from tachyscope.kernels.codes import Past, numbers
+from tachyscope.kernels.device import MEANS
 from tachyscope.kernels.hashing import planes
 from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST
@@ -33,8 +34,8 @@ def buckets(x: Tensor, bits: int) -> Tensor:
     return out
 
 
-def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes) -> None:
-    """`encode_blocks` by int8 means, of all blocks."""
+def encode_blocks(past: Past, log_count: Tensor, block: int, codes: Codes, first: int = 0) -> None:
+    """`encode_blocks` by int8 means, of all blocks: it is one launch."""
     rows, heads, places = log_count.shape
     code, scale, weight = codes
     k, size = numbers(past.k), triton.next_power_of_2(block)
@@ -64,7 +65,8 @@ def block_mass(q: Tensor, codes: Codes, blocks: int, tile: int) -> Tensor:
 
 
 def mean_mass(q: Tensor, codes: Codes, blocks: int, tile: int, parts: int = 8) -> Tensor:
-    """`block_mass` of very many blocks by few queries a tile: programs share the blocks."""
+    """`mean_mass` by int8 codes: programs share the blocks."""
+    q, tile = mean_queries(q, tile // MEANS), MEANS
     code, scale, weight = codes
     rows, heads, queries, width = q.shape
     tiles, size = triton.cdiv(queries, tile), triton.cdiv(triton.cdiv(blocks, parts), 64) * 64

@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tachyscope.kernels.attention import attention
-from tachyscope.kernels.block_table import BlockTable
+from tachyscope.kernels.block_table import BlockTable, Read
 from tachyscope.kernels.codes import decode
 
 # elements of keys gathered at once: bounds memory, not the result
 AT_ONCE = 2**24
 
 
-class Read(NamedTuple):
-    """An answer [B, H, S, D], and what it took."""
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, past: BlockTable, kept: tuple[Tensor, ...] = ()
+) -> Read:
+    """Attention of q [B, H, S, D] over each tile's blocks of the past and all present entries k, v.
 
-    out: Tensor
-    pairs: int | Tensor  # query-key pairs that were scored
-    masked: Tensor | None = None  # of them, those of blocks that a tile does not read
-    kept: tuple[Tensor, ...] = ()  # gathered entries, for a later call with the same table
+    Present entries [B, Hkv, n, D] are of weight one. `kept` is what the last call with the same
+    table gave back.
+    """
+    return read_tiles(q, k, v, past, kept, attention)
 
 
 def read_tiles(
-    q: Tensor, k: Tensor, v: Tensor, past: BlockTable, kept: tuple[Tensor, ...] = ()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: BlockTable,
+    kept: tuple[Tensor, ...],
+    attend: Callable[..., Tensor],
 ) -> Read:
-    """As many tiles at once as AT_ONCE allows; every tile gathers as many blocks as the longest.
-
-    Where one gather serves all tiles, it is kept.
-    """
+    """As many tiles at once as AT_ONCE allows, by `attend`; a gather that serves all is kept."""
     tile, read, present = past.tile, past.ids.shape[3] * past.block, k.shape[2]
     per_tile = q.shape[:2].numel() * (read + present) * q.shape[3]
     group, whole = max(1, AT_ONCE // per_tile), q.shape[2] // tile
     cuts = [(i, min(i + group, whole)) for i in range(0, whole, group)]
     if q.shape[2] % tile:  # the last tile is a part
         cuts.append((whole, whole + 1))
-    out, masked = [], torch.zeros((), dtype=torch.int64, device=q.device)
+    out = []
     for start, stop in cuts:
         size = (q.shape[0], stop - start, q.shape[1], read + present)
         if not kept or kept[0].shape[:4] != size:
@@ -48,16 +52,13 @@ def read_tiles(
             entries[..., read:, :] = x[:, None].repeat_interleave(q.shape[1] // x.shape[1], 2)
         part = q[:, :, start * tile : stop * tile].unflatten(2, (stop - start, -1))
         part = part.transpose(1, 2)  # [B, tiles, H, tile, D]
-        part, keys, values, log_count = (x.flatten(0, 1) for x in (part, *kept))
-        answer = attention(part, keys, values, None if past.plain else log_count)
+        part, keys, values, log_count = [x.flatten(0, 1) for x in (part, *kept)]
+        answer = attend(part, keys, values, None if past.plain else log_count)
         out.append(answer.unflatten(0, (q.shape[0], -1)).transpose(1, 2).flatten(2, 3))
-        if past.ragged:
-            masked += (past.ids[:, :, start:stop] < 0).sum() * past.block * part.shape[2]
         if len(cuts) > 1:
             kept = ()
     whole_out = out[0] if len(out) == 1 else torch.cat(out, 2)
-    pairs = q.shape[:3].numel() * (read + present)
-    return Read(whole_out, pairs, masked if past.ragged else None, kept)
+    return Read(whole_out, q.shape[:3].numel() * (read + present), kept)
 
 
 def _gather(
@@ -69,42 +70,12 @@ def _gather(
     log_count = F.pad(log_count.masked_fill(slots < 0, -math.inf), (0, present))
 
     def entries(x: Tensor, scale: Tensor | None) -> Tensor:
+        x = gather_entries(x, slots)
         if scale is not None:
-            scale = gather_entries(scale[..., None], slots)[..., 0]
-        return F.pad(decode(gather_entries(x, slots), scale, dtype), (0, 0, 0, present))
+            x = decode(x, gather_entries(scale[..., None], slots)[..., 0], dtype)
+        return F.pad(x, (0, 0, 0, present))
 
     return entries(past.k, past.k_scale), entries(past.v, past.v_scale), log_count
-
-
-def read_ragged(q: Tensor, k: Tensor, v: Tensor, past: BlockTable) -> Read:
-    """Each head and tile reads as many blocks as it lists: a shape from data, for the CPU."""
-    out = v.new_empty(*q.shape[:3], v.shape[3])
-    group, pairs = q.shape[1] // k.shape[1], 0
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            own, kv = slice(b, b + 1), slice(h // group, h // group + 1)
-            for i, part in enumerate(q[own, h : h + 1].split(past.tile, 2)):
-                slots = slots_of(past, past.ids[b, h, i])
-                slots = slots[slots >= 0]
-                keys, values = (
-                    torch.cat([_listed(old, scale, slots, own, kv, new.dtype), new[own, kv]], 2)
-                    for old, scale, new in ((past.k, past.k_scale, k), (past.v, past.v_scale, v))
-                )
-                log_count = past.log_count[own, kv].index_select(2, slots)
-                log_count = F.pad(log_count, (0, k.shape[2]))
-                rows = slice(i * past.tile, (i + 1) * past.tile)
-                out[own, h : h + 1, rows] = attention(part, keys, values, log_count)
-                pairs += part.shape[2] * keys.shape[2]
-    return Read(out, pairs)
-
-
-def _listed(
-    x: Tensor, scale: Tensor | None, slots: Tensor, row: slice, head: slice, dtype: torch.dtype
-) -> Tensor:
-    """Entries `slots` of one head."""
-    if scale is not None:
-        scale = scale[row, head].index_select(2, slots)
-    return decode(x[row, head].index_select(2, slots), scale, dtype)
 
 
 def slots_of(past: BlockTable, ids: Tensor) -> Tensor:

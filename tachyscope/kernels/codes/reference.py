@@ -9,9 +9,7 @@ from tachyscope.kernels.codes.torch import (
     FP8,
     FP16_LEAST,
     FP16_MOST,
-    INT4_LARGEST,
     LARGEST,
-    int4_groups,
 )
 
 
@@ -24,19 +22,6 @@ def encode_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         nearest = vector / scale[*at].double()
         code[*at] = nearest.round() if dtype == torch.int8 else nearest.to(FP8).view(dtype)
     return code, scale
-
-
-def encode_int4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers from -7 to 7 of x [B, H, n, D], and scales [B, H, n, groups] as float16 has them."""
-    groups = int4_groups(x.shape[-1])
-    number, scale = torch.empty(x.shape, dtype=torch.float64), torch.empty(*x.shape[:3], groups)
-    for at in torch.cartesian_prod(*map(torch.arange, x.shape[:3])).unbind():
-        for g, part in enumerate(x[*at].float().chunk(groups)):
-            scale[*at, g] = (part.abs().max() / INT4_LARGEST).clamp(min=FP16_LEAST).half()
-            nearest = (part / scale[*at, g]).round().clamp(-INT4_LARGEST, INT4_LARGEST)
-            width = len(part)
-            number[(*at.tolist(), slice(g * width, (g + 1) * width))] = nearest.double()
-    return number, scale.double()
 
 
 def encode_int4_block_reference(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,13 +42,9 @@ def decode_packed_reference(
     parts, (*rows, width) = 8 // bits, code.shape
     out = torch.empty(*rows, parts * width, dtype=torch.float64)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, rows)).tolist():
-        steps = scale[b, h, (first + i) // group].double()
-        zeros = torch.zeros_like(steps)
-        if bits == 2:
-            steps, zeros = steps.chunk(2)
+        steps, zeros = scale[b, h, (first + i) // group].double().chunk(2)
         byte = code[b, h, i].int()
         number = torch.cat([byte // 2 ** (bits * part) % 2**bits for part in range(parts)]).double()
         size = parts * width // len(steps)
-        number = number - 8 if bits == 4 else number
         out[b, h, i] = number * steps.repeat_interleave(size) + zeros.repeat_interleave(size)
     return out

@@ -10,9 +10,8 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 # the largest code
 LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(FP8).max}
-# of int4: the largest, channels that share a scale, and the least scale that float16 holds exactly
-INT4_LARGEST, INT4_GROUP, FP16_LEAST = 7.0, 32, 2.0**-14
-INT4_LEVELS = 15  # above a zero
+CHANNELS = 32  # of an entry that share a step and a zero
+FP16_LEAST = 2.0**-14  # the least step that float16 holds exactly
 FP16_MOST = torch.finfo(torch.float16).max
 
 
@@ -33,64 +32,42 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return code.round().to(dtype) if dtype == torch.int8 else code.to(FP8).view(dtype), scale
 
 
-def int4_groups(width: int) -> int:
-    """Scales of a vector of so many channels."""
-    return width // INT4_GROUP if width % INT4_GROUP == 0 else 1
+def channel_groups(width: int) -> int:
+    """Groups of an entry's channels that share a step and a zero."""
+    return width // CHANNELS if width % CHANNELS == 0 else 1
 
 
-def encode_int4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] as 4 bits a channel [..., D / 2], and scales [..., groups] of float16.
+def encode_packed(x: Tensor, bits: int, group: int = 1) -> tuple[Tensor, Tensor]:
+    """x [B, H, n, D] as `bits` a channel [B, H, n, bits D / 8], and steps and zeros in float16.
 
-    A byte holds channel i in its low half, and channel i + D / 2 in its high one.
+    These are of every `group` entries for each channel [B, H, n / group, 2 D], or where that is 1
+    of every entry for 32 channels [B, H, n, 2 D / 32], steps before zeros: a key's channel lies off
+    zero by much more than it varies among entries. A byte's channels lie as far apart as there are
+    bytes, the first in its lowest bits.
     """
-    grouped = x.float().unflatten(-1, (int4_groups(x.shape[-1]), -1))
-    scale = (grouped.abs().amax(-1) / INT4_LARGEST).clamp(min=FP16_LEAST).half()
-    number = (grouped / scale.float().unsqueeze(-1)).round().clamp(-INT4_LARGEST, INT4_LARGEST)
-    low, high = (number.flatten(-2) + 8).to(torch.uint8).chunk(2, -1)
-    return low | high << 4, scale
-
-
-def decode_int4(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The vectors [..., D] of `encode_int4`."""
-    number = torch.cat([code & 15, code >> 4], -1).float() - 8
-    grouped = number.unflatten(-1, (scale.shape[-1], -1))
-    return (grouped * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    if group > 1:
+        number, step, zero = _levels(x.float().unflatten(2, (-1, group)), bits, 3)
+        number = number.flatten(2, 3)
+    else:
+        groups = channel_groups(x.shape[3])
+        number, step, zero = _levels(x.float().unflatten(3, (groups, -1)), bits, 4)
+        number = number.flatten(3, 4)
+    return _pack(number, bits), torch.cat([step, zero], -1)
 
 
 def decode_packed(
-    code: Tensor, scale: Tensor, out: Tensor, bits: int, group: int, first: int
+    code: Tensor, scale: Tensor, out: Tensor, bits: int, group: int = 1, first: int = 0
 ) -> None:
+    """Write the vectors [B, H, n, D] of `encode_packed` to `out`.
+
+    `first` of those entries that share the first row of scales stand before.
+    """
     if group > 1:
         index = torch.arange(first, first + code.shape[2], device=code.device) // group
         scale = scale.index_select(2, index)
-    decode = decode_int4 if bits == 4 else decode_int2
-    out.copy_(decode(code, scale, out.dtype))
-
-
-def encode_int2_values(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] as 2 bits a channel [..., D / 4], and of every group of channels a step and a zero
-    [..., 2 groups] of float16, steps before zeros.
-
-    A byte holds channels i, i + D / 4, i + D / 2 and i + 3 D / 4, the first in its lowest bits.
-    """
-    grouped = x.float().unflatten(-1, (int4_groups(x.shape[-1]), -1))
-    number, step, zero = _levels(grouped, -1, 3)
-    return _pack_int2(number.flatten(-2)), torch.cat([step, zero], -1)
-
-
-def encode_int2_keys(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [B, H, n, D] as 2 bits a channel [B, H, n, D / 4], and of every `group` entries a step and
-    a zero for each channel [B, H, n / group, 2 D] of float16."""
-    number, step, zero = _levels(x.float().unflatten(2, (-1, group)), 3, 3)
-    return _pack_int2(number.flatten(2, 3)), torch.cat([step, zero], -1)
-
-
-def decode_int2(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The vectors [..., D] of codes [..., D / 4], with steps and zeros [..., 2 groups or 2 D]."""
-    number = torch.cat([code >> shift & 3 for shift in (0, 2, 4, 6)], -1)
     step, zero = scale.float().chunk(2, -1)
-    grouped = number.unflatten(-1, (step.shape[-1], -1)) * step.unsqueeze(-1)
-    return (grouped + zero.unsqueeze(-1)).flatten(-2).to(dtype)
+    number = _unpack(code, bits).unflatten(-1, (step.shape[-1], -1))
+    out.copy_((number * step.unsqueeze(-1) + zero.unsqueeze(-1)).flatten(-2))
 
 
 def encode_int4_block(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,34 +76,45 @@ def encode_int4_block(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A key's channel lies off zero by much more than it varies among entries.
     """
-    number, step, zero = _levels(x.float(), -2, INT4_LEVELS)
-    low, high = number.chunk(2, -1)
-    return low | high << 4, torch.stack([step, zero], -2)
+    number, step, zero = _levels(x.float(), 4, -2)
+    return _pack(number, 4), torch.stack([step, zero], -2)
 
 
 def decode_int4_block(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The entries [..., n, D] of `encode_int4_block`."""
-    number = torch.cat([code & 15, code >> 4], -1).float()
+    number = _unpack(code, 4)
     step, zero = scale.float().unsqueeze(-2).unbind(-3)
     return (number * step + zero).to(dtype)
 
 
-def _levels(x: Tensor, dim: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers from 0 to `most`, and along a dimension the step between them and what 0 is."""
+def _levels(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of so many bits, and along a dimension the step between them and what 0 is."""
+    most = 2**bits - 1
     zero = x.amin(dim, keepdim=True).clamp(-FP16_MOST, FP16_MOST).half()
     step = ((x.amax(dim, keepdim=True) - zero.float()) / most).clamp(min=FP16_LEAST).half()
     number = ((x - zero.float()) / step.float()).round().clamp(0, most).to(torch.uint8)
     return number, step.squeeze(dim), zero.squeeze(dim)
 
 
-def _pack_int2(number: Tensor) -> Tensor:
-    a, b, c, d = number.chunk(4, -1)
-    return a | b << 2 | c << 4 | d << 6
+def _pack(number: Tensor, bits: int) -> Tensor:
+    code, *rest = number.chunk(8 // bits, -1)
+    for i, part in enumerate(rest, 1):
+        code = code | part << bits * i
+    return code
+
+
+def _unpack(code: Tensor, bits: int) -> Tensor:
+    return torch.cat([code >> i & (2**bits - 1) for i in range(0, 8, bits)], -1).float()
 
 
 def decode(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The vectors [..., D] of codes and scales [...]."""
     return (numbers(code).float() * scale.unsqueeze(-1)).to(dtype)
+
+
+def decode_into(code: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write the vectors [B, H, n, D] of codes and scales [B, H, n] to `out`."""
+    out.copy_(decode(code, scale, out.dtype))
 
 
 def numbers(x: Tensor) -> Tensor:

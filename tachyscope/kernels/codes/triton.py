@@ -26,7 +26,7 @@ def encode(x: Tensor, code: Tensor, scale: Tensor) -> None:
     )  # fmt: skip
 
 
-def decode(code: Tensor, scale: Tensor, out: Tensor) -> None:
+def decode_into(code: Tensor, scale: Tensor, out: Tensor) -> None:
     """`decode_into`, with nothing wide in between."""
     rows, heads, n, width = code.shape
     if n:
@@ -38,24 +38,23 @@ def decode(code: Tensor, scale: Tensor, out: Tensor) -> None:
 
 
 def decode_packed(
-    code: Tensor, scale: Tensor, out: Tensor, bits: int, group: int, first: int
+    code: Tensor, scale: Tensor, out: Tensor, bits: int, group: int = 1, first: int = 0
 ) -> None:
     """`decode_packed`, with nothing wide in between."""
     rows, heads, n, width = out.shape
-    steps = scale.shape[3] if bits == 4 else scale.shape[3] // 2  # zeros stand behind them
+    steps = scale.shape[3] // 2  # zeros stand behind them
     if n:
         launch(
             _decode_packed, (triton.cdiv(n, 64), rows * heads),
             code, scale, out, *code.stride()[:3], *scale.stride()[:3], *out.stride()[:3], heads, n,
-            first, BITS=bits, ZERO=bits == 2, GROUP=group, STEPS=steps, D=width, N=64, num_warps=4,
+            first, BITS=bits, GROUP=group, STEPS=steps, D=width, N=64, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "n", "first"])
 def _decode_packed(
     code, scale, out, c_b, c_h, c_n, s_b, s_h, s_n, o_b, o_h, o_n, heads, n, first,
-    BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    D: tl.constexpr, N: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A byte's channels lie as far apart as there are bytes, the first in its lowest bits."""
     W: tl.constexpr = D * BITS // 8
@@ -73,11 +72,8 @@ def _decode_packed(
         offs_d = offs_w + part * W
         number = (byte >> (part * BITS)) & (2**BITS - 1)
         step = tl.load(scale + offs_d // SIZE, mask=inside, other=0.0).to(tl.float32)
-        if ZERO:
-            zero = tl.load(scale + offs_d // SIZE + STEPS, mask=inside, other=0.0)
-            value = number.to(tl.float32) * step + zero.to(tl.float32)
-        else:
-            value = (number - 8).to(tl.float32) * step
+        zero = tl.load(scale + offs_d // SIZE + STEPS, mask=inside, other=0.0)
+        value = number.to(tl.float32) * step + zero.to(tl.float32)
         tl.store(out + offs_d, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.decode_attention.step import Gate, Step, Window
+from tachyscope.kernels.decode_attention.step import Step, Window
+from tachyscope.kernels.token_gate.gate import GateState
+from tachyscope.kernels.token_gate.reference import decide_reference
 
 
 def decode_attention_reference(qkv: Tensor, step: Step, tokens: int = 1) -> Tensor:
@@ -41,46 +43,24 @@ def decode_attention_reference(qkv: Tensor, step: Step, tokens: int = 1) -> Tens
                 scores = scores + weights.double().where(torch.tensor(seen) < slot, 0.0)
             out[row, head] = scores.softmax(0) @ held.v[row, own, seen].double()
     if step.gate is not None:
-        query = q.double() if step.gate.mixed else q_turned
-        decide_reference(query, k_turned, step.gate, place)
+        query = q.double() if step.gate.gate.score == "mixed" else q_turned
+        decide_reference(step.gate, _score_reference(query, k_turned, step.gate))
     return out.flatten(1)
 
 
-def decide_reference(q: Tensor, k: Tensor, gate: Gate, place: int) -> None:
-    """q [B, H, D] against the kept keys, then the rule of the gate's kind, row by row."""
-    b, heads, d = q.shape
+def _score_reference(q: Tensor, k: Tensor, state: GateState) -> Tensor:
+    """q [B, H, D] against the kept keys, or numbers drawn: [B, 1]; keeps k."""
+    (b, heads, d), place = q.shape, int(state.place)
+    if state.key is None:
+        assert state.luck is not None
+        return state.luck[place][:, None]
     score = torch.zeros(b, dtype=torch.float64)
-    if gate.key is not None:
-        group = heads // gate.key.shape[1]
-        for row in range(b):
-            for head in range(heads):
-                score[row] += q[row, head] @ gate.key[row, head // group, place].double()
-        score /= heads * math.sqrt(d)
-        gate.key[:, :, place] = k.to(gate.key.dtype)
-    if not int(gate.ready):
-        gate.skip.zero_()
-        return
-    if gate.tied:
-        score = score.view(2, -1).mean(0).repeat(2)
+    group = heads // state.key.shape[1]
     for row in range(b):
-        value, age = float(gate.value), int(gate.age[row, place])
-        if gate.kind == "threshold":
-            own = float(score[row])
-            replay = own > value if gate.strict else own >= value
-        elif gate.recent is not None and gate.due is not None:
-            ring = gate.recent[row]
-            known, higher = int((ring == ring).sum()), int((ring.double() > score[row]).sum())
-            ring[place] = score[row]
-            replay = higher + 0.5 < float(gate.due[row]) * (known + 1)
-        else:
-            assert gate.luck is not None
-            replay = float(gate.luck[place, row]) < value
-        replay = replay and not (gate.age_limit and age >= gate.age_limit)
-        if gate.recent is not None and gate.due is not None:
-            gate.due[row] += (float(not replay) - (1 - value)) / gate.recent.shape[1]
-        gate.skip[row] = int(replay)
-    skipped = int(gate.skip.sum())
-    gate.counts[0 if skipped == b else 1] += skipped
+        for head in range(heads):
+            score[row] += q[row, head] @ state.key[row, head // group, place].double()
+    state.key[:, :, place] = k.to(state.key.dtype)
+    return (score / (heads * math.sqrt(d)))[:, None]
 
 
 def _turned(x: Tensor, step: Step, place: int) -> Tensor:
@@ -98,8 +78,8 @@ def _turned(x: Tensor, step: Step, place: int) -> Tensor:
 
 
 def _seen(window: Window | None, row: int, slot: int) -> list[int]:
-    if window is None or slot + 1 <= window.whole:
+    first = 0 if window is None else int(window.padding[row])
+    if window is None or slot + 1 <= first + window.sink + window.near:
         return list(range(slot + 1))
-    first = int(window.padding[row])
     sink, near = range(first, first + window.sink), range(slot + 1 - window.near, slot + 1)
     return [*sink, *near]

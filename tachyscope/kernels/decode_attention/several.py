@@ -22,8 +22,13 @@ from tachyscope.kernels.online_softmax import LOWEST
 BLOCK = 64  # entries of a step
 
 
-def several_attention(
-    out: Tensor, qkv: Tensor, step: Step, scratch: Scratch, tokens: int, splits: int | None = None
+def decode_attention(
+    out: Tensor,
+    qkv: Tensor,
+    step: Step,
+    scratch: Scratch,
+    tokens: int = 1,
+    splits: int | None = None,
 ) -> Tensor:
     """`decode_attention` of `tokens` tokens a row; qkv and out are contiguous."""
     assert step.gate is None
@@ -45,7 +50,7 @@ def several_attention(
         held.slot if window is None else window.padding, scratch.parts, scratch.done,
         held.k.stride(0), held.k.stride(1), by_row,
         0 if log_count is None else log_count.stride(0), by_head,
-        *((0, 0, 0) if window is None else (window.sink, window.near, window.whole)),
+        *((0, 0) if window is None else (window.sink, window.near)),
         HEADS=step.heads, HKV=hkv, D=d, WIDE=max(16, triton.next_power_of_2(d)), TOKENS=tokens,
         M=many, SPLITS=splits, BLOCK=block,
         ROPE="" if rotation is None else "pairs" if rotation.interleaved else "halves",
@@ -56,10 +61,10 @@ def several_attention(
 
 
 # one program for all layers and places
-@triton.jit(do_not_specialize=["sink", "near", "whole", "slot_ptr", "place_ptr"])
+@triton.jit(do_not_specialize=["sink", "near", "slot_ptr", "place_ptr"])
 def _several_attention(
     out, qkv, k_ptr, v_ptr, slot_ptr, place_ptr, cos_ptr, sin_ptr, log_count, unrotated, padding,
-    parts, done, k_b, k_h, angle_b, log_b, log_h, sink, near, whole,
+    parts, done, k_b, k_h, angle_b, log_b, log_h, sink, near,
     HEADS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     TOKENS: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     ROPE: tl.constexpr, WEIGHTED: tl.constexpr, WINDOW: tl.constexpr, UNROTATED: tl.constexpr,
@@ -81,7 +86,7 @@ def _several_attention(
     first, low, high, total, pads = slot, 0, 0, slot, 0
     if WINDOW:
         pads = tl.load(padding + b)
-        if slot + 1 > whole:
+        if slot + 1 > pads + sink + near:
             first, low, high = sink, pads, slot + 1 - near - sink
             total = sink + near - 1
     share = tl.cdiv(total, SPLITS)
@@ -104,7 +109,7 @@ def _several_attention(
             s += tl.maximum(bias, LOWEST)[None, :]
         seen = here[None, :] & (token >= 0)[:, None]
         if WINDOW:
-            seen = seen & _in_window(slot + token, index, sink, near, whole, pads)
+            seen = seen & _in_window(slot + token, index, sink, near, pads)
         m_i, l_i, acc = _meet(s, seen, v, m_i, l_i, acc)
     if split == 0:
         # the tokens' own entries
@@ -122,7 +127,7 @@ def _several_attention(
         s = tl.dot(q, tl.trans(k)) * scale
         seen = (token[None, :] <= token[:, None]) & (token < TOKENS)[None, :]
         if WINDOW:
-            seen = seen & _in_window(slot + token, slot + token, sink, near, whole, pads)
+            seen = seen & _in_window(slot + token, slot + token, sink, near, pads)
         m_i, l_i, acc = _meet(s, seen, v, m_i, l_i, acc)
     out += row * HEADS * D + h * D + offs_d
     if SPLITS == 1:
@@ -163,8 +168,8 @@ def _meet(s, seen, v, m_i, l_i, acc):
 
 
 @triton.jit
-def _in_window(slot, index, sink, near, whole, pads):
+def _in_window(slot, index, sink, near, pads):
     """Whether tokens at slots [M] read entries at [n]: see `Window`."""
     at, index = slot[:, None], index[None, :]
     first = (index >= pads) & (index < pads + sink)
-    return first | (index > at - near) | (at + 1 <= whole)
+    return first | (index > at - near) | (at + 1 <= pads + sink + near)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tachyscope.kernels.token_gate import GateState
+
 MAX_SPLITS = 16  # programs that share a head's entries, at most
 MAX_SEVERAL_SPLITS = 8  # the same, where they do for several tokens
-GateKind = Literal["threshold", "share", "draw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,49 +43,14 @@ class Entries:
 class Window:
     """Of the entries, the first `sink` behind a row's padding and the newest `near` are read.
 
-    All are read up to `whole` entries, the token's own counted. padding [B] int32.
+    A row whose entries are no more than these reads all of them. padding [B] int32. `whole`: up to
+    so many entries, the token's own counted, some row reads all.
     """
 
     sink: int
     near: int
     whole: int
     padding: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """A replay policy's decision about a token, taken on the device.
-
-    kind       by score, by rank among the last frame's worth of scores, or by a number drawn
-    value      [] float32        the threshold, or the share that is replayed
-    strict     whether a score must exceed the threshold
-    mixed      whether the query of the score is unrotated
-    tied       whether rows b and b + B/2 decide by their mean score
-    age_limit  times in a row that a value may serve; 0: no limit
-    ready      [] int32          0: nothing was kept yet, so that all is computed
-    skip       [B] int32         what is decided: 1 replays
-    counts     [2] int32         tokens skipped; tokens that replay beside one that is computed
-    key        [B, Hkv, N, D]    the last frame's rotated keys by place, where scores are taken
-    age        [B, N] int32
-    recent     [B, N] float32    by share: the last scores; NaN where there is none yet
-    due        [B, 1] float32    by share: the share that is owed
-    luck       [N, B] float32    by draw: numbers from 0 to 1
-    """
-
-    kind: GateKind
-    value: Tensor
-    ready: Tensor
-    skip: Tensor
-    counts: Tensor
-    age: Tensor
-    strict: bool = False
-    mixed: bool = False
-    tied: bool = False
-    age_limit: int = 0
-    key: Tensor | None = None
-    recent: Tensor | None = None
-    due: Tensor | None = None
-    luck: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +65,7 @@ class Step:
     place: Tensor
     rotation: Rotation | None = None
     window: Window | None = None
-    gate: Gate | None = None
+    gate: GateState | None = None
 
 
 class Scratch:

@@ -7,11 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.decode_attention.step import Gate, Rotation, Step, Window
+from tachyscope.kernels.decode_attention.step import Rotation, Scratch, Step, Window
 from tachyscope.kernels.replay.torch import temporal_score
+from tachyscope.kernels.token_gate import GateState, decide
 
 
-def decode_attention(out: Tensor, qkv: Tensor, step: Step, tokens: int = 1) -> Tensor:
+def decode_attention(
+    out: Tensor, qkv: Tensor, step: Step, scratch: Scratch | None = None, tokens: int = 1
+) -> Tensor:
+    """out [B, H * D] = attention of a token's qkv [B, (H + 2 Hkv) * D], unrotated, in a layer.
+
+    Its key and value are put into the layer's slot, and where the step has a gate that decides
+    whether the MLP behind is replayed. Of `tokens` tokens in a row, each row's one after the other
+    in qkv and out [B * tokens, ...], each sees those before it; such steps have no gate.
+    """
     held, (_, hkv, slots, d) = step.entries, step.entries.k.shape
     # small launches are what a graph of a small model is made of: as few as can be
     place, slot = step.place.long().view(1), held.slot.long().view(1)
@@ -52,42 +61,20 @@ def decode_attention(out: Tensor, qkv: Tensor, step: Step, tokens: int = 1) -> T
     out.copy_(answer.reshape(out.shape))
     if step.gate is not None:
         assert tokens == 1
-        decide((q if step.gate.mixed else q_turned)[:, :, 0], k_turned[:, :, 0], step.gate, place)
+        mixed = step.gate.gate.score == "mixed"
+        _decide((q if mixed else q_turned)[:, :, 0], k_turned[:, :, 0], step.gate, place)
     return out
 
 
-def decide(q: Tensor, k: Tensor, gate: Gate, place: Tensor) -> None:
-    """Whether each row replays, from rotated q [B, H, D] and k [B, Hkv, D]; keeps k."""
-    score = torch.zeros(len(q), 1, dtype=q.dtype, device=q.device)
-    if gate.key is not None:
-        score = temporal_score(q[:, :, None], gate.key.index_select(2, place))
-        gate.key.index_copy_(2, place, k[:, :, None])
-    ready = gate.ready.bool()
-    if gate.tied:
-        score = score.view(2, -1).mean(0, keepdim=True).expand(2, -1).reshape(-1, 1)
-    if gate.kind == "threshold":
-        replay = score > gate.value if gate.strict else score >= gate.value
-    elif gate.recent is not None and gate.due is not None:
-        ring = gate.recent
-        known = (ring == ring).sum(-1, keepdim=True)
-        higher = (ring > score).sum(-1, keepdim=True)
-        ring.index_copy_(
-            1, place, torch.where(ready, score.to(ring.dtype), ring.index_select(1, place))
-        )
-        replay = higher + 0.5 < gate.due * (known + 1)
+def _decide(q: Tensor, k: Tensor, state: GateState, place: Tensor) -> None:
+    """Whether each row replays, from q [B, H, D] and rotated k [B, Hkv, D], which is kept."""
+    if state.key is not None:
+        score = temporal_score(q[:, :, None], state.key.index_select(2, place))
+        state.key.index_copy_(2, place, k[:, :, None])
     else:
-        assert gate.luck is not None
-        replay = gate.value > gate.luck.index_select(0, place).T
-    replay = replay & ready
-    if gate.age_limit:
-        replay = replay & (gate.age.index_select(1, place) < gate.age_limit)
-    if gate.recent is not None and gate.due is not None:
-        owed = ((~replay).float() - (1 - gate.value)) / gate.recent.shape[1]
-        gate.due.add_(torch.where(ready, owed, 0.0))
-    gate.skip.copy_(replay[:, 0])
-    skipped, all_of_them = replay.sum(), replay.all()
-    gate.counts[0] += torch.where(all_of_them, skipped, 0)
-    gate.counts[1] += torch.where(all_of_them, 0, skipped)
+        assert state.luck is not None
+        score = state.luck.index_select(0, place).T
+    decide(state, score)
 
 
 def _turn(x: Tensor, r: Rotation, place: Tensor) -> Tensor:
@@ -115,4 +102,5 @@ def _seen(window: Window | None, index: Tensor, slot: Tensor) -> Tensor:
     first = window.padding.view(-1, 1, 1)
     sink = (index >= first) & (index < first + window.sink)
     near = index > slot - window.near
-    return before & (sink | near | (slot + 1 <= window.whole))
+    whole = slot + 1 <= first + window.sink + window.near
+    return before & (sink | near | whole)

@@ -16,19 +16,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.decode_attention.step import MAX_SPLITS, Gate, Scratch, Step
+from tachyscope.kernels.decode_attention.step import MAX_SPLITS, Scratch, Step
 from tachyscope.kernels.device import multiprocessors
 from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.online_softmax import LOWEST
 from tachyscope.kernels.pdl import wait_for_kernel_before
+from tachyscope.kernels.token_gate.gate import GateState
+from tachyscope.kernels.token_gate.triton import UNALIGNED, decide_rows, gate_args, gate_kinds
 
 BLOCK = 32  # entries of a step
 
 
 def decode_attention(
-    out: Tensor, qkv: Tensor, step: Step, scratch: Scratch, splits: int | None = None
+    out: Tensor,
+    qkv: Tensor,
+    step: Step,
+    scratch: Scratch,
+    tokens: int = 1,
+    splits: int | None = None,
 ) -> Tensor:
-    """`decode_attention`; qkv and out are contiguous."""
+    """`decode_attention` of one token a row; qkv and out are contiguous."""
+    assert tokens == 1
     held, (rows, hkv, slots, d) = step.entries, step.entries.k.shape
     reads = slots if step.window is None else step.window.sink + step.window.near
     splits = splits or _splits(reads, rows * hkv, qkv.device)
@@ -45,7 +53,7 @@ def decode_attention(
         held.k.stride(0), held.k.stride(1), by_row,
         0 if log_count is None else log_count.stride(0), by_head,
         0 if gate is None else gate.age.shape[1],
-        *((0, 0, 0) if window is None else (window.sink, window.near, window.whole)), rows,
+        *((0, 0) if window is None else (window.sink, window.near)), rows,
         HEADS=step.heads, HKV=hkv, D=d, WIDE=triton.next_power_of_2(d), GROUP=step.heads // hkv,
         G=triton.next_power_of_2(step.heads // hkv), PADDED=triton.next_power_of_2(hkv),
         SPLITS=splits, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(reads))),
@@ -64,42 +72,38 @@ def _splits(reads: int, heads: int, device: torch.device) -> int:
     return max(1, min(MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(useful)))
 
 
-def _gate_args(gate: Gate | None, floats: Tensor, ints: Tensor) -> tuple[Tensor, ...]:
-    if gate is None:
-        return (floats, ints, ints, ints, ints, floats, floats, floats, floats)
-    optional = (floats if x is None else x for x in (gate.key, gate.recent, gate.due, gate.luck))
-    return (gate.value, gate.ready, gate.skip, gate.counts, gate.age, *optional)
+def _gate_args(state: GateState | None, floats: Tensor, ints: Tensor) -> tuple[object, ...]:
+    if state is None:
+        own: tuple[object, ...] = (floats, 0.0, 0.0, *(ints,) * 4, *(floats,) * 3)
+        return (*own, floats, floats)
+    optional = (floats if x is None else x for x in (state.key, state.luck))
+    return (*gate_args(state, floats), *optional)
 
 
-def _gate_kinds(gate: Gate | None) -> dict[str, object]:
-    if gate is None:
-        gate_kind, keyed, strict, mixed, tied, limit, places = "", False, False, False, False, 0, 1
-    else:
-        gate_kind, keyed, strict = gate.kind, gate.key is not None, gate.strict
-        mixed, tied, limit = gate.mixed, gate.tied, gate.age_limit
-        places = triton.next_power_of_2(gate.age.shape[1])
-    return {
-        "GATE": gate_kind, "KEYED": keyed, "STRICT": strict, "MIXED": mixed, "TIED": tied,
-        "AGE_LIMIT": limit, "PLACES": places,
-    }  # fmt: skip
+def _gate_kinds(state: GateState | None) -> dict[str, object]:
+    if state is None:
+        nothing = {"RULE": "", "STRICT": False, "TIED": False, "AGE_LIMIT": 0, "PLACES": 1}
+        return {"KEYED": False, "MIXED": False, **nothing}
+    mixed = state.gate.score == "mixed"
+    return {"KEYED": state.key is not None, "MIXED": mixed, **gate_kinds(state)}
 
 
 # one program for all layers: flags and numbers lie side by side, few of them aligned
 @triton.jit(
     do_not_specialize=[
-        "rows", "sink", "near", "whole", "slot_ptr", "place_ptr", "value", "ready", "skip",
-        "counts", "due",
+        *UNALIGNED, "sink", "near", "slot_ptr",
     ]
 )  # fmt: skip
 def _decode_attention(
     out, qkv, k_ptr, v_ptr, slot_ptr, place_ptr, cos_ptr, sin_ptr, log_count, unrotated, padding,
-    parts, scores_ptr, done, value, ready, skip, counts, age, key, recent, due, luck,
-    k_b, k_h, angle_b, log_b, log_h, places, sink, near, whole, rows,
+    parts, scores_ptr, done, limit_ptr, computed, replayed, ready_ptr, skip, counts, age, recent,
+    due, credit, key, luck,
+    k_b, k_h, angle_b, log_b, log_h, places, sink, near, rows,
     HEADS: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, ROPE: tl.constexpr, WEIGHTED: tl.constexpr, WINDOW: tl.constexpr,
-    UNROTATED: tl.constexpr, GATE: tl.constexpr, KEYED: tl.constexpr, STRICT: tl.constexpr,
-    MIXED: tl.constexpr, TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr,
+    UNROTATED: tl.constexpr, KEYED: tl.constexpr, MIXED: tl.constexpr, RULE: tl.constexpr,
+    STRICT: tl.constexpr, TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernel_before(PDL)
@@ -115,7 +119,7 @@ def _decode_attention(
     entry = b.to(tl.int64) * k_b + hk.to(tl.int64) * k_h
     scale = 1.0 / tl.sqrt(D * 1.0)
     once = mine & (g == 0)
-    if (GATE != "") & (split == SPLITS):
+    if (RULE != "") & (split == SPLITS):
         if KEYED:
             k = rotated(qkv + k_at, cos_ptr + angle, sin_ptr + angle, offs_d, mine, D, ROPE)
             if MIXED:
@@ -127,17 +131,25 @@ def _decode_attention(
             tl.store(held, k.to(key.dtype.element_ty), mask=once)
         tl.debug_barrier()
         if tl.atomic_add(done + HKV * rows, 1, sem="acq_rel") == HKV * rows - 1:
-            _decide(
-                scores_ptr, value, ready, skip, counts, age, recent, due, luck, place, places,
-                rows, HKV, PADDED, GATE, KEYED, STRICT, TIED, AGE_LIMIT, PLACES,
-            )  # fmt: skip
+            if KEYED:
+                decide_rows(
+                    scores_ptr, limit_ptr, computed, replayed, ready_ptr, skip, counts, age, recent,
+                    due, credit, place, places, rows, HKV, PADDED, RULE, STRICT, TIED, AGE_LIMIT,
+                    PLACES,
+                )  # fmt: skip
+            else:
+                decide_rows(
+                    luck + place * rows, limit_ptr, computed, replayed, ready_ptr, skip, counts,
+                    age, recent, due, credit, place, places, rows, 1, 1, RULE, STRICT, TIED,
+                    AGE_LIMIT, PLACES,
+                )  # fmt: skip
             tl.store(done + HKV * rows, 0)
     else:
         # what is read is the first entries as far as `first` goes, then others further on
         first, low, high, total = slot, 0, 0, slot
         if WINDOW:
             pads = tl.load(padding + b)
-            if slot + 1 > whole:
+            if slot + 1 > pads + sink + near:
                 first, low, high = sink, pads, slot + 1 - near - sink
                 total = sink + near - 1
         share = tl.cdiv(total, SPLITS)
@@ -284,54 +296,3 @@ def rotated(x, cos, sin, offs_d, mask, D: tl.constexpr, ROPE: tl.constexpr):
         turned = value.to(tl.float32) * tl.load(cos + offs_d, mask=there, other=0.0)
         turned += partner * tl.load(sin + offs_d, mask=there, other=0.0)
         return turned.to(value.dtype).to(tl.float32)
-
-
-@triton.jit
-def _decide(
-    scores, value_ptr, ready, skip, counts, age, recent, due, luck, place, places, rows,
-    HKV: tl.constexpr, PADDED: tl.constexpr, GATE: tl.constexpr, KEYED: tl.constexpr,
-    STRICT: tl.constexpr, TIED: tl.constexpr, AGE_LIMIT: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """Whether each row replays (see `Gate`); one program does it for a layer."""
-    value, go = tl.load(value_ptr), tl.load(ready) != 0
-    skipped = 0
-    for row in range(rows):
-        score = 0.0
-        if KEYED:
-            score = _row_score(scores, row, HKV, PADDED)
-            if TIED:
-                half = rows // 2
-                other = tl.where(row < half, row + half, row - half)
-                score = 0.5 * (score + _row_score(scores, other, HKV, PADDED))
-        if GATE == "threshold":
-            replay = score > value if STRICT else score >= value
-        elif GATE == "share":
-            offs = tl.arange(0, PLACES)
-            ring = tl.load(recent + row * places + offs, mask=offs < places, other=float("nan"))
-            known = tl.sum((ring == ring).to(tl.float32))
-            higher = tl.sum((ring > score).to(tl.float32))
-            owed = tl.load(due + row)
-            replay = higher + 0.5 < owed * (known + 1.0)
-        else:
-            replay = tl.load(luck + place * rows + row) < value
-        if AGE_LIMIT > 0:
-            replay = replay & (tl.load(age + row * places + place) < AGE_LIMIT)
-        if GATE == "share":
-            owed += (tl.where(replay, 0.0, 1.0) - (1.0 - value)) / places
-            tl.debug_barrier()
-            tl.store(due + row, owed, mask=go)
-            tl.store(recent + row * places + place, score, mask=go)
-        replay = replay & go
-        tl.store(skip + row, replay.to(tl.int32))
-        skipped += replay.to(tl.int32)
-    which = tl.where(skipped == rows, 0, 1)
-    tl.store(counts + which, tl.load(counts + which) + skipped)
-
-
-@triton.jit
-def _row_score(scores, row, HKV: tl.constexpr, HEADS: tl.constexpr):
-    """The sum over key heads."""
-    offs = tl.arange(0, HEADS)
-    return tl.sum(
-        tl.load(scores + row * HKV + offs, mask=offs < HKV, other=0.0, cache_modifier=".cg")
-    )

@@ -9,15 +9,27 @@ from torch.nn import functional as F
 from tachyscope.kernels.decode_mlp.mlp import Error, Kept, MlpWeights
 from tachyscope.kernels.device import host_may_read
 from tachyscope.kernels.gemv import linear
-from tachyscope.kernels.gemv.torch import normed
+from tachyscope.kernels.gemv.torch import normed as rows_normed
 from tachyscope.kernels.replay import remembered_error
 
 
 def decode_mlp(
-    x: Tensor, mlp: MlpWeights, kept: Kept | Error | None = None, tokens: int = 1
+    x: Tensor,
+    mlp: MlpWeights,
+    kept: Kept | Error | None = None,
+    inner: Tensor | None = None,
+    barrier: Tensor | None = None,
+    tokens: int = 1,
+    normed: Tensor | None = None,
 ) -> None:
-    """On a CPU tokens that replay together run nothing; elsewhere they only mask."""
-    a = normed(x, mlp.norm)
+    """x [B, W] += mlp(x), or what was kept of the last frame; outputs are kept in turn.
+
+    With an `Error` that is added as well. Where all tokens replay, no weight is read (here: on a
+    CPU). `inner` [B, inner width or more] and `normed` [COPIES, B, W] are scratch memory, and
+    `barrier` [] int32 is 0 before every call.
+    Of `tokens` tokens in a row, x [B * tokens, W] from the place on, all are computed.
+    """
+    a = rows_normed(x, mlp.norm)
     if kept is None:
         x += run_mlp(a, mlp)
         return
@@ -51,6 +63,7 @@ def decode_mlp(
 
 
 def run_mlp(a: Tensor, mlp: MlpWeights) -> Tensor:
+    """mlp of any number of tokens [..., W], whose inputs are normed."""
     up = linear(a, mlp.up)
     neurons, mapped = up.split([mlp.up.rows - mlp.linear, mlp.linear], -1)
     neurons = F.gelu(neurons) if mlp.gate is None else F.silu(linear(a, mlp.gate)) * neurons

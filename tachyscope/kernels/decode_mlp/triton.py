@@ -86,15 +86,16 @@ def decode_mlp(
     kept: Kept | Error | None,
     inner: Tensor,
     barrier: Tensor,
+    tokens: int = 1,
+    normed: Tensor | None = None,
     setting: MlpSetting | None = None,
     launches: int = 1,
-    normed: Tensor | None = None,
 ) -> None:
     """`decode_mlp`; with 2 launches no program waits for another, as an interpreter needs."""
-    tokens, width = x.shape
+    rows, width = x.shape
     up, down, gated = mlp.up, mlp.down, mlp.gate is not None
     processors = multiprocessors(x.device)
-    made = setting or setting_for(mlp, tokens, processors)
+    made = setting or setting_for(mlp, rows, processors)
     gate = mlp.gate or up
     skip = place = ready = barrier
     age = output = drift = base = fade = x

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tachyscope.kernels.device import (
-    DECODE_DTYPES,
-    HAS_TRITON,
-    MAX_DECODE_ROWS,
-    has_decode_kernel,
-)
-from tachyscope.kernels.gemv import torch as torch_backend
+from tachyscope.kernels.dispatch import dispatch
+from tachyscope.kernels.gemv import torch as stock
 from tachyscope.kernels.gemv.weights import Kind, Norm, Weight, to_codes
-
-if HAS_TRITON:
-    from tachyscope.kernels.gemv import triton as triton_backend
 
 __all__ = ["Kind", "Norm", "Weight", "gemv", "linear", "to_codes"]
 
-MOST = 128  # tokens that share one reading of codes, as drafts do
+linear = dispatch(stock.linear)
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """weight · x + bias for any number of tokens x [..., K].
-
-    On a GPU codes are not decoded first for few tokens: that takes longer than the product.
-    """
-    few = x.dim() == 2 and MAX_DECODE_ROWS < len(x) <= MOST and x.dtype in DECODE_DTYPES
-    if few and weight.bits < 16 and HAS_TRITON and x.is_cuda:
-        out = x.new_empty(len(x), weight.rows)
-        return triton_backend.gemv(out, x.contiguous(), (weight,))
-    return torch_backend.linear(x, weight)
-
-
+@dispatch
 def gemv(
     out: Tensor,
     x: Tensor,
@@ -42,6 +23,4 @@ def gemv(
     add: bool = False,
 ) -> Tensor:
     """out [B, ΣN] = weights · norm(x) + bias, side by side, for x [B, K]; `add`: out += that."""
-    if has_decode_kernel(x):
-        return triton_backend.gemv(out, x, weights, norm, gelu, add)
-    return torch_backend.gemv(out, x, weights, norm, gelu, add, linear)
+    return stock.gemv(out, x, weights, norm, gelu, add, linear)

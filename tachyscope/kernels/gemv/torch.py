@@ -21,6 +21,7 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
+    """weight · x + bias for any number of tokens x [..., K]."""
     return F.linear(x, weight.dense(x.dtype), weight.bias)
 
 

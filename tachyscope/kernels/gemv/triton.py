@@ -91,6 +91,11 @@ def gemv(
     return out
 
 
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """`linear` of few tokens by codes, which are not decoded first: that takes longer."""
+    return gemv(x.new_empty(len(x), weight.rows), x.contiguous(), (weight,))
+
+
 def _registers(bits: int, tokens: int) -> int | None:
     """The most that a thread of a product may take; None: as many as it wants."""
     if bits == 16 or tokens > MAX_DECODE_ROWS:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 
 Kind = Literal["int8", "int4"]
 GROUP = 128  # columns that share a scale and an offset in int4

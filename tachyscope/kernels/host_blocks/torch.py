@@ -1,4 +1,4 @@
-"""Blocks between a cache and host memory, by stock torch: for a cache that lies there too."""
+"""Blocks between a cache and host memory, by stock torch: the host waits for a cache on a GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ class HostBlocks(NamedTuple):
 
 
 def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
+    """Copy the blocks that stand at places [B, H, n] of k, v to the host's blocks `ids` [B, H, n].
+
+    k, v [B, H, places * block, D] are a part of a cache, places and ids int32.
+    """
+    ids = ids.to(host.k.device)
     for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
-        blocks = x.unflatten(2, (-1, host.block))[block_index(places)]
+        blocks = x.unflatten(2, (-1, host.block))[block_index(places)].to(code.device)
         if scale is None:
             code[block_index(ids)] = blocks
         else:
@@ -37,13 +42,21 @@ def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Te
 
 
 def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write the host's blocks `ids` [B, H, places] to k, v [B, H, places * block, D].
+
+    Where an id is below 0 the place stays as it is.
+    """
+    if ids.is_meta:  # without data there is nothing to choose by, as in `launch`
+        return
+    ids = ids.to(host.k.device)
     row, head, place = torch.where(ids >= 0)
     chosen = ids[row, head, place].long()
     for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
         blocks = code[row, head, chosen]
         if scale is not None:
             blocks = decode(blocks, scale[row, head, chosen], x.dtype)
-        x.unflatten(2, (-1, host.block))[row, head, place] = blocks
+        there = row.to(x.device), head.to(x.device), place.to(x.device)
+        x.unflatten(2, (-1, host.block))[there] = blocks.to(x.device)
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tachyscope.kernels.device import HAS_TRITON, reads_keys
-from tachyscope.kernels.match import torch as torch_backend
+from tachyscope.kernels.dispatch import dispatch
+from tachyscope.kernels.match import torch as stock
 from tachyscope.kernels.match.torch import features
-
-if HAS_TRITON:
-    from tachyscope.kernels.match import triton as triton_backend
 
 __all__ = ["best_older", "features", "measure"]
 
 
+@dispatch
 def best_older(
     vectors: Sequence[Tensor], first: int, shared: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -25,11 +23,10 @@ def best_older(
     entries are is the mean cosine of their vectors, each [B, H, n, D]: of one head (G = H), or of
     all heads where they are `shared` (G = 1).
     """
-    if _has_kernel(vectors, shared):
-        return triton_backend.match(vectors[0], first)
-    return torch_backend.best_older(features(vectors, shared), first)
+    return stock.best_older(features(vectors, shared), first)
 
 
+@dispatch
 def measure(
     vectors: Sequence[Tensor], partner: Tensor, alike: Tensor, shared: bool = False
 ) -> None:
@@ -37,14 +34,4 @@ def measure(
 
     The first has none older, which is -inf.
     """
-    if _has_kernel(vectors, shared):
-        triton_backend.measure(vectors[0], partner, alike)
-    else:
-        torch_backend.measure(
-            features([x[:, :, : alike.shape[2]] for x in vectors], shared), partner, alike
-        )
-
-
-def _has_kernel(vectors: Sequence[Tensor], shared: bool) -> bool:
-    (x, *others) = vectors
-    return not (others or shared) and reads_keys(x)
+    stock.measure(features([x[:, :, : alike.shape[2]] for x in vectors], shared), partner, alike)

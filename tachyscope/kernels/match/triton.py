@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ SMALLEST = tl.constexpr(1e-12)
 
 
 class Setting(NamedTuple):
-    """How the kernel is built and launched; the result does not hang on it."""
+    """How the kernel is built and launched; the result does not depend on it."""
 
     rows: int = 128  # entries that look, of a program's tile
     columns: int = 128  # older entries met at once
@@ -32,6 +33,14 @@ class Setting(NamedTuple):
     registers: int = 128  # of a thread: two programs share a multiprocessor, one adds, one compares
     span: int = 4096  # older entries that one program meets in all
     use_tma: bool = True  # loaded by the copy engine (TMA), else by pointers
+
+
+def best_older(
+    vectors: Sequence[Tensor], first: int, shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`best_older` by one vector of each entry, of one head."""
+    (k,) = vectors
+    return match(k, first)
 
 
 def match(k: Tensor, first: int, setting: Setting | None = None) -> tuple[Tensor, Tensor]:
@@ -95,11 +104,11 @@ def _tma_table(k: Tensor, columns: int) -> TensorDescriptor | None:
     return TensorDescriptor.from_tensor(table, [columns, k.shape[3]])
 
 
-def measure(k: Tensor, partner: Tensor, alike: Tensor) -> None:
-    """Write to alike [B, H, m] the cosine of entries 0…m of k [B, H, n, D] to their partners.
-
-    The first has none older, which is -inf.
-    """
+def measure(
+    vectors: Sequence[Tensor], partner: Tensor, alike: Tensor, shared: bool = False
+) -> None:
+    """`measure` by one vector of each entry, of one head."""
+    (k,) = vectors
     rows, heads, _, width = k.shape
     m, k = alike.shape[2], numbers(k)
     launch(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.merge.torch import Entries, take
+from tachyscope.kernels.entries import take
+from tachyscope.kernels.merge.torch import Entries
 
 
 def fold_reference(

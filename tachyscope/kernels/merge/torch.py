@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tachyscope.kernels.codes import decode
 from tachyscope.kernels.codes.torch import encode
+from tachyscope.kernels.entries import put, take
 from tachyscope.kernels.slots import shift
 
 
@@ -38,6 +39,15 @@ class Entries(NamedTuple):
 def merge_entries(
     held: Entries, alike: Tensor, partner: Tensor, excess: int, newest: bool, mean: bool
 ) -> tuple[Tensor, Tensor]:
+    """Fold the `excess` most alike of the first n entries into their partners; close the gaps.
+
+    alike, partner [B, G, n], G = H or 1; a partner is older, and the first entry has none and is
+    never folded. One whose partner is itself folded passes on to the partner's. What is held may
+    go on behind the n entries, and follows. With `mean` who stays gets its group's weight and mean
+    value; with `newest` the key and position of its newest member, and without `mean` its value.
+    Partners then point to where theirs went. Returns who was folded and into whom, [B, G, excess],
+    both counted before.
+    """
     n = alike.shape[2]
     stay = n - excess
     source = alike.topk(excess, 2).indices
@@ -75,20 +85,6 @@ def _take_newest(held: Entries, source: Tensor, root: Tensor, mean: bool) -> Non
     for x in taken if mean else [*taken, held.v, held.v_scale]:
         if x is not None:
             put(x, root, take(x, member))
-
-
-def put(x: Tensor, index: Tensor, new: Tensor) -> None:
-    """Write entries `index` [B, G, m] of x [B, H, n, ...]; G = 1 serves all heads."""
-    index = index.expand(-1, x.shape[1], -1)
-    x.scatter_(2, index.unsqueeze(-1).expand_as(new) if x.dim() == 4 else index, new)
-
-
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """Entries `index` [B, G, m] of x [B, H, n, ...]; G = 1 serves all heads."""
-    index = index.expand(-1, x.shape[1], -1)
-    if x.dim() == 4:
-        index = index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
-    return x.gather(2, index)
 
 
 def roots(parent: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def fold_groups(held: Entries, folds: Folds, newest: bool, mean: bool) -> None:
 
 
 class Setting(NamedTuple):
-    """How entries are moved; the result does not hang on it."""
+    """How entries are moved; the result does not depend on it."""
 
     channels: int = 32  # that one program moves, of all entries
     entries: int = 1024  # at once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tachyscope.types import Rope
+from tachyscope.core.types import Rope
 
 
 def apply_rotary_reference(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:

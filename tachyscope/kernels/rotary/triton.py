@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tachyscope.core.types import Rope
 from tachyscope.kernels.launch import launch
 
 TOKENS, HEADS = 8, 4  # of a program: angles are read once for its heads
 
 
-def apply_rotary(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def apply_rotary(out: Tensor | None, x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     """`apply_rotary`; the last dimension of every tensor is contiguous, cos and sin lie alike."""
+    out = torch.empty_like(x) if out is None else out
     rows, heads, tokens, width = x.shape
     if not tokens:
         return out
@@ -22,7 +25,8 @@ def apply_rotary(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     launch(
         _rotate, (triton.cdiv(tokens, TOKENS), rows, triton.cdiv(heads, HEADS)),
         out, x, cos, sin, *out.stride()[:3], *x.stride()[:3], by_row, cos.stride(-2),
-        heads, tokens, D=width, INTERLEAVED=interleaved, TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
+        heads, tokens, D=width, INTERLEAVED=rope.interleaved, TOKENS=TOKENS, HEADS=HEADS,
+        num_warps=4,
     )  # fmt: skip
     return out
 

@@ -9,6 +9,7 @@ from tachyscope.kernels.sample_code.draw import Codes, Draw
 
 
 def sample_code(logits: Tensor, draw: Draw, to: Codes) -> None:
+    """From logits [B, K] of a video's rows to a code a video, at the token's place in `to`."""
     place = to.place.long().view(1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if draw.guided:

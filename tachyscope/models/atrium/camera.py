@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tachyscope.worlds import atrium
+from tachyscope.models.atrium import world as atrium
 
 START = (0.5, 0.5, 0.0)  # the middle of the room, facing the front wall
+NEAR = atrium.NEAR
 
 
-def place(starts: Sequence[Sequence[float]], pace: float, device: torch.device) -> Tensor:
+def at(starts: Sequence[Sequence[float]], pace: float, device: torch.device) -> Tensor:
     """A camera for each start (x, y, degrees): x, y, heading in steps of a turn, pace: [B, 4]."""
     rows = [[x, y, turned * atrium.TURN / 360 % atrium.TURN, pace] for x, y, turned in starts]
     return torch.tensor(rows, dtype=torch.float32, device=device)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.models.atrium import prompts
 from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
 from tachyscope.models.vila_u.tokenizers import SPECIAL, START
-from tachyscope.worlds import atrium
 
-VOCAB = 1 + len(atrium.WORDS) + len(SPECIAL)
+VOCAB = 1 + len(prompts.WORDS) + len(SPECIAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class WordTokenizer:
             )
 
     def ids(self, prompt: str) -> list[int]:
-        words = atrium.tokenize(prompt)
-        padding = [0] * (atrium.LENGTH - len(words))
+        words = prompts.tokenize(prompt)
+        padding = [0] * (prompts.LENGTH - len(words))
         return [*words, *padding, self.vocab - len(SPECIAL) + SPECIAL.index(START)]
 
     def save(self, folder: Path) -> None:
@@ -101,7 +101,7 @@ class WordTextEncoder:
         """The encoder in a model's folder; `config` has text_len and text_dim."""
         # without memory until the file has borne the configuration out
         with torch.device("meta"):
-            model = WordEncoder(len(atrium.WORDS), config.text_len, config.text_dim)
+            model = WordEncoder(len(prompts.WORDS), config.text_len, config.text_dim)
         fit(model, read_tensors(folder / cls.file), str(folder / cls.file), assign=True)
         return cls(model.float())
 
@@ -111,5 +111,5 @@ class WordTextEncoder:
     @torch.no_grad()
     def __call__(self, prompt: str) -> tuple[Tensor, int]:
         """The embedding [1, text_len, text_dim], zero after the prompt, and the prompt's length."""
-        tokens = atrium.tokenize(prompt)
-        return self.model(atrium.pad([tokens])), len(tokens)
+        tokens = prompts.tokenize(prompt)
+        return self.model(prompts.pad([tokens])), len(tokens)

@@ -5,52 +5,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from tachyscope.bounds import COSMOS, bound_fault, demand, describe, has_type, within
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import Bound
+from tachyscope.models.config_schema import (
+    EPS,
+    FPS,
+    HEADS,
+    INNER,
+    LAYERS,
+    SIDE,
+    THETA,
+    WIDTH,
+    Config,
+    Tables,
+    entry,
+    written,
+)
 from tachyscope.models.token_model import Sampler
 
 MODEL_TYPE = "cosmos_ar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CosmosConfig:
+class CosmosConfig(Config):
     """Sizes of the trunk, the video it writes, and how codes are drawn.
 
     `yarn` divides the slow speeds of rotation by itself, as for a model that was trained on
     `trained` latent frames and rows first; 1 leaves all as they are.
     """
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float = 1e-5
-    theta: float = 500000.0
-    yarn: float = 1.0
-    trained: tuple[int, int] = (3, 40)
-    grid: tuple[int, int] = (40, 64)  # places of a latent frame: rows, columns
-    levels: tuple[int, ...] = (8, 8, 8, 5, 5, 5)  # of a code's parts (FSQ)
-    stride: tuple[int, int, int] = (8, 16, 16)  # frames, rows and columns of pixels a code
-    fps: int = 25
-    sampler: Sampler = field(default_factory=lambda: Sampler(cfg=1.0, top_k=64000, top_p=0.8))
+    whose, under = "a Cosmos config's", ""
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            numbers = value if isinstance(value, tuple) else (value,)
-            for number in () if name == "sampler" else numbers:
-                rule = bound_fault(COSMOS[name], number)
-                _demand(rule is None, f"{name} must be {rule}", value)
+    hidden: int = entry(bound=WIDTH)
+    intermediate: int = entry(bound=INNER)
+    layers: int = entry(bound=LAYERS)
+    heads: int = entry(bound=HEADS)
+    kv_heads: int = entry(bound=HEADS)
+    head_dim: int = entry(bound=Bound(6, 8_192))
+    eps: float = entry(1e-5, EPS)
+    theta: float = entry(500000.0, THETA)
+    yarn: float = entry(1.0, Bound(1.0, 1e3))
+    trained: tuple[int, int] = entry((3, 40), SIDE)
+    grid: tuple[int, int] = entry((40, 64), SIDE)  # places of a latent frame: rows, columns
+    # of a code's parts (FSQ)
+    levels: tuple[int, ...] = entry((8, 8, 8, 5, 5, 5), SIDE, length=Bound(1, 16))
+    # frames, rows and columns of pixels a code
+    stride: tuple[int, int, int] = entry((8, 16, 16), Bound(1, 64))
+    fps: int = entry(25, FPS)
+    sampler: Sampler = entry(Sampler(cfg=1.0, top_k=64000, top_p=0.8))
+
+    def check_fields(self) -> None:
         heads = self.heads, self.kv_heads
-        _demand(heads[0] % heads[1] == 0, "heads must be a multiple of kv_heads", heads)
-        _demand(self.head_dim % 2 == 0, "head_dim must be even", self.head_dim)
-        _demand(not self.sampler.guided, "sampler must have a cfg of 1", self.sampler.cfg)
+        self.demand(heads[0] % heads[1] == 0, "heads must be a multiple of kv_heads", heads)
+        self.demand(self.head_dim % 2 == 0, "head_dim must be even", self.head_dim)
+        self.demand(not self.sampler.guided, "sampler must have a cfg of 1", self.sampler.cfg)
 
     @property
     def qk_norm(self) -> bool:
@@ -89,53 +102,16 @@ class CosmosConfig:
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> CosmosConfig:
         """From the object of a config.json that `to_json` wrote."""
-        kinds = {f.name: str(f.type) for f in fields(cls)}
-        given = {name: value for name, value in values.items() if name != "model_type"}
-
-        def refuse(name: str, rule: str) -> None:
-            raise TachyscopeError(
-                f"{where}: {name} must be {rule}, got {describe(values.get(name))}: mend it"
-            )
-
-        if values.get("model_type") != MODEL_TYPE:
-            refuse("model_type", repr(MODEL_TYPE))
-        for name, value in given.items():
-            if name not in kinds:
-                refuse(name, f"absent: the keys are {', '.join(kinds)}")
-            if name == "sampler":
-                right = isinstance(value, dict) and all(
-                    key in ("temperature", "top_k", "top_p") and within(COSMOS[key], number)
-                    for key, number in value.items()
-                )
-                if not right:
-                    refuse(name, "an object of temperature, top_k and top_p")
-                given[name] = Sampler(cfg=1.0, **value)
-            elif kinds[name].startswith("tuple"):
-                count = None if "..." in kinds[name] else kinds[name].count("int")
-                if not isinstance(value, list) or not all(has_type(x, int) for x in value):
-                    refuse(name, "a list of whole numbers")
-                if not 1 <= len(value) <= 16 or count not in (None, len(value)):
-                    refuse(name, f"a list of {count or '1 to 16'} numbers")
-                given[name] = tuple(value)
-            elif not has_type(value, {"int": int, "float": float}[kinds[name]]):
-                refuse(name, f"of type {kinds[name]}")
-        lacking = [f.name for f in fields(cls) if f.name not in given and f.name in REQUIRED]
-        if lacking:
-            refuse(lacking[0], "given")
-        return cls(**given)
+        tables = Tables(values, where)
+        tables.must("model_type", MODEL_TYPE)
+        tables.only(cls, also=["model_type"])
+        tables.only(cls, "sampler")
+        return cls(**tables.fields(cls))
 
     def to_json(self) -> dict[str, Any]:
         """What a config.json holds."""
-        fields = asdict(self)
-        del fields["sampler"]["cfg"]
-        return {"model_type": MODEL_TYPE} | fields
+        return {"model_type": MODEL_TYPE} | written(self)
 
-
-def _demand(right: bool, rule: str, got: object) -> None:
-    demand(right, "a Cosmos config's", rule, repr(got))
-
-
-REQUIRED = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim")
 
 PUBLISHED = {
     "Cosmos-Predict1-4B": CosmosConfig(

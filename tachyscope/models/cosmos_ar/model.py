@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tachyscope.errors import TachyscopeError, shown
+from tachyscope.core.errors import TachyscopeError, shown
+from tachyscope.core.session import Session
+from tachyscope.core.types import Rope, Shape, SliceableMlp
+from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.base import MemoryParts, Ready
 from tachyscope.models.checkpoint import (
     allocate,
-    check_finite,
+    find_weights,
     fit,
     matched,
     read_json,
@@ -27,14 +30,10 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
-from tachyscope.models.cosmos_ar.config import CosmosConfig, published
+from tachyscope.models.cosmos_ar.config import MODEL_TYPE, CosmosConfig, published
 from tachyscope.models.cosmos_ar.pictures import Preview, VideoTokenizer
 from tachyscope.models.llama import Trunk, trunk_shape
-from tachyscope.models.token_model import Attends, OneCodeModel, Prompt, Sampler
-from tachyscope.numerics import own_numerics
-from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
-from tachyscope.session import Session
-from tachyscope.types import Rope, Shape, SliceableMlp
+from tachyscope.models.token_model import Attends, OneCodeModel, Prompt
 
 WEIGHTS = ("model.safetensors", "model.pt")
 # NVIDIA's names, and transformers' of a Qwen3; a layer's without "layers.N."
@@ -56,7 +55,7 @@ LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-SHOWN = "pictures."  # codes that the next pictures hang on, by video
+SHOWN = "pictures."  # codes that the next pictures depend on, by video
 
 
 class Cosmos(nn.Module):
@@ -156,7 +155,7 @@ class CosmosModel(OneCodeModel):
         actions: Sequence[int] | Tensor,
         ready: Ready | None = None,
     ) -> Tensor:
-        if "hidden" not in session.features:
+        if session.features.hidden is None:
             raise TachyscopeError(
                 f"{self.name} goes on from given frames, got none: give `first`, 1 frame or "
                 f"{1 + self.config.stride[0]}"
@@ -171,18 +170,10 @@ class CosmosModel(OneCodeModel):
             for video, part in enumerate(latents):
                 self._remember(session, part, video)
 
-    def decoder_state(self, session: Session) -> dict[str, Tensor]:
-        return {k: x for k, x in session.features.items() if k.startswith(SHOWN)}
-
     def encode_frames(self, frames: np.ndarray) -> Tensor:
         """Latents [1, T, rows, columns, 1] of frames uint8 [F, H, W, 3]."""
         every = self.config.stride[0]
-        if frames.shape[1:3] != self.size:
-            high, wide = self.size
-            raise TachyscopeError(
-                f"{self.name} takes frames of {high}x{wide} pixels only, "
-                f"got {frames.shape[1]}x{frames.shape[2]}: resize them"
-            )
+        self.check_frames(frames)
         if len(frames) % every != 1:
             raise TachyscopeError(
                 f"{self.name} takes 1, {1 + every}, {1 + 2 * every}, … first frames, got "
@@ -198,11 +189,10 @@ class CosmosModel(OneCodeModel):
 
     def _remember(self, session: Session, latents: Tensor, video: int) -> Tensor:
         """The video's codes [T, rows, columns] with these [t, rows, columns, 1] behind them."""
-        name = f"{SHOWN}{video}"
-        codes = latents[..., 0]
-        if name in session.features:
-            codes = torch.cat([session.features[name], codes])
-        session.features[name] = codes
+        name, codes, state = f"{SHOWN}{video}", latents[..., 0], session.features.decoder()
+        if name in state:
+            codes = torch.cat([state[name], codes])
+        state[name] = codes
         return codes
 
 
@@ -216,18 +206,10 @@ def load_cosmos(
     path, config = Path(path), None
     if path.is_dir():
         name, config_file = path.resolve().name, path / "config.json"
-        files = [path / file for file in WEIGHTS if (path / file).is_file()]
-        if not files:
-            raise TachyscopeError(
-                f"{path} must hold one of {', '.join(WEIGHTS)}, it has none: "
-                f"copy it from the published checkpoint"
-            )
-        if (
-            config_file.is_file()
-            and (values := read_json(config_file)).get("model_type") == "cosmos_ar"
-        ):
+        path = find_weights(path, WEIGHTS)
+        values = read_json(config_file) if config_file.is_file() else {}
+        if values.get("model_type") == MODEL_TYPE:
             config = CosmosConfig.parse(values, str(config_file))
-        path = files[0]
     else:
         name = path.stem
     where, tensors = str(path), qwen_names(read_tensors(path), str(path))
@@ -237,7 +219,6 @@ def load_cosmos(
     matched(model, tensors, where)  # before memory is taken
     model = allocate(model.to(dtype), device, where)
     fit(model, tensors, where)
-    check_finite(model, where)
     return CosmosModel(model.eval(), config, tokenizer, name)
 
 
@@ -276,27 +257,3 @@ def _renamed(name: str, names: Mapping[str, str], layers: Mapping[str, str], pre
     if inside := re.fullmatch(r"((?:model\.)?layers\.\d+\.)(.+)", part):
         return f"{prefix}{inside[1]}{layers.get(inside[2], inside[2])}.{end}"
     return f"{names.get(part, part)}.{end}"
-
-
-def toy_cosmos(
-    seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> CosmosModel:
-    """A tiny random model: 16x16 pixels of 4x4 places, 2 frames a latent one."""
-    config = CosmosConfig(
-        hidden=64,
-        intermediate=96,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        yarn=2.0,
-        trained=(3, 4),
-        grid=(4, 4),
-        levels=(4, 4, 4),
-        stride=(2, 4, 4),
-        sampler=Sampler(cfg=1.0, top_k=64, top_p=0.8),
-    )
-    # drawn on the CPU, so that it is the same model on every device
-    with own_numerics(seed):
-        model = Cosmos(config).eval().to(device, dtype)
-    return CosmosModel(model, config, name="toy-cosmos")

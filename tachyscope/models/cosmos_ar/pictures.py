@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.cosmos_ar.config import CosmosConfig
 
 

@@ -10,25 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.models.config_schema import HEADS, LAYERS, WIDTH, Config, entry
 from tachyscope.models.token_model import Sampler
 from tachyscope.models.vila_u.vqgan import Codebooks
 
 
 @dataclass(frozen=True, slots=True)
-class DepthConfig:
+class DepthConfig(Config):
     """The depth transformer's own sizes."""
 
-    width: int
-    layers: int
-    heads: int
+    whose = "a depth transformer's"
 
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise TachyscopeError(
-                f"the depth transformer's width must be a multiple of its heads, got "
-                f"{self.width} and {self.heads}: change one"
-            )
+    width: int = entry(bound=WIDTH, at="embed_dim")
+    layers: int = entry(bound=LAYERS, at="head.n_layer")
+    heads: int = entry(bound=HEADS, at="head.block.n_head")
+
+    def check_fields(self) -> None:
+        sizes = f"{self.width} and {self.heads}"
+        self.demand(self.width % self.heads == 0, "width must be a multiple of its heads", sizes)
 
 
 class DepthTransformer(nn.Module):

@@ -14,11 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.decode import DecodeEngine, DecodeParts, DraftEngine, can_compile, compile_step
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.session import Session
+from tachyscope.core.types import Rope, Shape, SliceableMlp, dtype_name
+from tachyscope.decode import DecodeParts, can_compile, compile_step
+from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.atrium.words import WordTokenizer
 from tachyscope.models.base import MemoryParts
 from tachyscope.models.checkpoint import (
+    find_weights,
     fit,
     matched,
     read_json,
@@ -30,14 +34,8 @@ from tachyscope.models.llama import trunk_shape
 from tachyscope.models.token_model import Attends, TokenModel
 from tachyscope.models.vila_u.config import VilaConfig
 from tachyscope.models.vila_u.decode import decode_parts
-from tachyscope.models.vila_u.depth import DepthConfig
 from tachyscope.models.vila_u.tokenizers import BytesTokenizer, ChatTokenizer, Tokenizer
 from tachyscope.models.vila_u.transformer import Vila
-from tachyscope.models.vila_u.vqgan import PixelConfig
-from tachyscope.numerics import own_numerics
-from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
-from tachyscope.session import Session
-from tachyscope.types import Rope, Shape, SliceableMlp
 
 PARTS = ("llm", "vision_tower", "mm_projector")
 CALIBRATION = "calibration.safetensors"
@@ -98,9 +96,6 @@ class VilaModel(TokenModel):
             ((shape.head_dim, weights),), theta=c.theta, interleaved=False, scale=c.rope_scale
         )
 
-    def pixel_frames(self, latents: int) -> int:
-        return latents
-
     def prompt_ids(self, prompt: str) -> list[int]:
         return self.tokenizer.ids(prompt)
 
@@ -121,15 +116,6 @@ class VilaModel(TokenModel):
         sums = self.transformer.vae.quantizer.sums(codes)
         sums = sums.repeat(len(states) // len(sums), 1, 1, 1)
         return self.sampler.guide(self.transformer.head(states, sums))
-
-    @torch.no_grad()
-    def sample_by(
-        self, engine: DecodeEngine | DraftEngine, session: Session, actions: Sequence[int] | Tensor
-    ) -> Tensor:
-        """`sample`, token after token by the decode engine."""
-        codes = engine.frame(self.frame_noise(session), self._action(actions))
-        session.meter.add("macs", engine.drawn * self.transformer.head.macs)
-        return codes.reshape(-1, 1, *self.config.grid, self.config.depth)
 
     def compiling_pays(self, chunks: int) -> bool:
         # a program is built in seconds, once on a machine, and saves seconds a frame
@@ -158,12 +144,7 @@ class VilaModel(TokenModel):
     @torch.no_grad()
     def encode_frames(self, frames: np.ndarray) -> Tensor:
         """Latents [1, F, rows, columns, D] of frames uint8 [F, H, W, 3]."""
-        if frames.shape[1:3] != self.config.size:
-            high, wide = self.config.size
-            raise TachyscopeError(
-                f"{self.name} takes frames of {high}x{wide} pixels only, "
-                f"got {frames.shape[1]}x{frames.shape[2]}: resize them"
-            )
+        self.check_frames(frames)
         levels = torch.from_numpy(np.ascontiguousarray(frames)).to(self.device, self.dtype)
         vectors = self.transformer.vae.encode(levels.movedim(-1, 1) / 127.5 - 1)
         return self.transformer.vae.quantizer.quantise(vectors)[None]
@@ -181,7 +162,8 @@ def load_vila(
     config = VilaConfig.parse(files)
     with torch.device("meta"):
         model = Vila(config)
-    parts = {part: _read(folder / part) for part in PARTS}
+    found = {part: find_weights(folder / part, WEIGHTS) for part in PARTS}
+    parts = {part: (read_tensors(path), str(path)) for part, path in found.items()}
     if files["llm"].get("tie_word_embeddings"):
         llm = parts["llm"][0]
         llm.setdefault("lm_head.weight", llm.get("model.embed_tokens.weight", Tensor()))
@@ -220,54 +202,6 @@ def save_vila(model: VilaModel, folder: Path | str) -> None:
     write_json(folder / "config.json", files[""])
 
 
-def toy_tokens(
-    seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> VilaModel:
-    """A tiny random model: 32x32 pixels of 4x4 places, with every part that a large one has."""
-    config = VilaConfig(
-        hidden=64,
-        intermediate=160,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        vocab=261,
-        eps=1e-5,
-        grid=(4, 4),
-        depth=4,
-        codes=32,
-        code_dim=16,
-        head=DepthConfig(width=48, layers=2, heads=4),
-        pixels=PixelConfig(
-            ch=8,
-            ch_mult=(1, 1, 2, 2),
-            num_res_blocks=1,
-            attn_resolutions=(8,),
-            z_channels=16,
-            resolution=32,
-            groups=4,
-            encoder=True,
-        ),
-        actions=".wsadqe",
-        tokenizer="bytes",
-    )
-    # drawn on the CPU, so that it is the same model on every device
-    with own_numerics(seed):
-        model = Vila(config).eval().to(device, dtype)
-    return VilaModel(model, config, BytesTokenizer(config.vocab), name="toy-tokens")
-
-
-def _read(folder: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors in a folder, and the file they were found by."""
-    for name in WEIGHTS:
-        if (folder / name).is_file():
-            return read_tensors(folder / name), str(folder / name)
-    raise TachyscopeError(
-        f"{folder} must hold one of {', '.join(WEIGHTS)}, it has none: "
-        f"copy it from the published checkpoint"
-    )
-
-
 def _repeat_codebook(tensors: dict[str, Tensor], depth: int) -> None:
     """Writers that know of tied tensors leave out all but the first."""
     name = "rqvaesiglip.quantizer.codebooks.{}.weight"
@@ -291,7 +225,7 @@ def _dtype(root: Mapping[str, Any]) -> torch.dtype:
     name = str(root.get("model_dtype", "torch.bfloat16"))
     kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     for dtype in kinds:
-        if name in (str(dtype), str(dtype).removeprefix("torch.")):
+        if dtype_name(name) == dtype_name(dtype):
             return dtype
     raise TachyscopeError(
         f"config.json: model_dtype must be one of {', '.join(map(str, kinds))}, got {name!r}: "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tachyscope.errors import TachyscopeError, first_line
+from tachyscope.core.errors import TachyscopeError, first_line
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SPECIAL = ("<im_start>", "<im_end>", "<vi_start>", "<vi_end>")  # the last ids of a vocabulary
@@ -66,7 +66,7 @@ class ChatTokenizer:
         except ImportError:
             raise TachyscopeError(
                 f"the tokenizer in {folder} needs transformers, which is not installed: "
-                f"pip install 'tachyscope[hf]'"
+                f"pip install -e '.[hf]'"
             ) from None
         inner = read_tokenizer(transformers, folder, legacy=False)
         if START not in inner.get_vocab():
@@ -96,5 +96,5 @@ def read_tokenizer(transformers: Any, folder: Path, **options: Any) -> Any:
     except Exception as fault:  # whatever damaged files lead to
         raise TachyscopeError(
             f"the tokenizer in {folder} must load, got {first_line(fault)}: get its files again, "
-            f"or pip install 'tachyscope[hf]'"
+            f"or pip install -e '.[hf]'"
         ) from None

@@ -12,30 +12,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import Bound
+from tachyscope.models.config_schema import SIDE, Config, entry
+
+CONVOLUTIONS = "rqvaesiglip.ddconfig"  # in the vision tower's config.json
 
 
 @dataclass(frozen=True, slots=True)
-class PixelConfig:
+class PixelConfig(Config):
     """What the convolutions between code sums and pixels are made of."""
 
-    ch: int  # channels at full size
-    ch_mult: tuple[int, ...]  # times `ch`, from full size down; each step halves the size
-    num_res_blocks: int
-    attn_resolutions: tuple[int, ...]  # sizes at which blocks are followed by attention
-    z_channels: int
-    resolution: int  # pixels a side, from which sizes at the levels are counted
-    groups: int = 32  # of every group norm
-    latent: tuple[int, int] | None = None  # code sums are resized to it before decoding
-    encoder: bool = False  # published files have none that makes codes from pixels alone
+    whose = "the decoder's"
 
-    def __post_init__(self) -> None:
+    # channels at full size
+    ch: int = entry(bound=Bound(1, 8_192), at=f"{CONVOLUTIONS}.ch")
+    # times `ch`, from full size down; each step halves the size
+    ch_mult: tuple[int, ...] = entry(bound=Bound(1, 64), at=f"{CONVOLUTIONS}.ch_mult")
+    num_res_blocks: int = entry(bound=Bound(1, 64), at=f"{CONVOLUTIONS}.num_res_blocks")
+    # sizes at which blocks are followed by attention
+    attn_resolutions: tuple[int, ...] = entry(
+        bound=Bound(1, 65_536), at=f"{CONVOLUTIONS}.attn_resolutions"
+    )
+    z_channels: int = entry(bound=Bound(1, 8_192), at=f"{CONVOLUTIONS}.z_channels")
+    # pixels a side, from which sizes at the levels are counted
+    resolution: int = entry(bound=Bound(1, 65_536), at=f"{CONVOLUTIONS}.resolution")
+    # of every group norm
+    groups: int = entry(32, Bound(1, 8_192), at="tachyscope.groups")
+    # code sums are resized to it before decoding
+    latent: tuple[int, int] | None = entry(None, SIDE, at="rqvaesiglip.decoder_latent_shape")
+    # published files have none that makes codes from pixels alone
+    encoder: bool = entry(False, at="tachyscope.encoder")
+
+    def check_fields(self) -> None:
         narrow = [m * self.ch for m in self.ch_mult if m * self.ch % self.groups]
-        if narrow or not self.ch_mult:
-            raise TachyscopeError(
-                f"the decoder's channels must be multiples of groups={self.groups}, got "
-                f"ch={self.ch} times ch_mult={list(self.ch_mult)}: change ch or groups"
-            )
+        self.demand(
+            bool(self.ch_mult) and not narrow,
+            f"channels must be multiples of groups={self.groups}",
+            f"ch={self.ch} times ch_mult={list(self.ch_mult)}",
+        )
         if self.encoder and self.latent:
             raise TachyscopeError(
                 f"an encoder gives one code a place, got code sums resized to {self.latent}: "

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from tachyscope.bounds import WAN, bound_fault, demand, describe, has_type
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import Bound
+from tachyscope.models.atrium.world import ACTIONS as WALKER
+from tachyscope.models.config_schema import (
+    ACTIONS,
+    EPS,
+    FPS,
+    HEADS,
+    INNER,
+    LAYERS,
+    SIDE,
+    WIDTH,
+    Config,
+    Tables,
+    entry,
+    merge,
+    put,
+    written,
+)
 from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
-from tachyscope.worlds.atrium import ACTIONS
+from tachyscope.models.wan.keys import ACTIONS as KEYS
+from tachyscope.models.wan.moves import PADS
 
-# our field -> the name in Wan's config.json
-WAN_NAMES = {
-    "dim": "dim",
-    "ffn_dim": "ffn_dim",
-    "layers": "num_layers",
-    "heads": "num_heads",
-    "in_channels": "in_dim",
-    "text_dim": "text_dim",
-    "text_len": "text_len",
-    "freq_dim": "freq_dim",
-    "eps": "eps",
-    "patch": "patch_size",
-}
 # what a config.json may also say, and must then say so
-WAN_FIXED = {
+FIXED = {
     "model_type": "t2v",
     "qk_norm": True,
     "cross_attn_norm": True,
@@ -43,77 +47,114 @@ DIFFUSERS_FIXED = {
     "added_kv_proj_dim": None,
     "pos_embed_seq_len": None,
 }
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+FIRST_FORM = "give a text-to-video model of Wan's first form"
+# Wan 2.2 5B's latents: its VAE takes 16 x 16 pixels to a place, and 704 x 1280 are 44 x 80
+CHANNELS_5B = 48
+SIZE_5B: dict[str, Any] = {"stride": (4, 16, 16), "size": (44, 80)}
 # flags of 0.1
 RETIRED = ("rolling", "alone", "restart", "reencode", "together")
+STEP = Bound(0, 1_000)
+STEPS = Bound(0, 1_001)  # how many
 
 
 @dataclass(frozen=True, slots=True)
-class WanConfig:
+class WanConfig(Config):
     """A Wan-type model's numbers; as they stand, those of Self-Forcing 1.3B."""
 
-    dim: int = 1536
-    ffn_dim: int = 8960
-    layers: int = 30
-    heads: int = 12
-    in_channels: int = 16
-    text_dim: int = 4096
-    text_len: int = 512
-    freq_dim: int = 256
-    eps: float = 1e-6
-    patch: tuple[int, int, int] = (1, 2, 2)
-    chunk: int = 3  # latent frames made together
-    actions: str = ""  # one letter an action; the first is "stay"
-    camera: bool = False  # whether every token is told what Atrium's camera sees there
-    steps: tuple[int, ...] = (1000, 750, 500, 250)
-    first_steps: tuple[int, ...] = ()  # the first generated chunk's, where they are others
-    warp: bool = True  # steps count along the schedule before its shift; else they are timesteps
-    shift: float = 5.0
-    prediction: str = "flow"  # noise - x0; or "x0"
-    context: ContextRule = Absolute()  # what a finished chunk leaves for the next
-    size: tuple[int, int] = (60, 104)  # latent rows and columns unless a size is asked for
-    stride: tuple[int, int, int] = (4, 8, 8)  # pixel frames, rows, columns of a latent one
-    fps: int = 16
-    stock: str = "cache=window:budget=21f,sink=0 attention=dense text=dense replay=none"
-    text_encoder: str = ""  # kinds of the parts saved beside the weights; "" for none
-    decoder: str = ""
+    whose, under = "a Wan configuration's", "tachyscope"
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), field.default)
-        for name, bound in WAN.items():
-            value = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            faults = [fault for x in numbers if (fault := bound_fault(bound, x))]
-            _demand(not faults, f"{_called(name)} must be {''.join(faults[:1])}", describe(value))
-        _demand(
+    dim: int = entry(1536, WIDTH, at="dim")
+    ffn_dim: int = entry(8960, INNER, at="ffn_dim")
+    layers: int = entry(30, LAYERS, at="num_layers")
+    heads: int = entry(12, HEADS, at="num_heads")
+    in_channels: int = entry(16, SIDE, at="in_dim")
+    text_dim: int = entry(4096, Bound(1, 16_384), at="text_dim")
+    text_len: int = entry(512, Bound(1, 4_096), at="text_len")
+    freq_dim: int = entry(256, Bound(2, 8_192), at="freq_dim")
+    eps: float = entry(1e-6, EPS, at="eps")
+    patch: tuple[int, int, int] = entry((1, 2, 2), Bound(1, 64), at="patch_size")
+    chunk: int = entry(3, Bound(1, 256))  # latent frames made together
+    actions: str = entry("", ACTIONS)  # one letter an action; the first is "stay"
+    # whether every token is told what Atrium's camera sees there
+    camera: bool = entry(False)
+    # what actions are to the network: a row of a table each, rays of the camera that they move,
+    # pictures of the keys, or a pad of Matrix-Game 2
+    control: Literal["table", "rays", "keys", "walk", "drive", "run"] = entry("table")
+    reach: int = entry(0, Bound(0, 256))  # latent frames that a pad's modules see, the chunk's too
+    # what a given first picture is: frames like others, which are remembered; channels beside the
+    # latents' (a mask, and the picture's own), of Wan's image-to-video models; or the first latent
+    # frame of the first chunk, clean in every pass
+    image: Literal["frames", "channels", "held"] = entry("frames")
+    steps: tuple[int, ...] = entry((1000, 750, 500, 250), STEP, length=STEPS)
+    # the first generated chunk's, where they are others
+    first_steps: tuple[int, ...] = entry((), STEP, length=STEPS)
+    # steps count along the schedule before its shift; else they are timesteps
+    warp: bool = entry(True)
+    shift: float = entry(5.0, Bound(1e-6, 1e6))
+    # of a thousand levels before the shift, and whether timesteps are whole, as UniPC has them
+    levels_of: Literal["flow", "unipc"] = entry("flow")
+    prediction: Literal["flow", "x0"] = entry("flow")  # flow: noise - x0
+    # what a finished chunk leaves for the next
+    context: ContextRule = entry(Absolute(), at="")
+    # latent rows and columns unless a size is asked for
+    size: tuple[int, int] = entry((60, 104), Bound(1, 4_096))
+    # pixel frames, rows, columns of a latent one
+    stride: tuple[int, int, int] = entry((4, 8, 8), Bound(1, 64))
+    fps: int = entry(16, FPS)
+    stock: str = entry(
+        "cache=window:budget=21f,sink=0 attention=dense text=dense replay=none", Bound(0, 1_000)
+    )
+    # kinds of the parts saved beside the weights; "" for none
+    text_encoder: str = entry("", Bound(0, 100))
+    decoder: str = entry("", Bound(0, 100))
+
+    def check_fields(self) -> None:
+        self.demand(
             self.dim % (2 * self.heads) == 0 and self.head_dim >= 6,
             "dim / heads must be even and at least 6",
             f"{self.dim} / {self.heads}",
         )
-        _demand(self.freq_dim % 2 == 0, "freq_dim must be even", self.freq_dim)
-        _demand(self.patch[0] == 1, "patch must take latent frames one by one", self.patch)
+        self.demand(self.freq_dim % 2 == 0, "freq_dim must be even", self.freq_dim)
+        self.demand(self.patch[0] == 1, "patch must take latent frames one by one", self.patch)
         for name in ("steps", "first_steps"):
             steps = getattr(self, name)
             falls = all(a > b for a, b in zip(steps, steps[1:], strict=False))
-            _demand(
-                steps[0] <= 1000 and steps[-1] >= 0 and falls if steps else name != "steps",
+            self.demand(
+                falls and bool(steps or name != "steps"),
                 f"{name} must fall, from 1000 at most to 0 at least",
                 steps,
             )
-        _demand(
-            self.prediction in ("flow", "x0"), "prediction must be 'flow' or 'x0'", self.prediction
-        )
         if wrong := self.context.check(self):
-            _demand(False, f"context {self.context.name} {wrong[0]}", wrong[1])
-        _demand(
+            self.demand(False, f"context {self.context.name} {wrong[0]}", wrong[1])
+        self.demand(
             len(set(self.actions)) == len(self.actions), "actions must differ", repr(self.actions)
         )
-        _demand(
-            not self.camera or (self.actions == ACTIONS and self.size[0] == self.size[1]),
-            f"camera needs actions {ACTIONS!r} and a square size",
+        known = PADS[self.control].actions if self.pad else KEYS
+        self.demand(
+            self.control == "table" or (self.actions == known and not self.camera),
+            f"control {self.control} needs actions {known!r}, and no camera",
+            f"{self.actions!r}, camera={self.camera}",
+        )
+        self.demand(
+            self.reach >= self.chunk if self.pad else not self.reach,
+            "reach is a pad's, and at least its chunk",
+            self.reach,
+        )
+        self.demand(
+            not self.camera or (self.actions == WALKER and self.size[0] == self.size[1]),
+            f"camera needs actions {WALKER!r} and a square size",
             f"{self.actions!r} and {self.size}",
         )
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels beside the latents': a mask of a latent frame's frames, and a picture's."""
+        return self.stride[0] + self.in_channels if self.image == "channels" else 0
+
+    @property
+    def pad(self) -> bool:
+        """Whether keyboard and mouse are told in the layers, and a picture in a prompt's place."""
+        return self.control in PADS
 
     @property
     def head_dim(self) -> int:
@@ -136,58 +177,51 @@ class WanConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Wan's own names, and what Wan has no name for in "tachyscope"."""
-        values = dataclasses.asdict(self)
-        ours = {name: value for name, value in values.items() if name not in WAN_NAMES}
-        ours["context"] = self.context.to_json()
-        wan = {WAN_NAMES[name]: values[name] for name in WAN_NAMES}
-        return {"model_type": "t2v", "out_dim": self.in_channels, **wan, "tachyscope": ours}
+        wan: dict[str, Any] = {"model_type": "t2v", "out_dim": self.in_channels, **written(self)}
+        if extra := self.condition_channels:
+            wan |= {"model_type": "i2v", "in_dim": self.in_channels + extra}
+        return merge(wan, {"tachyscope": {"context": self.context.to_json()}})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "config.json") -> Self:
         """The configuration in a config.json: Wan's own, diffusers', or one of ours."""
         wan = {name: given for name, given in value.items() if not name.startswith("_")}
         if "attention_head_dim" in wan:
-            wan = _from_diffusers(wan, where)
-        ours = wan.pop("tachyscope", {})
-        if isinstance(ours, Mapping):
+            wan = _from_diffusers({**wan, "_class_name": value.get("_class_name", "")}, where)
+        if isinstance(ours := wan.get("tachyscope"), Mapping):
             # what a context rule says now was a flag each, and off says nothing
-            ours = {name: x for name, x in ours.items() if name not in RETIRED or x}
-        values: dict[str, Any] = {}
-        out = wan.pop("out_dim", None)
-        known = {theirs: field for field, theirs in WAN_NAMES.items()}
-        for name, given in wan.items():
-            if name in WAN_FIXED:
-                _demand_fixed(where, name, given, WAN_FIXED[name])
-                continue
-            if name not in known:
-                raise TachyscopeError(
-                    f"{where} has an unknown {name!r}; it takes "
-                    f"{', '.join((*known, *WAN_FIXED, 'out_dim'))}: "
-                    f"remove it, or give the original Wan configuration"
-                )
-            values[known[name]] = given
-        fields = {field.name for field in dataclasses.fields(cls)} - set(WAN_NAMES)
-        if not isinstance(ours, Mapping) or not set(ours) <= fields:
-            odd = sorted(set(ours) - fields) if isinstance(ours, Mapping) else ours
-            raise TachyscopeError(
-                f"{where}: 'tachyscope' takes {', '.join(sorted(fields))}, got {odd}: remove these"
-            )
-        values |= ours
-        if "context" in values:
-            try:
-                values["context"] = rule_from_json(values["context"])
-            except TachyscopeError as fault:
-                raise TachyscopeError(f"{where}: {fault}") from None
-        # JSON has no tuples
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            wan["tachyscope"] = {name: x for name, x in ours.items() if name not in RETIRED or x}
+        read, made = wan.get("in_dim"), wan.get("out_dim")
+        beside = type(read) is int and type(made) is int and read > made
+        if beside and wan.get("model_type") != "i2v":
+            beside = read == 2 * (made or 0) + 4
+        if beside:
+            wan |= {"in_dim": made, "model_type": "t2v"}
+            put(wan, "tachyscope.image", "channels")
+        tables = Tables(wan, where)
+        advice = "remove it, or give the original Wan configuration"
+        tables.only(cls, also=[*FIXED, "out_dim"], advice=advice)
+        tables.only(cls, "tachyscope", ["context"])
+        for name, fixed in FIXED.items():
+            tables.must(name, fixed, None, advice=FIRST_FORM)
+        values = tables.fields(cls)
+        if values.get("in_channels") == CHANNELS_5B:
+            values = SIZE_5B | values
+        if (context := tables.at("tachyscope.context")) is not None:
+            values["context"] = rule_from_json(context, tables)
         try:
             config = cls(**values)
         except TachyscopeError as fault:
             raise TachyscopeError(f"{where}: {fault}") from None
-        if out not in (None, config.in_channels):
+        if beside and read != config.in_channels + config.condition_channels:
             raise TachyscopeError(
-                f"{where}: out_dim must equal in_dim ({config.in_channels}), got {out!r}: "
-                f"give a model that predicts its own latents"
+                f"{where}: in_dim must be {config.in_channels + config.condition_channels}, a "
+                f"picture's latents and their mask beside those made, got {read}: {FIRST_FORM}"
+            )
+        if wan.get("out_dim") not in (None, config.in_channels):
+            raise TachyscopeError(
+                f"{where}: out_dim must equal in_dim ({config.in_channels}), got "
+                f"{wan['out_dim']!r}: give a model that predicts its own latents"
             )
         return config
 
@@ -195,9 +229,11 @@ class WanConfig:
     def infer(cls, tensors: Mapping[str, Tensor], where: str) -> Self:
         """The configuration that a published file's shapes tell, heads being 128 wide."""
         try:
-            dim, channels, deep, high, wide = tensors["patch_embedding.weight"].shape
+            dim, read, deep, high, wide = tensors["patch_embedding.weight"].shape
+            channels = tensors["head.head.weight"].shape[0] // (deep * high * wide)
             ffn = tensors["blocks.0.ffn.0.weight"].shape[0]
-            text = tensors["text_embedding.0.weight"].shape[1]
+            first = ("text_embedding.0.weight", "img_emb.proj.1.weight")
+            text = tensors[first[first[0] not in tensors]].shape[1]
             freq = tensors["time_embedding.0.weight"].shape[1]
         except (KeyError, IndexError, ValueError):
             raise TachyscopeError(
@@ -214,14 +250,25 @@ class WanConfig:
         return cls(
             dim=dim, ffn_dim=ffn, layers=len(layers), heads=dim // 128, in_channels=channels,
             text_dim=text, freq_dim=freq, patch=(deep, high, wide),
+            image="channels" if read > channels else "frames",
+            **(SIZE_5B if channels == CHANNELS_5B else {}),
         )  # fmt: skip
 
 
 def _from_diffusers(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A diffusers transformer's config.json in Wan's words."""
     wan = dict(value)
+    kind = str(wan.pop("_class_name"))
+    if kind and not kind.endswith("WanTransformer3DModel"):
+        raise TachyscopeError(
+            f"{where} is of a {kind}, which tachyscope does not run: give a checkpoint of a "
+            f"WanTransformer3DModel, or of Wan's own names"
+        )
+    tables = Tables(value, where)
     for name, fixed in DIFFUSERS_FIXED.items():
-        _demand_fixed(where, name, wan.pop(name, fixed), fixed)
+        if name in wan:
+            tables.must(name, fixed, advice=FIRST_FORM)
+            del wan[name]
     wan.pop("rope_max_seq_len", None)  # rotation is computed, and has no longest video
     wide, heads = wan.pop("attention_head_dim"), wan.get("num_attention_heads")
     if type(wide) is not int or type(heads) is not int:
@@ -232,36 +279,3 @@ def _from_diffusers(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {DIFFUSERS_NAMES.get(name, name): given for name, given in wan.items()} | {
         "dim": heads * wide
     }
-
-
-def _demand_fixed(where: str, name: str, given: Any, fixed: Any) -> None:
-    if given != fixed:
-        raise TachyscopeError(
-            f"{where}: {name} must be {fixed!r}, got {given!r}: "
-            f"give a text-to-video model of Wan's first form"
-        )
-
-
-def _check_type(name: str, value: Any, like: Any) -> None:
-    """A value read from a file has the type of the default it replaces."""
-    if isinstance(like, ContextRule):
-        right, kind = isinstance(value, ContextRule), "a context rule"
-    elif isinstance(like, tuple):
-        right = isinstance(value, tuple) and all(type(v) is int for v in value)
-        # only steps may be more or fewer
-        steps = name in ("steps", "first_steps")
-        right = right and (steps or len(value) == len(like))
-        kind = "whole numbers" if steps else f"{len(like)} whole numbers"
-    else:
-        right, kind = has_type(value, type(like)), KINDS[type(like)]
-    _demand(right, f"{_called(name)} must be {kind}", describe(value))
-
-
-def _called(name: str) -> str:
-    """A field's name, and that in Wan's config.json where it has another."""
-    theirs = WAN_NAMES.get(name, name)
-    return name if theirs == name else f"{name} ({theirs})"
-
-
-def _demand(right: bool, rule: str, got: object) -> None:
-    demand(right, "a Wan configuration's", rule, got)

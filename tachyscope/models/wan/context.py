@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from tachyscope.bounds import LATENTS, describe, within
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, spelled
+from tachyscope.core.limits import LATENTS
+from tachyscope.core.session import Session
+from tachyscope.models.config_schema import Config, Tables, entry, written
 from tachyscope.models.wan import sampler
 from tachyscope.models.wan.parts import Controls
-from tachyscope.session import Session
 
 if TYPE_CHECKING:
     from tachyscope.models.wan.config import WanConfig
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ContextRule:
+class ContextRule(Config):
     """How a model denoises a chunk, remembers it, and takes up another prompt.
 
     The methods here are most models' way; a rule overrides where its authors differ.
     """
 
+    whose, under = "a context rule's", ""
     name = ""
     kind = "chunks"  # which named plans are meant
 
@@ -58,7 +60,7 @@ class ContextRule:
         """The clean pass over a finished chunk, or over given latents."""
         sampler.clean_pass(model, session, latents, controls)
 
-    def switch(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
+    def rewind(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
         """Make room for a new prompt's KV: the latents to prefill in one pass after it.
 
         `held` are the newest chunks. None where they are prefilled chunk by chunk instead, in a
@@ -71,7 +73,7 @@ class ContextRule:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        return {"rule": self.name, **asdict(self)}
+        return {"rule": self.name, **written(self)}
 
 
 @final
@@ -90,8 +92,8 @@ class Restart(ContextRule):
     With `reencode` the chunk then begins with a frame encoded again, as a video's first.
     """
 
-    frames: int = 21
-    reencode: bool = False
+    frames: int = entry(21, LATENTS)
+    reencode: bool = entry(False)
     name = "restart"
 
     @property
@@ -103,7 +105,7 @@ class Restart(ContextRule):
         return False
 
     def check(self, config: WanConfig) -> tuple[str, object] | None:
-        if self.frames > config.chunk and within(LATENTS, self.frames):
+        if self.frames > config.chunk:
             return None
         return f"frames must be over its chunk of {config.chunk} and at most {LATENTS.high:,}", (
             self.frames
@@ -134,7 +136,7 @@ class Alone(ContextRule):
     With `reencode` each chunk is remembered with its first frame encoded again.
     """
 
-    reencode: bool = False
+    reencode: bool = entry(False)
     name = "alone"
 
     @property
@@ -164,6 +166,8 @@ class Rolling(ContextRule):
     kind = "rolling"
 
     def check(self, config: WanConfig) -> tuple[str, object] | None:
+        if config.image != "frames":
+            return "takes a given picture as frames alone", f"image={config.image}"
         if not (config.first_steps or config.actions):
             return None
         return "leaves no room for first_steps and actions", (
@@ -186,8 +190,8 @@ class Recache(ContextRule):
     `sink` stay. By other plans a new prompt is taken up as in other models.
     """
 
-    window: int = 12
-    sink: int = 3
+    window: int = entry(12, LATENTS)
+    sink: int = entry(3, LATENTS)
     name = "recache"
 
     def check(self, config: WanConfig) -> tuple[str, object] | None:
@@ -198,7 +202,7 @@ class Recache(ContextRule):
             f"stock={config.stock!r}, actions={config.actions!r}"
         )
 
-    def switch(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
+    def rewind(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
         if session.plan != session.plan.parse("stock", model.kind, model.stock):
             return None
         keep = self.sink if session.latent_frame > self.window else 0
@@ -211,29 +215,33 @@ class Recache(ContextRule):
         return latents.narrow(model.frame_dim, before, frames)
 
 
+@final
+@dataclass(frozen=True)
+class Kept(ContextRule):
+    """A new prompt leaves what is remembered as it is: LingBot-World, ABot-World."""
+
+    name = "kept"
+
+    def rewind(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
+        return held[-1].narrow(model.frame_dim, 0, 0)
+
+
 RULES: dict[str, type[ContextRule]] = {
-    rule.name: rule for rule in (Absolute, Restart, Alone, Rolling, Recache)
+    rule.name: rule for rule in (Absolute, Restart, Alone, Rolling, Recache, Kept)
 }
 
 
-def rule_from_json(value: Any) -> ContextRule:
-    """The rule that a config.json names: {"rule": "restart", "frames": 21}."""
-    given = dict(value) if isinstance(value, dict) else {}
-    name = given.pop("rule", None)
+def rule_from_json(value: Any, tables: Tables) -> ContextRule:
+    """The rule that a config.json names under "tachyscope": {"rule": "restart", "frames": 21}."""
+    path = "tachyscope", "context"
+    name = value.get("rule") if isinstance(value, Mapping) else None
     if not isinstance(name, str) or name not in RULES:
         raise TachyscopeError(
-            f"context must be {{'rule': NAME}} with one of {', '.join(RULES)}, "
-            f"got {describe(value)}: change it"
+            f"{tables.name(path)} must be {{'rule': NAME}} with one of {', '.join(RULES)}, "
+            f"got {spelled(value)}: change it"
         )
-    made = RULES[name]
-    known = {field.name: type(field.default) for field in fields(made)}
-    for key, each in given.items():
-        if key not in known or type(each) is not known[key]:
-            takes = ", ".join(f"{k} ({kind.__name__})" for k, kind in known.items()) or "nothing"
-            raise TachyscopeError(
-                f"context {name} takes {takes}, got {key}={describe(each)}: change it"
-            )
-    return made(**given)
+    tables.only(RULES[name], ".".join(path), ["rule"], under=path)
+    return RULES[name](**tables.fields(RULES[name], path))
 
 
 def reencode_first(model: WanModel, session: Session, latents: Tensor) -> Tensor:
@@ -244,8 +252,8 @@ def reencode_first(model: WanModel, session: Session, latents: Tensor) -> Tensor
     """
     decoder, frames = model.require_decoder(), latents.shape[2]
     # as in the authors' code, what is encoded again was not rounded to 8 bits
-    pixels = decoder.levels(latents, session.features)
-    session.features["shown"] = pixels.round().to(torch.uint8).cpu()
+    pixels = decoder.levels(latents, session.features.decoder())
+    session.features.shown = pixels.round().to(torch.uint8).cpu()
     later = decoder.pixel_frames(session.latent_frame + frames) - decoder.pixel_frames(
         session.latent_frame + 1
     )

@@ -12,35 +12,38 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tachyscope.errors import TachyscopeError, warn
+from tachyscope.core.errors import TachyscopeError, warn
 from tachyscope.models.atrium.autoencoder import AutoencoderDecoder
 from tachyscope.models.atrium.words import WordTextEncoder
 from tachyscope.models.checkpoint import (
+    INDEX,
     PICKLED,
     SAFE,
     allocate,
-    check_finite,
     fit,
     matched,
     read_json,
     read_tensors,
     strip_prefixes,
-    wan_names,
     write_json,
     write_tensors,
 )
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.lora import merge_lora
 from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.names import wan_names
 from tachyscope.models.wan.parts import Decoder, TextEncoder
+from tachyscope.models.wan.plain_parts import BytesText, Preview
+from tachyscope.models.wan.sight import PUBLISHED as SIGHT
+from tachyscope.models.wan.sight import Sight
 from tachyscope.models.wan.text import UMT5, PromptFile
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
-from tachyscope.models.wan.toy import BytesText, Preview
 from tachyscope.models.wan.transformer import WanCausal
 from tachyscope.models.wan.vae import WanVae
 
 T = TypeVar("T")
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+WEIGHTS, SHARDED = "diffusion_pytorch_model.safetensors", "model.safetensors.index.json"
+INNER = ("transformer", "transformers")  # where a repository may have them a folder deeper
 # RoPE's angles, which some trainers save with the weights: Wan's name, and diffusers'
 ROPE_TABLES = ("freqs", "rope.freqs", "rope.freqs_cos", "rope.freqs_sin")
 # how a kind of part is read from a model's folder
@@ -73,21 +76,22 @@ def load_wan(
 ) -> WanModel:
     """A model from a folder with config.json, or from one file, its shape given or inferred.
 
-    A folder may be diffusers', of the transformer or of the pipeline around it. The tiny decoder in
-    the file `decoder` goes before the parts that the folder holds, and these before Wan's own as
-    they are published, which may also lie beside a file, in the folder above it, or in `parts`.
+    A folder may be diffusers', of the transformer or of the pipeline around it. The decoder in the
+    file `decoder`, tiny or a VAE of fewer channels than Wan's, goes before the parts that the
+    folder holds, and these before Wan's own as they are published, which may also lie beside a
+    file, in the folder above it, or in `parts`.
     `decoder_check` has a tiny decoder's frames compared with the VAE's. `lora` is merged into the
     weights, by `lora_alpha` where the file does not tell its alpha. `preset` is the name of the
     model that `config` describes, `entry` the copy its authors run where a file holds several.
     """
     path, text, shown = Path(path), None, None
     if path.is_dir():
-        folder = path / "transformer" if (path / "transformer").is_dir() else path
+        folder = next((path / x for x in INNER if (path / x).is_dir()), path)
         if config is None:
             stated = folder / "config.json"
             config = WanConfig.from_json(read_json(stated), str(stated))
-        index = folder / f"{WEIGHTS}.index.json"
-        file = index if index.is_file() else folder / WEIGHTS
+        files = [folder / name for name in (WEIGHTS + INDEX, WEIGHTS, SHARDED)]
+        file = next((file for file in files if file.is_file()), files[1])
         text = _part(TEXT_ENCODERS, config.text_encoder, path, config)
         if decoder is None:
             shown = _part(DECODERS, config.decoder, path, config, device=device)
@@ -114,7 +118,6 @@ def load_wan(
     matched(model, tensors, str(file))
     model = allocate(model, device, str(file))
     fit(model, tensors, str(file))
-    check_finite(model, str(file))
     if lora is not None:
         merge_lora(model, tensors, Path(lora), lora_alpha)
     beside = parts or _parts_folder(path)
@@ -125,11 +128,20 @@ def load_wan(
     if WanVae.found(beside) and find_spec("diffusers"):
         vae = functools.partial(WanVae.read, beside, device=device, dtype=dtype)
     if decoder is not None:
-        shown = TinyDecoder.read(decoder, config, device, dtype, vae, decoder_check)
+        shown = _read_decoder(Path(decoder), config, device, dtype, vae, decoder_check)
     elif shown is None and vae is not None:
         shown = vae()
+    if isinstance(shown, WanVae) and shown.stride != config.stride:
+        sides = ["x".join(map(str, x)) for x in (shown.stride, config.stride)]
+        raise TachyscopeError(
+            f"{beside} has a VAE of {sides[0]} (frames x height x width of a latent place), and "
+            f"the model {file} is of {sides[1]}: give the VAE that it was trained with, or the "
+            f"model's `stride` under 'tachyscope' in its config.json"
+        )
     name = preset or (path.resolve().name if path.is_dir() else path.stem)
     made = WanModel(name, model.eval(), text, shown)
+    if config.pad and Sight.found(beside):
+        made.sight = Sight(beside / SIGHT)
     if made.context.decodes_in_loop and isinstance(shown, TinyDecoder):
         warn(
             f"{name} encodes its own pictures again, which a tiny decoder draws less exactly: "
@@ -138,6 +150,26 @@ def load_wan(
     for key, table in stored.items():
         _pass_over(key, table, made, str(file))
     return made
+
+
+def _read_decoder(
+    path: Path,
+    config: WanConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    vae: Callable[[], Decoder] | None,
+    check: bool,
+) -> Decoder:
+    """A tiny decoder, or a VAE of Wan's layout with fewer channels, as LightVAE."""
+    if not path.is_file() or not WanVae.known(read_tensors(path)):
+        return TinyDecoder.read(path, config, device, dtype, vae, check)
+    if check:
+        raise TachyscopeError(
+            f"`decoder_check` is of a tiny decoder, {path} is a VAE: leave `decoder_check` out"
+        )
+    shown = WanVae.read(path, config, device, dtype)
+    shown.name = path.stem
+    return shown
 
 
 def _parts_folder(path: Path) -> Path:

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tachyscope.errors import TachyscopeError, warn
-from tachyscope.models.checkpoint import check_finite, read_tensors, some, unwrapped, wan_name
+from tachyscope.core.errors import TachyscopeError, warn
+from tachyscope.models.checkpoint import check_finite, read_tensors, some, unwrapped
+from tachyscope.models.wan.names import wan_name
 
 FACTORS = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up"}
 NAME = re.compile(r"(.+)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight|alpha)")

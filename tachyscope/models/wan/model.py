@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tachyscope.bounds import check, check_prompt
-from tachyscope.errors import TachyscopeError
-from tachyscope.fingerprint import digest
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import check, check_prompt
+from tachyscope.core.session import Session
+from tachyscope.core.types import Rope, Shape
+from tachyscope.io.fingerprint import digest
+from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.atrium import camera
+from tachyscope.models.atrium.world import ACTIONS
 from tachyscope.models.base import MemoryParts, Ready, VideoModel
+from tachyscope.models.wan import keys, steering
+from tachyscope.models.wan import sight as wan_sight
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
-from tachyscope.models.wan.parts import Controls, Decoder, EncodedPrompt, TextEncoder
-from tachyscope.models.wan.sampler import schedule
+from tachyscope.models.wan.parts import (
+    Decoder,
+    EncodedPrompt,
+    TextEncoder,
+    modules_of,
+    on_meta,
+)
+from tachyscope.models.wan.sampler import noising, schedule
+from tachyscope.models.wan.stages import wider
+from tachyscope.models.wan.stages_fp8 import Fp8Operations
 from tachyscope.models.wan.text import PromptFile
 from tachyscope.models.wan.tiny_decoder import ERROR, TinyDecoder
-from tachyscope.models.wan.transformer import RAY, WanCausal, wider
+from tachyscope.models.wan.transformer import Block, WanCausal
 from tachyscope.models.wan.vae import WanVae
-from tachyscope.peak_memory import FreeAttention, peak, tensor_bytes
-from tachyscope.session import Session
-from tachyscope.types import CAMERA, Rope, Shape
-from tachyscope.worlds.atrium import ACTIONS
 
 # Compiling layers takes 7 s on an H200 the first time and about 3 s from disk, and saves 40 ms of a
 # chunk of Wan 1.3B. A narrow model's chunk is launches, which a CUDA graph saves already.
@@ -39,6 +48,7 @@ class WanModel(VideoModel):
 
     transformer: WanCausal
     frame_dim = 2
+    splits_tokens = True
 
     def __init__(
         self,
@@ -49,6 +59,9 @@ class WanModel(VideoModel):
     ) -> None:
         self.name, self.transformer, self.text, self.decoder = name, transformer, text, decoder
         self.config = transformer.config
+        self.operations: Fp8Operations | None = None  # of linears in float8
+        self.fp8_attention = False
+        self.revisions: dict[str, str] = {}  # commits of repositories that it was downloaded from
         self.device = transformer.patch_embedding.weight.device
         self.dtype = transformer.patch_embedding.weight.dtype
         if self.device.type == "cuda":
@@ -57,11 +70,29 @@ class WanModel(VideoModel):
         (high, wide), (_, down, across) = self.config.size, self.config.stride
         self.size = high * down, wide * across
         self.actions, self.camera = self.config.actions, self.config.camera
+        # how a camera walks: by Atrium's actions, or by keys
+        self.walker: Any = keys if self.config.control == "rays" else camera
+        knows = self.config.control == "rays" or self.actions == ACTIONS
+        self.world = self.walker if knows else None
+        if self.actions == keys.ACTIONS:
+            self.chords = {action: both for action, both in keys.BOTH.items() if both}
+        self.conditions = self.config.image != "frames"
+        self.sight: Callable[[np.ndarray], Tensor] | None = None  # what CLIP sees in a picture
+        # a pad's modules look back at each place: all its frames must be at hand
+        self.splits_tokens = not self.config.pad
         self.stock = self.config.stock
         self.context = self.config.context
         self.draws = max(len(self.config.steps), len(self.config.first_steps or ()))
-        self.schedule = schedule(self.config)
+        self.schedule, self.noising = schedule(self.config), noising(self.config)
         self._times: dict[float, Tensor] = {}
+
+    def to_fp8(self, operations: Fp8Operations | None, attention: bool) -> Self:
+        """The model with linears of float8 codes where operations on them are given, and with
+        attention of codes where that is asked for."""
+        if operations is not None:
+            self.transformer.to_fp8(operations)
+        self.operations, self.fp8_attention = operations, attention
+        return self
 
     def compiling_pays(self, chunks: int) -> bool:
         large = self.config.dim >= COMPILED_WIDTH
@@ -78,40 +109,46 @@ class WanModel(VideoModel):
     def on_meta(self) -> Self:
         clone = copy.copy(self)
         clone.device = torch.device("meta")
-        clone.decoder = copy.deepcopy(self.decoder)
-        for part in _modules(clone.decoder):
-            part.to("meta")
+        clone.decoder = on_meta(self.decoder)
         with clone.device:  # made anew: a copy would first take the weights' memory again
             clone.transformer = WanCausal(self.config).cast(self.dtype)
+            if self.operations is not None:
+                clone.transformer.to_fp8(self.operations)
         return clone
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
         c, frames = self.config, shape.chunk + shape.rolling_frames  # of a pass
-        meta: dict[str, Any] = {"device": "meta"}
-        x = torch.empty(self.latent_size(shape, frames), dtype=wider(self.dtype), **meta)
-        t = torch.empty(shape.batch, frames, **meta)
-        actions = torch.empty(frames, dtype=torch.int64, **meta) if c.actions else None
-        rays = None
-        if c.camera:
-            rays = torch.empty(shape.batch, frames * shape.tokens_per_frame, RAY, **meta)
+        x = torch.empty(self.latent_size(shape, frames), dtype=wider(self.dtype), device="meta")
+        t = torch.empty(shape.batch, frames, device="meta")
         with torch.no_grad():
             keys, values = self.transformer.keys_values(
-                torch.empty(shape.batch, c.text_len, c.text_dim, **meta)
+                torch.empty(shape.batch, c.text_len, c.text_dim, device="meta")
             )
         features: dict[str, Tensor] = {}
-        decoding, held = 0, 0
+        decoding, one, held = 0, 0, 0
         if self.decoder is not None:
             decoder = self.decoder
             for _ in range(2):  # the first chunk has nothing before it
-                decoding = max(decoding, peak(lambda: decoder(x[:1, :, : shape.chunk], features)))
-            held = sum(tensor_bytes(part.parameters()) for part in _modules(decoder))
+                before = tensor_bytes(features.values())
+                most = peak(lambda: decoder(x[:1, :, : shape.chunk], features))
+                # less what stays of it
+                decoding = max(decoding, most + before - tensor_bytes(features.values()))
+                one = max(one, peak(lambda: decoder(x[:1, :, :1], features)))
+            held = sum(tensor_bytes(part.parameters()) for part in modules_of(decoder))
+        left = steering.left_behind(self, shape, x.device)
+        kept = (*keys, *values) if left is None else (*keys, *values, left)
         return MemoryParts(
             weights=tensor_bytes(self.transformer.parameters()),
             decoder=held,
             decoder_state=tensor_bytes(features.values()),
-            prompt=tensor_bytes((*keys, *values)),
-            activations=peak(lambda: self.transformer(FreeAttention(), x, t, actions, rays)),
+            prompt=tensor_bytes(kept),
+            activations=peak(
+                lambda: self.transformer(
+                    FreeAttention(), x, t, *steering.sketch(self, x, shape, left)
+                )
+            ),
             decoding=decoding,
+            decoding_one=one,
         )
 
     @property
@@ -142,7 +179,7 @@ class WanModel(VideoModel):
             )
         for name, side in zip(("height", "width"), size, strict=True):
             check(name, side, f"the {name} of a video", "take a smaller `size`")
-        patch = c.in_channels * c.patch[1] * c.patch[2]
+        ends = (2 * c.in_channels + c.condition_channels) * c.patch[1] * c.patch[2]
         shape = Shape(
             layers=c.layers,
             heads=c.heads,
@@ -154,9 +191,10 @@ class WanModel(VideoModel):
             rolling_frames=self.context.rolling_frames(c),
             passes=len(c.levels) + 1,
             text=c.text_len,
-            # six linears a layer, the patch embedding and the head
-            macs=c.layers * 6 * c.dim**2 + 2 * patch * c.dim,
-            poses=c.actions == ACTIONS,
+            # six linears a layer, the patch embedding and the head; what a pad tells in layers
+            macs=c.layers * 6 * c.dim**2 + ends * c.dim + self._module_macs,
+            poses=self.world is not None,
+            fp8_attention=self.fp8_attention,
         )
         what, advice = f"tokens of a pass at {size[0]}x{size[1]}", "take a smaller `size`"
         check("tokens of a pass", shape.max_pass_tokens, what, advice)
@@ -187,8 +225,31 @@ class WanModel(VideoModel):
     def pixel_frames(self, latents: int) -> int:
         return self.require_decoder().pixel_frames(latents)
 
+    @property
+    def _module_macs(self) -> int:
+        layers = cast(list[Block], self.transformer.blocks)
+        modules = [one.action_model for one in layers if one.action_model is not None]
+        return sum(one.macs(self.config.dim) for one in modules)
+
+    @torch.no_grad()
+    def see(self, pictures: Sequence[np.ndarray]) -> Tensor | None:
+        if not self.config.pad or not pictures:
+            return None
+        if self.sight is None:
+            raise TachyscopeError(
+                f"{self.name} was loaded without CLIP, which sees its first picture: put "
+                f"{wan_sight.PUBLISHED} beside its weights"
+            )
+        seen = torch.cat([self.sight(picture) for picture in pictures])
+        return seen.to(self.device, self.dtype)
+
     @torch.no_grad()
     def encode_prompt(self, prompt: str) -> EncodedPrompt:
+        if self.config.pad:
+            super().encode_prompt(prompt)  # raises where there is one
+            c = self.config
+            nothing = torch.zeros(1, c.text_len, c.text_dim, device=self.device, dtype=self.dtype)
+            return EncodedPrompt(nothing, (c.text_len,))
         if self.text is None:
             raise TachyscopeError(
                 f"{self.name} was loaded without a text encoder, which an empty prompt needs too: "
@@ -212,18 +273,16 @@ class WanModel(VideoModel):
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: EncodedPrompt) -> None:
         each = session.shape.batch // len(prompt.tokens)
-        context = prompt.context.repeat_interleave(each, 0)
+        context = prompt.context if session.features.seen is None else session.features.seen
+        context = context.expand(len(prompt.tokens), -1, -1).repeat_interleave(each, 0)
         keys, values = self.transformer.keys_values(context)
         session.set_prompt_kv(keys, values, [n for n in prompt.tokens for _ in range(each)])
 
     @torch.no_grad()
     def sample(
-        self,
-        session: Session,
-        actions: Sequence[int] | Tensor,
-        ready: Ready | None = None,
+        self, session: Session, actions: Sequence[int] | Tensor, ready: Ready | None = None
     ) -> Tensor:
-        controls = self._controls(session, actions, self.config.chunk)
+        controls = steering.controls(self, session, actions, self.config.chunk)
         clean = self.context.denoise(self, session, controls)
         if ready is not None:
             ready(clean)
@@ -235,47 +294,66 @@ class WanModel(VideoModel):
     def prefill_latents(
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
     ) -> None:
-        controls = self._controls(session, actions, latents.shape[2])
+        controls = steering.controls(self, session, actions, latents.shape[2])
         latents = latents.to(self.device)
         self.context.remember(self, session, latents, controls)
-        again = session.features.pop("shown", None) is not None
-        if self.decoder is not None and not again and not shown:
+        again, session.features.shown = session.features.shown, None
+        if self.decoder is not None and again is None and not shown:
             for video, part in enumerate(latents.split(1)):
-                with _decoder_features(session, video) as features:
-                    self.decoder.skip(part, features)
-
-    def decoder_state(self, session: Session) -> dict[str, Tensor]:
-        others = ("window", "shown", CAMERA)
-        return {name: x for name, x in session.features.items() if name not in others}
+                self.decoder.skip(part, session.features.decoder(video))
 
     @torch.no_grad()
     def encode_frames(self, frames: np.ndarray) -> Tensor:
         self.shape((frames.shape[1], frames.shape[2]))  # raises where the size does not fit
+        if self.conditions:
+            return steering.condition(self, frames)
         return self.require_decoder().encode(frames).to(self.device, wider(self.dtype))
+
+    def encoder_state(self, shape: Shape) -> int:
+        if self.decoder is None:
+            return 0
+        _, high, wide = self.config.stride
+        *_, rows, columns = self.latent_size(shape, 1)
+        return self.decoder.encoder_state((rows * high, columns * wide))
+
+    def check_source(self) -> None:
+        if self.context.rolling_frames(self.config):
+            raise TachyscopeError(
+                f"{self.name} makes several chunks together, each at a noise level of its own, and "
+                f"follows no source video: leave `video` out"
+            )
+        _, high, wide = self.config.stride
+        # raises where the decoder only shows
+        self.require_decoder().encode(np.zeros((1, high, wide, 3), np.uint8))
+
+    @torch.no_grad()
+    def encode_next(self, frames: np.ndarray, state: dict[str, Tensor]) -> Tensor:
+        latents = self.require_decoder().encode_next(frames, state)
+        return latents.to(self.device, wider(self.dtype))
 
     @torch.no_grad()
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
-        shown = session.features.pop("shown", None)
+        shown, session.features.shown = session.features.shown, None
         if shown is not None:
             return shown.numpy()
-        with _decoder_features(session, video) as features:
-            return self.require_decoder()(latents, features)
+        return self.require_decoder()(latents, session.features.decoder(video))
 
     def restart_decoder(self, session: Session, latents: Tensor) -> None:
         """Decode what follows as a video that begins with these latents."""
-        for name in self.decoder_state(session):
-            if name != ERROR:
-                del session.features[name]
-        self.require_decoder().skip(latents, session.features)
+        state = {name: x for name, x in session.features.decoder().items() if name == ERROR}
+        session.features.decoders = {0: state}
+        self.require_decoder().skip(latents, state)
 
-    def switch_prompt(self, session: Session, held: Sequence[Tensor]) -> Tensor | None:
-        return self.context.switch(self, session, held)
+    def rewind(self, session: Session, held: Sequence[Tensor]) -> Tensor | None:
+        return self.context.rewind(self, session, held)
 
     def require_decoder(self) -> Decoder:
         if self.decoder is None:
+            files = {8: wan_vae.PUBLISHED, 16: wan_vae.PUBLISHED_5B}
             raise TachyscopeError(
                 f"{self.name} was loaded without a decoder, got latents to show: put "
-                f"{wan_vae.PUBLISHED} beside its weights, and pip install tachyscope[hf]"
+                f"{files.get(self.config.stride[1], 'its VAE')} beside its weights, and pip "
+                f"install -e '.[hf]'"
             )
         return self.decoder
 
@@ -296,19 +374,6 @@ class WanModel(VideoModel):
             )
         return torch.cat([torch.full((1,), a, device=self.device) for a in actions])
 
-    def _controls(self, session: Session, actions: Sequence[int] | Tensor, frames: int) -> Controls:
-        """What steers the next latent frames; the camera then stands at the last of them."""
-        numbers = self.actions_tensor(actions, frames)
-        if numbers is None or not (self.camera or session.wants_poses):
-            return Controls(numbers)
-        if CAMERA not in session.features:  # a session that was made by hand
-            start = camera.place([camera.START] * session.shape.batch, 1.0, self.device)
-            session.features[CAMERA] = start
-        poses = camera.walk(session.features[CAMERA], numbers)
-        if session.wants_poses:
-            session.set_poses(camera.matrices(poses))
-        return Controls(numbers, camera.rays(poses, session.shape.grid) if self.camera else None)
-
     def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
         """A chunk's noise, the draw-th that it takes: as handed in, else drawn.
 
@@ -323,27 +388,8 @@ class WanModel(VideoModel):
         batch, *size = self.latent_size(session.shape, session.shape.chunk)
         size = [batch // len(session.generators), *size]
         # drawn in float32 whatever the model's dtype, so that dtypes can be compared
-        fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        drawn = [torch.randn(size, generator=each, **fine) for each in session.generators]
+        drawn = [
+            torch.randn(size, generator=each, dtype=torch.float32, device=self.device)
+            for each in session.generators
+        ]
         return torch.cat(drawn).to(wider(self.dtype))
-
-
-@contextmanager
-def _decoder_features(session: Session, video: int) -> Iterator[dict[str, Tensor]]:
-    """The streaming state of one video's decoding: of the first under its plain names."""
-    if video == 0:
-        yield session.features
-        return
-    prefix = f"video{video}."
-    features = {
-        name.removeprefix(prefix): x
-        for name, x in session.features.items()
-        if name.startswith(prefix)
-    }
-    yield features
-    session.features |= {prefix + name: x for name, x in features.items()}
-
-
-def _modules(part: object) -> list[nn.Module]:
-    """The modules that a decoder holds."""
-    return [] if part is None else [x for x in vars(part).values() if isinstance(x, nn.Module)]

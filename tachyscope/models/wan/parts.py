@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import abc
+import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from tachyscope.models.wan.camera_rays import Injected
+from tachyscope.models.wan.moves import Moves
+
+P = TypeVar("P")
 
 
 class Controls(NamedTuple):
     """What steers latent frames beside the prompt; None where a model takes none such."""
 
     actions: Tensor | None = None  # [F] indices
-    rays: Tensor | None = None  # [B, S, 8]
+    # where the camera stands (x, y), the direction in which each token lies and the point of the
+    # walls that lies there [B, S, 8]
+    rays: Tensor | None = None
+    image: Tensor | None = None  # channels beside the latents' [B, C, F, h, w]
+    injected: Injected | None = None  # what each layer's stream is multiplied by, and added to it
+    added: Tensor | None = None  # what the patches gain [1, S, W]
+    moves: Moves | None = None  # what keyboard and mouse tell the layers
 
 
 class TextEncoder(Protocol):
@@ -28,6 +40,17 @@ class TextEncoder(Protocol):
         """The embedding [1, text_len, text_dim], zero after the prompt, and the prompt's length."""
 
     def write(self, folder: Path) -> None: ...
+
+
+class LatentSizes(Protocol):
+    """What a decoder must know of a model's latents."""
+
+    @property
+    def in_channels(self) -> int: ...
+
+    @property
+    def stride(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of pixels that a latent place becomes."""
 
 
 class Decoder(abc.ABC):
@@ -46,6 +69,17 @@ class Decoder(abc.ABC):
 
         Raises where there is no way.
         """
+
+    def encode_next(self, frames: np.ndarray, state: dict[str, Tensor]) -> Tensor:
+        """Latents of a video's next frames; `state` lasts for a video.
+
+        As many frames as so many latent ones become there. Here each is encoded by itself.
+        """
+        return self.encode(frames)
+
+    def encoder_state(self, size: tuple[int, int]) -> int:
+        """Bytes that `encode_next` keeps of frames of that size, of a part on the meta device."""
+        return 0
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         """Take in latents that are not shown, where what follows depends on them."""
@@ -71,3 +105,21 @@ class EncodedPrompt:
     context: Tensor  # [videos, text_len, text_dim]
     tokens: tuple[int, ...]  # of each, those that are not padding
     lengths: tuple[int, ...] = ()
+
+
+def modules_of(part: object) -> list[nn.Module]:
+    """The modules that a decoder holds."""
+    return [] if part is None else [x for x in vars(part).values() if isinstance(x, nn.Module)]
+
+
+def on_meta(part: P) -> P:
+    """A copy of a decoder whose tensors are shapes alone."""
+    held = [x for module in modules_of(part) for x in (*module.parameters(), *module.buffers())]
+    # not copied first, which would take their memory again
+    return copy.deepcopy(part, {id(x): _shape_of(x) for x in held})
+
+
+def _shape_of(x: Tensor) -> Tensor:
+    """A parameter or buffer without data."""
+    shape = x.detach().to("meta")
+    return nn.Parameter(shape, requires_grad=False) if isinstance(x, nn.Parameter) else shape

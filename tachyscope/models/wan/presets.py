@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tachyscope.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.context import Alone, Recache, Restart, Rolling
-from tachyscope.models.wan.download import HubFiles
+from tachyscope.models.wan.context import Alone, Kept, Recache, Restart, Rolling
+from tachyscope.models.wan.download import TOKENIZER, HubFiles
+from tachyscope.models.wan.keys import ACTIONS
 from tachyscope.models.wan.loading import load_wan
 from tachyscope.models.wan.model import WanModel
+from tachyscope.models.wan.moves import PADS
+from tachyscope.models.wan.random import random_wan
+from tachyscope.models.wan.sight import PUBLISHED as SIGHT
+from tachyscope.models.wan.sight import TOKENS, WIDTH, SightSize
+from tachyscope.models.wan.sizes import Umt5Size, VaeSize
+from tachyscope.models.wan.text import PUBLISHED as UMT5
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
-from tachyscope.models.wan.toy import random_wan
 from tachyscope.models.wan.transformer import WanCausal
-from tachyscope.models.wan.vae import WanVae
+from tachyscope.models.wan.vae import PUBLISHED as VAE
+from tachyscope.models.wan.vae import PUBLISHED_5B
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,7 @@ class Preset:
     config: WanConfig
     entry: str = "generator_ema"  # where a trainer's file holds several copies
     hub: HubFiles | None = None  # None where it is not known which files these are
+    licence: str = "see its card"  # of the weights
 
 
 def _stock(cache: str) -> str:
@@ -37,6 +46,35 @@ def _stock(cache: str) -> str:
 NEWEST = _stock("window:budget=21f,sink=0")
 FOUR = (1000, 750, 500, 250)
 CAUSAL_FORCING = "zhuhz22/Causal-Forcing"
+LINGBOT_1_3B = "robbyant/lingbot-world-v2-1.3b-causal-fast"
+LINGBOT_14B = "robbyant/lingbot-world-v2-14b-causal-fast"
+ABOT = "acvlab/ABot-World-0-5B-LF"
+LINGBOT = WanConfig(
+    chunk=4,
+    image="channels",
+    actions=ACTIONS,
+    control="rays",
+    levels_of="unipc",
+    context=Kept(),
+    size=(58, 104),
+    stock=_stock("window:budget=18f,sink=6"),
+)
+
+MATRIX_GAME = "Skywork/Matrix-Game-2.0"
+MATRIX_PARTS: dict[str, Any] = {"wan": MATRIX_GAME, "parts": (VAE, SIGHT)}
+MATRIX = WanConfig(
+    text_dim=WIDTH,
+    text_len=TOKENS,
+    image="channels",
+    actions=PADS["walk"].actions,
+    control="walk",
+    reach=6,
+    steps=(1000, 666, 333),
+    context=Kept(),
+    size=(44, 80),
+    fps=25,
+    stock=_stock("window:budget=6f,sink=0"),
+)
 
 # what a configuration leaves out is Self-Forcing's
 PRESETS = {
@@ -77,6 +115,7 @@ PRESETS = {
         ),
         "generator",
         HubFiles("tianweiy/CausVid", "autoregressive_checkpoint/model.pt"),
+        "CC BY-NC-SA 4.0",
     ),
     "rolling-forcing": Preset(
         "Rolling-Forcing: Wan 1.3B, 5 chunks at 5 steps together",
@@ -87,6 +126,7 @@ PRESETS = {
             stock=_stock("window:budget=36f,sink=3,positions=reindexed,view=21f"),
         ),
         hub=HubFiles("TencentARC/RollingForcing", "checkpoints/rolling_forcing_dmd.pt"),
+        licence="academic use",
     ),
     "longlive": Preset(
         "LongLive 1: Wan 1.3B, 4 steps; its LoRA is a file of its own",
@@ -121,6 +161,76 @@ PRESETS = {
             wan="Wan-AI/Wan2.1-T2V-14B",
         ),
     ),
+    "lingbot-world": Preset(
+        "LingBot-World 2.0: Wan 1.3B, a picture walked through by keys, 4 steps",
+        LINGBOT,
+        hub=HubFiles(LINGBOT_1_3B, "model.safetensors.index.json", wan=LINGBOT_14B),
+        licence="CC BY-NC-SA 4.0",
+    ),
+    "lingbot-world-14b": Preset(
+        "LingBot-World 2.0: Wan 14B, a picture walked through by keys, 4 steps",
+        replace(LINGBOT, dim=5120, ffn_dim=13824, layers=40, heads=40, shift=10.0),
+        hub=HubFiles(
+            LINGBOT_14B,
+            "transformers/diffusion_pytorch_model.safetensors.index.json",
+            wan=LINGBOT_14B,
+        ),
+        licence="CC BY-NC-SA 4.0",
+    ),
+    "abot-world": Preset(
+        "ABot-World-0-5B-LF: Wan 5B, a picture walked through by keys, 4 steps",
+        WanConfig(
+            dim=3072,
+            ffn_dim=14336,
+            heads=24,
+            in_channels=48,
+            image="held",
+            actions=ACTIONS,
+            control="keys",
+            context=Kept(),
+            size=(44, 80),
+            stride=(4, 16, 16),
+            fps=12,
+            stock=_stock("window:budget=21f,sink=0,positions=reindexed"),
+        ),
+        hub=HubFiles(
+            ABOT,
+            "diffusion_pytorch_model.safetensors",
+            wan=ABOT,
+            parts=(UMT5, PUBLISHED_5B, TOKENIZER),
+        ),
+        licence="Apache-2.0",
+    ),
+    "matrix-game-2": Preset(
+        "Matrix-Game 2: Wan 1.3B, a picture walked through by keys and mouse, 3 steps",
+        MATRIX,
+        hub=HubFiles(MATRIX_GAME, "base_distilled_model/base_distill.safetensors", **MATRIX_PARTS),
+        licence="MIT",
+    ),
+    "matrix-game-2-drive": Preset(
+        "Matrix-Game 2 for driving: Wan 1.3B, a picture driven through by keys, 3 steps",
+        replace(
+            MATRIX,
+            actions=PADS["drive"].actions,
+            control="drive",
+            reach=4,
+            stock=_stock("window:budget=4f,sink=0"),
+        ),
+        hub=HubFiles(
+            MATRIX_GAME, "gta_distilled_model/gta_keyboard2dim.safetensors", **MATRIX_PARTS
+        ),
+        licence="MIT",
+    ),
+    "matrix-game-2-run": Preset(
+        "Matrix-Game 2 for running: Wan 1.3B, a picture run through by keys, 4 steps",
+        replace(MATRIX, actions=PADS["run"].actions, control="run", steps=FOUR),
+        hub=HubFiles(
+            MATRIX_GAME,
+            "templerun_distilled_model/templerun_7dim_onlykey.safetensors",
+            **MATRIX_PARTS,
+        ),
+        licence="MIT",
+    ),
 }
 
 # published sizes, for which no checkpoint is needed
@@ -133,13 +243,20 @@ SIZES = {
 }
 
 
-def sized_wan(name: str, dtype: torch.dtype) -> WanModel:
-    """A published model or size whose weights are shapes alone, on the meta device."""
+def sized_wan(name: str, dtype: torch.dtype, decoder: Path | str | None = None) -> WanModel:
+    """A published model or size whose weights are shapes alone, on the meta device.
+
+    It decodes by Wan's VAE, or by a tiny decoder's file.
+    """
     config = SIZES[name] if name in SIZES else PRESETS[name].config
     with torch.device("meta"):
         transformer = WanCausal(config).cast(dtype)
-        decoder = WanVae.sized(config.in_channels, dtype)
-    return WanModel(name, transformer, None, decoder)
+        vae = VaeSize(config.in_channels, dtype)
+    text: Any = SightSize() if config.pad else Umt5Size()
+    if decoder is None:
+        return WanModel(name, transformer, text, vae)
+    tiny = TinyDecoder.read(decoder, config, dtype=dtype)
+    return WanModel(name, transformer, text, tiny).on_meta()
 
 
 def load_preset(
@@ -158,19 +275,22 @@ def load_preset(
     LongLive's LoRA comes with them.
     """
     preset, parts = PRESETS[name], None
+    revisions: dict[str, str] = {}
     if str(weights) == "download":
         if preset.hub is None:
             raise TachyscopeError(
                 f"which published files are {name}'s is not known here, got weights='download': "
                 f"give the path of its checkpoint"
             )
-        weights, parts, published = preset.hub.fetch(name)
+        weights, parts, published, revisions = preset.hub.fetch(name)
         lora = published if lora is None else lora
     if str(weights) != "random":
-        return load_wan(
+        model = load_wan(
             weights, device, dtype, preset.config, decoder=decoder, decoder_check=decoder_check,
             lora=lora, lora_alpha=lora_alpha, preset=name, entry=preset.entry, parts=parts,
         )  # fmt: skip
+        model.revisions = revisions
+        return model
     if lora is not None:
         raise TachyscopeError("random weights take no LoRA: leave `lora` out, or give a checkpoint")
     # a preview cannot encode what it shows

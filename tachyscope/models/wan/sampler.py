@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tachyscope.core.exchange import calls_of
+from tachyscope.core.session import Session
+from tachyscope.core.types import DenoisePass
 from tachyscope.models.wan.parts import Controls
-from tachyscope.models.wan.transformer import wider
-from tachyscope.session import Session
-from tachyscope.types import DenoisePass
+from tachyscope.models.wan.stages import wider
 
 if TYPE_CHECKING:
     from tachyscope.models.wan.config import WanConfig
     from tachyscope.models.wan.model import WanModel
+
+
+# noise levels this near to one another are one: there are a thousand of training
+NEAR = 1e-3
+
+
+class Level(NamedTuple):
+    """Of a denoising pass: its place in the schedule, its timestep, and its noise."""
+
+    place: int
+    timestep: float
+    sigma: float  # the level that the pass takes away
+    added: float  # the one that latents are brought to before it
 
 
 def schedule(config: WanConfig) -> list[tuple[float, float]]:
@@ -24,12 +38,41 @@ def schedule(config: WanConfig) -> list[tuple[float, float]]:
         return config.shift * s / (1 + (config.shift - 1) * s)
 
     # the thousand levels of training, which a level between them is rounded to
+    if config.levels_of == "unipc":
+        table = unipc_table(config.shift)
+        times = [float(int(1000 * table[1000 - step])) for step in config.levels]
+        found = [_unipc_level(table, step) for step in config.levels]
+        return list(zip(times, found, strict=True))
     levels = [shifted(n / 1000) for n in range(1, 1001)]
     pairs = []
     for step in config.levels:
         t = 1000 * shifted(step / 1000) if config.warp else float(step)
         pairs.append((t, min(levels, key=lambda level: abs(1000 * level - t))))
     return pairs
+
+
+def noising(config: WanConfig) -> list[float]:
+    """The noise level that latents are brought to before each of the configuration's levels."""
+    if config.levels_of == "unipc":
+        table = unipc_table(config.shift)
+        return [_unipc_level(table, step, 1) for step in config.levels]
+    return [sigma for _, sigma in schedule(config)]
+
+
+def unipc_table(shift: float) -> list[float]:
+    """The thousand noise levels of UniPC's schedule, falling from 0.999 before the shift."""
+    levels = (0.999 * n / 1000 for n in range(1000, 0, -1))
+    return [shift * s / (1 + (shift - 1) * s) for s in levels]
+
+
+def _unipc_level(table: list[float], step: int, at: int = 0) -> float:
+    """The level of a step's whole timestep: of several with the same one the first, or `at`.
+
+    Authors look a level up by its timestep: the first where they take noise away, and the second,
+    as UniPC does, where they add it.
+    """
+    alike = [s for s in table if int(1000 * s) == int(1000 * table[1000 - step])]
+    return alike[min(at, len(alike) - 1)]
 
 
 def clean_from(config: WanConfig, x: Tensor, prediction: Tensor, sigma: float) -> Tensor:
@@ -46,24 +89,61 @@ def noised(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
     return (1 - sigma) * clean + sigma * noise
 
 
+def levels_of(model: WanModel, steps: tuple[int, ...], strength: float = 1.0) -> list[Level]:
+    """A chunk's denoising passes; of one that follows a source video, those that are left.
+
+    The first is then at the noise level that `strength` names, and the steps below it follow. It
+    counts as the schedule's first, so that a policy knows it by its place.
+    """
+    c = model.config
+    places = [c.levels.index(step) for step in steps]
+    own = [Level(i, *model.schedule[i], model.noising[i]) for i in places]
+    if strength >= own[0].sigma:
+        return own
+    timestep = 1000 * strength
+    if c.levels_of == "unipc":
+        timestep = float(int(timestep))
+    below = [level for level in own if level.sigma < strength - NEAR]
+    return [Level(own[0].place, timestep, strength, strength), *below]
+
+
 def denoise_chunk(model: WanModel, session: Session, controls: Controls) -> Tensor:
     """The next chunk's clean latents, by one pass a step."""
-    c = model.config
-    x = clean = model.noise(session, 0)
+    c, features = model.config, session.features
     # the first generated chunk is special, whether or not frames were given before it
     steps = (not session.made and c.first_steps) or c.steps
+    levels = levels_of(model, steps, features.strength)
     embed = model.embed_time, model.transformer.embed_patches
+    held = _held(model, session)
+    still = 0 if held is None else held.shape[2]
 
     def run(now: DenoisePass) -> Tensor:
-        level = c.levels.index(steps[now.index])
-        return denoise_pass(model, session, [now.x], [level], controls)[0]
+        return denoise_pass(model, session, [now.x], [levels[now.index]], controls, still)[0]
 
-    for i, step in enumerate(steps):
-        timestep, sigma = model.schedule[c.levels.index(step)]
+    x = clean = model.noise(session, 0)
+    if features.source is not None:
+        x = noised(features.source.to(x), x, features.strength)
+    for i, level in enumerate(levels):
         if i:
-            x = noised(clean, model.noise(session, i), sigma)
-        clean = session.predict(DenoisePass(i, len(steps), timestep, sigma, x, *embed), run)
+            x = noised(clean, model.noise(session, i), level.added)
+        x = _behind(held, x)
+        now = DenoisePass(i, len(levels), level.timestep, level.sigma, x, *embed)
+        clean = _behind(held, session.predict(now, run))
     return clean
+
+
+def _held(model: WanModel, session: Session) -> Tensor | None:
+    """Latent frames that the next chunk begins with, and does not make: a video's first picture."""
+    first = model.config.image == "held" and not session.latent_frame
+    return session.features.image if first else None
+
+
+def _behind(held: Tensor | None, x: Tensor) -> Tensor:
+    """Latents that begin with those held."""
+    if held is None:
+        return x
+    shown = held.to(x.dtype).expand(len(x), -1, -1, -1, -1)
+    return torch.cat([shown, x[:, :, held.shape[2] :]], 2)
 
 
 def denoise_rolling(model: WanModel, session: Session) -> Tensor:
@@ -72,8 +152,9 @@ def denoise_rolling(model: WanModel, session: Session) -> Tensor:
     Every pass denoises all of it, and finishes its first chunk; noise enters behind, as long as
     more is to come. At the start the window fills up, a chunk and a pass at a time.
     """
-    chunk, steps = model.config.chunk, len(model.schedule)
-    held = session.features.pop("window", None)
+    chunk, levels = model.config.chunk, levels_of(model, model.config.steps)
+    steps = len(levels)
+    held, session.features.window = session.features.window, None
     window = [] if held is None else list(held.split(chunk, 2))
     # beyond the latent frames that were announced, there is always more
     known = session.latent_frames if (session.latent_frames or 0) > session.latent_frame else None
@@ -82,15 +163,15 @@ def denoise_rolling(model: WanModel, session: Session) -> Tensor:
     for step in range(steps - 1 if window else 0, steps):
         if not window or known is None or session.latent_frame + len(window) * chunk < known:
             window.append(model.noise(session, 0, len(window)))
-        levels = [step - i for i in range(len(window))]
-        clean = denoise_pass(model, session, window, levels, Controls())
+        at = [levels[step - i] for i in range(len(window))]
+        clean = denoise_pass(model, session, window, at, Controls())
         window = [
-            noised(x, model.noise(session, level + 1, i), model.schedule[level + 1][1])
-            for i, (x, level) in enumerate(zip(clean, levels, strict=True))
-            if level + 1 < steps
+            noised(x, model.noise(session, level.place + 1, i), levels[level.place + 1].sigma)
+            for i, (x, level) in enumerate(zip(clean, at, strict=True))
+            if level.place + 1 < steps
         ]
     if window:
-        session.features["window"] = torch.cat(window, 2)
+        session.features.window = torch.cat(window, 2)
     return clean[0]
 
 
@@ -98,16 +179,22 @@ def denoise_pass(
     model: WanModel,
     session: Session,
     chunks: list[Tensor],
-    levels: list[int],
+    levels: list[Level],
     controls: Controls,
+    still: int = 0,
 ) -> list[Tensor]:
-    """One pass over chunks, each at its own level of the schedule: their clean latents."""
+    """One pass over chunks, each at a level of its own: their clean latents.
+
+    So many latent frames at their head are told to be clean.
+    """
     x, frames = torch.cat(chunks, 2), chunks[0].shape[2]
-    sigmas = [model.schedule[level][1] for level in levels]
-    begin_pass(model, session, x, levels[0], sigmas)
+    sigmas = [level.sigma for level in levels]
+    begin_pass(model, session, x, levels[0].place, sigmas, still=still)
     fine: dict[str, Any] = {"dtype": torch.float32, "device": model.device}
-    times = [torch.full((len(x), frames), model.schedule[level][0], **fine) for level in levels]
-    predictions = model.transformer(session, x, torch.cat(times, 1), *controls).split(frames, 2)
+    times = [torch.full((len(x), frames), level.timestep, **fine) for level in levels]
+    t, calls = torch.cat(times, 1), calls_of(session)
+    t[:, :still] = 0
+    predictions = model.transformer(calls, x, t, *controls).split(frames, 2)
     return [
         clean_from(model.config, *each) for each in zip(chunks, predictions, sigmas, strict=True)
     ]
@@ -120,23 +207,33 @@ def clean_pass(
 
     It reads nothing of the past where `past` is False.
     """
-    c, shape = model.config, session.shape
-    pos = begin_pass(model, session, x, len(model.schedule), [0.0], past)
+    c = model.config
     # it ends in its last layer: three linears there, one of the head, and attention are not run
     unused = 3 * c.dim**2 + c.in_channels * c.patch[1] * c.patch[2] * c.dim
-    session.meter.add("macs", -shape.batch * len(pos) * unused)
-    read = len(pos) + (session.total_entries if past else 0)
-    session.meter.add("pairs_dense", -shape.batch * shape.heads * len(pos) * read)
+    begin_pass(model, session, x, len(model.schedule), [0.0], past, unused)
     t = torch.zeros(len(x), x.shape[2], dtype=torch.float32, device=model.device)
-    model.transformer.prefill(session, session.write_kv, x, t, *controls)
+    calls = calls_of(session)
+    model.transformer.prefill(calls, calls.write_kv, x, t, *controls)
+    if controls.moves is not None:
+        controls.moves.commit(session.features, c.reach - c.chunk)
 
 
 def begin_pass(
-    model: WanModel, session: Session, x: Tensor, step: int, sigmas: list[float], past: bool = True
-) -> Tensor:
-    """Begin a pass over latents in as many parts as there are sigmas; the tokens' positions."""
+    model: WanModel,
+    session: Session,
+    x: Tensor,
+    step: int,
+    sigmas: list[float],
+    past: bool = True,
+    unused: int = 0,
+    still: int = 0,
+) -> None:
+    """Begin a pass over latents in as many parts as there are sigmas, as `Session.begin` does.
+
+    So many latent frames at their head have no noise.
+    """
     frames = x.shape[2]
     noise = tuple(sigma for sigma in sigmas for _ in range(frames // len(sigmas)))
-    pos = session.positions(frames)
-    session.begin(pos, step=step, steps=len(model.schedule) + 1, noise=noise, past=past)
-    return pos
+    noise = (0.0,) * still + noise[still:]
+    steps = len(model.schedule) + 1
+    session.begin(session.positions(frames), step, steps, noise, past, unused=unused)

@@ -13,19 +13,34 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tachyscope.bounds import check_parts
-from tachyscope.errors import TachyscopeError, first_line, warn
+from tachyscope.core.errors import TachyscopeError, first_line, warn
+from tachyscope.core.limits import Bound
+from tachyscope.core.types import kind_of
 from tachyscope.models.checkpoint import (
-    fit,
+    matched,
     read_json,
     read_tensors,
     write_json,
     write_tensors,
 )
+from tachyscope.models.config_schema import HEADS, INNER, LAYERS, WIDTH, WORDS, check_numbers
 from tachyscope.models.vila_u.tokenizers import read_tokenizer
 from tachyscope.models.wan.config import WanConfig
 
 PUBLISHED = "models_t5_umt5-xxl-enc-bf16.pth"
+KEPT = 8  # prompts that need not be embedded again, of 8 MB each; one takes seconds on a CPU
+# what a config.json of transformers says
+BOUNDS = {
+    "vocab_size": WORDS,
+    "d_model": WIDTH,
+    "d_kv": Bound(1, 8_192),
+    "d_ff": INNER,
+    "num_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "num_heads": HEADS,
+    "relative_attention_num_buckets": Bound(1, 4_096),
+    "relative_attention_max_distance": Bound(1, 1_000_000),
+}
 # a part's original name -> transformers'; a block's are behind its number
 NAMES = {
     "token_embedding": "shared",
@@ -47,14 +62,15 @@ TIED = "encoder.embed_tokens.weight"
 class UMT5:
     """A prompt embedded by UMT5, in Wan's folder or in one of transformers' form.
 
-    The model is loaded with the first prompt, and its weights stay in the file until they are
-    used: on the CPU it takes no memory of the GPU's.
+    The model is read for each prompt that is new, and its weights stay in the file until they are
+    used: on the CPU it takes no memory of the GPU's, and RAM only while it embeds.
     """
 
     kind = "umt5"
 
     def __init__(self, folder: Path | str, length: int = 512) -> None:
         self.folder, self.length = Path(folder), length
+        self._kept: dict[str, tuple[Tensor, int]] = {}
         self.original = (self.folder / PUBLISHED).is_file()
         self.encoder = self.folder / (PUBLISHED if self.original else "text_encoder")
         self.words = self.folder / ("google/umt5-xxl" if self.original else "tokenizer")
@@ -69,13 +85,27 @@ class UMT5:
     def found(folder: Path) -> bool:
         return (folder / PUBLISHED).is_file() or (folder / "text_encoder").is_dir()
 
+    @property
+    def host_bytes(self) -> int:
+        """Of its weights, which stay in the machine's own memory."""
+        files = [self.encoder] if self.original else self.encoder.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
+
     @classmethod
     def read(cls, folder: Path, config: WanConfig) -> Self:
         return cls(folder, config.text_len)
 
-    @torch.no_grad()
     def __call__(self, prompt: str) -> tuple[Tensor, int]:
-        ids = self.tokenizer(clean(prompt), truncation=True, max_length=self.length).input_ids
+        text = clean(prompt)
+        if text not in self._kept:
+            if len(self._kept) == KEPT:
+                del self._kept[next(iter(self._kept))]  # the oldest
+            self._kept[text] = self._embed(text)
+        return self._kept[text]
+
+    @torch.no_grad()
+    def _embed(self, text: str) -> tuple[Tensor, int]:
+        ids = self.tokenizer(text, truncation=True, max_length=self.length).input_ids
         # padding is masked, so leaving it out changes nothing
         states = self.model(torch.tensor([ids])).last_hidden_state
         # to look through five billion weights would take longer than the prompt
@@ -87,8 +117,9 @@ class UMT5:
         transformers = needed("transformers", f"UMT5's tokenizer in {self.words}")
         return read_tokenizer(transformers, self.words)
 
-    @functools.cached_property
+    @property
     def model(self) -> Any:
+        """The encoder, read anew: nobody keeps it."""
         transformers = needed("transformers", f"UMT5 in {self.folder}")
         if self.original:
             file = self.encoder
@@ -102,7 +133,7 @@ class UMT5:
             tensors = read_tensors(file)
         if "shared.weight" in tensors:
             tensors[TIED] = tensors["shared.weight"]
-        check_parts(settings, str(file))
+        check_numbers(settings, BOUNDS, str(file))
         try:
             with torch.device("meta"):
                 model = transformers.UMT5EncoderModel(transformers.UMT5Config(**settings))
@@ -111,12 +142,14 @@ class UMT5:
                 f"{self.encoder} must have UMT5's own config.json, got {first_line(fault)}: get it "
                 f"again"
             ) from fault
-        fit(model, tensors, str(file), assign=True)
+        # not `fit`, which reads them all: they stay in the file until they are used
+        model.load_state_dict(matched(model, tensors, str(file)), strict=True, assign=True)
         return model.eval().requires_grad_(False)
 
     def write(self, folder: Path) -> None:
-        tensors = {name: x for name, x in self.model.state_dict().items() if name != TIED}
-        write_json(folder / "text_encoder" / "config.json", self.model.config.to_dict())
+        model = self.model
+        tensors = {name: x for name, x in model.state_dict().items() if name != TIED}
+        write_json(folder / "text_encoder" / "config.json", model.config.to_dict())
         write_tensors(folder / "text_encoder" / "model.safetensors", tensors)
         self.tokenizer.save_pretrained(str(folder / "tokenizer"))
 
@@ -164,7 +197,7 @@ def read_prompt(file: Path, config: WanConfig) -> tuple[Tensor, int]:
     shape = context.shape if context.dim() == 3 else (1, *context.shape)
     tokens, width = shape[1:] if plain and len(shape) == 3 and shape[0] == 1 else (0, 0)
     if not 0 < tokens <= config.text_len or width != config.text_dim:
-        kinds = {name: [str(x.dtype)[6:], *x.shape] for name, x in tensors.items()}
+        kinds = {name: kind_of(x) for name, x in tensors.items()}
         raise TachyscopeError(
             f"{file} must hold 'context' [L, {config.text_dim}] of at most {config.text_len} "
             f"tokens, as plain floats, got {kinds}: embed the prompt for this model"
@@ -246,5 +279,5 @@ def needed(package: str, what: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise TachyscopeError(
-            f"{what} needs {package}, which is not installed: pip install tachyscope[hf]"
+            f"{what} needs {package}, which is not installed: pip install -e '.[hf]'"
         ) from None

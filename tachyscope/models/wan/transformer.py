@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tachyscope.types import Mlp
+from tachyscope.core.exchange import Exchange
+from tachyscope.core.types import Mlp
+from tachyscope.models.wan import camera_rays, moves
+from tachyscope.models.wan.camera_rays import Injected
+from tachyscope.models.wan.key_adapter import KeyAdapter
+from tachyscope.models.wan.moves import ActionModule
+from tachyscope.models.wan.parts import Controls
+from tachyscope.models.wan.sight import Tokens
+from tachyscope.models.wan.stages import (
+    EAGER,
+    Stages,
+    compiled,
+    join,
+    modulate,
+    query_key_value,
+    rms,
+    split,
+    wider,
+)
+from tachyscope.models.wan.stages_fp8 import Fp8Linear, Fp8Operations, fp8_stages
 
 if TYPE_CHECKING:
     from tachyscope.models.wan.config import WanConfig
@@ -33,91 +51,6 @@ class Calls(Protocol):
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor: ...
 
 
-class Stages(NamedTuple):
-    """What a layer computes between the session's calls, as functions of tensors alone.
-
-    No layer is named in them, so that all layers can share one compiled program.
-    """
-
-    to_attention: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    to_text: Callable[..., tuple[Tensor, Tensor]]
-    to_mlp: Callable[..., tuple[Tensor, Tensor]]
-    from_mlp: Callable[..., Tensor]
-    feed_forward: Callable[..., Tensor]
-
-
-def _to_attention(
-    x: Tensor,
-    time: Tensor,
-    modulation: Tensor,
-    linears: Sequence[tuple[Tensor, Tensor]],
-    norms: tuple[Tensor, Tensor],
-    eps: float,
-    heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the stream x [B, S, W]; time [B, F, 6, W]."""
-    shift, scale = (modulation + time)[:, :, 0:2].unbind(2)
-    return _query_key_value(_modulate(x, shift, scale, eps), linears, norms, eps, heads)
-
-
-def _to_text(
-    x: Tensor,
-    y: Tensor,
-    time: Tensor,
-    modulation: Tensor,
-    out: Tensor,
-    out_bias: Tensor,
-    norm: Tensor,
-    norm_bias: Tensor,
-    query: Tensor,
-    query_bias: Tensor,
-    query_norm: Tensor,
-    eps: float,
-    heads: int,
-) -> tuple[Tensor, Tensor]:
-    """The stream after attention, which gave y [B, S, W]; queries for the prompt."""
-    x = _add(x, F.linear(y, out, out_bias), (modulation + time)[:, :, 2])
-    wide = wider(x.dtype)
-    a = F.layer_norm(x.to(wide), x.shape[-1:], norm.to(wide), norm_bias.to(wide), eps).to(x.dtype)
-    return x, _split(_rms(F.linear(a, query, query_bias), query_norm, eps), heads)
-
-
-def _to_mlp(
-    x: Tensor,
-    y: Tensor,
-    time: Tensor,
-    modulation: Tensor,
-    out: Tensor,
-    out_bias: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """The stream after the prompt, which gave y [B, S, W]; what the MLP is given."""
-    x = x + F.linear(y, out, out_bias)
-    shift, scale = (modulation + time)[:, :, 3:5].unbind(2)
-    return x, _modulate(x, shift, scale, eps)
-
-
-def _from_mlp(x: Tensor, y: Tensor, time: Tensor, modulation: Tensor) -> Tensor:
-    """The stream after the MLP, which gave y [B, S, W]."""
-    return _add(x, y, (modulation + time)[:, :, 5])
-
-
-def _feed_forward(
-    x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
-) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, up, up_bias), approximate="tanh"), down, down_bias)
-
-
-EAGER = Stages(_to_attention, _to_text, _to_mlp, _from_mlp, _feed_forward)
-
-
-@functools.cache
-def compiled(backend: str) -> Stages:
-    """The stages compiled, a program for every shape they meet; models share them."""
-    stages: Any = (torch.compile(stage, dynamic=False, backend=backend) for stage in EAGER)
-    return Stages(*stages)
-
-
 class FeedForward(nn.Sequential):
     """down(gelu(up(x))), as a value that can be called, or opened by a kernel."""
 
@@ -125,6 +58,12 @@ class FeedForward(nn.Sequential):
         super().__init__(nn.Linear(dim, hidden), nn.GELU("tanh"), nn.Linear(hidden, dim))
         self.macs = 2 * dim * hidden
         self.stages = EAGER
+
+    def to_fp8(self, operations: Fp8Operations, stages: Stages) -> None:
+        for i in (0, 2):
+            part = cast(nn.Linear, self[i])
+            self[i] = Fp8Linear(part.weight, part.bias, operations)
+        self.stages = stages
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.up, self.down
@@ -153,14 +92,26 @@ class Attention(nn.Module):
         self.norm_q = nn.RMSNorm(config.dim, config.eps)
         self.norm_k = nn.RMSNorm(config.dim, config.eps)
         self.fused: tuple[Tensor, Tensor] | None = None
+        self.qkv: Fp8Linear | None = None  # in the place of the three
+
+    def to_fp8(self, operations: Fp8Operations) -> None:
+        """Make all its linears codes, q, k and v one linear."""
+        self.qkv = Fp8Linear(*self._side_by_side(), operations)
+        self.fused = None
+        del self.q, self.k, self.v
+        self.o = cast(nn.Linear, Fp8Linear(self.o.weight, self.o.bias, operations))
+
+    def _side_by_side(self) -> tuple[Tensor, Tensor]:
+        parts = (self.q, self.k, self.v)
+        weight = torch.cat([part.weight.detach() for part in parts])
+        return weight, torch.cat([part.bias.detach() for part in parts])
 
     def fuse(self) -> None:
         """Put q, k and v side by side in memory, where one linear can read them."""
-        if self.fused is not None:
+        if self.fused is not None or self.qkv is not None:
             return
         parts = (self.q, self.k, self.v)
-        weight = torch.cat([part.weight.detach() for part in parts])
-        bias = torch.cat([part.bias.detach() for part in parts])
+        weight, bias = self._side_by_side()
         for i, part in enumerate(parts):
             part.weight.data, part.bias.data = weight.chunk(3)[i], bias.chunk(3)[i]
         self.fused = weight, bias
@@ -170,11 +121,14 @@ class Attention(nn.Module):
         return super()._apply(fn, recurse)
 
     @property
-    def linears(self) -> tuple[tuple[Tensor, Tensor], ...]:
+    def linears(self) -> tuple[tuple[Any, Tensor], ...]:
         """Weight and bias of q, k and v, as one pair where they are fused."""
+        if self.qkv is not None:
+            return ((self.qkv.weight, self.qkv.bias),)
         # gradients must reach the three themselves
         if self.fused is None or torch.is_grad_enabled():
-            return tuple((part.weight, part.bias) for part in (self.q, self.k, self.v))
+            q, k, v = self.q, self.k, self.v
+            return (q.weight, q.bias), (k.weight, k.bias), (v.weight, v.bias)
         return (self.fused,)
 
     @property
@@ -182,11 +136,11 @@ class Attention(nn.Module):
         return self.norm_q.weight, self.norm_k.weight
 
     def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _query_key_value(x, self.linears, self.norms, self.norm_q.eps or 0.0, self.heads)
+        return query_key_value(x, self.linears, self.norms, self.norm_q.eps or 0.0, self.heads)
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        k = _rms(self.k(x), self.norm_k.weight, self.norm_k.eps or 0.0)
-        return _split(k, self.heads), _split(self.v(x), self.heads)
+        k = rms(self.k(x), self.norm_k.weight, self.norm_k.eps or 0.0)
+        return split(k, self.heads), split(self.v(x), self.heads)
 
 
 class Block(nn.Module):
@@ -201,18 +155,40 @@ class Block(nn.Module):
         self.ffn = FeedForward(config.dim, config.ffn_dim)
         self.eps = config.eps
         self.stages = EAGER
+        self.action_model: ActionModule | None = None
+        if config.control == "rays":
+            camera_rays.add_to_layer(self, config.dim)
 
-    def forward(self, session: Calls, layer: int, x: Tensor, time: Tensor) -> Tensor:
+    def to_fp8(self, operations: Fp8Operations, stages: Stages) -> None:
+        """Make its linears codes, but those of the prompt."""
+        self.self_attn.to_fp8(operations)
+        self.ffn.to_fp8(operations, stages)
+        self.stages = stages
+
+    def forward(
+        self,
+        session: Calls,
+        layer: int,
+        x: Tensor,
+        time: Tensor,
+        told: Controls | None = None,
+    ) -> Tensor:
         """x [B, S, W] after the layer; time [B, F, 6, W]."""
         first, second, stages = self.self_attn, self.cross_attn, self.stages
         six = (time, self.modulation)
-        y = _join(session.attend(layer, *self._to_attention(x, time)))
+        y = join(session.attend(layer, *self._to_attention(x, time)))
         x, q = stages.to_text(
             x, y, *six, first.o.weight, first.o.bias, self.norm3.weight, self.norm3.bias,
             second.q.weight, second.q.bias, second.norm_q.weight, self.eps, second.heads,
+            told.injected[layer] if told and told.injected else None,
         )  # fmt: skip
-        y = _join(session.cross(layer, q))
-        x, a = stages.to_mlp(x, y, *six, second.o.weight, second.o.bias, self.eps)
+        y = join(session.cross(layer, q))
+        if self.action_model is None or told is None or told.moves is None:
+            x, a = stages.to_mlp(x, y, *six, second.o.weight, second.o.bias, self.eps)
+        else:
+            x = self.action_model(x + second.o(y), told.moves, layer)
+            shift, scale = (self.modulation + time)[:, :, 3:5].unbind(2)
+            a = modulate(x, shift, scale, self.eps)
         return stages.from_mlp(x, session.mlp(layer, a, self.ffn), *six)
 
     def prefill(self, write_kv: WriteKV, layer: int, x: Tensor, time: Tensor) -> None:
@@ -237,14 +213,16 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         shift, scale = (self.modulation + time[:, :, None]).unbind(2)
-        return self.head(_modulate(x, shift, scale, self.eps))
+        return self.head(modulate(x, shift, scale, self.eps))
 
 
 class WanCausal(nn.Module):
     """Wan's transformer with attention, cross-attention and MLPs left to the session.
 
     Its parameters have the published names. Additions, each only where the configuration asks for
-    it: `action_embedding`, and `camera_embedding` of the ray behind every token.
+    it: `action_embedding`, and `camera_embedding` of the ray behind every token. LingBot-World's
+    linears of a camera are in `camera_rays`, ABot-World's adapter of keys in `key_adapter`,
+    Matrix-Game's modules in `moves`.
     """
 
     def __init__(self, config: WanConfig) -> None:
@@ -252,15 +230,25 @@ class WanCausal(nn.Module):
         self.config = config
         dim = config.dim
         # holds the published weight; a stride equal to the kernel makes it a linear of patches
-        self.patch_embedding = nn.Conv3d(config.in_channels, dim, config.patch, config.patch)
-        self.text_embedding = nn.Sequential(
-            nn.Linear(config.text_dim, dim), nn.GELU("tanh"), nn.Linear(dim, dim)
-        )
+        channels = config.in_channels + config.condition_channels
+        self.patch_embedding = nn.Conv3d(channels, dim, config.patch, config.patch)
+        if config.pad:
+            self.img_emb = Tokens(config.text_dim, dim)
+        else:
+            self.text_embedding = nn.Sequential(
+                nn.Linear(config.text_dim, dim), nn.GELU("tanh"), nn.Linear(dim, dim)
+            )
         self.time_embedding = nn.Sequential(
             nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-        if config.actions:
+        frames, high, wide = config.stride
+        if config.control == "rays":
+            places = config.patch[1] * config.patch[2]
+            camera_rays.add_to_model(self, dim, places * high * wide)
+        elif config.control == "keys":
+            self.act_control_adapter = KeyAdapter(dim, frames * high * wide, config.patch[1:])
+        elif config.actions and not config.pad:
             self.action_embedding = nn.Embedding(len(config.actions), dim)
             # a model that gains actions starts as it was
             nn.init.zeros_(self.action_embedding.weight)
@@ -271,27 +259,24 @@ class WanCausal(nn.Module):
             first = nn.Linear(RAY * (1 + 2 * OCTAVES), dim)
             self.camera_embedding = nn.Sequential(first, nn.SiLU(), last)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        if config.pad:
+            moves.add_to_layers(self.blocks, dim, config.control)
+        self.stages = EAGER
         self.head = Head(config)
 
-    def forward(
-        self,
-        session: Calls,
-        latents: Tensor,
-        t: Tensor,
-        actions: Tensor | None = None,
-        rays: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, session: Calls, latents: Tensor, t: Tensor, *controls: Any) -> Tensor:
         """The prediction [B, C, F, h, w] for latents at timesteps t [B, F], from 0 to 1000.
 
-        actions [F] or [B, F] are indices; rays [B, S, 8] are where the camera stands (x, y), the
-        direction in which each token lies and the point of the walls that lies there; None for a
-        model without them.
+        `controls` are those of `Controls`, in their order: action indices may also be [B, F].
         """
         frames, rows = latents.shape[2], latents.shape[3] // self.config.patch[1]
-        x, time, six = self._embed(latents, t, actions, rays)
+        x, time, six, told = self._embed(session, latents, t, Controls(*controls))
         for layer, block in enumerate(self.blocks):
-            x = block(session, layer, x, six)
-        y = self.head(x, time).unflatten(1, (frames, rows, -1))
+            x = block(session, layer, x, six, told)
+        y = self.head(x, time)
+        if isinstance(session, Exchange):
+            y = session.whole(y)
+        y = y.unflatten(1, (frames, rows, -1))
         y = y.unflatten(-1, (*self.config.patch[1:], -1))  # [B, F, h', w', ph, pw, C]
         y = y.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
         return y.to(latents.dtype)
@@ -302,18 +287,21 @@ class WanCausal(nn.Module):
         write_kv: WriteKV,
         latents: Tensor,
         t: Tensor,
-        actions: Tensor | None = None,
-        rays: Tensor | None = None,
+        *controls: Any,
     ) -> None:
         """`forward` for the sake of what it leaves in the session.
 
         It ends in the last layer, where `write_kv` takes what attention would, and reads nothing.
         """
-        x, _, six = self._embed(latents, t, actions, rays)
+        x, _, six, told = self._embed(session, latents, t, Controls(*controls))
         *blocks, last = cast(list[Block], self.blocks)
         for layer, block in enumerate(blocks):
-            x = block(session, layer, x, six)
+            x = block(session, layer, x, six, told)
         last.prefill(write_kv, len(blocks), x, six)
+
+    def inject(self, rays: Tensor) -> Injected:
+        """What a camera's rays [S, 6 · pixels] do in every layer, over all passes of a chunk."""
+        return camera_rays.inject(self, self.blocks, rays)
 
     def fuse(self) -> Self:
         """The model with q, k and v of self-attention as one linear; names and numbers stay."""
@@ -321,29 +309,46 @@ class WanCausal(nn.Module):
             block.self_attn.fuse()
         return self
 
+    def to_fp8(self, operations: Fp8Operations) -> Self:
+        """The model with linears of float8 codes; those at its ends and the prompt's stay."""
+        self.stages = fp8_stages(operations)
+        for block in cast(list[Block], self.blocks):
+            block.to_fp8(operations, self.stages)
+        return self
+
     def compile_layers(self, backend: str = "inductor") -> Self:
         """The model with its layers' arithmetic compiled: one program, which all of them run."""
         self.fuse()
         for block in cast(list[Block], self.blocks):
-            block.stages = block.ffn.stages = compiled(backend)
+            block.stages = block.ffn.stages = compiled(backend, self.stages)
         return self
 
     def _embed(
-        self, latents: Tensor, t: Tensor, actions: Tensor | None, rays: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The stream [B, S, W] before the first layer; times [B, F, W], and [B, F, 6, W]."""
+        self, session: Calls, latents: Tensor, t: Tensor, told: Controls
+    ) -> tuple[Tensor, Tensor, Tensor, Controls]:
+        """The stream [B, S, W] before the first layer, times [B, F, W] and [B, F, 6, W], controls.
+
+        Of ranks that share a video's tokens, each its own.
+        """
+        if told.image is not None:
+            latents = torch.cat([latents, told.image.expand(len(latents), -1, -1, -1, -1)], 1)
         x, time = self.embed_patches(latents), self.embed_time(t)
-        if actions is not None:
-            time = time + self.action_embedding(actions)
-        if rays is not None:
-            x = x + _through(self.camera_embedding, _octaves(rays)).to(x.dtype)
+        if told.actions is not None:
+            time = time + self.action_embedding(told.actions)
+        if told.rays is not None:
+            x = x + _through(self.camera_embedding, _octaves(told.rays)).to(x.dtype)
+        if told.added is not None:
+            x = x + told.added
         wide = wider(x.dtype)
         six = _through(self.time_projection, time).unflatten(-1, (6, -1)).to(wide)
-        return x, time.to(wide), six
+        if isinstance(session, Exchange):
+            injected = camera_rays.part(told.injected, session.own)
+            x, told = session.own(x), told._replace(injected=injected)
+        return x, time.to(wide), six, told
 
     def embed_patches(self, latents: Tensor) -> Tensor:
-        """The tokens [B, S, W] of latents."""
-        weight = self.patch_embedding.weight
+        """The tokens [B, S, W] of latents, with the channels beside them or without."""
+        weight = self.patch_embedding.weight[:, : latents.shape[1]]
         patches = self._patches(latents).to(weight.dtype)
         return F.linear(patches, weight.flatten(1), self.patch_embedding.bias)
 
@@ -353,7 +358,7 @@ class WanCausal(nn.Module):
 
     def keys_values(self, context: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Each layer's keys and values [B, H, L, D] of a prompt embedded as [B, L, text_dim]."""
-        text = _through(self.text_embedding, context)
+        text = _through(self.img_emb.proj if self.config.pad else self.text_embedding, context)
         pairs = [block.cross_attn.key_value(text) for block in cast(list[Block], self.blocks)]
         return tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
 
@@ -388,47 +393,3 @@ def _octaves(x: Tensor) -> Tensor:
 def _through(layers: nn.Sequential, x: Tensor) -> Tensor:
     """The layers' output, x being brought to their dtype."""
     return layers(x.to(next(layers.parameters()).dtype))
-
-
-def wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # under autocast x is narrower than the weight, for which torch has no fused norm
-    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
-
-
-def _split(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, S, D]
-
-
-def _join(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)  # [B, S, W]
-
-
-def _query_key_value(
-    x: Tensor,
-    linears: Sequence[tuple[Tensor, Tensor]],
-    norms: tuple[Tensor, Tensor],
-    eps: float,
-    heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    projected = [F.linear(x, *linear) for linear in linears]
-    q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, -1)
-    q, k = (_rms(part, norm, eps) for part, norm in zip((q, k), norms, strict=True))
-    return _split(q, heads), _split(k, heads), _split(v, heads)
-
-
-def _modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """norm(x) · (1 + scale) + shift, for x [B, S, W] and one shift and scale a frame [B, F, W]."""
-    normed = F.layer_norm(x.to(wider(x.dtype)), x.shape[-1:], eps=eps)
-    by_frame = normed.unflatten(1, (shift.shape[1], -1))
-    moved = torch.addcmul(shift[:, :, None], by_frame, 1 + scale[:, :, None])
-    return moved.flatten(1, 2).to(x.dtype)
-
-
-def _add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    """x + y · gate, for x and y [B, S, W] and one gate a frame [B, F, W]."""
-    x_, y_ = (z.to(wider(x.dtype)).unflatten(1, (gate.shape[1], -1)) for z in (x, y))
-    return torch.addcmul(x_, y_, gate[:, :, None]).flatten(1, 2).to(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tachyscope.bounds import check_parts
-from tachyscope.errors import TachyscopeError, first_line
+from tachyscope.core.errors import TachyscopeError, first_line
+from tachyscope.core.limits import Bound
+from tachyscope.memory.allocations import tensor_bytes
 from tachyscope.models.checkpoint import (
-    check_finite,
     fit,
     matched,
     read_json,
@@ -24,14 +24,26 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
+from tachyscope.models.config_schema import SIDE, check_numbers
+from tachyscope.models.wan import vae_5b, vae_bands
 from tachyscope.models.wan.parts import Decoder
 from tachyscope.models.wan.text import needed
 
-PUBLISHED = "Wan2.1_VAE.pth"
+# Wan 2.1's, and that of Wan 2.2 5B
+PUBLISHED, PUBLISHED_5B = "Wan2.1_VAE.pth", "Wan2.2_VAE.pth"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+# what a config.json of diffusers says
+BOUNDS = {
+    "base_dim": Bound(1, 4_096),
+    "decoder_base_dim": Bound(1, 4_096),
+    "z_dim": SIDE,
+    "num_res_blocks": Bound(1, 64),
+    "in_channels": SIDE,
+    "out_channels": SIDE,
+    "patch_size": Bound(1, 64),
+    "dim_mult": Bound(1, 64),
+}
 STRIDE = 4  # frames of every latent one but the first, which is one frame
-# what diffusers notes of a time convolution that has seen the first frame alone
-REPEAT = "Rep"
 
 Normed = Callable[[Tensor, Tensor], Tensor]
 
@@ -45,10 +57,13 @@ class WanVae(Decoder):
 
     kind = "wan_vae"
     name = "Wan's VAE"
+    bands = 1  # of rows, in which a frame is decoded
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
         self.convolutions = _optimise_decoder(model.decoder)
+        causal = type(model.encoder.conv_in)
+        self.encoder_convolutions = sum(type(x) is causal for x in model.encoder.modules())
 
     def compile_norms(self, backend: str = "inductor") -> Self:
         """The VAE with its decoder's norms compiled, which are short vectors, and many of them."""
@@ -59,9 +74,21 @@ class WanVae(Decoder):
                 module.forward = partial(_norm, module, normed)
         return self
 
+    @property
+    def stride(self) -> tuple[int, int, int]:
+        """Pixel frames, rows and columns of a latent place."""
+        config = self.model.config
+        return (config.scale_factor_temporal, *(config.scale_factor_spatial,) * 2)
+
     @staticmethod
     def found(folder: Path) -> bool:
-        return (folder / PUBLISHED).is_file() or (folder / "vae").is_dir()
+        files = (folder / PUBLISHED, folder / PUBLISHED_5B)
+        return any(file.is_file() for file in files) or (folder / "vae").is_dir()
+
+    @staticmethod
+    def known(tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a file's tensors have the original names of a VAE of Wan's layout."""
+        return {"conv2.weight", "encoder.conv1.weight"} <= tensors.keys()
 
     @classmethod
     def read(
@@ -71,34 +98,35 @@ class WanVae(Decoder):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """The VAE in the original file, in diffusers' folder, or in a folder with one of them.
+        """The VAE in an original file, in diffusers' folder, or in a folder with one of them.
 
         `config` is a model's, which does not matter here.
         """
         path = Path(path)
-        if (path / PUBLISHED).is_file():
-            path = path / PUBLISHED
-        elif (path / "vae").is_dir():
-            path = path / "vae"
+        inside = [path / name for name in (PUBLISHED, PUBLISHED_5B, "vae")]
+        path = next((x for x in inside if x.exists()), path)
         diffusers = needed("diffusers", f"Wan's VAE in {path}")
         if path.is_dir():
             file, settings = path / WEIGHTS, read_json(path / "config.json")
             tensors = read_tensors(file)
         else:
             file, tensors = path, read_tensors(path)
-            if "conv2.weight" not in tensors or "encoder.conv1.weight" not in tensors:
+            if not cls.known(tensors):
                 raise TachyscopeError(
-                    f"{file} must hold Wan 2.1's VAE under its original names, got "
+                    f"{file} must hold Wan's VAE under its original names, got "
                     f"{', '.join(sorted(tensors)[:3]) or 'nothing'}: give the published "
-                    f"{PUBLISHED}, or a diffusers folder"
+                    f"{PUBLISHED} or {PUBLISHED_5B}, or a diffusers folder"
                 )
-            settings = {
-                "base_dim": tensors["encoder.conv1.weight"].shape[0],
-                "z_dim": tensors["conv2.weight"].shape[0],
-            }
-            names = importlib.import_module("diffusers.loaders.single_file_utils")
-            tensors = names.convert_wan_vae_to_diffusers(tensors)
-        check_parts(settings, str(file.parent / "config.json"))
+            if vae_5b.known(tensors):
+                settings, tensors = vae_5b.settings(tensors), vae_5b.renamed(tensors)
+            else:
+                settings = {
+                    "base_dim": tensors["encoder.conv1.weight"].shape[0],
+                    "z_dim": tensors["conv2.weight"].shape[0],
+                }
+                names = importlib.import_module("diffusers.loaders.single_file_utils")
+                tensors = names.convert_wan_vae_to_diffusers(tensors)
+        check_numbers(settings, BOUNDS, str(file.parent / "config.json"))
         try:
             with torch.device("meta"):
                 empty = diffusers.AutoencoderKLWan.from_config(settings)
@@ -110,23 +138,7 @@ class WanVae(Decoder):
         matched(empty, tensors, str(file))
         model = diffusers.AutoencoderKLWan.from_config(settings)
         fit(model, tensors, str(file))
-        check_finite(model, str(file))
         return cls(_cast(model, dtype).to(device))
-
-    @classmethod
-    def sized(cls, channels: int, dtype: torch.dtype) -> Self:
-        """A VAE of random weights, with Wan 2.1's numbers, or with 2.2's for 48 channels."""
-        diffusers = needed("diffusers", "the size of Wan's VAE")
-        settings: dict[str, Any] = {"z_dim": channels}
-        if channels == 48:
-            settings |= {
-                "base_dim": 160, "decoder_base_dim": 256, "is_residual": True, "in_channels": 12,
-                "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
-                "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
-            }  # fmt: skip
-        made = cls(_cast(diffusers.AutoencoderKLWan.from_config(settings), dtype))
-        made.name = f"{cls.name} (random weights)"
-        return made
 
     def write(self, folder: Path) -> None:
         settings = {name: value for name, value in self.model.config.items() if name[0] != "_"}
@@ -143,15 +155,28 @@ class WanVae(Decoder):
                 f"first frames are 1 + 4n of them for Wan's VAE, got {len(frames)}: give "
                 f"{max(1, len(frames) - (len(frames) - 1) % STRIDE)}"
             )
-        place = self.model.post_quant_conv.weight
+        return self.encode_next(frames, {})
+
+    def encode_next(self, frames: np.ndarray | Tensor, state: dict[str, Tensor]) -> Tensor:
+        model, place = self.model, self.model.post_quant_conv.weight
         pixels = torch.as_tensor(frames).permute(3, 0, 1, 2)[None].to(place.device)
         wide = torch.promote_types(place.dtype, torch.float32)
-        latents = self.model.encode(
-            (pixels.to(wide) / 127.5 - 1).to(place.dtype)
-        ).latent_dist.mode()
-        latents = latents.to(wide)
+        pixels = _patched((pixels.to(wide) / 127.5 - 1).to(place.dtype), model.config.patch_size)
+        # a video's first frame is a latent frame by itself
+        lone = [] if state else [1]
+        parts = pixels.split(lone + [STRIDE] * ((len(frames) - len(lone)) // STRIDE), 2)
+        seen = [state.get(f"encoder.{i}") for i in range(self.encoder_convolutions)]
+        # each by itself, so that a video in chunks is the video at once
+        made = [model.quant_conv(model.encoder(x, feat_cache=seen, feat_idx=[0])) for x in parts]
+        state |= {f"encoder.{i}": x for i, x in enumerate(seen) if x is not None}
+        latents = torch.cat(made, 2).chunk(2, 1)[0].to(wide)
         mean, std = self._spread(latents)
         return (latents - mean) / std
+
+    def encoder_state(self, size: tuple[int, int]) -> int:
+        state: dict[str, Tensor] = {}
+        self.encode_next(torch.empty(1 + STRIDE, *size, 3, device="meta"), state)
+        return tensor_bytes(state.values())
 
     def skip(self, latents: Tensor, features: dict[str, Tensor]) -> None:
         self._decode(latents, features)
@@ -169,6 +194,9 @@ class WanVae(Decoder):
         parts = []
         for latent in model.post_quant_conv(latents).split(1, 2):
             first = all(feature is None for feature in seen)
+            if self.bands > 1:
+                parts.append(vae_bands.decode(model.decoder, latent, seen, self.bands, first))
+                continue
             parts.append(model.decoder(latent, feat_cache=seen, feat_idx=[0], first_chunk=first))
         for i, feature in enumerate(seen):
             if feature is not None:
@@ -186,6 +214,14 @@ class WanVae(Decoder):
         config = self.model.config
         mean, std = (like.new_tensor(x) for x in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+
+def _patched(pixels: Tensor, patch: int | None) -> Tensor:
+    """Pixels [B, 3, F, H, W] as [B, C · px · py, F, h, w]."""
+    if not patch:
+        return pixels
+    split = pixels.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))
+    return split.permute(0, 1, 6, 4, 2, 3, 5).flatten(1, 3)
 
 
 def _optimise_decoder(decoder: Any) -> int:
@@ -240,4 +276,4 @@ def _cast(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _seen(feature: Tensor | None) -> Tensor | str | None:
-    return REPEAT if feature is not None and feature.numel() == 0 else feature
+    return vae_bands.REPEAT if feature is not None and feature.numel() == 0 else feature

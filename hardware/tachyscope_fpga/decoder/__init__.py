@@ -1,0 +1,1 @@
+"""A whole LLaMA-type decoder of those parts: integers, hardware, registers, memory layout."""

@@ -1,0 +1,1 @@
+"""How long it takes: the engine's cycles, HBM, boards, workloads, estimates."""

@@ -1,0 +1,1 @@
+"""The units: each file holds exact integers, hardware and cycles of one part."""

@@ -1,0 +1,1 @@
+"""Around the hardware: simulators, comparison with the integers, bounded checks, synthesis."""

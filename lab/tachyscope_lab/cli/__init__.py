@@ -1,0 +1,1 @@
+"""The verbs of `tachyscope-lab`: a module each."""

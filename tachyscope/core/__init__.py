@@ -1,0 +1,1 @@
+"""The engine: plans, sessions, streams and what callers hand in."""

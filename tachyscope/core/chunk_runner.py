@@ -1,0 +1,243 @@
+"""Make a session's chunks; once each is like the last, by repeating its launches."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from copy import copy
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tachyscope.core.errors import warn
+from tachyscope.core.exchange import agree_on_chunk
+from tachyscope.core.session import Session
+from tachyscope.core.work import Work
+from tachyscope.decode import DecodeEngine, DecodeParts, DraftEngine, unsupported
+from tachyscope.kernels.device import has_decode_kernel
+from tachyscope.models.base import Ready, VideoModel
+
+Make = Callable[[Ready | None], Tensor]
+
+
+class Recorded(Protocol):
+    """A chunk's launches: `latents` is where they leave what they make."""
+
+    latents: Tensor
+
+    def repeat(self, ready: Ready | None) -> None: ...
+
+
+class Graph:
+    """Launches on a CUDA device, recorded while the host goes through a chunk.
+
+    Where somebody waits for the latents they are two graphs: the second begins where the latents
+    are final, and writes the cache. `ready` is handed them in between.
+    """
+
+    def __init__(self, session: Session, make: Make, ready: Ready | None) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        # copies of a bank may go on from pass to pass, and a graph must end with all it began
+        split = ready is not None and session.layers[0].bank is None
+        with ExitStack() as recording:
+
+            def record() -> None:
+                graph = torch.cuda.CUDAGraph()
+                # noise goes on from repetition to repetition
+                for generator in session.generators:
+                    graph.register_generator_state(generator)
+                # one memory for both, which run one after the other; another thread may copy a
+                # snapshot to the host meanwhile
+                pool = self.graphs[0].pool() if self.graphs else None
+                capture = torch.cuda.graph(graph, pool, capture_error_mode="thread_local")
+                recording.enter_context(capture)
+                self.graphs.append(graph)
+
+            def cut(latents: Tensor) -> None:
+                recording.close()  # the first graph
+                record()
+
+            record()
+            self.latents = make(cut if split else None)
+        self.repeat(ready)  # nothing ran while it was recorded
+
+    def repeat(self, ready: Ready | None) -> None:
+        first, *rest = self.graphs
+        first.replay()
+        if ready is not None:
+            ready(self.latents.clone())
+        for graph in rest:
+            graph.replay()
+
+
+class ChunkRunner:
+    """Makes the chunks of a session, one a call.
+
+    Of a plan with a bound every chunk asks for the same launches, on the same memory, once the
+    cache is full; what differs, time, noise and actions, are numbers on the device. With `record`
+    the third such chunk is recorded, and those after it are asked for in one call: the host would
+    else take longer to ask than the device to answer. It counts the work of the recorded one.
+    """
+
+    def __init__(
+        self,
+        model: VideoModel,
+        session: Session,
+        record: Callable[[Session, Make, Ready | None], Recorded] | None = None,
+    ) -> None:
+        self.model, self.session = model, session
+        self.record = record
+        self._alike = 0  # chunks so far that asked for the same launches
+        self._work, self._total = Work(), 0  # of the recorded chunk, and entries before it
+        self._memory: list[object] = []  # what the launches read and write
+        self._chunk = session.chunk  # as this left it
+        self._recorded: Recorded | None = None
+        self._actions: Tensor | None = None  # actions, where recorded launches read them
+        self.replayed = False  # whether the last chunk was made by recorded launches
+
+    def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
+        """The next chunk's latents; `ready` is handed them before they are in the cache."""
+        if self.session.ranks is not None:
+            agree_on_chunk(self.session, self.session.ranks, moves)
+        self.replayed = self._recorded is not None
+        latents = self._next(moves, ready)
+        self.replayed &= self._recorded is not None
+        self._chunk = self.session.chunk
+        return latents
+
+    def _next(self, moves: Sequence[int], ready: Ready | None) -> Tensor:
+        session = self.session
+        alike = is_steady(session) and self.model.graph_capturable
+        if self.record is None or not alike:
+            self.forget()
+            return self._make(moves, ready)
+        memory = [session.texts, session.layers]
+        same = bool(self._memory) and all(map(operator.is_, memory, self._memory))
+        if not same or session.chunk != self._chunk:
+            # prompt changed, state restored, or the session was advanced elsewhere
+            self.forget()
+            self._memory = memory
+        if self._recorded is not None:
+            return self._repeat(moves, ready)
+        before, total = session.work.take(), session.total_entries
+        if self._alike < 2:
+            latents = self._make(moves, ready)
+        else:
+            actions = self._actions = self.model.actions_tensor(moves, session.shape.chunk)
+            given = moves if actions is None else actions
+            self._recorded = self.record(session, lambda cut: self._make(given, cut), ready)
+            session.latents = latents = self._recorded.latents.clone()
+            self._work, self._total = copy(session.work), total
+        self._alike += 1
+        if not session.work.of_host:  # some are numbers of the device's own
+            self.forget()
+        session.work.add(before)
+        return latents
+
+    def forget(self) -> None:
+        """Let go of what was recorded, and of the memory that it works with."""
+        self._alike, self._recorded, self._actions = 0, None, None
+
+    def _make(self, moves: Sequence[int] | Tensor, ready: Ready | None = None) -> Tensor:
+        latents = self.model.sample(self.session, moves, ready)
+        self.session.commit()
+        self.session.latents = latents
+        return latents
+
+    def _repeat(self, moves: Sequence[int], ready: Ready | None) -> Tensor:
+        assert self._recorded is not None
+        actions = self.model.actions_tensor(moves, self.session.shape.chunk)
+        if actions is not None and self._actions is not None:
+            self._actions.copy_(actions)
+        self._recorded.repeat(ready)
+        session = self.session
+        session.work.add(self._work, session.total_entries - self._total)
+        session.made += session.shape.chunk
+        session.memory.count(session.shape.chunk * session.shape.tokens_per_frame)
+        # the next repetition writes where this one did
+        session.latents = self._recorded.latents.clone()
+        return session.latents
+
+
+def is_steady(session: Session) -> bool:
+    """Whether the next chunk asks the device for just what the last one did.
+
+    A full cache moves the same entries each time; replay may take turns; which passes run may
+    depend on the latents.
+    """
+    # noise that is handed in changes from chunk to chunk
+    if session.noise is not None or any(observer.host for observer in session.observers):
+        return False
+    shape, plan, room = session.shape, session.plan, session.memory.room
+    full = room is not None and plan.cache.is_full(shape, session.past, room, session.total_entries)
+    fixed = plan.passes.graph_capturable and not (
+        shape.token_by_token or shape.rolling_frames or plan.cache.view_depends_on_pass
+    )
+    return full and fixed and not (plan.replay is not None and plan.replay.turns)
+
+
+class FrameRunner:
+    """Makes the frames of a token model's session by the decode engine, one a call.
+
+    With `graph` a step is recorded at the first token, and serves every token after it: as a CUDA
+    graph, on a CPU as a native program. While an observer reads what it is told, each token is a
+    pass of its own.
+    """
+
+    record: None = None  # no chunk is
+
+    def __init__(
+        self, model: VideoModel, session: Session, parts: DecodeParts, graph: bool = True
+    ) -> None:
+        self.model, self.session, self.parts, self.graph = model, session, parts, graph
+        self.replayed = False  # whether the last frame was made by recorded launches
+        self.engine: DecodeEngine | DraftEngine | None = None
+
+    def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
+        session = self.session
+        if any(observer.host for observer in session.observers):
+            self.forget()
+            latents = self.model.sample(session, moves)
+        else:
+            if self.engine is None:
+                self.engine = self._make_engine()
+            latents = self.model.sample_with_engine(self.engine, session, moves)
+        if ready is not None:
+            ready(latents)
+        session.commit()
+        session.latents = latents
+        on_gpu = session.device.type == "cuda"
+        self.replayed = on_gpu and self.engine is not None and self.engine.replayed
+        return latents
+
+    def _make_engine(self) -> DecodeEngine | DraftEngine:
+        if self.session.plan.passes.drafts_codes:
+            return DraftEngine(self.parts, self.session, self.graph)
+        return DecodeEngine(self.parts, self.session, self.graph)
+
+    def forget(self) -> None:
+        """Let go of the engine, of what it recorded and of the memory that it works with."""
+        self.engine = None
+
+
+def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
+    """Makes a session's chunks, by repeated launches where the device has such."""
+    alone = session.ranks is None
+    if not alone or (session.device.type != "cuda" and not model.compiled):
+        return ChunkRunner(model, session)
+    parts = model.decode_parts()
+    if session.device.type != "cuda" and parts is not None:
+        if reason := unsupported(parts, session):
+            warn(f"{session.plan} runs without a compiled step, each token by itself: {reason}")
+            return ChunkRunner(model, session)
+        return FrameRunner(model, session, parts)
+    if parts is None:
+        return ChunkRunner(model, session, Graph)
+    if not has_decode_kernel(session.layers[0].v[..., 0, 0]):
+        return ChunkRunner(model, session)  # float32, or many rows: stock torch's
+    if reason := unsupported(parts, session):
+        warn(f"{session.plan} runs without a CUDA graph, each token by itself: {reason}")
+        return ChunkRunner(model, session)
+    return FrameRunner(model, session, parts)

@@ -1,0 +1,114 @@
+"""A new prompt in the midst of a video: the newest latents are prefilled again under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tachyscope.core.prefill import Part, Prompt, by_chunk, prefill, refill
+from tachyscope.core.session import Session
+from tachyscope.models.base import VideoModel
+from tachyscope.snapshot.format import AGAIN, MAX_COUNT, check_tensor, refuse
+
+
+class RecentLatents:
+    """The newest latents of a session, by chunks: as many as its cache has room for."""
+
+    def __init__(
+        self,
+        model: VideoModel,
+        session: Session,
+        actions: Sequence[int] = (),
+        camera: Tensor | None = None,
+    ) -> None:
+        """From what the session has; `actions` led to it, one a frame, from where `camera` stood.
+
+        Where they are not known, it is taken as seen from where the camera is now.
+        """
+        self.model, self.session = model, session
+        self.parts: list[Part] = []
+        if session.latents is not None:
+            count = model.pixel_frames(session.latents.shape[model.frame_dim])
+            moves = [*actions, *[0] * (count - len(actions))]
+            stood = session.features.camera if camera is None else camera
+            self.add(by_chunk(model, session.latents, session.shape.chunk, moves, stood))
+
+    def add(self, parts: Sequence[Part]) -> None:
+        session, shape = self.session, self.session.shape
+        self.parts += parts
+        if session.memory.room is not None:
+            room = session.memory.room + shape.max_pass_tokens - session.prompt
+            most = room // shape.tokens_per_frame // shape.chunk
+            del self.parts[: max(0, len(self.parts) - most)]
+
+    def tensors(self, chunk: int) -> dict[str, Tensor]:
+        """By name, for a state: these latents, and the number of the chunk that comes next."""
+        tensors = {"chunk": torch.tensor(chunk)}
+        if not self.parts:
+            return tensors
+        dim = self.model.frame_dim
+        cameras = [part.camera for part in self.parts if part.camera is not None]
+        if cameras:
+            tensors["cameras"] = torch.stack(cameras)
+        actions = [action for part in self.parts for action in part.actions]
+        return tensors | {
+            "held": torch.cat([part.latents for part in self.parts], dim),
+            "sizes": torch.tensor([part.latents.shape[dim] for part in self.parts]),
+            "actions": torch.tensor(actions, dtype=torch.int64),
+        }
+
+
+def read_recent(
+    model: VideoModel, session: Session, tensors: Mapping[str, Tensor]
+) -> tuple[int, list[Part]] | None:
+    """The next chunk's number and the parts of a state; None where it is of a session alone.
+
+    Raises where the tensors are not such as `RecentLatents.tensors` makes.
+    """
+    if "chunk" not in tensors:
+        return None
+    check_tensor(tensors, "chunk", torch.tensor(0), (0, MAX_COUNT))
+    chunk = int(tensors["chunk"])
+    if "held" not in tensors:
+        return chunk, []
+    held, sizes = tensors["held"], tensors.get("sizes", torch.zeros(0))
+    whole = sizes.dtype == torch.int64 and sizes.dim() == 1 and len(sizes)
+    if not whole or int(sizes.min()) < 1 or int(sizes.max()) > session.shape.chunk:
+        refuse("has no lengths of the chunks that it holds", AGAIN)
+    model.check_latents(session.shape, held)
+    count = int(sizes.sum())
+    if held.shape[model.frame_dim] != count:
+        refuse(f"holds {held.shape[model.frame_dim]} latent frames and tells of {count}", AGAIN)
+    actions = torch.zeros(count if model.actions else 0, dtype=torch.int64)
+    check_tensor(tensors, "actions", actions, (0, max(0, len(model.actions) - 1)))
+    cameras: list[Tensor | None] = [None] * len(sizes)
+    if (camera := session.features.camera) is not None:
+        check_tensor(tensors, "cameras", camera.new_zeros(len(sizes), *camera.shape), (0, 0))
+        cameras = list(tensors["cameras"].to(session.device, copy=True))
+    lengths = sizes.tolist()
+    latents = held.to(session.device, copy=True).split(lengths, model.frame_dim)
+    moves = tensors["actions"].split(lengths if model.actions else [0] * len(lengths))
+    return chunk, [
+        Part(part, one.tolist(), stood)
+        for part, one, stood in zip(latents, moves, cameras, strict=True)
+    ]
+
+
+def switch_prompt(
+    model: VideoModel, session: Session, prompt: Prompt, recent: Sequence[Part]
+) -> None:
+    """Go on under another prompt, with the newest latents prefilled again under it."""
+    again = model.rewind(session, [part.latents for part in recent]) if recent else None
+    if again is None:
+        decoders = session.features.decoders
+        refill(model, session, prompt, recent, shown=True)
+        session.features.decoders = decoders  # streaming goes on
+        return
+    session.source = replace(session.source, prompt=prompt.key)
+    model.prefill_prompt(session, prompt.encoded)
+    if again.shape[model.frame_dim]:
+        prefill(model, session, [Part(again, [])], shown=True)
+    session.meter.take()

@@ -1,1 +1,0 @@
-"""What a model and a plan are worth in worlds whose truth is known."""

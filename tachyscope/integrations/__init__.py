@@ -1,0 +1,1 @@
+"""Tachyscope inside other people's code: a cache for attention layers, and adapters by model."""

@@ -1,0 +1,1 @@
+"""Files, videos, tables, and the machine."""

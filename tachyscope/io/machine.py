@@ -1,0 +1,114 @@
+"""What a number was measured on: the machine and the versions, without names of hosts."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict[str, str | int | float | None]:
+    """CPU, cores and memory this process may use, and the first GPU, or None."""
+    memory = memory_of(torch.device("cpu"))
+    info: dict[str, str | int | float | None] = {
+        "cpu": _cpu(),
+        "cores": cores(),
+        "memory_gb": None if memory is None else round(memory / 1e9, 1),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        info["gpu"] = properties.name
+        info["gpu_memory_gb"] = round(properties.total_memory / 1e9, 1)
+    return info
+
+
+def versions() -> dict[str, str]:
+    """Versions that can change a result; a package that is not there has no key."""
+    info = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        info["cuda"] = torch.version.cuda
+    for name in ("tachyscope", "triton"):
+        try:
+            info[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return info
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return " ".join(value.split())
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def cores() -> int:
+    """How many CPU cores this process may use."""
+    # a container is often given fewer cores than the machine has
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that this process may use of a device's memory in all; None where no one tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return None
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not every system counts its pages
+        return None
+    for limit in _group_limits():
+        with suppress(OSError, ValueError):  # no such file, or the word "max"
+            total = min(total, int(limit.read_text()))
+    return total
+
+
+def _group_limits() -> Iterator[Path]:
+    """Where the limits of this process's memory group may stand, cgroup v2's and v1's."""
+    groups = Path("/sys/fs/cgroup")
+    yield from (groups / "memory.max", groups / "memory/memory.limit_in_bytes")  # a container's
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds:
+                yield groups / path.lstrip("/") / "memory.max"
+            elif "memory" in kinds.split(","):
+                yield groups / "memory" / path.lstrip("/") / "memory.limit_in_bytes"
+
+
+def count_peak(device: torch.device) -> None:
+    """Count peaks from now on: of tensors on a GPU, and of the process in RAM."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):  # Linux alone; elsewhere the peak is that of the whole run
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_gb(device: torch.device) -> float:
+    """The most that tensors took since the count began; 0 on the CPU, where no one counts."""
+    if device.type != "cuda":
+        return 0.0
+    return torch.cuda.max_memory_allocated(device) / 1e9
+
+
+def ram(most: bool = False) -> int | None:
+    """Bytes of RAM that this process has, or had at `most` since the count began; None where the
+    system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == ("VmHWM" if most else "VmRSS"):
+                return 1024 * int(value.split()[0])
+    return None

@@ -1,0 +1,15 @@
+"""What stands between linears, a row at a time: residual, norm, modulation, GELU, float8 codes.
+
+Each is one reading and one writing on a GPU.
+"""
+
+from tachyscope.kernels.dispatch import dispatch
+from tachyscope.kernels.norm_quantise import torch as stock
+
+__all__ = ["add_gated", "add_norm", "gelu_quantise", "norm_quantise", "quantise"]
+
+quantise = dispatch(stock.quantise)
+gelu_quantise = dispatch(stock.gelu_quantise)
+norm_quantise = dispatch(stock.norm_quantise)
+add_norm = dispatch(stock.add_norm)
+add_gated = dispatch(stock.add_gated)

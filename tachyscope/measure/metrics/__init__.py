@@ -1,0 +1,1 @@
+"""Published measures of pictures and videos, by their published weights: LPIPS and FVD."""

@@ -1,0 +1,153 @@
+"""How far a run is, on stderr: bars in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tachyscope.core.observers import Observer
+from tachyscope.core.types import Chunk, PassContext
+from tachyscope.measure.rates import frame_rate
+
+SAY_EVERY = 10.0  # seconds between lines where there is no terminal
+
+
+def _terminal() -> Any:
+    """rich's console in a terminal; None elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console if console.is_terminal else None
+
+
+class Reading(Observer):
+    """Counts the given chunks that a session reads when it is opened."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+
+    def on_commit(self, ctx: PassContext, n: int) -> None:
+        if not ctx.prefilling:  # the prompt's tokens are no frames
+            self._tell(ctx.shape.chunk)
+
+
+class Progress:
+    """Bars of what goes on; without a terminal, lines."""
+
+    def __init__(self, frames: int = 0, bars: Any = None, shown: bool = True) -> None:
+        self._frames, self._bars, self._shown = frames, bars, shown
+        self._tasks: dict[str, Any] = {}
+        self._sums: dict[str, defaultdict[str, float]] = {}
+        self._begun = self._said = time.monotonic()
+        self._waiting: threading.Timer | None = None  # to say that a stage takes long
+
+    def stage(self, text: str) -> None:
+        """What goes on that cannot be counted; "" where it is over."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        if self._bars is None:
+            if text:
+                self._waiting = threading.Timer(SAY_EVERY, self._say, [text])
+                self._waiting.daemon = True
+                self._waiting.start()
+            return
+        if "stage" in self._tasks:
+            self._bars.remove_task(self._tasks.pop("stage"))
+        if text:
+            self._tasks["stage"] = self._bars.add_task(text, total=None, text="", left="")
+
+    def part(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """So many are done, of a total where that is known."""
+        count = f"{done} {unit}"
+        if total is not None:
+            count = f"{done}/{total} {unit}" if self._bars else f"{name}: {done} of {total} {unit}"
+        if self._bars is None:
+            self._say(count)
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, text="", left="")
+        left = "" if total is None else "left" if done < total else "taken"
+        self._bars.update(self._tasks[name], completed=done, text=count, left=left)
+
+    def reading(self, name: str, frames: int) -> list[Observer]:
+        """An observer that tells how many of the given frames were read; none where few are."""
+        if frames < 2:
+            return []
+        read, what = 0, f"{name}: reading given frames"
+        self.part(what, 0, frames, "frames")
+
+        def tell(count: int) -> None:
+            nonlocal read
+            read = min(frames, read + count)
+            self.part(what, read, frames, "frames")
+
+        return [Reading(tell)]
+
+    def chunk(self, name: str, chunk: Chunk) -> None:
+        """A chunk of a run was made."""
+        total = self._sums.setdefault(name, defaultdict(float))
+        for key in ("frames", "pairs", "pairs_dense"):
+            total[key] += chunk.stats[key]
+        # inspection times nothing from chunk to chunk
+        ms = chunk.stats.get("wall_ms", chunk.stats["chunk_ms"])
+        text = (
+            f"{frame_rate(chunk.stats['frames_made'], ms):.1f} frames/s, "
+            f"cache {chunk.stats['cache_mb']:.1f} MB, "
+            f"{total['pairs'] / total['pairs_dense']:.0%} of dense's pairs"
+        )
+        done, frames = round(total["frames"]), self._frames
+        if self._bars is None:
+            self._say(f"{name}: {done} of {frames} frames, {text}")
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=frames, text="", left="")
+        left = "left" if done < frames else "taken"
+        text = f"{done}/{frames} frames {text}"
+        self._bars.update(self._tasks[name], completed=done, text=text, left=left)
+
+    def _say(self, text: str) -> None:
+        now = time.monotonic()
+        if self._shown and now - self._said >= SAY_EVERY:
+            self._said = now
+            print(f"{text} after {now - self._begun:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(frames: int = 0, shown: bool = True) -> Iterator[Progress]:
+    """Bars on stderr while the block lasts; each run makes so many frames."""
+    console = _terminal() if shown else None
+    if console is None:
+        lines = Progress(frames, shown=shown)
+        try:
+            yield lines
+        finally:
+            lines.stage("")
+        return
+    from rich import progress as rich
+
+    bars = rich.Progress(
+        rich.TextColumn("{task.description}"), rich.BarColumn(),
+        rich.TextColumn("{task.fields[text]}"),
+        rich.TimeRemainingColumn(elapsed_when_finished=True),
+        rich.TextColumn("{task.fields[left]}"),
+        console=console, redirect_stdout=sys.stdout.isatty(),
+    )  # fmt: skip
+    with bars:
+        yield Progress(frames, bars)
+
+
+@contextmanager
+def parts_bar() -> Iterator[Callable[[str, int], None]]:
+    """A bar a part on stderr; the value takes its name and how many are done, of no known total."""
+    if _terminal() is None:
+        print("measuring, which takes minutes; lines will say how far it is", file=sys.stderr)
+    with progress() as watch:
+        watch.stage("measuring")
+        yield lambda name, done: watch.part(name, done, None, name)
+        watch.stage("")

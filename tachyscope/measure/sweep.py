@@ -1,0 +1,208 @@
+"""Which weight of the past suits a model: what it shows again held against what it showed first.
+
+A model that takes actions walks a way and back; one that takes none goes on with its prompt. No
+truth is needed: what is judged is how far a video's own second look lies from its first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Unpack
+
+import numpy as np
+
+from tachyscope.core.arguments import check_model, check_whole, parse_actions, parse_plan
+from tachyscope.core.errors import TachyscopeError, shown
+from tachyscope.core.plan import Plan
+from tachyscope.core.policy import settings
+from tachyscope.core.request import VideoOptions
+from tachyscope.core.rollout import rollout
+from tachyscope.core.types import Chunk
+from tachyscope.io.results import Document, document
+from tachyscope.io.tables import format_table
+from tachyscope.measure.metrics.lpips import SHORTEST_SIDE, Lpips
+from tachyscope.measure.metrics.weights import LPIPS, has_weights
+from tachyscope.measure.quality import Frames, motion, psnr
+from tachyscope.measure.take import Watch
+from tachyscope.models.base import VideoModel
+
+WEIGHTS = (1.0, 2.0, 4.0, 8.0)
+SEEDS = 3  # rollouts of each weight: a gain is one that every seed shows
+BACK = dict(zip(".wsadqe", ".swdaeq", strict=True))  # what undoes an action
+LEAST_MOTION = 0.8  # of weight 1's: a video that stands still repeats itself well
+FEWEST = 8  # frames
+LOOKS = 8  # first frames that a later one is held against, where none shows the same
+
+
+class Look(NamedTuple):
+    """A frame of the second look, and those of the first that it is held against."""
+
+    again: int
+    first: tuple[int, ...]
+
+
+def sweep_past(
+    model: VideoModel,
+    plan: Plan | str = "fast",
+    *,
+    frames: int,
+    command: str = "",
+    watch: Watch | None = None,
+    **options: Unpack[VideoOptions],
+) -> Document:
+    """Rollouts of a plan by several `past_weight`, and which of them to take.
+
+    Of a model with actions the first half of the frames is a way (`actions`, else a turn) and the
+    second the same way back; judged is its last half, whose frames are held against those of the
+    way out from the same place. Of another the last third is held against the nearest frames of
+    the first. By LPIPS where its weights are there and frames are large enough, else by PSNR.
+    Three seeds from `seed` on. A weight is taken when it is nearer than 1 in every seed and moves
+    as much.
+    """
+    check_model(model)
+    if check_whole("frames", frames) < FEWEST:
+        raise TachyscopeError(f"a sweep needs {FEWEST} frames or more, got {frames}: raise frames")
+    seed = options.pop("seed", 0)
+    if not isinstance(seed, int):
+        raise TachyscopeError("a sweep takes one seed and draws the next ones itself: give one")
+    actions, looks = _walk(model, options.pop("actions", ""), frames)
+    plans = _plans(model, plan)
+    lpips: Lpips | None = None
+    rows: list[Document] = []
+    for name, weight, one in plans:
+        near, moved = list[float](), list[float]()
+        for number in range(seed, seed + SEEDS):
+            asked: VideoOptions = {**options, "actions": actions, "seed": number}
+            made = rollout(model, one, frames=frames, **asked)
+            video = _frames(made, f"{name}, seed {number}", watch)
+            if not rows and not near and _has_lpips(video):
+                lpips = Lpips.load(device=model.device)
+            near.append(_apart(video, looks, lpips))
+            moved.append(float(motion(video).mean()))
+        row: Document = {"name": name, "plan": str(one), "model": model.name}
+        row |= {"past_weight": weight, "apart": statistics.mean(near), "by_seed": near}
+        rows.append(row | {"motion": statistics.mean(moved)})
+    judge = "psnr" if lpips is None else "lpips"
+    return document(
+        "sweep-past", rows, command, judge=judge, seed=seed, frames=frames,
+        walk="back" if actions else "on", lead=_lead(rows, judge),
+    )  # fmt: skip
+
+
+def _walk(model: VideoModel, given: object, frames: int) -> tuple[list[int], list[Look]]:
+    """The actions of a way and back, none where the model takes none, and what is judged."""
+    if not model.actions:
+        third = frames // 3
+        first = tuple(np.linspace(0, third - 1, min(LOOKS, third)).round().astype(int).tolist())
+        return [], [Look(i, first) for i in range(frames - third, frames)]
+    out = frames // 2
+    letters = model.actions
+    if not given:
+        if "q" not in letters:
+            raise TachyscopeError(
+                f"a sweep walks a way and back, and this model's actions are {letters!r}: give "
+                f"`actions` of {''.join(BACK)!r}"
+            )
+        given = f"q*{out}"
+    moves = parse_actions(given, letters, out)  # type: ignore[arg-type]
+    for letter in {letters[move] for move in moves}:
+        if BACK.get(letter, "") not in letters or letter not in BACK:
+            raise TachyscopeError(
+                f"a sweep walks a way and back, and nothing undoes action {shown(letter)}: use "
+                f"actions of {''.join(BACK)!r}"
+            )
+    back = [letters.index(BACK[letters[move]]) for move in reversed(moves)]
+    # after k steps back the walker stands where it stood k before the way's end
+    looks = [Look(out - 1 + k, (out - 1 - k,)) for k in range((out + 1) // 2, out)]
+    return [*moves, *back], looks
+
+
+def _plans(model: VideoModel, plan: Plan | str) -> list[tuple[str, float, Plan]]:
+    """The plan by each weight, and retrieval by pose where the model knows poses."""
+    shape, base = model.shape(), parse_plan(model, plan)
+    if "past_weight" not in settings(type(base.attention)):
+        raise TachyscopeError(
+            f"attention={base.attention} has no past_weight to sweep: use dense, ann or window"
+        )
+    found = [(f"past_weight={x:g}", x, _weighed(base, x)) for x in WEIGHTS]
+    if shape.poses and base.attention.name != "pose":
+        by_pose = parse_plan(model, "pose")
+        weight = by_pose.attention.past_weight or 1.0
+        found.append((f"plan pose, {weight:g}", weight, by_pose))
+    for _, _, one in found:
+        one.check(shape)
+    return found
+
+
+def _weighed(plan: Plan, weight: float) -> Plan:
+    return replace(plan, attention=replace(plan.attention, past_weight=weight))  # type: ignore[type-var]
+
+
+def _frames(made: Iterable[Chunk], name: str, watch: Watch | None) -> Frames:
+    parts = []
+    for chunk in made:
+        parts.append(chunk.frames)
+        if watch is not None:
+            watch(name, chunk)
+    return np.concatenate(parts)
+
+
+def _has_lpips(video: Frames) -> bool:
+    return has_weights(LPIPS) and min(video.shape[1:3]) >= SHORTEST_SIDE
+
+
+def _apart(video: Frames, looks: Sequence[Look], lpips: Lpips | None) -> float:
+    """How far second looks are from the nearest first one: LPIPS, or PSNR in dB."""
+    values = []
+    for look in looks:
+        again = np.repeat(video[look.again : look.again + 1], len(look.first), 0)
+        first = video[list(look.first)]
+        values.append(
+            float(psnr(again, first).max() if lpips is None else lpips(again, first).min())
+        )
+    return statistics.mean(values)
+
+
+def _gain(row: Document, judge: str) -> list[float]:
+    sign = -1 if judge == "lpips" else 1
+    return [sign * x for x in row["by_seed"]]
+
+
+def _lead(rows: Sequence[Document], judge: str) -> str:
+    """Which weight to take, in a sentence, or that none gains."""
+    base, unit = rows[0], "LPIPS" if judge == "lpips" else "PSNR"
+
+    def better(row: Document) -> bool:
+        pairs = zip(_gain(row, judge), _gain(base, judge), strict=True)
+        return all(a > b for a, b in pairs) and row["motion"] >= LEAST_MOTION * base["motion"]
+
+    good = [row for row in rows[1:] if better(row)]
+    before = _written(base["apart"], judge)
+    if not good:
+        return (
+            f"No gain is seen: no weight is nearer than 1 ({unit} {before}) in each of "
+            f"{len(base['by_seed'])} seeds and moves as much; leave past_weight at 1."
+        )
+    best = max(good, key=lambda row: statistics.mean(_gain(row, judge)))
+    after, seeds = _written(best["apart"], judge), len(base["by_seed"])
+    return f"Take {best['name']}: {unit} {before} to {after}, better in each of {seeds} seeds."
+
+
+def _written(value: float, judge: str) -> str:
+    return f"{value:.3f}" if judge == "lpips" else f"{value:.1f} dB"
+
+
+def lines(results: Document) -> list[str]:
+    """A sweep as a reader wants it."""
+    judge = results["judge"]
+    cells = [
+        [
+            row["name"], _written(row["apart"], judge),
+            " ".join(_written(x, judge) for x in row["by_seed"]), f"{row['motion']:.2f}",
+        ]
+        for row in results["rows"]
+    ]  # fmt: skip
+    name = "LPIPS to the first look" if judge == "lpips" else "PSNR to the first look"
+    return [*format_table(["weight", name, "by seed", "motion"], cells), str(results["lead"])]

@@ -1,0 +1,1 @@
+"""Memory that a plan will take, predicted before it starts."""

@@ -1,0 +1,273 @@
+"""What config files say of a model: every field with its type, its bound and its key there.
+
+    @dataclass(frozen=True, slots=True)
+    class WanConfig(Config):
+        whose, under = "a Wan configuration's", "tachyscope"
+        layers: int = entry(30, LAYERS, at="num_layers")
+
+A configuration checks its fields when it is made, whoever makes it. `Tables` reads one out of JSON
+objects, where a fault names the file's own key; `written` gives the objects back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
+
+from tachyscope.core.errors import TachyscopeError, spelled
+from tachyscope.core.limits import Bound, fault, within
+
+# bounds that more than one model has
+WIDTH = Bound(1, 65_536)  # channels
+INNER = Bound(1, 1_048_576)  # of an MLP
+LAYERS = Bound(1, 256)
+HEADS = Bound(1, 1_024)
+SIDE = Bound(1, 1_024)  # places, codes a place, channels of latents
+WORDS = Bound(1, 10_000_000)  # of a vocabulary or a codebook
+EPS = Bound(1e-30, 0.1)
+THETA = Bound(1e-6, 1e12)
+FPS = Bound(1, 1_000)
+ACTIONS = Bound(0, 256)  # letters
+NUMBERS = Bound(0, 16)  # in a list
+
+
+class Entry(NamedTuple):
+    """A field of a configuration."""
+
+    field: str
+    kind: Any  # of its numbers, where it is a tuple
+    bound: Bound | None  # of each of them; of a text's length
+    length: Bound | None  # how many numbers a tuple has; None for what is no tuple
+    optional: bool  # may be None
+    default: Any
+    path: tuple[str, ...] | None  # in the files; None for what is not read by itself
+
+
+def entry(
+    default: Any = dataclasses.MISSING,
+    bound: Bound | None = None,
+    *,
+    at: str | None = None,
+    length: Bound = NUMBERS,
+) -> Any:
+    """A configuration's field; `at` is its key in the files, `llm.hidden_size`, "" for none."""
+    return dataclasses.field(default=default, metadata={"bound": bound, "at": at, "length": length})
+
+
+class Config:
+    """Base of a frozen dataclass whose fields are entries."""
+
+    __slots__ = ()
+    whose: ClassVar[str]  # as errors begin: "a Wan configuration's"
+    under: ClassVar[str | None] = None  # where entries without a key of their own stand
+
+    def __post_init__(self) -> None:
+        for one in entries(type(self)):
+            given = getattr(self, one.field)
+            value = checked(f"{self.whose} {one.field}", one, given, "change it")
+            if value is not given:
+                object.__setattr__(self, one.field, value)
+        self.check_fields()
+
+    def check_fields(self) -> None:
+        """Raise where fields, each right by itself, do not go together."""
+        return
+
+    def demand(self, right: bool, rule: str, got: object) -> None:
+        """Raise unless the fields are as the rule says."""
+        if not right:
+            raise TachyscopeError(f"{self.whose} {rule}, got {got}: change it")
+
+
+def entries(config: type[Config]) -> tuple[Entry, ...]:
+    """A configuration's fields."""
+    hints = typing.get_type_hints(config)
+    found = []
+    for field in dataclasses.fields(typing.cast(Any, config)):
+        kind, length = hints[field.name], None
+        optional = typing.get_origin(kind) is types.UnionType
+        if optional:
+            kind = next(x for x in typing.get_args(kind) if x is not types.NoneType)
+        if typing.get_origin(kind) is tuple:
+            kinds = typing.get_args(kind)
+            kind = kinds[0]
+            length = field.metadata["length"] if kinds[-1] is ... else Bound(len(kinds), len(kinds))
+        at = field.metadata["at"]
+        if at is None and config.under is not None:
+            at = f"{config.under}.{field.name}" if config.under else field.name
+        path = tuple(at.split(".")) if at else None
+        bound = field.metadata["bound"]
+        found.append(Entry(field.name, kind, bound, length, optional, field.default, path))
+    return tuple(found)
+
+
+def paths(config: type[Config], under: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys of a configuration's fields, those within its own configurations too."""
+    for one in entries(config):
+        if one.path is None:
+            continue
+        if is_config(one.kind):
+            yield from paths(one.kind, (*under, *one.path))
+        else:
+            yield (*under, *one.path)
+
+
+def is_config(kind: Any) -> TypeGuard[type[Config]]:
+    return isinstance(kind, type) and issubclass(kind, Config)
+
+
+def checked(what: str, one: Entry, value: Any, advice: str) -> Any:
+    """A value in its entry's own type; raises where it is of another, or out of its bound."""
+    if value is None and one.optional:
+        return None
+    if is_config(one.kind):
+        if not isinstance(value, one.kind):
+            _refuse(what, f"of type {one.kind.__name__}", value, advice)
+        return value
+    if one.length is None:
+        if rule := fault(one.kind, one.bound, value):
+            _refuse(what, rule, value, advice)
+        return float(value) if one.kind is float else value
+    numbers = value if isinstance(value, list | tuple) else ()
+    right = numbers is value and within(one.length, len(numbers))
+    if not right or any(fault(one.kind, one.bound, x) for x in numbers):
+        many = one.length.high if one.length.low == one.length.high else one.length
+        _refuse(what, f"{many} whole numbers, each {one.bound}", value, advice)
+    return tuple(numbers)
+
+
+def _refuse(what: str, rule: str, value: Any, advice: str) -> NoReturn:
+    raise TachyscopeError(f"{what} must be {rule}, got {spelled(value)}: {advice}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tables:
+    """The objects of one or several config files, read by the path of a key."""
+
+    values: Mapping[str, Any]
+    where: str  # the file; "" where a path's first part is the file's folder
+    advice: str = "mend it or get it again"
+
+    def split(self, path: Sequence[str]) -> tuple[str, str]:
+        """A path's file, and its key in it."""
+        if self.where:
+            return self.where, ".".join(path)
+        file = f"{path[0]}/config.json" if path[0] else "config.json"
+        return file, ".".join(path[1:])
+
+    def name(self, path: Sequence[str]) -> str:
+        """A key as errors call it."""
+        return ": ".join(self.split(path))
+
+    def at(self, path: str | tuple[str, ...]) -> Any:
+        """The value there; None where there is none."""
+        keys = tuple(path.split(".")) if isinstance(path, str) else path
+        value: Any = self.values
+        for i, key in enumerate(keys):
+            if not isinstance(value, Mapping):
+                _refuse(self.name(keys[:i]), "an object", value, self.advice)
+            value = value.get(key)
+            if value is None:
+                return None
+        return value
+
+    def must(self, path: str, *allowed: Any, advice: str = "") -> None:
+        """Raise unless the value there is one of those; with None among them it may be absent."""
+        value = self.at(path)
+        if value not in allowed:
+            # of what may be absent, what it must be where it is there
+            rule = " or ".join(spelled(x) for x in allowed if x is not None) or "null"
+            _refuse(self.name(path.split(".")), rule, value, advice or self.advice)
+
+    def only(
+        self,
+        config: type[Config],
+        path: str = "",
+        also: Collection[str] = (),
+        *,
+        under: tuple[str, ...] = (),
+        advice: str = "remove it",
+    ) -> None:
+        """Raise where the object there has a key that is no field of the configuration's."""
+        inner = tuple(path.split(".")) if path else ()
+        found = [p[len(inner)] for p in paths(config, under) if p[: len(inner)] == inner]
+        keys = list(dict.fromkeys((*found, *also)))
+        held = self.at(inner)
+        for key in held if isinstance(held, Mapping) else ():
+            if key not in keys:
+                file, odd = self.split((*inner, key))
+                raise TachyscopeError(
+                    f"{file} has an unknown {odd!r}; it takes {', '.join(keys)}: {advice}"
+                )
+
+    def value(self, path: str, kind: Any, bound: Bound, length: Bound | None = None) -> Any:
+        """The number that stands there, or so many; raises where there is none."""
+        keys = tuple(path.split("."))
+        one = Entry("", kind, bound, length, False, None, None)
+        return checked(self.name(keys), one, self.at(keys), self.advice)
+
+    def fields(self, config: type[Config], under: tuple[str, ...] = ()) -> dict[str, Any]:
+        """A configuration's fields that the files give, checked; raises where one must be there."""
+        given: dict[str, Any] = {}
+        for one in entries(config):
+            if one.path is None:
+                continue
+            path = (*under, *one.path)
+            if is_config(one.kind):
+                made = self.fields(one.kind, path)
+                if one.default is dataclasses.MISSING:
+                    given[one.field] = one.kind(**made)
+                elif made:
+                    given[one.field] = dataclasses.replace(one.default, **made)
+                continue
+            value = self.at(path)
+            if value is not None or (one.default is dataclasses.MISSING and not one.optional):
+                given[one.field] = checked(self.name(path), one, value, self.advice)
+        return given
+
+
+def check_numbers(values: Mapping[str, Any], bounds: Mapping[str, Bound], where: str) -> None:
+    """Raise where a number of a part that another package makes is out of its bound."""
+    for name, bound in bounds.items():
+        if (value := values.get(name)) is not None:
+            length = Bound(0, 1_024) if isinstance(value, list | tuple) else None
+            one = Entry(name, int, bound, length, False, None, None)
+            checked(f"{where}: {name}", one, value, "mend it")
+
+
+def written(config: Config) -> dict[str, Any]:
+    """The objects of a configuration's files."""
+    values: dict[str, Any] = {}
+    for one in entries(type(config)):
+        if one.path is None:
+            continue
+        table = values
+        for key in one.path[:-1]:
+            table = table.setdefault(key, {})
+        value = getattr(config, one.field)
+        if isinstance(value, Config):
+            merge(table, {one.path[-1]: written(value)})
+        else:
+            table[one.path[-1]] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set what stands at a path, and make the objects that it goes through."""
+    *through, last = path.split(".")
+    for key in through:
+        values = values.setdefault(key, {})
+    values[last] = value
+
+
+def merge(into: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Put an object's values into another, also those within its own objects."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
+    return into

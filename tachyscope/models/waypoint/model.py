@@ -1,0 +1,242 @@
+"""Waypoint as a stream drives it: an action a latent frame."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.session import Session
+from tachyscope.core.types import DenoisePass, Rope, Shape
+from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
+from tachyscope.models.base import MemoryParts, Ready, VideoModel
+from tachyscope.models.wan.parts import Decoder, modules_of, on_meta
+from tachyscope.models.waypoint import controls
+from tachyscope.models.waypoint.config import STRIDE
+from tachyscope.models.waypoint.pictures import FILES
+from tachyscope.models.waypoint.transformer import Waypoint
+
+
+class WaypointModel(VideoModel):
+    """A Waypoint: its transformer, and what shows latents where there is such."""
+
+    transformer: Waypoint
+    actions = controls.ACTIONS
+    chords = controls.CHORDS
+    draws = 1
+
+    def __init__(self, name: str, transformer: Waypoint, decoder: Decoder | None = None) -> None:
+        self.name, self.transformer, self.decoder = name, transformer, decoder
+        self.config = transformer.config
+        weight = transformer.patchify.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.size, self.fps = self.config.size, self.config.inference_fps
+        self.stock = self.config.stock
+        self.revisions: dict[str, str] = {}  # commits of repositories that it was downloaded from
+        self._times: dict[float, Tensor] = {}
+        # in the model's precision, as its authors have them
+        self.sigmas = torch.tensor(self.config.scheduler_sigmas, dtype=self.dtype).tolist()
+        if self.device.type != "meta":
+            self.presses = controls.table(self.config.n_buttons, self.device)
+
+    def shape(self, size: tuple[int, int] | None = None) -> Shape:
+        c = self.config
+        if size is not None and tuple(size) != self.size:
+            raise TachyscopeError(
+                f"{self.name} makes frames of {self.size[0]}x{self.size[1]} alone, got "
+                f"{size[0]}x{size[1]}: leave `size` out"
+            )
+        return Shape(
+            layers=c.n_layers,
+            heads=c.n_heads,
+            kv_heads=c.n_kv_heads,
+            head_dim=c.head_dim,
+            width=c.d_model,
+            grid=(c.height, c.width),
+            passes=len(self.sigmas),
+            macs=self._macs,
+        )
+
+    @property
+    def _macs(self) -> int:
+        """Multiply-adds of a token's linears outside the MLPs."""
+        c = self.config
+        layer = c.d_model * c.head_dim * 2 * (c.n_heads + c.n_kv_heads)
+        fusions = sum(c.fuses(i) for i in range(c.n_layers)) * 2 * c.d_model**2
+        return c.n_layers * layer + fusions + 2 * self._end_macs
+
+    @property
+    def _end_macs(self) -> int:
+        """Those of what makes tokens of latents, or latents of tokens."""
+        return self.config.channels * math.prod(self.config.patch) * self.config.d_model
+
+    def rope(self, shape: Shape) -> Rope:
+        """Columns and rows turn at frequencies of pixels, time as in a language model.
+
+        Queries and keys turn alike, so that only differences count: places are not centred, and
+        turned pairs stay beside each other.
+        """
+        c, head = self.config, shape.head_dim
+        most = c.rope_nyquist_frac * min(shape.grid) / 2
+        steps = torch.linspace(1, most, head // 16, dtype=torch.float64).tolist()
+        column, row = (
+            [2 / side * math.pi * step for step in steps for _ in range(2)]
+            for side in reversed(shape.grid)
+        )
+        time = [c.rope_theta ** (-i / (head // 4)) for i in range(0, head // 4, 2)]
+        axes = (
+            (head // 4, (0.0, 0.0, 1.0)),
+            (head // 4, (0.0, 1.0, 0.0)),
+            (head // 2, (1.0, 0.0, 0.0)),
+        )
+        return Rope(axes, speeds=(*column, *row, *(x for x in time for _ in range(2))))
+
+    def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
+        (high, wide), c = self.config.patch, self.config
+        return shape.batch, c.channels, frames, shape.grid[0] * high, shape.grid[1] * wide
+
+    def pixel_frames(self, latents: int) -> int:
+        return STRIDE[0] * latents
+
+    @torch.no_grad()
+    def sample(
+        self, session: Session, actions: Sequence[int] | Tensor, ready: Ready | None = None
+    ) -> Tensor:
+        pressed = self._pressed(actions)
+        x, levels = self._noise(session), list(pairwise(self.sigmas))
+        for i, (sigma, then) in enumerate(levels):
+            now = DenoisePass(
+                i, len(levels), 1000 * sigma, sigma, x, self.embed_time,
+                self.transformer.embed_patches,
+            )  # fmt: skip
+            clean = session.predict(now, partial(self._denoise, session, pressed))
+            # along the velocity to the next level: a skipped pass keeps what is clean
+            x = clean + then / sigma * (x - clean)
+        if ready is not None:
+            ready(x)
+        self._remember(session, x, pressed)
+        session.made += 1
+        return x
+
+    def _denoise(self, session: Session, pressed: Tensor, now: DenoisePass) -> Tensor:
+        """What is clean in latents, by one pass."""
+        session.begin(session.positions(1), now.index, len(self.sigmas), [now.noise])
+        velocity = self.transformer(session, now.x, self._level(now.noise), pressed)
+        return now.x - now.noise * velocity
+
+    def _remember(self, session: Session, x: Tensor, pressed: Tensor) -> None:
+        """A pass over clean latents, for the keys and values that it leaves.
+
+        It ends in its last layer: one linear there, what is told it, and the head are not run.
+        """
+        c, last = self.config, len(self.sigmas) - 1
+        unused = c.n_heads * c.head_dim * c.d_model + self._end_macs
+        unused += c.fuses(c.n_layers - 1) * 2 * c.d_model**2
+        session.begin(session.positions(1), last, last + 1, [0.0], unused=unused)
+        self.transformer(session, x, self._level(0.0), pressed, session.write_kv)
+
+    def _pressed(self, actions: Sequence[int] | Tensor) -> Tensor:
+        """What the one action tells; the device is not waited for."""
+        return self.presses[self.actions_tensor(actions, 1)][0]
+
+    def _level(self, sigma: float) -> Tensor:
+        return torch.full((), sigma, dtype=torch.float64, device=self.device)
+
+    def _noise(self, session: Session) -> Tensor:
+        _, *size = self.latent_size(session.shape, 1)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        given = session.given_noise(0)
+        if given is not None:
+            return given.to(self.device, wide)
+        # drawn in float32 whatever the model's dtype, so that dtypes can be compared
+        fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        drawn = [torch.randn(1, *size, generator=each, **fine) for each in session.generators]
+        return torch.cat(drawn).to(wide)
+
+    def embed_time(self, timestep: float) -> Tensor:
+        """A timestep's embedding [W] in host memory, where it is from the second time on."""
+        if timestep not in self._times:
+            level = self._level(timestep / 1000)
+            self._times[timestep] = self.transformer.embed_noise(level).cpu()
+        return self._times[timestep]
+
+    def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor:
+        if isinstance(actions, Tensor) and len(actions) == frames:
+            return actions
+        if len(actions) != frames or not all(0 <= a < len(self.actions) for a in actions):
+            raise TachyscopeError(
+                f"{self.name} takes one action a latent frame, here {frames} from 0 to "
+                f"{len(self.actions) - 1}, got {list(actions)}: give as many of these"
+            )
+        # put on the device without waiting for it
+        return torch.cat([torch.full((1,), int(a), device=self.device) for a in actions])
+
+    @torch.no_grad()
+    def prefill_latents(
+        self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
+    ) -> None:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        latents = latents.to(self.device, wide)
+        self._remember(session, latents, self._pressed(actions))
+        if self.decoder is not None and not shown:
+            for video, part in enumerate(latents.split(1)):
+                self.decoder.skip(part, session.features.decoder(video))
+
+    @property
+    def decoder_name(self) -> str:
+        return self.decoder.name if self.decoder else ""
+
+    @torch.no_grad()
+    def encode_frames(self, frames: np.ndarray) -> Tensor:
+        self.shape((frames.shape[1], frames.shape[2]))  # raises where the size does not fit
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self._need_decoder().encode(frames).to(self.device, wide)
+
+    @torch.no_grad()
+    def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
+        return self._need_decoder()(latents, session.features.decoder(video))
+
+    def _need_decoder(self) -> Decoder:
+        if self.decoder is None:
+            raise TachyscopeError(
+                f"{self.name} was loaded without a decoder, got pictures or latents to show: put "
+                f"{FILES[0]} beside its weights, or give it as `decoder`"
+            )
+        return self.decoder
+
+    def on_meta(self) -> Self:
+        clone = copy.copy(self)
+        clone.device = torch.device("meta")
+        with clone.device:
+            clone.transformer = Waypoint(self.config).to(self.dtype)
+            clone.presses = torch.empty(len(self.actions), self.config.n_buttons + 3)
+        clone.decoder = on_meta(self.decoder)
+        return clone
+
+    def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        x = torch.empty(self.latent_size(shape, 1), dtype=wide, device="meta")
+        sigma, pressed = x.new_empty(()), x.new_empty(self.config.n_buttons + 3)
+        features: dict[str, Tensor] = {}
+        decoding, held, decoder = 0, 0, self.decoder
+        if decoder is not None:
+            for _ in range(2):  # the first latent frame has nothing before it
+                decoding = max(decoding, peak(lambda: decoder(x[:1], features)))
+            held = sum(tensor_bytes(part.parameters()) for part in modules_of(decoder))
+        return MemoryParts(
+            weights=tensor_bytes(self.transformer.parameters()),
+            decoder=held,
+            decoder_state=tensor_bytes(features.values()),
+            prompt=0,
+            activations=peak(lambda: self.transformer(FreeAttention(), x, sigma, pressed)),
+            decoding=decoding,
+            decoding_one=decoding,
+        )

@@ -1,0 +1,150 @@
+"""uvicorn's HTTP with what it leaves open: how many connections, and how slow a request's head."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tachyscope.serve.limits import Limits
+
+
+class Connections:
+    """The open connections of a server, WebSockets included."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._open: list[HttpProtocol] = []  # oldest first
+
+    def admit(self, new: HttpProtocol) -> bool:
+        """Whether one more may come; where it is full the oldest silent one makes room for it.
+
+        One that is closed counts until its client took what it was sent.
+        """
+        limits = self.limits
+        self._open = [one for one in self._open if not one.gone]
+        same = [one for one in self._open if one.address == new.address]
+        for most, open_ in (
+            (limits.connections_per_address, same),
+            (limits.connections, self._open),
+        ):
+            if len(open_) < most:
+                continue
+            silent = next((one for one in open_ if one.silent), None)
+            if silent is None:
+                return False
+            silent.transport.abort()
+            self._open.remove(silent)
+        self._open.append(new)
+        return True
+
+
+class HttpProtocol(H11Protocol):
+    """A connection that is cut where a request's head, or the reading of an answer, is too slow."""
+
+    connections_: Connections  # of the server
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._late: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._lost = self._upgraded = False
+        if self.connections_.admit(self):
+            self._watch()
+        else:
+            transport.abort()
+
+    @property
+    def silent(self) -> bool:
+        """Whether the head of a request is awaited, or nothing more: not between two requests."""
+        return self._late is not None or self.transport.is_closing()
+
+    @property
+    def gone(self) -> bool:
+        """Whether the system has it no more; a WebSocket's own protocol sees to its end."""
+        return self._lost or (self._upgraded and self.transport.is_closing())
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._unwatch()
+        self._read_on()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads too little: what it was sent waits here."""
+        super().pause_writing()
+        wait = self.connections_.limits.send_s
+        self._unread = self._unread or self.loop.call_later(wait, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read_on()
+        super().resume_writing()
+
+    def _read_on(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._upgraded = True
+        self._unwatch()
+        self._read_on()
+        super().handle_websocket_upgrade(event)
+        handshake: Any = self.transport.get_protocol()
+        if handshake.conn.handshake_exc is not None:  # which uvicorn never answers, nor closes
+            self.send_400_response(
+                "this opening of a WebSocket cannot be read: send fewer headers, no body"
+            )
+
+    def _watch(self) -> None:
+        """Have a clock run while a head is awaited, and from its first byte to its last."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._unwatch()
+        elif self._late is None:
+            wait = self.connections_.limits.request_s
+            self._late = self.loop.call_later(wait, self.transport.abort)
+
+    def _unwatch(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def protocol_class(limits: Limits) -> type[asyncio.Protocol]:
+    """The class of a server's connections, for uvicorn."""
+    return type("LimitedHttp", (HttpProtocol,), {"connections_": Connections(limits)})
+
+
+class Calm(logging.Filter):
+    """Lets so many records a minute through, and tells of those that it held back."""
+
+    def __init__(self, most: int = 60) -> None:
+        super().__init__()
+        self.most, self._since, self._count = most, time.monotonic(), 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now - self._since > 60:
+            if self._count > self.most:
+                held = self._count - self.most
+                record.msg, record.args = f"{record.getMessage()} ({held} more were held back)", ()
+            self._since, self._count = now, 0
+        self._count += 1
+        return self._count <= self.most
+
+
+def calm_logs() -> None:
+    """Have no client fill a disk through the log."""
+    for name in ("uvicorn.error", "asyncio", "tachyscope.serve"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(one, Calm) for one in logger.filters):
+            logger.addFilter(Calm())

@@ -1,0 +1,1 @@
+"""Sessions on many machines: the package's only use of Ray."""

@@ -1,0 +1,1 @@
+"""Saved streams: the file format, and folders of them."""

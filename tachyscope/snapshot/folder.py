@@ -1,0 +1,146 @@
+"""Snapshots of a stream in a folder: its state, and a bank's blocks in segments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.stream import Stream
+from tachyscope.io.files import check_folder, write_atomically
+from tachyscope.models.checkpoint import read_json, read_tensors, write_tensors
+from tachyscope.store import KVStore
+
+MANIFEST = "manifest.json"
+VERSION = 1
+PIECE = 2**24  # bytes that are hashed at once
+
+
+class Snapshots:
+    """The newest snapshot of one stream: `save` it every few chunks, `load` it in a new process.
+
+    The folder has a file of the state and, where the cache is a bank, segments: each has the blocks
+    that were written since the one before. The manifest names them with their sizes and hashes, and
+    is replaced last: a process that is killed leaves the snapshot before whole.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._layers: list[KVStore] | None = None  # whose blocks the segments have
+        self._manifest: dict[str, Any] = {"generation": 0, "segments": []}
+
+    def save(self, stream: Stream) -> int:
+        """Write what is new since the last snapshot; the bytes that took."""
+        # no chunk comes between the state and the bank's blocks
+        return stream.alone(lambda: self._save(stream))
+
+    def _save(self, stream: Stream) -> int:
+        state = stream.state(host=False)
+        layers = stream.session.layers
+        check_folder(self.folder)
+        generation, segments = self._manifest["generation"], self._manifest["segments"]
+        if self._layers is not layers:  # another video, or one that began anew: no segment is its
+            generation, segments = self._last_generation() + 1, []
+        known = segments[-1]["sealed"] if segments else 0
+        written = 0
+        if (bank := layers[0].bank) is not None and (sealed := int(bank.tensors["sealed"])) > known:
+            part = self._write(f"segment-{generation}-{sealed}", _segment(layers, known))
+            segments = [*segments, part | {"sealed": sealed}]
+            written += part["bytes"]
+        held = self._write(f"state-{generation}-{stream.session.chunk}", state)
+        self._manifest = {
+            "version": VERSION, "generation": generation, "state": held, "segments": segments,
+        }  # fmt: skip
+        write_atomically(self.folder / MANIFEST, json.dumps(self._manifest, indent=1))
+        self._layers = layers
+        self._sweep()
+        return written + int(held["bytes"])
+
+    def load(self, stream: Stream) -> None:
+        """Have a stream of the same model, plan and prompt go on where `save` was last called."""
+        manifest = self._read_manifest()
+        state = self._read(manifest["state"])
+        segments = [self._read(part) for part in manifest["segments"]]
+        banked = stream.session.layers[0].bank is not None
+        stream.restore(state, segments if banked else None)
+        self._manifest, self._layers = manifest, stream.session.layers
+
+    def _last_generation(self) -> int:
+        if not (self.folder / MANIFEST).is_file():
+            return 0
+        return int(self._read_manifest()["generation"])
+
+    def _read_manifest(self) -> dict[str, Any]:
+        path = self.folder / MANIFEST
+        manifest = read_json(path)
+        parts = manifest.get("segments")
+        listed = [manifest.get("state"), *parts] if isinstance(parts, list) else [None]
+        whole = all(
+            isinstance(part, dict)
+            and isinstance(part.get("name"), str)
+            and Path(part["name"]).name == part["name"]
+            and isinstance(part.get("bytes"), int)
+            for part in listed
+        )
+        if (
+            manifest.get("version") != VERSION
+            or type(manifest.get("generation")) is not int
+            or not whole
+        ):
+            raise TachyscopeError(
+                f"{path} is no manifest of version {VERSION}: give a folder that Snapshots wrote"
+            )
+        return manifest
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        path = self.folder / f"{name}.safetensors"
+        write_tensors(path, tensors)
+        return {"name": path.name, "bytes": path.stat().st_size, "hash": _hash(path)}
+
+    def _read(self, part: Mapping[str, Any]) -> dict[str, Tensor]:
+        path = self.folder / part["name"]
+        size = path.stat().st_size if path.is_file() else 0
+        if size != part["bytes"]:
+            raise TachyscopeError(
+                f"{path} has {size} bytes and must have {part['bytes']}: it was cut short, so that "
+                f"this snapshot cannot be read: get the file again, or begin anew"
+            )
+        if _hash(path) != part.get("hash"):
+            raise TachyscopeError(
+                f"{path} is not as it was written: get the file again, or begin anew"
+            )
+        return read_tensors(path)
+
+    def _sweep(self) -> None:
+        """Remove what the manifest does not name."""
+        parts = [self._manifest["state"], *self._manifest["segments"]]
+        named = {part["name"] for part in parts}
+        for kind in ("state", "segment"):
+            for path in self.folder.glob(f"{kind}-*.safetensors"):
+                if path.name not in named:
+                    path.unlink(missing_ok=True)
+
+
+def _segment(layers: list[KVStore], since: int) -> dict[str, Tensor]:
+    return dict(_blocks(layers, since))
+
+
+def _blocks(layers: list[KVStore], since: int) -> Iterator[tuple[str, Tensor]]:
+    for i, layer in enumerate(layers):
+        assert layer.bank is not None
+        for name, x in layer.bank.segment(since).items():
+            yield f"layers.{i}.{name}", x
+
+
+def _hash(path: Path) -> str:
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            hasher.update(piece)
+    return hasher.hexdigest()

@@ -1,1 +1,0 @@
-"""Small worlds whose every frame is known exactly."""

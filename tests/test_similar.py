@@ -1,0 +1,104 @@
+"""attention=similar: the latent frames most like the newest are read, and weighed alike."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faults import refused
+from streams import CHUNKS, draw, play, play_pass, session
+
+from tachyscope.core.ranks import alone
+
+ONE = dataclasses.replace(CHUNKS, chunk=1, batch=2)
+PLAN = "cache=bank:resident=6f,budget=20f attention=similar:newest=1"
+
+
+def walk(at, numbers):
+    """A latent frame for each number, of values that the number says."""
+    for number in numbers:
+        play(at, 1, seed=number)
+
+
+def ages(at, row=0):
+    bank = at.layers[0].bank.tensors
+    return sorted(bank["age"][bank["place"][row].long()].tolist())
+
+
+def test_frames_like_the_newest_and_beside_those_are_read():
+    at = session(ONE, PLAN)
+    # latent frame 0 is the sink; frame n of the bank is latent frame n + 1
+    walk(at, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 3])
+    play_pass(at, draw(torch.Generator().manual_seed(1), at.shape, 6), at_next(at), 0, 3)
+    assert ages(at, 0) == ages(at, 1) == [1, 2, 3]
+    layer, bank = at.layers[0], at.layers[0].bank
+    for place, group in enumerate(bank.tensors["place"][0].tolist()):
+        slots = slice((1 + place) * 6, (2 + place) * 6)
+        assert torch.equal(layer.k[0, :, slots], bank.host["k"][0, :, group].to(layer.k.dtype))
+
+
+def at_next(at):
+    return at.shape.positions(at.latent_frame, 1)
+
+
+def test_it_is_chosen_once_a_chunk_in_its_first_pass():
+    at = session(ONE, PLAN)
+    walk(at, [0, 1, 2, 3, 4, 5, 6, 7, 3])
+    rng = torch.Generator().manual_seed(1)
+    seen = []
+    for step in range(3):
+        before = at.layers[0].bank.work["counters"].clone()
+        play_pass(at, draw(rng, at.shape, 6), at_next(at), step, 3)
+        seen.append(bool((at.layers[0].bank.work["counters"] != before).any()))
+    assert seen == [True, False, False]
+
+
+def test_a_key_is_the_means_of_a_frames_parts_to_what_signs_lose():
+    """Cosines of keys are those of the means, within the error of so many signs."""
+    shape = dataclasses.replace(CHUNKS, chunk=2, grid=(8, 8), heads=16, kv_heads=16, head_dim=16)
+    at = session(shape, "cache=bank:resident=9f attention=similar:newest=1", torch.float32)
+    rng = torch.Generator().manual_seed(3)
+    values = torch.randn(1, 16, 8 * 64, 16, generator=rng)
+    values[:, :, 4 * 64 :] += values[:, :, : 4 * 64]  # frames 4 to 7 are half like 0 to 3
+    frames = values.transpose(1, 2).flatten(2).unflatten(1, (8, 4, 2, 4, 2))
+    means = frames.mean((3, 5)).flatten(2)[0]
+    layer, found = at.layers[0], []
+    for first in range(0, 8, 2):
+        layer.v[:, :, :128] = values[:, :, first * 64 : first * 64 + 128]
+        here = SimpleNamespace(layer=layer, ctx=SimpleNamespace(past=0), mean_heads=alone)
+        layer.bank.note(here, 128)
+        found.append(layer.bank.now[0])
+    keys = torch.cat(found)
+    assert keys.shape == (8, 1024)
+
+    def cosines(x):
+        return F.cosine_similarity(x[:, None], x[None], dim=-1)
+
+    assert (cosines(keys) - cosines(means)).abs().max() < 0.1
+
+
+def test_what_is_retrieved_weighs_and_the_rest_does_not():
+    at = session(ONE, PLAN + ",past_weight=5")
+    walk(at, range(8))
+    play_pass(at, draw(torch.Generator().manual_seed(1), at.shape, 6), at_next(at), 0, 3)
+    weights = at.layers[0].bank.log_weights(at.past + 6)[0, 0].view(-1, 6)[:, 0]
+    torch.testing.assert_close(weights, torch.tensor([0.0, *[math.log(5)] * 3, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_alike_frames_the_newer_leaves_a_full_bank(seed):
+    at = session(ONE, PLAN.replace("20f", "8f"))
+    walk(at, [90, *range(seed, seed + 4), *[50 + seed] * 12])
+    held = sorted(at.layers[0].bank.tensors["age"].tolist())
+    # the first views stay, and the newest three of what stood still since the fifth
+    assert held == [0, 1, 2, 3, 4, 12, 13, 14]
+
+
+def test_what_it_cannot_serve_is_refused_in_one_line():
+    refused(lambda: session(ONE, "attention=similar"), "reads a bank")
+    refused(lambda: session(ONE, PLAN.replace("=1", "=0")), "no frame to compare with")
+    refused(lambda: session(ONE, PLAN.replace("6f", "3f")), "raise resident to 4f")
+    rolling = dataclasses.replace(ONE, rolling_frames=2)
+    refused(lambda: session(rolling, PLAN), "chunks overlap")
