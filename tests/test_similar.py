@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults import refused
-from streams import CHUNKS, draw, play, play_pass, session
+from streams import CHUNKS, assert_same, draw, play, play_pass, session
 
 from tachyscope.core.ranks import alone
 
 ONE = dataclasses.replace(CHUNKS, chunk=1, batch=2)
 PLAN = "cache=bank:resident=6f,budget=20f attention=similar:newest=1"
+BY_THREES = "cache=bank:resident=9f,budget=9f attention=similar:newest=1"
 
 
 def walk(at, numbers):
@@ -23,7 +24,7 @@ def walk(at, numbers):
 
 
 def ages(at, row=0):
-    bank = at.layers[0].bank.tensors
+    bank = at.memory.layers[0].bank.tensors
     return sorted(bank["age"][bank["place"][row].long()].tolist())
 
 
@@ -33,14 +34,14 @@ def test_frames_like_the_newest_and_beside_those_are_read():
     walk(at, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 3])
     play_pass(at, draw(torch.Generator().manual_seed(1), at.shape, 6), at_next(at), 0, 3)
     assert ages(at, 0) == ages(at, 1) == [1, 2, 3]
-    layer, bank = at.layers[0], at.layers[0].bank
+    layer, bank = at.memory.layers[0], at.memory.layers[0].bank
     for place, group in enumerate(bank.tensors["place"][0].tolist()):
         slots = slice((1 + place) * 6, (2 + place) * 6)
         assert torch.equal(layer.k[0, :, slots], bank.host["k"][0, :, group].to(layer.k.dtype))
 
 
 def at_next(at):
-    return at.shape.positions(at.latent_frame, 1)
+    return at.shape.positions(at.memory.latent_frame, 1)
 
 
 def test_it_is_chosen_once_a_chunk_in_its_first_pass():
@@ -49,9 +50,9 @@ def test_it_is_chosen_once_a_chunk_in_its_first_pass():
     rng = torch.Generator().manual_seed(1)
     seen = []
     for step in range(3):
-        before = at.layers[0].bank.work["counters"].clone()
+        before = at.memory.layers[0].bank.work["counters"].clone()
         play_pass(at, draw(rng, at.shape, 6), at_next(at), step, 3)
-        seen.append(bool((at.layers[0].bank.work["counters"] != before).any()))
+        seen.append(bool((at.memory.layers[0].bank.work["counters"] != before).any()))
     assert seen == [True, False, False]
 
 
@@ -64,7 +65,7 @@ def test_a_key_is_the_means_of_a_frames_parts_to_what_signs_lose():
     values[:, :, 4 * 64 :] += values[:, :, : 4 * 64]  # frames 4 to 7 are half like 0 to 3
     frames = values.transpose(1, 2).flatten(2).unflatten(1, (8, 4, 2, 4, 2))
     means = frames.mean((3, 5)).flatten(2)[0]
-    layer, found = at.layers[0], []
+    layer, found = at.memory.layers[0], []
     for first in range(0, 8, 2):
         layer.v[:, :, :128] = values[:, :, first * 64 : first * 64 + 128]
         here = SimpleNamespace(layer=layer, ctx=SimpleNamespace(past=0), mean_heads=alone)
@@ -83,7 +84,7 @@ def test_what_is_retrieved_weighs_and_the_rest_does_not():
     at = session(ONE, PLAN + ",past_weight=5")
     walk(at, range(8))
     play_pass(at, draw(torch.Generator().manual_seed(1), at.shape, 6), at_next(at), 0, 3)
-    weights = at.layers[0].bank.log_weights(at.past + 6)[0, 0].view(-1, 6)[:, 0]
+    weights = at.memory.layers[0].bank.log_weights(at.memory.past + 6)[0, 0].view(-1, 6)[:, 0]
     torch.testing.assert_close(weights, torch.tensor([0.0, *[math.log(5)] * 3, 0.0, 0.0]))
 
 
@@ -91,9 +92,49 @@ def test_what_is_retrieved_weighs_and_the_rest_does_not():
 def test_of_alike_frames_the_newer_leaves_a_full_bank(seed):
     at = session(ONE, PLAN.replace("20f", "8f"))
     walk(at, [90, *range(seed, seed + 4), *[50 + seed] * 12])
-    held = sorted(at.layers[0].bank.tensors["age"].tolist())
+    held = sorted(at.memory.layers[0].bank.tensors["age"].tolist())
     # the first views stay, and the newest three of what stood still since the fifth
     assert held == [0, 1, 2, 3, 4, 12, 13, 14]
+
+
+def restarted():
+    """A session that forgot its past between a chunk's denoising passes and its clean one."""
+    shape = dataclasses.replace(CHUNKS, chunk=3, batch=2)
+    at = session(shape, BY_THREES)
+    walk(at, range(6))
+    known = at.state(host=False), [segment(at, 0)]
+    layers, pos = draw(torch.Generator().manual_seed(7), shape, 18), at.memory.positions(3)
+    for step in range(2):
+        play_pass(at, layers, pos, step, 3)
+    at.memory.forget()
+    out = play_pass(at, layers, pos, 2, 3)
+    at.commit()
+    return at, known, (layers, pos, out)
+
+
+def segment(at, since):
+    parts = [layer.bank.segment(since) for layer in at.memory.layers]
+    return {f"layers.{i}.{k}": x for i, part in enumerate(parts) for k, x in part.items()}
+
+
+def test_after_a_restart_the_clean_pass_weighs_nothing():
+    at, _, (layers, pos, out) = restarted()
+    new = session(at.shape, BY_THREES)
+    new.memory.latent_frame = 18
+    assert_same(out, play_pass(new, layers, pos, 2, 3))
+
+
+def test_what_a_bank_holds_after_a_restart_is_saved_and_restored_by_segments():
+    at, (_, segments), _ = restarted()
+    walk(at, range(10, 13))
+    since = int(at.memory.layers[0].bank.tensors["sealed"])
+    walk(at, range(20, 24))
+    other = session(at.shape, BY_THREES)
+    first = 16  # latent frames sealed before the restart
+    other.restore(at.state(host=False), [*segments, segment(at, first), segment(at, since)])
+    assert_same(play(at, 2, seed=30), play(other, 2, seed=30))
+    for mine, theirs in zip(at.memory.layers, other.memory.layers, strict=True):
+        assert all(torch.equal(x, theirs.bank.host[name]) for name, x in mine.bank.host.items())
 
 
 def test_what_it_cannot_serve_is_refused_in_one_line():

@@ -161,7 +161,9 @@ class FrameBank(HostBank, abc.ABC):
 
     def clear(self) -> None:
         for name, x in self.tensors.items():
-            x.fill_(-1 if name in ("age", "place") else 0)
+            if name != "sealed":
+                x.fill_(-1 if name in ("age", "place") else 0)
+        self.work["log_weight"].zero_()
 
     def rewind(self, layer: KVStore, past: int) -> None:
         raise TachyscopeError(
@@ -216,14 +218,14 @@ class FrameBank(HostBank, abc.ABC):
         """Write the group that begins at a slot to host memory."""
         layout, own = self.layout, self.tensors
         groups = own["sealed"] // layout.blocks
-        number = self.number(groups, key)
+        number = self.number(groups, own["used"] // layout.blocks, key)
         index = torch.arange(layout.blocks, dtype=torch.int32, device=number.device)
         rows = own["written"].shape[:2]
         ids = (number * layout.blocks + index).expand(*rows, -1).contiguous()
         k, v = (x[:, :, start : start + layout.kept] for x in (layer.k, layer.v))
         store_blocks(k, v, index.expand(*rows, -1).contiguous(), self.host_blocks, ids)
         own["sealed"] += layout.blocks
-        own["used"].copy_(own["sealed"].clamp(max=layout.most * layout.blocks))
+        own["used"].copy_((own["used"] + layout.blocks).clamp(max=layout.most * layout.blocks))
         own["written"].scatter_(2, ids.long(), own["sealed"].expand(ids.shape))
         own["key"].index_copy_(1, number.long(), key.unsqueeze(1))
         own["age"].index_copy_(0, number.long(), groups)
@@ -232,13 +234,13 @@ class FrameBank(HostBank, abc.ABC):
         if place < layout.places:
             own["place"][:, place : place + 1] = number
 
-    def number(self, groups: Tensor, key: Tensor) -> Tensor:
+    def number(self, groups: Tensor, used: Tensor, key: Tensor) -> Tensor:
         """What a group [1] with a key [B, W] becomes: a new one, or when all are in use the one
         that leaves: of two alike the newer, and what was given last."""
         layout, own = self.layout, self.tensors
         newest = own["age"] >= groups - layout.most // NEWEST
         leaves = own["alike"].masked_fill(newest, -torch.inf).argmax(0, keepdim=True)
-        number = torch.where(groups < layout.most, groups, leaves.to(torch.int32))
+        number = torch.where(used < layout.most, used, leaves.to(torch.int32))
         alike = torch.exp(-self.spread_apart(own["key"], key) / 2).mean(0).float()
         alike.masked_fill_(own["age"] < 0, 0.0).index_fill_(0, number.long(), 0.0)
         alike = alike.amax(0, keepdim=True) - GIVEN * (own["given"] > layout.first).float()

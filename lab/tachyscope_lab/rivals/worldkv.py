@@ -27,8 +27,9 @@ class WorldKvBank(PoseBank):
 
     __slots__ = ()
 
-    def number(self, groups: Tensor, key: Tensor) -> Tensor:
-        return groups % self.layout.most
+    def number(self, groups: Tensor, used: Tensor, key: Tensor) -> Tensor:
+        oldest = self.tensors["age"].argmin(0, keepdim=True).to(torch.int32)
+        return torch.where(used < self.layout.most, used, oldest)
 
     def prune(self, layer: KVStore, start: int) -> None:
         """Keep a group's first frame, and of the others what is least like it.
