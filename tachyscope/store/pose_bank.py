@@ -34,7 +34,7 @@ class PoseBank(FrameBank):
         """
         layout, own = self.layout, self.tensors
         assert layout.group == 1
-        self.now = poses.double().flatten(2)
+        self.now = _orthonormal(poses.double()).flatten(2)
         here = self.now.mean(1)
         if layout.sealed(total) >= layout.places:
             self.retrieve(layer, here)
@@ -53,6 +53,17 @@ def pose_differences(pose: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
     (rotation, place), (turned, here) = (_parts(x) for x in (pose, now.unsqueeze(1)))
     cosine = ((rotation * turned).sum((-2, -1)) - 1) / 2
     return (place - here).square().sum(-1), cosine.clamp(-1, 1).arccos()
+
+
+def _orthonormal(poses: Tensor) -> Tensor:
+    """Poses [..., 3, 4] in float64, their rotations orthonormal to its rounding (a Newton step).
+
+    Those given in float32 are so to 1e-7 alone, and the arc cosine near 1 would make an angle of
+    0.03 degrees of that: as much as sets one frame before another.
+    """
+    rotation = poses[..., :3]
+    rotation = 1.5 * rotation - 0.5 * rotation @ (rotation.mT @ rotation)
+    return torch.cat([rotation, poses[..., 3:]], -1)
 
 
 def _parts(pose: Tensor) -> tuple[Tensor, Tensor]:
