@@ -89,7 +89,7 @@ class MyWorld(ts.VideoModel):
         if ready is not None:
             ready(x)
         self.prefill_latents(session, x, action)
-        session.latents, session.made = x, session.made + 1
+        session.memory.latents, session.memory.made = x, session.memory.made + 1
         return x
 
     def prefill_latents(self, session, latents, actions, shown=False):  # type: ignore[no-untyped-def]

@@ -57,7 +57,7 @@ def video(plan, mesh=None, **asked):
     """What a video is made of, and what it took."""
     with open_stream(plan, mesh, **asked) as stream:
         made = [stream.generate(TURNS) for _ in range(CHUNKS)]
-        held = stream.session.layers[0].k
+        held = stream.session.memory.layers[0].k
         return {
             "latents": torch.cat([x.latents for x in made], 2),
             "frames": torch.from_numpy(stream.decode(made[-1]).frames),

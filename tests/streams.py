@@ -62,8 +62,8 @@ def play_pass(at, layers, pos, step, steps, mlp=None):
 
 
 def play_prompt(at, rng):
-    at_prompt = draw(rng, at.shape, at.prompt, at.dtype)
-    play_pass(at, at_prompt, at.prompt_positions(), 0, 1)
+    at_prompt = draw(rng, at.shape, at.memory.prompt, at.dtype)
+    play_pass(at, at_prompt, at.memory.prompt_positions(), 0, 1)
     at.commit()
 
 
@@ -75,7 +75,7 @@ def play(at, chunks, seed=0, drift=0.3, mlp=None):
         play_prompt(at, rng)
     base = draw(rng, shape, shape.max_pass_tokens, at.dtype)
     for _ in range(chunks):
-        pos = shape.positions(at.latent_frame, shape.chunk)
+        pos = shape.positions(at.memory.latent_frame, shape.chunk)
         for step in range(shape.passes):
             layers = draw(rng, shape, shape.max_pass_tokens, at.dtype, drift, base)
             if not shape.token_by_token:

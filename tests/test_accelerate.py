@@ -98,7 +98,7 @@ def test_the_models_own_cache_is_not_allocated_beside_ours(pipe):
     with ts.accelerate(pipe, "live"):
         pipe.inference(*inputs())
         assert all(store["k"].numel() == 0 for store in pipe.kv_cache1)
-        assert pipe.kv_cache1[0]["tachyscope"].session.past == 12 * TOKENS - 3 * TOKENS
+        assert pipe.kv_cache1[0]["tachyscope"].session.memory.past == 12 * TOKENS - 3 * TOKENS
 
 
 def test_reading_less_is_counted(pipe):

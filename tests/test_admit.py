@@ -215,7 +215,7 @@ def test_the_kernels_serve_a_whole_video(serve_by_triton):
             serve_by_triton("admit.admit", "admit.best_places")
         at = session(CHUNKS, plan, dtype=torch.float32)
         out = play(at, 12)
-        results.append((out, [layer.bank.tensors for layer in at.layers]))
+        results.append((out, [layer.bank.tensors for layer in at.memory.layers]))
     (want, state), (found, same) = results
     off = [float((x[0] - y[0]).abs().max()) for x, y in zip(want, found, strict=True)]
     assert max(off) < 1e-5

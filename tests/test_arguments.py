@@ -156,7 +156,7 @@ def test_a_refill_is_checked_before_anything_is_forgotten(name):
     model = ts.load(name)
     session = toys.open_session(model)
     list(ts.rollout(model, frames=3, stream=ts.Stream(model, session)))
-    before, good = session.state(), session.latents
+    before, good = session.state(), session.memory.latents
     codes = not good.is_floating_point()
     for latents, prompt, actions, words in [
         ("x", "", "", "latents must be a tensor"),
@@ -202,7 +202,7 @@ def test_actions_as_a_list_make_the_video_of_the_text(chunks, tokens):
     assert not np.array_equal(_video(tokens, **given), want)
     sessions = [toys.open_session(tokens, first=RGB) for _ in range(2)]
     for session, actions in zip(sessions, ("w e", [1, "e"]), strict=True):
-        ts.Stream(tokens, session).refill(session.latents, "", actions)
+        ts.Stream(tokens, session).refill(session.memory.latents, "", actions)
     one, other = (session.state() for session in sessions)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -358,7 +358,7 @@ def test_one_rollout_at_a_time_plays_a_stream(chunks):
     with pytest.raises(KeyError):
         failing.throw(KeyError("mine"))
     assert len(list(go_on())) == 1
-    assert stream.session.chunk == 6
+    assert stream.session.memory.chunk == 6
 
 
 def test_a_rollout_leaves_the_callers_modes_alone(chunks):

@@ -47,7 +47,7 @@ def test_what_is_resident_is_what_host_memory_holds_and_pairs_stay_flat():
         row = counted(at)
         pairs.append(row["pairs"])
         fetched += row.get("blocks_fetched", 0.0)
-        for layer in at.layers:
+        for layer in at.memory.layers:
             _check_places(layer)
     assert fetched > 0
     assert len(set(pairs[8:])) == 1
@@ -57,7 +57,7 @@ def test_a_video_of_known_length_reserves_no_more_and_is_the_same():
     known, unknown = (session(CHUNKS, SMALL, latent_frames=n) for n in (30, None))
     chunks = 30 // CHUNKS.chunk
     assert_same(play(known, chunks), play(unknown, chunks))
-    mine, theirs = (x.layers[0].bank for x in (known, unknown))
+    mine, theirs = (x.memory.layers[0].bank for x in (known, unknown))
     assert 2 * mine.layout.most == theirs.layout.most
     assert all(2 * x.nbytes == theirs.host[name].nbytes for name, x in mine.host.items())
     assert int(mine.tensors["used"]) <= mine.layout.most
@@ -129,7 +129,7 @@ def test_a_block_that_is_a_part_reads_no_more_than_its_entries(block):
     """6 entries a latent frame: blocks of 4 and 5 leave parts."""
     at = session(CHUNKS, f"cache=bank:resident=12f attention=ann:k=30,block={block},tile=3")
     out = play(at, 12)
-    for layer in at.layers:
+    for layer in at.memory.layers:
         _check_places(layer)
     assert all(x.isfinite().all() for part in out for x in part)
 
@@ -140,7 +140,7 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
     at = session(dataclasses.replace(CHUNKS, heads=2), f"cache=bank:resident=7f,budget=60f {ANN}")
     play(at, 12)
     counted(at)
-    layer = at.layers[0]
+    layer = at.memory.layers[0]
     bank, layout = layer.bank, layer.bank.layout
     rng = torch.Generator().manual_seed(3)
     tiles, read = 4, layout.sink + layout.open + 5
@@ -198,7 +198,7 @@ def test_where_all_is_read_the_largest_summed_mass_is_resident_and_nothing_denie
     at = session(dataclasses.replace(CHUNKS, heads=2), plan)
     play(at, 12)
     counted(at)
-    layer = at.layers[0]
+    layer = at.memory.layers[0]
     bank, layout = layer.bank, layer.bank.layout
     tiles, rows = 4, layout.sink + layout.most + layout.open
     mass = torch.rand(1, 2, tiles, rows, generator=torch.Generator().manual_seed(3))
@@ -228,10 +228,10 @@ def test_a_past_that_is_just_full_has_no_stale_codes(resident):
     at = session(CHUNKS, f"cache=bank:resident={resident}f,budget=60f {ANN}")
     for _ in range(9):
         play(at, 1)
-        for layer in at.layers:
+        for layer in at.memory.layers:
             own, layout = layer.bank.tensors, layer.bank.layout
             sealed = own["weight"][:, :, layout.sink : layout.sink + layout.most]
-            if at.past == layout.room:
+            if at.memory.past == layout.room:
                 assert ((sealed > -1e29) == (own["length"] > 0)).all()
                 assert (own["weight"][:, :, layout.sink + layout.most :] > -1e29).all()
                 assert (own["block"] >= 0).all()
@@ -249,7 +249,7 @@ def test_an_entry_planted_early_is_found_late(host, early, chunks, length):
     rng = torch.Generator().manual_seed(0)
     planted = length * torch.randn(12, generator=rng, dtype=torch.float64)
     for chunk in range(chunks):
-        pos = at.shape.positions(at.latent_frame, 2)
+        pos = at.shape.positions(at.memory.latent_frame, 2)
         for step in range(3):
             layers = draw(rng, at.shape, 12, at.dtype)
             for _, k, v, _ in layers:
@@ -257,14 +257,14 @@ def test_an_entry_planted_early_is_found_late(host, early, chunks, length):
                     k[:, :, 3], v[:, :, 3] = planted, 100.0
             play_pass(at, layers, pos, step, 3)
         if chunk == early:
-            key = at.layers[0].k[:, :, at.past + 3].clone()
+            key = at.memory.layers[0].k[:, :, at.memory.past + 3].clone()
         at.commit()
     # queries are rotated back by what the last chunk's places turn them
-    pos = at.shape.positions(at.latent_frame, 2)
+    pos = at.shape.positions(at.memory.latent_frame, 2)
     back = at.rope.cos_sin(pos, at.dtype)
     turned = key.repeat_interleave(2, 1).unsqueeze(2).expand(-1, -1, 12, -1)
     q = 20 * at.rope.apply(turned, back[0], -back[1])
-    assert (at.layers[0].v[:, :, : at.past].abs() < 50).all()  # it is not resident
+    assert (at.memory.layers[0].v[:, :, : at.memory.past].abs() < 50).all()  # it is not resident
     results = []
     for step in range(3):
         layers = draw(rng, at.shape, 12, at.dtype)
@@ -272,7 +272,7 @@ def test_an_entry_planted_early_is_found_late(host, early, chunks, length):
         results.append(play_pass(at, layers, pos, step, 3)[0][0])
     # from the second pass on at the latest every query reads it
     assert results[1].min() > 50 and results[2].min() > 50
-    assert at.layers[0].bank.tensors["block"].shape[2] < at.total_entries / 15
+    assert at.memory.layers[0].bank.tensors["block"].shape[2] < at.memory.total_entries / 15
 
 
 @pytest.mark.parametrize("keep", [0, 1])
@@ -282,19 +282,19 @@ def test_a_rewound_bank_goes_on_as_one_that_never_had_more(keep):
     one, other = (session(CHUNKS, f"{x} {ann}") for x in ("", "cache=bank:resident=40f"))
     assert_same(play(one, 6), play(other, 6))
     for at in (one, other):
-        at.rewind(at.latent_frame - keep, keep)
-    assert all(int(layer.bank.tensors["used"]) == 0 for layer in other.layers)
-    assert one.past == other.past == keep * one.shape.tokens_per_frame
+        at.memory.rewind(at.memory.latent_frame - keep, keep)
+    assert all(int(layer.bank.tensors["used"]) == 0 for layer in other.memory.layers)
+    assert one.memory.past == other.memory.past == keep * one.shape.tokens_per_frame
     assert_same(play(one, 6, seed=1), play(other, 6, seed=1))
 
 
 def test_a_bank_keeps_no_more_than_its_sink_when_it_is_rewound():
     at = session(CHUNKS, SMALL)
     play(at, 6)
-    before = {name: x.clone() for name, x in at.layers[0].bank.tensors.items()}
-    refused(lambda: at.rewind(4, 8), "sealed", "keep fewer")
-    assert at.latent_frame == 12
-    assert all(torch.equal(x, before[name]) for name, x in at.layers[0].bank.tensors.items())
+    before = {name: x.clone() for name, x in at.memory.layers[0].bank.tensors.items()}
+    refused(lambda: at.memory.rewind(4, 8), "sealed", "keep fewer")
+    assert at.memory.latent_frame == 12
+    assert all(torch.equal(x, before[name]) for name, x in at.memory.layers[0].bank.tensors.items())
 
 
 def test_what_leaves_a_full_bank_is_what_repeats():
@@ -306,13 +306,13 @@ def test_what_leaves_a_full_bank_is_what_repeats():
     for chunk in range(30):
         # every fifth chunk shows something new, the others what was there already
         layers = draw(rng, at.shape, 12, at.dtype) if chunk % 5 == 0 else still
-        pos = at.shape.positions(at.latent_frame, 2)
+        pos = at.shape.positions(at.memory.latent_frame, 2)
         for step in range(3):
             play_pass(at, layers, pos, step, 3)
         if chunk % 5 == 0 and chunk:
-            seen.append(at.layers[0].k[:, :, at.past : at.past + 12].clone())
+            seen.append(at.memory.layers[0].k[:, :, at.memory.past : at.memory.past + 12].clone())
         at.commit()
-    bank = at.layers[0].bank
+    bank = at.memory.layers[0].bank
     assert int(bank.tensors["used"]) == bank.layout.most
     assert (bank.tensors["alike"] != UNUSED).all()
     held = bank.host["k"].flatten(2, 3)
@@ -339,26 +339,26 @@ def test_first_views_stay_in_a_full_bank_and_what_was_given_leaves_last():
     def show(scene, given=False):
         new = draw(rng, at.shape, 12, at.dtype)  # values tell views of a scene apart
         layers = [[q, k, mine[2], x] for (q, k, _, x), mine in zip(scenes[scene], new, strict=True)]
-        pos = at.shape.positions(at.latent_frame, 2)
+        pos = at.shape.positions(at.memory.latent_frame, 2)
         for step in (2,) if given else range(3):
             play_pass(at, layers, pos, step, 3)
-        views.append(at.layers[0].v[:, :, at.past : at.past + 12].clone())
+        views.append(at.memory.layers[0].v[:, :, at.memory.past : at.memory.past + 12].clone())
         at.commit()
 
     def held():
         """Of every view so far, the entries that the bank has."""
-        host = at.layers[0].bank.host["v"].flatten(2, 3)
+        host = at.memory.layers[0].bank.host["v"].flatten(2, 3)
         return [
             sum(bool((x[0, h, i] == host[0, h]).all(-1).any()) for h in range(2) for i in range(12))
             for x in views
         ]
 
     show(0, given=True), show(1, given=True), show(2)
-    assert int(at.layers[0].bank.tensors["given"]) == 0
+    assert int(at.memory.layers[0].bank.tensors["given"]) == 0
     for scene in (0, 1, 2) * 3:
         show(scene)
     assert held() == [24] * 3 + [0] * 6 + [24] * 3
-    stays = at.layers[0].bank.tensors["alike"][0, :, :24]
+    stays = at.memory.layers[0].bank.tensors["alike"][0, :, :24]
     assert (stays < -1).all()  # what was given leaves after all that was drawn
     for scene in (0, 1, 2) * 2:  # drawings that are like nothing
         scenes[scene] = draw(rng, at.shape, 12, at.dtype)
@@ -502,15 +502,15 @@ def test_what_fills_a_last_block_up_is_no_entry(block):
     plan = f"cache=bank:resident=40f,host=native attention=ann:read=1,block={block},tile=3"
     bank, dense = session(CHUNKS, plan), session(CHUNKS, "")
     assert_same(play(bank, 6), play(dense, 6), 1e-9)
-    live = bank.layers[0].bank.tensors["log_count"][0, 0] > -torch.inf
-    assert int(live[: bank.past].sum()) == bank.total_entries
+    live = bank.memory.layers[0].bank.tensors["log_count"][0, 0] > -torch.inf
+    assert int(live[: bank.memory.past].sum()) == bank.memory.total_entries
 
 
 def test_a_chunk_of_one_pass_waits_for_all_that_it_reads(monkeypatch):
     """As given frames are: there is no later pass in which what is fetched could arrive."""
     at = session(CHUNKS, f"cache=bank:resident=10f,budget=60f {ANN}")
     play(at, 12)
-    told, bank = [], type(at.layers[0].bank)
+    told, bank = [], type(at.memory.layers[0].bank)
     own = bank.choose
 
     def choose(self, mass, past, read, early, passes):
@@ -520,7 +520,7 @@ def test_a_chunk_of_one_pass_waits_for_all_that_it_reads(monkeypatch):
     monkeypatch.setattr(bank, "choose", choose)
     rng = torch.Generator().manual_seed(5)
     for steps in (3, 1):
-        play_pass(at, draw(rng, CHUNKS, 12), CHUNKS.positions(at.latent_frame, 2), 0, steps)
+        play_pass(at, draw(rng, CHUNKS, 12), CHUNKS.positions(at.memory.latent_frame, 2), 0, steps)
         at.commit()
     assert told == [True, True, False, False]  # in each of two layers
 
@@ -532,7 +532,7 @@ def test_on_a_cpu_a_bank_of_unknown_length_takes_what_its_blocks_fill(monkeypatc
     plan = "cache=bank:resident=10f,budget=20000f attention=ann:k=24,block=12,tile=3"
     before = ram()
     at = session(wide, plan, rope=Rope(((128, (1, 0, 0)),)))
-    reserved = sum(x.nbytes for x in at.layers[0].host_tensors().values())
+    reserved = sum(x.nbytes for x in at.memory.layers[0].host_tensors().values())
     opened = ram() - before
     play(at, 10)
     taken = ram() - before
@@ -545,7 +545,7 @@ def test_on_a_cpu_a_bank_of_unknown_length_takes_what_its_blocks_fill(monkeypatc
 def test_host_memory_is_written_before_it_is_read(host, attention):
     plan = f"cache=bank:resident=10f,budget=30f,host={host} {attention}"
     plain, poisoned = (session(CHUNKS, plan) for _ in range(2))
-    for layer in poisoned.layers:
+    for layer in poisoned.memory.layers:
         for x in layer.bank.host.values():
             x.view(torch.uint8).fill_(255)  # NaN, where these are floats
     assert_same(play(plain, 14), play(poisoned, 14))

@@ -287,7 +287,7 @@ def test_a_filled_session_counts_what_a_made_one_counts(chunks):
         session, stats = played(chunks, plan, chunks.pixel_frames(12))
         filled = open_session(chunks, plan, prompt="a red room", frames=chunks.pixel_frames(12))
         fill(filled, 9)
-        assert filled.latent_frame == 9
+        assert filled.memory.latent_frame == 9
         made = list(rollout(chunks, stream=ts.Stream(chunks, filled), frames=12))
         for key in ("macs", "pairs", "pairs_dense", "entries"):
             assert made[0].stats[key] == stats[-1][key], key

@@ -33,7 +33,7 @@ def frames(model, **asked):
 
 
 def standing(stream):
-    return stream.session.features.camera
+    return stream.session.memory.features.camera
 
 
 def test_the_camera_takes_the_walk_that_the_truth_takes(model):

@@ -74,7 +74,7 @@ def test_an_answer_is_the_definition_over_the_codes_and_what_is_none(plan, monke
 def test_places_hold_the_bytes_of_host_memory_and_stand_for_their_entries(plan):
     at = session(CHUNKS, plan)
     play(at, 14)
-    for layer in at.layers:
+    for layer in at.memory.layers:
         bank, own, layout = layer.bank, layer.bank.tensors, layer.bank.layout
         assert isinstance(bank, CodedBank)
         assert layer.k.shape[2] == layer.slots - layout.places * layout.block
@@ -98,23 +98,23 @@ def test_codes_are_of_the_entries_that_were_sealed():
     at, keys, values = session(CHUNKS, plan), [], []
     rng = torch.Generator().manual_seed(0)
     for _ in range(6):
-        pos = at.shape.positions(at.latent_frame, 2)
+        pos = at.shape.positions(at.memory.latent_frame, 2)
         for step in range(3):
             play_pass(at, draw(rng, at.shape, 12, at.dtype), pos, step, 3)
-        now = at.layers[0].now(at.present.ctx)
+        now = at.memory.layers[0].now(at.present.ctx)
         keys.append(now[0].clone())
         values.append(now[1].clone())
         at.commit()
-    bank, k, v = at.layers[0].bank, torch.cat(keys, 2), torch.cat(values, 2)
-    first, n = bank.layout.first, bank.layout.resident(at.past) * 2
+    bank, k, v = at.memory.layers[0].bank, torch.cat(keys, 2), torch.cat(values, 2)
+    first, n = bank.layout.first, bank.layout.resident(at.memory.past) * 2
     found = dequantise(bank._entries(), torch.float64)
     centre = bank.tensors["centre"].unsqueeze(2)
     assert (centre.squeeze(2) - k[:, :, first : first + 12].mean(2)).abs().max() < 1e-6
     for got, want in ((found[0] + centre, k), (found[1], v)):
         error = (got[:, :, :n] - want[:, :, first : first + n]).norm() / want.norm()
         assert 0.005 < error < 0.04
-    ctx = at.present.ctx._replace(past=at.past, start=0, tokens=0)
-    keys = at.layers[0].keys(ctx)
+    ctx = at.present.ctx._replace(past=at.memory.past, start=0, tokens=0)
+    keys = at.memory.layers[0].keys(ctx)
     assert torch.equal(keys[:, :, :first], k[:, :, :first])
     assert torch.equal(keys[:, :, first + n :], k[:, :, first + n :])
     assert (keys - k).norm() / k.norm() < 0.04
@@ -124,19 +124,19 @@ def test_a_first_pass_reads_the_scales_of_what_stands_there():
     """What comes later has a scale of its own, and must not lend it to what it takes the place of."""
     at = session(CHUNKS, SMALL)
     play(at, 12)
-    bank = at.layers[0].bank
+    bank = at.memory.layers[0].bank
     before = bank.tensors["places_scale"].clone()
     tiles = bank.work["count"].shape[2]
     rows = bank.layout.sink + bank.layout.most + bank.layout.open
     mass = torch.rand(1, 4, tiles, rows, generator=torch.Generator().manual_seed(3))
     mass[..., bank.layout.sink + int(bank.tensors["used"]) : -bank.layout.open] = -1.0
     bank.choose(mass, bank.layout.room, 12, True, 3)
-    bank.fetch(at.layers[0])
+    bank.fetch(at.memory.layers[0])
     now, later = (bank.work[name] >= 0 for name in ("now", "later"))
     assert now.any() and later.any()
     scale = bank.tensors["places_scale"]
     assert torch.equal(scale[~now], before[~now]) and not torch.equal(scale[now], before[now])
-    bank.fetch_later(at.layers[0])
+    bank.fetch_later(at.memory.layers[0])
     want = bank.tensors["block_scale"].gather(
         2, bank.tensors["block"].long().unsqueeze(-1).expand(-1, -1, -1, 2)
     )
@@ -149,12 +149,12 @@ def test_a_rewound_bank_of_codes_goes_on_as_a_new_one(keep):
         session(CHUNKS, f"{SMALL},sink=1".replace("store=fp8,sink=1", "store=fp8")) for _ in "ab"
     )
     play(at, 6)
-    at.rewind(at.latent_frame - keep, keep)
+    at.memory.rewind(at.memory.latent_frame - keep, keep)
     if not keep:
         assert_same(play(at, 6, seed=1), play(new, 6, seed=1))
-    own = at.layers[0].bank.tensors
-    assert int(own["used"]) == (0 if keep else int(new.layers[0].bank.tensors["used"]))
-    assert keep or torch.equal(own["centre"], new.layers[0].bank.tensors["centre"])
+    own = at.memory.layers[0].bank.tensors
+    assert int(own["used"]) == (0 if keep else int(new.memory.layers[0].bank.tensors["used"]))
+    assert keep or torch.equal(own["centre"], new.memory.layers[0].bank.tensors["centre"])
 
 
 def test_42_latent_frames_of_codes_take_about_the_bytes_of_21():

@@ -223,9 +223,9 @@ def test_a_bound_is_kept_and_its_state_is_whole(kind, name, family, device):
     frames, rows = play(one)
     session = one.session
     if not session.plan.cache.grows:
-        slots = session.slots_for(session.lengths)
-        assert all(layer.slots == slots for layer in session.layers)
-        assert session.past <= slots - session.shape.max_pass_tokens
+        slots = session.memory.slots_for(session.memory.lengths)
+        assert all(layer.slots == slots for layer in session.memory.layers)
+        assert session.memory.past <= slots - session.shape.max_pass_tokens
         sizes = {row["cache_allocated_mb"] for row in [*before, *rows]}
         assert len(sizes) == 1
     skipped = sum(row.get("passes_skipped", 0.0) for row in rows)

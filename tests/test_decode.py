@@ -123,7 +123,9 @@ def test_errors_are_those_of_single_passes_also_with_a_square_map_and_codes(tmp_
         for make in (_runner, ChunkRunner):
             session = _open(model, plan)
             _frames(make(model, session), 1)
-            runs.append(torch.stack([layer.own["replay"]["error"] for layer in session.layers]))
+            runs.append(
+                torch.stack([layer.own["replay"]["error"] for layer in session.memory.layers])
+            )
         error = (runs[0] - runs[1]).norm() / runs[1].norm()
         assert error < (0.02 if int8 else 1e-5) and runs[1].norm() > 1
 
@@ -239,7 +241,7 @@ def test_int4_weights_run_by_modules_and_by_the_engine(tmp_path):
     for make in (_runner, ChunkRunner):
         session = _open(model, f"replay=neurons:share=0.5,{_calibrated(model, tmp_path)}")
         _frames(make(model, session), 1)
-        runs.append(torch.stack([layer.own["replay"]["error"] for layer in session.layers]))
+        runs.append(torch.stack([layer.own["replay"]["error"] for layer in session.memory.layers]))
     # a slice's columns are rounded again
     assert (runs[0] - runs[1]).norm() < 0.2 * runs[1].norm()
 

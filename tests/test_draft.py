@@ -39,8 +39,8 @@ def play(model, plan, frames=3, **options):
     """Codes, each frame's counts, passes, and the first layer's cache."""
     passes = Passes()
     with ts.open(model, plan, prompt="a b", observers=[passes], **options) as stream:
-        chunks = [(stream.step("w"), stream.session.latents) for _ in range(frames)]
-        layer, past = stream.session.layers[0], stream.session.past
+        chunks = [(stream.step("w"), stream.session.memory.latents) for _ in range(frames)]
+        layer, past = stream.session.memory.layers[0], stream.session.memory.past
         cache = [x[:, :, :past] for x in (layer.k, layer.v, layer.pos, layer.log_count)]
     codes = torch.cat([latents for _, latents in chunks], 1)
     return codes, [chunk.stats for chunk, _ in chunks], passes.tokens, cache

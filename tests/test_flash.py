@@ -298,10 +298,12 @@ def test_attention_takes_the_kernel_where_it_suits(rng, monkeypatch):
 def test_what_the_kernels_hold_is_declared_without_data():
     shape = replace(LARGE, heads=12, kv_heads=12, head_dim=128, grid=(30, 52), chunk=3)
     at = session(shape, "attention=ann:read=0.2", torch.bfloat16, latent_frames=21)
-    meta = at.plan.attention.tensors(shape, at.layers[0].k.shape[2], torch.device("meta"))
-    own = at.layers[0].own["attention"]
+    meta = at.plan.attention.tensors(shape, at.memory.layers[0].k.shape[2], torch.device("meta"))
+    own = at.memory.layers[0].own["attention"]
     assert set(meta) == set(own)
     held = sum(x.numel() * x.element_size() for x in meta.values())
-    assert held < 0.04 * 2 * 2 * at.layers[0].k.numel()  # beside keys and values, next to nothing
+    assert (
+        held < 0.04 * 2 * 2 * at.memory.layers[0].k.numel()
+    )  # beside keys and values, next to nothing
     for name in own:
         assert meta[name].shape == own[name].shape and meta[name].dtype == own[name].dtype

@@ -103,7 +103,7 @@ def test_nothing_inside_a_chunk_waits_for_the_device(plan, kind):
     for chunk in range(6):
         layers = draw(rng, shape, shape.max_pass_tokens)
         layers = [[x.to("cuda") for x in part] for part in layers]
-        pos = shape.positions(ctx.latent_frame, shape.chunk, "cuda")
+        pos = shape.positions(ctx.memory.latent_frame, shape.chunk, "cuda")
         torch.cuda.synchronize()
         with no_waits():
             for step in range(shape.passes):
@@ -114,7 +114,7 @@ def test_nothing_inside_a_chunk_waits_for_the_device(plan, kind):
                 else:
                     play_pass(ctx, layers, pos, step, shape.passes, mlp)
             ctx.commit()
-        assert ctx.chunk == chunk + 1
+        assert ctx.memory.chunk == chunk + 1
 
 
 # not `fast` of a token model: with drafts the host reads how many were right
@@ -373,20 +373,20 @@ def _large(plan):
 def test_ann_reads_on_cuda_what_its_map_says(plan):
     ctx = _large(plan)
     play(ctx, 5)
-    layer, policy = ctx.layers[1], ctx.plan.attention
+    layer, policy = ctx.memory.layers[1], ctx.plan.attention
     own, size = layer.own["attention"], policy.block
-    blocks = policy._cut(LARGE, 0, ctx.past)
-    between = policy._between(LARGE, 0, ctx.past)
+    blocks = policy._cut(LARGE, 0, ctx.memory.past)
+    between = policy._between(LARGE, 0, ctx.memory.past)
     order = own["order"][:, :, : between.stop - between.start].long()
     weights = own["log_count"][:, :, : blocks.all * size]
     held = layer.log_count.expand(-1, 4, -1)
     assert torch.equal(weights[:, :, between], held[:, :, between].gather(2, order))
     assert torch.equal(weights[:, :, : between.start], held[:, :, : between.start])
-    assert (weights[:, :, ctx.past :] == -math.inf).all()
+    assert (weights[:, :, ctx.memory.past :] == -math.inf).all()
     moment = ctx.layer_pass(1)
-    moment = moment._replace(ctx=moment.ctx._replace(past=ctx.past))
+    moment = moment._replace(ctx=moment.ctx._replace(past=ctx.memory.past))
     back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
-    policy.restore_order(moment._replace(layer=back), ctx.past)
+    policy.restore_order(moment._replace(layer=back), ctx.memory.past)
     assert not torch.equal(back.k, layer.k)
     for x, ordered in ((back.k, layer.k), (back.v, layer.v)):
         assert torch.equal(policy.to_index_order(moment, x), ordered)
@@ -394,10 +394,10 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     rng = torch.Generator("cuda").manual_seed(3)
     like = {"generator": rng, "device": "cuda", "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, 4, LARGE.max_pass_tokens, 128, **like) for _ in range(3))
-    ctx.begin(LARGE.positions(ctx.latent_frame, 3, "cuda"), 0, 3, (1.0,) * 3)
+    ctx.begin(LARGE.positions(ctx.memory.latent_frame, 3, "cuda"), 0, 3, (1.0,) * 3)
     ctx.meter.take()
     got = ctx.attend(1, q, k, v)
-    now = slice(ctx.past, ctx.past + LARGE.max_pass_tokens)
+    now = slice(ctx.memory.past, ctx.memory.past + LARGE.max_pass_tokens)
     chosen, counts = (
         own["map"][..., : policy._blocks_read(blocks, policy._full(blocks, ctx.present.ctx))],
         own["count"],
@@ -413,34 +413,36 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     read = (counts.double() * torch.tensor(queries, device="cuda")).sum() * size
     row = ctx.meter.take()
     assert row["pairs"] == read + 4 * LARGE.max_pass_tokens**2
-    assert row["pairs"] < 0.9 * 4 * LARGE.max_pass_tokens * (ctx.past + LARGE.max_pass_tokens)
+    assert row["pairs"] < 0.9 * 4 * LARGE.max_pass_tokens * (
+        ctx.memory.past + LARGE.max_pass_tokens
+    )
     assert "simulated_pairs_skipped" not in row
 
 
 def test_the_kernels_choose_as_stock_torch_does(monkeypatch):
     ctx = _large(LARGE_PLANS[0])
     play(ctx, 5)
-    layer, policy = ctx.layers[1], ctx.plan.attention
+    layer, policy = ctx.memory.layers[1], ctx.plan.attention
     assert isinstance(policy, Ann)
     ours = {name: x.clone() for name, x in layer.own["attention"].items()}
     moment = ctx.layer_pass(1)
-    moment = moment._replace(ctx=moment.ctx._replace(past=ctx.past, before=()))
+    moment = moment._replace(ctx=moment.ctx._replace(past=ctx.memory.past, before=()))
     stock = replace(
         layer, k=layer.k.clone(), v=layer.v.clone(),
         own={"attention": {name: x.clone() for name, x in ours.items()}},
     )  # fmt: skip
     elsewhere = moment._replace(layer=stock, work=Work())
-    policy.restore_order(elsewhere, ctx.past)
+    policy.restore_order(elsewhere, ctx.memory.past)
     with monkeypatch.context() as here:
         here.setattr(device, "HAS_TRITON", False)
-        policy.build_index(elsewhere, ctx.past)
+        policy.build_index(elsewhere, ctx.memory.past)
     # a key on a plane may fall on either side, and ties of a rounding either way
     assert (stock.own["attention"]["order"] == ours["order"]).float().mean() > 0.98
     assert (stock.own["attention"]["code"] == ours["code"]).float().mean() > 0.98
     for name in ("order", "code", "scale", "weight"):
         stock.own["attention"][name].copy_(ours[name])
     q = torch.randn(1, 4, LARGE.max_pass_tokens, 128, device="cuda", dtype=torch.bfloat16)
-    blocks = policy._cut(LARGE, 0, ctx.past)
+    blocks = policy._cut(LARGE, 0, ctx.memory.past)
     got = policy._mass(moment, q, blocks.all)
     with monkeypatch.context() as here:
         here.setattr(device, "HAS_TRITON", False)
@@ -456,7 +458,7 @@ def test_the_kernels_wait_for_nothing(plan):
     for _ in range(7):
         layers = draw(rng, LARGE, LARGE.max_pass_tokens, torch.bfloat16)
         layers = [[x.to("cuda") for x in part] for part in layers]
-        pos = LARGE.positions(ctx.latent_frame, LARGE.chunk, "cuda")
+        pos = LARGE.positions(ctx.memory.latent_frame, LARGE.chunk, "cuda")
         torch.cuda.synchronize()
         with no_waits():
             for step in range(LARGE.passes):
@@ -513,8 +515,8 @@ def test_recall_by_kernels_in_bfloat16_is_what_torch_gives(attention, monkeypatc
         recall = RecallObserver(range(1, 8))
         at = ts.Session(shape, plan, rope, device="cuda", dtype=torch.bfloat16, observers=[recall])
         play(at, 8)
-        for layer, slots in zip(at.layers, recall.slots, strict=True):
-            weight = layer.log_count[:, :, : at.past].double().exp()
+        for layer, slots in zip(at.memory.layers, recall.slots, strict=True):
+            weight = layer.log_count[:, :, : at.memory.past].double().exp()
             count = torch.zeros_like(weight).scatter_add_(2, slots, torch.ones_like(slots).double())
             torch.testing.assert_close(count, weight, rtol=1e-2, atol=1e-2)
         return torch.cat([x.flatten() for xs in recall.recalls.values() for x in xs])
@@ -599,12 +601,12 @@ def test_a_camera_walks_on_in_a_cuda_graph():
     assert got[-1].stats["cuda_graph"] == 1
     for one, other in zip(got, want, strict=True):
         assert (one.frames == other.frames).all()
-    ours, theirs = (stream.session.features.camera for stream in streams)
+    ours, theirs = (stream.session.memory.features.camera for stream in streams)
     assert torch.equal(ours, theirs)
     alone = ts.open(random_wan(config), "cache=window:budget=4f", pace=0.5)
     for key in keys:
         alone.step(key)
-    torch.testing.assert_close(ours.cpu(), alone.session.features.camera)
+    torch.testing.assert_close(ours.cpu(), alone.session.memory.features.camera)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -135,7 +135,7 @@ def test_a_model_that_drops_its_past_at_times_is_never_recorded():
     model, session = _open("cache=window:budget=9f", context=Restart(21))
     _play(model, session, ChunkRunner(model, session, record), 8)
     assert (
-        session.past == 2 * 3 * session.shape.tokens_per_frame
+        session.memory.past == 2 * 3 * session.shape.tokens_per_frame
     )  # dropped at frame 21, and two chunks since
 
 
@@ -147,7 +147,7 @@ def test_what_the_host_looks_at_is_never_recorded(observer):
     model = random_wan(CONFIG)
     session = toys.open_session(model, "cache=window:budget=9f", observers=[observer()])
     _play(model, session, ChunkRunner(model, session, record), 8)
-    assert session.past == 6 * session.shape.tokens_per_frame
+    assert session.memory.past == 6 * session.shape.tokens_per_frame
 
 
 def test_a_new_prompt_and_a_taken_up_state_are_recorded_anew():

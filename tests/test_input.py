@@ -40,7 +40,7 @@ def inputs():
 def play(at, inputs, mlp):
     """The session's outputs [frames, B, N, W] of its first layer, token by token."""
     rng = torch.Generator().manual_seed(5)
-    play_pass(at, draw(rng, TOKENS, at.prompt), at.prompt_positions(), 0, 1, mlp)
+    play_pass(at, draw(rng, TOKENS, at.memory.prompt), at.memory.prompt_positions(), 0, 1, mlp)
     at.commit()
     out = torch.zeros_like(inputs)
     for frame in range(FRAMES):
@@ -163,7 +163,7 @@ def test_a_loss_becomes_the_budget_between_two_that_were_measured(own, tmp_path)
     file = tmp_path / "one.safetensors"
     write_tensors(file, tensors)
     with ts.open(load("toy-tokens"), f"replay=input:loss=0.3,file={file}", prompt="a") as stream:
-        assert stream.session.replay.policy.budget == pytest.approx(0.02)
+        assert stream.session.memory.replay.policy.budget == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("plan", ["attentive:share=0.6", "input:share=0.6"])
@@ -223,10 +223,10 @@ def test_a_budget_is_the_less_the_more_a_layer_costs(own, tmp_path):
     costs = torch.arange(1.0, layers + 1)
     write_tensors(file, own.tensors() | {"cost": costs})
     with ts.open(model, f"replay=input:budget=0.6,file={file}", prompt="a") as stream:
-        budgets = [stream.session.replay.policy_of(i).budget for i in range(layers)]
+        budgets = [stream.session.memory.replay.policy_of(i).budget for i in range(layers)]
         assert budgets == pytest.approx((0.6 / costs).tolist())
     # the other kinds have no use for it
     with ts.open(model, f"replay=input:share=0.5,file={file}", prompt="a") as stream:
-        assert stream.session.replay.policy_of(1).share == 0.5
+        assert stream.session.memory.replay.policy_of(1).share == 0.5
     with pytest.raises(TachyscopeError, match="has layers that cost nothing"):
         Calibration.of(own.tensors() | {"cost": 0 * costs}, "it")

@@ -84,7 +84,7 @@ def play(session, stream):
     """Feed a session whole chunks: of each layer a (q, k, v, x), by chunk."""
     with torch.inference_mode():
         for chunk in stream:
-            pos = session.shape.positions(session.latent_frame, session.shape.chunk)
+            pos = session.shape.positions(session.memory.latent_frame, session.shape.chunk)
             session.begin(pos, 0, 1, (0.0,) * session.shape.chunk)
             for layer, (q, k, v, x) in enumerate(chunk):
                 session.attend(layer, q, k, v)
@@ -416,7 +416,7 @@ def test_the_change_of_one_layer_is_that_of_a_sum_by_hand(models):
             if ctx.layer == 1 and ctx.past:
                 keys = torch.cat([x[0] for x in self.entries[1]], 2)
                 values = torch.cat([x[1] for x in self.entries[1]], 2)
-                now = self.session.layers[1].now(ctx)
+                now = self.session.memory.layers[1].now(ctx)
                 every = [torch.cat(pair, 2) for pair in zip((keys, values), now, strict=True)]
                 want = torch.nn.functional.scaled_dot_product_attention(rotated_q, *every)
                 off = (out - want).norm(dim=-1) / want.norm(dim=-1)

@@ -74,7 +74,7 @@ def test_an_interrupted_stream_refuses_until_it_is_restored(model):
         stream.generate,
         stream.snapshot,
         lambda: stream.set_prompt("b"),
-        lambda: stream.refill(stream.session.latents, "b"),
+        lambda: stream.refill(stream.session.memory.latents, "b"),
         lambda: ts.rollout(model, frames=each, stream=stream),
     ):
         assert refused(call) == INTERRUPTED
@@ -228,7 +228,7 @@ def test_only_the_first_chunk_is_looked_at(model, monkeypatch):
     looked, own = [], type(model).finite
 
     def finite(self, session, latents):
-        looked.append(session.chunk)
+        looked.append(session.memory.chunk)
         return own(self, session, latents)
 
     monkeypatch.setattr(type(model), "finite", finite)

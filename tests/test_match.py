@@ -259,7 +259,10 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
         again = torch.randn(size, generator=rng)
         for _ in range(6):
             at.begin(
-                shape.positions(at.latent_frame, shape.chunk, DEVICE), 0, 1, (0.0,) * shape.chunk
+                shape.positions(at.memory.latent_frame, shape.chunk, DEVICE),
+                0,
+                1,
+                (0.0,) * shape.chunk,
             )
             for i in range(shape.layers):
                 k = again + 0.4 * torch.randn(size, generator=rng)
@@ -269,13 +272,13 @@ def test_a_cache_merged_by_kernels_equals_one_merged_by_torch(cache, layers, mon
         return at
 
     got, want = run(True), run(False)
-    assert got.past == want.past < 6 * shape.max_pass_tokens
+    assert got.memory.past == want.memory.past < 6 * shape.max_pass_tokens
     assert got.meter.take() == want.meter.take()
     assert got.observers[0].found == want.observers[0].found != []
-    for mine, theirs in zip(got.layers, want.layers, strict=True):
-        end = got.past - got.plan.cache.newest * shape.tokens_per_frame
+    for mine, theirs in zip(got.memory.layers, want.memory.layers, strict=True):
+        end = got.memory.past - got.plan.cache.newest * shape.tokens_per_frame
         for name, x in mine.tensors().items():
-            used = end if name.startswith("slot_") else got.past
+            used = end if name.startswith("slot_") else got.memory.past
             y = theirs.tensors()[name]
             torch.testing.assert_close(
                 x[:, :, :used], y[:, :, :used], rtol=tolerance, atol=tolerance

@@ -75,15 +75,15 @@ def test_the_cache_is_predicted_to_the_byte(models):
     for plan in (*NAMES, *CUSTOM[model.name], "dense store=int8"):
         found = need(shapes, plan, **asked)
         session = open_session(model, plan, **asked)
-        assert sum(found.cache.values()) == cache_bytes(session.layers), plan
-        layer = session.layers[0]
+        assert sum(found.cache.values()) == cache_bytes(session.memory.layers), plan
+        layer = session.memory.layers[0]
         assert found.cache.keys() == layer.tensors().keys() | layer.buffers().keys(), plan
-        held = sum(x.nbytes for part in session.layers for x in part.host_tensors().values())
+        held = sum(x.nbytes for part in session.memory.layers for x in part.host_tensors().values())
         assert found.host == held, plan
         assert found.weights == sum(
             p.numel() * p.element_size() for p in model.transformer.parameters()
         )
-        stored = {x.untyped_storage() for text in session.texts for x in (text.k, text.v)}
+        stored = {x.untyped_storage() for text in session.memory.texts for x in (text.k, text.v)}
         assert found.prompt == sum(len(storage) for storage in stored)
         assert found.activations > 0 and found.decoding > 0
         assert found.peak > found.stays > sum(found.cache.values())
@@ -111,7 +111,7 @@ def test_it_is_what_a_rollout_ends_with(plan, name, frames):
     for _ in rollout(model, frames=frames, stream=ts.Stream(model, session)):
         pass
     found = need(model.on_meta(), plan, frames=frames, prompt="a")
-    assert sum(found.cache.values()) == cache_bytes(session.layers)
+    assert sum(found.cache.values()) == cache_bytes(session.memory.layers)
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ def test_the_command_line_tells_it(tmp_path, capsys):
     assert sum(row["cache_bytes"].values()) < row["peak_bytes"]
     model = load("toy-chunks", dtype="bfloat16")
     session = open_session(model, "dense", frames=300)
-    assert sum(row["cache_bytes"].values()) == cache_bytes(session.layers)
+    assert sum(row["cache_bytes"].values()) == cache_bytes(session.memory.layers)
     # a checkpoint is read for its shapes
     save_wan(toy_chunks(), tmp_path / "model")
     words = ["fit", "wan_causal", "--weights", str(tmp_path / "model"), "--json", "-"]

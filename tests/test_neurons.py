@@ -76,8 +76,8 @@ def rule(inputs, mlp, found, layer, age):
 def play(at, inputs, mlp):
     """The session's outputs [layers, frames, B, N, W], token by token."""
     rng = torch.Generator().manual_seed(5)
-    prompt = draw(rng, TOKENS, at.prompt)
-    play_pass(at, prompt, at.prompt_positions(), 0, 1, mlp)
+    prompt = draw(rng, TOKENS, at.memory.prompt)
+    play_pass(at, prompt, at.memory.prompt_positions(), 0, 1, mlp)
     at.commit()
     out = torch.zeros_like(inputs)
     for frame in range(inputs.shape[1]):
@@ -131,7 +131,7 @@ def test_work_left_out_is_counted(mlp, found):
     rows = TOKENS.batch * TOKENS.tokens_per_frame
     whole = 3 * WIDTH * INNER
     sizes = [3 * WIDTH * len(index) + WIDTH**2 for index in found.kept(0.5)]
-    prompt = TOKENS.batch * at.prompt * LAYERS * whole
+    prompt = TOKENS.batch * at.memory.prompt * LAYERS * whole
     # the first frame is computed whole, and once by the slice; then there are two by the slice
     assert row["mlp_macs"] == prompt + rows * (LAYERS * whole + 3 * sum(sizes))
     assert row["rows_eligible"] == 2 * LAYERS * rows

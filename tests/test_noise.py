@@ -37,7 +37,7 @@ def _noise_of_seed(monkeypatch, model, seed, **asked):
 
     def noted(self, session, draw, ahead=0):
         found = own(self, session, draw, ahead)
-        drawn[draw, session.made // chunk + ahead] = found[0].transpose(0, 1)
+        drawn[draw, session.memory.made // chunk + ahead] = found[0].transpose(0, 1)
         return found
 
     with monkeypatch.context() as patch:

@@ -80,16 +80,16 @@ def test_every_entry_that_joins_another_is_told(cache):
     play(at, 8)
     joined = {(chunk, layer) for chunk, layer, *_ in log.merges}
     assert {layer for _, layer in joined} == {0, 1}
-    kept = at.past
+    kept = at.memory.past
     told = sum(
         (source != root).sum().item() / source.shape[1]
         for _, layer, source, root in log.merges
         if layer == 0
     )
     if "threshold" in cache:
-        live = (at.layers[0].log_count[:, :, :kept] > -torch.inf).sum().item() / 2
-        assert at.total_entries - told == live
+        live = (at.memory.layers[0].log_count[:, :, :kept] > -torch.inf).sum().item() / 2
+        assert at.memory.total_entries - told == live
     else:
-        assert at.total_entries - told == kept
+        assert at.memory.total_entries - told == kept
     for _, _, source, root in log.merges:
         assert (root <= source).all()

@@ -34,7 +34,7 @@ def one_pass(at, given=False):
     """What attention answers to a pass of random queries behind what was played."""
     shape, layers = at.shape, draw(torch.Generator().manual_seed(3), at.shape, 12, at.dtype)
     step, noise = (2, 0.0) if given else (0, 1.0)
-    at.begin(shape.positions(at.latent_frame, shape.chunk), step, 3, (noise,) * shape.chunk)
+    at.begin(shape.positions(at.memory.latent_frame, shape.chunk), step, 3, (noise,) * shape.chunk)
     return [at.attend(i, *part[:3]) for i, part in enumerate(layers)]
 
 
@@ -42,7 +42,7 @@ def one_pass(at, given=False):
 def test_the_score_of_a_weighed_entry_gets_the_weights_logarithm(newest):
     at = session(CHUNKS, f"attention=dense:past_weight=4,newest={newest}")
     play(at, 4)
-    for i, (layer, out) in enumerate(zip(at.layers, one_pass(at), strict=True)):
+    for i, (layer, out) in enumerate(zip(at.memory.layers, one_pass(at), strict=True)):
         time = layer.pos[0, 0, : 10 * 6, 0]
         weight = torch.where((time >= 1) & (time < 8 - newest), math.log(4.0), 0.0)
         q = layer_queries(at, i)
@@ -77,7 +77,7 @@ def test_given_frames_are_read_with_weight_1(plan):
     play(at, 5)
     outs = one_pass(at, given=True)
     # the same entries, read without weights
-    for i, (layer, out) in enumerate(zip(at.layers, outs, strict=True)):
+    for i, (layer, out) in enumerate(zip(at.memory.layers, outs, strict=True)):
         end = 12 * 6
         want = attention_reference(layer_queries(at, i), layer.k[:, :, :end], layer.v[:, :, :end])
         torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
@@ -92,7 +92,9 @@ def test_blocks_are_chosen_by_their_weighed_mass(plan):
     for at in (one, four):
         play(at, 5)
     plain, weighed = (
-        (at.layers[0].bank.tensors if plan else at.layers[0].own["attention"])["weight"]
+        (at.memory.layers[0].bank.tensors if plan else at.memory.layers[0].own["attention"])[
+            "weight"
+        ]
         for at in (one, four)
     )
     blocks = 10 * 6 // 2
@@ -109,7 +111,7 @@ def test_what_is_fetched_is_weighed_as_what_stayed():
     play(at, 14)
     at.count_bank()
     assert at.meter.take()["blocks_fetched"] > 0
-    for layer in at.layers:
+    for layer in at.memory.layers:
         bank = layer.bank
         held = bank.tensors["log_count"][:, :, bank._slots].unflatten(2, (-1, bank.layout.block))
         length = bank.tensors["length"].gather(2, bank.tensors["block"].long())
@@ -129,11 +131,11 @@ def test_in_order_of_time_a_block_is_so_many_entries_in_a_row(cache):
     plain = session(CHUNKS, "attention=dense")
     play(at, 5)
     play(plain, 5)
-    for layer, other in zip(at.layers, plain.layers, strict=True):
-        keys = layer.k[:, :, : at.past]
+    for layer, other in zip(at.memory.layers, plain.memory.layers, strict=True):
+        keys = layer.k[:, :, : at.memory.past]
         own = layer.bank.tensors if cache else layer.own["attention"]
-        means = own["code"][:, :, : at.past // 2] * own["scale"][:, :, : at.past // 2]
+        means = own["code"][:, :, : at.memory.past // 2] * own["scale"][:, :, : at.memory.past // 2]
         want = keys.unflatten(2, (-1, 2)).mean(3).float()
         torch.testing.assert_close(means, want, rtol=0.02, atol=0.02)
-        if layer is at.layers[0]:  # whose queries do not yet differ
-            assert torch.equal(keys, other.k[:, :, : at.past])
+        if layer is at.memory.layers[0]:  # whose queries do not yet differ
+            assert torch.equal(keys, other.k[:, :, : at.memory.past])

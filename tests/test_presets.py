@@ -348,7 +348,7 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
     for chunk in rollout(
         model, frames=model.pixel_frames(chunks * protocol.chunk), stream=ts.Stream(model, session)
     ):
-        found.append(session.latents)
+        found.append(session.memory.latents)
         shown.append(chunk.frames)
     assert_same(found, play(model, protocol, chunks, "a", drawn(7, protocol.chunk)))
     # a frame that was encoded again is shown once, as it was
@@ -363,7 +363,7 @@ def test_stock_is_the_authors_protocol(name, shrunk, tmp_path):
         seamless, expected = expected, np.concatenate(pictures)
         assert len(seamless) == len(expected) and not np.array_equal(seamless, expected)
     assert np.array_equal(np.concatenate(shown), expected)
-    assert session.features.tensors().keys() == {"features.last"}
+    assert session.memory.features.tensors().keys() == {"features.last"}
 
 
 @by_name(
@@ -392,7 +392,9 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
     monkeypatch.setattr(model.decoder, "encode", lambda frames: whole(frames[:, ::8, ::8]))
     given, noise = [model.encode_frames(image)], drawn(7, 1)
     session = open_session(model, "stock", prompt="a", seed=7, first=image)
-    found = [session.latents for _ in rollout(model, frames=12, stream=ts.Stream(model, session))]
+    found = [
+        session.memory.latents for _ in rollout(model, frames=12, stream=ts.Stream(model, session))
+    ]
     expected = play(model, protocol, 3, "a", noise, given)
     assert_same(found, expected)
     for change in ("restored", "refilled", "changed"):
@@ -408,7 +410,7 @@ def test_the_first_generated_chunk_has_its_own_steps(name, shrunk, tmp_path, mon
             prompt = "b"
             ts.Stream(model, other).refill(torch.cat(before, 2), prompt)
         on = [
-            other.latents[:, :, -1:]
+            other.memory.latents[:, :, -1:]
             for _ in rollout(model, frames=8, stream=ts.Stream(model, other), then=then)
         ]
         told = play(model, later, 1 if then else 2, prompt, draw, before)
@@ -485,7 +487,7 @@ def test_a_change_of_prompt_remembers_the_window_again(changes, shrunk, tmp_path
         chunks = rollout(
             model, frames=model.pixel_frames(27), then=then, stream=ts.Stream(model, session)
         )
-        found = [session.latents[:, :, -3:] for _ in chunks]
+        found = [session.memory.latents[:, :, -3:] for _ in chunks]
         noise, more = drawn(7, 3), 9 - frames // 3
         expected = play(stated, protocol, frames // 3, "a", noise)
         again = play_retold(stated, protocol, expected, more, "ab", noise)
@@ -542,8 +544,8 @@ def test_a_rolled_window_is_the_authors_protocol(given, shrunk, tmp_path):
         ts.Stream(model, session).refill(torch.cat(latents, 2), "a")
     frames, found = model.pixel_frames(3 * (given + chunks)) - model.pixel_frames(3 * given), []
     for _ in rollout(model, frames=frames, stream=ts.Stream(model, session)):
-        found.append(session.latents)
-    assert session.features.tensors().keys() == {"features.last"}
+        found.append(session.memory.latents)
+    assert session.memory.features.tensors().keys() == {"features.last"}
     assert_same(found, roll(model, chunks, "a", 7, latents))
 
 
@@ -555,11 +557,12 @@ NARROW = (
 
 
 def latents_of(model, session, chunks):
-    frames = model.pixel_frames(session.latent_frame + 3 * chunks) - model.pixel_frames(
-        session.latent_frame
+    frames = model.pixel_frames(session.memory.latent_frame + 3 * chunks) - model.pixel_frames(
+        session.memory.latent_frame
     )
     return [
-        session.latents for _ in rollout(model, frames=frames, stream=ts.Stream(model, session))
+        session.memory.latents
+        for _ in rollout(model, frames=frames, stream=ts.Stream(model, session))
     ]
 
 
@@ -593,7 +596,7 @@ def test_a_rolled_window_goes_on_from_its_state(plan, shrunk, tmp_path):
     for cut in (1, 7):
         head = begin()
         first = latents_of(model, head, cut)
-        assert head.features.window.shape[2] == min(12, 30 - 3 * cut)
+        assert head.memory.features.window.shape[2] == min(12, 30 - 3 * cut)
         tail = begin()
         tail.restore(head.state())
         torch.testing.assert_close(first + latents_of(model, tail, 10 - cut), whole, rtol=0, atol=0)
@@ -617,7 +620,7 @@ def test_a_window_is_rolled_as_far_as_the_video_goes(shrunk, tmp_path):
     widths.clear()
     latents_of(model, session, 2)
     assert widths[:6] == [*((3 * i + 3, i, i + 1) for i in range(5)), (3, 5, 1)]
-    assert widths[6:] == [(15, 4, 5), (3, 5, 1)] and session.features.window is not None
+    assert widths[6:] == [(15, 4, 5), (3, 5, 1)] and session.memory.features.window is not None
     assert model.shape().chunk == 3 and model.shape().max_pass_tokens == 15 * 4
 
 
@@ -655,7 +658,7 @@ def test_a_video_that_starts_again_forgets(shrunk, tmp_path):
     held = [chunk.stats["entries"] // 4 for chunk in rollout(
         model, frames=model.pixel_frames(27), stream=ts.Stream(model, session))]  # fmt: skip
     assert held == [3, 6, 9, 12, 15, 18, 3, 6, 9]
-    assert session.latent_frame == 27 and session.chunk == 9
+    assert session.memory.latent_frame == 27 and session.memory.chunk == 9
 
 
 def test_what_is_encoded_again_is_so_when_given(shrunk, tmp_path):
@@ -666,9 +669,12 @@ def test_what_is_encoded_again_is_so_when_given(shrunk, tmp_path):
         made = latents_of(model, session, chunks)
         other = open_session(model, "stock", prompt="a")
         ts.Stream(model, other).refill(torch.cat(made, 2), "a")
-        used = slice(0, session.past)
-        assert other.past == session.past and other.features.tensors().keys() == {"features.last"}
-        for ours, theirs in zip(other.layers, session.layers, strict=True):
+        used = slice(0, session.memory.past)
+        assert (
+            other.memory.past == session.memory.past
+            and other.memory.features.tensors().keys() == {"features.last"}
+        )
+        for ours, theirs in zip(other.memory.layers, session.memory.layers, strict=True):
             torch.testing.assert_close(ours.k[:, :, used], theirs.k[:, :, used], rtol=0, atol=1e-9)
 
 

@@ -126,7 +126,7 @@ def test_a_row_tells_whole_chunks_and_bytes_in_use():
     assert all(row["cuda_graph"] == 0 for row in rows)
     # the cache is allocated in advance, and is in use from chunk to chunk
     held = [row["cache_allocated_mb"] for row in rows]
-    assert held == [cache_bytes(session.layers) / 1e6] * 4
+    assert held == [cache_bytes(session.memory.layers) / 1e6] * 4
     assert [row["cache_mb"] for row in rows] == pytest.approx(
         [x * held[0] for x in (0.5, 0.75, 1, 1)], rel=1e-4
     )

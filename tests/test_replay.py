@@ -238,7 +238,7 @@ class Growing:
         self.at, self.way = ctx, way
 
     def __call__(self, x):
-        return x * 0 + self.at.chunk * self.way
+        return x * 0 + self.at.memory.chunk * self.way
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -154,7 +154,7 @@ def test_refilling_with_its_own_latents_changes_nothing(model):
         for _ in ts.rollout(
             model, frames=2 * session.shape.chunk, stream=ts.Stream(model, session)
         ):
-            latents.append(session.latents)
+            latents.append(session.memory.latents)
         if refilled:
             ts.Stream(model, session).refill(torch.cat(latents, model.frame_dim), "a red room")
         more = ts.rollout(model, frames=session.shape.chunk, stream=ts.Stream(model, session))
@@ -168,14 +168,16 @@ def test_a_refill_goes_on_with_the_noise(model):
     session = toys.open_session(model, "replay=random:share=0.5", frames=30)
     list(ts.rollout(model, frames=9, stream=ts.Stream(model, session)))
     before = [x.get_state() for x in (session.generators[0], session.memory.policy_rng)]
-    coming = session.latent_frames - session.latent_frame
-    ts.Stream(model, session).refill(session.latents, "")
+    coming = session.memory.latent_frames - session.memory.latent_frame
+    ts.Stream(model, session).refill(session.memory.latents, "")
     after = [x.get_state() for x in (session.generators[0], session.memory.policy_rng)]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     session.reset()
     fresh = [x.get_state() for x in (session.generators[0], session.memory.policy_rng)]
     assert not any(torch.equal(*pair) for pair in zip(before, fresh, strict=True))
-    assert session.latent_frames - coming == session.shape.chunk, "as much is to come as before"
+    assert session.memory.latent_frames - coming == session.shape.chunk, (
+        "as much is to come as before"
+    )
 
 
 def _changed(model, plan, held, first=None):
@@ -185,15 +187,15 @@ def _changed(model, plan, held, first=None):
         model, plan, prompt="a red room", frames=2 * count, first=first, seed=2
     )
     parts, moves, frames = [], [], []
-    if session.latents is not None:
-        parts.append(session.latents)
-        moves += ["."] * session.latents.shape[model.frame_dim]
+    if session.memory.latents is not None:
+        parts.append(session.memory.latents)
+        moves += ["."] * session.memory.latents.shape[model.frame_dim]
     before, after = _actions(count)
     for chunk in ts.rollout(
         model, frames=count, actions=" ".join(before), stream=ts.Stream(model, session)
     ):
         frames.append(chunk.frames)
-        parts.append(session.latents)
+        parts.append(session.memory.latents)
     moves += before
     kept = torch.cat(parts[-held:], model.frame_dim)
     actions = " ".join(moves[-kept.shape[model.frame_dim] :])
@@ -293,7 +295,7 @@ def test_a_change_of_prompt_leaves_no_seam_in_what_is_shown():
     for chunk in ts.rollout(
         model, frames=24, then=[(15, "a blue room")], stream=ts.Stream(model, session)
     ):
-        made.append(session.latents[:, :, -model.shape().chunk :])
+        made.append(session.memory.latents[:, :, -model.shape().chunk :])
         chunks.append(chunk.frames)
     whole = model.decoder(torch.cat(made, 2), {})
     assert len(whole) == 24 and whole.std() > 5
@@ -362,7 +364,7 @@ def test_first_frames_have_the_videos_size():
     )
     with pytest.raises(TachyscopeError, match=re.escape(words)):
         toys.open_session(model, first=frames)
-    assert toys.open_session(model, first=frames, size=(64, 96)).latent_frame == 1
+    assert toys.open_session(model, first=frames, size=(64, 96)).memory.latent_frame == 1
 
 
 @MOSTLY_CHUNKS
@@ -461,14 +463,14 @@ def test_a_rollout_that_runs_ahead_yields_the_same(model, monkeypatch):
     # a session that the caller holds stands where its last chunk stands
     session = toys.open_session(model, plan, **asked)
     first = next(ts.rollout(model, frames=frames, stream=ts.Stream(model, session)))
-    assert session.chunk == first.index + 1
+    assert session.memory.chunk == first.index + 1
     # unless they ask for more
     session = toys.open_session(model, plan, **asked)
     chunks = ts.rollout(model, frames=frames, stream=ts.Stream(model, session), overlap_decode=True)
     first = next(chunks)
-    assert session.chunk == first.index + 2
+    assert session.memory.chunk == first.index + 2
     last = list(chunks)[-1]
-    assert session.chunk == last.index + 1
+    assert session.memory.chunk == last.index + 1
 
 
 def test_a_refill_that_is_refused_leaves_the_session_as_it_was():

@@ -39,7 +39,7 @@ def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
     rng = torch.Generator().manual_seed(0)
     parts, poses = [], []
     if shape.token_by_token:
-        layers, pos = draw(rng, shape, at.prompt), at.prompt_positions()
+        layers, pos = draw(rng, shape, at.memory.prompt), at.memory.prompt_positions()
         play_pass(at, layers, pos, 0, 1)
         at.commit()
         parts.append(layers[0][:3])
@@ -47,7 +47,7 @@ def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
     got = []
     for _ in range(4):
         layers = draw(rng, shape, shape.max_pass_tokens)
-        pos = shape.positions(at.latent_frame, shape.chunk)
+        pos = shape.positions(at.memory.latent_frame, shape.chunk)
         parts.append(layers[0][:3])
         poses.append(pos)
         if shape.token_by_token:
@@ -67,10 +67,10 @@ def test_dense_chunk_by_chunk_equals_attention_under_a_mask(kind):
     scores = q @ k.repeat_interleave(2, 1).mT / 12**0.5
     mask = block[:, None] < block
     if shape.token_by_token:
-        pads = torch.tensor(at.left_padding)
+        pads = torch.tensor(at.memory.left_padding)
         mask = mask | (index < pads[:, None, None, None])
     want = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
-    torch.testing.assert_close(torch.cat(got, 2), want[:, :, at.prompt :])
+    torch.testing.assert_close(torch.cat(got, 2), want[:, :, at.memory.prompt :])
 
 
 @EACH_PLAN
@@ -80,7 +80,7 @@ def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
     def rest(at, rng):
         base, out = draw(rng, at.shape, at.shape.max_pass_tokens), []
         for _ in range(4):
-            pos = at.shape.positions(at.latent_frame, at.shape.chunk)
+            pos = at.shape.positions(at.memory.latent_frame, at.shape.chunk)
             for step in range(at.shape.passes):
                 layers = draw(rng, at.shape, at.shape.max_pass_tokens, drift=0.3, base=base)
                 if at.shape.token_by_token:
@@ -94,17 +94,17 @@ def test_state_and_restore_go_on_exactly(plan, kind, tmp_path):
 
     first = session(SHAPES[kind], plan)
     play(first, 6)
-    first.latents = torch.arange(3.0)
-    first.features.hidden = torch.arange(2.0)
+    first.memory.latents = torch.arange(3.0)
+    first.memory.features.hidden = torch.arange(2.0)
     save_file(first.state(), tmp_path / "state.safetensors")
     second = session(SHAPES[kind], plan, seed=99)
     second.restore(load_file(tmp_path / "state.safetensors"))
-    assert torch.equal(second.latents, first.latents)
-    assert torch.equal(second.features.hidden, first.features.hidden)
-    assert (second.chunk, second.latent_frame, second.past) == (
-        first.chunk,
-        first.latent_frame,
-        first.past,
+    assert torch.equal(second.memory.latents, first.memory.latents)
+    assert torch.equal(second.memory.features.hidden, first.memory.features.hidden)
+    assert (second.memory.chunk, second.memory.latent_frame, second.memory.past) == (
+        first.memory.chunk,
+        first.memory.latent_frame,
+        first.memory.past,
     )
     a, b = (rest(at, torch.Generator().manual_seed(1)) for at in (first, second))
     assert_same(a, b)
@@ -129,16 +129,16 @@ def test_reset_gives_what_a_new_session_gives(plan, kind):
 def test_a_cache_that_grows_equals_one_that_was_reserved(plan, kind):
     reserved = session(SHAPES[kind], plan, latent_frames=60)
     growing = session(SHAPES[kind], plan)
-    slots = growing.layers[0].k.shape[2]
+    slots = growing.memory.layers[0].k.shape[2]
     assert_same(play(growing, 30), play(reserved, 30))
-    assert growing.layers[0].k.shape[2] > slots
+    assert growing.memory.layers[0].k.shape[2] > slots
 
 
 def test_a_bounded_cache_never_reallocates():
     at = session(CHUNKS, "cache=merge:budget=8f attention=ann:read=0.5 replay=attentive:share=0.5")
-    before = [x.data_ptr() for layer in at.layers for x in layer.tensors().values()]
+    before = [x.data_ptr() for layer in at.memory.layers for x in layer.tensors().values()]
     play(at, 20)
-    after = [x.data_ptr() for layer in at.layers for x in layer.tensors().values()]
+    after = [x.data_ptr() for layer in at.memory.layers for x in layer.tensors().values()]
     assert before == after
 
 
@@ -148,9 +148,9 @@ def test_left_pads_change_nothing():
     pair = session(TOKENS, "cache=keep_all")
     alone = session(replace(TOKENS, batch=1, paired=False), "cache=keep_all", lengths=(3,))
     prompt = draw(rng, TOKENS, 5)
-    play_pass(pair, prompt, pair.prompt_positions(), 0, 1)
+    play_pass(pair, prompt, pair.memory.prompt_positions(), 0, 1)
     short = [[t[1:].narrow(-2, 2, 3) for t in part] for part in prompt]
-    play_pass(alone, short, alone.prompt_positions(), 0, 1)
+    play_pass(alone, short, alone.memory.prompt_positions(), 0, 1)
     pair.commit(), alone.commit()
     for i in range(12):
         token = draw(rng, TOKENS, 1)
@@ -162,8 +162,8 @@ def test_left_pads_change_nothing():
 
 def test_a_prompt_ends_where_the_first_frame_begins():
     at = session(TOKENS, "cache=keep_all")
-    index = (at.prompt_positions() * torch.tensor([6.0, 3.0, 1.0])).sum(-1)
-    for length, pads in zip(at.lengths, at.left_padding, strict=True):
+    index = (at.memory.prompt_positions() * torch.tensor([6.0, 3.0, 1.0])).sum(-1)
+    for length, pads in zip(at.memory.lengths, at.memory.left_padding, strict=True):
         assert (index + length)[pads:].tolist() == list(range(length))
 
 
@@ -176,15 +176,15 @@ def test_commit_takes_the_first_tokens_of_now():
     for i, (q, k, v, _) in enumerate(layers):
         at.attend(i, q, k, v)
     at.commit(12)
-    assert (at.past, at.latent_frame, at.now) == (12, 2, 0)
-    torch.testing.assert_close(at.layers[0].v[:, :, :12], layers[0][2][:, :, :12])
+    assert (at.memory.past, at.memory.latent_frame, at.memory.now) == (12, 2, 0)
+    torch.testing.assert_close(at.memory.layers[0].v[:, :, :12], layers[0][2][:, :, :12])
 
 
 def play_window(at, layers, step, chunks, noise=0.5):
     """A pass over chunks under way, the first at `step`; each layer's attention and MLP outputs."""
     tokens = chunks * at.shape.chunk * at.shape.tokens_per_frame
     at.begin(
-        at.shape.positions(at.latent_frame, chunks * at.shape.chunk), step, at.shape.passes,
+        at.shape.positions(at.memory.latent_frame, chunks * at.shape.chunk), step, at.shape.passes,
         (noise,) * chunks * at.shape.chunk,
     )  # fmt: skip
     out = []
@@ -227,10 +227,11 @@ def test_tokens_that_came_later_choose_what_they_read():
         fill(at, 12)
     play_window(grown, layers, 0, 1)
     assert_same(play_window(grown, layers, 1, 2), play_window(fresh, layers, 1, 2))
-    maps = [layer.own["attention"]["map"].clone() for layer in grown.layers]
+    maps = [layer.own["attention"]["map"].clone() for layer in grown.memory.layers]
     play_window(grown, draw(rng, shape, shape.max_pass_tokens), 2, 1)
     assert all(
-        m.equal(layer.own["attention"]["map"]) for m, layer in zip(maps, grown.layers, strict=True)
+        m.equal(layer.own["attention"]["map"])
+        for m, layer in zip(maps, grown.memory.layers, strict=True)
     )
 
 
@@ -242,9 +243,9 @@ def test_a_key_is_always_turned_from_its_unrotated_copy():
     for _ in range(100):
         layers = draw(rng, CHUNKS, 12, torch.bfloat16)
         first = layers[0][1] if first is None else first
-        play_pass(at, layers, CHUNKS.positions(at.latent_frame, 2), 0, 1)
+        play_pass(at, layers, CHUNKS.positions(at.memory.latent_frame, 2), 0, 1)
         at.commit()
-    here = at.layers[0]
+    here = at.memory.layers[0]
     assert here.pos[0, 0, :12, 0].tolist() == [198.0] * 6 + [199.0] * 6
     exact = at.rope.rotate(first.double(), here.pos[:, :, :12])
     torch.testing.assert_close(here.k[:, :, :12].double(), exact, rtol=2**-8, atol=2**-8)
@@ -255,9 +256,9 @@ def test_a_key_is_always_turned_from_its_unrotated_copy():
 def test_a_session_that_forgets_goes_on_like_a_new_one(plan):
     used, new = session(CHUNKS, plan), session(CHUNKS, plan)
     play(used, 6, seed=3)
-    used.forget()
-    assert used.past == used.total_entries == 0
-    new.latent_frame = used.latent_frame  # the video goes on
+    used.memory.forget()
+    assert used.memory.past == used.memory.total_entries == 0
+    new.memory.latent_frame = used.memory.latent_frame  # the video goes on
     assert_same(play(used, 6, seed=4), play(new, 6, seed=4))
 
 
@@ -273,7 +274,7 @@ def test_state_is_taken_between_chunks_and_fits_its_plan_only():
     at = session(CHUNKS, "cache=keep_all")
     play(at, 1)
     saved = at.state()
-    at.begin(CHUNKS.positions(at.latent_frame, 2), 0, 3, (1.0, 1.0))
+    at.begin(CHUNKS.positions(at.memory.latent_frame, 2), 0, 3, (1.0, 1.0))
     with pytest.raises(
         TachyscopeError, match="12 tokens of one are under way: finish the chunk first"
     ):
@@ -288,7 +289,7 @@ def test_empty_slots_filled_with_large_numbers_change_nothing():
         clean = session(CHUNKS, plan)
         want = play(clean, 6)
         dirty = session(CHUNKS, plan)
-        for i, layer in enumerate(dirty.layers):
+        for i, layer in enumerate(dirty.memory.layers):
             layer.k.fill_(1e4 * (-1) ** i)
             layer.v.fill_(-1e4 * (-1) ** i)
         assert_same(play(dirty, 6), want)
@@ -333,10 +334,10 @@ def test_density_counts_pairs_of_the_unbounded_model():
 def test_weighted_attention_reads_the_merged_weights():
     at = session(CHUNKS, "cache=merge:budget=8f")
     play(at, 9)
-    at.begin(CHUNKS.positions(at.latent_frame, 2), 0, 3, (1.0, 1.0))
+    at.begin(CHUNKS.positions(at.memory.latent_frame, 2), 0, 3, (1.0, 1.0))
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
     got = at.attend(0, q, q[:, :2], q[:, :2])
-    here, used = at.layers[0], slice(0, at.past + 12)
+    here, used = at.memory.layers[0], slice(0, at.memory.past + 12)
     want = attention_reference(
         at.rope.apply(q, *at.present.cos_sin),
         here.k[:, :, used],

@@ -57,7 +57,7 @@ def test_a_killed_process_goes_on_exactly(model, plan, tmp_path):
     whole = play(stream(plan, model), 12)
     other, snapshots = stream(plan, model), Snapshots(tmp_path)
     snapshots.load(other)  # taken before the seventh chunk
-    assert other.session.chunk == 6
+    assert other.session.memory.chunk == 6
     assert np.array_equal(play(other, 6), whole[len(whole) // 2 :])
 
 
@@ -80,7 +80,7 @@ def test_segments_are_added_and_none_is_written_twice(tmp_path):
     assert not list(tmp_path.glob("segment-*"))
     fresh = stream(BANK)
     Snapshots(tmp_path).load(fresh)
-    assert fresh.session.chunk == 0
+    assert fresh.session.memory.chunk == 0
 
 
 def test_a_damaged_folder_is_refused_in_one_line_and_the_stream_goes_on(tmp_path):
@@ -102,12 +102,14 @@ def test_a_damaged_folder_is_refused_in_one_line_and_the_stream_goes_on(tmp_path
     (tmp_path / "manifest.json").write_text(json.dumps(fewer))
     refused(lambda: Snapshots(tmp_path).load(other), "lacks blocks")
     refused(lambda: Snapshots(tmp_path / "none").load(other), "manifest.json")
-    assert other.session.chunk == 0
+    assert other.session.memory.chunk == 0
     # what is whole is taken into the host memory that the stream has
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    memory = [x.data_ptr() for layer in other.session.layers for x in layer.bank.host.values()]
+    memory = [
+        x.data_ptr() for layer in other.session.memory.layers for x in layer.bank.host.values()
+    ]
     Snapshots(tmp_path).load(other)
-    held = [x.data_ptr() for layer in other.session.layers for x in layer.bank.host.values()]
+    held = [x.data_ptr() for layer in other.session.memory.layers for x in layer.bank.host.values()]
     assert sorted(memory) == sorted(held)
     assert np.array_equal(play(other, 1), play(one, 1))
 
@@ -116,8 +118,8 @@ def test_a_new_prompt_takes_the_host_memory_that_is_there():
     """To page-lock it again would take a GPU's user seconds."""
     one = stream(BANK)
     play(one, 2)
-    memory = {x.data_ptr() for layer in one.session.layers for x in layer.bank.host.values()}
+    memory = {x.data_ptr() for layer in one.session.memory.layers for x in layer.bank.host.values()}
     one.set_prompt("a blue floor")
     play(one, 1)
-    held = {x.data_ptr() for layer in one.session.layers for x in layer.bank.host.values()}
+    held = {x.data_ptr() for layer in one.session.memory.layers for x in layer.bank.host.values()}
     assert memory == held and len(held) == 4 * one.session.shape.layers

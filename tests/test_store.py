@@ -211,7 +211,7 @@ def test_a_coded_store_takes_half_the_bytes(name):
     sizes = {}
     for store in ("native", name):
         at = session(shape, f"cache=window:budget=48f store={store}", torch.bfloat16)
-        sizes[store] = cache_bytes(at.layers)
+        sizes[store] = cache_bytes(at.memory.layers)
     now = 2 * shape.layers * shape.batch * shape.kv_heads * shape.max_pass_tokens * 128 * 2
     assert sizes[name] - now < 0.54 * sizes["native"]
 
@@ -221,12 +221,14 @@ def test_codes_are_what_a_commit_moves(name):
     """Entries that stay keep their codes and scales to the bit, whatever is dropped before them."""
     at = session(CHUNKS, f"cache=window:budget=5f,sink=1 store={name}")
     play(at, 2)
-    here, sink = at.layers[0], CHUNKS.tokens_per_frame
+    here, sink = at.memory.layers[0], CHUNKS.tokens_per_frame
     kept = here.k.data_ptr()
-    before = {part: here.tensors()[part][:, :, : at.past].clone() for part in ("k", "k_scale", "v")}
-    past = at.past
+    before = {
+        part: here.tensors()[part][:, :, : at.memory.past].clone() for part in ("k", "k_scale", "v")
+    }
+    past = at.memory.past
     play(at, 1)
-    gone = past + CHUNKS.chunk * sink - at.past
+    gone = past + CHUNKS.chunk * sink - at.memory.past
     for part, x in before.items():
         now = here.tensors()[part]
         assert torch.equal(now[:, :, :sink], x[:, :, :sink])
@@ -271,13 +273,13 @@ def test_packed_codes_equal_their_definition(name):
                 for channel in range(12):
                     part[frame, channel] = levels(part[frame, channel], count)
     for part, want in (("k", k), ("v", v)):
-        got = at.layers[0].vectors(part, slice(0, at.past))[0]
+        got = at.memory.layers[0].vectors(part, slice(0, at.memory.past))[0]
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
         true = getattr(seen, part)[0]
         assert 0 < (got - true).norm() / true.norm() < PACKED[name.split()[0]]
     # any part of it reads the same
-    part = at.layers[0].vectors("k", slice(5, 9))
-    assert torch.equal(part, at.layers[0].vectors("k", slice(0, at.past))[:, :, 5:9])
+    part = at.memory.layers[0].vectors("k", slice(5, 9))
+    assert torch.equal(part, at.memory.layers[0].vectors("k", slice(0, at.memory.past))[:, :, 5:9])
 
 
 @pytest.mark.slow
@@ -297,8 +299,8 @@ def test_packed_bytes(name, share):
     sizes = {}
     for store in ("native", name):
         at = session(shape, f"cache=window:budget=48f store={store}", torch.bfloat16)
-        sizes[store] = sum(x.nbytes for x in at.layers[0].entries().values())
-    other = at.layers[0].pos.nbytes + at.layers[0].log_count.nbytes
+        sizes[store] = sum(x.nbytes for x in at.memory.layers[0].entries().values())
+    other = at.memory.layers[0].pos.nbytes + at.memory.layers[0].log_count.nbytes
     assert sizes[name] - other < share * (sizes["native"] - other)
 
 
@@ -315,16 +317,16 @@ def test_an_entry_coded_by_itself_weighs_less_by_half_its_scores_variance(plan):
     seen = Last()
     at.watch(seen)
     play(at, 1)
-    layer = at.layers[0]
+    layer = at.memory.layers[0]
     step = layer.scales["k"][
-        :, :, : at.past, :1
+        :, :, : at.memory.past, :1
     ].float()  # a group: 12 channels are no multiple of 32
     square = seen.q.square().unflatten(1, (2, 2)).mean((2, 3)).sum(-1)  # [B, Hkv]
     want = -(square * step.square().mean((2, 3))) / (24 * 12)
-    got = layer.log_count[:, :, : at.past]
+    got = layer.log_count[:, :, : at.memory.past]
     want = want if got.shape[1] > 1 else want.mean(1, keepdim=True)
     torch.testing.assert_close(got, want.unsqueeze(2).expand_as(got))
-    assert (got < 0).all() and (layer.log_count[:, :, at.past :] == 0).all()
+    assert (got < 0).all() and (layer.log_count[:, :, at.memory.past :] == 0).all()
     noise = torch.rand(100_000, 12, generator=torch.Generator().manual_seed(0)) - 0.5
     score = (noise * step.mean() * seen.q[0, 0, 0]).sum(1) / math.sqrt(12)
     half = (seen.q[0, 0, 0].square().sum() * step.mean() ** 2) / (24 * 12)
@@ -335,7 +337,7 @@ def test_an_entry_coded_by_itself_weighs_less_by_half_its_scores_variance(plan):
 def test_entries_coded_by_the_channel_weigh_what_they_are(store):
     at = session(CHUNKS, f"cache=window:budget=8f store={store}")
     play(at, 5)
-    assert all((layer.log_count == 0).all() and layer.square is None for layer in at.layers)
+    assert all((layer.log_count == 0).all() and layer.square is None for layer in at.memory.layers)
 
 
 def test_an_unknown_store_is_refused_in_one_line():

@@ -40,10 +40,10 @@ def test_steps_are_the_chunks_of_a_rollout(model):
         )
     )
     with ts.open(model, PLANS[model.name], frames=each * count, **ASKED) as stream:
-        shown, begun = [], stream.session.chunk
+        shown, begun = [], stream.session.memory.chunk
 
         def show(frames):
-            shown.append((frames, stream.session.chunk - begun))
+            shown.append((frames, stream.session.memory.chunk - begun))
 
         keys = f"w*{each}", [5] * each, ""
         got = [stream.step(key, show) for key in keys] + [stream.step()]
@@ -79,7 +79,7 @@ def test_a_key_a_step_is_answered_by_the_graph_from_the_fourth_full_chunk_on(sho
     stream, shown = ts.open(model, plan, prompt="a b"), []
 
     def show(frames):
-        shown.append((frames, stream.session.total_entries))
+        shown.append((frames, stream.session.memory.total_entries))
 
     stream.runner.record = record
     got = [stream.step(key, show if shows else None) for key in keys]
@@ -102,10 +102,10 @@ def test_a_prompt_that_is_set_is_read_at_the_next_chunk(model):
     want = ts.rollout(model, frames=4 * each, then=[(2 * each, "a blue room")], **ASKED)
     stream = ts.open(model, frames=4 * each, **ASKED)
     got = [stream.step(), stream.step()]
-    before = stream.session.source
+    before = stream.session.memory.source
     stream.set_prompt("a green room")
     stream.set_prompt("a blue room")
-    assert stream.session.source == before, "until the next chunk nothing changes"
+    assert stream.session.memory.source == before, "until the next chunk nothing changes"
     got += [stream.step(), stream.step()]
     assert np.array_equal(_video(got), _video(want))
     refused(lambda: stream.set_prompt(3), "prompt must be text")
@@ -153,7 +153,11 @@ def test_a_closed_stream_holds_nothing_and_says_so(model):
     with ts.open(model, **ASKED) as stream:
         stream.step()
         stream.set_prompt("a blue room")
-    assert stream.session.chunk == 1 and not stream.session.layers and not stream.session.texts
+    assert (
+        stream.session.memory.chunk == 1
+        and not stream.session.memory.layers
+        and not stream.session.memory.texts
+    )
     for call in (stream.step, stream.snapshot, lambda: stream.set_prompt("a"),
                  lambda: stream.restore({})):  # fmt: skip
         refused(call, "this stream is closed: open another")

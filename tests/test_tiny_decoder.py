@@ -313,12 +313,12 @@ def test_a_model_shows_its_latents_by_a_tiny_decoder(folder, small, monkeypatch)
     shown, made = [], []
     for chunk in rollout(model, frames=33, stream=ts.Stream(model, session)):
         shown.append(chunk.frames)
-        made.append(session.latents)
+        made.append(session.memory.latents)
     assert [len(frames) for frames in shown] == [9, 12, 12]
     with torch.no_grad():
         whole = model.decoder(torch.cat(made, 2), {})
     assert np.array_equal(np.concatenate(shown), whole)
-    assert sum(name.startswith("tiny.") for name in session.features.decoder()) == 9
+    assert sum(name.startswith("tiny.") for name in session.memory.features.decoder()) == 9
     # and from a state, which holds its memory
     state = session.state()
     on = [c.frames for c in rollout(model, frames=12, stream=ts.Stream(model, session))]
@@ -333,7 +333,7 @@ def test_a_change_of_prompt_leaves_no_seam(folder, small):
     model = ts.load("wan_causal", folder, decoder=small[0] / "taew2_1.pth")
     session, made, shown = open_session(model, prompt="a", frames=33), [], []
     for chunk in rollout(model, frames=33, stream=ts.Stream(model, session), then=[(9, "b")]):
-        made.append(session.latents[:, :, -3:])
+        made.append(session.memory.latents[:, :, -3:])
         shown.append(chunk.frames)
     with torch.no_grad():
         assert np.array_equal(np.concatenate(shown), model.decoder(torch.cat(made, 2), {}))
@@ -341,7 +341,7 @@ def test_a_change_of_prompt_leaves_no_seam(folder, small):
     ts.Stream(model, session).refill(made[0], "a")
     (chunk,) = rollout(model, frames=12, stream=ts.Stream(model, session))
     with torch.no_grad():
-        whole = model.decoder(torch.cat([made[0], session.latents], 2), {})
+        whole = model.decoder(torch.cat([made[0], session.memory.latents], 2), {})
     assert np.array_equal(chunk.frames, whole[9:])
 
 
@@ -350,9 +350,9 @@ def test_given_frames_are_encoded_by_the_vae(folder, small):
     first = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
     plain, tiny = load_wan(folder), load_wan(folder, decoder=small[0] / "taew2_1.pth")
     session = open_session(tiny, prompt="a", first=first)
-    assert plain.encode_frames(first).equal(session.latents)
+    assert plain.encode_frames(first).equal(session.memory.latents)
     (chunk,) = rollout(tiny, frames=12, stream=ts.Stream(tiny, session))
-    whole = torch.cat([plain.encode_frames(first), session.latents], 2)
+    whole = torch.cat([plain.encode_frames(first), session.memory.latents], 2)
     with torch.no_grad():
         assert np.array_equal(tiny.decoder(whole, {})[5:], chunk.frames)
 
@@ -369,15 +369,15 @@ def test_both_decoders_of_a_video_are_compared(folder, small):
         session = open_session(model, prompt="a", first=first)
         chunks = rollout(model, frames=24, stream=ts.Stream(model, session), then=[(12, "b")])
         films.append(np.concatenate([chunk.frames for chunk in chunks]))
-        note = decoder_note(session.features.decoder())
-        assert (ERROR in session.features.decoder()) == (model is both) == (note is not None)
+        note = decoder_note(session.memory.features.decoder())
+        assert (ERROR in session.memory.features.decoder()) == (model is both) == (note is not None)
     checked = both.decoder.reference
     assert isinstance(checked, wan_vae.WanVae) and np.array_equal(films[0], films[1])
     session = open_session(both, prompt="a", first=first)
     list(rollout(both, frames=24, stream=ts.Stream(both, session), then=[(12, "b")]))
     error = np.square(films[0].astype(float) - films[2]).mean()
     expected = f"those of Wan's VAE: {10 * np.log10(255**2 / error):.1f} dB, over all frames"
-    assert expected in decoder_note(session.features.decoder())
+    assert expected in decoder_note(session.memory.features.decoder())
     assert "equal those of" in decoder_note({ERROR: torch.tensor([0.0, 9.0])})
 
 

@@ -513,7 +513,7 @@ def test_a_video_under_a_token_window_hangs_on_no_other_prompt_of_its_batch(sink
         made = []
         for _ in range(3):
             stream.step()
-            made.append(stream.session.latents)
+            made.append(stream.session.memory.latents)
         return torch.cat(made, 1)
 
     together = codes(prompts, [3, 4])
@@ -535,7 +535,7 @@ def test_token_by_token_equals_each_row_run_whole_and_alone(toy):
     flat = torch.cat(codes, 1).flatten(1, 3)
     actions = torch.tensor([1, 4, 2]).repeat_interleave(shape.tokens_per_frame)
     for row, length in enumerate(prompt.lengths):
-        pos = torch.cat([session.prompt_positions()[-length:], shape.positions(0, 3)])
+        pos = torch.cat([session.memory.prompt_positions()[-length:], shape.positions(0, 3)])
         with torch.no_grad():
             ids = prompt.ids[row : row + 1, -length:]
             x = torch.cat(
@@ -554,12 +554,17 @@ def test_a_frame_given_in_one_pass_leaves_what_token_by_token_leaves(toy):
     for latents, action in zip(codes, (1, 4, 2), strict=True):
         toy.prefill_latents(given, latents, [action])
         given.commit()
-    assert (given.past, given.latent_frame) == (stepped.past, stepped.latent_frame)
+    assert (given.memory.past, given.memory.latent_frame) == (
+        stepped.memory.past,
+        stepped.memory.latent_frame,
+    )
     close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(given.features.hidden, stepped.features.hidden, **close)
-    for a, b in zip(given.layers, stepped.layers, strict=True):
+    torch.testing.assert_close(
+        given.memory.features.hidden, stepped.memory.features.hidden, **close
+    )
+    for a, b in zip(given.memory.layers, stepped.memory.layers, strict=True):
         for name in ("k", "v", "pos"):
-            ours, theirs = (x.entries()[name][:, :, : given.past] for x in (a, b))
+            ours, theirs = (x.entries()[name][:, :, : given.memory.past] for x in (a, b))
             torch.testing.assert_close(ours, theirs, **close)
 
 
@@ -629,7 +634,7 @@ def test_an_action_may_be_a_number_of_the_device(toy):
     for action in ([3], torch.tensor([3])):
         session = session_for(toy, prompt)
         toy.prefill_prompt(session, prompt)
-        found.append((toy.sample(session, action), session.layers[0].k.clone()))
+        found.append((toy.sample(session, action), session.memory.layers[0].k.clone()))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -61,8 +61,8 @@ def test_given_frames_count_as_frames_of_the_video(world):
     session = toys.open_session(
         world, prompt=visit.prompt, first=visit.frames(0, 3), first_actions=". q q", frames=2
     )
-    assert session.latent_frame == 3 and session.past == 3 * 64
-    assert session.layers[0].k.shape[2] == 5 * 64
+    assert session.memory.latent_frame == 3 and session.memory.past == 3 * 64
+    assert session.memory.layers[0].k.shape[2] == 5 * 64
 
 
 def test_a_model_that_cannot_encode_says_so():

@@ -200,7 +200,7 @@ def test_chunk_by_chunk_equals_all_at_once():
         for step, (t, sigma) in enumerate([*adapter.schedule, (0.0, 0.0)]):
             x = noised(clean[:, :, now], noise[:, :, now], sigma)
             session.begin(
-                session.shape.positions(session.latent_frame, 3),
+                session.shape.positions(session.memory.latent_frame, 3),
                 step=step,
                 steps=5,
                 noise=(sigma,) * 3,
@@ -240,7 +240,7 @@ def test_a_clean_pass_leaves_what_sampling_left():
         adapter.prefill_prompt(session, adapter.encode_prompt("a"))
     latents = adapter.sample(made, [1, 2, 3])
     adapter.prefill_latents(given, latents, [1, 2, 3])
-    for a, b in zip(made.layers, given.layers, strict=True):
+    for a, b in zip(made.memory.layers, given.memory.layers, strict=True):
         for x, y in zip(a.entries().values(), b.entries().values(), strict=True):
             assert x.equal(y)
 
@@ -418,11 +418,11 @@ def test_a_constant_shift_of_positions_changes_nothing(plan):
     for first in (0, 30000):
         session = session_for(adapter, plan)
         adapter.prefill_prompt(session, adapter.encode_prompt("a"))
-        session.latent_frame = first
+        session.memory.latent_frame = first
         for _ in range(5):
             latents = adapter.sample(session, [1, 2, 3])
             session.commit()
-        assert session.latent_frame == first + 15
+        assert session.memory.latent_frame == first + 15
         found.append(latents)
     # an angle of 30,000 radians is itself off by 4e-12
     for latents in found[1:]:

@@ -501,11 +501,11 @@ def test_a_video_goes_on_from_first_frames(folder):
     model = load_wan(folder)
     first = np.random.default_rng(0).integers(0, 256, (5, 32, 48, 3), dtype=np.uint8)
     session = open_session(model, prompt="a", first=first)
-    assert session.latent_frame == 2
+    assert session.memory.latent_frame == 2
     (chunk,) = rollout(model, frames=12, stream=ts.Stream(model, session))
     assert len(chunk.frames) == 12
     # shown as part of the whole video, whose first frames are the given ones
-    whole = torch.cat([model.encode_frames(first), session.latents], 2)
+    whole = torch.cat([model.encode_frames(first), session.memory.latents], 2)
     with torch.no_grad():
         assert np.array_equal(model.decoder(whole, {})[5:], chunk.frames)
 

@@ -205,7 +205,7 @@ def test_a_restart_in_the_midst_and_given_latents_change_nothing():
             stream.restore(state)
             for action in WALK[cut:12]:
                 stream.step([action] * 4)
-            assert torch.equal(stream.session.latents[0], whole[:, -1:])
+            assert torch.equal(stream.session.memory.latents[0], whole[:, -1:])
 
 
 def test_a_layer_reads_its_own_window():
@@ -346,7 +346,9 @@ def test_what_memory_a_session_was_said_to_take_it_takes():
     model = small(torch.float32)
     with ts.open(model, "stock", frames=40) as stream:
         stream.step("w*4")
-        held = sum(x.nbytes for layer in stream.session.layers for x in layer.tensors().values())
+        held = sum(
+            x.nbytes for layer in stream.session.memory.layers for x in layer.tensors().values()
+        )
     assert sum(need(model.on_meta(), "stock", frames=40).cache.values()) == held
 
 

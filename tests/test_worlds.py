@@ -175,9 +175,9 @@ def played(stream, keys):
     for i in range(0, len(keys), size):
         held = [key for key in keys[i : i + size] for _ in range(4)]
         # a video's first latent frame is one frame
-        held = held if stream.session.latent_frame else held[3:]
+        held = held if stream.session.memory.latent_frame else held[3:]
         stream.step(held if stream.model.actions else None)
-        found.append(stream.session.latents[0])
+        found.append(stream.session.memory.latents[0])
     return torch.cat(found, 1)
 
 

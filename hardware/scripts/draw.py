@@ -308,12 +308,12 @@ def draw_float(args: argparse.Namespace) -> None:
             session.meter.take()
             for frame in range(MADE):
                 if frame == MADE - 1:
-                    session.replay.policy = last.replay
+                    session.memory.replay.policy = last.replay
                 noise = torch.from_numpy(clip["noise"][frame])
-                pos = shape.positions(session.latent_frame, 1)
+                pos = shape.positions(session.memory.latent_frame, 1)
                 move = [int(clip["moves"][GIVEN + frame])]
                 for i in range(places):
-                    hidden = session.features.last_state()
+                    hidden = session.memory.features.last_state()
                     books = model.transformer.vae.quantizer
                     codes = model.transformer.head.generate(
                         hidden, books, config.sampler, noise[i : i + 1]

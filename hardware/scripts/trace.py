@@ -54,7 +54,7 @@ class ReplayFlags(Observer):
         self.session, self.flags = session, list[np.ndarray]()
 
     def on_mlp(self, ctx: PassContext, x: Tensor, y: Tensor) -> None:
-        age = self.session.layers[ctx.layer].own["replay"]["age"][ctx.pass_index]
+        age = self.session.memory.layers[ctx.layer].own["replay"]["age"][ctx.pass_index]
         self.flags.append((age[:, ctx.start + ctx.tokens - 1] > 0).cpu().numpy())
 
 

@@ -59,7 +59,7 @@ def play(task: tuple[Clip, int, int, list[str]]) -> dict[str, dict[str, float]]:
         with stream:
             for letter in letters[GIVEN : GIVEN + frames]:
                 stats.append(stream.step(letter).stats)
-                latents.append(stream.session.latents)
+                latents.append(stream.session.memory.latents)
         seconds, codes = time.perf_counter() - begun, torch.cat(latents, 1)
         want = codes if want is None else want
         places = codes[0, ..., 0].numel()

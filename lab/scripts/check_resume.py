@@ -92,7 +92,7 @@ def check(args: argparse.Namespace, model: VideoModel, plan: str) -> Document:
     size = sum(path.stat().st_size for path in folder.iterdir())
     with open_stream(model, plan, args.frames) as stream:
         Snapshots(folder).load(stream)
-        at = stream.session.chunk
+        at = stream.session.memory.chunk
         rest = list(hashes(stream, chunks - at))
     shutil.rmtree(folder)
     return {

@@ -75,10 +75,10 @@ class Rooms:
 
 def squares(session: Session) -> dict[int, Tensor]:
     """Of the last frame, by layer: relative changes squared, 0 where tokens were computed."""
-    scores = getattr(session.replay, "scores", {})
+    scores = getattr(session.memory.replay, "scores", {})
     if session.plan.replay is None:
         return {}
-    ages = [layer.own["replay"]["age"][0] for layer in session.layers]
+    ages = [layer.own["replay"]["age"][0] for layer in session.memory.layers]
     return {i: x.square() * (ages[i] > 0) for i, x in scores.items()}
 
 

@@ -50,7 +50,7 @@ class Mass(Observer):
         drawn = ctx.past // ctx.shape.tokens_per_frame - self.given
         if ctx.given or ctx.pass_index != ctx.pass_count - 2 or drawn < NEWEST:
             return
-        scores = rotated_q.float() @ self.session.layers[ctx.layer].keys(ctx).float().mT
+        scores = rotated_q.float() @ self.session.memory.layers[ctx.layer].keys(ctx).float().mT
         scores /= math.sqrt(q.shape[3])
         p = self.session.layer_pass(ctx.layer)
         weights = self.session.plan.attention.log_weights(p)

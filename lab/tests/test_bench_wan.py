@@ -138,14 +138,24 @@ def test_a_repeated_chunk_leaves_an_unbounded_cache_as_long_as_it_was(model):
     session = open_session(model, "dense", frames=30)
     with torch.inference_mode():
         made = [ts.Stream(model, session).generate().stats for _ in range(3)]
-        before = (session.past, session.latent_frame, session.chunk, session.total_entries)
+        before = (
+            session.memory.past,
+            session.memory.latent_frame,
+            session.memory.chunk,
+            session.memory.total_entries,
+        )
         again = [repeat_chunk(ts.Stream(model, session)) for _ in range(2)]
-    assert (session.past, session.latent_frame, session.chunk, session.total_entries) == before
+    assert (
+        session.memory.past,
+        session.memory.latent_frame,
+        session.memory.chunk,
+        session.memory.total_entries,
+    ) == before
     assert again[0]["pairs"] == again[1]["pairs"] > made[-1]["pairs"]
     assert made[0]["frames"] == 3 and made[0]["host_ms"] > 0
     with torch.inference_mode(), watched(session):
         repeat_chunk(ts.Stream(model, session))
-    assert session.latent_frame == before[1]
+    assert session.memory.latent_frame == before[1]
 
 
 @pytest.mark.slow
@@ -288,7 +298,7 @@ def test_a_number_that_is_none_is_found(model):
         pass
     assert finite(session)
     with torch.inference_mode():
-        session.layers[1].v[0, 0, 2, 1] = float("nan")
+        session.memory.layers[1].v[0, 0, 2, 1] = float("nan")
     assert not finite(session)
 
 
@@ -312,7 +322,9 @@ def test_a_trace_fills_a_larger_model(model):
     torch.testing.assert_close(v[0, 3, at, :dims], want[2][0, 3, place, :dims])
     told = open_session(model, "dense", observers=[Traced(large)])
     fill(told, 3)
-    torch.testing.assert_close(told.layers[0].v[:, :, : shape.max_pass_tokens], large[0][2][0])
+    torch.testing.assert_close(
+        told.memory.layers[0].v[:, :, : shape.max_pass_tokens], large[0][2][0]
+    )
 
 
 @pytest.mark.slow

@@ -205,12 +205,12 @@ def test_recall_of_dense_is_one_and_probing_changes_nothing():
 @pytest.mark.parametrize("cache", [*MERGES, *BY_THRESHOLD])
 def test_every_entry_is_followed_into_its_group(cache):
     at, _ = probed(f"cache={cache}", chunks=9)
-    for layer, slots in zip(at.layers, at.observers[0].slots, strict=True):
+    for layer, slots in zip(at.memory.layers, at.observers[0].slots, strict=True):
         assert int(slots.min()) >= 0  # merging loses nobody
-        weight = layer.log_count[:, :, : at.past].double().exp()
+        weight = layer.log_count[:, :, : at.memory.past].double().exp()
         count = torch.zeros_like(weight).scatter_add_(2, slots, torch.ones_like(slots).double())
         torch.testing.assert_close(count, weight, rtol=1e-5, atol=1e-5)
-    assert at.past < at.total_entries
+    assert at.memory.past < at.memory.total_entries
     assert 0.2 < mean_recall(at) < 1
 
 
@@ -219,7 +219,9 @@ def test_who_is_dropped_is_followed_to_who_stands_for_it():
     folded, _ = probed("cache=merge:budget=5f", chunks=9)
     # the same keys are kept, so the first layer's groups are the same; here weights do not tell
     assert torch.equal(at.observers[0].slots[0], folded.observers[0].slots[0])
-    assert (at.layers[0].log_count == 0).all() and folded.layers[0].log_count.max() > 0
+    assert (at.memory.layers[0].log_count == 0).all() and folded.memory.layers[
+        0
+    ].log_count.max() > 0
 
 
 @pytest.mark.parametrize("positions", ["absolute", "reindexed"])

@@ -169,7 +169,7 @@ def test_mass_is_the_attention_that_is_paid(model, clip):
     )
     with torch.inference_mode():
         model.score(session, codes[:, 8:9], clip.moves[8:9])
-    for mass in session.replay.mass.found.values():
+    for mass in session.memory.replay.mass.found.values():
         assert mass.shape == (4, 1)
         assert ((mass > 0) & (mass < 0.2)).all()  # of 150 entries, by random weights
 

@@ -20,10 +20,12 @@ def opened(attention, chunks, shape=SHAPE, **asked):
     """A session after so many given chunks, inside the first pass over the next one."""
     at, rng = session(shape, attention, **asked), torch.Generator().manual_seed(0)
     for _ in range(chunks):
-        pos = shape.positions(at.latent_frame, shape.chunk)
+        pos = shape.positions(at.memory.latent_frame, shape.chunk)
         play_pass(at, draw(rng, shape, shape.max_pass_tokens), pos, 2, shape.passes)
         at.commit()
-    at.begin(shape.positions(at.latent_frame, shape.chunk), 0, shape.passes, (1.0,) * shape.chunk)
+    at.begin(
+        shape.positions(at.memory.latent_frame, shape.chunk), 0, shape.passes, (1.0,) * shape.chunk
+    )
     return at
 
 
@@ -39,7 +41,7 @@ def attend(at, layer=1, seed=3):
 
 def listed(at, head=0, layer=1):
     """The blocks that each tile lists."""
-    own = at.layers[layer].own["attention"]
+    own = at.memory.layers[layer].own["attention"]
     lists = zip(own["map"][0, head].tolist(), own["count"][0, head].tolist(), strict=True)
     return [ids[:count] for ids, count in lists]
 
@@ -103,7 +105,7 @@ def test_radial_goes_by_positions_where_a_cache_drops_frames():
     attend(at)
     # the first latent frame, then 13 to 17
     keys = [(j, place) for j in (0, *range(13, 18)) for place in range(20)]
-    assert at.layers[1].pos[0, 0, : at.past : 20, 0].tolist() == [0, *range(13, 18)]
+    assert at.memory.layers[1].pos[0, 0, : at.memory.past : 20, 0].tolist() == [0, *range(13, 18)]
     queries = [(i, place) for i in (18, 19) for place in range(20)]
     mask = radial_pairs(queries, keys, 20, 2, 0.2, 20)
     assert listed(at) == radial_blocks(mask, queries, keys, 2)
@@ -148,11 +150,11 @@ def svg_lists(queries, keys, block, most):
 
 def attention_over(at, q, entries, layer=1):
     """Attention of rotated queries [H, S, D] over entries: booleans [H, S, past + now]."""
-    here, end = at.layers[layer], at.past + at.shape.max_pass_tokens
+    here, end = at.memory.layers[layer], at.memory.past + at.shape.max_pass_tokens
     k, v = (x[:, :, :end].clone() for x in (here.k, here.v))
     if (order := here.own["attention"].get("order")) is not None:
         for x in (k, v):  # as the cache has them, in no policy's order
-            permute(x[:, :, : at.past], order[:, :, : at.past].long(), back=True)
+            permute(x[:, :, : at.memory.past], order[:, :, : at.memory.past].long(), back=True)
     k, v = (x[0].repeat_interleave(2, 0) for x in (k, v))
     scores = (q @ k.mT / 12**0.5).masked_fill(~entries, -torch.inf)
     return scores.softmax(-1) @ v
@@ -171,12 +173,12 @@ def entries_of(lists, block, past, tokens=40):
 @pytest.mark.parametrize("block, chunks", [pytest.param(4, 5, marks=pytest.mark.slow), (3, 3)])
 def test_svg_takes_for_each_head_the_mask_of_less_error(block, chunks):
     at = opened(f"attention=svg:read=0.4,block={block},dense_passes=0", chunks)
-    (out, q), own, frames = attend(at), at.layers[1].own["attention"], 2 * chunks
+    (out, q), own, frames = attend(at), at.memory.layers[1].own["attention"], 2 * chunks
     keys = [(j, place) for j in range(frames) for place in range(20)]
     queries = [(i, place) for i in (frames, frames + 1) for place in range(20)]
     most = round(0.4 * -(-len(keys) // block))
     lists = svg_lists(queries, keys, block, most)
-    masks = [entries_of(found, block, at.past) for found in lists]
+    masks = [entries_of(found, block, at.memory.past) for found in lists]
     whole, spatial, temporal = (
         attention_over(at, q[0], mask.expand(4, -1, -1)) for mask in (masks[0] | True, *masks)
     )
@@ -204,10 +206,10 @@ def svg2_clusters(share, top_p, min_ratio):
 
 def test_svg2_reads_the_clusters_that_hold_most_of_the_attention():
     at = opened("attention=svg2:top_p=0.6,dense_passes=0", 5)
-    (out, q), own = attend(at), at.layers[1].own["attention"]
+    (out, q), own = attend(at), at.memory.layers[1].own["attention"]
     clusters, queries = 50, 10  # of 4 keys or queries in the mean
-    k = at.layers[1].k[0, :, : at.past]  # in the order of clusters
-    label = own["k_label"][0, :, : at.past]
+    k = at.memory.layers[1].k[0, :, : at.memory.past]  # in the order of clusters
+    label = own["k_label"][0, :, : at.memory.past]
     q_order = own["q_order"][0].long()
     entries = torch.zeros(4, 40, 240, dtype=torch.bool)
     entries[:, :, 200:] = True
@@ -279,15 +281,17 @@ def test_centroids_kept_from_chunk_to_chunk_cluster_as_well_as_new_ones():
     """Distances of entries to their centroids, in a window that has moved over 20 chunks."""
     at = session(SHAPE, "cache=window:budget=12f attention=svg2", torch.float32)
     play(at, 20, drift=0.5)
-    here, own = at.layers[1], at.layers[1].own["attention"]
-    k, count = here.k[:, :, : at.past], at.past // 4
+    here, own = at.memory.layers[1], at.memory.layers[1].own["attention"]
+    k, count = here.k[:, :, : at.memory.past], at.memory.past // 4
 
     def spread(label, centroids):
         picked = centroids.gather(2, label.long().unsqueeze(-1).expand(-1, -1, -1, 12))
         return (k - picked).square().sum(-1).mean().item()
 
-    kept = spread(own["k_label"][:, :, : at.past], own["k_centroid"])
-    new = k[:, :, torch.randperm(at.past, generator=torch.Generator().manual_seed(1))[:count]]
+    kept = spread(own["k_label"][:, :, : at.memory.past], own["k_centroid"])
+    new = k[
+        :, :, torch.randperm(at.memory.past, generator=torch.Generator().manual_seed(1))[:count]
+    ]
     new = new.contiguous()
     weight = torch.ones(k.shape[:3])
     label, _ = kmeans(k, weight, new, torch.arange(count), 50)
@@ -300,7 +304,7 @@ def test_centroids_kept_from_chunk_to_chunk_cluster_as_well_as_new_ones():
 @pytest.mark.parametrize("name", ["radial:block=2", "svg:block=2", "svg2:top_p=0.3"])
 def test_recall_sees_what_was_read_and_changes_nothing(name, dense_passes):
     at = opened(f"attention={name},dense_passes={dense_passes}", 4)
-    (_, q), here = attend(at), at.layers[1]
+    (_, q), here = attend(at), at.memory.layers[1]
     before = {key: x.clone() for key, x in here.own["attention"].items()}
     mass = read_mass(at.plan.attention, at.layer_pass(1), q)
     assert all(torch.equal(x, here.own["attention"][key]) for key, x in before.items())
@@ -327,7 +331,7 @@ def test_where_the_host_may_not_read_lists_are_masked_and_counted_so(name, monke
 @pytest.mark.parametrize("name", ["radial:block=2", "svg:block=2", "svg2:top_p=0.5"])
 def test_a_cache_that_grows_reads_as_one_of_that_size(name):
     small, large = (session(CHUNKS, f"attention={name}", latent_frames=n) for n in (4, 30))
-    slots = small.layers[0].slots
+    slots = small.memory.layers[0].slots
     outs = [play(at, 6) for at in (small, large)]
-    assert small.layers[0].slots > slots
+    assert small.memory.layers[0].slots > slots
     assert_same(*outs)

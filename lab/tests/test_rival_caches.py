@@ -28,7 +28,7 @@ class Written(Observer):
 
 
 def held(at, name):
-    return getattr(at.layers[0], name)[:, :, : at.past]
+    return getattr(at.memory.layers[0], name)[:, :, : at.memory.past]
 
 
 def rotated(k, time):
@@ -46,7 +46,7 @@ def test_memrope_holds_the_sink_two_running_means_and_the_newest(average):
     for chunk in range(7):
         play(at, 1, seed=chunk)
         frames = seen.frames
-        if at.past == len(frames) * CHUNKS.tokens_per_frame:
+        if at.memory.past == len(frames) * CHUNKS.tokens_per_frame:
             continue
         # 9f: sink 2, memory 2, window 3, now 2
         left, gone = range(gone, len(frames) - 3), len(frames) - 3
@@ -169,7 +169,9 @@ def test_worldkv_reads_the_groups_that_were_seen_from_the_most_alike_poses(chunk
             groups[i] = poses[span], pruned(frames[span], 0.4)
         if sealed >= 2:
             last = {i: groups[i] for i in sorted(groups)[-5:]}  # the bank holds five
-            ages = at.layers[0].bank.tensors["age"][at.layers[0].bank.tensors["place"].long()]
+            ages = at.memory.layers[0].bank.tensors["age"][
+                at.memory.layers[0].bank.tensors["place"].long()
+            ]
             for row in range(2):
                 stand = [int(age) for age in ages[row]]
                 assert set(stand) == nearest(now.unbind(1), last, 2, row)
@@ -203,7 +205,7 @@ def test_the_frame_most_like_another_leaves_the_older_one_first():
     held = [[] for _ in range(CHUNKS.layers)]  # (frame, values) as the rule keeps them
     for chunk in range(9):
         layers = draw(rng, CHUNKS, 12)
-        pos = CHUNKS.positions(at.latent_frame, 2)
+        pos = CHUNKS.positions(at.memory.latent_frame, 2)
         for step in range(CHUNKS.passes):
             play_pass(at, layers, pos, step, CHUNKS.passes)
         at.commit()
@@ -216,9 +218,9 @@ def test_the_frame_most_like_another_leaves_the_older_one_first():
                 pairs = [p for p in pairs if 0 < leaves[p] < last]
                 like = [torch.cosine_similarity(held[i][a][1], held[i][b][1], 0) for a, b in pairs]
                 del held[i][leaves[pairs[int(torch.stack(like).argmax())]]]
-            times = at.layers[i].pos[0, 0, : at.past : 6, 0].tolist()
+            times = at.memory.layers[i].pos[0, 0, : at.memory.past : 6, 0].tolist()
             assert times == [frame for frame, _ in held[i]]
-            kept = at.layers[i].v[:, :, : at.past].split(6, 2)
+            kept = at.memory.layers[i].v[:, :, : at.memory.past].split(6, 2)
             assert all(torch.equal(x.flatten(), y) for x, (_, y) in zip(kept, held[i], strict=True))
 
 

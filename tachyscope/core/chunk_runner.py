@@ -40,7 +40,7 @@ class Graph:
     def __init__(self, session: Session, make: Make, ready: Ready | None) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         # copies of a bank may go on from pass to pass, and a graph must end with all it began
-        split = ready is not None and session.layers[0].bank is None
+        split = ready is not None and session.memory.layers[0].bank is None
         with ExitStack() as recording:
 
             def record() -> None:
@@ -92,7 +92,7 @@ class ChunkRunner:
         self._alike = 0  # chunks so far that asked for the same launches
         self._work, self._total = Work(), 0  # of the recorded chunk, and entries before it
         self._memory: list[object] = []  # what the launches read and write
-        self._chunk = session.chunk  # as this left it
+        self._chunk = session.memory.chunk  # as this left it
         self._recorded: Recorded | None = None
         self._actions: Tensor | None = None  # actions, where recorded launches read them
         self.replayed = False  # whether the last chunk was made by recorded launches
@@ -104,7 +104,7 @@ class ChunkRunner:
         self.replayed = self._recorded is not None
         latents = self._next(moves, ready)
         self.replayed &= self._recorded is not None
-        self._chunk = self.session.chunk
+        self._chunk = self.session.memory.chunk
         return latents
 
     def _next(self, moves: Sequence[int], ready: Ready | None) -> Tensor:
@@ -113,22 +113,22 @@ class ChunkRunner:
         if self.record is None or not alike:
             self.forget()
             return self._make(moves, ready)
-        memory = [session.texts, session.layers]
+        memory = [session.memory.texts, session.memory.layers]
         same = bool(self._memory) and all(map(operator.is_, memory, self._memory))
-        if not same or session.chunk != self._chunk:
+        if not same or session.memory.chunk != self._chunk:
             # prompt changed, state restored, or the session was advanced elsewhere
             self.forget()
             self._memory = memory
         if self._recorded is not None:
             return self._repeat(moves, ready)
-        before, total = session.work.take(), session.total_entries
+        before, total = session.work.take(), session.memory.total_entries
         if self._alike < 2:
             latents = self._make(moves, ready)
         else:
             actions = self._actions = self.model.actions_tensor(moves, session.shape.chunk)
             given = moves if actions is None else actions
             self._recorded = self.record(session, lambda cut: self._make(given, cut), ready)
-            session.latents = latents = self._recorded.latents.clone()
+            session.memory.latents = latents = self._recorded.latents.clone()
             self._work, self._total = copy(session.work), total
         self._alike += 1
         if not session.work.of_host:  # some are numbers of the device's own
@@ -143,7 +143,7 @@ class ChunkRunner:
     def _make(self, moves: Sequence[int] | Tensor, ready: Ready | None = None) -> Tensor:
         latents = self.model.sample(self.session, moves, ready)
         self.session.commit()
-        self.session.latents = latents
+        self.session.memory.latents = latents
         return latents
 
     def _repeat(self, moves: Sequence[int], ready: Ready | None) -> Tensor:
@@ -153,12 +153,12 @@ class ChunkRunner:
             self._actions.copy_(actions)
         self._recorded.repeat(ready)
         session = self.session
-        session.work.add(self._work, session.total_entries - self._total)
-        session.made += session.shape.chunk
+        session.work.add(self._work, session.memory.total_entries - self._total)
+        session.memory.made += session.shape.chunk
         session.memory.count(session.shape.chunk * session.shape.tokens_per_frame)
         # the next repetition writes where this one did
-        session.latents = self._recorded.latents.clone()
-        return session.latents
+        session.memory.latents = self._recorded.latents.clone()
+        return session.memory.latents
 
 
 def is_steady(session: Session) -> bool:
@@ -168,10 +168,12 @@ def is_steady(session: Session) -> bool:
     depend on the latents.
     """
     # noise that is handed in changes from chunk to chunk
-    if session.noise is not None or any(observer.host for observer in session.observers):
+    if session.memory.noise is not None or any(observer.host for observer in session.observers):
         return False
     shape, plan, room = session.shape, session.plan, session.memory.room
-    full = room is not None and plan.cache.is_full(shape, session.past, room, session.total_entries)
+    full = room is not None and plan.cache.is_full(
+        shape, session.memory.past, room, session.memory.total_entries
+    )
     fixed = plan.passes.graph_capturable and not (
         shape.token_by_token or shape.rolling_frames or plan.cache.view_depends_on_pass
     )
@@ -207,7 +209,7 @@ class FrameRunner:
         if ready is not None:
             ready(latents)
         session.commit()
-        session.latents = latents
+        session.memory.latents = latents
         on_gpu = session.device.type == "cuda"
         self.replayed = on_gpu and self.engine is not None and self.engine.replayed
         return latents
@@ -235,7 +237,7 @@ def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
         return FrameRunner(model, session, parts)
     if parts is None:
         return ChunkRunner(model, session, Graph)
-    if not has_decode_kernel(session.layers[0].v[..., 0, 0]):
+    if not has_decode_kernel(session.memory.layers[0].v[..., 0, 0]):
         return ChunkRunner(model, session)  # float32, or many rows: stock torch's
     if reason := unsupported(parts, session):
         warn(f"{session.plan} runs without a CUDA graph, each token by itself: {reason}")

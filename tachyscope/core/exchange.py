@@ -57,20 +57,20 @@ class Exchange:
 
 def agree_on_session(session: Session, ranks: Ranks) -> None:
     """Raise where the ranks were not opened alike."""
-    source, camera, device = session.source, session.features.camera, session.device
+    source, camera, device = session.memory.source, session.memory.features.camera, session.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     ranks.agree(
         model=(source.weights, source.decoder), plan=str(session.plan), prompt=source.prompt,
-        seed=session.seeds, size=session.shape.grid, first=source.first, noise=source.noise,
-        frames=session.latent_frames, start=None if camera is None else camera.tolist(),
+        seed=session.memory.seeds, size=session.shape.grid, first=source.first, noise=source.noise,
+        frames=session.memory.latent_frames, start=None if camera is None else camera.tolist(),
         dtype=session.dtype, device=kind, torch=torch.__version__,
     )  # fmt: skip
 
 
 def agree_on_chunk(session: Session, ranks: Ranks, actions: Sequence[int]) -> None:
     """Raise where the ranks of a session make different chunks."""
-    where = session.chunk, session.latent_frame, session.made
-    ranks.agree(chunk=where, actions=list(actions), prompt=session.source.prompt)
+    where = session.memory.chunk, session.memory.latent_frame, session.memory.made
+    ranks.agree(chunk=where, actions=list(actions), prompt=session.memory.source.prompt)
 
 
 def calls_of(session: Session) -> Session | Exchange:

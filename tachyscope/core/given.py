@@ -41,11 +41,13 @@ def give(stream: Stream, pictures: np.ndarray, actions: Actions = "") -> Chunk:
         stream.take_up_prompt()
         with own_numerics():
             latents = model.encode_frames(pictures).to(model.device)
-        camera = session.features.camera
+        camera = session.memory.features.camera
         part = Part(latents, moves, None if camera is None else camera.clone())
         prefill(model, session, [part])
         stream.recent.add([part])
-        held = cache_stats(session.layers, session.past, session.shape.max_pass_tokens)
+        held = cache_stats(
+            session.memory.layers, session.memory.past, session.shape.max_pass_tokens
+        )
         stream.index += 1
         return Chunk(stream.index - 1, pictures, session.meter.take() | held)
 

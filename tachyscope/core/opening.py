@@ -149,16 +149,16 @@ def open_request(
                 f"budget, for example cache=merge:budget=21f, or take a smaller size; "
                 f"tachyscope fit tells what fits"
             ) from fault
-        session.noise = video.noise
+        session.memory.noise = video.noise
         keys = read.key, first_key(*video.pictures), noise_key(video.noise)
-        session.source = Source(model.fingerprint, *keys, model.decoder_name)
-        session.features.image, session.features.seen = image, seen
+        session.memory.source = Source(model.fingerprint, *keys, model.decoder_name)
+        session.memory.features.image, session.memory.features.seen = image, seen
         model.prefill_prompt(session, read.encoded)
         if camera is None and session.wants_poses:
             world = model.known_world()
             camera = world.at([world.START] * shape.batch, 1.0, model.device)
         if camera is not None:
-            session.features.camera = camera.clone()
+            session.memory.features.camera = camera.clone()
         if ranks is not None:
             agree_on_session(session, ranks)
         if given is not None:

@@ -54,19 +54,21 @@ def refill(
     model: VideoModel, session: Session, prompt: Prompt, parts: Sequence[Part], shown: bool = False
 ) -> None:
     """Forget, then prefill a prompt and latents; the noise goes on where it was."""
-    session.slots_for(prompt.encoded.lengths)  # raises while the session is still as it was
-    if session.latent_frames is not None:
+    memory = session.memory
+    memory.slots_for(prompt.encoded.lengths)  # raises while the session is still as it was
+    if memory.latent_frames is not None:
         known = sum(part.latents.shape[model.frame_dim] for part in parts)
-        session.latent_frames = known + max(0, session.latent_frames - session.latent_frame)
-    session.lengths = tuple(prompt.encoded.lengths)
-    session.source = replace(session.source, prompt=prompt.key)
+        memory.latent_frames = known + max(0, memory.latent_frames - memory.latent_frame)
+    memory.lengths = tuple(prompt.encoded.lengths)
+    memory.source = replace(memory.source, prompt=prompt.key)
     # a video goes on: the noise and the steps of its first chunk must not come again
-    generators, policy_rng, made = session.generators, session.memory.policy_rng, session.made
-    before = session.features
+    generators, policy_rng, made = memory.generators, memory.policy_rng, memory.made
+    before = memory.features
     session.reset()
-    now = session.features
+    memory = session.memory
+    memory.generators, memory.policy_rng, memory.made = generators, policy_rng, made
+    now = memory.features
     now.camera, now.image, now.seen = before.camera, before.image, before.seen
-    session.generators, session.memory.policy_rng, session.made = generators, policy_rng, made
     model.prefill_prompt(session, prompt.encoded)
     prefill(model, session, parts, shown)
     session.meter.take()
@@ -78,11 +80,11 @@ def prefill(
     """Run given latents through the model, a clean pass a chunk, to fill the cache."""
     for part in parts:
         if part.camera is not None:
-            session.features.camera = part.camera.clone()
+            session.memory.features.camera = part.camera.clone()
         model.prefill_latents(session, part.latents, part.actions, shown)
         session.commit()
     if parts:
-        session.latents = torch.cat([part.latents for part in parts], model.frame_dim)
+        session.memory.latents = torch.cat([part.latents for part in parts], model.frame_dim)
 
 
 def by_chunk(

@@ -30,17 +30,17 @@ class RecentLatents:
         """
         self.model, self.session = model, session
         self.parts: list[Part] = []
-        if session.latents is not None:
-            count = model.pixel_frames(session.latents.shape[model.frame_dim])
+        if session.memory.latents is not None:
+            count = model.pixel_frames(session.memory.latents.shape[model.frame_dim])
             moves = [*actions, *[0] * (count - len(actions))]
-            stood = session.features.camera if camera is None else camera
-            self.add(by_chunk(model, session.latents, session.shape.chunk, moves, stood))
+            stood = session.memory.features.camera if camera is None else camera
+            self.add(by_chunk(model, session.memory.latents, session.shape.chunk, moves, stood))
 
     def add(self, parts: Sequence[Part]) -> None:
         session, shape = self.session, self.session.shape
         self.parts += parts
         if session.memory.room is not None:
-            room = session.memory.room + shape.max_pass_tokens - session.prompt
+            room = session.memory.room + shape.max_pass_tokens - session.memory.prompt
             most = room // shape.tokens_per_frame // shape.chunk
             del self.parts[: max(0, len(self.parts) - most)]
 
@@ -85,7 +85,7 @@ def read_recent(
     actions = torch.zeros(count if model.actions else 0, dtype=torch.int64)
     check_tensor(tensors, "actions", actions, (0, max(0, len(model.actions) - 1)))
     cameras: list[Tensor | None] = [None] * len(sizes)
-    if (camera := session.features.camera) is not None:
+    if (camera := session.memory.features.camera) is not None:
         check_tensor(tensors, "cameras", camera.new_zeros(len(sizes), *camera.shape), (0, 0))
         cameras = list(tensors["cameras"].to(session.device, copy=True))
     lengths = sizes.tolist()
@@ -103,11 +103,11 @@ def switch_prompt(
     """Go on under another prompt, with the newest latents prefilled again under it."""
     again = model.rewind(session, [part.latents for part in recent]) if recent else None
     if again is None:
-        decoders = session.features.decoders
+        decoders = session.memory.features.decoders
         refill(model, session, prompt, recent, shown=True)
-        session.features.decoders = decoders  # streaming goes on
+        session.memory.features.decoders = decoders  # streaming goes on
         return
-    session.source = replace(session.source, prompt=prompt.key)
+    session.memory.source = replace(session.memory.source, prompt=prompt.key)
     model.prefill_prompt(session, prompt.encoded)
     if again.shape[model.frame_dim]:
         prefill(model, session, [Part(again, [])], shown=True)

@@ -105,8 +105,8 @@ def rollout(
     else:
         _check_stream(model, stream, plan, asked)
         session = stream.session
-        needed = chunks_for(model, session.shape.chunk, session.latent_frame, frames)
-        check_noise(session.noise, session.made + needed * session.shape.chunk)
+        needed = chunks_for(model, session.shape.chunk, session.memory.latent_frame, frames)
+        check_noise(session.memory.noise, session.memory.made + needed * session.shape.chunk)
     changes = [
         (at, stream.read_prompt(text))
         for at, text in change_frames(model, stream.session, wanted, frames)
@@ -163,10 +163,10 @@ def _check_stream(
     stream.guard.check()
     stream.guard.check_free()
     session = stream.session
-    source, followed = session.source, stream.video
+    source, followed = session.memory.source, stream.video
     same: dict[str, Callable[[Any], bool]] = {
         "prompt": lambda x: Prompt.key_of(model, stream.parse_prompt(x)) == source.prompt,
-        "seed": lambda x: tuple(parse_batch("", x)[1]) == session.seeds,
+        "seed": lambda x: tuple(parse_batch("", x)[1]) == session.memory.seeds,
         "size": lambda x: model.shape(parse_size(x)).grid == session.shape.grid,
         "first": lambda x: first_key(*parse_firsts(x, stream.batch)) == source.first,
         "start": lambda x: False,
@@ -193,7 +193,7 @@ def change_frames(
     model: VideoModel, session: Session, then: Sequence[tuple[int, str]], frames: int
 ) -> list[tuple[int, str]]:
     """Changes of prompt in order, each moved to the new frame at which the next chunk begins."""
-    chunk, start = session.shape.chunk, session.latent_frame
+    chunk, start = session.shape.chunk, session.memory.latent_frame
 
     def begins(chunks: int) -> int:
         return model.pixel_frames(start + chunks * chunk) - model.pixel_frames(start)

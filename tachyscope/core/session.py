@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, inf
 
 from tachyscope.attention import attend
-from tachyscope.core.features import Features
 from tachyscope.core.kv_allocation import make_room
 from tachyscope.core.meter import NO_SPANS, Meter
 from tachyscope.core.observers import Observer, parse_observers
@@ -20,18 +19,14 @@ from tachyscope.core.session_state import (
     Present,
     SessionSpec,
     SessionState,
-    Source,
-    of_memory,
 )
-from tachyscope.core.types import DenoisePass, Mlp, PassContext, Rope, Shape, Text
+from tachyscope.core.types import DenoisePass, Mlp, PassContext, Rope, Shape
 from tachyscope.core.work import Work
 from tachyscope.io.calibration import Calibration
 from tachyscope.io.programs import keep_programs
 from tachyscope.kernels.launch import take_turns
 from tachyscope.kernels.rotary import apply_rotary
-from tachyscope.replay.neuron_runner import NeuronRunner
-from tachyscope.replay.runner import ReplayRunner
-from tachyscope.store import KVStore, LayerPass
+from tachyscope.store import LayerPass
 from tachyscope.store.bank import sum_counters
 from tachyscope.store.bank_layout import COUNTERS
 from tachyscope.store.codec import write_mean_square
@@ -45,32 +40,6 @@ class Session:
     it, layer by layer, `attend`, `cross` and `mlp`; and the rollout calls `commit` once the chunk's
     clean pass is done. `observers` are told of every call. What it remembers is `memory`, a value.
     """
-
-    layers: list[KVStore] = of_memory()
-    latent_frames: int | None = of_memory()
-    lengths: tuple[int, ...] = of_memory()
-    seeds: tuple[int, ...] = of_memory()
-    prompt: int = of_memory()
-    left_padding: tuple[int, ...] = of_memory()
-    chunk: int = of_memory()
-    latent_frame: int = of_memory()
-    past: int = of_memory()
-    now: int = of_memory()
-    total_entries: int = of_memory()
-    made: int = of_memory()
-    texts: list[Text] = of_memory()
-    generators: list[torch.Generator] = of_memory()
-    latents: Tensor | None = of_memory()
-    features: Features = of_memory()
-    replay: ReplayRunner | NeuronRunner = of_memory()
-    positions: Callable[[int], Tensor] = of_memory()
-    prompt_positions: Callable[[], Tensor] = of_memory()
-    forget: Callable[[], None] = of_memory()
-    rewind: Callable[[int, int], None] = of_memory()
-    slots_for: Callable[[Sequence[int]], int] = of_memory()
-    given_noise: Callable[..., Tensor | None] = of_memory()
-    source: Source = of_memory()
-    noise: Tensor | None = of_memory()
 
     def __init__(
         self,
@@ -148,7 +117,7 @@ class Session:
         self, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]
     ) -> None:
         """Cross-attention's keys, values [B, H, L, D] a layer; rows are padding from lengths on."""
-        self.texts = []
+        self.memory.texts = []
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
             self.set_prompt_layer(layer, k, v, lengths)
 
@@ -158,7 +127,7 @@ class Session:
         if self.ranks is not None and not self.plan.text.query_by_query:
             k, v = self.ranks.own_heads(k), self.ranks.own_heads(v)
         text = self.plan.text.prepare(k, v, lengths)
-        self.texts[layer : layer + 1] = [text]
+        self.memory.texts[layer : layer + 1] = [text]
         self.memory.text_tokens = k.shape[2]
 
     def predict(self, now: DenoisePass, fn: Callable[[DenoisePass], Tensor]) -> Tensor:
@@ -168,7 +137,7 @@ class Session:
             assert self.memory.passes.clean is not None
             frames = now.x.shape[2]
             tokens = frames * self.shape.tokens_per_frame
-            self.work.skip_pass(self.shape, tokens, self.total_entries)
+            self.work.skip_pass(self.shape, tokens, self.memory.total_entries)
         else:
             self.memory.passes.clean = fn(now)
         return self.memory.passes.clean
@@ -317,37 +286,37 @@ class Session:
 
     def retract(self, n: int) -> None:
         """Drop the newest n tokens of the present frame: drafts that were not right."""
-        self.now -= n
+        self.memory.now -= n
 
     def commit(self, n: int | None = None) -> None:
         """The first n tokens of now (all of them) are final: they become past, within budget."""
         ctx, plan = self.present.ctx, self.plan
-        n = self.now if n is None else n
+        n = self.memory.now if n is None else n
         for observer in self.observers:
             observer.on_commit(ctx, n)
-        past, kept = 0, self.past if plan.cache.appends else 0
+        past, kept = 0, self.memory.past if plan.cache.appends else 0
         if self.shape.token_by_token:
-            self.work.add_tokens(self.shape, n, self.past, self.total_entries)
+            self.work.add_tokens(self.shape, n, self.memory.past, self.memory.total_entries)
         on_merge = self._on_merge if self.observers else None
         passes = [p._replace(on_merge=on_merge) for p in self.present.layers]
         if not kept:
             with self._spans["index"]:
                 for p in passes:
-                    plan.attention.restore_order(p, self.past)
+                    plan.attention.restore_order(p, self.memory.past)
         with self._spans["commit"], take_turns(self.device, plan.cache.streams) as turn:
             for i, p in enumerate(passes):
                 with turn(i):
-                    p.layer.append(self.past, n, p.mean_heads)
+                    p.layer.append(self.memory.past, n, p.mean_heads)
                     held = plan.cache.commit(p, n)
                 past = max(past, held)
         for p in passes:
             p.layer.truncate(past)  # here, so that no pass needs to
             with self._spans["index"]:
                 plan.attention.build_index(p, past, kept)
-        self.past = past
+        self.memory.past = past
         if not ctx.prefilling:
             self.memory.add_time(n // self.shape.tokens_per_frame)
-            self.replay.commit(self.memory.begun)
+            self.memory.replay.commit(self.memory.begun)
         self.memory.count(n, ctx.prefilling)
         self.memory.begun = set()
         for observer in self.observers:
@@ -359,13 +328,22 @@ class Session:
 
     def count_bank(self) -> None:
         """Add to the meter what the device and other ranks have counted since last asked."""
-        banks = [layer.bank for layer in self.layers if layer.bank is not None]
+        banks = [layer.bank for layer in self.memory.layers if layer.bank is not None]
         if banks:
             counted = Work(**dict(zip(COUNTERS, sum_counters(banks), strict=True)))
             counted.fetched_mb = counted.blocks_fetched * (banks[0].block_bytes / 1e6)
             self.work.add(counted)
         if self.ranks is not None:
             self.ranks.add_up(self.work)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """One a video: the model draws its noise from it."""
+        return self.memory.generators
+
+    def positions(self, frames: int) -> Tensor:
+        """(t, y, x) of every token of the next latent frames: [frames * N, 3]."""
+        return self.memory.positions(frames)
 
     def rotation(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B or 1, 1, S, D] of tokens at pos [S, 3], as `Rope.cos_sin` gives them."""

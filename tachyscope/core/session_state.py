@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,23 +61,6 @@ class Present(NamedTuple):
     dropped: int = 0  # entries that it drops from the past
     pos: Tensor | None = None
     cos_sin: tuple[Tensor, Tensor] | None = None
-
-
-class OfMemory:
-    """An attribute that a session reads from its `memory`."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, session: Any, owner: type) -> Any:
-        return getattr(session.memory, self.name)
-
-    def __set__(self, session: Any, value: object) -> None:
-        setattr(session.memory, self.name, value)
-
-
-def of_memory() -> Any:
-    return OfMemory()
 
 
 class SessionState:

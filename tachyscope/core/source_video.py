@@ -83,7 +83,7 @@ class SourceVideo:
 
     def lay(self, model: VideoModel, session: Session, count: int) -> dict[str, float]:
         """Have the next chunk begin as the next frames; of a camera, how many came too early."""
-        frames, features = self.take(count), session.features
+        frames, features = self.take(count), session.memory.features
         with session.meter.span("encode"), own_numerics():
             latents = model.encode_next(frames, self.encoder)
         if features.source is None:

@@ -72,7 +72,7 @@ class Stream:
         self._closed = False
         self._unchecked = True  # until a chunk was made of finite numbers
         self.recent = RecentLatents(model, session, actions, camera)
-        self.index = session.chunk  # that comes next
+        self.index = session.memory.chunk  # that comes next
 
     def __enter__(self) -> Self:
         return self
@@ -86,13 +86,13 @@ class Stream:
         return self._coming(1)
 
     def _coming(self, chunks: int) -> int:
-        known, more = self.session.latent_frame, chunks * self.session.shape.chunk
+        known, more = self.session.memory.latent_frame, chunks * self.session.shape.chunk
         return self.model.pixel_frames(known + more) - self.model.pixel_frames(known)
 
     @property
     def pace(self) -> float | None:
         """The part of a step that a frame takes; None in a model without a camera."""
-        camera = self.session.features.camera
+        camera = self.session.memory.features.camera
         return None if camera is None else float(camera[0, 3])
 
     def step(
@@ -151,11 +151,11 @@ class Stream:
         return self.alone(lambda: self.guard.change(work))
 
     def __repr__(self) -> str:
-        session = self.session
+        memory = self.session.memory
         videos = f", {self.batch} videos" if self.batch else ""
         return (
-            f"<Stream of {self.model.name}: {session.chunk} chunks, {session.latent_frame} latent "
-            f"frames{videos}, plan {session.plan}{', closed' if self._closed else ''}>"
+            f"<Stream of {self.model.name}: {memory.chunk} chunks, {memory.latent_frame} latent "
+            f"frames{videos}, plan {self.session.plan}{', closed' if self._closed else ''}>"
         )
 
     def _step(
@@ -225,15 +225,15 @@ class Stream:
         self.take_up_prompt()
         model, session = self.model, self.session
         dropped = {} if self.video is None else self.video.lay(model, session, self.next_frames)
-        begun, before = time.perf_counter(), session.latent_frame
+        begun, before = time.perf_counter(), session.memory.latent_frame
         start = model.pixel_frames(before)
         chunk_actions = []
         if model.actions:
             # a latent frame's action is that of its first pixel frame
             at = [model.pixel_frames(before + i) - start for i in range(session.shape.chunk)]
             chunk_actions = [actions[i] if i < len(actions) else 0 for i in at]
-        entries_before = session.past
-        camera = session.features.camera
+        entries_before = session.memory.past
+        camera = session.memory.features.camera
         stood = None if camera is None else camera.clone()
         with session.meter.span("chunk"):
             latents = self.runner(chunk_actions, ready)
@@ -242,7 +242,7 @@ class Stream:
         session.count_bank()
         spent = time.perf_counter() - begun
         self.recent.add([Part(latents, chunk_actions, stood)])
-        frames = model.pixel_frames(session.latent_frame) - start
+        frames = model.pixel_frames(session.memory.latent_frame) - start
         stats = {
             # on CUDA, what the launches took: near chunk_ms, the device waits for the host
             "host_ms": 1e3 * spent,
@@ -251,7 +251,7 @@ class Stream:
             "frames_made": float(frames * (self.batch or 1)),
             "entries_before": float(entries_before),
             **dropped,
-        } | cache_stats(session.layers, session.past, session.shape.max_pass_tokens)
+        } | cache_stats(session.memory.layers, session.memory.past, session.shape.max_pass_tokens)
         # waits for the chunk, so that decoding it need not
         made = Latents(self.index, latents, frames, session.meter.take() | stats)
         self.index += 1
@@ -292,7 +292,7 @@ class Stream:
         """A prompt encoded; raises where the plan has no room for it."""
         self._check_open()
         read = Prompt.read(self.model, self.parse_prompt(prompt))
-        self.session.slots_for(read.encoded.lengths)
+        self.session.memory.slots_for(read.encoded.lengths)
         return read
 
     def parse_prompt(self, prompt: str | Sequence[str]) -> list[str]:
@@ -369,10 +369,10 @@ class Stream:
             self.video.close()
         self.runner.forget()
         self.recent.parts.clear()
-        self.session.layers.clear()
-        self.session.texts.clear()
-        self.session.features = Features()
-        self.session.latents = self.next_prompt = None
+        self.session.memory.layers.clear()
+        self.session.memory.texts.clear()
+        self.session.memory.features = Features()
+        self.session.memory.latents = self.next_prompt = None
 
     def _check_finite(self, latents: Tensor) -> None:
         """Raise where a first chunk is of NaN; later ones are not looked at, and nothing waits."""
@@ -389,7 +389,7 @@ class Stream:
 
     def restart(self, actions: Sequence[int] = (), camera: Tensor | None = None) -> None:
         """Count from where the session stands, and hold what it has for a prompt that changes."""
-        self.index = self.session.chunk
+        self.index = self.session.memory.chunk
         self.recent = RecentLatents(self.model, self.session, actions, camera)
 
     def take_up_prompt(self) -> None:

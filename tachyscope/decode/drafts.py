@@ -42,19 +42,19 @@ class DraftEngine:
     def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
         """The next frame's codes [V, N, D], from noise [V, N, D, K]; the caller commits it."""
         engine, session = self.engine, self.session
-        pos = session.shape.positions(session.latent_frame, 1, session.device)
+        pos = session.shape.positions(session.memory.latent_frame, 1, session.device)
         cos, sin = session.rotation(pos)
         engine.cos.copy_(cos[:, 0])
         engine.sin.copy_(sin[:, 0])
         engine.take_action(action)
-        past, self.drawn, self.passes, self.replayed = session.past, 0, 0, True
-        self.pos, self.ready = pos, session.replay.ready.issuperset((0,))
+        past, self.drawn, self.passes, self.replayed = session.memory.past, 0, 0, True
+        self.pos, self.ready = pos, session.memory.replay.ready.issuperset((0,))
         whole = engine.whole_places(self.ready)
         self.whole = whole[0]
-        codes = session.plan.passes.sample_frame(session, self, noise)
+        codes = session.plan.passes.sample_frame(session, session.memory.features, self, noise)
         assert codes is not None
         engine.learn_errors(whole)
-        for layer in session.layers:
+        for layer in session.memory.layers:
             layer.pos[:, :, past : past + len(pos)] = pos
         return codes
 
@@ -64,7 +64,7 @@ class DraftEngine:
 
     def feed(self, codes: Tensor, at: int) -> Tensor:
         engine, session, pos = self.engine, self.session, self.pos
-        tokens, start = codes.shape[1], session.past + session.now
+        tokens, start = codes.shape[1], session.memory.past + session.memory.now
         session.begin(pos=pos[at : at + tokens], step=0, steps=1, noise=(0.0,), drafted=True)
         engine.meet_memory()
         if engine.memory is not self.memory:
@@ -80,7 +80,7 @@ class DraftEngine:
         self.passes += 1
         self._count(size, before, start - before)
         states: Tensor = run.states.unflatten(0, (-1, size))[:, before:].clone()
-        session.features.hidden = states[:, -1]
+        session.memory.features.hidden = states[:, -1]
         return states
 
     def _trunk(self, size: int) -> TrunkPass:
@@ -119,7 +119,7 @@ class DraftEngine:
         if window is None:
             engine.count_entries([end] * tokens)  # all entries of a pass are scored, then masked
         else:
-            reach = window.sink + min(session.left_padding, default=0) + window.near
+            reach = window.sink + min(session.memory.left_padding, default=0) + window.near
             ends = [start + i + 1 for i in range(tokens)]
             engine.count_entries(ends if end > reach else [end] * tokens)
         rows = shape.batch * tokens * shape.layers

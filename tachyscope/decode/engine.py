@@ -63,7 +63,7 @@ def unsupported(parts: DecodeParts, session: Session) -> str:
             plan.passes, AllPasses
         )
         and not drafted,
-        f"store={spell(plan.store)} keeps codes": bool(session.layers[0].scales),
+        f"store={spell(plan.store)} keeps codes": bool(session.memory.layers[0].scales),
         "its weights are neither floats nor codes that the kernels read": any(
             0 in kinds for kinds in bits
         ),
@@ -128,16 +128,16 @@ class DecodeEngine:
     def frame(self, noise: Tensor, action: int | Tensor | None = None) -> Tensor:
         """The next frame's codes [V, N, D], from noise [V, N, D, K]; the caller commits it."""
         session, shape = self.session, self.session.shape
-        pos = shape.positions(session.latent_frame, 1, session.device)
-        past = session.past
-        ready = session.replay.ready.issuperset((0,))
+        pos = shape.positions(session.memory.latent_frame, 1, session.device)
+        past = session.memory.past
+        ready = session.memory.replay.ready.issuperset((0,))
         session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
         self.meet_memory()
         cos, sin = session.rotation(pos)
         self.cos.copy_(cos[:, 0])
         self.sin.copy_(sin[:, 0])
         self.noise.copy_(noise)
-        self.hidden.copy_(session.features.last_state())
+        self.hidden.copy_(session.memory.features.last_state())
         self.take_action(action)
         self.place.fill_(0)
         self.slot.fill_(past)
@@ -154,9 +154,9 @@ class DecodeEngine:
                 self.programs[one] = TokenStep(self, one)
             self.programs[one].replay()
         self.learn_errors(whole)
-        for layer in session.layers:
+        for layer in session.memory.layers:
             layer.pos[:, :, past : past + shape.tokens_per_frame] = pos
-        session.features.hidden = self.hidden.clone()
+        session.memory.features.hidden = self.hidden.clone()
         self._count(past, ready, whole)
         return self.codes.clone()
 
@@ -195,7 +195,7 @@ class DecodeEngine:
         places = session.shape.tokens_per_frame
         if policy is None or (policy.remembers and not ready):
             return [True] * places
-        return [policy.whole(session.chunk, place) for place in range(places)]
+        return [policy.whole(session.memory.chunk, place) for place in range(places)]
 
     def learn_errors(self, whole: list[bool]) -> None:
         """Where whole outputs were left, leave what the slices are off by."""
@@ -205,7 +205,7 @@ class DecodeEngine:
         if self.session.device.type == "cuda":
             # from pinned memory, so that the host does not wait
             index = index.pin_memory().to(self.session.device, non_blocking=True)
-        for layer, part in zip(self.session.layers, self.trunk.slices, strict=True):
+        for layer, part in zip(self.session.memory.layers, self.trunk.slices, strict=True):
             error, base = (layer.own["replay"][name][0] for name in ("error", "input"))
             about = run_mlp(base.index_select(1, index), part)
             error.index_copy_(1, index, error.index_select(1, index) - about)
@@ -224,7 +224,7 @@ class DecodeEngine:
     def meet_memory(self) -> None:
         """Point the steps to the session's memory, where that is not the last frame's."""
         session = self.session
-        held = [x for layer in session.layers for x in (layer.k, layer.v, layer.log_count)]
+        held = [x for layer in session.memory.layers for x in (layer.k, layer.v, layer.log_count)]
         same = len(held) == len(self.memory)
         if same and all(a is b for a, b in zip(held, self.memory, strict=True)):
             return
@@ -232,14 +232,14 @@ class DecodeEngine:
         shape, rules = session.shape, self.rules()
         rotation = Rotation(self.cos, self.sin, session.rope.interleaved)
         window = self._window()
-        merged = session.plan.cache.merges or any(session.left_padding)
+        merged = session.plan.cache.merges or any(session.memory.left_padding)
         self.steps: list[Step] = []
         self.kept: list[Kept | None] = []
         self.errors: list[Error | None] = []
         self.gates = [self._gate(i, rule) for i, rule in enumerate(rules)]
         self.input_gates = [x for x in self.gates if x.gate.score == "input"]
         self.limits_set: list[float] = []
-        for i, layer in enumerate(session.layers):
+        for i, layer in enumerate(session.memory.layers):
             gate, kept, error = None, None, None
             if self.gates:
                 gate, kept = self.gates[i], self._kept(i)
@@ -259,16 +259,16 @@ class DecodeEngine:
         policy, session = self.session.plan.attention, self.session
         if not isinstance(policy, WindowAttention):
             return None
-        pads = session.left_padding or (0,) * session.shape.batch
+        pads = session.memory.left_padding or (0,) * session.shape.batch
         padding = torch.tensor(pads, dtype=torch.int32, device=session.device)
         return Window(policy.sink, policy.tokens, policy.sink + max(pads) + policy.tokens, padding)
 
     def rules(self) -> list[TokenGate]:
         """How the next frame's tokens are chosen, by layer; none where they are not."""
-        shape, runner = self.session.shape, self.session.replay
+        shape, runner = self.session.shape, self.session.memory.replay
         if not isinstance(runner, ReplayRunner) or runner.policy is None:
             return []
-        chunk = self.session.chunk
+        chunk = self.session.memory.chunk
         return [runner.policy_of(i).token_gate(shape, chunk) for i in range(shape.layers)]
 
     def set_limits(self) -> None:
@@ -284,21 +284,21 @@ class DecodeEngine:
 
     def _gate(self, layer: int, rule: TokenGate) -> GateState:
         return GateState.of(
-            rule, self.session.layers[layer].own["replay"], limit=self.limits[layer],
+            rule, self.session.memory.layers[layer].own["replay"], limit=self.limits[layer],
             place=self.place, ready=self.ready, skip=self.skip[layer], counts=self.counts[layer],
             luck=self.luck[layer] if rule.rule == "draw" else None,
         )  # fmt: skip
 
     def _kept(self, layer: int) -> Kept:
         """What a layer's MLP keeps, and replays where a gate says so."""
-        own = self.session.layers[layer].own["replay"]
+        own = self.session.memory.layers[layer].own["replay"]
         drift = own["drift"][0, :, 0] if "drift" in own else None
         output, age = own["output"][0], own["age"][0]
         return Kept(self.skip[layer], self.place, output, age, drift, self.ready, DRIFT_ROWS)
 
     def _memory(self, layer: int) -> tuple[Kept, Error]:
         """What a token that is computed whole leaves, and how one that is not reads it."""
-        own = self.session.layers[layer].own["replay"]
+        own = self.session.memory.layers[layer].own["replay"]
         error, base = own["error"][0], own["input"][0]
         # nothing is skipped, and ages are not told
         kept = Kept(self.skip[layer], self.place, error, self.ages, input=base)
@@ -334,7 +334,7 @@ class DecodeEngine:
         session, shape = self.session, self.session.shape
         policy = session.plan.attention
         if isinstance(policy, WindowAttention):
-            reach = policy.sink + max(session.left_padding, default=0) + policy.tokens
+            reach = policy.sink + max(session.memory.left_padding, default=0) + policy.tokens
             ends = [end if end <= reach else policy.sink + policy.tokens for end in ends]
         queries = shape.batch * shape.heads * shape.layers
         session.work.add_pairs(queries * sum(ends), shape.head_dim)

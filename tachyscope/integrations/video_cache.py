@@ -187,21 +187,21 @@ class VideoCache:
         """Forget what came from this latent frame on."""
         session = self.session
         assert session is not None
-        if session.past != session.total_entries:
+        if session.memory.past != session.memory.total_entries:
             raise TachyscopeError(
-                f"a pass at latent frame {frame} after {session.latent_frame}, and "
+                f"a pass at latent frame {frame} after {session.memory.latent_frame}, and "
                 f"cache={spell(session.plan.cache)} no longer has all that was before it: begin at "
                 f"{self._frame}, or at 0 for a new video, or use cache=keep_all"
             )
         self._open, self._index = False, 0
-        session.now, session.memory.begun = 0, set()
+        session.memory.now, session.memory.begun = 0, set()
         layers, attention = session.present.layers, session.plan.attention
         for p in layers:
-            attention.restore_order(p, session.past)
-        session.rewind(session.latent_frame - frame, frame)
-        session.replay.ready.clear()  # what is kept came behind this frame
+            attention.restore_order(p, session.memory.past)
+        session.memory.rewind(session.memory.latent_frame - frame, frame)
+        session.memory.replay.ready.clear()  # what is kept came behind this frame
         for p in layers:
-            attention.build_index(p, session.past)
+            attention.build_index(p, session.memory.past)
 
     @_inference
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -250,14 +250,14 @@ class VideoCache:
     def cross(self, layer: int, q: Tensor) -> Tensor:
         """Attention over the prompt of q [B, H, S, D]."""
         session = self._session(q, q)
-        if layer >= len(session.texts):
+        if layer >= len(session.memory.texts):
             raise TachyscopeError(f"layer {layer} has no prompt yet: call set_prompt first")
         return session.cross(layer, q)
 
     @property
     def has_prompt(self) -> bool:
         """Whether every layer has its keys and values of a prompt."""
-        return self.session is not None and len(self.session.texts) == self.layers
+        return self.session is not None and len(self.session.memory.texts) == self.layers
 
     @_inference
     def stats(self) -> dict[str, float]:
@@ -266,7 +266,7 @@ class VideoCache:
             return {}
         self.session.count_bank()
         row = self.session.meter.take()
-        return summary([row]) | {"entries": float(self.session.past)}
+        return summary([row]) | {"entries": float(self.session.memory.past)}
 
     @_inference
     def state(self) -> dict[str, Tensor]:
@@ -329,11 +329,11 @@ class VideoCache:
 
             session.restore(self._saved, check=learn)
             self._saved = None
-            if self._now.frame != session.latent_frame:
+            if self._now.frame != session.memory.latent_frame:
                 self.reset()
                 raise TachyscopeError(
                     f"a pass at latent frame {self._frame} after a state of "
-                    f"{session.latent_frame}: begin there"
+                    f"{session.memory.latent_frame}: begin there"
                 )
         return session
 

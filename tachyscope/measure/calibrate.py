@@ -187,7 +187,7 @@ def _videos(
             model, "dense", prompt=prompt, seed=seed + i, frames=frames, observers=[observer],
             first=first[i % len(first)] if first else None,
         )  # fmt: skip
-        for _ in range(frames - stream.session.latent_frame):
+        for _ in range(frames - stream.session.memory.latent_frame):
             stream.generate()
         yield observer.found
 

@@ -19,23 +19,23 @@ def fill(session: Session, frames: int) -> None:
     """
     shape, dtype, device = session.shape, session.dtype, session.device
     if session.plan.cache.grows:
-        slots = session.prompt + frames * shape.tokens_per_frame
+        slots = session.memory.prompt + frames * shape.tokens_per_frame
         check_memory(session.plan, shape, slots, dtype, device)
-    rng = torch.Generator(device).manual_seed(session.seeds[0] + session.latent_frame)
+    rng = torch.Generator(device).manual_seed(session.memory.seeds[0] + session.memory.latent_frame)
 
     def draw(heads: int, tokens: int) -> Tensor:
         size = (shape.batch, heads, tokens, shape.head_dim)
         return torch.randn(size, generator=rng, dtype=dtype, device=device)
 
-    while session.latent_frame < frames:
+    while session.memory.latent_frame < frames:
         if session.wants_poses:
             poses = torch.rand(shape.batch, shape.chunk, 3, generator=rng, device=device)
             session.set_poses(camera.matrices(poses * poses.new_tensor((1, 1, TURN))))
-        pos = shape.positions(session.latent_frame, shape.chunk, device)
+        pos = shape.positions(session.memory.latent_frame, shape.chunk, device)
         session.begin(pos, shape.passes - 1, shape.passes, (0.0,) * shape.chunk)
         for i in range(shape.layers):
             q, k, v = (draw(h, len(pos)) for h in (shape.heads, *[shape.kv_heads] * 2))
             session.write_kv(i, q, k, v)
         session.commit()
-    session.made = frames  # what is timed next is no video's first chunk
+    session.memory.made = frames  # what is timed next is no video's first chunk
     session.meter.take()

@@ -26,18 +26,18 @@ def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
         if kind in SAVINGS and (note := SAVINGS[kind](session, sums)):
             name = spell(policy).partition(":")[0]
             sentences.append(f"{kind} policy {name!r} {note}")
-    return [*sentences, *filter(None, [decoder_note(session.features.decoder())])]
+    return [*sentences, *filter(None, [decoder_note(session.memory.features.decoder())])]
 
 
 def _cache(session: Session, sums: Sums) -> str:
-    if session.past == session.total_entries and not session.plan.cache.grows:
+    if session.memory.past == session.memory.total_entries and not session.plan.cache.grows:
         return "saved nothing: the video is shorter than what it may hold"
-    kept = session.past / max(session.total_entries, 1)
+    kept = session.memory.past / max(session.memory.total_entries, 1)
     return _under(session.plan.cache != KeepAll(), 1 - kept, f"it kept {kept:.1%} of the entries")
 
 
 def _store(session: Session, sums: Sums) -> str:
-    share = session.layers[0].stored_share
+    share = session.memory.layers[0].stored_share
     return _under(session.plan.store != Native(), 1 - share, f"it takes {share:.1%} of the bytes")
 
 
@@ -45,7 +45,7 @@ def _attention(session: Session, sums: Sums) -> str:
     if skipped := sums.get("simulated_pairs_skipped"):
         return _simulated(skipped, "pairs")
     # a bank holds all that there was
-    held = sums["pairs_dense" if session.layers[0].bank is not None else "pairs_held"]
+    held = sums["pairs_dense" if session.memory.layers[0].bank is not None else "pairs_held"]
     read = sums.get("pairs", 0.0) / held
     acts = session.plan.attention != Dense()
     return _under(acts, 1 - read, f"it read {read:.1%} of what the cache held")

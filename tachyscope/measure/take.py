@@ -129,7 +129,7 @@ class Take:
         )
         self.past_is_whole = (
             not self.stream.session.plan.cache.grows
-            and self.stream.session.past == self.stream.session.total_entries
+            and self.stream.session.memory.past == self.stream.session.memory.total_entries
         )
         self.stream.close()
 

@@ -196,7 +196,7 @@ class TokenModel(VideoModel):
 
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: Prompt) -> None:
-        self._run(session, self.embed_prompt(prompt.ids), session.prompt_positions())
+        self._run(session, self.embed_prompt(prompt.ids), session.memory.prompt_positions())
         session.commit()
 
     @torch.no_grad()
@@ -222,14 +222,15 @@ class TokenModel(VideoModel):
 
     def _sample_codes(self, session: Session, actions: Sequence[int] | Tensor) -> Tensor:
         shape, noise = session.shape, self.frame_noise(session)
-        pos = shape.positions(session.latent_frame, 1, self.device)
+        pos = shape.positions(session.memory.latent_frame, 1, self.device)
         drafter = ModelDrafter(self, session, pos, actions)
-        if (drafted := session.plan.passes.sample_frame(session, drafter, noise)) is not None:
+        passes, features = session.plan.passes, session.memory.features
+        if (drafted := passes.sample_frame(session, features, drafter, noise)) is not None:
             return drafted
         session.work.macs += shape.batch * shape.tokens_per_frame * self.draw_macs
         codes = []
         for i in range(shape.tokens_per_frame):
-            codes.append(self.draw(session.features.last_state(), noise[:, i]))
+            codes.append(self.draw(features.last_state(), noise[:, i]))
             self.feed(session, codes[-1][:, None], pos[i : i + 1], actions)
         return torch.stack(codes, 1)
 
@@ -247,15 +248,15 @@ class TokenModel(VideoModel):
     def prefill_latents(
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
     ) -> None:
-        pos = session.shape.positions(session.latent_frame, 1, self.device)
-        codes, before = latents.flatten(1, 3), session.features.hidden
+        pos = session.shape.positions(session.memory.latent_frame, 1, self.device)
+        codes, before = latents.flatten(1, 3), session.memory.features.hidden
         states = self.feed(session, codes, pos, actions)
 
         def logits() -> Tensor:
             first = states[:, :1] if before is None else before[:, None]
             return self.logits(torch.cat([first, states[:, :-1]], 1), codes)
 
-        session.plan.passes.keep_frame(session.features, codes, logits)
+        session.plan.passes.keep_frame(session.memory.features, codes, logits)
 
     @torch.no_grad()
     def score(self, session: Session, latents: Tensor, actions: Sequence[int]) -> Tensor:
@@ -264,17 +265,17 @@ class TokenModel(VideoModel):
         Token by token, so that what the session skips when sampling it skips here too.
         """
         codes = latents.flatten(1, 3)
-        pos = session.shape.positions(session.latent_frame, 1, self.device)
+        pos = session.shape.positions(session.memory.latent_frame, 1, self.device)
         states = []
         for i in range(session.shape.tokens_per_frame):
-            states.append(session.features.last_state())
+            states.append(session.memory.features.last_state())
             self.feed(session, codes[:, i : i + 1], pos[i : i + 1], actions)
         return self.logits(torch.stack(states, 1), codes)
 
     @torch.no_grad()
     def finite(self, session: Session, latents: Tensor) -> Tensor:
         # codes are always numbers: the logits of a frame's last place tell what they came of
-        states, codes = session.features.last_state()[:, None], latents.flatten(1, 3)[:, -1:]
+        states, codes = session.memory.features.last_state()[:, None], latents.flatten(1, 3)[:, -1:]
         return self.logits(states, codes).isfinite().all()
 
     def _videos(self, shape: Shape) -> int:
@@ -315,7 +316,7 @@ class TokenModel(VideoModel):
         session.begin(pos=pos, step=0, steps=1, noise=(0.0,), drafted=drafted)
         states = self.run_trunk(session, x)
         # the last token's state predicts the next token, which may be the next frame's first
-        session.features.hidden = states[:, -1]
+        session.memory.features.hidden = states[:, -1]
         return states
 
 

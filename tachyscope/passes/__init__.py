@@ -20,7 +20,6 @@ class Calls(Protocol):
 
     shape: Shape
     work: Work
-    features: Features
 
     def retract(self, n: int) -> None: ...
 
@@ -62,7 +61,9 @@ class PassPolicy(Policy, question="passes"):
         """Why the policy cannot serve this shape, or not beside replay that decides by token."""
         return None
 
-    def sample_frame(self, session: Calls, drafter: Drafter, noise: Tensor) -> Tensor | None:
+    def sample_frame(
+        self, session: Calls, features: Features, drafter: Drafter, noise: Tensor
+    ) -> Tensor | None:
         """Codes [V, N, D] of a token model's frame, from noise [V, N, D, K].
 
         None: place by place, a pass each.

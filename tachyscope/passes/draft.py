@@ -52,11 +52,13 @@ class Draft(PassPolicy, name="draft"):
             return "drafts are several tokens in a pass, and replay decides token by token"
         return None
 
-    def sample_frame(self, session: Calls, drafter: Drafter, noise: Tensor) -> Tensor:
+    def sample_frame(
+        self, session: Calls, features: Features, drafter: Drafter, noise: Tensor
+    ) -> Tensor:
         """Codes [V, N, D], those that the dense model draws with noise [V, N, D, K]."""
         videos, places, depth, _ = noise.shape
         columns = session.shape.grid[1]
-        last, logits = session.features.codes, session.features.logits
+        last, logits = features.codes, features.logits
         codes = torch.zeros(videos, places, depth, dtype=torch.int64, device=noise.device)
         guess = codes.clone()  # what a refuted pass drew
         guessed = 0  # places before this one have a guess
@@ -69,7 +71,7 @@ class Draft(PassPolicy, name="draft"):
             return drafter.draw(states, noise[:, here], None if kept is None else kept[:, here])
 
         at = 0
-        codes[:, :1] = draw(session.features.last_state()[:, None], 0)
+        codes[:, :1] = draw(features.last_state()[:, None], 0)
         while True:
             left = places - 1 - at
             n = min(self.places, left)
@@ -80,7 +82,7 @@ class Draft(PassPolicy, name="draft"):
             states = drafter.feed(torch.cat([codes[:, at : at + 1], drafts], 1), at)
             session.work.drafts += videos * n
             if left == 0:
-                session.features.hidden = states[:, 0]
+                features.hidden = states[:, 0]
                 break
             ahead = min(n + 1, left)
             found = draw(states[:, :ahead], at + 1)
@@ -92,12 +94,12 @@ class Draft(PassPolicy, name="draft"):
             codes[:, at + 1 : at + 1 + new] = found[:, :new]
             guess[:, at + 1 : at + 1 + ahead], guessed = found, at + 1 + ahead
             if accepted == left:
-                session.features.hidden = states[:, accepted]
+                features.hidden = states[:, accepted]
                 break
             at += new
-        session.features.codes = codes
+        features.codes = codes
         if kept is not None:
-            session.features.logits = kept
+            features.logits = kept
         return codes
 
     def keep_frame(self, features: Features, codes: Tensor, logits: Callable[[], Tensor]) -> None:

@@ -249,8 +249,8 @@ def _steps(job: Job, live: Live) -> list[Step]:
     assert live.lane is not None
     model, session = live.lane.stream.model, live.lane.stream.session
     steps: list[Step] = []
-    start = model.pixel_frames(session.latent_frame)
-    done, latents = 0, session.latent_frame
+    start = model.pixel_frames(session.memory.latent_frame)
+    done, latents = 0, session.memory.latent_frame
     while done < job.frames:
         latents += session.shape.chunk
         upto = model.pixel_frames(latents) - start

@@ -55,7 +55,7 @@ class Lane:
         self.prompt = options["prompt"]
         self.stream = open_stream(model, plan, seed=opening.seed, observers=observers, **options)
         self.chunk = 0
-        self._given = self.stream.session.latent_frame
+        self._given = self.stream.session.memory.latent_frame
 
     @property
     def frames(self) -> int:
@@ -76,7 +76,7 @@ class Lane:
     @property
     def pose(self) -> list[float] | None:
         """Where the camera stands: x, y, and degrees to the left of the front wall."""
-        camera = self.stream.session.features.camera
+        camera = self.stream.session.memory.features.camera
         if camera is None:
             return None
         x, y, heading = camera[0, :3].tolist()
@@ -92,8 +92,8 @@ class Lane:
     def read_poses(self) -> list[list[float]] | None:
         """Where the camera had stood for the past that the last step read, by attention=pose."""
         session = self.stream.session
-        bank, by_poses = session.layers[0].bank, session.plan.attention.wants_poses
-        if bank is None or not by_poses or session.features.camera is None:
+        bank, by_poses = session.memory.layers[0].bank, session.plan.attention.wants_poses
+        if bank is None or not by_poses or session.memory.features.camera is None:
             return None
         place, pose = bank.tensors["place"][0].tolist(), bank.tensors["key"][0].tolist()
         return [_stands(pose[i]) for i in place if i >= 0]
@@ -128,7 +128,7 @@ class Lane:
         session = self.stream.session
         shape = session.shape
         entry = 2 * shape.kv_heads * shape.head_dim * session.dtype.itemsize
-        return shape.layers * shape.batch * session.total_entries * entry
+        return shape.layers * shape.batch * session.memory.total_entries * entry
 
     def close(self) -> None:
         self.stream.close()

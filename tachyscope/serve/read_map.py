@@ -45,7 +45,7 @@ class ReadMap(Observer):
     ) -> None:
         if ctx.layer not in self.watched or not ctx.past:
             return
-        layer, policy = self.session.layers[ctx.layer], self.session.plan.attention
+        layer, policy = self.session.memory.layers[ctx.layer], self.session.plan.attention
         if layer.bank is not None and ctx.pass_index == 0:
             self._see_bank(layer.bank, ctx, q.shape[2])
         # sparse attention chooses in its first pass what the chunk's later ones read too; where
@@ -64,7 +64,7 @@ class ReadMap(Observer):
     @property
     def _reads_places(self) -> bool:
         """Whether `read` is told: a token model's passes are too many to look into."""
-        return self.session.layers[0].bank is None and not self.session.shape.token_by_token
+        return self.session.memory.layers[0].bank is None and not self.session.shape.token_by_token
 
     def _see_bank(self, bank: HostBank, ctx: PassContext, queries: int) -> None:
         """Of the blocks that each tile of the chunk's queries reads, the share that was fetched."""
@@ -86,7 +86,7 @@ class ReadMap(Observer):
         self.fetched[self.watched[ctx.layer]] = by_place
 
     def on_commit(self, ctx: PassContext, n: int) -> None:
-        self.pos = {i: self.session.layers[i].pos[0, 0].clone() for i in self.watched}
+        self.pos = {i: self.session.memory.layers[i].pos[0, 0].clone() for i in self.watched}
         self.merged = [self._nothing() for _ in self.spans]
 
     def on_merge(self, ctx: PassContext, source: Tensor, root: Tensor) -> None:
@@ -98,7 +98,7 @@ class ReadMap(Observer):
     def take(self) -> dict[str, Any]:
         """The last chunk's map: for every group of layers, numbers from 0 to 1, or None."""
         groups = []
-        bank = self.session.layers[0].bank
+        bank = self.session.memory.layers[0].bank
         for layer, group in self.watched.items():
             low, high = self.spans[group]
             merged = self.merged[group]
@@ -115,7 +115,7 @@ class ReadMap(Observer):
         return {"grid": list(self.session.shape.grid), "groups": groups}
 
     def _replayed(self, layer: int) -> Tensor:
-        age = self.session.layers[layer].own.get("replay", {}).get("age")
+        age = self.session.memory.layers[layer].own.get("replay", {}).get("age")
         if age is None:
             return self._nothing()
         return (age[:, 0] > 0).double().mean(0).cpu()

@@ -42,7 +42,7 @@ class Snapshots:
 
     def _save(self, stream: Stream) -> int:
         state = stream.state(host=False)
-        layers = stream.session.layers
+        layers = stream.session.memory.layers
         check_folder(self.folder)
         generation, segments = self._manifest["generation"], self._manifest["segments"]
         if self._layers is not layers:  # another video, or one that began anew: no segment is its
@@ -53,7 +53,7 @@ class Snapshots:
             part = self._write(f"segment-{generation}-{sealed}", _segment(layers, known))
             segments = [*segments, part | {"sealed": sealed}]
             written += part["bytes"]
-        held = self._write(f"state-{generation}-{stream.session.chunk}", state)
+        held = self._write(f"state-{generation}-{stream.session.memory.chunk}", state)
         self._manifest = {
             "version": VERSION, "generation": generation, "state": held, "segments": segments,
         }  # fmt: skip
@@ -67,9 +67,9 @@ class Snapshots:
         manifest = self._read_manifest()
         state = self._read(manifest["state"])
         segments = [self._read(part) for part in manifest["segments"]]
-        banked = stream.session.layers[0].bank is not None
+        banked = stream.session.memory.layers[0].bank is not None
         stream.restore(state, segments if banked else None)
-        self._manifest, self._layers = manifest, stream.session.layers
+        self._manifest, self._layers = manifest, stream.session.memory.layers
 
     def _last_generation(self) -> int:
         if not (self.folder / MANIFEST).is_file():

@@ -38,21 +38,23 @@ def bench_drafts(
         shape, plan, model.rope(shape), latent_frames=frames, lengths=lengths, device=device,
         dtype=model.dtype, calibration=calibration,
     )  # fmt: skip
-    for layer in session.layers:
+    for layer in session.memory.layers:
         layer.k.normal_()
         layer.v.normal_()
         layer.log_count.zero_()
         for name in {"error", "input"} & layer.own["replay"].keys():
             layer.own["replay"][name].normal_()
-    session.replay.ready.add(0)
-    session.latent_frame = session.chunk = frame
-    session.past = session.total_entries = session.prompt + frame * shape.tokens_per_frame
+    session.memory.replay.ready.add(0)
+    session.memory.latent_frame = session.memory.chunk = frame
+    session.memory.past = session.memory.total_entries = (
+        session.memory.prompt + frame * shape.tokens_per_frame
+    )
     engine = DraftEngine(model.decode_parts(), session, graph=device.type == "cuda")
     noise = torch.empty_like(engine.engine.noise).exponential_()
     hidden = torch.randn_like(engine.engine.hidden)
 
     def begin() -> None:
-        session.now, session.features.hidden = 0, hidden.clone()
+        session.memory.now, session.memory.features.hidden = 0, hidden.clone()
 
     begin()
     dense = engine.engine.frame(noise)
@@ -61,17 +63,21 @@ def bench_drafts(
         begin()
         engine.frame(noise)
 
-    session.features.codes = dense
+    session.memory.features.codes = dense
     whole_frame()
-    equal = (session.features.codes == dense).double().mean()
+    equal = (session.memory.features.codes == dense).double().mean()
     whole_frame()
     size, whole = engine.size, engine.engine.neurons is None
     parts = {"trunk": engine.trunks[size, whole], "depth": engine.depths[size]}
-    out: Document = {"tokens": size, "entries": session.past, "passes_a_frame": engine.passes}
+    out: Document = {
+        "tokens": size,
+        "entries": session.memory.past,
+        "passes_a_frame": engine.passes,
+    }
     out["equal_codes"] = float(equal)
     # the frame's last pass was at its last place, behind which no more tokens fit
     engine.engine.place.zero_()
-    engine.engine.slot.fill_(session.past)
+    engine.engine.slot.fill_(session.memory.past)
     for name, run in parts.items():
         takes = [milliseconds(run.replay, times, device) for _ in range(rounds)]
         out |= {f"{name}_ms": statistics.median(takes), f"{name}_takes_ms": [[t] for t in takes]}

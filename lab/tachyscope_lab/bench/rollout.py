@@ -101,27 +101,27 @@ def play(
     if traced:
         session.watch(Traced(trace_for(session, seed)))
     begun = time.perf_counter()
-    while model.pixel_frames(session.latent_frame) < frames:
-        settled = model.pixel_frames(session.latent_frame) >= SETTLED
+    while model.pixel_frames(session.memory.latent_frame) < frames:
+        settled = model.pixel_frames(session.memory.latent_frame) >= SETTLED
         if settled and not peaks[0]:
             peaks[0] = peak_gb(model.device)
             count_peak(model.device)
         chunks.append(stream.generate(turning(model, session)).stats)
     wall = time.perf_counter() - begun
     peaks[1] = peak_gb(model.device)
-    made = model.pixel_frames(session.latent_frame)
+    made = model.pixel_frames(session.memory.latent_frame)
     ms = [chunk["chunk_ms"] for chunk in chunks]
     row: Document = {
         "plan": str(parsed),
         "model": model.name,
         "size": shown_size(model, session.shape),
         "frames": made,
-        "latents": session.latent_frame,
+        "latents": session.memory.latent_frame,
         "traced": traced,
         "open_s": opened,  # of a bank mostly page-locking its host memory
         "fps": 1e3 * made / sum(ms),
         "fps_wall": made / wall,
-        "cache_mb": cache_bytes(session.layers) / 1e6,
+        "cache_mb": cache_bytes(session.memory.layers) / 1e6,
         "finite": finite(session),
         "chunk_ms": [round(x, 3) for x in ms],
         "macs": [chunk["macs"] for chunk in chunks],
@@ -196,9 +196,9 @@ def decode_ms(model: WanModel, size: tuple[int, int] | None) -> float:
 
 def finite(session: Session) -> bool:
     """Whether every number that the session remembers is one."""
-    held = [x for layer in session.layers for x in layer.entries().values()]
-    if session.latents is not None:
-        held.append(session.latents)
+    held = [x for layer in session.memory.layers for x in layer.entries().values()]
+    if session.memory.latents is not None:
+        held.append(session.memory.latents)
     return all(bool(x.isfinite().all()) for x in held)
 
 

@@ -30,11 +30,11 @@ def repeat_chunk(stream: Stream) -> dict[str, float]:
     cache is no longer after a chunk than before.
     """
     session, counts = stream.session, ("chunk", "latent_frame", "past", "total_entries")
-    before = {name: getattr(session, name) for name in counts}
+    before = {name: getattr(session.memory, name) for name in counts}
     row = stream.generate(turning(stream.model, session)).stats
     if taken_back(session.plan):
         for name, value in before.items():
-            setattr(session, name, value)
+            setattr(session.memory, name, value)
     return row
 
 

@@ -107,7 +107,7 @@ class Timed:
         native = model.device.type == "cpu" and can_compile(model.dtype)
         self.engine = DecodeEngine(parts, self.session, graph=native)
         self.engine.meet_memory()
-        for layer in self.session.layers:
+        for layer in self.session.memory.layers:
             layer.k.normal_()
             layer.v.normal_()
             layer.log_count.zero_()
@@ -149,8 +149,11 @@ class Timed:
 
     def _past(self, frame: int) -> int:
         """Entries before a frame: as many as came, or as a bounded cache holds beside the frame."""
-        places, slots = self.session.shape.tokens_per_frame, self.session.layers[0].k.shape[2]
-        return min(self.session.prompt + frame * places, slots - places)
+        places, slots = (
+            self.session.shape.tokens_per_frame,
+            self.session.memory.layers[0].k.shape[2],
+        )
+        return min(self.session.memory.prompt + frame * places, slots - places)
 
     def entries_read(self, frame: int) -> int:
         """Of a token in the midst of a frame."""

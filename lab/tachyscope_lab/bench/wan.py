@@ -207,9 +207,9 @@ def _measure(
     for length in sorted(lengths):
         fill(session, length)
         _warm(stream)
-        at = session.latent_frame
+        at = session.memory.latent_frame
         takes = [repeat_chunk(stream) for _ in range(clock.rounds)]
-        row["points"].append(_point((at + session.latent_frame) / 2, takes, session))
+        row["points"].append(_point((at + session.memory.latent_frame) / 2, takes, session))
     row["peak_gb"] = peak_gb(model.device)
     with watched(session):
         stream = Stream(model, session)
@@ -262,9 +262,9 @@ def _warm(stream: Stream) -> None:
     plan = session.plan
     if taken_back(plan) and isinstance(plan.attention, Dense):
         # nothing is done once a chunk, and a long one takes seconds: a fifth of it is enough
-        assert session.latents is not None
+        assert session.memory.latents is not None
         moves = [0] * session.shape.chunk if model.actions else []
-        model.prefill_latents(session, session.latents, moves)
+        model.prefill_latents(session, session.memory.latents, moves)
         session.meter.take()
     else:
         for _ in range(WARM):
@@ -281,7 +281,7 @@ def _point(length: float, takes: Sequence[Mapping[str, float]], session: Session
         # the same session against itself, turn about
         "aa": noise(ms[0 : 2 * half : 2], ms[1 : 2 * half : 2]) if half else None,
         "host_ms": statistics.median(take["host_ms"] for take in takes),
-        "cache_mb": cache_bytes(session.layers) / 1e6,
+        "cache_mb": cache_bytes(session.memory.layers) / 1e6,
     }
     total = summary([takes[-1]])
     names = (

@@ -118,7 +118,7 @@ def counted(stats: Sequence[Values], session: Session) -> Values:
         # on a CPU others may be at work; later chunks, since an unbounded cache grows
         times = [row["chunk_ms"] / row["frames"] for row in stats[len(stats) // 2 :]]
         out["frame_ms"] = statistics.median(times)
-    out["entries_share"] = session.past / session.total_entries
+    out["entries_share"] = session.memory.past / session.memory.total_entries
     return out
 
 
@@ -155,7 +155,7 @@ def teacher_forced(
     frames, shown = [], []
     for i, true in enumerate(latents.split(1, 2), given):
         move = [model.actions.index(scenes[0].actions[i])]
-        stood = session.features.camera
+        stood = session.memory.features.camera
         stood = None if stood is None else stood.clone()
         if i in made:
             frames.append(model.sample(session, move))

@@ -207,20 +207,20 @@ def choose(model: VilaModel, clip: Clip) -> tuple[tuple[int, ...], list[Tensor]]
     codes, moves = true_codes(model, clip), clip.moves_on(model.device)
     # a share of nothing: all is computed, and the last outputs are still kept
     session = begin(model, Way("replay=attentive:share=0"), clip, codes)
-    runner = session.replay
+    runner = session.memory.replay
     if not isinstance(runner, RankedReplay):
         raise TachyscopeError("heads are chosen from attentive replay's scores")
     layers, heads = session.shape.layers, session.shape.heads
     scores: list[list[Tensor]] = [[] for _ in range(layers)]  # [B, H, N] a frame
     changed: list[list[Tensor]] = [[] for _ in range(layers)]  # [B, N] a frame
     for i in range(GIVEN, GIVEN + SEEN):
-        before = [layer.own["replay"]["output"][0].clone() for layer in session.layers]
+        before = [layer.own["replay"]["output"][0].clone() for layer in session.memory.layers]
         heads_seen = HeadScores(runner)
         session.watch(heads_seen)
         model.score(session, codes[:, i : i + 1], moves[i : i + 1])
         session.unwatch(heads_seen)
         session.commit()
-        for n, layer in enumerate(session.layers):
+        for n, layer in enumerate(session.memory.layers):
             scores[n].append(torch.cat(heads_seen.found[n], -1))
             changed[n].append(changes(layer.own["replay"]["output"][0], before[n]))
     best, every = [], []

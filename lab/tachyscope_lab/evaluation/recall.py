@@ -65,7 +65,7 @@ class RecallObserver(Observer):
             self.recalls.setdefault(ctx.chunk, []).append(self._recall(rotated_q, ctx))
 
     def _recall(self, q: Tensor, ctx: PassContext) -> Tensor:
-        here, heads = self.session.layers[ctx.layer], q.shape[1]
+        here, heads = self.session.memory.layers[ctx.layer], q.shape[1]
         now = slice(ctx.past, ctx.end)
         parts = [*self.shadow[ctx.layer], (here.now(ctx)[0], here.log_count[:, :, now])]
         keys, log_count = (torch.cat(x, 2) for x in zip(*parts, strict=True))
@@ -84,7 +84,7 @@ class RecallObserver(Observer):
         total, self._merges = ctx.past + n, {}
         self._before: list[Tensor] = []
         self._prompt, self._past = ctx.prompt, ctx.past
-        for i, layer in enumerate(self.session.layers):
+        for i, layer in enumerate(self.session.memory.layers):
             new = slice(ctx.past, total)
             # committed weights are those of one group a head where heads keep their own entries
             log_count = layer.log_count[:, :, new].clone()
@@ -95,7 +95,7 @@ class RecallObserver(Observer):
         self._merges[ctx.layer] = source, root
 
     def on_committed(self) -> None:
-        for i, layer in enumerate(self.session.layers):
+        for i, layer in enumerate(self.session.memory.layers):
             self._follow(i, layer, self._before[i], self._merges.get(i))
 
     def _labels(self, layer: KVStore, count: int) -> Tensor:
@@ -110,7 +110,7 @@ class RecallObserver(Observer):
         self, i: int, layer: KVStore, before: Tensor, merged: tuple[Tensor, Tensor] | None
     ) -> None:
         """Bring `slots` up to date: whose group each entry joined, and where that stands now."""
-        total, past, held_now = before.shape[2], self._past, self.session.past
+        total, past, held_now = before.shape[2], self._past, self.session.memory.past
         sink = getattr(self.session.plan.cache, "sink", 0) or 0
         first = min(self._prompt + sink * self.session.shape.tokens_per_frame, past)
         slot = torch.arange(total, device=before.device).expand_as(before)

@@ -65,7 +65,7 @@ class MassObserver(Observer):
     ) -> None:
         if q.shape[2] > 1 or not ctx.chunk:
             return
-        here = self.session.layers[ctx.layer]
+        here = self.session.memory.layers[ctx.layer]
         keys = here.keys(ctx)
         group = q.shape[1] // keys.shape[1]
         logits = rotated_q.unflatten(1, (-1, group)).squeeze(3) @ keys.mT / math.sqrt(q.shape[3])
@@ -91,9 +91,9 @@ class RankedReplay(ReplayRunner):
     """
 
     def __init__(self, session: Session, way: Way, note: Sequence[str]) -> None:
-        policy = session.replay.policy
+        policy = session.memory.replay.policy
         assert policy is None or isinstance(policy, TokenReplay)
-        super().__init__(policy, getattr(session.replay, "by_layer", ()))
+        super().__init__(policy, getattr(session.memory.replay, "by_layer", ()))
         self.rank, self.within, self.heads = way.rank, way.layers, way.heads
         self.thresholds = way.thresholds
         self.by_head: dict[int, Tensor] = {}  # of the present pass, by layer: [B, H, S]
@@ -160,10 +160,11 @@ def replayed(session: Session) -> Tensor | None:
     """
     if not isinstance(session.plan.replay, TokenReplay):
         return None
-    within = session.replay.within if isinstance(session.replay, RankedReplay) else None
+    runner = session.memory.replay
+    within = runner.within if isinstance(runner, RankedReplay) else None
     ages = [
         layer.own["replay"]["age"][0]
-        for i, layer in enumerate(session.layers)
+        for i, layer in enumerate(session.memory.layers)
         if within is None or i in within
     ]
     return torch.stack(ages).gt(0).float().mean((0, 2)).cpu()
@@ -193,7 +194,7 @@ def begin(
     """
     session = _open(model, way.plan, clip, clip.length, observers)
     if not isinstance(session.plan.replay, NeuronReplay):
-        session.replay = RankedReplay(session, way, note)
+        session.memory.replay = RankedReplay(session, way, note)
     first = 0
     if start is not None and _keeps_all(session):
         _go_on(session, start)
@@ -230,14 +231,14 @@ def score(model: VilaModel, session: Session, codes: Tensor, actions: Any) -> Te
     alone = alone or (isinstance(replay, Neurons) and replay.age > 0)
     if alone or session.observers:
         return model.score(session, codes, actions)
-    before = session.features.last_state()[:, None]
+    before = session.memory.features.last_state()[:, None]
     states = feed_frame(model, session, codes, actions)
     return model.logits(torch.cat([before, states[:, :-1]], 1), codes.flatten(1, 3))
 
 
 def feed_frame(model: VilaModel, session: Session, codes: Tensor, actions: Any) -> Tensor:
     """The trunk's states [B, N, W] of a frame's codes in one pass, as if they had been made."""
-    pos = session.shape.positions(session.latent_frame, 1, model.device)
+    pos = session.shape.positions(session.memory.latent_frame, 1, model.device)
     return model.feed(session, codes.flatten(1, 3), pos, actions, drafted=True)
 
 
@@ -252,7 +253,7 @@ def prefill_clip(
 
 def _keeps_all(session: Session) -> bool:
     """Whether given frames but the last leave nothing but keys and values, as dense ones do."""
-    plan, replay = session.plan, session.replay.policy
+    plan, replay = session.plan, session.memory.replay.policy
     drifts = isinstance(replay, TokenReplay) and replay.drift
     kinds = (plan.cache, plan.attention, plan.store)
     return kinds == (DEFAULT.cache, DEFAULT.attention, DEFAULT.store) and not drifts
@@ -260,9 +261,11 @@ def _keeps_all(session: Session) -> bool:
 
 def _go_on(session: Session, start: Session) -> None:
     """Take over what a dense session of the same clip remembers."""
-    for mine, theirs in zip(session.layers, start.layers, strict=True):
+    for mine, theirs in zip(session.memory.layers, start.memory.layers, strict=True):
         for name in ("k", "v", "pos", "log_count"):
-            getattr(mine, name)[:, :, : start.past] = getattr(theirs, name)[:, :, : start.past]
+            getattr(mine, name)[:, :, : start.memory.past] = getattr(theirs, name)[
+                :, :, : start.memory.past
+            ]
     for name in COUNTS:
         setattr(session.memory, name, getattr(start.memory, name))
-    session.features = copy.deepcopy(start.features)
+    session.memory.features = copy.deepcopy(start.memory.features)

@@ -183,19 +183,19 @@ def probe(model: VilaModel, clip: Clip, frames: int = GIVEN) -> list[list[Values
     # a share of nothing: all is computed, and the last outputs are still kept
     share = Way("replay=attentive:share=0")
     session = begin(model, share, clip, codes, note=RANKS)
-    assert isinstance(session.replay, RankedReplay)
-    layers, worlds = len(session.layers), len(clip.worlds)
+    assert isinstance(session.memory.replay, RankedReplay)
+    layers, worlds = len(session.memory.layers), len(clip.worlds)
     sums: list[list[Values]] = [[{} for _ in range(worlds)] for _ in range(layers)]
     for i in range(GIVEN, GIVEN + frames):
-        before = [layer.own["replay"]["output"][0].clone() for layer in session.layers]
+        before = [layer.own["replay"]["output"][0].clone() for layer in session.memory.layers]
         model.score(session, codes[:, i : i + 1], moves[i : i + 1])
         session.commit()
-        for n, layer in enumerate(session.layers):
+        for n, layer in enumerate(session.memory.layers):
             for world in range(worlds):
                 new, old = layer.own["replay"]["output"][0][world], before[n][world]
                 change = _compare(new, old, session.shape.grid)
                 own = changes(new, old)
-                for name, scores in session.replay.noted.items():
+                for name, scores in session.memory.replay.noted.items():
                     change[f"rank_{name}"] = spearman(scores[n, world], own)
                 for key, value in change.items():
                     sums[n][world][key] = sums[n][world].get(key, 0.0) + value / frames

@@ -148,11 +148,12 @@ def clock(model: VilaModel, clip: Clip, rounds: int = GIVEN) -> Document:
 
 def _plain(ranked: Session, player: VilaModel, clip: Clip, codes: Tensor) -> Session:
     """A session of the same plan without anything that only measuring needs."""
+    memory = ranked.memory
     session = Session(
-        ranked.shape, ranked.plan, ranked.rope, latent_frames=ranked.latent_frames,
-        lengths=ranked.lengths, seed=ranked.seeds, device=ranked.device, dtype=ranked.dtype,
+        ranked.shape, ranked.plan, ranked.rope, latent_frames=memory.latent_frames,
+        lengths=memory.lengths, seed=memory.seeds, device=ranked.device, dtype=ranked.dtype,
     )  # fmt: skip
-    session.source = ranked.source
+    session.memory.source = memory.source
     session.restore(ranked.state())
     player.prefill_latents(session, codes[:, GIVEN - 1 : GIVEN], clip.moves[GIVEN - 1].tolist())
     session.restore(ranked.state())

@@ -84,8 +84,8 @@ def ours(model: WaypointModel) -> Tensor:
     with ts.open(model, "stock", seed=SEED) as stream:
         for action in WALK:
             stream.step([action] * 4)
-            assert stream.session.latents is not None
-            found.append(stream.session.latents[0])
+            assert stream.session.memory.latents is not None
+            found.append(stream.session.memory.latents[0])
     return torch.cat(found, 1)
 
 

@@ -78,7 +78,7 @@ def ours(model: WanModel, walk: str) -> Tensor:
         for i in range(0, len(walk), chunk):
             held = [key for key in walk[i : i + chunk] for _ in range(4)]
             stream.step(held[0 if i else 3 :])  # a video's first latent frame is one frame
-            latents = stream.session.latents
+            latents = stream.session.memory.latents
             assert latents is not None
             found.append(latents[0])
     return torch.cat(found, 1)

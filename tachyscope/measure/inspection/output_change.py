@@ -37,7 +37,7 @@ class OutputChange(Observer):
     ) -> None:
         if ctx.prefilling or not ctx.past or not self.session.present.reads_past:
             return
-        here, count = self.session.layers[ctx.layer], q.shape[2]
+        here, count = self.session.memory.layers[ctx.layer], q.shape[2]
         chosen = torch.arange(0, count, max(1, count // self.queries), device=q.device)
         present = (*here.now(ctx), here.log_count[:, :, ctx.past : ctx.end])
         keys, values, weights = (
@@ -57,7 +57,7 @@ class OutputChange(Observer):
 
     def on_commit(self, ctx: PassContext, n: int) -> None:
         new = slice(ctx.past, ctx.past + n)
-        for entries, layer in zip(self.entries, self.session.layers, strict=True):
+        for entries, layer in zip(self.entries, self.session.memory.layers, strict=True):
             keys, values = (x[:, :, :n].clone() for x in layer.now(ctx))
             entries.append((keys, values, layer.log_count[:, :, new].clone()))
 

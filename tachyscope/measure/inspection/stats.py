@@ -55,7 +55,7 @@ class StatsObserver(Observer):
         self.session = session
         every = range(session.shape.tokens_per_frame)
         # draws of its own: the session's would change the video
-        drawn = random.Random(f"{session.seeds[0]} places")
+        drawn = random.Random(f"{session.memory.seeds[0]} places")
         self.places = sorted(drawn.sample(every, min(self.wanted, len(every))))
         self.queries = min(self.queries, len(every))
         self.found: dict[str, list[Record]] = defaultdict(list)
@@ -68,7 +68,7 @@ class StatsObserver(Observer):
     ) -> None:
         if ctx.prefilling:
             return
-        here = self.session.layers[ctx.layer]
+        here = self.session.memory.layers[ctx.layer]
         kept = {"query": q, "key": k, "key_rotated": here.now(ctx)[0][:, :, ctx.start :]}
         for kind, x in kept.items():
             self._keep(kind, ctx, x.transpose(1, 2))
@@ -80,7 +80,7 @@ class StatsObserver(Observer):
             self._weigh("mass", ctx, held)
 
     def on_cross(self, ctx: PassContext, q: Tensor) -> None:
-        text, tokens = self.session.texts[ctx.layer], self._tokens(ctx, self._drawn(ctx))
+        text, tokens = self.session.memory.texts[ctx.layer], self._tokens(ctx, self._drawn(ctx))
         if tokens.numel():
             self._weigh("prompt_mass", ctx, mass(q[:, :, tokens], text.k, text.log_count))
 
@@ -89,7 +89,7 @@ class StatsObserver(Observer):
             self._keep("mlp", ctx, y)
 
     def on_commit(self, ctx: PassContext, n: int) -> None:
-        frame, frames = self.session.latent_frame, n // ctx.shape.tokens_per_frame
+        frame, frames = self.session.memory.latent_frame, n // ctx.shape.tokens_per_frame
         for (kind, layer, step), parts in self._fresh.items():
             ordered = [parts[place] for place in sorted(parts)]
             now = torch.cat(ordered, 1).unflatten(1, (-1, len(self.places)))
@@ -100,7 +100,9 @@ class StatsObserver(Observer):
 
     def _drawn(self, ctx: PassContext) -> list[int]:
         """The places whose queries are weighed, seeded by chunk, layer and pass."""
-        drawn = random.Random(f"{self.session.seeds[0]} {ctx.chunk} {ctx.layer} {ctx.pass_index}")
+        drawn = random.Random(
+            f"{self.session.memory.seeds[0]} {ctx.chunk} {ctx.layer} {ctx.pass_index}"
+        )
         return sorted(drawn.sample(range(ctx.shape.tokens_per_frame), self.queries))
 
     def _tokens(self, ctx: PassContext, places: Sequence[int]) -> Tensor:
@@ -140,7 +142,7 @@ class StatsObserver(Observer):
         """Note shares of mass [B, H, F · r, P] by latent frame, as the mean over heads."""
         frames = max(1, ctx.tokens // ctx.shape.tokens_per_frame)
         by_query = held.mean(1).unflatten(1, (frames, -1))
-        first = self.session.latent_frame
+        first = self.session.memory.latent_frame
         for i, values in enumerate(by_query.unbind(1)):
             record = Record(ctx.layer, first + i, ctx.pass_index, values.flatten(0, 1))
             self._weighed.append((kind, record))

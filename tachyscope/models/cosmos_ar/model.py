@@ -155,7 +155,7 @@ class CosmosModel(OneCodeModel):
         actions: Sequence[int] | Tensor,
         ready: Ready | None = None,
     ) -> Tensor:
-        if session.features.hidden is None:
+        if session.memory.features.hidden is None:
             raise TachyscopeError(
                 f"{self.name} goes on from given frames, got none: give `first`, 1 frame or "
                 f"{1 + self.config.stride[0]}"
@@ -189,7 +189,7 @@ class CosmosModel(OneCodeModel):
 
     def _remember(self, session: Session, latents: Tensor, video: int) -> Tensor:
         """The video's codes [T, rows, columns] with these [t, rows, columns, 1] behind them."""
-        name, codes, state = f"{SHOWN}{video}", latents[..., 0], session.features.decoder()
+        name, codes, state = f"{SHOWN}{video}", latents[..., 0], session.memory.features.decoder()
         if name in state:
             codes = torch.cat([state[name], codes])
         state[name] = codes

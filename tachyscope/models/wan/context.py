@@ -114,11 +114,11 @@ class Restart(ContextRule):
     def remember(
         self, model: WanModel, session: Session, latents: Tensor, controls: Controls
     ) -> None:
-        chunk, frame = model.config.chunk, session.latent_frame
+        chunk, frame = model.config.chunk, session.memory.latent_frame
         stretch = self.frames - chunk  # new latent frames of each
         end, before = (max(0, x - chunk) for x in (frame + latents.shape[2], frame))
         if end // stretch > before // stretch:
-            session.forget()
+            session.memory.forget()
             if self.reencode and frame:
                 latents = reencode_first(model, session, latents)
                 model.restart_decoder(session, latents)
@@ -146,7 +146,7 @@ class Alone(ContextRule):
     def remember(
         self, model: WanModel, session: Session, latents: Tensor, controls: Controls
     ) -> None:
-        if self.reencode and session.latent_frame:
+        if self.reencode and session.memory.latent_frame:
             latents = reencode_first(model, session, latents)
         sampler.clean_pass(model, session, latents, controls, past=False)
 
@@ -205,13 +205,13 @@ class Recache(ContextRule):
     def rewind(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
         if session.plan != session.plan.parse("stock", model.kind, model.stock):
             return None
-        keep = self.sink if session.latent_frame > self.window else 0
-        frames = min(session.latent_frame, self.window) - keep
+        keep = self.sink if session.memory.latent_frame > self.window else 0
+        frames = min(session.memory.latent_frame, self.window) - keep
         latents = torch.cat(list(held), model.frame_dim)
         before = latents.shape[model.frame_dim] - frames
         if before < 0:  # of a session that was made by hand, no more than its last chunk is known
             return None
-        session.rewind(frames, keep)
+        session.memory.rewind(frames, keep)
         return latents.narrow(model.frame_dim, before, frames)
 
 
@@ -252,10 +252,10 @@ def reencode_first(model: WanModel, session: Session, latents: Tensor) -> Tensor
     """
     decoder, frames = model.require_decoder(), latents.shape[2]
     # as in the authors' code, what is encoded again was not rounded to 8 bits
-    pixels = decoder.levels(latents, session.features.decoder())
-    session.features.shown = pixels.round().to(torch.uint8).cpu()
-    later = decoder.pixel_frames(session.latent_frame + frames) - decoder.pixel_frames(
-        session.latent_frame + 1
+    pixels = decoder.levels(latents, session.memory.features.decoder())
+    session.memory.features.shown = pixels.round().to(torch.uint8).cpu()
+    later = decoder.pixel_frames(session.memory.latent_frame + frames) - decoder.pixel_frames(
+        session.memory.latent_frame + 1
     )
     last = len(pixels) - later
     try:

@@ -273,7 +273,9 @@ class WanModel(VideoModel):
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: EncodedPrompt) -> None:
         each = session.shape.batch // len(prompt.tokens)
-        context = prompt.context if session.features.seen is None else session.features.seen
+        context = (
+            prompt.context if session.memory.features.seen is None else session.memory.features.seen
+        )
         context = context.expand(len(prompt.tokens), -1, -1).repeat_interleave(each, 0)
         keys, values = self.transformer.keys_values(context)
         session.set_prompt_kv(keys, values, [n for n in prompt.tokens for _ in range(each)])
@@ -287,7 +289,7 @@ class WanModel(VideoModel):
         if ready is not None:
             ready(clean)
         self.context.remember(self, session, clean, controls)
-        session.made += self.config.chunk
+        session.memory.made += self.config.chunk
         return clean
 
     @torch.no_grad()
@@ -297,10 +299,10 @@ class WanModel(VideoModel):
         controls = steering.controls(self, session, actions, latents.shape[2])
         latents = latents.to(self.device)
         self.context.remember(self, session, latents, controls)
-        again, session.features.shown = session.features.shown, None
+        again, session.memory.features.shown = session.memory.features.shown, None
         if self.decoder is not None and again is None and not shown:
             for video, part in enumerate(latents.split(1)):
-                self.decoder.skip(part, session.features.decoder(video))
+                self.decoder.skip(part, session.memory.features.decoder(video))
 
     @torch.no_grad()
     def encode_frames(self, frames: np.ndarray) -> Tensor:
@@ -333,15 +335,15 @@ class WanModel(VideoModel):
 
     @torch.no_grad()
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
-        shown, session.features.shown = session.features.shown, None
+        shown, session.memory.features.shown = session.memory.features.shown, None
         if shown is not None:
             return shown.numpy()
-        return self.require_decoder()(latents, session.features.decoder(video))
+        return self.require_decoder()(latents, session.memory.features.decoder(video))
 
     def restart_decoder(self, session: Session, latents: Tensor) -> None:
         """Decode what follows as a video that begins with these latents."""
-        state = {name: x for name, x in session.features.decoder().items() if name == ERROR}
-        session.features.decoders = {0: state}
+        state = {name: x for name, x in session.memory.features.decoder().items() if name == ERROR}
+        session.memory.features.decoders = {0: state}
         self.require_decoder().skip(latents, state)
 
     def rewind(self, session: Session, held: Sequence[Tensor]) -> Tensor | None:
@@ -379,7 +381,7 @@ class WanModel(VideoModel):
 
         The chunk is the one that is made, or so many ahead of it.
         """
-        given = session.given_noise(draw, ahead)
+        given = session.memory.given_noise(draw, ahead)
         if given is None:
             return self._draw(session)
         return given.to(self.device, wider(self.dtype))

@@ -109,9 +109,9 @@ def levels_of(model: WanModel, steps: tuple[int, ...], strength: float = 1.0) ->
 
 def denoise_chunk(model: WanModel, session: Session, controls: Controls) -> Tensor:
     """The next chunk's clean latents, by one pass a step."""
-    c, features = model.config, session.features
+    c, features = model.config, session.memory.features
     # the first generated chunk is special, whether or not frames were given before it
-    steps = (not session.made and c.first_steps) or c.steps
+    steps = (not session.memory.made and c.first_steps) or c.steps
     levels = levels_of(model, steps, features.strength)
     embed = model.embed_time, model.transformer.embed_patches
     held = _held(model, session)
@@ -134,8 +134,8 @@ def denoise_chunk(model: WanModel, session: Session, controls: Controls) -> Tens
 
 def _held(model: WanModel, session: Session) -> Tensor | None:
     """Latent frames that the next chunk begins with, and does not make: a video's first picture."""
-    first = model.config.image == "held" and not session.latent_frame
-    return session.features.image if first else None
+    first = model.config.image == "held" and not session.memory.latent_frame
+    return session.memory.features.image if first else None
 
 
 def _behind(held: Tensor | None, x: Tensor) -> Tensor:
@@ -154,14 +154,18 @@ def denoise_rolling(model: WanModel, session: Session) -> Tensor:
     """
     chunk, levels = model.config.chunk, levels_of(model, model.config.steps)
     steps = len(levels)
-    held, session.features.window = session.features.window, None
+    held, session.memory.features.window = session.memory.features.window, None
     window = [] if held is None else list(held.split(chunk, 2))
     # beyond the latent frames that were announced, there is always more
-    known = session.latent_frames if (session.latent_frames or 0) > session.latent_frame else None
+    known = (
+        session.memory.latent_frames
+        if (session.memory.latent_frames or 0) > session.memory.latent_frame
+        else None
+    )
     clean: list[Tensor] = []
     # what waits in a window lacks its last step, and what is behind it one step more
     for step in range(steps - 1 if window else 0, steps):
-        if not window or known is None or session.latent_frame + len(window) * chunk < known:
+        if not window or known is None or session.memory.latent_frame + len(window) * chunk < known:
             window.append(model.noise(session, 0, len(window)))
         at = [levels[step - i] for i in range(len(window))]
         clean = denoise_pass(model, session, window, at, Controls())
@@ -171,7 +175,7 @@ def denoise_rolling(model: WanModel, session: Session) -> Tensor:
             if level.place + 1 < steps
         ]
     if window:
-        session.features.window = torch.cat(window, 2)
+        session.memory.features.window = torch.cat(window, 2)
     return clean[0]
 
 
@@ -215,7 +219,7 @@ def clean_pass(
     calls = calls_of(session)
     model.transformer.prefill(calls, calls.write_kv, x, t, *controls)
     if controls.moves is not None:
-        controls.moves.commit(session.features, c.reach - c.chunk)
+        controls.moves.commit(session.memory.features, c.reach - c.chunk)
 
 
 def begin_pass(

@@ -42,7 +42,9 @@ def controls(
     if model.config.pad:
         found = found._replace(moves=_moves(model, session, numbers))
     if control == "rays":
-        if not session.latent_frame:  # a video's first latent frame is where the camera begins
+        if (
+            not session.memory.latent_frame
+        ):  # a video's first latent frame is where the camera begins
             numbers = torch.cat([numbers.new_zeros(1), numbers[1:]])
         motions = keys.motions(model.device)[numbers].to(wider(model.dtype))
         found = found._replace(injected=_injected(model, session.shape, motions))
@@ -50,10 +52,10 @@ def controls(
     if not (model.camera or session.wants_poses):
         return found
     walker = model.walker
-    if session.features.camera is None:  # a session that was made by hand
+    if session.memory.features.camera is None:  # a session that was made by hand
         start = walker.at([walker.START] * session.shape.batch, 1.0, model.device)
-        session.features.camera = start
-    poses = walker.walk(session.features.camera, numbers)
+        session.memory.features.camera = start
+    poses = walker.walk(session.memory.features.camera, numbers)
     if session.wants_poses:
         session.set_poses(walker.matrices(poses))
     if model.camera:
@@ -124,7 +126,7 @@ def condition(model: WanModel, frames: np.ndarray) -> Tensor:
 
 def _image(model: WanModel, session: Session, frames: int) -> Tensor | None:
     """The channels beside those of the next latent frames; None without a first picture."""
-    image = session.features.image
+    image = session.memory.features.image
     if image is None or not model.config.condition_channels:
         return None
     at = session.positions(frames)[:: session.shape.tokens_per_frame, 0]
@@ -133,8 +135,8 @@ def _image(model: WanModel, session: Session, frames: int) -> Tensor | None:
 
 def _moves(model: WanModel, session: Session, numbers: Tensor) -> moves.Moves:
     """What the next latent frames' actions tell, behind those before them."""
-    c, features = model.config, session.features
-    seen = moves.seen_before(session.latent_frame, c.reach, c.chunk)
+    c, features = model.config, session.memory.features
+    seen = moves.seen_before(session.memory.latent_frame, c.reach, c.chunk)
     before = features.pressed
     if before is None:  # a video's first action was there before it
         before = numbers[:1].expand(c.reach - c.chunk + moves.BEFORE)

@@ -123,7 +123,7 @@ class WaypointModel(VideoModel):
         if ready is not None:
             ready(x)
         self._remember(session, x, pressed)
-        session.made += 1
+        session.memory.made += 1
         return x
 
     def _denoise(self, session: Session, pressed: Tensor, now: DenoisePass) -> Tensor:
@@ -153,7 +153,7 @@ class WaypointModel(VideoModel):
     def _noise(self, session: Session) -> Tensor:
         _, *size = self.latent_size(session.shape, 1)
         wide = torch.promote_types(self.dtype, torch.float32)
-        given = session.given_noise(0)
+        given = session.memory.given_noise(0)
         if given is not None:
             return given.to(self.device, wide)
         # drawn in float32 whatever the model's dtype, so that dtypes can be compared
@@ -188,7 +188,7 @@ class WaypointModel(VideoModel):
         self._remember(session, latents, self._pressed(actions))
         if self.decoder is not None and not shown:
             for video, part in enumerate(latents.split(1)):
-                self.decoder.skip(part, session.features.decoder(video))
+                self.decoder.skip(part, session.memory.features.decoder(video))
 
     @property
     def decoder_name(self) -> str:
@@ -202,7 +202,7 @@ class WaypointModel(VideoModel):
 
     @torch.no_grad()
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
-        return self._need_decoder()(latents, session.features.decoder(video))
+        return self._need_decoder()(latents, session.memory.features.decoder(video))
 
     def _need_decoder(self) -> Decoder:
         if self.decoder is None:
