@@ -2,7 +2,9 @@
 
 import base64
 import dataclasses
+import json
 import shutil
+import threading
 import time
 
 import av
@@ -36,7 +38,9 @@ PIXELS = """id => {
   return btoa(text);
 }"""
 
+PATIENCE_S = 90  # with what comes in one second on idle cores
 SIDES = ("front", "left", "back", "right")
+GENERATION = "import('/session.js').then(({ state }) => state.session?.generation)"
 FRAMES = "['picture', 'dense'].map((id) => document.getElementById(id).dataset.frame)"
 WARP = """async ([first, second, wanted, pose, room]) => {
   const { warp } = await import("/warp.js");
@@ -102,6 +106,7 @@ class Page:
 
     def __init__(self, browser, url, **options):
         self.context = browser.new_context(**options)
+        self.context.set_default_timeout(1000 * PATIENCE_S)
         self.tab = self.context.new_page()
         self.said, self.asked = [], []
         self.tab.on("console", lambda one: self._hear(one.type, one.text))
@@ -113,11 +118,16 @@ class Page:
         if kind == "error":
             self.said.append(text)
 
-    def until(self, check, what, seconds=30):
+    def until(self, check, what, seconds=PATIENCE_S):
         end = time.monotonic() + seconds
         while not check():
             assert time.monotonic() < end, f"{what} did not come; {self.said}"
-            time.sleep(0.05)
+            self.tab.wait_for_timeout(50)  # events of the page are heard meanwhile
+
+    def session(self, engine):
+        """The engine's session that the page plays; None while it opens one."""
+        kept = json.loads(self.tab.evaluate("sessionStorage.session ?? null") or "{}")
+        return engine.room.sessions.get(kept.get("session"))
 
     def text(self, name):
         return self.tab.locator(f"#{name}").inner_text()
@@ -130,6 +140,16 @@ class Page:
 
     def until_frame(self, frame, canvas="picture"):
         self.until(lambda: self.frame(canvas) >= frame, f"frame {frame}")
+
+    def until_generation(self, generation):
+        """Wait until the page has it: the frames of the last one are gone then."""
+        self.until(lambda: self.tab.evaluate(GENERATION) == generation, f"generation {generation}")
+
+    def pause(self, live):
+        """Pause the session, and wait until its last frame is shown."""
+        self.tab.locator("#pause").click()
+        self.until(lambda: live.paused, "the pause")
+        self.until(lambda: self.frame() == live.lane.frames - 1, "the last frame")
 
     def pixels(self, canvas="picture"):
         """A canvas as it is: uint8 [H, W, 3]."""
@@ -146,10 +166,9 @@ def test_the_page_plays_what_a_stream_makes(browser, address):
     page.until_frame(30)
     page.tab.keyboard.up("q")
     page.lab()
-    page.tab.locator("#pause").click()
-    time.sleep(0.5)
-    page.until(lambda: page.text("key-p50") != "–", "the time from key to pixel")
     (live,) = engine.room.sessions.values()
+    page.pause(live)
+    page.until(lambda: page.text("key-p50") != "–", "the time from key to pixel")
     with ts.open(engine.model, live.log.opening.plan) as stream:
         made = [stream.step(list(step.actions) or None).frames for step in live.log.steps]
     frames = np.concatenate(made)
@@ -194,7 +213,7 @@ def test_the_page_follows_the_camera(playwright, tmp_path):
             red, green, blue = frames.mean((0, 1, 2))
             assert green > red + 20 and green > blue + 20
         page.tab.locator("#camera").click()
-        page.until(lambda: live.generation == 3, "another generation")
+        page.until_generation(3)
         page.until_frame(3)
         assert live.log.opening.strength == 0 and page.text("camera") == "Begin"
         assert not page.said
@@ -248,8 +267,8 @@ def test_dense_is_shown_once_it_is_in_step_and_one_can_go_back(browser, address)
     page.until(lambda: page.text("psnr") != "–", "PSNR")
     at = [[int(one) for one in page.tab.evaluate(FRAMES)] for _ in range(20)]
     assert all(own == other for own, other in at)
-    page.tab.locator("#pause").click()
-    time.sleep(0.5)
+    (live,) = engine.room.sessions.values()
+    page.pause(live)
     own, dense = page.pixels(), page.pixels("dense")
     page.tab.locator("#view").select_option("difference")
     wanted = np.minimum(255, 8 * np.abs(own.astype(int) - dense))
@@ -260,10 +279,9 @@ def test_dense_is_shown_once_it_is_in_step_and_one_can_go_back(browser, address)
     assert np.array_equal(wiped[:, half + 1 :], dense[:, half + 1 :])
     page.tab.locator("#pause").click()
     page.until(lambda: page.tab.locator("#back").is_enabled(), "a snapshot")
-    (live,) = engine.room.sessions.values()
     before = live.generation
     page.tab.locator("#back").click()
-    page.until(lambda: live.generation == before + 1, "the way back")
+    page.until_generation(before + 1)
     page.tab.locator("#beside").select_option("")
     page.until(lambda: live.beside is None, "the end of dense")
     page.until_frame(page.frame() + 6)  # ours goes on alone
@@ -308,6 +326,7 @@ def test_prompt_log_and_record(browser, address, tmp_path):
     log.value.save_as(path)
     page.tab.locator("#file").set_input_files(path)
     page.until(lambda: page.text("log-note").startswith("plays "), "the log")
+    page.until_generation(2)
     page.until_frame(5)
     assert not page.said
     page.context.close()
@@ -326,11 +345,13 @@ def test_dragging_turns_and_prompts_wait_for_their_chunk(browser, address):
     page.tab.mouse.up()
     page.until(lambda: "e" in {step.actions for step in live.log.steps}, "the turn")
     page.lab()
-    later = live.chunk + 20
+    page.pause(live)
+    later = live.chunk + 5
     page.tab.locator("#prompt").fill("a red room")
     page.tab.locator("#prompt-chunk").fill(str(later))
     page.tab.locator("#prompt").press("Enter")
     page.until(lambda: page.text("prompt-receipt") == f"waits for chunk {later}", "the receipt")
+    page.tab.locator("#pause").click()
     page.until(lambda: live.chunk > later + 1, "the chunk")
     assert [i for i, step in enumerate(live.log.steps) if step.prompt] == [later]
     page.until(lambda: page.text("prompt-receipt") == f"applied at chunk {later}", "the receipt")
@@ -357,30 +378,91 @@ def test_two_keys_of_a_published_world_are_one_action(browser, tmp_path):
         page.context.close()
 
 
-def test_a_session_begins_with_a_picture_chosen_or_dropped(browser, tmp_path):
+def drop_blue(page):
+    """Drop a blue picture on the video."""
+    dropped = page.tab.evaluate_handle(DROPPED)
+    page.tab.dispatch_event("#screen", "drop", {"dataTransfer": dropped})
+
+
+def until_begun_with(page, engine, colour):
+    """Wait until the page shows a session whose first picture has this colour."""
+
+    def begun():
+        live = page.session(engine)
+        if live is None or not live.log.opening.image:
+            return False
+        frame = read_picture(live.log.opening.image, engine.model.size)
+        return np.abs(frame.astype(int) - colour).max() < 6
+
+    page.until(begun, f"a session that begins with {colour}")
+    page.until_frame(2)
+    assert page.text("status") == "live" and len(engine.room.sessions) == 1
+
+
+RED, BLUE = (200, 0, 0), (0, 0, 255)
+
+
+@pytest.fixture
+def red(tmp_path):
+    Image.new("RGB", (300, 200), RED).save(tmp_path / "red.png")
+    return tmp_path / "red.png"
+
+
+def test_a_session_begins_with_a_picture_chosen_or_dropped(browser, tmp_path, red):
     engine = make_engine(toys.encoding_chunks(), tmp_path, plan="cache=window:budget=6f")
-    picture = tmp_path / "red.png"
-    Image.new("RGB", (300, 200), (200, 0, 0)).save(picture)
     with running(engine) as url:
         page = Page(browser, url)
         page.until_frame(2)
         page.lab()
-        page.tab.locator("#first").set_input_files(picture)
-        page.until(lambda: [one for one in engine.room.sessions.values() if one.log.opening.image],
-                   "the session")  # fmt: skip
-        (live,) = engine.room.sessions.values()  # the one before is closed
-        frame = read_picture(live.log.opening.image, engine.model.size)
-        assert np.abs(frame.astype(int) - (200, 0, 0)).max() < 6
-        page.until_frame(2)
-        dropped = page.tab.evaluate_handle(DROPPED)
-        page.tab.dispatch_event("#screen", "drop", {"dataTransfer": dropped})
-        page.until(lambda: live.name not in engine.room.sessions, "another session")
-        page.until(lambda: page.text("status") == "live", "the session")
-        page.until_frame(2)
-        (live,) = engine.room.sessions.values()
-        frame = read_picture(live.log.opening.image, engine.model.size)
-        assert frame[..., 2].mean() > 200 > 50 > frame[..., 0].mean()
+        page.tab.locator("#first").set_input_files(red)
+        until_begun_with(page, engine, RED)  # and the session before is closed
+        drop_blue(page)
+        until_begun_with(page, engine, BLUE)
         assert not page.said
+        page.context.close()
+
+
+def test_a_picture_dropped_while_another_is_opened_is_the_one_that_plays(browser, tmp_path, red):
+    engine = make_engine(toys.encoding_chunks(), tmp_path, plan="cache=window:budget=6f")
+    opening, go_on, open_session = threading.Event(), threading.Event(), engine.open
+    sent = []
+    with running(engine) as url:
+        page = Page(browser, "about:blank")
+        page.tab.on("websocket", lambda one: one.on("framesent", lambda text: sent.append(text)))
+        page.tab.goto(url)
+        page.until_frame(2)
+
+        def slow(message, tell):
+            opening.set()
+            assert go_on.wait(30)
+            return open_session(message, tell)
+
+        engine.open = slow
+        page.lab()
+        page.tab.locator("#first").set_input_files(red)
+        page.until(opening.is_set, "the first picture")
+        drop_blue(page)
+        page.until(lambda: str(sent).count('"close"') == 2, "the second picture")
+        go_on.set()
+        until_begun_with(page, engine, BLUE)
+        assert not page.said
+        page.context.close()
+
+
+def test_a_page_that_finds_no_room_keeps_its_session_and_says_why(browser, tmp_path):
+    engine = make_engine(tiny(), tmp_path, sessions=1)
+    with running(engine) as url:
+        page = Page(browser, url)
+        page.until_frame(2)
+        kept = page.tab.evaluate("sessionStorage.session")
+        page.tab.goto("about:blank")
+        other = Page(browser, url)
+        other.until_frame(2)  # its session takes the place of the one whose page left
+        page.tab.goto(url)
+        page.until(lambda: page.text("status") == "no room, trying again", "the refusal")
+        assert "1 of 1 sessions are open" in page.text("notice")
+        assert page.tab.evaluate("sessionStorage.session") == kept
+        other.context.close()
         page.context.close()
 
 
@@ -392,15 +474,14 @@ def test_large_pictures_come_as_one_stream_and_are_shown_in_order(browser, tmp_p
     with running(engine) as url:
         page = Page(browser, url)
         page.tab.evaluate(WATCH)
-        page.until(lambda: page.tab.evaluate("seen.length") >= 100, "a hundred frames", 120)
+        page.until(lambda: page.tab.evaluate("seen.length") >= 100, "a hundred frames")
         seen = page.tab.evaluate("seen")
         assert seen == sorted(set(seen))
         page.tab.reload()  # another stream of the same session
         page.until_frame(seen[-1] + 9)
         page.lab()
-        page.tab.locator("#pause").click()
-        time.sleep(0.5)
         (live,) = engine.room.sessions.values()
+        page.pause(live)
         with ts.open(engine.model, live.log.opening.plan) as stream:
             made = np.concatenate([stream.step().frames for _ in live.log.steps])
         assert page.pixels().shape == made.shape[1:]
@@ -418,10 +499,9 @@ def test_a_link_repeats_the_walk_and_holds_no_token(browser, address):
     (live,) = engine.room.sessions.values()
     page.until(lambda: "d" in {step.actions for step in live.log.steps}, "the step")
     page.lab()
-    page.tab.locator("#pause").click()
+    page.pause(live)
     page.tab.keyboard.press("Escape")
     assert not page.tab.locator("#lab").is_visible()
-    time.sleep(0.5)
     page.tab.locator("#share").click()
     page.until(lambda: page.tab.locator("#share-link").input_value(), "the link")
     link = page.tab.locator("#share-link").input_value()
@@ -489,8 +569,8 @@ def test_a_visitor_sees_that_walls_are_remembered_and_a_window_forgets(browser, 
         page = Page(browser, url)
         page.until(lambda: "true pictures" in page.text("line"), "the look around")
         page.until(lambda: page.text("badge") == "true picture, shown to it", "its badge")
-        page.until(lambda: "from memory" in page.text("line"), "the turn", 120)
-        page.until(lambda: "Now walk yourself" in page.text("line"), "the verdict", 240)
+        page.until(lambda: "from memory" in page.text("line"), "the turn", 240)
+        page.until(lambda: "Now walk yourself" in page.text("line"), "the verdict", 480)
         (live,) = engine.room.sessions.values()
         assert page.text("kept") == "4 of 4" and page.text("badge") == "drawn by the network"
         marks = {

@@ -1,7 +1,7 @@
 // Another plan along the same walk: first in silence, as far as ours went; then, if wanted, in step.
 
 import { $, notice, put } from "./common.js";
-import { OWN, hear, hold, send } from "./session.js";
+import { OWN, hold, send, subscribe } from "./session.js";
 import { drew, screen } from "./screen.js";
 
 const KEPT_BYTES = 48e6; // of pictures of each plan
@@ -15,12 +15,12 @@ let pair = null; // the last two pictures of one frame
 export const film = (plan) => films.get(plan) ?? new Map();
 export const isRunning = (plan = under?.plan) => under !== null && under.plan === plan;
 
-hear("begin", () => {
+subscribe("begin", () => {
   films.clear();
   if (under) end("the walk began again");
   if (inStep) send("beside", { mode: "turns", plan: inStep });
 });
-hear("lost", () => {
+subscribe("disconnected", () => {
   if (under) end("the connection was lost");
   if (inStep) leaveStep();
 });
@@ -48,13 +48,13 @@ function end(fault = "") {
   else resolve(film(plan));
 }
 
-hear("receipt", (message) => {
+subscribe("receipt", (message) => {
   if (!under || message.id !== under.id || message.phase !== "refused") return;
   notice(message.reason);
   end(message.reason);
 });
 
-hear("beside", (message) => {
+subscribe("beside", (message) => {
   if (message.psnr) put("psnr", message.psnr.at(-1));
   if (!under) return;
   progress((message.chunk + 1) / (message.chunk + 1 + message.behind));
@@ -73,7 +73,7 @@ function progress(share) {
   $("ring").setAttribute("aria-valuenow", percent);
 }
 
-hear("picture", (picture) => {
+subscribe("picture", (picture) => {
   const plan = picture.lane === OWN ? "" : (under?.plan ?? inStep);
   const frames = films.get(plan) ?? new Map();
   films.set(plan, frames.set(picture.frame, picture));

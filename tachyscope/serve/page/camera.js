@@ -1,7 +1,7 @@
 // The visitor's camera: its pictures are sent, and the session follows them.
 
 import { $, notice } from "./common.js";
-import { hear, send, sendPicture, state } from "./session.js";
+import { send, sendPicture, state, subscribe } from "./session.js";
 
 const eye = Object.assign(document.createElement("video"), { muted: true, playsInline: true });
 let timer = 0;
@@ -50,7 +50,7 @@ async function look() {
   sendPicture(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.85 }));
 }
 
-hear("begin", (session) => {
+subscribe("begin", (session) => {
   clearInterval(timer);
   timer = 0;
   if (eye.srcObject === null) return;
@@ -59,7 +59,7 @@ hear("begin", (session) => {
     show();
   } else end();
 });
-hear("lost", () => {
+subscribe("disconnected", () => {
   if (!timer) return;
   end();
   sessionStorage.removeItem("session"); // it was the camera's, and is gone with it

@@ -1,7 +1,7 @@
 // Keys, the pad and dragging: what is held is what the session is told.
 
 import { $ } from "./common.js";
-import { hear, send, state } from "./session.js";
+import { send, state, subscribe } from "./session.js";
 
 const ARROWS = { arrowleft: 0, arrowright: 1, arrowup: 2, arrowdown: 3 }; // of what looks there
 const WALKS = ["", "", "w", "s"]; // where nothing looks up and down
@@ -21,7 +21,7 @@ let dragged = null; // how far the pointer went that is not told yet
 export const onKeys = (watcher) => watchers.push(watcher);
 export const isMoving = () => held.length > 0 || dragged !== null;
 
-hear("begin", (session) => {
+subscribe("begin", (session) => {
   $("pad").hidden = !session.actions;
   for (const button of $("pad").children) {
     const turn = session.looks[button.dataset.turn];
@@ -36,8 +36,8 @@ hear("begin", (session) => {
   answeredBy.clear();
   taken = false;
 });
-hear("lost", release);
-hear("receipt", (message) => {
+subscribe("disconnected", release);
+subscribe("receipt", (message) => {
   const pressed = sentAt.get(message.id);
   if (pressed === undefined || message.phase === "received") return;
   sentAt.delete(message.id);

@@ -1,7 +1,7 @@
 // The lab: everything that one needs only on a second visit.
 
 import { $, bytes, download, make, notice, token } from "./common.js";
-import { beginWith, hear, hold, isHeld, send, state } from "./session.js";
+import { hold, isHeld, openAnother, send, state, subscribe } from "./session.js";
 
 const COLOURS = { read: "127 182 217", merged: "224 164 88", replayed: "124 196 138", fetched: "206 130 196" };
 const MEANING = {
@@ -29,7 +29,7 @@ addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !$("lab").hidden) open(false);
 });
 
-hear("settings", (settings) => {
+subscribe("settings", (settings) => {
   $("model").textContent = settings.model;
   $("plan").replaceChildren(...settings.plans.map((name) => new Option(name, name)));
   $("plan").value = settings.page_plan;
@@ -52,22 +52,22 @@ function chip(word) {
   return button;
 }
 
-hear("begin", (session) => {
+subscribe("begin", (session) => {
   setSnapshots(session.snapshots);
   const { plans } = state.settings;
   $("plan").value = plans.includes(session.plan) ? session.plan : "";
   $("prompt").value = session.prompt;
   if (session.world !== null) $("world").value = session.world;
 });
-hear("opened", () => {
+subscribe("opened", () => {
   setRecording(false);
   if ($("map-kind").value) send("map", { on: true });
 });
-hear("chunk", (message) => {
+subscribe("chunk", (message) => {
   frames = message.frames;
 });
-hear("snapshot", (message) => setSnapshots(message.chunks));
-hear("paused", () => {
+subscribe("snapshot", (message) => setSnapshots(message.chunks));
+subscribe("paused", () => {
   $("pause").textContent = isHeld("visitor") ? "Go on" : "Pause";
 });
 
@@ -115,10 +115,10 @@ function setRecording(on) {
   $("record").textContent = on ? "Stop" : "Record";
 }
 
-hear("notice", ({ code }) => {
+subscribe("notice", ({ code }) => {
   if (code === "recording_failed") setRecording(false);
 });
-hear("recorded", async (message) => {
+subscribe("recorded", async (message) => {
   const { session, secret, model } = state.session;
   const headers = { "x-session-secret": secret };
   if (token) headers.authorization = `Bearer ${token}`;
@@ -144,7 +144,7 @@ async function beginFrom(file) {
   bitmap.close();
   const image = canvas.toDataURL("image/jpeg", 0.92).split(",")[1];
   const { plan, seed } = state.session;
-  beginWith({ plan, seed, prompt: $("prompt").value, image });
+  openAnother({ plan, seed, prompt: $("prompt").value, image });
 }
 
 $("first").addEventListener("change", () => {
@@ -168,7 +168,7 @@ $("prompt-form").addEventListener("submit", (event) => {
   promptId = send("prompt", { text: $("prompt").value, chunk: promptChunk });
   $("screen").focus();
 });
-hear("receipt", (message) => {
+subscribe("receipt", (message) => {
   if (message.phase === "refused") notice(message.reason);
   if (message.id !== promptId) return;
   const later = promptChunk > state.chunk + 1;
@@ -182,7 +182,7 @@ hear("receipt", (message) => {
 $("save").addEventListener("click", () => {
   logId = send("log");
 });
-hear("log", (message) => {
+subscribe("log", (message) => {
   if (message.id !== logId) return;
   const text = JSON.stringify(message.log);
   const name = `${message.log.model}-${state.session.session.slice(0, 6)}.json`;
@@ -209,7 +209,7 @@ $("file").addEventListener("change", async () => {
 
 // ---- what was read, over the picture
 
-hear("map", (message) => {
+subscribe("map", (message) => {
   lastMap = message;
   drawMap();
 });

@@ -2,7 +2,7 @@
 
 import { $, bytes, put } from "./common.js";
 import { answered, keyToPixel } from "./keys.js";
-import { hear } from "./session.js";
+import { subscribe } from "./session.js";
 import { onShown, screen } from "./screen.js";
 
 const WINDOW_S = 3; // over which rates are taken, and three pictures at least
@@ -13,15 +13,15 @@ const chunks = []; // the last chunk messages that were drawn, not given
 let paused = false;
 let turned = 0;
 
-hear("begin", () => {
+subscribe("begin", () => {
   chunks.length = shownAt.length = 0;
   put("shown", null);
 });
-hear("paused", (value) => {
+subscribe("paused", (value) => {
   if (paused && !value) shownAt.length = 0; // a pause says nothing of the rate
   paused = value;
 });
-hear("chunk", (message) => {
+subscribe("chunk", (message) => {
   if (message.given) return;
   chunks.push(message);
   if (chunks.length > 60) chunks.shift();
@@ -65,4 +65,4 @@ function quantile(values, share) {
   return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
 }
 
-hear("settings", () => setInterval(refresh, 400));
+subscribe("settings", () => setInterval(refresh, 400));

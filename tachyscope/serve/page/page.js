@@ -1,7 +1,7 @@
 // The page of `tachyscope play` and `serve`: docs/serve.md has the protocol.
 
 import { $ } from "./common.js";
-import { hear, start, state } from "./session.js";
+import { start, state, subscribe } from "./session.js";
 import "./keys.js";
 import "./screen.js";
 import "./numbers.js";
@@ -13,7 +13,7 @@ import "./lab.js";
 import "./camera.js";
 
 // what draws this, from what it has seen, what to press
-hear("begin", (session) => {
+subscribe("begin", (session) => {
   const { settings } = state;
   const who = `A network of ${count(session.parameters)} parameters`;
   const where = session.device === "cpu" ? "a CPU" : "a GPU";

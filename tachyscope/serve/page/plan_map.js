@@ -1,7 +1,7 @@
 // The room from above: where the walker stands and went, and whose memory the last picture read.
 
 import { $ } from "./common.js";
-import { hear, state } from "./session.js";
+import { state, subscribe } from "./session.js";
 
 const TRAIL = 240; // steps
 const EDGE = 0.06; // around the room, of its width
@@ -12,16 +12,16 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 let trail = [];
 let read = [];
 
-hear("begin", (session) => {
+subscribe("begin", (session) => {
   [trail, read] = [[], []];
   $("plan-figure").hidden = !state.settings.room || session.world === null;
 });
-hear("pose", ({ pose }) => {
+subscribe("pose", ({ pose }) => {
   if (!pose) return;
   trail = [...trail, pose].slice(-TRAIL);
   draw();
 });
-hear("chunk", (message) => {
+subscribe("chunk", (message) => {
   read = message.read ?? [];
   const count = read.length;
   $("plan-map-note").textContent = count

@@ -1,7 +1,7 @@
 // The picture: what the model drew, and between two of its pictures the last ones turned.
 
 import { $ } from "./common.js";
-import { OWN, hear, state } from "./session.js";
+import { OWN, state, subscribe } from "./session.js";
 import { between, isNear, warp } from "./warp.js";
 
 const LONGEST_MS = 900; // of a turn between two pictures
@@ -20,7 +20,7 @@ let turnedAt = 0;
 
 export const screen = { shows: true, turned: 0 }; // `shows` is off while another part draws here
 
-hear("begin", (session) => {
+subscribe("begin", (session) => {
   const [height, width] = session.size ?? [canvas.height, canvas.width];
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
   $("screen").style.setProperty("--ratio", width / height);
@@ -30,7 +30,7 @@ hear("begin", (session) => {
   canvas.dataset.frame = -1;
 });
 
-hear("picture", (picture) => {
+subscribe("picture", (picture) => {
   if (picture.lane !== OWN || !screen.shows) return;
   const now = performance.now();
   if (last) apart = 0.7 * apart + 0.3 * Math.min(LONGEST_MS, now - cameAt);

@@ -1,4 +1,4 @@
-// The connection to the server, and what it told of the session: docs/serve.md has the protocol.
+// The connection to the server, and the state of its session. The protocol is in docs/serve.md.
 
 import { $, fragment, notice, token } from "./common.js";
 import { canDecode, forget, readFrame } from "./video.js";
@@ -6,36 +6,39 @@ import { readWalk } from "./walk.js";
 
 const VERSION = 1;
 const HEADER_BYTES = 16;
-const TYPES = ["image/png", "image/jpeg", "image/webp"];
-const H264 = 3; // a format beside those
-const KEY = 2; // a flag: it needs no picture before it
+const TYPES = ["image/png", "image/jpeg", "image/webp"]; // by the header's format
+const H264 = 3; // another format
+const KEY = 2; // flag: a key frame
 const LARGE = 320 * 480; // pixels from which a video is sent as H.264
 const RECONNECT_MS = [300, 1000, 2000, 5000];
-const FULL = 1013; // the close code where there is no room
-const FULL_MS = 30_000;
-const ATTEMPTS = 30; // without a session, some two minutes: then the page gives up
-const POSES = 4096; // chunks whose pose is remembered
+const FULL = 1013; // close code: all session slots are taken
+const NO_SLOT = 503; // the code of the error message before it
+const FULL_MS = 30_000; // until the next try
+const ATTEMPTS = 30; // to connect, some two minutes: then the page gives up
+const POSES = 4096; // chunks whose pose is kept
 
-export const OWN = 0; // lanes
-export const BESIDE = 1;
+export const OWN = 0; // lane of the session's own pictures
 export const state = { settings: null, session: null, poses: new Map(), chunk: -1 };
 
 const listeners = {};
-const holds = new Set(); // who wants the session to pause
+const holds = new Set(); // names of the parts of the page that want the session paused
 let socket = null;
+let retry = 0; // timer of the next try to connect
 let opened = false; // whether this connection has its session
-let wish = null; // what the next session begins with: the address's walk, or a picture
+let nextOpening = null; // fields of the next `open` message: the address's walk, or a picture
+let sentOpening = null; // the `nextOpening` that this connection has sent
+let openingId = 0; // of the open or resume message
 let video = false; // whether pictures come as H.264
 let attempts = 0;
-let gone = ""; // why a new session is here instead of the last one
+let newWhy = ""; // why a new session is here instead of the last one
 let nextId = 1;
 let decoding = Promise.resolve();
 
-export function hear(type, listener) {
+export function subscribe(type, listener) {
   (listeners[type] ??= []).push(listener);
 }
 
-function tell(type, message) {
+function emit(type, message) {
   for (const listener of listeners[type] ?? []) listener(message);
 }
 
@@ -45,19 +48,19 @@ export function send(type, fields = {}) {
   return id;
 }
 
-// a picture of the visitor's camera; none while others wait to be sent
+// send a picture of the visitor's camera, unless earlier ones still wait in the socket
 export function sendPicture(file) {
   if (socket?.readyState === WebSocket.OPEN && !socket.bufferedAmount) socket.send(file);
 }
 
-// the session pauses while anyone holds it
-export function hold(who, on) {
+// pause the session as long as any part of the page holds it
+export function hold(who, held) {
   const before = holds.size > 0;
-  if (on) holds.add(who);
+  if (held) holds.add(who);
   else holds.delete(who);
   const paused = holds.size > 0;
   if (paused !== before) send("pause", { paused });
-  tell("paused", paused);
+  emit("paused", paused);
 }
 
 export const isHeld = (who) => holds.has(who);
@@ -78,15 +81,15 @@ export async function start() {
   video = height * width >= LARGE && (await canDecode());
   try {
     const log = await readWalk(fragment.get("walk"), state.settings.log_bytes);
-    wish = log && { log };
+    nextOpening = log && { log };
   } catch {
-    gone = "The link's walk cannot be read. Here is a new one.";
+    newWhy = "The link's walk cannot be read. Here is a new one.";
   }
   if (fragment.has("walk")) {
     sessionStorage.removeItem("session");
     history.replaceState(null, "", token ? `#token=${token}` : "/");
   }
-  tell("settings", state.settings);
+  emit("settings", state.settings);
   connect();
 }
 
@@ -99,65 +102,60 @@ function connect() {
   forget();
   socket = new WebSocket(url, protocols);
   socket.binaryType = "arraybuffer";
-  socket.onopen = hello;
+  socket.onopen = sendOpening;
   socket.onmessage = (event) =>
-    typeof event.data === "string" ? take(JSON.parse(event.data)) : see(event.data);
-  socket.onclose = lost;
+    typeof event.data === "string" ? onMessage(JSON.parse(event.data)) : onPicture(event.data);
+  socket.onclose = onClose;
 }
 
-function hello() {
+function sendOpening() {
   const kept = JSON.parse(sessionStorage.getItem("session") ?? "null");
   const { settings } = state;
   const form = { format: video ? "h264" : "jpeg", quality: quality() };
-  if (kept) send("resume", { ...kept, ...form });
-  else if (wish) send("open", { ...wish, ...form });
+  sentOpening = nextOpening;
+  if (kept) openingId = send("resume", { ...kept, ...form });
+  else if (nextOpening) openingId = send("open", { ...nextOpening, ...form });
   else if (settings.worlds) {
     const world = Number($("world").value);
-    send("open", { plan: settings.page_plan, world, look: settings.look, ...form });
-  } else send("open", { plan: settings.page_plan, ...form });
+    const fields = { plan: settings.page_plan, world, look: settings.look };
+    openingId = send("open", { ...fields, ...form });
+  } else openingId = send("open", { plan: settings.page_plan, ...form });
 }
 
-// close this session, and open one that begins with these fields
-export function beginWith(fields) {
-  wish = fields;
+// close this session, and open one with these fields
+export function openAnother(fields) {
+  nextOpening = fields;
   sessionStorage.removeItem("session");
-  send("close");
+  if (socket.readyState === WebSocket.CLOSED) {
+    clearTimeout(retry);
+    connect();
+  } else send("close"); // one that still connects opens with these fields
 }
 
 // pictures of a small world are small
 const quality = () => (state.settings.look ? 95 : 85);
 
-function lost(event) {
-  tell("lost", event);
-  if (wish && event.code === 1000) connect();
+function onClose(event) {
+  emit("disconnected", event);
+  if (nextOpening && event.code === 1000) connect();
   else if (event.code === 1000 || event.code === 1008) {
     setStatus("ended", "ended");
     const next = sessionStorage.getItem("session") ? "go on" : "begin again";
     notice(`${event.reason || "The session has ended"}: reload this page to ${next}.`);
   } else if (event.code === FULL) {
     setStatus("waiting", "no room, trying again");
-    setTimeout(connect, FULL_MS);
+    retry = setTimeout(connect, FULL_MS);
   } else if (attempts >= ATTEMPTS) {
     setStatus("ended", "no answer");
     notice("The server does not go on with this session: reload this page to try again.");
   } else {
     setStatus("waiting", "reconnecting");
-    setTimeout(connect, RECONNECT_MS[Math.min(attempts++, RECONNECT_MS.length - 1)]);
+    retry = setTimeout(connect, RECONNECT_MS[Math.min(attempts++, RECONNECT_MS.length - 1)]);
   }
 }
 
-function take(message) {
-  if (message.type === "opened") {
-    opened = true;
-    attempts = 0;
-    wish = null;
-    const { session, secret } = message;
-    sessionStorage.setItem("session", JSON.stringify({ session, secret }));
-    setStatus("live", "live");
-    notice(gone);
-    gone = "";
-    send("pause", { paused: holds.size > 0 });
-  }
+function onMessage(message) {
+  if (message.type === "opened") onOpened(message);
   if (message.type === "opened" || message.type === "began") begin(message);
   if (message.generation !== undefined && message.generation !== state.session?.generation) return;
   if (message.type === "pose") {
@@ -167,35 +165,50 @@ function take(message) {
   if (message.type === "chunk") state.chunk = message.chunk;
   if (message.type === "closed") {
     sessionStorage.removeItem("session");
-    notice(wish ? "" : message.reason);
+    notice(nextOpening ? "" : message.reason);
   }
   if (message.type === "notice") notice(message.message);
-  if (message.type === "error") refused(message);
-  tell(message.type, message);
+  if (message.type === "error") onError(message);
+  emit(message.type, message);
+}
+
+function onOpened({ session, secret }) {
+  opened = true;
+  attempts = 0;
+  // a picture that was dropped since: its `close` message is on its way
+  if (nextOpening !== sentOpening) return;
+  nextOpening = null;
+  sessionStorage.setItem("session", JSON.stringify({ session, secret }));
+  setStatus("live", "live");
+  notice(newWhy);
+  newWhy = "";
+  send("pause", { paused: holds.size > 0 });
 }
 
 function begin(message) {
   state.session = { ...state.session, ...message };
   state.poses.clear();
   state.chunk = message.chunk - 1;
-  tell("begin", state.session);
+  emit("begin", state.session);
 }
 
-// what the session was to begin with is refused: begin a new one
-function refused(message) {
+// the server refuses what the session was to begin with: open a new one
+function onError(message) {
   const kept = sessionStorage.getItem("session");
-  if (opened || !(kept || wish)) {
+  const refused = !opened && (message.id ?? openingId) === openingId;
+  if (message.code === NO_SLOT || !refused || !(kept || nextOpening)) {
     notice(message.message);
     return;
   }
   sessionStorage.removeItem("session");
-  wish = null;
+  if (nextOpening === sentOpening) nextOpening = null;
   const why = kept ? "The server does not have your walk any more" : message.message;
-  gone = `${why}. Here is a new one.`;
-  hello();
+  newWhy = `${why}. Here is a new one.`;
+  sendOpening();
 }
 
-function see(data) {
+function onPicture(data) {
+  const connection = socket;
   const view = new DataView(data);
   if (view.getUint8(0) !== VERSION) return;
   const header = {
@@ -214,14 +227,15 @@ function see(data) {
   decoding = decoding
     .then(async () => {
       const pixels = await picture;
-      if (!pixels || header.generation !== state.session.generation) return;
+      // the session may have begun again, or be another one
+      if (!pixels || connection !== socket || header.generation !== state.session.generation) return;
       const { pose = null, given = false } = state.poses.get(header.chunk) ?? {};
-      tell("picture", { ...header, pose, given, pixels });
+      emit("picture", { ...header, pose, given, pixels });
     })
     .catch((fault) => console.error(fault));
 }
 
-// this browser fails at the stream: go on with pictures by themselves
+// this browser cannot decode the stream: connect again, with JPEGs
 function noVideo() {
   if (video) socket.close();
   video = false;

@@ -2,7 +2,7 @@
 
 import { $, WINDOW, download, make, notice } from "./common.js";
 import { along, film, isRunning } from "./beside.js";
-import { hear, hold, send, state } from "./session.js";
+import { hold, send, state, subscribe } from "./session.js";
 import { writeWalk } from "./walk.js";
 import { between, isNear, warp } from "./warp.js";
 
@@ -21,7 +21,7 @@ const KINDS = ["video/mp4;codecs=avc1.42E01F", "video/webm;codecs=vp9", "video/w
 
 let asked = 0; // the log message whose answer becomes a link
 
-hear("begin", () => {
+subscribe("begin", () => {
   $("share").disabled = false;
   $("clip").disabled = !window.MediaRecorder;
 });
@@ -30,7 +30,7 @@ $("share").addEventListener("click", () => {
   asked = send("log");
 });
 
-hear("log", async (message) => {
+subscribe("log", async (message) => {
   if (message.id !== asked) return;
   const url = new URL(location.href);
   url.hash = `walk=${await writeWalk(message.log)}`; // and no token

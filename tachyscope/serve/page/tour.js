@@ -4,7 +4,7 @@
 import { $, WINDOW, make } from "./common.js";
 import { along, isRunning, stop } from "./beside.js";
 import { isMoving, onKeys } from "./keys.js";
-import { hear, hold, readPicture, send, state } from "./session.js";
+import { hold, readPicture, send, state, subscribe } from "./session.js";
 
 const SIDES = ["front", "left", "back", "right"];
 const AGAIN_MS = 700; // a check is costly: the server takes two such a second
@@ -16,7 +16,7 @@ let scripted = -1; // the last chunk of the walk that plays by itself
 let stood = ""; // where a wall was last faced from
 const asked = new Map(); // id of a check -> what waits for its answer
 
-hear("begin", (session) => {
+subscribe("begin", (session) => {
   [walls, compared, stood] = [[], [], ""];
   asked.clear();
   hold("tour", false);
@@ -29,7 +29,7 @@ hear("begin", (session) => {
   say(session.actions ? "Press a key: its next picture answers." : "It goes on by itself.");
 });
 
-hear("chunk", ({ chunk, given, pose }) => {
+subscribe("chunk", ({ chunk, given, pose }) => {
   if (!state.settings.look || state.session.world === null) return;
   if (!given && pose[2] % 90 === 0 && stood !== String(pose)) {
     stood = String(pose);
@@ -61,14 +61,14 @@ function check() {
   return new Promise((resolve) => asked.set(send("check"), resolve));
 }
 
-hear("receipt", ({ id, phase }) => {
+subscribe("receipt", ({ id, phase }) => {
   const resolve = asked.get(id);
   if (!resolve || phase !== "refused") return;
   asked.delete(id);
   setTimeout(() => asked.set(send("check"), resolve), AGAIN_MS);
 });
 
-hear("check", async (message) => {
+subscribe("check", async (message) => {
   for (const one of message.walls) {
     if (walls[one.wall]?.chunk >= one.chunk) continue;
     const entry = { chunk: one.chunk, right: one.right };
