@@ -358,30 +358,17 @@ def test_the_vaes_size_is_that_of_the_published_one_to_the_byte(channels, dtype)
         assert found[0] == found[1], frames
 
 
-def test_a_cpu_has_all_in_ram(capsys):
-    assert (
-        main(
-            [
-                "fit",
-                "toy-chunks",
-                "--frames",
-                "300",
-                "--device",
-                "cpu",
-                "--ram",
-                "4GB",
-                "--json",
-                "-",
-            ]
-        )
-        == 0
-    )
+def test_a_cpu_has_all_in_ram(monkeypatch, capsys):
+    # not this process's, which earlier tests have grown
+    monkeypatch.setattr("tachyscope.memory.promise.ram", lambda most=False: 500_000_000)
+    wanted = ["--frames", "300", "--device", "cpu", "--ram", "4GB", "--json", "-"]
+    assert main(["fit", "toy-chunks", *wanted]) == 0
     out = capsys.readouterr().out
     (row,) = json.loads(out.splitlines()[-1])["rows"]
     assert row["on_cpu"] and row["peak_bytes"] == 0 and row["dtype"] == "float32"
     assert "GPU memory" not in out and "4 GB of RAM: fits as it is: " in out
     least = sum(row["cache_bytes"].values()) + row["weights_bytes"] + row["host_bytes"]
-    assert least < row["ram_bytes"] < 1.5e9
+    assert 500_000_000 + least < row["ram_bytes"] < 1e9
 
 
 def test_a_run_tells_what_it_will_take_first(tmp_path, capsys):
