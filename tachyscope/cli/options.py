@@ -156,6 +156,8 @@ def load_model(
     from tachyscope.models.registry import load
 
     path, beside = read_weights(weights)
+    if "precision" in beside and device == "cpu":
+        warn("a CPU simulates float8 in float32: the pictures are those of a GPU, no time is saved")
     return load(name, path, device=device, dtype=dtype or dtype_of(device), **beside)
 
 

@@ -21,6 +21,7 @@ from tachyscope.memory.predict import ROOM, meta_session, model_parts, need_of
 from tachyscope.memory.promise import Promise, promised
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import in_bands, in_precision
+from tachyscope.models.wan.fp8_gain import LEAST, linears_saved
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.sizes import VaeSize
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
@@ -144,7 +145,7 @@ class Choice:
         model = self.video.model
         precise, shown = [Words()], [Words()]
         if isinstance(model, WanModel):
-            if model.operations is None and not self.video.on_cpu:
+            if model.operations is None and not self.video.on_cpu and self._fp8_gains(model):
                 precise.append((FP8,))
             tiny = TINY.get(model.config.in_channels)
             if tiny and isinstance(model.decoder, WanVae | VaeSize):
@@ -152,6 +153,11 @@ class Choice:
         for decoder in shown:
             for precision in precise:
                 yield precision + decoder
+
+    def _fp8_gains(self, model: WanModel) -> bool:
+        """Whether float8 linears can save time; `load` refuses them otherwise."""
+        shape = model.shape(self.video.size)
+        return linears_saved(shape.max_pass_tokens, shape.width, model.config.ffn_dim) >= LEAST
 
     def _banded(self, weights: Words) -> Iterator[Words]:
         """These words, and with Wan's VAE decoding in bands, the fewest first."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tachyscope.core.errors import TachyscopeError, first_line
+from tachyscope.core.errors import TachyscopeError, first_line, shown
 from tachyscope.core.limits import check
 from tachyscope.core.plan import Plan
 from tachyscope.core.types import dtype_name
@@ -193,6 +193,8 @@ def load(
     if entry.own:
         given = {} if weights is None else {"weights": weights}
         return make_own(name, entry.make, device=place, dtype=dtype, **given)
+    for option, path in (("weights", weights), ("decoder", decoder), ("lora", lora)):
+        _check_path(option, path)
     if not entry.wan:
         if lora is not None:
             raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave `lora` out")
@@ -275,10 +277,17 @@ def in_bands(model: VideoModel, bands: int) -> VideoModel:
 
 
 def changed(model: VideoModel, precision: str | None, bands: int) -> VideoModel:
-    """A model as it was loaded, in another precision or decoding in bands."""
+    """A model as it was loaded, in another precision or decoding in bands.
+
+    A precision that cannot save time is refused here; to measure it anyway there is `in_precision`.
+    """
     if bands > 1:
         model = in_bands(model, bands)
-    return model if precision is None else in_precision(model, precision)
+    if precision is None:
+        return model
+    coded = in_precision(model, precision)
+    coded.check_fp8_gain(coded.shape(), coded.size)
+    return coded
 
 
 def register(name: str, make: Callable[..., VideoModel], about: str = "") -> None:
@@ -325,6 +334,20 @@ def find_entry(name: str) -> Entry:
         MODELS[name] = _own(name, find_maker(name, home, attribute))
         return MODELS[name]
     raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
+
+
+def _check_path(option: str, path: Any) -> None:
+    """Raise if a file cannot have this path; whoever reads the file says if it is missing."""
+    if path is None:
+        return
+    try:
+        Path(path).exists()
+    except (TypeError, OSError) as fault:
+        why = fault.strerror if isinstance(fault, OSError) else "not a path"
+        raise TachyscopeError(
+            f"`{option}` must be the path of a file or folder that can be read, got {shown(path)} "
+            f"({str(why).lower()}): give another"
+        ) from None
 
 
 def _elsewhere(name: str) -> str:

@@ -23,6 +23,7 @@ from tachyscope.models.wan import keys, steering
 from tachyscope.models.wan import sight as wan_sight
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
+from tachyscope.models.wan.fp8_gain import check_gain
 from tachyscope.models.wan.parts import (
     Decoder,
     EncodedPrompt,
@@ -198,7 +199,15 @@ class WanModel(VideoModel):
         )
         what, advice = f"tokens of a pass at {size[0]}x{size[1]}", "take a smaller `size`"
         check("tokens of a pass", shape.max_pass_tokens, what, advice)
+        if tuple(size) != self.size:
+            self.check_fp8_gain(shape, size)
         return shape
+
+    def check_fp8_gain(self, shape: Shape, size: tuple[int, int]) -> None:
+        """Raise if float8 cannot save time at a size on a GPU; a CPU simulates it anyway."""
+        if self.device.type != "cpu":
+            linears, what = self.operations is not None, f"{self.name} at {size[0]}x{size[1]}"
+            check_gain(shape, self.config.ffn_dim, linears, self.fp8_attention, what)
 
     def latent_size(self, shape: Shape, frames: int) -> tuple[int, ...]:
         _, high, wide = self.config.patch
