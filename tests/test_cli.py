@@ -204,6 +204,25 @@ def test_a_fault_of_any_verb_is_one_line(words, message, tmp_path, monkeypatch, 
     assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "self-forcing"],
+        ["compare", "self-forcing", "--certify", "out"],
+        ["compare", "krea", "--sweep", "past"],
+        ["serve", "waypoint"],
+        ["inspect", "vila_u"],
+    ],
+)
+def test_nothing_is_downloaded_for_a_cpu_that_cannot_run_it(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--weights", "download"]) == 2
+    assert capsys.readouterr().err == (
+        f"tachyscope: {words[1]} is too large for a CPU, and --weights download would fetch it for "
+        f"one: add --device cuda, or give the files' own paths\n"
+    )
+
+
 @pytest.mark.parametrize("verb", ["generate", "compare", "serve"])
 def test_a_gpu_that_is_not_there_is_told_before_a_download(verb, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -10,6 +10,7 @@ from faults import refused
 from toys import load, toy_cosmos
 
 from tachyscope.cli import main
+from tachyscope.core.errors import TachyscopeError
 from tachyscope.measure import sweep
 from tachyscope.measure.sweep import sweep_past
 from tachyscope.models.atrium.autoencoder import Autoencoder, AutoencoderDecoder
@@ -92,6 +93,24 @@ def test_token_models_are_swept_on_a_way_back_on_a_prompt_and_from_a_picture():
     refused(lambda: sweep_past(cosmos, frames=8), "goes on from given frames, got none")
 
 
+def test_a_sweep_says_which_frames_are_the_way_back(tmp_path, monkeypatch, capsys):
+    assert sweep.about_walk(toy_chunks(), 48) == (
+        "each video has 24 frames along the actions and 24 the same way back, of which the last 12 "
+        "are compared with those of the way out"
+    )
+    _, looks = sweep._walk(toy_chunks(), "", 48)
+    assert len(looks) == 12
+    assert "the last 16 are compared with the first 16" in sweep.about_walk(toy_cosmos(), 48)
+
+    def begun(*given, **more):  # by then the line must be there
+        raise TachyscopeError("begun")
+
+    monkeypatch.setattr(sweep, "sweep_past", begun)
+    assert main(["compare", "toy-chunks", "--sweep", "past", "--out", str(tmp_path)]) == 2
+    out, error = capsys.readouterr()
+    assert "24 the same way back" in out and "begun" in error
+
+
 def rows_of(*apart, motion=1.0):
     return [
         {"name": f"past_weight={2**i}", "apart": sum(x) / 3, "by_seed": x, "motion": motion}
@@ -118,6 +137,10 @@ def test_no_weight_is_taken_for_a_video_that_stands_still():
 def test_a_sweep_that_cannot_be_made_says_why_in_one_line():
     model = toy_chunks()
     refused(lambda: sweep_past(model, frames=7), "needs 8 frames or more, got 7: raise frames")
+    refused(
+        lambda: sweep_past(model, frames=16, actions="q*9"),
+        "8 for `actions` and 8 for the way back, got more actions: raise `frames`",
+    )
     refused(
         lambda: sweep_past(model, "dense cache=window:budget=9f attention=radial", frames=8),
         "has no past_weight to sweep",

@@ -33,8 +33,9 @@ class Compare(VideoVerb):
     )
     sweep: Literal["past"] | None = option(
         None,
-        "Instead, run the last plan with several values of past_weight, along the actions and back "
-        "(a model that takes none goes on with its prompt), and say which to take, if any.",
+        "Instead, run the last plan with several values of past_weight and say which to take, if "
+        "any: half of --frames along the actions, the other half the same way back (a model "
+        "without actions goes on with its prompt).",
     )
     certify: Path | None = option(
         None,
@@ -114,7 +115,7 @@ class Compare(VideoVerb):
         from tachyscope.io.results import emit
         from tachyscope.measure.bench import split_plans
         from tachyscope.measure.progress import progress
-        from tachyscope.measure.sweep import lines, sweep_past
+        from tachyscope.measure.sweep import about_walk, lines, sweep_past
 
         if self.world is not None:
             raise TachyscopeError("a sweep needs no truth, got --world: leave it out")
@@ -125,6 +126,7 @@ class Compare(VideoVerb):
             watch.stage(f"loading {self.model}")
             model = self.load()
             watch.stage("")
+            print(about_walk(model, self.frames), flush=True)
             results = sweep_past(
                 model, plan, **options, actions=self.actions, command=command, watch=watch.chunk
             )

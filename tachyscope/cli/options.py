@@ -155,10 +155,22 @@ def load_model(
     """A model by the words of --weights, in its device's dtype unless another is given."""
     from tachyscope.models.registry import load
 
+    check_download(name, weights, device)
     path, beside = read_weights(weights)
     if "precision" in beside and device == "cpu":
         warn("a CPU simulates float8 in float32: the pictures are those of a GPU, no time is saved")
     return load(name, path, device=device, dtype=dtype or dtype_of(device), **beside)
+
+
+def check_download(name: str, weights: Sequence[str], device: str) -> None:
+    """Raise before gigabytes are fetched for a device that the model is too large for."""
+    from tachyscope.models.registry import MODELS
+
+    if "download" in weights and device == "cpu" and name in MODELS and MODELS[name].gpu:
+        raise TachyscopeError(
+            f"{name} is too large for a CPU, and --weights download would fetch it for one: add "
+            f"--device cuda, or give the files' own paths"
+        )
 
 
 def promise_memory(

@@ -12,6 +12,7 @@ from tachyscope.cli.options import (
     MODEL,
     PLAN,
     WEIGHTS,
+    check_download,
     check_plan,
     dtype_of,
     fit_first,
@@ -161,6 +162,7 @@ class Serve(_Server):
         from tachyscope.serve.ray.ingress import run
         from tachyscope.serve.ray.sessions import Settings
 
+        check_download(self.model, self.weights, self.device)
         path, beside = read_weights(self.weights)
         if beside:
             raise TachyscopeError(

@@ -106,7 +106,13 @@ def _walk(model: VideoModel, given: object, frames: int) -> tuple[list[int], lis
                 f"`actions` of {''.join(BACK)!r}"
             )
         given = f"q*{out}"
-    moves = parse_actions(given, letters, out)  # type: ignore[arg-type]
+    moves = parse_actions(given, letters, frames)  # type: ignore[arg-type]
+    if any(moves[out:]):
+        raise TachyscopeError(
+            f"a sweep of {frames} frames has {out} for `actions` and {out} for the way back, got "
+            f"more actions: raise `frames` or shorten the actions"
+        )
+    moves = moves[:out]
     for letter in {letters[move] for move in moves}:
         if BACK.get(letter, "") not in letters or letter not in BACK:
             raise TachyscopeError(
@@ -117,6 +123,20 @@ def _walk(model: VideoModel, given: object, frames: int) -> tuple[list[int], lis
     # after k steps back the walker stands where it stood k before the way's end
     looks = [Look(out - 1 + k, (out - 1 - k,)) for k in range((out + 1) // 2, out)]
     return [*moves, *back], looks
+
+
+def about_walk(model: VideoModel, frames: int) -> str:
+    """What each video of a sweep shows, and which of its frames are judged."""
+    if not model.actions:
+        third = frames // 3
+        return (
+            f"each video has {frames} frames; the last {third} are compared with the first {third}"
+        )
+    out = frames // 2
+    return (
+        f"each video has {out} frames along the actions and {out} the same way back, of which the "
+        f"last {out // 2} are compared with those of the way out"
+    )
 
 
 def _plans(model: VideoModel, plan: Plan | str) -> list[tuple[str, float, Plan]]:
