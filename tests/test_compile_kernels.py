@@ -47,7 +47,7 @@ def tell(kernel, types, constants, **options):
 
 
 whole = dict.fromkeys(("most", "count", "heads", "total"), "i32")
-whole |= dict.fromkeys(("x_b", "x_h", "x_n"), "i64") | {"places": "*i32", "ids": "*i32"}
+whole |= dict.fromkeys(("x_b", "x_h", "x_n"), "i64") | {"slots": "*i32", "ids": "*i32"}
 for kind, code, scale in ((0, "*bf16", "*bf16"), (1, "*i8", "*fp32"), (2, "*u8", "*fp16")):
     types = whole | {"k": "*bf16", "v": "*bf16", "k_code": code, "v_code": code}
     types |= {"k_scale": scale, "v_scale": scale}
@@ -65,19 +65,19 @@ types = dict.fromkeys(names, "i64") | dict.fromkeys(("k_s", "most", "slots", "he
 types |= dict.fromkeys(("k_scale", "log_count", "scale", "weight"), "*fp32")
 sizes = {"CODED": False, "D": 128, "BLOCK": 120, "N": 128}
 build(index._encode, types | {"k": "*bf16", "code": "*i8"}, sizes, num_warps=8)
-whole = dict.fromkeys(("count", "of_row", "most", "places", "at_once", "stay"), "i32")
+whole = dict.fromkeys(("count", "of_row", "most", "slots", "at_once", "stay"), "i32")
 types = whole | {"mass": "*fp32", "ids": "*i64", "demand": "*i64"}
 tell(admit._add_up, types, {"N": admit.ADDED}, num_warps=4)
-types = whole | dict.fromkeys(("place", "block", "now", "later", "first", "keys"), "*i32")
+types = whole | dict.fromkeys(("slot", "block", "now", "later", "first", "keys"), "*i32")
 types |= {"demand": "*i64", "comers": "*i64", "choices": "*fp32", "wanted": "*fp32"}
-ints = ("m_t", "o_b", "o_h", "o_t", "heads", "group", "places", "n", "sink")
+ints = ("m_t", "o_b", "o_h", "o_t", "heads", "group", "slots", "n", "sink")
 near = dict.fromkeys(ints, "i32") | {"m_b": "i64", "m_h": "i64"}
 near |= {"mass": "*fp32", "blocks": "*i32", "out": "*i32"}
-for most, places in ((14700, 194), (30000, 450), (32768, 1024)):
-    n, p = (triton.next_power_of_2(x) for x in (most, places))
+for most, slots in ((14700, 194), (30000, 450), (32768, 1024)):
+    n, p = (triton.next_power_of_2(x) for x in (most, slots))
     sizes = {"N": n, "C": admit.CHUNK, "P": p}
     tell(admit._admit, types, sizes, num_warps=16, enable_fp_fusion=False)
-    tell(admit._best_places, near, {"P": p}, num_warps=p // 256)
+    tell(admit._best_slots, near, {"P": p}, num_warps=p // 256)
 print("compiled")
 """
 
@@ -91,7 +91,7 @@ def test_kernels_compile(tmp_path):
     ran = subprocess.run([sys.executable, path], env=free, capture_output=True, text=True)
     assert ran.returncode == 0 and "compiled" in ran.stdout, ran.stderr[-2000:]
     lines = [line.split() for line in ran.stdout.splitlines()[:-1]]
-    assert [name for name, *_ in lines] == ["_add_up", *["_admit", "_best_places"] * 3]
+    assert [name for name, *_ in lines] == ["_add_up", *["_admit", "_best_slots"] * 3]
     for _, registers, stack, shared in lines:
         # all that 16 warps may have; next to nothing spills
         assert int(registers) <= 128 and int(stack) <= 32 and int(shared) <= 227 * 1024

@@ -28,8 +28,8 @@ from tachyscope.kernels.device import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# what one program of `admit` takes: blocks of a head, and its places
-ADMITTED_BLOCKS, ADMITTED_PLACES = 2**15, 2**10
+# what one program of `admit` takes: blocks of a head, and its resident slots
+ADMITTED_BLOCKS, ADMITTED_SLOTS = 2**15, 2**10
 MAX_CODED_ROWS = 128  # tokens that share one reading of coded weights, as drafts do
 
 
@@ -164,11 +164,11 @@ TABLE = {
     "admit.admit": Operation("admit_reference", (
         Row(lambda mass, ids, residency, at_once: mass.is_cuda
             and residency.wanted.shape[2] <= ADMITTED_BLOCKS
-            and residency.block.shape[2] <= ADMITTED_PLACES),
+            and residency.block.shape[2] <= ADMITTED_SLOTS),
     )),
-    "admit.best_places": Operation("best_places_reference", (
+    "admit.best_slots": Operation("best_slots_reference", (
         Row(lambda mass, blocks, out, sink: mass.is_cuda and mass.dtype == torch.float32
-            and out.shape[3] < blocks.shape[2] <= ADMITTED_PLACES),
+            and out.shape[3] < blocks.shape[2] <= ADMITTED_SLOTS),
     )),
     "attention.attention": Operation("attention_reference", (
         Row(lambda q, *args: _attends(q, *args) and has_hopper(q.device),

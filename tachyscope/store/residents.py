@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tachyscope.kernels.admit import Residency, admit, best_places, note
+from tachyscope.kernels.admit import Residency, admit, best_slots, record_demand
 from tachyscope.store.bank_layout import BankLayout
 
 # the first pass waits until at most one place in so many has been filled: of 21 resident latent
@@ -57,7 +57,7 @@ class Residents:
             lists = self._lists(past, mass.shape[2], read)
             values, ids = rest.topk(lists[0].shape[3], -1, sorted=False)
         if past < layout.room:  # all that there is is resident
-            note(values, ids, own["choices"], own["wanted"])
+            record_demand(values, ids, own["choices"], own["wanted"])
             if ids is not None:
                 lists[1].copy_(ids + ahead)
             self._count(rest.shape[:3].numel() * (held if ids is None else ids.shape[3]) * passes)
@@ -69,7 +69,7 @@ class Residents:
         first = admit(values, ids, residency, at_once)
         if early and ids is not None:
             # until what is fetched has come, a tile reads the best of what is there
-            best_places(rest, first, lists[0], ahead)
+            best_slots(rest, first, lists[0], ahead)
         self.choice = Choice(rest, ids, first, lists, ahead, passes)
         if not early:
             self.settle()
@@ -104,7 +104,7 @@ class Residents:
             late = (work["later"] >= 0).sum() * tiles
             self._count(first.numel() * tiles * passes, late, 0, fetched)
             return
-        best_places(mass, own["block"], lists[1], ahead)
+        best_slots(mass, own["block"], lists[1], ahead)
         wanted = wanted.unflatten(1, (first.shape[1], -1)).flatten(2)
         place = own["place"].gather(2, wanted)
         there = place >= 0

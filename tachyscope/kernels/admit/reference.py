@@ -12,9 +12,9 @@ from tachyscope.kernels.admit.torch import STAY, Residency
 def admit_reference(
     mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int
 ) -> tuple[Residency, Tensor]:
-    """What `admit` leaves, `wanted` in float64, and what stands in each place at first.
+    """The residency after `admit`, `wanted` in float64, and the block in each slot at first.
 
-    Of blocks wanted alike the one of lower number is first.
+    Of blocks of equal demand the one of lower number comes first.
     """
     after = Residency(*(x.cpu().clone() for x in residency))
     after = after._replace(wanted=after.wanted.double())
@@ -37,7 +37,7 @@ def admit_reference(
 
 
 def _fill_reference(one: Residency, demand: dict[int, int], first: Tensor, at_once: int) -> None:
-    """Give one head's places to the best of what is resident or demanded, in place."""
+    """Fill one head's slots with the best of the resident and demanded blocks, in place."""
     stood = one.block.tolist()
     there = {block for block in stood if block >= 0}
     weighed = {block: x * STAY if block in there else x for block, x in demand.items()}
@@ -49,21 +49,21 @@ def _fill_reference(one: Residency, demand: dict[int, int], first: Tensor, at_on
     best = sorted(counted, key=lambda block: (-score[block], block))[: len(stood)]
     comers = [block for block in best if block not in there]
     turn = 0
-    one.place[:] = one.now[:] = one.later[:] = -1
-    for place, block in enumerate(stood):
+    one.slot[:] = one.now[:] = one.later[:] = -1
+    for slot, block in enumerate(stood):
         if block not in best:
             block = comers[turn] if turn < len(comers) else -1
-            (one.now if turn < at_once else one.later)[place] = block
+            (one.now if turn < at_once else one.later)[slot] = block
             if turn < at_once and block >= 0:
-                first[place] = block
+                first[slot] = block
             turn += 1
-        one.block[place] = block
+        one.block[slot] = block
         if block >= 0:
-            one.place[block] = place
+            one.slot[block] = slot
 
 
-def best_places_reference(mass: Tensor, blocks: Tensor, n: int) -> list[list[float]]:
-    """The masses, in falling order, of the n best of blocks [B, Hkv, places] for each tile."""
+def best_slots_reference(mass: Tensor, blocks: Tensor, n: int) -> list[list[float]]:
+    """The masses, in falling order, of the n best of blocks [B, Hkv, slots] for each tile."""
     best = []
     batch, heads, tiles, _ = mass.shape
     group = heads // blocks.shape[1]

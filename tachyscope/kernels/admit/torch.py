@@ -1,4 +1,4 @@
-"""Which blocks of a bank are resident, by stock torch: nothing looks at data."""
+"""Which blocks of a bank are resident (LRU, with hysteresis), in torch, without a host sync."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 from tachyscope.kernels.entries import at_or, or_last
 
-# A resident block stays until another is wanted by so many times its mass. Without it, contents
-# that are wanted nearly alike change places at every choice. On `atrium-world` 1.5 to 4 fetch a
-# tenth to a half less, and change the mean of 8 rooms by 0.1 dB at most.
+# Hysteresis: a resident block's mass counts this many times. Without it, blocks of nearly equal
+# mass replace each other at every choice. On `atrium-world` 1.5 to 4 fetch a tenth to a half less,
+# and change the mean of 8 rooms by 0.1 dB at most.
 STAY = 2
 
 
 class Residency(NamedTuple):
-    """What is known of a bank's blocks, all but `choices` written in place."""
+    """The block in every resident slot, and LRU stamps; `admit` updates all but `choices`."""
 
-    choices: Tensor  # [1] how many choices were made, the present one counted
-    wanted: Tensor  # [B, Hkv, most] when a block was last wanted: a choice's number, and how much
-    place: Tensor  # [B, Hkv, most + 1] where it stands, -1 for nowhere; the last is no block
-    block: Tensor  # [B, Hkv, places] which block stands there, -1 for none
-    now: Tensor  # [B, Hkv, places] what is fetched at once, -1 for nothing
-    later: Tensor  # [B, Hkv, places] what is fetched after
+    choices: Tensor  # [1] number of choices so far, this one included
+    wanted: Tensor  # [B, Hkv, most] LRU stamp: the last choice that wanted the block + its share
+    slot: Tensor  # [B, Hkv, most + 1] resident slot of a block, -1: on the host only; last: padding
+    block: Tensor  # [B, Hkv, slots] the block in a slot, -1: empty
+    now: Tensor  # [B, Hkv, slots] block to copy to a slot before the first pass, -1: none
+    later: Tensor  # [B, Hkv, slots] block to copy to a slot during the first pass, -1: none
 
 
-def note(mass: Tensor, ids: Tensor | None, choices: Tensor, wanted: Tensor) -> Tensor:
-    """`demand_of` every block; when they were wanted is written."""
+def record_demand(mass: Tensor, ids: Tensor | None, choices: Tensor, wanted: Tensor) -> Tensor:
+    """`demand_of` every block; updates the LRU stamps `wanted` of those with any."""
     demand = demand_of(mass, ids, wanted)
     wanted.copy_(torch.where(demand > 0, choices + share_of(demand), wanted))
     return demand
@@ -52,29 +52,29 @@ def share_of(demand: Tensor) -> Tensor:
 
 
 def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) -> Tensor:
-    """Settle which blocks are resident from now on, and which of them are to be fetched.
+    """Choose which blocks are resident from now on, and which of them must be fetched.
 
-    Tiles want blocks ids [B, H, tiles, n] by their mass on each; without ids every block by its
-    mass [B, H, tiles, most], which is below 0 where it is empty. All that are wanted become
-    resident, of largest summed mass first, that of resident ones counted `STAY` times; then those
-    wanted last. The first `at_once` of a head that are to be fetched are so at once: which block
-    [B, Hkv, places] then stands in each place.
+    ids [B, H, tiles, n] are the blocks that each tile chose, mass its attention mass on them;
+    without ids every block counts, by mass [B, H, tiles, most], negative where it is empty. The
+    blocks of largest summed mass become resident, the mass of resident ones times `STAY`; slots
+    that are left keep the most recently wanted (LRU). Returns the block [B, Hkv, slots] in each
+    slot once the first `at_once` of a head have been fetched.
     """
-    choices, wanted, place, block, now, later = residency
-    most, places = wanted.shape[2], block.shape[2]
-    demand, here = note(mass, ids, choices, wanted), place[:, :, :-1] >= 0
+    choices, wanted, slot, block, now, later = residency
+    most, slots = wanted.shape[2], block.shape[2]
+    demand, here = record_demand(mass, ids, choices, wanted), slot[:, :, :-1] >= 0
     demand = torch.where(here, STAY * demand, demand)
     score = torch.where(demand > 0, choices + share_of(demand), wanted)
     score = score.masked_fill(~(here | (demand > 0)), -1.0)
-    best = score.topk(places, -1)
+    best = score.topk(slots, -1)
     chosen = best.indices.to(torch.int32)
-    comes = (best.values >= 0) & (at_or(place, chosen, 0) < 0)
+    comes = (best.values >= 0) & (at_or(slot, chosen, 0) < 0)
     # a block stays unless it is not among the best
-    kept = torch.zeros_like(place, dtype=torch.bool)
+    kept = torch.zeros_like(slot, dtype=torch.bool)
     kept.scatter_(2, best.indices, best.values >= 0)
     stays = (block >= 0) & at_or(kept, block, 0)
-    # the i-th that comes gets the i-th place that is free
-    turn = (comes.long().cumsum(-1) - 1).masked_fill(~comes, places)
+    # the i-th block to fetch gets the i-th free slot
+    turn = (comes.long().cumsum(-1) - 1).masked_fill(~comes, slots)
     listed = F.pad(torch.full_like(chosen, -1), (0, 1)).scatter_(2, turn, chosen)
     rank = (~stays).long().cumsum(-1) - 1
     gets = ~stays & (rank < comes.sum(-1, keepdim=True))
@@ -83,19 +83,19 @@ def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) 
     later.copy_(fetched.masked_fill(rank < at_once, -1))
     first = torch.where(now >= 0, now, block)
     block.copy_(torch.where(stays, block, fetched))
-    place.copy_(_places_of(block, most))
+    slot.copy_(_slots_of(block, most))
     return first
 
 
-def best_places(mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
-    """Write where a tile's n best among the resident blocks [B, Hkv, places] stand, in any order.
+def best_slots(mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
+    """Write the slots of a tile's n best resident blocks [B, Hkv, slots], in any order.
 
-    mass [B, H, tiles, most] is what each tile has on all blocks: at least 0, or -1 for one that is
-    empty, as which a place without a block counts. out [B, H, tiles, n] counts the sink's places.
+    mass [B, H, tiles, most] of all blocks is at least 0, or -1 for an empty one; an empty slot
+    counts as -1. The slots in out [B, H, tiles, n] are numbered behind the `sink` ones.
     """
-    places = blocks.shape[2]
-    if out.shape[3] == places:  # all of them
-        out.copy_(torch.arange(sink, sink + places, device=out.device))
+    slots = blocks.shape[2]
+    if out.shape[3] == slots:  # all of them
+        out.copy_(torch.arange(sink, sink + slots, device=out.device))
         return
     blocks = blocks.repeat_interleave(mass.shape[1] // blocks.shape[1], 1).unsqueeze(2)
     there = blocks.expand(-1, -1, mass.shape[2], -1)
@@ -103,12 +103,12 @@ def best_places(mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
     out.copy_(near.topk(out.shape[3], -1, sorted=False).indices + sink)
 
 
-def _places_of(blocks: Tensor, most: int) -> Tensor:
-    """Where every block stands [B, Hkv, most + 1] when these [B, Hkv, places] do."""
+def _slots_of(blocks: Tensor, most: int) -> Tensor:
+    """The slot of every block [B, Hkv, most + 1], from the block in every slot [B, Hkv, slots]."""
     standing = torch.full(
         (*blocks.shape[:2], most + 1), -1, dtype=torch.int32, device=blocks.device
     )
-    places = torch.arange(blocks.shape[2], dtype=torch.int32, device=blocks.device)
-    standing.scatter_(2, or_last(blocks, most), places.expand_as(blocks))
+    slots = torch.arange(blocks.shape[2], dtype=torch.int32, device=blocks.device)
+    standing.scatter_(2, or_last(blocks, most), slots.expand_as(blocks))
     standing[:, :, -1] = -1
     return standing

@@ -1,4 +1,4 @@
-"""Which blocks of a bank are resident, on a GPU: a program takes all blocks of a head (Triton)."""
+"""Which blocks of a bank are resident, in Triton: one program for all blocks of a head."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,7 +13,7 @@ from tachyscope.kernels.admit import torch as admit_torch
 from tachyscope.kernels.admit.torch import Residency
 from tachyscope.kernels.launch import launch
 
-# wishes that a program adds up, and blocks of a head that are looked at together
+# entries of `ids` that a program adds up, and blocks of a head that it loads at once
 ADDED, CHUNK = 1024, 8192
 # turns a block's number around, so that of equal keys the lower number's is the larger
 LAST = tl.constexpr(2**31 - 1)
@@ -22,8 +22,8 @@ LAST = tl.constexpr(2**31 - 1)
 def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) -> Tensor:
     wanted, block = residency.wanted, residency.block
     assert all(x.is_contiguous() for x in residency)
-    rows, most, places = block.shape[:2].numel(), wanted.shape[2], block.shape[2]
-    size, width = _padded(places), _padded(most)
+    rows, most, slots = block.shape[:2].numel(), wanted.shape[2], block.shape[2]
+    size, width = _padded(slots), _padded(most)
     if ids is None:
         demand = admit_torch.demand_of(mass, None, wanted)
     else:
@@ -39,20 +39,20 @@ def admit(mass: Tensor, ids: Tensor | None, residency: Residency, at_once: int) 
     # a product and a sum stay two roundings, as stock torch has them
     launch(
         _admit, (rows,),
-        demand, *residency, first, keys, comers, most, places, at_once, admit_torch.STAY,
+        demand, *residency, first, keys, comers, most, slots, at_once, admit_torch.STAY,
         N=width, C=min(width, CHUNK), P=size, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return first
 
 
-def best_places(mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
+def best_slots(mass: Tensor, blocks: Tensor, out: Tensor, sink: int) -> None:
     batch, heads, tiles, n = out.shape
     assert mass.stride(3) == out.stride(3) == 1 and blocks.is_contiguous()
-    places, size = blocks.shape[2], _padded(blocks.shape[2])
+    slots, size = blocks.shape[2], _padded(blocks.shape[2])
     launch(
-        _best_places, (tiles, batch * heads),
+        _best_slots, (tiles, batch * heads),
         mass, blocks, out, *mass.stride()[:3], *out.stride()[:3], heads,
-        heads // blocks.shape[1], places, n, sink, P=size, num_warps=max(1, size // 256),
+        heads // blocks.shape[1], slots, n, sink, P=size, num_warps=max(1, size // 256),
     )  # fmt: skip
 
 
@@ -82,9 +82,9 @@ def _least_of_best(key, count):
     return low
 
 
-@triton.jit(do_not_specialize=["most", "places", "at_once", "stay"])
+@triton.jit(do_not_specialize=["most", "slots", "at_once", "stay"])
 def _admit(
-    demand, choices, wanted, place, block, now, later, first, keys, comers, most, places, at_once,
+    demand, choices, wanted, slot, block, now, later, first, keys, comers, most, slots, at_once,
     stay, N: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """One head: its blocks in parts of C, all N of them where the best are sought."""
@@ -92,11 +92,11 @@ def _admit(
     demand += row * most
     wanted += row * most
     keys += row * most
-    place += row * (most + 1)
-    block += row * places
-    now += row * places
-    later += row * places
-    first += row * places
+    slot += row * (most + 1)
+    block += row * slots
+    now += row * slots
+    later += row * slots
+    first += row * slots
     comers += row * P
     offs_c, offs_n, offs_p = tl.arange(0, C), tl.arange(0, N), tl.arange(0, P)
 
@@ -105,7 +105,7 @@ def _admit(
     for start in tl.range(0, most, C):
         at = start + offs_c
         mine = tl.load(demand + at, mask=at < most, other=0)
-        here = tl.load(place + at, mask=at < most, other=-1) >= 0
+        here = tl.load(slot + at, mask=at < most, other=-1) >= 0
         top = tl.maximum(top, mine)
         top_weighed = tl.maximum(top_weighed, tl.where(here, stay * mine, mine))
     largest, largest_weighed = tl.max(top, 0).to(tl.float32), tl.max(top_weighed, 0).to(tl.float32)
@@ -115,7 +115,7 @@ def _admit(
         at = start + offs_c
         inside = at < most
         mine = tl.load(demand + at, mask=inside, other=0)
-        here = tl.load(place + at, mask=inside, other=-1) >= 0
+        here = tl.load(slot + at, mask=inside, other=-1) >= 0
         share = tl.div_rn(mine.to(tl.float32), largest) * 0.99
         tl.store(wanted + at, choice + share, mask=inside & (mine > 0))
         weighed = tl.where(here, stay * mine, mine)
@@ -127,8 +127,8 @@ def _admit(
     tl.debug_barrier()
 
     key = tl.load(keys + offs_n, mask=offs_n < most, other=-1)
-    least = _least_of_best(key, places)
-    left = places - tl.sum((key > least).to(tl.int32), 0)  # for those that are just `least`
+    least = _least_of_best(key, slots)
+    left = slots - tl.sum((key > least).to(tl.int32), 0)  # for those that are just `least`
     ties = tl.full((), 0, tl.int32)
     coming = tl.full((), 0, tl.int32)
     # list what comes; where a block stands, 0 for now: it stays
@@ -136,24 +136,24 @@ def _admit(
         at = start + offs_c
         inside = at < most
         part = tl.load(keys + at, mask=inside, other=-1)
-        here = tl.load(place + at, mask=inside, other=-1) >= 0
+        here = tl.load(slot + at, mask=inside, other=-1) >= 0
         tie = (part == least).to(tl.int32)
         chosen = (part > least) | ((part == least) & (ties + tl.cumsum(tie, 0) <= left))
         comes = chosen & (here == 0)
         turn = coming + tl.cumsum(comes.to(tl.int32), 0) - 1
         tl.store(comers + turn, (part.to(tl.int64) << 32) | (at ^ LAST), mask=comes)
-        tl.store(place + at, tl.where(chosen & here, 0, -1), mask=inside)
+        tl.store(slot + at, tl.where(chosen & here, 0, -1), mask=inside)
         ties += tl.sum(tie, 0)
         coming += tl.sum(comes.to(tl.int32), 0)
     tl.debug_barrier()
 
-    inside = offs_p < places
+    inside = offs_p < slots
     stood = tl.load(block + offs_p, mask=inside, other=-1)
-    stays = tl.load(place + stood, mask=stood >= 0, other=-1) >= 0
+    stays = tl.load(slot + stood, mask=stood >= 0, other=-1) >= 0
     free = inside & (stays == 0)
     rank = tl.cumsum(free.to(tl.int32), 0) - 1
     order = tl.sort(tl.load(comers + offs_p, mask=offs_p < coming, other=-1), descending=True)
-    # the i-th that comes gets the i-th place that is free
+    # the i-th block to fetch gets the i-th free slot
     fetched = tl.gather(((order & LAST) ^ LAST).to(tl.int32), tl.maximum(rank, 0), 0)
     fetched = tl.where(free & (rank < coming), fetched, -1)
     soon = tl.where(rank < at_once, fetched, -1)
@@ -163,13 +163,13 @@ def _admit(
     tl.store(first + offs_p, tl.where(soon >= 0, soon, stood), mask=inside)
     tl.store(block + offs_p, stands, mask=inside)
     tl.debug_barrier()
-    tl.store(place + stands, offs_p, mask=stands >= 0)
-    tl.store(place + most, -1)
+    tl.store(slot + stands, offs_p, mask=stands >= 0)
+    tl.store(slot + most, -1)
 
 
-@triton.jit(do_not_specialize=["heads", "group", "places", "n", "sink"])
-def _best_places(
-    mass, blocks, out, m_b, m_h, m_t, o_b, o_h, o_t, heads, group, places, n, sink,
+@triton.jit(do_not_specialize=["heads", "group", "slots", "n", "sink"])
+def _best_slots(
+    mass, blocks, out, m_b, m_h, m_t, o_b, o_h, o_t, heads, group, slots, n, sink,
     P: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head."""
@@ -178,12 +178,12 @@ def _best_places(
     mass += b * m_b + h * m_h + tile * m_t
     out += b * o_b + h * o_h + tile * o_t
     at = tl.arange(0, P)
-    inside = at < places
+    inside = at < slots
     there = tl.load(
-        blocks + (b * (heads // group) + h // group) * places + at, mask=inside, other=-1
+        blocks + (b * (heads // group) + h // group) * slots + at, mask=inside, other=-1
     )
     near = tl.load(mass + there, mask=there >= 0, other=-1.0)
-    # whole numbers in the same order: 0 for nothing, behind the last place -1
+    # whole numbers in the same order: 0 for nothing, behind the last slot -1
     key = tl.where(near >= 0, near.to(tl.int32, bitcast=True) + 1, 0)
     key = tl.where(inside, key, -1)
     least = _least_of_best(key, n)

@@ -9,7 +9,7 @@ from tachyscope.kernels.codes.reference import encode_int4_block_reference, enco
 
 
 def stored_reference(x: Tensor, block: int, kind: str) -> Tensor:
-    """What blocks of x [B, H, places * block, D] read as: [B, H, places, block, D] float64."""
+    """What blocks of x [B, H, slots * block, D] read as: [B, H, slots, block, D] float64."""
     return torch.stack([_read_back(part, kind) for part in x.split(block, 2)], 2)
 
 

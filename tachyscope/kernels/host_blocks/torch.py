@@ -27,14 +27,14 @@ class HostBlocks(NamedTuple):
         return self.k.shape[3]
 
 
-def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
-    """Copy the blocks that stand at places [B, H, n] of k, v to the host's blocks `ids` [B, H, n].
+def store_blocks(k: Tensor, v: Tensor, slots: Tensor, host: HostBlocks, ids: Tensor) -> None:
+    """Copy the blocks in slots [B, H, n] of k, v to the host's blocks `ids` [B, H, n].
 
-    k, v [B, H, places * block, D] are a part of a cache, places and ids int32.
+    k, v [B, H, slots * block, D] are a part of a cache, slots and ids int32.
     """
     ids = ids.to(host.k.device)
     for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
-        blocks = x.unflatten(2, (-1, host.block))[block_index(places)].to(code.device)
+        blocks = x.unflatten(2, (-1, host.block))[block_index(slots)].to(code.device)
         if scale is None:
             code[block_index(ids)] = blocks
         else:
@@ -42,20 +42,20 @@ def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Te
 
 
 def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write the host's blocks `ids` [B, H, places] to k, v [B, H, places * block, D].
+    """Write the host's blocks `ids` [B, H, slots] to k, v [B, H, slots * block, D].
 
-    Where an id is below 0 the place stays as it is.
+    Where an id is negative the slot keeps its block.
     """
     if ids.is_meta:  # without data there is nothing to choose by, as in `launch`
         return
     ids = ids.to(host.k.device)
-    row, head, place = torch.where(ids >= 0)
-    chosen = ids[row, head, place].long()
+    row, head, slot = torch.where(ids >= 0)
+    chosen = ids[row, head, slot].long()
     for x, code, scale in ((k, host.k, host.k_scale), (v, host.v, host.v_scale)):
         blocks = code[row, head, chosen]
         if scale is not None:
             blocks = decode(blocks, scale[row, head, chosen], x.dtype)
-        there = row.to(x.device), head.to(x.device), place.to(x.device)
+        there = row.to(x.device), head.to(x.device), slot.to(x.device)
         x.unflatten(2, (-1, host.block))[there] = blocks.to(x.device)
 
 

@@ -25,22 +25,22 @@ LEVELS = tl.constexpr(15.0)
 PROGRAMS = 64
 
 
-def store_blocks(k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
-    _copy(_store, k, v, places.contiguous(), host, ids.contiguous())
+def store_blocks(k: Tensor, v: Tensor, slots: Tensor, host: HostBlocks, ids: Tensor) -> None:
+    _copy(_store, k, v, slots.contiguous(), host, ids.contiguous())
 
 
 def load_blocks(host: HostBlocks, ids: Tensor, k: Tensor, v: Tensor) -> None:
     _copy(_load, k, v, ids, host, ids)
 
 
-def _copy(kernel: Any, k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, ids: Tensor) -> None:
+def _copy(kernel: Any, k: Tensor, v: Tensor, slots: Tensor, host: HostBlocks, ids: Tensor) -> None:
     assert k.stride() == v.stride() and ids.is_contiguous()
     kinds = {torch.int8: 1, torch.uint8: 2}
     coded, (rows, heads, count), width = host.k_scale is not None, ids.shape, k.shape[3]
     launch(
         kernel, (min(PROGRAMS, ids.numel()),),
         k, v, host.k, host.v, host.k_scale if coded else host.k, host.v_scale if coded else host.v,
-        places, ids, *k.stride()[:3], host.k.shape[2], count, heads, rows * heads * count,
+        slots, ids, *k.stride()[:3], host.k.shape[2], count, heads, rows * heads * count,
         KIND=kinds[host.k.dtype] if coded else 0, HALF=width // 2,
         BLOCK=host.block, N=triton.next_power_of_2(host.block),
         W=triton.next_power_of_2(width // 2), num_warps=8,
@@ -49,14 +49,14 @@ def _copy(kernel: Any, k: Tensor, v: Tensor, places: Tensor, host: HostBlocks, i
 
 @triton.jit(do_not_specialize=["most", "count", "heads", "total"])
 def _store(
-    k, v, k_code, v_code, k_scale, v_scale, places, ids, x_b, x_h, x_n, most, count, heads, total,
+    k, v, k_code, v_code, k_scale, v_scale, slots, ids, x_b, x_h, x_n, most, count, heads, total,
     KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     for i in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         row = (i // count).to(tl.int64)
         at = (row // heads) * x_b + (row % heads) * x_h
-        at += tl.load(places + i).to(tl.int64) * BLOCK * x_n
+        at += tl.load(slots + i).to(tl.int64) * BLOCK * x_n
         to = row * most + tl.load(ids + i).to(tl.int64)
         _encode(k + at, k_code, k_scale, to, x_n, KIND, HALF, BLOCK, N, W)
         _encode(v + at, v_code, v_scale, to, x_n, KIND, HALF, BLOCK, N, W)
@@ -119,11 +119,11 @@ def _round(x):
 
 @triton.jit(do_not_specialize=["most", "count", "heads", "total"])
 def _load(
-    k, v, k_code, v_code, k_scale, v_scale, places, ids, x_b, x_h, x_n, most, count, heads, total,
+    k, v, k_code, v_code, k_scale, v_scale, slots, ids, x_b, x_h, x_n, most, count, heads, total,
     KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The i-th place of a row gets its block; `places` are not read."""
+    """Fill the i-th slot of a row with its block; `slots` is not read."""
     for i in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         block = tl.load(ids + i)
         if block >= 0:
