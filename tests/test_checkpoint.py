@@ -14,6 +14,7 @@ from torch import nn
 
 from tachyscope.models import checkpoint
 from tachyscope.models.checkpoint import (
+    check_finite,
     fit,
     read_json,
     read_tensors,
@@ -77,6 +78,8 @@ def test_an_index_brings_its_shards_together(tmp_path, tensors):
     refused(lambda: read_tensors(path), str(path), "hold each tensor once", words)
     write_json(path, {"weight_map": {"weight": "../a.safetensors"}})
     refused(lambda: read_tensors(path), "files beside it, got '../a.safetensors'")
+    write_json(path, {"weight_map": {"weight": "a\nb.safetensors"}})
+    refused(lambda: read_tensors(path), "files beside it, got 'a\\nb.safetensors'")
     write_json(path, {"weights": {}})
     refused(lambda: read_tensors(path), "must have a 'weight_map'")
 
@@ -220,6 +223,19 @@ def test_only_ignored_names_may_be_too_many():
     whole = linear().state_dict() | {"ema.a": torch.ones(1), "ema.b": torch.ones(1)}
     fit(linear(), whole, "x.pt", ignore=("ema.",))
     refused(lambda: fit(linear(), whole, "x.pt", ignore=("em.",)), "ema.a, ema.b")
+
+
+def test_a_name_of_several_lines_is_told_in_one():
+    whole = linear().state_dict() | {"a\nb": torch.ones(1)}
+    refused(lambda: fit(linear(), whole, "x.pt"), "it also has 'a\\nb': give")
+
+
+def test_weights_of_one_byte_are_looked_at_too():
+    codes = nn.Module()
+    codes.weight = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    check_finite(codes, "x.pt")
+    codes.weight.data[1] = torch.nan
+    refused(lambda: check_finite(codes, "x.pt"), "NaN or infinity in weight")
 
 
 def test_a_wrong_shape_or_kind_is_named_and_nothing_is_copied():

@@ -826,7 +826,8 @@ def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, caps
     for name, table in [
         ("model.freqs", wan_freqs()),
         ("model._orig_mod.freqs", wan_freqs().to(torch.complex64)),
-        ("rope.freqs_cos", torch.ones(8, 128)),
+        ("rope.freqs_sin", wan_freqs().imag.repeat_interleave(2, 1).bfloat16()),
+        ("rope.freqs_cos", wan_freqs().real.repeat_interleave(2, 1)),
     ]:
         with pytest.warns(TachyscopeWarning, match="is not read, RoPE's angles are computed"):
             model = load(name, table)
@@ -840,6 +841,12 @@ def test_a_table_of_rope_is_passed_over_with_a_note(made, shrunk, tmp_path, caps
     for table in (wan_freqs(5000), wan_freqs()[:, :32], torch.tensor(1j)):
         words = "freqs must be the angles of a RoPE of 3 axes and theta 10000 over 128 channels, it"
         refused(lambda table=table: load("freqs", table), str(path), words)
+    for name, table in [
+        ("rope.freqs_cos", torch.ones(8, 128)),
+        ("rope.freqs_sin", wan_freqs().real.repeat_interleave(2, 1)),
+        ("freqs", wan_freqs()[:1].expand(10**9, -1)),
+    ]:
+        refused(lambda n=name, x=table: load(n, x), f"{name} must be the angles of a RoPE")
     refused(lambda: load("blocks.0.freqs", wan_freqs()), "it also has blocks.0.freqs")
 
 
@@ -1132,3 +1139,20 @@ def test_the_command_line_times_a_preset(shrunk, tmp_path, capsys):
     words = ["compare", "krea", "--weights", "random", "--plans", "stock;fast", "--frames", "9"]
     assert main([*words, "--out", str(tmp_path)]) == 0
     assert "Its weights are random" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["weights", "decoder", "lora"])
+def test_what_is_no_path_is_refused(option, tmp_path):
+    for path, why in ((3, "not a path"), (b"x", "not a path"), ("a" * 300, "file name too long")):
+        refused(
+            lambda path=path: ts.load("self-forcing", **{"weights": tmp_path, option: path}),
+            f"`{option}` must be the path of a file or folder", why,
+        )  # fmt: skip
+
+
+def test_shapes_that_no_wan_model_has_are_refused():
+    tensors = {
+        "patch_embedding.weight": torch.zeros(128, 16, 0, 2, 2),
+        "head.head.weight": torch.zeros(64, 128),
+    }
+    refused(lambda: WanConfig.infer(tensors, "x.pt"), "x.pt must hold a Wan model under its")

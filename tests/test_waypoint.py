@@ -305,6 +305,7 @@ def test_a_file_is_read_by_its_names(tmp_path):
         ("prompt_conditioning: cross_attention", "prompt_conditioning must be null"),
         ("moe: true", "moe must be false"),
         ("scheduler_sigmas: [1.0, 0.2]", "scheduler_sigmas must fall to 0"),
+        ("scheduler_sigmas: 1", "must be from 0 to 16 numbers, each from 0 to 1, got 1:"),
         ("global_attn_offset: 0", "global_attn_offset must be -1"),
         ("n_layers: [", "must be YAML"),
         ("- 1", "must hold a mapping"),
@@ -452,5 +453,6 @@ def test_a_decoder_is_found_beside_the_weights_or_given(tmp_path):
     refused(
         lambda: load_waypoint(other, decoder=tmp_path / "wrong"), "decodes latents of 5 channels"
     )
+    refused(lambda: load_waypoint(other, decoder=other), "taehv1_5.safetensors", "has none: leave")
     blind = TinyAutoencoder.open(Path("random-tiny"), SMALL, "cpu", torch.float32)
     refused(lambda: blind.encode(film(1)), "has no encoder", "taehv1_5.pth")

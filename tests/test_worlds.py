@@ -14,6 +14,8 @@ from world_rules import pressed as pressed_rule
 
 import tachyscope as ts
 from tachyscope.models.checkpoint import write_tensors
+from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
+from tachyscope.models.wan.clip_vision import ClipVision
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.key_adapter import pressed
 from tachyscope.models.wan.keys import ACTIONS
@@ -21,8 +23,6 @@ from tachyscope.models.wan.loading import load_wan, save_wan
 from tachyscope.models.wan.parts import Decoder
 from tachyscope.models.wan.presets import PRESETS, sized_wan
 from tachyscope.models.wan.random import random_wan
-from tachyscope.models.wan.sight import PUBLISHED as CLIP
-from tachyscope.models.wan.sight import Sight
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.tiny_layers import RANDOM
 from tachyscope.models.wan.vae import WanVae
@@ -138,7 +138,7 @@ def film(model, rules, texts, draw, keys=None):
     places = [list(range(len(one))) if rules.relative else one for one in seen]
     done = torch.zeros(c.in_channels, 0, *c.size).double()
     if c.pad:
-        texts = [net.text(model.sight(PICTURE)[0])] * chunks
+        texts = [net.text(model.clip(PICTURE)[0])] * chunks
     else:
         texts = [net.text(model.text(text)[0][0]) for text in texts]
     for chunk in range(chunks):
@@ -477,21 +477,27 @@ def test_clip_sees_a_picture_as_by_transformers(tmp_path):
             names |= {f"{ours}.{o}.{kind}": held[f"{at}.{t}.{kind}"] for o, t in parts.items()}
             three = [held[f"{at}.self_attn.{n}_proj.{kind}"] for n in "qkv"]
             names[f"{ours}.attn.to_qkv.{kind}"] = torch.cat(three)
-    file = tmp_path / CLIP
+    file, last = tmp_path / CLIP, "transformer.2.mlp.0.weight"
     write_tensors(file, {f"visual.{name}": x for name, x in names.items()})
-    assert Sight.found(tmp_path)
+    assert ClipVision.found(tmp_path)
+    ours = ClipVision(file, 5, 64)
     x = torch.from_numpy(PICTURE).permute(0, 3, 1, 2).float() / 255
     x = torch.nn.functional.interpolate(x, (28, 28), mode="bicubic")
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
     states = theirs((x - mean) / std, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(Sight(file)(PICTURE), states[-2], rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours(PICTURE), states[-2], rtol=0, atol=1e-4)
     for broken, words in (
-        ({"visual.pos_embedding": names["pos_embedding"]}, "lacks visual.patch_embedding.weight"),
-        ({f"visual.{n}": x * torch.nan for n, x in names.items()}, "NaN or infinity in visual."),
+        ({"pos_embedding": names["pos_embedding"]}, "its published names, got pos_embedding"),
+        ({n: x * torch.nan for n, x in names.items()}, "NaN or infinity in visual."),
+        ({n: x for n, x in names.items() if n != last}, f"lacks {last}:"),
+        (names | {last: torch.ones(3, 3)}, f"{last} is float32 [3, 3] and must be float32 [96, 64"),
+        (names | {last: names[last].int()}, f"{last} is int32 [96, 64] and must be float32"),
+        (names | {"patch_embedding.weight": torch.ones(())}, "under its published names"),
+        (names | {"pos_embedding": torch.ones(1, 6, 64)}, "pos_embedding is float32 [1, 6, 64]"),
     ):
-        write_tensors(file, broken)
-        refused(lambda: Sight(file)(PICTURE), CLIP, words)
+        write_tensors(file, {f"visual.{name}": x for name, x in broken.items()})
+        refused(lambda: ClipVision(file, 5, 64)(PICTURE), CLIP, words)
 
 
 def test_matrix_game_sees_a_picture_and_reads_no_prompt(tmp_path, monkeypatch):
@@ -504,7 +510,7 @@ def test_matrix_game_sees_a_picture_and_reads_no_prompt(tmp_path, monkeypatch):
     loaded = ts.load(name, tmp_path / "x.pt", dtype="float64")
     loaded.decoder = made.decoder
     refused(lambda: ts.open(loaded, "stock", first=PICTURE), "without CLIP", CLIP)
-    loaded.sight = made.sight
+    loaded.clip = made.clip
     assert torch.equal(*(walked(one, keys="wqe", first=PICTURE) for one in (loaded, made)))
     refused(
         lambda: dataclasses.replace(made.config, reach=2),

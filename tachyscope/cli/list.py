@@ -77,9 +77,9 @@ def _configured(name: str) -> dict[str, Any]:
     from tachyscope.models.registry import MODELS
     from tachyscope.models.vila_u.config import VilaConfig
     from tachyscope.models.vila_u.model import PARTS, VilaModel
+    from tachyscope.models.wan.clip_vision import BYTES as CLIP_BYTES
     from tachyscope.models.wan.config import WanConfig
     from tachyscope.models.wan.presets import PRESETS
-    from tachyscope.models.wan.sight import BYTES as CLIP_BYTES
     from tachyscope.models.wan.sizes import UMT5_BYTES
     from tachyscope.models.waypoint.config import WaypointConfig
     from tachyscope.weights import HERE

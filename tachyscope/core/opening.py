@@ -120,7 +120,7 @@ def open_request(
                     given = torch.cat([model.encode_frames(x) for x in video.pictures])
         image = seen = None
         if model.conditions:
-            given, image, seen = None, given, model.see(video.pictures)
+            given, image, seen = None, given, model.embed_images(video.pictures)
         known = 0 if given is None else given.shape[model.frame_dim]
         moves = parse_actions(request.first_actions, model.actions, model.pixel_frames(known))
         coming = None

@@ -190,8 +190,8 @@ class VideoModel(abc.ABC):
             return NoPrompt()
         raise self._lacks("join_prompts", "make a batch of videos with prompts")
 
-    def see(self, pictures: Sequence[np.ndarray]) -> Tensor | None:
-        """What cross-attention is given of first pictures, in models where it sees them."""
+    def embed_images(self, images: Sequence[np.ndarray]) -> Tensor | None:
+        """First images, one a video, as cross-attention reads them instead of a prompt."""
         return None
 
     def prefill_prompt(self, session: Session, prompt: Any) -> None:

@@ -170,7 +170,9 @@ def check_finite(module: nn.Module, where: str) -> None:
     weights = {name: x for name, x in held if x.is_floating_point() and x.numel()}
     if not weights:
         return
-    edges = torch.stack([torch.stack(x.aminmax()).double() for x in weights.values()])
+    # torch has no minimum of float8
+    wide = (x.float() if x.itemsize == 1 else x for x in weights.values())
+    edges = torch.stack([torch.stack(x.aminmax()).double() for x in wide])
     finite = edges.isfinite().all(1).tolist()
     if odd := [name for name, right in zip(weights, finite, strict=True) if not right]:
         raise TachyscopeError(
@@ -232,7 +234,7 @@ def _read_shards(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for name in sorted({str(value) for value in listed.values()}):
-        if Path(name).name != name or not name.endswith(SAFE + PICKLED):
+        if Path(name).name != name or not name.isprintable() or not name.endswith(SAFE + PICKLED):
             raise TachyscopeError(
                 f"{path} must list {', '.join(SAFE + PICKLED)} files beside it, got "
                 f"{shown(name)}: put them there and name them so"
@@ -328,4 +330,5 @@ def some(names: Iterable[str], shown: int = 3) -> str:
     """The first few names, and how many more there are."""
     every = list(names)
     more = f" and {len(every) - shown} more" if len(every) > shown else ""
-    return ", ".join(every[:shown]) + more
+    # a file may name its tensors as it likes, and an error is one line
+    return ", ".join(x if x.isprintable() else repr(x) for x in every[:shown]) + more

@@ -135,7 +135,8 @@ def checked(what: str, one: Entry, value: Any, advice: str) -> Any:
     right = numbers is value and within(one.length, len(numbers))
     if not right or any(fault(one.kind, one.bound, x) for x in numbers):
         many = one.length.high if one.length.low == one.length.high else one.length
-        _refuse(what, f"{many} whole numbers, each {one.bound}", value, advice)
+        numbers_of = "whole numbers" if one.kind is int else "numbers"
+        _refuse(what, f"{many} {numbers_of}, each {one.bound}", value, advice)
     return tuple(numbers)
 
 

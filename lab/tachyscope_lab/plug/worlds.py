@@ -28,12 +28,12 @@ from torch.nn import functional as F
 
 import tachyscope as ts
 from tachyscope.models.wan import keys
+from tachyscope.models.wan.clip_vision import encode
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.moves import PADS, tables
 from tachyscope.models.wan.plain_parts import Preview
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.random import random_wan
-from tachyscope.models.wan.sight import see
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.models.wan.vae_5b import MEAN, STD
@@ -391,7 +391,7 @@ def matrix(folder: Path, name: str) -> list[Compared]:
     mask = torch.zeros(1, 4, *beside.shape[2:])
     mask[:, :, 0] = 1
     cond = {
-        "cond_concat": torch.cat([mask, beside], 1), "visual_context": model.see([first]),
+        "cond_concat": torch.cat([mask, beside], 1), "visual_context": model.embed_images([first]),
         "keyboard_cond": keyboard[numbers][None].float(),
     } | ({"mouse_cond": mouse[numbers][None].float()} if pad.mouse else {})  # fmt: skip
     drawn = draws(model)
@@ -413,7 +413,7 @@ def _seen(clip: Any) -> Compared:
         activation="gelu",
     ).eval()  # fmt: skip
     x = torch.randn(2, 3, 28, 28)
-    return "CLIP's tokens", see(theirs.state_dict(), x), theirs(x, use_31_block=True)
+    return "CLIP's tokens", encode(theirs.state_dict(), x), theirs(x, use_31_block=True)
 
 
 WORLDS: dict[str, Callable[[Path, str], list[Compared]]] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.limits import Bound
 from tachyscope.models.atrium.world import ACTIONS as WALKER
+from tachyscope.models.checkpoint import some
 from tachyscope.models.config_schema import (
     ACTIONS,
     EPS,
@@ -235,10 +236,10 @@ class WanConfig(Config):
             first = ("text_embedding.0.weight", "img_emb.proj.1.weight")
             text = tensors[first[first[0] not in tensors]].shape[1]
             freq = tensors["time_embedding.0.weight"].shape[1]
-        except (KeyError, IndexError, ValueError):
+        except (KeyError, IndexError, ValueError, ZeroDivisionError):
             raise TachyscopeError(
                 f"{where} must hold a Wan model under its original names, "
-                f"got {', '.join(sorted(tensors)[:3]) or 'nothing'}: "
+                f"got {some(sorted(tensors)) or 'nothing'}: "
                 f"give a checkpoint with Wan's own names or diffusers'"
             ) from None
         if dim % 128 or "action_embedding.weight" in tensors:

@@ -28,14 +28,14 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
+from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
+from tachyscope.models.wan.clip_vision import ClipVision
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.lora import merge_lora
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.names import wan_names
 from tachyscope.models.wan.parts import Decoder, TextEncoder
 from tachyscope.models.wan.plain_parts import BytesText, Preview
-from tachyscope.models.wan.sight import PUBLISHED as SIGHT
-from tachyscope.models.wan.sight import Sight
 from tachyscope.models.wan.text import UMT5, PromptFile
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.transformer import WanCausal
@@ -46,6 +46,7 @@ WEIGHTS, SHARDED = "diffusion_pytorch_model.safetensors", "model.safetensors.ind
 INNER = ("transformer", "transformers")  # where a repository may have them a folder deeper
 # RoPE's angles, which some trainers save with the weights: Wan's name, and diffusers'
 ROPE_TABLES = ("freqs", "rope.freqs", "rope.freqs_cos", "rope.freqs_sin")
+ROPE_POSITIONS = 65_536  # at most, of such a table: published ones have 1,024
 # how a kind of part is read from a model's folder
 TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {
     "bytes": BytesText.read,
@@ -140,15 +141,15 @@ def load_wan(
         )
     name = preset or (path.resolve().name if path.is_dir() else path.stem)
     made = WanModel(name, model.eval(), text, shown)
-    if config.pad and Sight.found(beside):
-        made.sight = Sight(beside / SIGHT)
+    if config.pad and ClipVision.found(beside):
+        made.clip = ClipVision(beside / CLIP, config.text_len, config.text_dim)
     if made.context.decodes_in_loop and isinstance(shown, TinyDecoder):
         warn(
             f"{name} encodes its own pictures again, which a tiny decoder draws less exactly: "
             f"what it makes is then another video, not only shown otherwise"
         )
     for key, table in stored.items():
-        _pass_over(key, table, made, str(file))
+        _skip_rope_table(key, table, made, str(file))
     return made
 
 
@@ -201,19 +202,27 @@ def save_wan(made: WanModel, path: Path | str) -> None:
             part.write(path)
 
 
-def _pass_over(name: str, table: Tensor, model: WanModel, where: str) -> None:
-    """Note that RoPE's angles in a file are not read; refuse them where the model has others."""
-    if table.is_complex():
-        # Wan's own: the place along an axis, then channels by twos, each axis its share of them
-        rows = table.shape[0] if table.dim() else 0
-        places = torch.arange(rows, dtype=torch.float64)[:, None].expand(-1, 3)
-        cos, sin = model.rope(model.shape()).cos_sin(places, torch.float64)
-        angles = torch.complex(cos[:, ::2], sin[:, 1::2])
-        if table.shape != angles.shape or not torch.allclose(table.to(angles), angles, atol=1e-3):
-            raise TachyscopeError(
-                f"{where}: {name} must be the angles of a RoPE of 3 axes and theta 10000 over "
-                f"{model.config.head_dim} channels, it has others: give a model of Wan's RoPE"
-            )
+def _skip_rope_table(name: str, table: Tensor, model: WanModel, where: str) -> None:
+    """Warn that a stored RoPE table is not read; raise unless it is the model's own RoPE.
+
+    Wan's table [positions, D / 2] is complex; diffusers has cosines and sines [positions, D].
+    """
+    head, right = model.config.head_dim, False
+    if table.dim() == 2 and len(table) <= ROPE_POSITIONS and table.shape[1] in (head // 2, head):
+        positions = torch.arange(len(table), dtype=torch.float64)[:, None].expand(-1, 3)
+        cos, sin = model.rope(model.shape()).cos_sin(positions, torch.float64)
+        cos, sin = cos[:, ::2], sin[:, 1::2]
+        angles = sin if name.endswith("sin") else cos
+        if table.is_complex():
+            angles = torch.complex(cos, sin)
+        angles = angles.repeat_interleave(2 * table.shape[1] // head, 1)
+        close = 1e-2 if table.itemsize == 2 else 1e-3
+        right = torch.allclose(table.to(angles), angles, atol=close)
+    if not right:
+        raise TachyscopeError(
+            f"{where}: {name} must be the angles of a RoPE of 3 axes and theta 10000 over "
+            f"{head} channels, it has others: give a model of Wan's RoPE"
+        )
     warn(f"{where}: {name} is not read, RoPE's angles are computed")
 
 

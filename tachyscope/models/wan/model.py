@@ -19,8 +19,7 @@ from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.atrium import camera
 from tachyscope.models.atrium.world import ACTIONS
 from tachyscope.models.base import MemoryParts, Ready, VideoModel
-from tachyscope.models.wan import keys, steering
-from tachyscope.models.wan import sight as wan_sight
+from tachyscope.models.wan import clip_vision, keys, steering
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.fp8_gain import check_gain
@@ -78,7 +77,7 @@ class WanModel(VideoModel):
         if self.actions == keys.ACTIONS:
             self.chords = {action: both for action, both in keys.BOTH.items() if both}
         self.conditions = self.config.image != "frames"
-        self.sight: Callable[[np.ndarray], Tensor] | None = None  # what CLIP sees in a picture
+        self.clip: Callable[[np.ndarray], Tensor] | None = None  # the tokens of a first image
         # a pad's modules look back at each place: all its frames must be at hand
         self.splits_tokens = not self.config.pad
         self.stock = self.config.stock
@@ -241,16 +240,16 @@ class WanModel(VideoModel):
         return sum(one.macs(self.config.dim) for one in modules)
 
     @torch.no_grad()
-    def see(self, pictures: Sequence[np.ndarray]) -> Tensor | None:
-        if not self.config.pad or not pictures:
+    def embed_images(self, images: Sequence[np.ndarray]) -> Tensor | None:
+        if not self.config.pad or not images:
             return None
-        if self.sight is None:
+        if self.clip is None:
             raise TachyscopeError(
-                f"{self.name} was loaded without CLIP, which sees its first picture: put "
-                f"{wan_sight.PUBLISHED} beside its weights"
+                f"{self.name} was loaded without CLIP, which encodes its first image: put "
+                f"{clip_vision.PUBLISHED} beside its weights"
             )
-        seen = torch.cat([self.sight(picture) for picture in pictures])
-        return seen.to(self.device, self.dtype)
+        tokens = torch.cat([self.clip(image) for image in images])
+        return tokens.to(self.device, self.dtype)
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str) -> EncodedPrompt:

@@ -51,8 +51,8 @@ class BytesText:
         return context, len(rows)
 
 
-class Glance:
-    """A first picture as its means by patches, spread over as many tokens as CLIP's."""
+class ImageMeans:
+    """Stands in for CLIP: mean colours of runs of an image's pixels, projected to its width."""
 
     def __init__(self, config: WanConfig) -> None:
         generator = torch.Generator().manual_seed(0)

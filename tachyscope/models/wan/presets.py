@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from tachyscope.core.errors import TachyscopeError
+from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
+from tachyscope.models.wan.clip_vision import TOKENS, WIDTH, ClipVisionSize
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Alone, Kept, Recache, Restart, Rolling
 from tachyscope.models.wan.download import TOKENIZER, HubFiles
@@ -17,8 +19,6 @@ from tachyscope.models.wan.loading import load_wan
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.moves import PADS
 from tachyscope.models.wan.random import random_wan
-from tachyscope.models.wan.sight import PUBLISHED as SIGHT
-from tachyscope.models.wan.sight import TOKENS, WIDTH, SightSize
 from tachyscope.models.wan.sizes import Umt5Size, VaeSize
 from tachyscope.models.wan.text import PUBLISHED as UMT5
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
@@ -61,7 +61,7 @@ LINGBOT = WanConfig(
 )
 
 MATRIX_GAME = "Skywork/Matrix-Game-2.0"
-MATRIX_PARTS: dict[str, Any] = {"wan": MATRIX_GAME, "parts": (VAE, SIGHT)}
+MATRIX_PARTS: dict[str, Any] = {"wan": MATRIX_GAME, "parts": (VAE, CLIP)}
 MATRIX = WanConfig(
     text_dim=WIDTH,
     text_len=TOKENS,
@@ -252,7 +252,7 @@ def sized_wan(name: str, dtype: torch.dtype, decoder: Path | str | None = None) 
     with torch.device("meta"):
         transformer = WanCausal(config).cast(dtype)
         vae = VaeSize(config.in_channels, dtype)
-    text: Any = SightSize() if config.pad else Umt5Size()
+    text: Any = ClipVisionSize() if config.pad else Umt5Size()
     if decoder is None:
         return WanModel(name, transformer, text, vae)
     tiny = TinyDecoder.read(decoder, config, dtype=dtype)

@@ -7,7 +7,7 @@ import torch
 from tachyscope.models.checkpoint import allocate
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.plain_parts import BytesText, Glance, Preview
+from tachyscope.models.wan.plain_parts import BytesText, ImageMeans, Preview
 from tachyscope.models.wan.transformer import WanCausal
 
 
@@ -46,5 +46,5 @@ def random_wan(
     text, decoder = BytesText.seeded(config, seed), Preview.seeded(config, seed)
     made = WanModel(name, model.eval(), None if config.pad else text, decoder)
     if config.pad:
-        made.sight = Glance(config)
+        made.clip = ImageMeans(config)
     return made

@@ -20,6 +20,7 @@ from tachyscope.models.checkpoint import (
     matched,
     read_json,
     read_tensors,
+    some,
     write_json,
     write_tensors,
 )
@@ -193,7 +194,7 @@ def read_prompt(file: Path, config: WanConfig) -> tuple[Tensor, int]:
     """A file's embedded prompt [1, text_len, text_dim], and its length."""
     tensors = read_tensors(file)
     context = tensors.get("context", torch.empty(0))
-    plain = context.layout == torch.strided and context.is_floating_point()
+    plain = context.is_floating_point() and context.itemsize > 1  # torch computes little in float8
     shape = context.shape if context.dim() == 3 else (1, *context.shape)
     tokens, width = shape[1:] if plain and len(shape) == 3 and shape[0] == 1 else (0, 0)
     if not 0 < tokens <= config.text_len or width != config.text_dim:
@@ -257,7 +258,7 @@ def settings_of(tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
     except (KeyError, IndexError, ValueError):
         raise TachyscopeError(
             f"{where} must hold UMT5's encoder under Wan's names, "
-            f"got {', '.join(sorted(tensors)[:3]) or 'nothing'}: give the published {PUBLISHED}"
+            f"got {some(sorted(tensors)) or 'nothing'}: give the published {PUBLISHED}"
         ) from None
     blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
     return {

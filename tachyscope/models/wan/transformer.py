@@ -13,10 +13,10 @@ from tachyscope.core.exchange import Exchange
 from tachyscope.core.types import Mlp
 from tachyscope.models.wan import camera_rays, moves
 from tachyscope.models.wan.camera_rays import Injected
+from tachyscope.models.wan.clip_vision import ImageEmbedding
 from tachyscope.models.wan.key_adapter import KeyAdapter
 from tachyscope.models.wan.moves import ActionModule
 from tachyscope.models.wan.parts import Controls
-from tachyscope.models.wan.sight import Tokens
 from tachyscope.models.wan.stages import (
     EAGER,
     Stages,
@@ -233,7 +233,7 @@ class WanCausal(nn.Module):
         channels = config.in_channels + config.condition_channels
         self.patch_embedding = nn.Conv3d(channels, dim, config.patch, config.patch)
         if config.pad:
-            self.img_emb = Tokens(config.text_dim, dim)
+            self.img_emb = ImageEmbedding(config.text_dim, dim)
         else:
             self.text_embedding = nn.Sequential(
                 nn.Linear(config.text_dim, dim), nn.GELU("tanh"), nn.Linear(dim, dim)

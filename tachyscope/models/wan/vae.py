@@ -21,6 +21,7 @@ from tachyscope.models.checkpoint import (
     matched,
     read_json,
     read_tensors,
+    some,
     write_json,
     write_tensors,
 )
@@ -114,7 +115,7 @@ class WanVae(Decoder):
             if not cls.known(tensors):
                 raise TachyscopeError(
                     f"{file} must hold Wan's VAE under its original names, got "
-                    f"{', '.join(sorted(tensors)[:3]) or 'nothing'}: give the published "
+                    f"{some(sorted(tensors)) or 'nothing'}: give the published "
                     f"{PUBLISHED} or {PUBLISHED_5B}, or a diffusers folder"
                 )
             if vae_5b.known(tensors):

@@ -40,7 +40,8 @@ def load_waypoint(
 ) -> WaypointModel:
     """The model in a folder with config.yaml, or `random`, or `download`.
 
-    The decoder is the file `decoder`, or the published one beside the weights.
+    `decoder` is a tiny decoder's file or its folder; by default the published one beside the
+    weights, if there is one.
     """
     if str(weights) == "random":
         made = random_waypoint(WaypointConfig(), device=device, dtype=dtype, name="waypoint")
@@ -61,8 +62,13 @@ def load_waypoint(
         model = Waypoint(config).to(dtype)
     model = allocate(model, device, where)
     fit(model, tensors, where)
-    named = [parts or folder, folder] if decoder is None else [Path(decoder)]
-    shown = TinyAutoencoder.find(named, config, device, dtype)
+    places = [parts or folder, folder] if decoder is None else [Path(decoder)]
+    shown = TinyAutoencoder.find(places, config, device, dtype)
+    if shown is None and decoder is not None:
+        raise TachyscopeError(
+            f"`decoder` must be a file or a folder with {' or '.join(FILES)}, {decoder} has none: "
+            f"leave it out to make latents alone"
+        )
     made = WaypointModel("waypoint", model.eval().requires_grad_(False), shown)
     made.revisions = revisions
     return made
