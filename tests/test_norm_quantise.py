@@ -72,6 +72,13 @@ def test_gelu_and_codes(given, backend):
 
 
 @BACKENDS
+def test_a_sum_of_a_tensor_with_itself_is_added(given, backend):
+    x, *_, gate = given
+    got, want = backend.add_gated(x, x, gate), add_reference(x, x, gate)
+    torch.testing.assert_close(got, want.float())
+
+
+@BACKENDS
 def test_norm_modulation_and_codes(given, backend):
     x, _, shift, scale, _ = given
     want = norm_reference(x, shift, scale, EPS)

@@ -48,13 +48,13 @@ def _rows(
     codes: bool = True,
     plus_one: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y · gate, and what is made of it: its norm or its GELU, and that as codes and scales.
+    """x + y · gate [B, S, W]; its norm, its GELU or itself; the scales of that if it is codes.
 
-    What is not made is x.
+    A result that nobody needs is x.
     """
     x = x.contiguous()
-    width, rows = x.shape[-1], x.shape[:-1].numel()
-    total = x if y is None else torch.empty_like(x)
+    adds, width, rows = y is not None, x.shape[-1], x.shape[:-1].numel()
+    total = torch.empty_like(x) if adds else x
     y = x if y is None else y.contiguous()
     made, steps = x, x
     if codes:
@@ -62,36 +62,35 @@ def _rows(
         steps = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     elif shift is not None:
         made = torch.empty_like(x)
-    frames = [torch.empty(0) if one is None else one for one in (gate, shift, scale)]
-    of = x.shape[1] if x.dim() == 3 else rows  # rows of a batch
-    args: list[object] = []
-    for one in frames:
-        if one.numel() == 0:
-            args += [x, 0, 0, 1]
+    batch_rows = x.shape[1] if x.dim() == 3 else rows
+    frames: list[object] = []  # of each modulation: its strides, and the rows that share a frame's
+    for one in (gate, shift, scale):
+        if one is None:
+            frames += [x, 0, 0, 1]
         else:
             assert one.stride(2) == 1
-            args += [one, one.stride(0), one.stride(1), of // one.shape[1]]
+            frames += [one, one.stride(0), one.stride(1), batch_rows // one.shape[1]]
     block = triton.next_power_of_2(width)
     launch(
         _row, (rows,),
-        x, y, total, made, steps, *args, of, width, eps,
-        ADD=y is not x, GATED=gate is not None, NORM=shift is not None, PLUS_ONE=plus_one,
+        x, y, total, made, steps, *frames, batch_rows, width, eps,
+        ADD=adds, GATED=gate is not None, NORM=shift is not None, PLUS_ONE=plus_one,
         GELU=gelu, CODES=codes, MOST=LARGEST, LEAST=LEAST, N=block,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return total, made, steps
 
 
-@triton.jit(do_not_specialize=["g_rows", "h_rows", "c_rows", "of", "eps"])
+@triton.jit(do_not_specialize=["g_rows", "h_rows", "c_rows", "batch_rows", "eps"])
 def _row(
     x, y, total, made, steps, gate, g_b, g_f, g_rows, shift, h_b, h_f, h_rows, scale, c_b, c_f,
-    c_rows, of, width, eps,
+    c_rows, batch_rows, width, eps,
     ADD: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     GELU: tl.constexpr, CODES: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    b, at = row // of, row % of
+    b, at = row // batch_rows, row % batch_rows
     i = tl.arange(0, N)
     inside = i < width
     place = row.to(tl.int64) * width + i
