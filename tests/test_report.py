@@ -91,8 +91,15 @@ def strip(text):
 
 
 def test_a_report_says_what_was_run_on_what(tmp_path):
-    text = report(tmp_path, lead="fast is fast", aa={"low": 0.97, "high": 1.04})
+    lead = "fast is fast\nand small"
+    text = report(
+        tmp_path, lead=lead, aa={"low": 0.97, "high": 1.04}, speed=3.27, video=b"ftypmp42"
+    )
     page = Page(text)
+    assert "by each run's own clock, 3.27 times as fast" in page.said("h2")
+    # what matters most stands first, in large letters; each sentence is a paragraph
+    assert text.index('class="tiles"') < text.index('<p class="lead">fast is fast</p>')
+    assert '<p class="lead">and small</p>' in text
     said = page.said("dd")
     for words in ("toy", "2025-01-02", f"python {versions()['python']}", machine()["cpu"]):
         assert words in said

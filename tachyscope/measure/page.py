@@ -16,7 +16,12 @@ def html_page(title: str, lead: str, sections: Sequence[str]) -> str:
     """The whole file; title and lead are text, sections HTML."""
     text = (Path(__file__).parent / "templates" / "report.html").read_text()
     body = "\n".join(sections)
-    return Template(text).substitute(title=escape(title), lead=escape(lead), body=body)
+    return Template(text).substitute(title=escape(title), lead=html_text(lead), body=body)
+
+
+def html_text(text: str) -> str:
+    """A paragraph for each line of a text."""
+    return "\n".join(f'<p class="lead">{escape(line)}</p>' for line in text.splitlines())
 
 
 def html_section(heading: str, *parts: str) -> str:

@@ -19,6 +19,7 @@ from tachyscope.measure.page import (
     html_page,
     html_section,
     html_table,
+    html_text,
     html_video,
 )
 from tachyscope.measure.runs import Line, Run, decibels, number, percent, sums, times
@@ -39,20 +40,24 @@ def write_report(
     """Write the report of some runs, the baseline first, as one self-contained HTML file.
 
     `results` is their results document: its `aa` is the range of the baseline's speed against
-    itself, its `lead` the verdict in a few sentences. `video` is a whole mp4.
+    itself, its `lead` the verdict in a few sentences, its `speed` how much faster than it happened
+    the video shows the runs. `video` is a whole mp4.
     """
     aa = results.get("aa")
     noise = None if aa is None else (aa["low"], aa["high"])
     names = ", ".join(run.name for run in runs)
     shown = "" if video is None else html_video(video, f"{names}, side by side")
+    speed = results.get("speed", 1.0)
+    clock = "by each run's own clock" + (f", {number(speed)} times as fast" if speed > 1 else "")
     body = [
         _tiles(runs),
-        shown and html_section("Side by side, by each run's own clock", shown),
+        shown and html_section(f"Side by side, {clock}", shown),
+        results["lead"] and html_section("In words", html_text(results["lead"])),
         _numbers(runs, noise),
         _plots(runs),
         _facts(model, results, runs),
     ]
-    return write_atomically(path, html_page(title, results["lead"], body))
+    return write_atomically(path, html_page(title, "", body))
 
 
 def _tiles(runs: Sequence[Run]) -> str:
