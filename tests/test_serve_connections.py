@@ -15,7 +15,7 @@ from plain_clients import answer, head, play, raw
 from serving import make_engine, running, tiny
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from tachyscope.serve.http import Calm
+from tachyscope.serve.http import DRAIN_BYTES, DRAIN_S, Calm
 from tachyscope.serve.scratch import Scratch
 
 
@@ -152,6 +152,26 @@ def test_an_opening_of_a_websocket_that_cannot_be_read_is_answered(engine, more)
     with running(engine) as url, raw(url) as plain:
         plain.sendall(head("GET /v1/sessions", *UPGRADE, *more))
         assert answer(plain).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(("piece", "pause"), [(2**20, 0.0), (1, 0.05)], ids=["fast", "slow"])
+def test_what_follows_a_message_that_is_too_long_is_read_within_bounds(engine, piece, pause):
+    with running(engine) as url, raw(url) as plain:
+        plain.sendall(head("GET /v1/sessions", *UPGRADE))
+        assert plain.recv(65_536).startswith(b"HTTP/1.1 101")
+        plain.sendall(b"\x81\xff" + (2**40).to_bytes(8, "big") + bytes(4))
+        told, sent, begun = b"", 0, time.monotonic()
+        while said := plain.recv(65_536):
+            told += said
+        assert int.from_bytes(told[2:4], "big") == 1009  # and the server sends no more
+        plain.settimeout(30)
+        with pytest.raises(ConnectionError):
+            while True:
+                sent += plain.send(bytes(piece))
+                time.sleep(pause)
+        assert sent < DRAIN_BYTES + 2**24  # and what the system holds of it
+        if pause:
+            assert time.monotonic() - begun > 0.9 * DRAIN_S
 
 
 def test_folders_of_servers_that_were_killed_are_cleared_away(tmp_path, monkeypatch):

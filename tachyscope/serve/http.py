@@ -9,8 +9,13 @@ from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from tachyscope.serve.limits import Limits
+
+# what is read and dropped of a client after a message that cannot be taken
+DRAIN_BYTES = 2**24
+DRAIN_S = 2.0
 
 
 class Connections:
@@ -117,6 +122,37 @@ class HttpProtocol(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """A WebSocket whose client can read why it is closed while it still sends.
+
+    A socket that is closed with unread data resets the connection, and the client then sees 1006 in
+    place of the close frame's code. So the close frame is followed by the end of what this side
+    sends, and what the client sends is dropped until it closes too, within the bounds above.
+    """
+
+    _drained: int | None = None  # bytes, once the close frame is sent
+
+    def data_received(self, data: bytes) -> None:
+        if self._drained is None:
+            super().data_received(data)
+            return
+        self._drained += len(data)
+        if self._drained > DRAIN_BYTES:
+            self.transport.abort()
+
+    def handle_parser_exception(self) -> None:
+        close = self.conn.close_sent
+        assert close is not None
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": close.code, "reason": close.reason}
+        )
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.write_eof()
+        self.close_sent, self._drained = True, 0
+        self.transport.resume_reading()  # which waits while a message before is in the queue
+        self.close_timer = self.loop.call_later(DRAIN_S, self.transport.abort)
 
 
 def protocol_class(limits: Limits) -> type[asyncio.Protocol]:

@@ -17,7 +17,7 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
 from tachyscope.serve.app import make_app
 from tachyscope.serve.engine import SNAPSHOT_CHUNKS, make_engine
-from tachyscope.serve.http import calm_logs, protocol_class
+from tachyscope.serve.http import WebSocketProtocol, calm_logs, protocol_class
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.scratch import Scratch
 from tachyscope.serve.security import LOCAL, Guard
@@ -93,7 +93,7 @@ def uvicorn_config(app: Starlette, limits: Limits, **changes: Any) -> uvicorn.Co
     calm_logs()
     options: dict[str, Any] = {
         "http": protocol_class(limits),
-        "ws": "websockets-sansio",
+        "ws": WebSocketProtocol,
         "log_level": "warning",
         "backlog": BACKLOG,
         # beyond what `Connections` admits, which makes room where it is full
