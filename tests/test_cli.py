@@ -660,7 +660,8 @@ def test_doctor_makes_a_video_of_every_model_it_has(capsys):
     found = last_line(capsys)
     checks = {row["check"]: row for row in found["rows"]}
     assert list(checks) == [
-        "cuda", "triton", "diffusers", "transformers", "compiled programs", "libx264", "rollout",
+        "cuda", "C++ compiler", "triton", "diffusers", "transformers", "compiled programs",
+        "libx264", "rollout",
     ]  # fmt: skip
     assert checks["rollout"]["ok"] and checks["libx264"]["ok"]
     assert checks["rollout"]["found"] == (
@@ -674,9 +675,11 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
 
     monkeypatch.setattr("tachyscope.cli.doctor._try_codec", broken)
     monkeypatch.setattr("tachyscope.cli.doctor._try_rollouts", lambda: "made some")
+    monkeypatch.setattr("tachyscope.decode.cpu_library.find_compiler", lambda: None)
     assert main(["doctor"]) == 2
     said = capsys.readouterr()
     assert "OSError: no such codec" in said.out
+    assert re.search(r"C\+\+ compiler +no +not found: token models run without", said.out)
     assert said.err == "tachyscope: this machine cannot serve: libx264 failed, see above\n"
 
 

@@ -35,6 +35,7 @@ def examine() -> list[dict[str, Any]]:
     """What this machine has, and whether it can make and write a video."""
     import torch
 
+    from tachyscope.decode.cpu_library import find_compiler
     from tachyscope.io.programs import user_folder
 
     rows = []
@@ -44,6 +45,9 @@ def examine() -> list[dict[str, Any]]:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device is usable"
     note("cuda", False, torch.cuda.is_available(), gpu)
+    compiler = find_compiler()
+    without = "not found: token models run without their native program on a CPU"
+    note("C++ compiler", False, compiler is not None, compiler or without)
     for package in ("triton", "diffusers", "transformers"):
         try:
             note(package, False, True, metadata.version(package))

@@ -62,7 +62,7 @@ MAX_ROWS = read_enum(TEXT, "Limit")["MAX_ROWS"]  # of a step's batch
 
 def can_compile(dtype: torch.dtype) -> bool:
     """Whether a step can be compiled here for activations of a dtype."""
-    return dtype == torch.float32 and _compiler() is not None
+    return dtype == torch.float32 and find_compiler() is not None
 
 
 def compile_step(dtype: torch.dtype) -> None:
@@ -75,14 +75,15 @@ def compile_step(dtype: torch.dtype) -> None:
     library()
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """The command of a C++ compiler: $CXX, or one on the path."""
     return os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
 
 
 @functools.cache
 def library() -> Any:
     """The built program; it is built where no process of this machine has done so."""
-    folder, compiler = user_folder(), _compiler()
+    folder, compiler = user_folder(), find_compiler()
     if compiler is None or folder is None:
         lacks = "a C++ compiler" if compiler is None else "a cache folder that can be written"
         raise TachyscopeError(
