@@ -1,8 +1,10 @@
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from faults import refused
 from streams import CHUNKS, TOKENS, assert_same, play, play_prompt, session
 
 from tachyscope.attention.ann import Ann
@@ -11,6 +13,7 @@ from tachyscope.attention.dense import DenseText
 from tachyscope.attention.pads import Pads
 from tachyscope.attention.window import WindowAttention
 from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.kv_allocation import slots_for
 from tachyscope.core.plan import Plan
 from tachyscope.core.work import Work
 from tachyscope.kernels.attention.reference import attention_reference
@@ -74,9 +77,9 @@ def test_pairs_not_read_are_pairs_not_scored(attention, kind, monkeypatch):
 def test_read_is_a_share_of_past_blocks_and_the_present_is_always_read():
     ctx = session(CHUNKS, "attention=ann:read=0.5,block=3,tile=12,sink=1,newest=1")
     play(ctx, 10)
-    past = ctx.past  # 120 entries, 40 blocks
+    past = ctx.memory.past  # 120 entries, 40 blocks
     ctx.meter.take()
-    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
+    ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, 2), 0, 3, (1.0, 1.0))
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
     ctx.attend(0, q, q[:, :2], q[:, :2])
     assert ctx.meter.take()["pairs"] == 4 * 12 * (past // 2 + 12)
@@ -86,7 +89,7 @@ def test_while_a_bounded_cache_fills_a_share_of_it_is_most_of_the_past():
     ctx = session(CHUNKS, "cache=window:budget=14f attention=ann:read=0.5,block=2,tile=2")
     read, tokens = [], CHUNKS.max_pass_tokens
     for _ in range(9):
-        past = ctx.past
+        past = ctx.memory.past
         play(ctx, 1)
         pairs = ctx.meter.take()["pairs"] / (CHUNKS.passes * CHUNKS.layers * CHUNKS.heads * tokens)
         read.append((past, pairs - tokens))
@@ -101,11 +104,11 @@ def test_k_makes_the_cost_independent_of_context():
     for chunks in (6, 12):
         play(ctx, chunks)
         ctx.meter.take()
-        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
+        ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, 2), 0, 3, (1.0, 1.0))
         q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
         ctx.attend(0, q, q[:, :2], q[:, :2])
         costs.append(ctx.meter.take()["pairs"])
-        ctx.now = 0
+        ctx.memory.now = 0
     assert costs[0] == costs[1] == 4 * 12 * (24 + 12)
 
 
@@ -116,14 +119,14 @@ def test_the_nearest_entries_are_the_ones_read(hash):
         CHUNKS, f"attention=ann:read=0.1,block=1,tile=1,sink=0,newest=0,hash={hash},bits=256"
     )
     play(ctx, 10, drift=1.0)
-    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
-    here, (cos, sin) = ctx.layers[0], ctx.present.cos_sin
+    ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, 2), 0, 3, (1.0, 1.0))
+    here, (cos, sin) = ctx.memory.layers[0], ctx.present.cos_sin
     # unrotated queries that, once rotated, point at entry 33
     q = ctx.rope.apply(8 * here.k[:, :, 33:34].expand(-1, -1, 12, -1), cos, -sin)
     q = q.repeat_interleave(2, 1)
     small = torch.zeros(1, 2, 12, 12, dtype=torch.float64)
     got = ctx.attend(0, q, small, small)
-    used = slice(0, ctx.past + 12)
+    used = slice(0, ctx.memory.past + 12)
     want = attention_reference(ctx.rope.apply(q, cos, sin), here.k[:, :, used], here.v[:, :, used])
     torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
 
@@ -133,13 +136,15 @@ def test_blocks_of_one_entry_are_chosen_by_their_keys_themselves():
     ctx = session(CHUNKS, "attention=ann:k=24,block=1,tile=1,sink=0,newest=0,hash=int8")
     rng = torch.Generator().manual_seed(2)
     play(ctx, 10)
-    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 0, 3, (1.0, 1.0))
+    ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, 2), 0, 3, (1.0, 1.0))
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
     got = ctx.attend(0, q, q[:, :2], q[:, :2])
-    here, turned = ctx.layers[0], ctx.rope.apply(q, *ctx.present.cos_sin)
-    keys, values = (x[:, :, : ctx.past + 12].repeat_interleave(2, 1) for x in (here.k, here.v))
-    best = (turned @ keys[:, :, : ctx.past].mT).topk(24).indices  # [1, 4, 12, 24]
-    own = torch.arange(ctx.past, ctx.past + 12).expand(1, 4, 12, 12)
+    here, turned = ctx.memory.layers[0], ctx.rope.apply(q, *ctx.present.cos_sin)
+    keys, values = (
+        x[:, :, : ctx.memory.past + 12].repeat_interleave(2, 1) for x in (here.k, here.v)
+    )
+    best = (turned @ keys[:, :, : ctx.memory.past].mT).topk(24).indices  # [1, 4, 12, 24]
+    own = torch.arange(ctx.memory.past, ctx.memory.past + 12).expand(1, 4, 12, 12)
     ids = torch.cat([best, own], -1)
     for head in range(4):
         for i in range(12):
@@ -158,18 +163,18 @@ def test_the_choice_is_made_once_a_chunk():
     maps = []
     rng = torch.Generator().manual_seed(1)
     for step in range(3):
-        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), step, 3, (1.0, 1.0))
+        ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, 2), step, 3, (1.0, 1.0))
         q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
         ctx.attend(0, q, q[:, :2], q[:, :2])
-        maps.append(ctx.layers[0].own["attention"]["map"].clone())
+        maps.append(ctx.memory.layers[0].own["attention"]["map"].clone())
     assert torch.equal(maps[0], maps[1]) and torch.equal(maps[0], maps[2])
     ctx.commit()
     # a given chunk has its clean pass alone, and reads everything: the video rests on it
-    ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), 2, 3, (0.0, 0.0))
+    ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, 2), 2, 3, (0.0, 0.0))
     ctx.meter.take()
     q = torch.randn(1, 4, 12, 12, dtype=torch.float64, generator=rng)
     ctx.attend(0, q, q[:, :2], q[:, :2])
-    assert ctx.meter.take()["pairs"] == 4 * 12 * (ctx.past + 12)
+    assert ctx.meter.take()["pairs"] == 4 * 12 * (ctx.memory.past + 12)
 
 
 def test_guard_rails_keep_first_passes_and_layers_dense():
@@ -179,13 +184,13 @@ def test_guard_rails_keep_first_passes_and_layers_dense():
     play(ctx, 6)
     counted = {}
     for step in range(3):
-        ctx.begin(CHUNKS.positions(ctx.latent_frame, 2), step, 3, (1.0, 1.0))
+        ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, 2), step, 3, (1.0, 1.0))
         for layer in range(2):
             ctx.meter.take()
             q = torch.randn(1, 4, 12, 12, dtype=torch.float64)
             ctx.attend(layer, q, q[:, :2], q[:, :2])
             counted[step, layer] = ctx.meter.take()["pairs"]
-    dense = 4 * 12 * (ctx.past + 12)
+    dense = 4 * 12 * (ctx.memory.past + 12)
     assert [key for key, pairs in counted.items() if pairs == dense] == [
         (0, 0),
         (0, 1),
@@ -197,14 +202,14 @@ def test_guard_rails_keep_first_passes_and_layers_dense():
 def test_token_window_reads_the_first_live_entries_and_the_newest():
     ctx = session(TOKENS, "attention=window:tokens=4,sink=2")
     play(ctx, 3)
-    ctx.begin(TOKENS.positions(ctx.latent_frame, 1)[:1], 0, 1, (0.0,))
+    ctx.begin(TOKENS.positions(ctx.memory.latent_frame, 1)[:1], 0, 1, (0.0,))
     q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
     ctx.meter.take()
     got = ctx.attend(0, q, q[:, :2], q[:, :2])
     assert ctx.meter.take()["pairs"] == 2 * 4 * 6
-    here, end = ctx.layers[0], ctx.past + 1
+    here, end = ctx.memory.layers[0], ctx.memory.past + 1
     turned = ctx.rope.apply(q, *ctx.present.cos_sin)
-    for row, pads in enumerate(ctx.left_padding):
+    for row, pads in enumerate(ctx.memory.left_padding):
         ids = [pads, pads + 1, *range(end - 4, end)]
         want = attention_reference(
             turned[row : row + 1], here.k[row : row + 1, :, ids], here.v[row : row + 1, :, ids]
@@ -221,10 +226,10 @@ def test_every_row_of_a_token_window_has_its_own_reach():
         ctx.begin(TOKENS.positions(0, 1)[i : i + 1], 0, 1, (0.0,))
         q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
         got = ctx.attend(0, q, q[:, :2], q[:, :2])
-        here, end = ctx.layers[0], ctx.past + i + 1
+        here, end = ctx.memory.layers[0], ctx.memory.past + i + 1
         turned = ctx.rope.apply(q, *ctx.present.cos_sin)
         read = []
-        for row, pads in enumerate(ctx.left_padding):
+        for row, pads in enumerate(ctx.memory.left_padding):
             ids = sorted({*range(pads, min(pads + 2, end)), *range(max(pads, end - 4), end)})
             keys, values = (x[row : row + 1, :, ids] for x in (here.k, here.v))
             want = attention_reference(turned[row : row + 1], keys, values)
@@ -241,7 +246,7 @@ def test_a_frame_in_one_pass_reads_as_token_by_token(attention):
         play(ctx, 3)
         rng = torch.Generator().manual_seed(3)
         q, k, v = (torch.randn(2, h, 6, 12, generator=rng, dtype=torch.float64) for h in (4, 2, 2))
-        pos = TOKENS.positions(ctx.latent_frame, 1)
+        pos = TOKENS.positions(ctx.memory.latent_frame, 1)
         if whole:
             ctx.begin(pos, 0, 1, (0.0,))
             return ctx.attend(0, q, k, v)
@@ -332,6 +337,15 @@ def test_reading_less_than_sink_and_newest_is_refused(plan, message):
         session(CHUNKS, plan)
 
 
+@pytest.mark.parametrize("frames", [17, 21, 40])
+def test_the_share_that_a_refusal_names_is_not_refused(frames):
+    shape = replace(CHUNKS, grid=(30, 52), chunk=3, layers=1, kv_heads=1, heads=1)
+    plan = f"cache=window:budget={frames}f attention=ann:read=%s,block=1,tile=1"
+    message = refused(lambda: slots_for(Plan.parse(plan % 0.01), shape, (), None), "raise read to")
+    advised = re.search(r"raise read to ([\d.]+),", message).group(1)
+    assert slots_for(Plan.parse(plan % advised), shape, (), None) == frames * 1560
+
+
 def test_faulty_settings_are_refused():
     for kwargs, words in [
         ({}, "takes read or k"),
@@ -366,12 +380,12 @@ def test_blocks_and_tiles_are_parts_of_a_latent_frame():
 def test_weights_are_told_in_the_order_of_keys(cache, rng):
     ctx = session(CHUNKS, f"cache={cache} attention=ann:read=0.6,block=2,dense_layers=0.4")
     play(ctx, 6)
-    ctx.begin(CHUNKS.positions(ctx.latent_frame, CHUNKS.chunk), 0, 3, (1.0,) * CHUNKS.chunk)
+    ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, CHUNKS.chunk), 0, 3, (1.0,) * CHUNKS.chunk)
     q = torch.randn(1, CHUNKS.heads, 5, CHUNKS.head_dim, generator=rng, dtype=ctx.dtype)
-    for i, layer in enumerate(ctx.layers):
+    for i, layer in enumerate(ctx.memory.layers):
         moment, policy = ctx.layer_pass(i), ctx.plan.attention
         back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
-        policy.restore_order(moment._replace(layer=back), ctx.past)
+        policy.restore_order(moment._replace(layer=back), ctx.memory.past)
         assert torch.equal(back.k, layer.k) == (i == 0)  # the first layer reads everything
         seen = slice(0, moment.ctx.end)
         got = attention_reference(
@@ -388,19 +402,22 @@ def test_a_cache_that_appends_keeps_its_blocks(shape):
     """Behind what is indexed only new entries are ordered, and blocks describe what they hold."""
     ctx = session(shape, "attention=ann:read=0.5,block=2")
     play(ctx, 5)
-    policy, before = ctx.plan.attention, [layer.k[:, :, : ctx.past].clone() for layer in ctx.layers]
-    known = policy._between(shape, ctx.prompt, ctx.past).stop
+    policy, before = (
+        ctx.plan.attention,
+        [layer.k[:, :, : ctx.memory.past].clone() for layer in ctx.memory.layers],
+    )
+    known = policy._between(shape, ctx.memory.prompt, ctx.memory.past).stop
     play(ctx, 3)
-    for old, layer in zip(before, ctx.layers, strict=True):
+    for old, layer in zip(before, ctx.memory.layers, strict=True):
         assert torch.equal(layer.k[:, :, :known], old[:, :, :known])
         assert not torch.equal(layer.k[:, :, known : old.shape[2]], old[:, :, known:])
-        blocks = policy._cut(shape, ctx.prompt, ctx.past)
+        blocks = policy._cut(shape, ctx.memory.prompt, ctx.memory.past)
         noted = [layer.own["attention"][name].clone() for name in ("code", "scale", "weight")]
         for name in ("code", "scale", "weight"):
             layer.own["attention"][name].zero_()
         weights = layer.own["attention"]["log_count"][:, :, : blocks.all * blocks.size]
         codes = Codes(*(layer.own["attention"][name] for name in ("code", "scale", "weight")))
-        encode_blocks(layer.past(ctx.past), weights, blocks.size, codes)
+        encode_blocks(layer.past(ctx.memory.past), weights, blocks.size, codes)
         for name, want in zip(("code", "scale", "weight"), noted, strict=True):
             assert torch.equal(
                 layer.own["attention"][name][:, :, : blocks.all], want[:, :, : blocks.all]
@@ -425,14 +442,16 @@ def test_single_entries_are_chosen_by_their_own_mass(shape, cache):
     play(ctx, 8)
     rng = torch.Generator().manual_seed(1)
     tokens = 1 if shape.token_by_token else shape.max_pass_tokens
-    ctx.begin(shape.positions(ctx.latent_frame, shape.chunk)[:tokens], 0, 3, (1.0,) * shape.chunk)
+    ctx.begin(
+        shape.positions(ctx.memory.latent_frame, shape.chunk)[:tokens], 0, 3, (1.0,) * shape.chunk
+    )
     q = torch.randn(shape.batch, shape.heads, tokens, shape.head_dim, generator=rng)
     policy = ctx.plan.attention
-    for i, layer in enumerate(ctx.layers):
+    for i, layer in enumerate(ctx.memory.layers):
         moment = ctx.layer_pass(i)
-        keys = layer.k[:, :, : ctx.past].repeat_interleave(shape.heads // shape.kv_heads, 1)
-        weights = policy.log_weights(moment)[:, :, : ctx.past]
+        keys = layer.k[:, :, : ctx.memory.past].repeat_interleave(shape.heads // shape.kv_heads, 1)
+        weights = policy.log_weights(moment)[:, :, : ctx.memory.past]
         weights = weights.repeat_interleave(shape.heads // weights.shape[1], 1).clamp(min=-1e30)
         share = (q @ keys.mT / math.sqrt(shape.head_dim) + weights.unsqueeze(2)).softmax(-1)
-        mass = policy._mass(moment, q, ctx.past)
+        mass = policy._mass(moment, q, ctx.memory.past)
         torch.testing.assert_close(mass[:, :, 0], share.sum(2))

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import refused
 from streams import CHUNKS, TOKENS, Square, assert_same, draw, play, play_pass, play_prompt, session
 
 from tachyscope.core.errors import TachyscopeError
@@ -40,7 +41,7 @@ def test_rows_replayed_are_rows_the_mlp_never_saw(replay, kind):
     ctx, mlp = session(SHAPES[kind], f"replay={replay}"), Square()
     play(ctx, 8, mlp=mlp)
     row = ctx.meter.take()
-    prompt = ctx.prompt * ctx.shape.batch * ctx.shape.layers
+    prompt = ctx.memory.prompt * ctx.shape.batch * ctx.shape.layers
     assert row["rows_computed"] == mlp.rows + prompt  # the prompt's rows went to an MLP of its own
     assert row["rows_replayed"] > 0
     tokens = 8 * ctx.shape.max_pass_tokens * ctx.shape.passes * ctx.shape.batch * ctx.shape.layers
@@ -96,31 +97,31 @@ def test_the_score_is_the_attention_logit_with_the_place_one_frame_back(kind):
     shape = SHAPES[kind]
     ctx = session(shape, "replay=attentive:threshold=99")
     play(ctx, 3)
-    here, n = ctx.layers[0], shape.tokens_per_frame
+    here, n = ctx.memory.layers[0], shape.tokens_per_frame
     before = here.k[
-        :, :, ctx.past - n : ctx.past
+        :, :, ctx.memory.past - n : ctx.memory.past
     ].clone()  # rotated, from the last frame's last pass
     step = shape.passes - 1
     rng = torch.Generator().manual_seed(9)
     q, k, v, _ = draw(rng, shape, shape.max_pass_tokens)[0]
     if shape.token_by_token:
         q, k, v, before = (x[:, :, :1] for x in (q, k, v, before))
-    pos = shape.positions(ctx.latent_frame, shape.chunk)[: q.shape[2]]
+    pos = shape.positions(ctx.memory.latent_frame, shape.chunk)[: q.shape[2]]
     ctx.begin(pos, step, shape.passes, (0.0,) * shape.chunk)
     ctx.attend(0, q, k, v)
     turned = ctx.rope.apply(q, *ctx.present.cos_sin)
     want = temporal_score_reference(turned, before.repeat(1, 1, q.shape[2] // before.shape[2], 1))
-    torch.testing.assert_close(ctx.replay.scores[0], want)
+    torch.testing.assert_close(ctx.memory.replay.scores[0], want)
 
 
 def test_authors_mixes_an_unrotated_query_with_a_rotated_key():
     ctx = session(TOKENS, "replay=attentive:threshold=99,authors=true")
     play(ctx, 2)
-    before = ctx.layers[0].k[:, :, ctx.past - 6 : ctx.past - 5].clone()
-    ctx.begin(TOKENS.positions(ctx.latent_frame, 1)[:1], 0, 1, (0.0,))
+    before = ctx.memory.layers[0].k[:, :, ctx.memory.past - 6 : ctx.memory.past - 5].clone()
+    ctx.begin(TOKENS.positions(ctx.memory.latent_frame, 1)[:1], 0, 1, (0.0,))
     q = torch.randn(2, 4, 1, 12, dtype=torch.float64)
     ctx.attend(0, q, q[:, :2], q[:, :2])
-    torch.testing.assert_close(ctx.replay.scores[0], temporal_score_reference(q, before))
+    torch.testing.assert_close(ctx.memory.replay.scores[0], temporal_score_reference(q, before))
 
 
 def test_the_lowest_scores_are_computed():
@@ -145,7 +146,7 @@ def test_no_value_serves_longer_than_its_age(replay, kind):
         play_prompt(ctx, rng)
     base = draw(rng, shape, shape.max_pass_tokens)
     for _ in range(12):
-        pos = shape.positions(ctx.latent_frame, shape.chunk)
+        pos = shape.positions(ctx.memory.latent_frame, shape.chunk)
         layers = draw(rng, shape, shape.max_pass_tokens, drift=0.2, base=base)
         for step in range(shape.passes):
             if shape.token_by_token:
@@ -155,7 +156,9 @@ def test_no_value_serves_longer_than_its_age(replay, kind):
             else:
                 play_pass(ctx, layers, pos, step, shape.passes)
         ctx.commit()
-        oldest = max(oldest, *(int(layer.own["replay"]["age"].max()) for layer in ctx.layers))
+        oldest = max(
+            oldest, *(int(layer.own["replay"]["age"].max()) for layer in ctx.memory.layers)
+        )
     assert oldest == 3
 
 
@@ -165,7 +168,7 @@ def test_a_tied_pair_decides_together(cfg):
     play(ctx, 20, drift=1.0)
     together = all(
         torch.equal(layer.own["replay"]["age"][0, 0], layer.own["replay"]["age"][0, 1])
-        for layer in ctx.layers
+        for layer in ctx.memory.layers
     )
     assert together == (cfg == "tied")
 
@@ -186,7 +189,7 @@ def test_asking_for_replay_does_not_change_the_noise():
     [
         (lambda: Attentive(), "replay policy 'attentive' takes a share or a threshold, one of them: try attentive:share=0.5"),
         (lambda: Attentive(share=1.5), "replay policy 'attentive': share must be from 0 to 1, got 1.5"),
-        (lambda: Attentive(share=0.9, age=2), "replay policy 'attentive': share=0.9 cannot keep age=2, which needs every token computed once in 3 frames: lower share to 0.667 or raise age"),
+        (lambda: Attentive(share=0.9, age=2), "replay policy 'attentive': share=0.9 cannot keep age=2, which needs every token computed once in 3 frames: lower share to 0.666 or raise age"),
         (lambda: Attentive(threshold=0.0, age=-1), "replay policy 'attentive': age must be from 0 to 1,000,000, got -1"),
         (lambda: RandomReplay(share=-1), "replay policy 'random': share must be from 0 to 1, got -1"),
         (lambda: EveryKReplay(k=0), "replay policy 'every_k': k must be from 1 to 100,000,000, got 0"),
@@ -197,6 +200,12 @@ def test_faulty_settings_are_refused(make, message):
         make()
 
 
+@pytest.mark.parametrize("age", [1, 2, 5, 6])
+def test_the_share_that_a_refusal_names_is_not_refused(age):
+    message = refused(lambda: Attentive(share=0.99, age=age), "lower share to")
+    Attentive(share=float(re.search(r"lower share to ([\d.]+)", message).group(1)), age=age)
+
+
 @pytest.mark.parametrize("kind", SHAPES)
 def test_given_frames_are_computed_whole(kind):
     """A chunk that is only remembered: one clean pass, or a frame's tokens all at once."""
@@ -205,7 +214,7 @@ def test_given_frames_are_computed_whole(kind):
     play(ctx, 3)
     rng = torch.Generator().manual_seed(1)
     step = shape.passes - 1
-    pos = shape.positions(ctx.latent_frame, shape.chunk)
+    pos = shape.positions(ctx.memory.latent_frame, shape.chunk)
     play_pass(ctx, draw(rng, shape, shape.max_pass_tokens), pos, step, shape.passes, mlp)
     assert mlp.rows == shape.batch * shape.max_pass_tokens * shape.layers
 
@@ -216,11 +225,11 @@ def test_a_share_of_single_tokens_is_kept_after_given_frames():
     rng = torch.Generator().manual_seed(0)
     play_prompt(ctx, rng)
     for _ in range(4):
-        play_pass(ctx, draw(rng, TOKENS, 6), TOKENS.positions(ctx.latent_frame, 1), 0, 1)
+        play_pass(ctx, draw(rng, TOKENS, 6), TOKENS.positions(ctx.memory.latent_frame, 1), 0, 1)
         ctx.commit()
     ctx.meter.take()
     for _ in range(40):
-        layers, pos = draw(rng, TOKENS, 6), TOKENS.positions(ctx.latent_frame, 1)
+        layers, pos = draw(rng, TOKENS, 6), TOKENS.positions(ctx.memory.latent_frame, 1)
         for i in range(6):
             one = [[t.narrow(-2, i, 1) for t in part] for part in layers]
             play_pass(ctx, one, pos[i : i + 1], 0, 1)
