@@ -3,6 +3,7 @@ import re
 
 import pytest
 import torch
+from faults import refused
 from streams import CHUNKS, TOKENS, assert_same, play, session
 
 from tachyscope.cache.matching import vectors
@@ -275,6 +276,13 @@ def test_a_reindexed_window_equals_positions_counted_inside_it():
 def test_a_budget_below_what_is_protected_is_refused(cache, message):
     with pytest.raises(TachyscopeError, match=f"^{re.escape(message)}$"):
         session(CHUNKS, f"cache={cache}")
+
+
+def test_the_view_that_a_refusal_names_is_not_refused():
+    """In a token model the prompt takes entries of the view too."""
+    plan = "cache=window:budget=9f,positions=reindexed,view=%s"
+    message = refused(lambda: session(TOKENS, plan % "1f"), "less than")
+    session(TOKENS, plan % re.search(r"raise it to (\d+f)", message).group(1))
 
 
 def test_faulty_settings_are_refused():

@@ -93,14 +93,13 @@ class Window(CachePolicy, name="window"):
                 f"{shape.chunk}f, and a budget of whole chunks, got sink={self.sink}f, "
                 f"budget={self.budget}: change these"
             )
-        now = self.sink + shape.chunk + shape.rolling_frames
-        if (
-            self.view is not None
-            and self.view.entries(shape) < prompt + now * shape.tokens_per_frame
-        ):
+        now = shape.chunk + shape.rolling_frames
+        least = prompt + (self.sink + now) * shape.tokens_per_frame
+        if self.view is not None and self.view.entries(shape) < least:
+            frames = -(-least // shape.tokens_per_frame)
             raise TachyscopeError(
                 f"cache policy 'window': view={self.view} is less than the sink and the present "
-                f"chunk of {shape.chunk + shape.rolling_frames}f: raise it to {now}f or more"
+                f"chunk of {now}f: raise it to {frames}f or more"
             )
         return slots
 

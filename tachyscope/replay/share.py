@@ -15,9 +15,10 @@ from tachyscope.replay import Choice
 def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
     """How many of `tokens` a share leaves to compute; raises where the age limit needs more."""
     if age and share > age / (age + 1):
+        most = math.floor(1000 * age / (age + 1)) / 1000
         raise TachyscopeError(
             f"replay policy {policy!r}: share={share} cannot keep age={age}, which needs every "
-            f"token computed once in {age + 1} frames: lower share to {age / (age + 1):.3g} or "
+            f"token computed once in {age + 1} frames: lower share to {most:g} or "
             f"raise age"
         )
     due = math.ceil(tokens / (age + 1)) if age else 0
