@@ -58,9 +58,9 @@ def test_a_video_of_known_length_reserves_no_more_and_is_the_same():
     chunks = 30 // CHUNKS.chunk
     assert_same(play(known, chunks), play(unknown, chunks))
     mine, theirs = (x.memory.layers[0].bank for x in (known, unknown))
-    assert 2 * mine.layout.most == theirs.layout.most
+    assert 2 * mine.layout.capacity == theirs.layout.capacity
     assert all(2 * x.nbytes == theirs.host[name].nbytes for name, x in mine.host.items())
-    assert int(mine.tensors["used"]) <= mine.layout.most
+    assert int(mine.tensors["used"]) <= mine.layout.capacity
 
 
 def test_all_that_is_resident_is_read_as_by_lists_of_all_blocks(monkeypatch):
@@ -96,7 +96,7 @@ def test_where_all_is_read_a_block_is_a_part_of_a_latent_frame():
     for tokens, block in sizes.items():
         shape = dataclasses.replace(CHUNKS, grid=(1, tokens))
         layout = Ann(read=1).bank_layout(shape, 21 * tokens, 240 * tokens)
-        assert (layout.block, layout.whole) == (block, tokens != 1559)
+        assert (layout.block, layout.blocks_full) == (block, tokens != 1559)
     wan = dataclasses.replace(CHUNKS, grid=(30, 52))
     assert Ann(read=0.4).bank_layout(wan, 21 * 1560, 240 * 1560).block == 128  # as lists need it
 
@@ -104,7 +104,7 @@ def test_where_all_is_read_a_block_is_a_part_of_a_latent_frame():
 def _check_places(layer):
     bank, layout = layer.bank, layer.bank.layout
     own = bank.tensors
-    places = layer.k[:, :, layout.first : layout.first + layout.places * layout.block]
+    places = layer.k[:, :, layout.first : layout.first + layout.resident_slots * layout.block]
     held = own["log_count"][:, :, layout.first :]
     for b, h in torch.cartesian_prod(*map(torch.arange, own["block"].shape[:2])).tolist():
         there = own["block"][b, h].tolist()
@@ -143,17 +143,17 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
     layer = at.memory.layers[0]
     bank, layout = layer.bank, layer.bank.layout
     rng = torch.Generator().manual_seed(3)
-    tiles, read = 4, layout.sink + layout.open + 5
-    rows = layout.sink + layout.most + layout.open
+    tiles, read = 4, layout.sink + layout.newest_blocks + 5
+    rows = layout.index_rows
     mass = torch.rand(1, 2, tiles, rows, generator=rng)
     before = bank.tensors["block"].clone()
     wanted_before = bank.tensors["wanted"].clone()
     live = int(bank.tensors["used"])
-    mass[..., layout.sink + live : layout.sink + layout.most] = -1.0  # no entries
+    mass[..., layout.sink + live : layout.sink + layout.capacity] = -1.0  # no entries
     bank.choose(mass, layout.room, read, True, 3)
-    bank.settle()
+    bank.finish_choice()
     late = denied = fetched = 0
-    at_once = layout.places // AT_ONCE
+    at_once = layout.resident_slots // AT_ONCE
     for h in range(2):
         rest = mass[0, h, :, layout.sink : layout.sink + live]
         chosen = [set(row.topk(5).indices.tolist()) for row in rest]
@@ -165,7 +165,7 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
         weighed = {x: y * STAY if x in was else y for x, y in demand.items()}
         order = sorted(weighed, key=weighed.get, reverse=True)
         order += sorted(was - demand.keys(), key=lambda x: -float(wanted_before[0, h, x]))
-        resident = set(order[: layout.places])
+        resident = set(order[: layout.resident_slots])
         assert {x for x in bank.tensors["block"][0, h].tolist() if x >= 0} == resident
         fetched += len(resident - was)
         now = set([x for x in order if x in resident - was][:at_once])
@@ -200,24 +200,24 @@ def test_where_all_is_read_the_largest_summed_mass_is_resident_and_nothing_denie
     counted(at)
     layer = at.memory.layers[0]
     bank, layout = layer.bank, layer.bank.layout
-    tiles, rows = 4, layout.sink + layout.most + layout.open
+    tiles, rows = 4, layout.index_rows
     mass = torch.rand(1, 2, tiles, rows, generator=torch.Generator().manual_seed(3))
     live, before = int(bank.tensors["used"]), bank.tensors["block"].clone()
-    mass[..., layout.sink + live : layout.sink + layout.most] = -1.0  # no entries
+    mass[..., layout.sink + live : layout.sink + layout.capacity] = -1.0  # no entries
     bank.choose(mass, layout.room, None, True, 3)
-    bank.settle()
+    bank.finish_choice()
     fetched = late = 0
     for h in range(2):
         was = set(before[0, h].tolist())
         total = mass[0, h, :, layout.sink : layout.sink + live].sum(0).tolist()
         weighed = [x * STAY if i in was else x for i, x in enumerate(total)]
-        order = sorted(range(live), key=lambda i: -weighed[i])[: layout.places]
+        order = sorted(range(live), key=lambda i: -weighed[i])[: layout.resident_slots]
         assert set(bank.tensors["block"][0, h].tolist()) == set(order)
         comes = [x for x in order if x not in was]
         fetched += len(comes)
-        late += tiles * len(comes[layout.places // AT_ONCE :])
+        late += tiles * len(comes[layout.resident_slots // AT_ONCE :])
     row = counted(at)
-    assert row["blocks_wanted"] == 2 * tiles * layout.places * 3
+    assert row["blocks_wanted"] == 2 * tiles * layout.resident_slots * 3
     assert (row["blocks_late"], row["blocks_denied"], row["blocks_fetched"]) == (late, 0, fetched)
     assert fetched > 0
 
@@ -230,10 +230,10 @@ def test_a_past_that_is_just_full_has_no_stale_codes(resident):
         play(at, 1)
         for layer in at.memory.layers:
             own, layout = layer.bank.tensors, layer.bank.layout
-            sealed = own["weight"][:, :, layout.sink : layout.sink + layout.most]
+            sealed = own["weight"][:, :, layout.sink : layout.sink + layout.capacity]
             if at.memory.past == layout.room:
                 assert ((sealed > -1e29) == (own["length"] > 0)).all()
-                assert (own["weight"][:, :, layout.sink + layout.most :] > -1e29).all()
+                assert (own["weight"][:, :, layout.sink + layout.capacity :] > -1e29).all()
                 assert (own["block"] >= 0).all()
 
 
@@ -313,7 +313,7 @@ def test_what_leaves_a_full_bank_is_what_repeats():
             seen.append(at.memory.layers[0].k[:, :, at.memory.past : at.memory.past + 12].clone())
         at.commit()
     bank = at.memory.layers[0].bank
-    assert int(bank.tensors["used"]) == bank.layout.most
+    assert int(bank.tensors["used"]) == bank.layout.capacity
     assert (bank.tensors["alike"] != UNUSED).all()
     held = bank.host["k"].flatten(2, 3)
     kept = [

@@ -77,8 +77,8 @@ def test_places_hold_the_bytes_of_host_memory_and_stand_for_their_entries(plan):
     for layer in at.memory.layers:
         bank, own, layout = layer.bank, layer.bank.tensors, layer.bank.layout
         assert isinstance(bank, CodedBank)
-        assert layer.k.shape[2] == layer.slots - layout.places * layout.block
-        size = (layout.places, layout.block)
+        assert layer.k.shape[2] == layer.slots - layout.resident_slots * layout.block
+        size = (layout.resident_slots, layout.block)
         k, v = (own[f"places_{x}"].unflatten(2, size) for x in "kv")
         for b, h, place in torch.cartesian_prod(*map(torch.arange, k.shape[:3])).tolist():
             block = int(own["block"][b, h, place])
@@ -106,7 +106,7 @@ def test_codes_are_of_the_entries_that_were_sealed():
         values.append(now[1].clone())
         at.commit()
     bank, k, v = at.memory.layers[0].bank, torch.cat(keys, 2), torch.cat(values, 2)
-    first, n = bank.layout.first, bank.layout.resident(at.memory.past) * 2
+    first, n = bank.layout.first, bank.layout.resident_blocks(at.memory.past) * 2
     found = dequantise(bank._entries(), torch.float64)
     centre = bank.tensors["centre"].unsqueeze(2)
     assert (centre.squeeze(2) - k[:, :, first : first + 12].mean(2)).abs().max() < 1e-6
@@ -127,16 +127,16 @@ def test_a_first_pass_reads_the_scales_of_what_stands_there():
     bank = at.memory.layers[0].bank
     before = bank.tensors["places_scale"].clone()
     tiles = bank.work["count"].shape[2]
-    rows = bank.layout.sink + bank.layout.most + bank.layout.open
+    rows = bank.layout.index_rows
     mass = torch.rand(1, 4, tiles, rows, generator=torch.Generator().manual_seed(3))
-    mass[..., bank.layout.sink + int(bank.tensors["used"]) : -bank.layout.open] = -1.0
+    mass[..., bank.layout.sink + int(bank.tensors["used"]) : -bank.layout.newest_blocks] = -1.0
     bank.choose(mass, bank.layout.room, 12, True, 3)
     bank.fetch(at.memory.layers[0])
     now, later = (bank.work[name] >= 0 for name in ("now", "later"))
     assert now.any() and later.any()
     scale = bank.tensors["places_scale"]
     assert torch.equal(scale[~now], before[~now]) and not torch.equal(scale[now], before[now])
-    bank.fetch_later(at.memory.layers[0])
+    bank.prefetch(at.memory.layers[0])
     want = bank.tensors["block_scale"].gather(
         2, bank.tensors["block"].long().unsqueeze(-1).expand(-1, -1, -1, 2)
     )
@@ -168,7 +168,7 @@ def test_42_latent_frames_of_codes_take_about_the_bytes_of_21():
         plan = Plan.parse(f"fast {changes}", "chunks")
         slots = slots_for(plan, shape, (), 240)
         layer = empty_layer(plan, shape, slots, torch.bfloat16, torch.device("meta"), 240)
-        places = [x.nbytes for x in layer.bank.places]
+        places = [x.nbytes for x in layer.bank.resident_codes]
         host = sum(x.nbytes for x in layer.host_tensors().values())
         return layer.k.nbytes + layer.v.nbytes + sum(places), host
 

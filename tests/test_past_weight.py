@@ -113,7 +113,9 @@ def test_what_is_fetched_is_weighed_as_what_stayed():
     assert at.meter.take()["blocks_fetched"] > 0
     for layer in at.memory.layers:
         bank = layer.bank
-        held = bank.tensors["log_count"][:, :, bank._slots].unflatten(2, (-1, bank.layout.block))
+        held = bank.tensors["log_count"][:, :, bank._resident_span].unflatten(
+            2, (-1, bank.layout.block)
+        )
         length = bank.tensors["length"].gather(2, bank.tensors["block"].long())
         live = torch.arange(bank.layout.block) < length.unsqueeze(-1)
         assert torch.equal(held[live], torch.full_like(held[live], math.log(4.0)))

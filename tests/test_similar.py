@@ -69,7 +69,7 @@ def test_a_key_is_the_means_of_a_frames_parts_to_what_signs_lose():
     for first in range(0, 8, 2):
         layer.v[:, :, :128] = values[:, :, first * 64 : first * 64 + 128]
         here = SimpleNamespace(layer=layer, ctx=SimpleNamespace(past=0), mean_heads=alone)
-        layer.bank.note(here, 128)
+        layer.bank.make_keys(here, 128)
         found.append(layer.bank.now[0])
     keys = torch.cat(found)
     assert keys.shape == (8, 1024)

@@ -39,18 +39,18 @@ from tachyscope.store.bank import BlockBank
 from tachyscope.store.bank_layout import BankLayout
 from tachyscope.store.coded_bank import CodedBank
 
-# sign bits that order the past, so that a block's entries are alike
+# hash bits that order the past, so that the keys of a block are similar
 BUCKET_BITS = 8
-# what a tile is of a latent frame unless asked for: on Atrium tiles of 8 lose 1 dB where 64 lose 10
+# a default tile is 1/TILE_SHARE of a latent frame: on Atrium tiles of 8 lose 1 dB where 64 lose 10
 TILE_SHARE = 8
 
 
 class Blocks(NamedTuple):
-    """How a past is cut up: so many blocks of slots in a row, the last of them maybe a part."""
+    """The blocks of consecutive slots that a past is divided into; the last may be partial."""
 
     all: int
-    head: int  # the first ones, that hold the prompt or the sink
-    tail: int  # the last ones, that hold the newest
+    head: int  # the first ones, of the prompt and the sink
+    tail: int  # the last ones, of the newest entries
     size: int  # slots of a block
 
     @property
@@ -63,14 +63,14 @@ class Blocks(NamedTuple):
 class Ann(BlockAttention, name="ann"):
     """Each tile of queries reads the blocks of past entries that it is likely to attend to.
 
-    Between commits the past stands in the order of hash buckets, cut into blocks; a block's code
-    (mean signs, or int8 centroid) gives each query an estimate of the block's attention mass, and a
-    tile reads the blocks of largest mass: a share `read` of all past blocks (that a bounded cache
-    holds when full), or `k` entries. The present chunk is always read; `sink` and `newest` latent
-    frames (and a prompt in the cache) stay where they stand, are read first and count inside.
-    block=1, tile=1 is the paper's per-query form; left out, they are parts of a latent frame.
-    The choice is made in a chunk's first sparse pass and kept for its others; a token model
-    chooses for every token.
+    After each commit the past is sorted by hash bucket and divided into blocks. A block's code (its
+    mean signs, or mean key in int8) estimates the attention mass of each query on it, and a tile
+    reads the blocks of largest mass: a share `read` of all past blocks (of a full cache, if it is
+    bounded), or `k` entries. The present chunk is always read; so are `sink` and `newest` latent
+    frames and a prompt in the cache, which are not sorted and count in `read` and `k`. block=1,
+    tile=1 is the paper's per-query form; by default both are parts of a latent frame. The choice is
+    made in a chunk's first sparse pass and kept for its others; a token model chooses for every
+    token.
     """
 
     read: float | None = setting(
@@ -96,14 +96,14 @@ class Ann(BlockAttention, name="ann"):
     )
     block: int | None = setting(
         None,
-        "Past entries that are read or left out together; unless given the largest power of two "
-        "within a twelfth of a latent frame, at most 128; in a bank read whole its largest "
-        "divisor.",
+        "Past entries that are read or left out together; by default the largest power of two "
+        "within a twelfth of a latent frame, at most 128; in a bank read whole the largest divisor "
+        "of a latent frame.",
         bound=Bound(1, 4_096),
     )
     tile: int | None = setting(
         None,
-        "Queries that read the same blocks; unless given the largest power of two within an eighth "
+        "Queries that read the same blocks; by default the largest power of two within an eighth "
         "of a latent frame, at most 128; always 1 in token models.",
         bound=Bound(1, 4_096),
     )
@@ -112,8 +112,8 @@ class Ann(BlockAttention, name="ann"):
     past_weight: float | None = setting(None, PAST_WEIGHT, bound=WEIGHTS)
     order: Literal["time"] | None = setting(
         None,
-        "Cut entries into blocks as they were made, row by row (time); unless given, as the signs "
-        "of random projections of their keys order them.",
+        "Blocks of entries in the order in which they were made, row by row (time); by default in "
+        "the order of a hash of their keys, the signs of random projections.",
     )
     dense_passes: float = setting(0.0, DENSE_PASSES, bound=SHARE)
     dense_layers: float = setting(0.0, DENSE_LAYERS, bound=SHARE)
@@ -146,46 +146,53 @@ class Ann(BlockAttention, name="ann"):
             return
         blocks = self._cut(shape, prompt, slots - shape.max_pass_tokens)
         if self.read * blocks.all < blocks.always - 0.5:
+            least = math.ceil(1000 * blocks.always / blocks.all) / 1000
             raise TachyscopeError(
                 f"attention policy 'ann': read={self.read:g} of {blocks.all} past blocks is less "
                 f"than the {blocks.always} of prompt, sink={self.sink}f and newest={self.newest}f: "
-                f"raise read to {blocks.always / blocks.all:.2g}, or lower sink or newest"
+                f"raise read to {least:g}, or lower sink or newest"
             )
 
     def bank_layout(self, shape: Shape, slots: int, budget: int, coded: bool = False) -> BankLayout:
-        """How a bank cuts up a layer of so many slots; raises where they are too few.
+        """How a bank divides a layer of so many cache slots; raises where they are too few.
 
-        coded: what is resident are codes.
+        coded: resident blocks are float8 codes.
         """
         tokens = shape.tokens_per_frame
         size = self._block(shape) if coded else self._bank_block(shape)
         sink, newest = -(-self.sink * tokens // size), self.newest * tokens
         room = slots - shape.max_pass_tokens
-        places, chunk = (room - newest) // size - sink, shape.chunk * tokens
+        resident, chunk = (room - newest) // size - sink, shape.chunk * tokens
         sealed = -(-chunk // size)  # blocks of a chunk
-        if places < sealed:
+        if resident < sealed:
             least = -(-((sink + sealed) * size + newest + shape.max_pass_tokens) // tokens)
             raise TachyscopeError(
-                f"cache policy 'bank': {slots} resident entries have no place for a chunk of "
+                f"cache policy 'bank': {slots} resident entries have no room for a chunk of "
                 f"{shape.chunk}f beside sink={self.sink}f, newest={self.newest}f and the present "
                 f"{shape.chunk + shape.rolling_frames}f: raise resident to {least}f or more"
             )
-        most = max(-(-budget // chunk) * sealed, places)
         return BankLayout(
-            size, sink, places, room - (sink + places) * size, most, self._tile(shape),
-            0 if self.order else BUCKET_BITS,
-            shape.head_dim if self.hash == "int8" else self.bits,
-            torch.int8 if self.hash == "int8" else torch.float32,
-            not (tokens % size or room % size), CodedBank if coded else BlockBank,
-            self.log_weight, coded,
-        )  # fmt: skip
+            block=size,
+            sink=sink,
+            resident_slots=resident,
+            newest=room - (sink + resident) * size,
+            capacity=max(-(-budget // chunk) * sealed, resident),
+            tile=self._tile(shape),
+            order_bits=0 if self.order else BUCKET_BITS,
+            code_width=shape.head_dim if self.hash == "int8" else self.bits,
+            code_dtype=torch.int8 if self.hash == "int8" else torch.float32,
+            blocks_full=not (tokens % size or room % size),
+            bank=CodedBank if coded else BlockBank,
+            log_weight=self.log_weight,
+            coded=coded,
+        )
 
     def _block(self, shape: Shape) -> int:
         return default_block(shape, self.block)
 
     def _bank_block(self, shape: Shape) -> int:
-        """A bank's block. Where all that is resident is read, no list needs a power of two: a
-        divisor of a latent frame fills every block, and attention reads without log-weights."""
+        """Entries of a bank's block. Where all that is resident is read, no kernel needs a power of
+        two, and a divisor of a latent frame fills every block: no log-weights are read."""
         if self.read == 1 and self.block is None:
             return whole_block(shape) or self._block(shape)
         return self._block(shape)
@@ -211,16 +218,16 @@ class Ann(BlockAttention, name="ann"):
         width, code = shape.head_dim if self.hash == "int8" else self.bits, torch.int8
         if self.hash == "lsh":
             code = torch.float32
-            planes(self.bits, shape.head_dim, device)  # made now, not in the first chunk
+            planes(self.bits, shape.head_dim, device)  # cached before the first chunk
         planes(BUCKET_BITS, shape.head_dim, device)
-        fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
         return {
             **super().tensors(shape, slots, device),
-            # whose key and value each slot between sink and newest holds, counted from the sink
+            # the cache's slot of the entry in each slot, both counted from the sink's end
             "order": torch.zeros(*block[:2], slots, dtype=torch.int32, device=device),
             "code": torch.zeros(*block, width, dtype=code, device=device),
-            "scale": torch.zeros(*block, 1, **fine),
-            "weight": torch.zeros(block, **fine),
+            "scale": torch.zeros(*block, 1, **float32),
+            "weight": torch.zeros(block, **float32),
         }
 
     def _tile(self, shape: Shape) -> int:
@@ -229,15 +236,15 @@ class Ann(BlockAttention, name="ann"):
         return self.tile or power_of_two(shape.tokens_per_frame // TILE_SHARE)
 
     def build_index(self, p: LayerPass, past: int, kept: int = 0) -> None:
-        """Order what lies between sink and newest; note each block's code and weight.
+        """Sort the entries between sink and newest by hash bucket, and encode each block.
 
-        Behind entries that stay as they were indexed, only what is new there is ordered: a cache
-        that appends pays for a chunk, not for its whole past.
+        With `kept` entries of the last index only those behind them are sorted: a cache that
+        appends pays for a chunk, not for its whole past.
         """
         layer, ctx = p.layer, p.ctx
         layer.scratch = ()
         if layer.bank is not None:
-            layer.bank.join(layer)
+            layer.bank.wait_for_copies()
             return
         if self._dense_layer(ctx):
             return
@@ -280,26 +287,26 @@ class Ann(BlockAttention, name="ann"):
         return self._read_blocks(p, q, self._blocks_read(blocks, self._full(blocks, ctx)))
 
     def _attend_bank(self, p: LayerPass, q: Tensor) -> Tensor:
-        """Attention over chosen blocks of a bank, and all present entries."""
+        """Attention over the chosen blocks of a bank and the present chunk."""
         layer, ctx, work = p.layer, p.ctx, p.work
         bank = cast(BlockBank, layer.bank)
         layout, full = bank.layout, ctx.past == bank.layout.room
-        # codes are listed, and what is none is read whole
-        few = bank.layout.coded and not bank.apart(ctx.past)
-        if ctx.past == 0 or (ctx.given and not full) or few:
+        # float8 blocks alone are listed in a table, other entries are read whole
+        nothing_listed = layout.coded and not bank.coded_entries(ctx.past)
+        if ctx.past == 0 or (ctx.given and not full) or nothing_listed:
             return self._attend_resident(p, q)
         sink, held, newest = layout.blocks(ctx.past)
         cut = Blocks(sink + held + newest, sink, newest, layout.block)
-        all_resident = Blocks(layout.sink + layout.places + layout.open, sink, newest, layout.block)
+        all_resident = Blocks(layout.table_blocks, sink, newest, layout.block)
         read = self._blocks_read(cut, all_resident)
-        # the first pass over a chunk does not wait for all that it wants, unless it is the only one
+        # a chunk's first pass does not wait for all of its blocks, unless it is the only pass
         early = not ctx.before and ctx.pass_index < ctx.pass_count - 1
         if not ctx.before:
-            bank.join(layer)
+            bank.wait_for_copies()
             layer.scratch = ()
-            rows = layout.sink + layout.most + layout.open if full else cut.all
+            rows = layout.index_rows if full else cut.all
             mass = (mean_mass if full else block_mass)(q, bank.codes, rows, layout.tile)
-            work.macs += q.shape[:3].numel() * rows * layout.code
+            work.macs += q.shape[:3].numel() * rows * layout.code_width
             chosen = None if self.read == 1 else read
             bank.choose(mass, ctx.past, chosen, early, ctx.pass_count - ctx.pass_index)
             if full:
@@ -308,7 +315,7 @@ class Ann(BlockAttention, name="ann"):
             out = self._attend_codes(p, q, 0 if self.read == 1 else read, early)
         elif self.read == 1:  # every tile reads all that is resident
             if not early:
-                bank.join(layer)
+                bank.wait_for_copies()
             out = self._attend_resident(p, q)
         else:
             table = bank.table(layer, ctx.past, read, early, self.weighs(ctx))
@@ -317,31 +324,31 @@ class Ann(BlockAttention, name="ann"):
             work.add_pairs(answer.pairs, q.shape[3])
             out = answer.out
         if full and early:
-            bank.fetch_later(layer)
+            bank.prefetch(layer)
         return out
 
     def _attend_codes(self, p: LayerPass, q: Tensor, read: int, early: bool) -> Tensor:
-        """Attention over blocks of codes, all where `read` is 0, and all entries that are none."""
+        """Attention over `read` blocks of float8 codes (0: all) and of the entries that are none."""
         layer, ctx = p.layer, p.ctx
         bank = cast(CodedBank, layer.bank)
-        listed = bank.listed(layer, ctx.past, read, early, self.weighs(ctx))
+        listed = bank.listed(ctx.past, read, early, self.weighs(ctx))
         answer = listed_attention_fp8(
-            q, *bank.plain(layer, ctx), listed, bank.tensors["centre"], layer.scratch
+            q, *bank.uncoded_kv(layer, ctx), listed, bank.tensors["centre"], layer.scratch
         )
         layer.scratch = () if early else answer.kept
         p.work.add_pairs(answer.pairs, q.shape[3])
         return answer.out
 
     def _attend_resident(self, p: LayerPass, q: Tensor) -> Tensor:
-        """Attention over all of a bank that is resident, and all present entries."""
+        """Attention over all that is resident of a bank, and the present chunk."""
         bank = cast(BlockBank, p.layer.bank)
-        if bank.apart(p.ctx.past):
+        if bank.coded_entries(p.ctx.past):
             return self._attend_codes(p, q, 0, False)
         p.work.add_reads(q, p.ctx.end)
-        return read_all(p, q, self._weights(p, bank.layout.whole))
+        return read_all(p, q, self._weights(p, bank.layout.blocks_full))
 
     def _full(self, blocks: Blocks, ctx: PassContext) -> Blocks:
-        """The blocks of a full cache: while it fills, it holds too little to leave much out."""
+        """The blocks of a full cache, of which `read` is a share: a short past is read whole."""
         return blocks if ctx.room is None else self._cut(ctx.shape, ctx.prompt, ctx.room)
 
     def _blocks_read(self, blocks: Blocks, full: Blocks) -> int:
@@ -353,7 +360,7 @@ class Ann(BlockAttention, name="ann"):
         return min(blocks.all, max(blocks.always, most, 1))
 
     def _choose(self, p: LayerPass, q: Tensor, blocks: Blocks) -> None:
-        """Write each tile's blocks to the map: always read, then the likeliest."""
+        """Write each tile's block table: those always read, then those of largest mass."""
         layer, ctx = p.layer, p.ctx
         layer.scratch = ()
         mass = self._mass(p, q, blocks.all)  # [B, H, tiles, blocks]

@@ -1,4 +1,4 @@
-"""What attention policies share that read latent frames which a bank brings."""
+"""What `pose` and `similar` share: attention over the latent frames that a bank retrieves."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from tachyscope.store.frame_bank import FrameBank, FrameLayout
 
 
 class FrameAttention(AttentionPolicy):
-    """Reads the first latent frames, the newest, and those that the bank brought: all that it holds
-    on the device."""
+    """Reads the first latent frames, the newest and the retrieved ones: all that is resident."""
 
     reads_frames: ClassVar[bool] = True
-    bank: ClassVar[type[FrameBank]]  # how frames are found
+    bank: ClassVar[type[FrameBank]]  # how frames are retrieved
     sink: int
     newest: int
 
     @property
     @abc.abstractmethod
     def spread(self) -> tuple[float, ...]:
-        """What of a difference of keys is one standard deviation."""
+        """The standard deviations that distances of keys are divided by."""
 
     @property
     def bank_fault(self) -> str | None:
@@ -42,19 +41,19 @@ class FrameAttention(AttentionPolicy):
             )
 
     def bank_layout(self, shape: Shape, slots: int, budget: int, coded: bool) -> FrameLayout:
-        """How a bank cuts up a layer of so many slots; raises where they are too few."""
+        """How a bank divides a layer of so many cache slots; raises where they are too few."""
         tokens = shape.tokens_per_frame
-        places = (slots - shape.max_pass_tokens) // tokens - self.sink - self.newest
-        if places < 1:
+        resident = (slots - shape.max_pass_tokens) // tokens - self.sink - self.newest
+        if resident < 1:
             least = self.sink + self.newest + shape.chunk + 1
             raise TachyscopeError(
-                f"cache policy 'bank': {slots} resident entries have no place for a latent frame "
+                f"cache policy 'bank': {slots} resident entries have no room for a latent frame "
                 f"beside sink={self.sink}f, newest={self.newest}f and the present {shape.chunk}f: "
                 f"raise resident to {least}f or more"
             )
         return FrameLayout(
-            self.sink, places, self.newest, group=1, kept=tokens,
-            most=max(budget // tokens, places), grid=shape.grid, bank=self.bank,
+            self.sink, resident, self.newest, group=1, kept=tokens,
+            capacity=max(budget // tokens, resident), grid=shape.grid, bank=self.bank,
             log_weight=self.log_weight, spread=self.spread,
         )  # fmt: skip
 

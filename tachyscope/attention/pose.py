@@ -1,4 +1,4 @@
-"""Read the latent frames that were seen from where the camera stands now."""
+"""Read the latent frames whose camera poses are nearest to the current one."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from tachyscope.store.pose_bank import PoseBank
 @final
 @dataclass(frozen=True)
 class Pose(FrameAttention, name="pose"):
-    """Read the past latent frames whose camera poses are nearest to the next chunk's.
+    """Read the past latent frames whose camera poses are nearest to the chunk's mean pose.
 
-    They are chosen before the chunk's first pass, of those alike the older first: what was given
-    goes before what was drawn. All that a bank holds on the device is read: so `resident` of
-    cache=bank says how many. A frame's entries weigh past_weight where its camera stood as now,
-    and less the further it stood, 1 far away. Needs a model that knows its camera's poses.
+    They are retrieved before the chunk's first pass; of equally near ones the older, so that given
+    frames are preferred to generated ones. All that is resident is read: `resident` of cache=bank
+    says how much. A retrieved frame's weight is past_weight at the same pose, and its logarithm
+    falls with distance as a Gaussian, to a weight of 1. Needs a model with camera poses.
     """
 
     past_weight: float = setting(
         8.0,
-        "Weight of a latent frame that was seen from the same pose, less the further away the "
-        "camera stood: over 1 changes what the model would do, 1 is its own attention.",
+        "Weight of a latent frame at the same pose, which falls to 1 with distance: over 1 changes "
+        "what the model would do, 1 is its own attention.",
         bound=WEIGHTS,
     )
     angle: float = setting(
         5.0,
-        "Degrees between two cameras at which the added score is 0.61 of that at the same one.",
+        "Degrees between two poses at which the added score is 0.61 of that at the same pose.",
         bound=Bound(TINY, 180.0),
     )
     distance: float = setting(
         0.04,
-        "The same of a way between cameras, in the model's own units.",
+        "Distance between two cameras with the same effect, in the model's own units.",
         bound=Bound(TINY, 1e9),
     )
     sink: int = setting(1, "First latent frames that are always read.", bound=LATENTS)
@@ -71,4 +71,4 @@ class Pose(FrameAttention, name="pose"):
     def before_chunk(self, p: LayerPass, poses: Tensor) -> None:
         bank = cast(PoseBank, p.layer.bank)
         bank.bring(p.layer, poses, p.ctx.total)
-        p.work.macs += p.ctx.shape.batch * bank.layout.most * poses[0, 0].numel()
+        p.work.macs += p.ctx.shape.batch * bank.layout.capacity * poses[0, 0].numel()

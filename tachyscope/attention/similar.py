@@ -1,4 +1,4 @@
-"""Read the latent frames of the past that are most like the newest one."""
+"""Read the past latent frames most similar to the newest one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tachyscope.store import LayerPass
 from tachyscope.store.frame_bank import FrameBank
 from tachyscope.store.similar_bank import SimilarBank
 
-SPREAD = 0.2  # the difference of cosines that is one standard deviation, where a full bank chooses
+SPREAD = 0.2  # standard deviation of a difference of cosines, by which a full bank compares frames
 
 
 @final
@@ -26,16 +26,16 @@ SPREAD = 0.2  # the difference of cosines that is one standard deviation, where 
 class Similar(FrameAttention, name="similar"):
     """Read the past latent frames whose values are most similar to the newest one's.
 
-    A layer compares by the mean values of sixteen parts of the picture, less what all frames have
-    in common, in a chunk's first pass; a frame counts as its neighbours in time do, and of those
-    alike the older is read. All that a bank holds on the device is read: so `resident` of
-    cache=bank says how many. What is retrieved weighs past_weight.
+    In a chunk's first pass each layer compares mean values in sixteen parts of the picture, less
+    the mean of all frames. A frame is as near as the nearest of it and the frames before and after
+    it; of equally near ones the older is read. All that is resident is read: `resident` of
+    cache=bank says how much. Retrieved frames have weight past_weight.
     """
 
     past_weight: float = setting(
         4.0,
-        "Weight of the latent frames that are retrieved: over 1 changes what the model would do, 1 "
-        "is its own attention.",
+        "Weight of retrieved latent frames: over 1 changes what the model would do, 1 is its own "
+        "attention.",
         bound=WEIGHTS,
     )
     sink: int = setting(1, "First latent frames that are always read.", bound=LATENTS)
@@ -64,6 +64,6 @@ class Similar(FrameAttention, name="similar"):
         ctx, bank = p.ctx, cast(SimilarBank, p.layer.bank)
         if not ctx.before and ctx.past:
             bank.bring(p.layer, ctx.total)
-            macs = ctx.shape.batch * bank.layout.most * bank.tensors["key"].shape[2]
+            macs = ctx.shape.batch * bank.layout.capacity * bank.tensors["key"].shape[2]
             p.work.macs += macs // ctx.shape.ranks  # all of them do the same
         return super().attend(p, q)

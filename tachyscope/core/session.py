@@ -27,9 +27,9 @@ from tachyscope.io.programs import keep_programs
 from tachyscope.kernels.launch import take_turns
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.store import LayerPass
-from tachyscope.store.bank import sum_counters
 from tachyscope.store.bank_layout import COUNTERS
 from tachyscope.store.codec import write_mean_square
+from tachyscope.store.host_bank import take_counters
 
 
 @final
@@ -330,7 +330,7 @@ class Session:
         """Add to the meter what the device and other ranks have counted since last asked."""
         banks = [layer.bank for layer in self.memory.layers if layer.bank is not None]
         if banks:
-            counted = Work(**dict(zip(COUNTERS, sum_counters(banks), strict=True)))
+            counted = Work(**dict(zip(COUNTERS, take_counters(banks), strict=True)))
             counted.fetched_mb = counted.blocks_fetched * (banks[0].block_bytes / 1e6)
             self.work.add(counted)
         if self.ranks is not None:

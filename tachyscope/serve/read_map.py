@@ -73,12 +73,12 @@ class ReadMap(Observer):
         if "map" not in work or ctx.past < layout.room:
             return  # whole frames are read, or all that there is is resident
         read = int(work["count"].max())
-        # [B, H, tiles, read], the sink's blocks first, or of codes the places' alone
+        # [B, H, tiles, read], the sink's blocks first; of float8 codes the resident slots alone
         ids, ahead = work["map"][..., :read].long(), 0 if layout.coded else layout.sink
         came = (work["now"] >= 0) | (work["later"] >= 0)
         came = came.repeat_interleave(ids.shape[1] // came.shape[1], 1)
-        flags = torch.zeros(*ids.shape[:2], layout.sink + layout.places + layout.open)
-        flags[:, :, ahead : ahead + layout.places] = came.cpu()
+        flags = torch.zeros(*ids.shape[:2], layout.table_blocks)
+        flags[:, :, ahead : ahead + layout.resident_slots] = came.cpu()
         share = flags.gather(2, ids.flatten(2).cpu()).unflatten(2, ids.shape[2:])
         by_tile = share.double().mean((0, 1, 3))
         by_query = by_tile.repeat_interleave(layout.tile)[:queries]

@@ -1,21 +1,25 @@
-"""A layer's past offloaded to host memory, block by block, and which blocks are resident.
+"""A layer's past offloaded to host memory, block by block, with an LRU of resident blocks.
 
-A layer of `cache=bank` has four runs of slots: the sink, `places` of a block each, the newest
-entries, and behind them the present chunk. Entries that leave the newest are ordered by their hash,
-cut into blocks and sealed: written to host memory and put in places. Nothing changes or moves a
-sealed block there. The index knows every block by a code, so that queries choose among all of them.
-
-The choice is made in a chunk's first pass. Blocks that are wanted and not resident are fetched into
-places of the least recently wanted (LRU): those of most mass at once, the others prefetched while
-the pass goes on, for the chunk's other passes. Where more is wanted than there are places, the
-largest mass wins.
+The life of an entry in `cache=bank`. A pass writes it behind the past (`store/kv.py`), where it
+stays among the newest. When it leaves these, `BlockBank.seal` orders it with others by a hash of
+its key, cuts them into blocks, copies these to host memory (`kernels/host_blocks`; int8 or int4 by
+`host=`) and gives each a code in the index (`kernels/block_index`); a block never changes after. In
+a chunk's first pass `attention/ann.py` scores the codes of all blocks, and `store/residents.py`
+chooses which are resident: those of most attention mass, a resident one's counted twice
+(hysteresis), then the least recently wanted leave first (LRU; `kernels/admit`). The first pass
+waits for the blocks of most mass (`fetch`), the others are prefetched beside it (`prefetch`) for
+the chunk's other passes, which read them from their resident slots like any cache
+(`kernels/block_sparse`). When host memory is full, a new block replaces the one that is most like
+an older block. `store/bank_layout.py` has the sizes and tensors, `store/host_bank.py` snapshots,
+`store/coded_bank.py` resident blocks of float8, and `store/frame_bank.py` the bank of whole latent
+frames that `attention=pose` and `attention=similar` read.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,42 +47,42 @@ from tachyscope.store.bank_layout import (
     work_tensors,
 )
 from tachyscope.store.host_bank import HostBank
-from tachyscope.store.residents import Residents
+from tachyscope.store.residents import ResidentBlocks
 
 if TYPE_CHECKING:
     from tachyscope.store.kv import KVStore
     from tachyscope.store.layer_pass import LayerPass
 
-# a block that is sealed counts as wanted in its chunk, more than any that was chosen
+# a newly sealed block gets the highest LRU stamp of its chunk: chosen ones get 0.99 at most
 SEALED = 0.999
 
 
 @dataclass(slots=True)
-class BlockBank(Residents, HostBank):
-    """Blocks of one layer, on the host and by index.
+class BlockBank(ResidentBlocks, HostBank):
+    """The blocks of one layer.
 
-    tensors, on the device:
-      code, scale, weight  of blocks, as `encode_blocks` writes them: the sink's, those of the bank,
-                           the newest's; while all are resident the newest's follow the last one
-      log_count  [B, Hkv, slots]   0, in sealed blocks the layout's log_weight, -inf where a block
-                                   has no entry
-      length     [B, Hkv, most]    entries of a block
-      place      [B, Hkv, most + 1]  where a block stands, -1 for nowhere; the last is no block
-      block      [B, Hkv, places]  which block stands there, -1 for none
-      wanted     [B, Hkv, most]    when it was last wanted: the choice's number, and by how much
-      alike      [B, Hkv, most]    its largest cosine with an older block, of what was given GIVEN
-                                   less; UNUSED: never written
-      norm       [B, Hkv, most]    its code's
-      written    [B, Hkv, most]    how many blocks had been sealed when it was, it counted
-      choices, sealed, used        choices made, blocks sealed, and those that are in use
-      given                        given entries that are not sealed, the sink's among them
-    host: k and v of blocks, as they are or as codes with scales
-    work, no state: tables of the present choice, what is fetched, counts since they were last read
-    pending: after it the copies that were asked for are done
+    tensors, beside those of `HostBank` (the names are those of snapshots):
+      code, scale, weight  the index, as `encode_blocks` writes it: rows of the sink's blocks, the
+                           bank's and the newest's (these right behind while all are resident)
+      log_count  [B, Hkv, cache slots]    log-weights: 0, the layout's in sealed blocks, -inf: empty
+      length     [B, Hkv, capacity]       entries of a block
+      place      [B, Hkv, capacity + 1]   the resident slot of a block, -1: none; last: padding
+      block      [B, Hkv, resident slots] the block in a resident slot, -1: none
+      wanted     [B, Hkv, capacity]       LRU stamp: the last choice that wanted it + its share
+      alike      [B, Hkv, capacity]       largest cosine with a block older than it, less GIVEN if
+                                          it was given; UNUSED: never written
+      norm       [B, Hkv, capacity]       the norm of its code
+      choices    number of choices so far
+      given      given entries that are not sealed, the sink's among them
+    work:
+      now, later  [B, Hkv, resident slots]  block to fetch, or to prefetch, to a slot; -1: none
+      first, map  [B, H, tiles, n]          block tables of the first pass, and of later ones
+      count       [B, H, tiles]             blocks that a tile reads
+    pending: recorded behind the copies in flight
     """
 
     host: dict[str, Tensor] = field(default_factory=dict)
-    pending: torch.cuda.Event | None = None  # copies under way
+    pending: torch.cuda.Event | None = None
 
     @classmethod
     def empty(
@@ -90,13 +94,13 @@ class BlockBank(Residents, HostBank):
         device: torch.device,
         memory: dict[str, Tensor] | None = None,
     ) -> BlockBank:
-        """No blocks, in new host memory, or in that of a bank which has none either."""
-        # made now, not in the first chunk
+        """A bank without blocks, in new host memory or in that of a bank that is no longer used."""
+        # cached, so that the first chunk need not make them
         if layout.order_bits:
             planes(layout.order_bits, shape.head_dim, device)
         if layout.code_dtype.is_floating_point:
-            planes(layout.code, shape.head_dim, device)
-        size = (shape.batch, shape.kv_heads, layout.most, layout.block)
+            planes(layout.code_width, shape.head_dim, device)
+        size = (shape.batch, shape.kv_heads, layout.capacity, layout.block)
         dtype = torch.uint8 if layout.coded else dtype
         return cls(
             layout,
@@ -110,30 +114,27 @@ class BlockBank(Residents, HostBank):
         return Codes(*(self.tensors[name] for name in ("code", "scale", "weight")))
 
     def clear(self) -> None:
-        """Drop every block."""
         for name, x in self.tensors.items():
             if name != "sealed":
                 x.fill_(START.get(name, 0))
 
     def rewind(self, layer: KVStore, past: int) -> None:
-        """Drop every block but the sink's, of which `past` slots are kept."""
         if past > self.layout.first:
             raise TachyscopeError(
                 f"a bank's blocks are sealed: of its past the first {self.layout.first} entries "
                 f"can be kept, got {past}: keep fewer, or raise attention's sink"
             )
-        self.join(layer)
+        self.wait_for_copies()
         self.clear()
-        self._encode_ends(layer, past, 0, 0)
+        self._encode_sink_and_newest(layer, past, 0, 0)
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """The least and the greatest whole number of a tensor, by name."""
-        layout, most = self.layout, self.layout.most
+        layout, capacity = self.layout, self.layout.capacity
         return {
             "bank.length": (0, layout.block),
-            "bank.place": (-1, layout.places - 1),
-            "bank.block": (-1, most - 1),
-            "bank.used": (0, most),
+            "bank.place": (-1, layout.resident_slots - 1),
+            "bank.block": (-1, capacity - 1),
+            "bank.used": (0, capacity),
             "bank.given": (0, 2**31 - 1),
             "bank.sealed": (0, 2**31 - 1),
             "bank.written": (0, 2**31 - 1),
@@ -143,83 +144,85 @@ class BlockBank(Residents, HostBank):
 
     def seal(self, p: LayerPass, n: int) -> int:
         layer, past = p.layer, p.ctx.past
-        self.join(layer)
+        self.wait_for_copies()
         if p.ctx.given:
             self.tensors["given"] += n
         layout, size = self.layout, self.layout.block
-        held = layout.resident(past)
+        held = layout.resident_blocks(past)
         start = layout.first + held * size
-        row = start - layout.apart(past)  # of the layer's k and v
-        piece = past + n - start - layout.newest
+        row = start - layout.coded_entries(past)  # of the layer's k and v
+        piece = past + n - start - layout.newest  # entries to seal
         if piece <= 0:
-            self._encode_ends(layer, past + n, 0, past)
+            self._encode_sink_and_newest(layer, past + n, 0, past)
             return past + n
         count, more = -(-piece // size), piece + layout.newest
         order = self._order(layer, slice(row, row + piece))
         taken = {name: getattr(layer, name)[:, :, row : row + more] for name in ("k", "v")}
         taken = {name: x.clone() for name, x in taken.items()}
-        # what fills the last block up is like its last entry, so that codes of int4 stay as fine
+        # padding repeats the last entry, so that it does not widen the range of int4 codes
         if part := -piece % size:
             order = torch.cat([order, order[:, :, -1:].expand(-1, -1, part)], 2)
         entries = {name: take(x[:, :, :piece], order) for name, x in taken.items()}
-        full = held + count >= layout.places
+        full = held + count >= layout.resident_slots
         rows = (*order.shape[:2], count * size)
         live = torch.full(rows, layout.log_weight, dtype=torch.float32, device=order.device)
         live[:, :, piece:] = -math.inf
-        ids = self._number(entries["k"][:, :, :piece], live, count)
-        # given entries come first, so that those are sealed first
+        ids = self._assign_ids(entries["k"][:, :, :piece], live, count)
+        # given entries come first in a video, so they are sealed first
         self.tensors["given"].sub_(piece).clamp_(min=0)
-        places = self._put(layer, entries, live, ids, held, full)
-        with self._beside(layer, ids, places):
-            store_blocks(*self._places(layer), places, self.host_blocks, ids)
-        end = layout.first + min(held + count, layout.places) * size
-        row = end - layout.apart(end + layout.newest)
+        slots = self._make_resident(layer, entries, live, ids, held, full)
+        with self._on_copy_stream(ids, slots):
+            store_blocks(*self._resident_kv(layer), slots, self.host_blocks, ids)
+        end = layout.first + min(held + count, layout.resident_slots) * size
+        row = end - layout.coded_entries(end + layout.newest)
         for name, x in taken.items():
             getattr(layer, name)[:, :, row : row + layout.newest] = x[:, :, piece:]
         self.tensors["log_count"][:, :, end:] = 0.0
         self.tensors["log_count"][:, :, end + layout.newest :] = -math.inf
-        if full and held < layout.places:  # the newest's codes go to the end
+        if full and held < layout.resident_slots:  # the newest's codes move to the last rows
             self.tensors["weight"][:, :, layout.sink + held + count :] = LOWEST
-        in_use = layout.most if full else held + count
-        self._encode_ends(layer, end + layout.newest, in_use, past)
+        in_use = layout.capacity if full else held + count
+        self._encode_sink_and_newest(layer, end + layout.newest, in_use, past)
         shape = p.ctx.shape
-        work = piece * shape.head_dim * layout.order_bits + count * layout.most * layout.code
+        hashed = piece * shape.head_dim * layout.order_bits
+        work = hashed + count * layout.capacity * layout.code_width
         p.work.macs += shape.batch * shape.kv_heads * work
         return end + layout.newest
 
     def _order(self, layer: KVStore, slots: slice) -> Tensor:
+        """The order [B, Hkv, n] in which entries are cut into blocks: by hash bucket, or time."""
         bits = self.layout.order_bits
         if not bits:
             order = torch.arange(slots.stop - slots.start, device=layer.k.device)
             return order.expand(*layer.k.shape[:2], -1)
         return order_of(buckets(layer.directions("k", slots), bits), 2**bits)
 
-    def _number(self, k: Tensor, live: Tensor, count: int) -> Tensor:
-        """The blocks [B, Hkv, count] that entries become, their codes written: new ones, or when
-        all are in use those that leave: of two alike the newer, what was given last of all."""
+    def _assign_ids(self, k: Tensor, live: Tensor, count: int) -> Tensor:
+        """Ids [B, Hkv, count] for new blocks of keys k, their codes written: unused ids, or in a
+        full bank those of the blocks most like an older one, given blocks last."""
         layout, own = self.layout, self.tensors
         new = self._encode(k, live)
         used, alike = own["used"], own["alike"]
         fresh = used + torch.arange(count, dtype=torch.int32, device=used.device)
-        newest = own["written"] > own["sealed"] - layout.most // NEWEST
+        newest = own["written"] > own["sealed"] - layout.capacity // NEWEST
         leave = alike.masked_fill(newest, -math.inf).topk(count, -1).indices.to(torch.int32)
-        ids = torch.where(used + count <= layout.most, fresh, leave).contiguous()
-        used.copy_((used + count).clamp(max=layout.most))
+        ids = torch.where(used + count <= layout.capacity, fresh, leave).contiguous()
+        used.copy_((used + count).clamp(max=layout.capacity))
         own["sealed"] += count
         own["written"].scatter_(2, ids.long(), own["sealed"].expand(ids.shape))
-        # a block that leaves leaves its place too
-        gone = own["place"].gather(2, ids.long())
-        keep = F.pad(own["block"], (0, 1)).scatter(2, or_last(gone, layout.places), -1)
+        # the resident slot of a block that leaves is free
+        freed = own["place"].gather(2, ids.long())
+        keep = F.pad(own["block"], (0, 1)).scatter(2, or_last(freed, layout.resident_slots), -1)
         own["block"].copy_(keep[:, :, :-1])
         own["place"].scatter_(2, ids.long(), -1)
-        sealed = slice(layout.sink, layout.sink + layout.most)
-        # codes are whole numbers that float16 holds
-        kind = torch.float16 if k.is_cuda else torch.float32
+        sealed = slice(layout.sink, layout.sink + layout.capacity)
+        # codes are whole numbers that float16 represents exactly
+        dtype = torch.float16 if k.is_cuda else torch.float32
         norm = new.code.float().norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        dots = own["code"][:, :, sealed].to(kind) @ (new.code / norm).to(kind).mT
-        # a first view stays, what is like it will leave
-        there = (alike < UNUSED).scatter(2, ids.long(), False).unsqueeze(-1)
-        cosine = (dots.float() / own["norm"].unsqueeze(-1)).where(there, -1.0).amax(2)
+        dots = own["code"][:, :, sealed].to(dtype) @ (new.code / norm).to(dtype).mT
+        # compared with older blocks alone: so the first view of a place stays
+        older = (alike < UNUSED).scatter(2, ids.long(), False).unsqueeze(-1)
+        cosine = (dots.float() / own["norm"].unsqueeze(-1)).where(older, -1.0).amax(2)
         cosine -= GIVEN * (own["given"] > layout.first)
         own["alike"].scatter_(2, ids.long(), cosine)
         own["norm"].scatter_(2, ids.long(), norm.squeeze(-1))
@@ -233,60 +236,60 @@ class BlockBank(Residents, HostBank):
         own["wanted"].scatter_(2, ids.long(), stamp)
         return ids
 
-    def _put(
+    def _make_resident(
         self, layer: KVStore, entries: Mapping[str, Tensor], live: Tensor, ids: Tensor, held: int,
         full: bool,
     ) -> Tensor:  # fmt: skip
-        """Let sealed blocks stand in places [B, Hkv, count], free ones or the least recently
+        """Write new blocks to resident slots [B, Hkv, count]: free ones, then the least recently
         wanted."""
         layout, own, count = self.layout, self.tensors, ids.shape[2]
         if full:
             wanted = at_or(own["wanted"], own["block"], -1.0)
             to = wanted.topk(count, -1, largest=False).indices
-            left = or_last(own["block"].gather(2, to), layout.most)
+            left = or_last(own["block"].gather(2, to), layout.capacity)
             own["place"].scatter_(2, left, -1)
         else:
             to = torch.arange(held, held + count, device=ids.device).expand(ids.shape)
         own["block"].scatter_(2, to, ids)
-        places = to.to(torch.int32)
-        own["place"].scatter_(2, ids.long(), places)
-        slots = to.unsqueeze(-1) * layout.block + torch.arange(layout.block, device=to.device)
-        slots = slots.flatten(2) + layout.first
-        own["log_count"].scatter_(2, slots, live)
+        slots = to.to(torch.int32)
+        own["place"].scatter_(2, ids.long(), slots)
+        rows = to.unsqueeze(-1) * layout.block + torch.arange(layout.block, device=to.device)
+        own["log_count"].scatter_(2, rows.flatten(2) + layout.first, live)
         number = torch.arange(count, dtype=torch.int32, device=to.device).expand(ids.shape)
-        comes = torch.full_like(own["block"], -1).scatter_(2, to, number)
-        load_blocks(self._blocks(entries, live, ids, held), comes, *self._places(layer))
-        self._scale(own["block"])
-        return places
+        source = torch.full_like(own["block"], -1).scatter_(2, to, number)
+        load_blocks(self._as_blocks(entries, live, ids, held), source, *self._resident_kv(layer))
+        self._load_scales(own["block"])
+        return slots
 
-    def _blocks(
+    def _as_blocks(
         self, entries: Mapping[str, Tensor], live: Tensor, ids: Tensor, held: int
     ) -> HostBlocks:
-        """Entries as blocks ids [B, Hkv, n], of which `held` stand in places already."""
+        """Entries k and v in the form of host memory, for ids [B, Hkv, n]; `held` were before."""
         return HostBlocks(**{x: y.unflatten(2, (ids.shape[2], -1)) for x, y in entries.items()})
 
-    def _scale(self, ids: Tensor) -> None:
-        """Blocks ids [B, Hkv, places] have come: note their scales, if they have any."""
+    def _load_scales(self, ids: Tensor) -> None:
+        """Copy the scales of blocks ids [B, Hkv, resident slots], where blocks have any."""
 
     def _encode(self, k: Tensor, live: Tensor) -> Codes:
         """Codes of the blocks that keys [B, Hkv, n, D] fill."""
         layout = self.layout
         rows = (*live.shape[:2], live.shape[2] // layout.block)
         new = Codes(
-            live.new_zeros(*rows, layout.code, dtype=layout.code_dtype),
+            live.new_zeros(*rows, layout.code_width, dtype=layout.code_dtype),
             live.new_zeros(*rows, 1),
             live.new_zeros(rows),
         )
         encode_blocks(Past(k, k), live, layout.block, new)
         return new
 
-    def _encode_ends(self, layer: KVStore, past: int, sealed: int, before: int) -> None:
-        """Write the sink's codes while it fills, and the newest's, behind so many of the bank."""
+    def _encode_sink_and_newest(self, layer: KVStore, past: int, blocks: int, before: int) -> None:
+        """Write the codes of the newest behind `blocks` of the bank, and the sink's while it fills:
+        `before` slots were filled so far."""
         layout = self.layout
         sink, held, newest = layout.blocks(past)
         start = layout.first + held * layout.block
-        apart = layout.apart(past)
-        parts = [(layout.sink + sealed, start - apart, past - apart, newest)]
+        coded = layout.coded_entries(past)
+        parts = [(layout.sink + blocks, start - coded, past - coded, newest)]
         if before < layout.first:
             parts.append((0, 0, min(past, layout.first), sink))
         for row, lo, hi, count in parts:
@@ -301,94 +304,88 @@ class BlockBank(Residents, HostBank):
     # ---- a pass
 
     def fetch(self, layer: KVStore) -> None:
-        """Bring from host memory what the first pass waits for."""
+        """Copy the blocks that the first pass waits for to their resident slots."""
         self._load(layer, self.work["now"])
 
-    def fetch_later(self, layer: KVStore) -> None:
-        """Bring the rest that was chosen, beside what is launched next; `join` waits for it."""
+    def prefetch(self, layer: KVStore) -> None:
+        """Copy the other chosen blocks beside what is launched next, until `wait_for_copies`."""
         assert self.choice is not None
         used = [x for x in self.choice if isinstance(x, Tensor)]
-        with self._beside(layer, *used):
-            self.settle()
+        with self._on_copy_stream(*used):
+            self.finish_choice()
             self._load(layer, self.work["later"])
 
     def _load(self, layer: KVStore, ids: Tensor) -> None:
-        """Copy blocks [B, Hkv, places] to places; none where an id is below 0."""
+        """Copy blocks [B, Hkv, resident slots] to their slots; a slot of id -1 keeps its block."""
         layout, own = self.layout, self.tensors
-        load_blocks(self.host_blocks, ids, *self._places(layer))
-        self._scale(ids)
-        if layout.whole:
+        load_blocks(self.host_blocks, ids, *self._resident_kv(layer))
+        self._load_scales(ids)
+        if layout.blocks_full:
             return
         length = at_or(own["length"], ids, 0).unsqueeze(-1)
-        beyond = torch.arange(layout.block, device=ids.device) >= length
-        held = own["log_count"][:, :, self._slots]
-        live = torch.full_like(held, layout.log_weight).masked_fill(beyond.flatten(2), -math.inf)
-        comes = (ids >= 0).repeat_interleave(layout.block, 2)
-        held.copy_(torch.where(comes, live, held))
+        padding = torch.arange(layout.block, device=ids.device) >= length
+        held = own["log_count"][:, :, self._resident_span]
+        live = torch.full_like(held, layout.log_weight).masked_fill(padding.flatten(2), -math.inf)
+        loaded = (ids >= 0).repeat_interleave(layout.block, 2)
+        held.copy_(torch.where(loaded, live, held))
 
     @contextmanager
-    def _beside(self, layer: KVStore, *used: Tensor) -> Iterator[None]:
-        """What is launched inside runs on a stream of its own, after all that was launched.
+    def _on_copy_stream(self, *used: Tensor) -> Iterator[None]:
+        """Launch the copies inside on a stream of their own, behind all launched so far.
 
-        Of what it uses the memory of `used` would else be free too early.
+        The memory of the tensors `used` there is not given back before they are done.
         """
-        if not layer.k.is_cuda:
+        device = self.tensors["block"].device
+        if device.type != "cuda":
             yield
             return
-        stream = _copy_stream(layer.k.device)
-        stream.wait_stream(torch.cuda.current_stream(layer.k.device))
+        stream = _copy_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         for x in used:
             x.record_stream(stream)
         with torch.cuda.stream(stream):
             yield
             self.pending = stream.record_event()
 
-    def join(self, layer: KVStore) -> None:
+    def wait_for_copies(self) -> None:
         if self.pending is not None:
-            torch.cuda.current_stream(layer.k.device).wait_event(self.pending)
+            torch.cuda.current_stream(self.tensors["block"].device).wait_event(self.pending)
             self.pending = None
 
     @property
-    def _slots(self) -> slice:
+    def _resident_span(self) -> slice:
+        """The cache slots of the resident slots."""
         layout = self.layout
-        return slice(layout.first, layout.first + layout.places * layout.block)
+        return slice(layout.first, layout.first + layout.resident_slots * layout.block)
 
-    def _places(self, layer: KVStore) -> tuple[Tensor, Tensor]:
-        return layer.k[:, :, self._slots], layer.v[:, :, self._slots]
+    def _resident_kv(self, layer: KVStore) -> tuple[Tensor, Tensor]:
+        """Keys and values of the resident slots."""
+        return layer.k[:, :, self._resident_span], layer.v[:, :, self._resident_span]
 
     def table(
         self, layer: KVStore, past: int, read: int, first: bool, weighs: bool = True
     ) -> BlockTable:
-        """What tiles read; `first` is for the pass before `fetch_later`, `weighs` for one that
-        weighs sealed blocks."""
+        """The `read` blocks of each tile in the `first` pass, before `prefetch`, or in later ones;
+        `weighs`: with the log-weight of sealed blocks."""
         layout, kept, log_count = self.layout, layer.past(past), self.tensors["log_count"]
         if layout.log_weight and not weighs:
-            log_count = self.unweighed(past)
+            log_count = self.unweighted(past)
         if not first:
-            self.join(layer)
+            self.wait_for_copies()
         ids = self.work["first" if first and past == layout.room else "map"][..., :read]
         return BlockTable(
             kept.k, kept.v, log_count, ids, self.work["count"], layout.tile, layout.block,
-            plain=layout.whole and not (layout.log_weight and weighs),
+            plain=layout.blocks_full and not (layout.log_weight and weighs),
         )  # fmt: skip
 
-    def unweighed(self, past: int) -> Tensor:
-        """Log-weights of slots where sealed blocks weigh 1."""
+    def unweighted(self, past: int) -> Tensor:
+        """The log-weights with those of sealed blocks taken off."""
         log_count = self.tensors["log_count"].clone()
         log_count[:, :, self.layout.sealed(past)] -= self.layout.log_weight
         return log_count
 
 
-def sum_counters(banks: Sequence[HostBank]) -> tuple[Tensor, ...]:
-    """What the layers' banks have counted, by COUNTERS; they begin anew."""
-    counters = [bank.work["counters"] for bank in banks]
-    total = torch.stack(counters).sum(0)
-    for x in counters:
-        x.zero_()
-    return total.unbind()
-
-
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all layers: copies go one after the other, as the bus takes them."""
+    """One for all layers: a bus copies one thing after the other."""
     return torch.cuda.Stream(device, priority=-1)

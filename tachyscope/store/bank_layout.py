@@ -1,10 +1,10 @@
-"""How a bank is cut up, and its tensors."""
+"""How a bank divides a layer's cache and its own blocks, and the tensors that it keeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,102 +16,113 @@ from tachyscope.store.host_memory import host_empty
 if TYPE_CHECKING:
     from tachyscope.store.bank import BlockBank
 
-# what host memory holds a channel as
+# the dtype of a channel in host memory, None: as on the device
 HOST = {"native": None, "int8": torch.int8, "int4": torch.uint8}
-UNUSED = 2.0  # over any cosine: a block that was never written is the first to be taken
-GIVEN = 3.0  # what was given counts as so much less alike than anything drawn: it leaves last
-# one block in so many, the newest, stay whatever they are like: a model goes on from them
+UNUSED = 2.0  # `alike` of a block that was never written: over any cosine, so it is used first
+GIVEN = 3.0  # subtracted from `alike` of given frames: they are replaced after all generated ones
+# the newest 1/NEWEST of a full bank's blocks is never replaced: the model goes on from them
 NEWEST = 4
 COUNTERS = ("blocks_wanted", "blocks_late", "blocks_denied", "blocks_fetched")
-# what tensors begin as where that is not 0
+# initial values of tensors that do not begin as 0
 START = {"weight": LOWEST, "place": -1, "block": -1, "wanted": -1.0, "alike": UNUSED, "norm": 1.0}
 
 
 @dataclass(frozen=True)
 class BankLayout:
-    """How a layer's slots and its bank are cut up, in blocks but for `newest`."""
+    """How a layer's cache slots and its bank are divided, in blocks where not said otherwise.
 
-    block: int  # entries
-    sink: int  # the first entries, always resident
-    places: int  # what is resident beside
+    The slots of the past: sink | resident slots, a block each | newest entries.
+    """
+
+    block: int  # entries of a block
+    sink: int  # blocks of the first entries, always resident
+    resident_slots: int  # blocks that can be resident beside the sink
     newest: int  # entries that are not sealed yet, always resident
-    most: int  # what the bank holds
+    capacity: int  # blocks that host memory holds
     tile: int  # queries that read the same blocks
-    order_bits: (
-        int  # signs by which entries are ordered before they are cut into blocks; 0: by time
-    )
-    code: int  # numbers of a block's code
+    order_bits: int  # hash bits that order entries before they are cut into blocks; 0: by time
+    code_width: int  # numbers of a block's code in the index
     code_dtype: torch.dtype
-    whole: bool  # whether every block is full
+    blocks_full: bool  # whether every block is full
     bank: type[BlockBank]
-    log_weight: float = 0.0  # of sealed entries, added to their scores
-    coded: bool = False  # whether what stands in places are float8 codes (`store/coded_bank.py`)
+    log_weight: float = 0.0  # added to the scores of sealed entries
+    coded: bool = False  # whether resident blocks are float8 codes (`store/coded_bank.py`)
 
     @cached_property
-    def open(self) -> int:
+    def newest_blocks(self) -> int:
         """Blocks that the newest entries fill."""
         return -(-self.newest // self.block)
 
     @cached_property
+    def index_rows(self) -> int:
+        """Rows of the index: the blocks of the sink, of the bank and of the newest entries."""
+        return self.sink + self.capacity + self.newest_blocks
+
+    @cached_property
+    def table_blocks(self) -> int:
+        """Blocks of a full past on the device, which is as many as a tile can read."""
+        return self.sink + self.resident_slots + self.newest_blocks
+
+    @cached_property
     def first(self) -> int:
-        """The slot of the first place."""
+        """The first cache slot behind the sink, and the sink's entries."""
         return self.sink * self.block
 
     @cached_property
     def room(self) -> int:
-        """Slots of a full past."""
-        return (self.sink + self.places) * self.block + self.newest
+        """Cache slots of a full past."""
+        return (self.sink + self.resident_slots) * self.block + self.newest
 
-    def resident(self, past: int) -> int:
-        """Blocks that stand in places when the past takes so many slots."""
-        return max(0, past - self.sink * self.block - self.newest) // self.block
+    def resident_blocks(self, past: int) -> int:
+        """Resident blocks beside the sink, of a past of so many cache slots."""
+        return max(0, past - self.first - self.newest) // self.block
 
     def sealed(self, past: int) -> slice:
-        """The slots of sealed blocks."""
-        return slice(self.first, self.first + self.resident(past) * self.block)
+        """The cache slots of sealed blocks."""
+        return slice(self.first, self.first + self.resident_blocks(past) * self.block)
 
-    def apart(self, past: int) -> int:
-        """Slots of the past whose keys and values are not the layer's own, but codes."""
-        return self.resident(past) * self.block if self.coded else 0
+    def coded_entries(self, past: int) -> int:
+        """Entries of the past that are float8 codes, so that the layer's own k and v lack them."""
+        return self.resident_blocks(past) * self.block if self.coded else 0
 
     def blocks(self, past: int) -> tuple[int, int, int]:
-        """Blocks of the sink, of places and of the newest that so many slots fill."""
-        held, first = self.resident(past), self.first
+        """Blocks of the sink, of the resident slots and of the newest entries."""
+        held, first = self.resident_blocks(past), self.first
         rest = max(0, past - first - held * self.block)
         return -(-min(past, first) // self.block), held, -(-rest // self.block)
 
 
 def device_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """What a bank holds on the device between chunks, as `BlockBank` lists it."""
-    blocks, places = (shape.batch, shape.kv_heads, layout.most), layout.places
-    rows = (*blocks[:2], layout.sink + layout.most + layout.open)
-    slots = -(-layout.room // layout.block) * layout.block
-    whole, fine = torch.int32, torch.float32
+    """What a bank keeps on the device between chunks, as `BlockBank` lists it."""
+    heads, int32, float32 = (shape.batch, shape.kv_heads), torch.int32, torch.float32
+    blocks, slots = (*heads, layout.capacity), layout.resident_slots
+    rows = (*heads, layout.index_rows)
+    entries = -(-layout.room // layout.block) * layout.block
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "code": ((*rows, layout.code), layout.code_dtype),
-        "scale": ((*rows, 1), fine),
-        "weight": (rows, fine),
-        "log_count": ((*blocks[:2], -(-slots // 4) * 4), fine),
-        "length": (blocks, whole),
-        "place": ((*blocks[:2], layout.most + 1), whole),
-        "block": ((*blocks[:2], places), whole),
-        "wanted": (blocks, fine),
-        "alike": (blocks, fine),
-        "norm": (blocks, fine),
-        "written": (blocks, whole),
-        "choices": ((1,), fine),
-        "sealed": ((1,), whole),
-        "used": ((1,), whole),
-        "given": ((1,), whole),
+        "code": ((*rows, layout.code_width), layout.code_dtype),
+        "scale": ((*rows, 1), float32),
+        "weight": (rows, float32),
+        "log_count": ((*heads, -(-entries // 4) * 4), float32),
+        "length": (blocks, int32),
+        "place": ((*heads, layout.capacity + 1), int32),
+        "block": ((*heads, slots), int32),
+        "wanted": (blocks, float32),
+        "alike": (blocks, float32),
+        "norm": (blocks, float32),
+        "written": (blocks, int32),
+        "choices": ((1,), float32),
+        "sealed": ((1,), int32),
+        "used": ((1,), int32),
+        "given": ((1,), int32),
     }
     if layout.coded:
-        codes = ((*blocks[:2], places * layout.block, shape.head_dim), torch.uint8)
+        codes = ((*heads, slots * layout.block, shape.head_dim), torch.uint8)
         sizes |= {
             "places_k": codes,
             "places_v": codes,
-            "places_scale": ((*blocks[:2], places, 2), fine),
-            "block_scale": ((*blocks, 2), fine),
-            "centre": ((*blocks[:2], shape.head_dim), fine),
+            "places_scale": ((*heads, slots, 2), float32),
+            "block_scale": ((*blocks, 2), float32),
+            "centre": ((*heads, shape.head_dim), float32),
         }
     return {
         name: torch.full(size, START.get(name, 0), dtype=dtype, device=device)
@@ -120,30 +131,29 @@ def device_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> di
 
 
 def work_tensors(layout: BankLayout, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """What a choice is written to."""
-    whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    table = (shape.batch, shape.heads, -(-shape.max_pass_tokens // layout.tile))
-    most = layout.sink + layout.places + layout.open
-    return {
-        "now": torch.full((shape.batch, shape.kv_heads, layout.places), -1, **whole),
-        "later": torch.full((shape.batch, shape.kv_heads, layout.places), -1, **whole),
-        "count": torch.zeros(table, **whole),
-        "first": torch.zeros(*table, most, **whole),
-        "map": torch.zeros(*table, most, **whole),
-        "counters": torch.zeros(len(COUNTERS), dtype=torch.float64, device=device),
+    """Buffers of the present choice, as `BlockBank` lists them."""
+    slots = (shape.batch, shape.kv_heads, layout.resident_slots)
+    tiles = (shape.batch, shape.heads, -(-shape.max_pass_tokens // layout.tile))
+    table = (*tiles, layout.table_blocks)
+    sizes = {"now": slots, "later": slots, "count": tiles, "first": table, "map": table}
+    tensors = {
+        name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()
     }
+    for name in ("now", "later"):
+        tensors[name].fill_(-1)
+    return tensors | {"counters": torch.zeros(len(COUNTERS), dtype=torch.float64, device=device)}
 
 
 def host_tensors(
     size: tuple[int, ...], width: int, host: str, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Keys and values of blocks, [B, Hkv, most, block, …]."""
+    """Host memory for keys and values of blocks [B, Hkv, capacity, block, ...], and for scales."""
     codes, tensors = HOST[host], dict[str, Tensor]()
     for name in ("k", "v"):
         channels = width // 2 if host == "int4" else width
         tensors[name] = host_empty((*size, channels), codes or dtype, device)
         if codes is not None:
-            if host == "int4":  # of a block
+            if host == "int4":  # a step and a zero for each channel of a block
                 scales = host_empty((*size[:-1], 2, width), torch.float16, device)
             else:
                 scales = host_empty((*size, 1), torch.float32, device)

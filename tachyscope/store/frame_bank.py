@@ -1,9 +1,10 @@
-"""A layer's past in host memory by groups of latent frames, each with a key that it is found by.
+"""A layer's past offloaded by whole latent frames, each with a key that it is retrieved by.
 
-A layer has four runs of slots: the sink, `places` of a group each, the frames that are in no group
-yet, and behind them the present chunk. Frames that leave the newest are sealed by groups: what a
-group keeps is written to host memory. Before a chunk the groups with the nearest keys are brought
-to the places.
+For `attention=pose` (`store/pose_bank.py`) and `attention=similar` (`store/similar_bank.py`). The
+cache slots of the past are: sink | resident slots | tail. A group is one latent frame here, several
+in the lab's WorldKV. When frames leave the newest, `seal` writes them to host memory, group by
+group. Before a chunk's first pass `retrieve` copies the groups of nearest keys to the resident
+slots, and dense attention reads all that is resident, with the log-weights that `weigh` set.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
     from tachyscope.store.layer_pass import LayerPass
 
 MOST_BLOCK = 128  # entries that a kernel copies at once
-NEAR = 1e-6  # distances that differ by less are alike: rounding alone must not choose
+NEAR = 1e-6  # distances that differ by less are equal, so that rounding does not choose
 
 
 class FrameLayout(NamedTuple):
-    """How a layer's slots and its bank are cut up."""
+    """How a layer's cache slots and its bank are divided."""
 
-    sink: int  # latent frames
-    places: int  # groups that are retrieved
-    newest: int  # latent frames that are in no group yet, at least so many
+    sink: int  # latent frames, always resident
+    resident_slots: int  # groups that can be resident beside them
+    newest: int  # latent frames that are not sealed yet, at least
     group: int  # latent frames of a group
     kept: int  # entries of a group after pruning
-    most: int  # groups that the bank holds
+    capacity: int  # groups that host memory holds
     grid: tuple[int, int]  # rows and columns of a latent frame
-    bank: type[FrameBank]  # how groups are found
-    log_weight: float = 0.0  # added to the scores of what is retrieved, or of the nearest of it
-    spread: tuple[float, ...] = ()  # what of a difference of keys is one standard deviation
+    bank: type[FrameBank]
+    log_weight: float = 0.0  # of retrieved groups; of the nearest, where it falls with distance
+    spread: tuple[float, ...] = ()  # the standard deviations that distances of keys are divided by
 
     @property
     def tokens(self) -> int:
@@ -50,7 +51,7 @@ class FrameLayout(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Entries of a block: a group is so many whole ones."""
+        """Entries of a block of host memory, which divides a group."""
         return max(n for n in range(1, MOST_BLOCK + 1) if self.kept % n == 0)
 
     @property
@@ -60,36 +61,39 @@ class FrameLayout(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The slot of the first place."""
+        """The first cache slot behind the sink, and the sink's entries."""
         return self.sink * self.tokens
 
     @property
     def room(self) -> int:
-        """The most slots of the past."""
+        """Cache slots of the longest past."""
         tail = (self.newest + self.group - 1) * self.tokens
-        return self.first + self.places * self.kept + tail
+        return self.first + self.resident_slots * self.kept + tail
 
     def sealed(self, total: int) -> int:
-        """Groups that were sealed of so many entries."""
+        """Groups sealed so far, of a video of so many entries."""
         return max(0, total // self.tokens - self.sink - self.newest) // self.group
 
     def tail(self, total: int) -> int:
-        """Latent frames behind the sink that are in no group."""
+        """Latent frames behind the sink that are not sealed."""
         return max(0, total // self.tokens - self.sink - self.sealed(total) * self.group)
 
 
 @dataclass(slots=True)
 class FrameBank(HostBank, abc.ABC):
-    """Groups of one layer, on the host and by key.
+    """The groups of one layer. In tensors of `HostBank` a group counts as its blocks.
 
-    tensors, on the device, beside those of `HostBank`:
-      key    [B, most, W]   mean key of a group's frames
-      age    [most]         how many groups had been sealed before it; -1: none is there
-      place  [B, places]    which group stands there, -1 for none
-      tail   [B, frames, W] keys of the frames that are in no group
-      alike  [most]         how like an older group it is, of what was given GIVEN less
-      given                 given entries that are not sealed, the sink's among them
-    now: keys of the present chunk's frames [B, F, W]
+    tensors, beside those of `HostBank` (the names are those of snapshots):
+      key    [B, capacity, W]     mean key of a group's frames
+      age    [capacity]           groups sealed before it, so that the oldest is least; -1: unused
+      place  [B, resident slots]  the group in a resident slot, -1: none
+      tail   [B, frames, W]       keys of the frames that are not sealed
+      alike  [capacity]           likeness to the most similar older group, 0 to 1, less GIVEN if it
+                                  was given
+      given  given entries that are not sealed, the sink's among them
+    work:
+      log_weight  [B, 1, cache slots]  added to scores in the present chunk
+    now: keys [B, F, W] of the present chunk's frames
     """
 
     key_dtype: ClassVar[torch.dtype]
@@ -110,53 +114,43 @@ class FrameBank(HostBank, abc.ABC):
         device: torch.device,
         memory: dict[str, Tensor] | None = None,
     ) -> Self:
-        """No groups, in new host memory, or in that of a bank which has none either."""
-        rows, blocks = (shape.batch, shape.kv_heads), layout.most * layout.blocks
-        frames = layout.newest + layout.group - 1
-        keys, width = {"key": layout.most, "tail": frames}, cls.width_of(shape)
-        tensors = {
-            name: torch.zeros(shape.batch, n, width, dtype=cls.key_dtype, device=device)
-            for name, n in keys.items()
+        """A bank without groups, in new host memory or in that of a bank that is no longer used."""
+        heads, blocks = (shape.batch, shape.kv_heads), layout.capacity * layout.blocks
+        tail, width = layout.newest + layout.group - 1, cls.key_width(shape)
+        entries = layout.room + shape.max_pass_tokens
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "key": ((shape.batch, layout.capacity, width), cls.key_dtype),
+            "tail": ((shape.batch, tail, width), cls.key_dtype),
+            "age": ((layout.capacity,), torch.int32),
+            "given": ((1,), torch.int32),
+            "place": ((shape.batch, layout.resident_slots), torch.int32),
+            "written": ((*heads, blocks), torch.int32),
+            "used": ((1,), torch.int32),
+            "sealed": ((1,), torch.int32),
+            "alike": ((layout.capacity,), torch.float32),
         }
-        sizes = {
-            "age": (layout.most,),
-            "given": (1,),
-            "place": (shape.batch, layout.places),
-            "written": (*rows, blocks),
-            "used": (1,),
-            "sealed": (1,),
+        work: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "counters": ((len(COUNTERS),), torch.float64),
+            "log_weight": ((shape.batch, 1, entries), torch.float32),
         }
-        for name, size in sizes.items():
-            tensors[name] = torch.zeros(size, dtype=torch.int32, device=device)
-        tensors["alike"] = torch.zeros(layout.most, dtype=torch.float32, device=device)
-        bank = cls(
-            layout,
-            tensors,
-            {
-                "counters": torch.zeros(len(COUNTERS), dtype=torch.float64, device=device),
-                "log_weight": torch.zeros(
-                    shape.batch,
-                    1,
-                    layout.room + shape.max_pass_tokens,
-                    dtype=torch.float32,
-                    device=device,
-                ),  # fmt: skip
-            }
-            | cls.constants(shape, device),
-            memory
-            or host_tensors((*rows, blocks, layout.block), shape.head_dim, host, dtype, device),
+        made, buffers = (
+            {name: torch.zeros(size, dtype=kind, device=device) for name, (size, kind) in x.items()}
+            for x in (sizes, work)
         )
+        size = (*heads, blocks, layout.block)
+        memory = memory or host_tensors(size, shape.head_dim, host, dtype, device)
+        bank = cls(layout, made, buffers | cls.constants(shape, device), memory)
         bank.clear()
         return bank
 
     @classmethod
     @abc.abstractmethod
-    def width_of(cls, shape: Shape) -> int:
+    def key_width(cls, shape: Shape) -> int:
         """Numbers of a key."""
 
     @classmethod
     def constants(cls, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-        """Tensors that keys are made with."""
+        """Tensors that keys are computed with, part of `work`."""
         return {}
 
     def clear(self) -> None:
@@ -172,12 +166,12 @@ class FrameBank(HostBank, abc.ABC):
         )
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        most, count = self.layout.most, 2**31 - 1
+        capacity, count = self.layout.capacity, 2**31 - 1
         return {
             "bank.age": (-1, count),
-            "bank.place": (-1, most - 1),
+            "bank.place": (-1, capacity - 1),
             "bank.written": (0, count),
-            "bank.used": (0, most * self.layout.blocks),
+            "bank.used": (0, capacity * self.layout.blocks),
             "bank.given": (0, count),
             "bank.sealed": (0, count),
         }
@@ -187,81 +181,84 @@ class FrameBank(HostBank, abc.ABC):
     def seal(self, p: LayerPass, n: int) -> int:
         layer, past, total = p.layer, p.ctx.past, p.ctx.total
         layout, tail = self.layout, self.tensors["tail"]
-        self.note(p, n)
+        self.make_keys(p, n)
         assert self.now is not None
         if p.ctx.given:
             self.tensors["given"] += n
         size, end = layout.group * layout.tokens, past + n
         before, after = layout.sealed(total), layout.sealed(total + n)
         held = layout.tail(total)
-        new = layout.tail(total + n) + (after - before) * layout.group - held  # but the sink's
+        # of the new frames those that are not the sink's
+        new = layout.tail(total + n) + (after - before) * layout.group - held
         keys = torch.cat([tail[:, :held], self.now[:, self.now.shape[1] - new :]], 1)
         for group in range(before, after):
-            places = min(group, layout.places)
-            start = layout.first + places * layout.kept
+            slot = min(group, layout.resident_slots)
+            start = layout.first + slot * layout.kept
             self.prune(layer, start)
-            self._write(layer, start, keys[:, : layout.group].mean(1), places)
+            self._write(layer, start, keys[:, : layout.group].mean(1), slot)
             keys = keys[:, layout.group :]
-            to = start + (layout.kept if group < layout.places else 0)
+            to = start + (layout.kept if group < layout.resident_slots else 0)
             layer.move(start + size, to, end - start - size)
             end -= start + size - to
         tail[:, : keys.shape[1]] = keys
         return end
 
-    def note(self, p: LayerPass, n: int) -> None:
-        """Make the keys of n final entries behind the past, unless they were told before."""
+    def make_keys(self, p: LayerPass, n: int) -> None:
+        """Set `now` for n finished entries behind the past, where it is not set before a chunk."""
 
     def prune(self, layer: KVStore, start: int) -> None:
-        """Bring what a group keeps to the front of its slots, where that is not all of it."""
+        """Move the entries of a group that are kept to its front, where not all are kept."""
 
-    def _write(self, layer: KVStore, start: int, key: Tensor, place: int) -> None:
-        """Write the group that begins at a slot to host memory."""
+    def _write(self, layer: KVStore, start: int, key: Tensor, slot: int) -> None:
+        """Write the group at cache slot `start` to host memory; while resident slots are free it
+        stays in `slot`."""
         layout, own = self.layout, self.tensors
-        groups = own["sealed"] // layout.blocks
-        number = self.number(groups, own["used"] // layout.blocks, key)
-        index = torch.arange(layout.blocks, dtype=torch.int32, device=number.device)
+        age = own["sealed"] // layout.blocks
+        group = self.assign_group(age, own["used"] // layout.blocks, key)
+        index = torch.arange(layout.blocks, dtype=torch.int32, device=group.device)
         rows = own["written"].shape[:2]
-        ids = (number * layout.blocks + index).expand(*rows, -1).contiguous()
+        ids = (group * layout.blocks + index).expand(*rows, -1).contiguous()
         k, v = (x[:, :, start : start + layout.kept] for x in (layer.k, layer.v))
         store_blocks(k, v, index.expand(*rows, -1).contiguous(), self.host_blocks, ids)
         own["sealed"] += layout.blocks
-        own["used"].copy_((own["used"] + layout.blocks).clamp(max=layout.most * layout.blocks))
+        own["used"].copy_((own["used"] + layout.blocks).clamp(max=layout.capacity * layout.blocks))
         own["written"].scatter_(2, ids.long(), own["sealed"].expand(ids.shape))
-        own["key"].index_copy_(1, number.long(), key.unsqueeze(1))
-        own["age"].index_copy_(0, number.long(), groups)
-        # what stood there is gone; while there are places the group stays where it is
-        own["place"].masked_fill_(own["place"] == number, -1)
-        if place < layout.places:
-            own["place"][:, place : place + 1] = number
+        own["key"].index_copy_(1, group.long(), key.unsqueeze(1))
+        own["age"].index_copy_(0, group.long(), age)
+        # the group that is replaced is no longer resident
+        own["place"].masked_fill_(own["place"] == group, -1)
+        if slot < layout.resident_slots:
+            own["place"][:, slot : slot + 1] = group
 
-    def number(self, groups: Tensor, used: Tensor, key: Tensor) -> Tensor:
-        """What a group [1] with a key [B, W] becomes: a new one, or when all are in use the one
-        that leaves: of two alike the newer, and what was given last."""
+    def assign_group(self, age: Tensor, used: Tensor, key: Tensor) -> Tensor:
+        """The number [1] of a new group with a key [B, W]: an unused one, or in a full bank that of
+        the group most like an older one, given groups last."""
         layout, own = self.layout, self.tensors
-        newest = own["age"] >= groups - layout.most // NEWEST
+        newest = own["age"] >= age - layout.capacity // NEWEST
         leaves = own["alike"].masked_fill(newest, -torch.inf).argmax(0, keepdim=True)
-        number = torch.where(used < layout.most, used, leaves.to(torch.int32))
-        alike = torch.exp(-self.spread_apart(own["key"], key) / 2).mean(0).float()
-        alike.masked_fill_(own["age"] < 0, 0.0).index_fill_(0, number.long(), 0.0)
+        group = torch.where(used < layout.capacity, used, leaves.to(torch.int32))
+        alike = torch.exp(-self.squared_distance(own["key"], key) / 2).mean(0).float()
+        alike.masked_fill_(own["age"] < 0, 0.0).index_fill_(0, group.long(), 0.0)
         alike = alike.amax(0, keepdim=True) - GIVEN * (own["given"] > layout.first).float()
-        own["alike"].index_copy_(0, number.long(), alike)
+        own["alike"].index_copy_(0, group.long(), alike)
+        # given frames come first in a video, so they are sealed first
         own["given"].sub_(layout.group * layout.tokens).clamp_(min=0)
-        return number
+        return group
 
     @abc.abstractmethod
-    def spread_apart(self, keys: Tensor, key: Tensor) -> Tensor:
-        """How many standard deviations, squared, the bank's keys [B, n, W] are from one [B, W]."""
+    def squared_distance(self, keys: Tensor, key: Tensor) -> Tensor:
+        """Squared distances, in standard deviations, of keys [B, n, W] from one [B, W]."""
 
-    # ---- before a chunk
+    # ---- before a chunk's first pass
 
     def retrieve(self, layer: KVStore, key: Tensor) -> None:
-        """Bring the groups that are nearest to a key [B, W] to the places."""
+        """Make the groups of the keys nearest to key [B, W] resident; the others leave."""
         layout, own = self.layout, self.tensors
         wanted = self._nearest(key)
         there = own["place"].unsqueeze(2) == wanted.unsqueeze(1)
-        stays, comes = there.any(2), ~there.any(1)
-        # the i-th that comes gets the i-th place that is free
-        order = comes.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        stays, missing = there.any(2), ~there.any(1)
+        # the i-th group to fetch gets the i-th free slot
+        order = missing.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         rank = ((~stays).long().cumsum(1) - 1).clamp(min=0)
         fetched = torch.where(stays, -1, wanted.gather(1, order).gather(1, rank)).to(torch.int32)
         own["place"].copy_(torch.where(stays, own["place"], fetched))
@@ -269,32 +266,33 @@ class FrameBank(HostBank, abc.ABC):
         ids = fetched.unsqueeze(2) * layout.blocks + index
         ids = torch.where(fetched.unsqueeze(2) < 0, -1, ids).flatten(1).unsqueeze(1)
         ids = ids.expand(-1, layer.k.shape[1], -1).contiguous()
-        slots = slice(layout.first, layout.first + layout.places * layout.kept)
+        slots = slice(layout.first, layout.first + layout.resident_slots * layout.kept)
         load_blocks(self.host_blocks, ids, layer.k[:, :, slots], layer.v[:, :, slots])
         counters = self.work["counters"]
         counters[COUNTERS.index("blocks_wanted")] += ids.numel()
         counters[COUNTERS.index("blocks_fetched")] += (ids >= 0).sum()
 
     def _nearest(self, key: Tensor) -> Tensor:
-        """The groups [B, places] nearest to a key [B, W], of those alike the older first."""
+        """The groups [B, resident slots] nearest to key [B, W]; of equally near ones the oldest."""
         age = self.tensors["age"]
         by_age = age.argsort(stable=True)
-        apart = self.distances(self.tensors["key"][:, by_age], key, (age < 0)[by_age])
-        apart = (apart / NEAR).round().masked_fill((age < 0)[by_age], torch.inf)
-        return by_age[apart.argsort(dim=1, stable=True)[:, : self.layout.places]]
+        unused = (age < 0)[by_age]
+        distance = self.distances(self.tensors["key"][:, by_age], key, unused)
+        distance = (distance / NEAR).round().masked_fill(unused, torch.inf)
+        return by_age[distance.argsort(dim=1, stable=True)[:, : self.layout.resident_slots]]
 
-    def distances(self, keys: Tensor, key: Tensor, none: Tensor) -> Tensor:
-        """What groups are chosen by: of their keys [B, n, W], oldest first, `none` [n] being none
-        at all, and the key that is wanted."""
-        return self.spread_apart(keys, key)
+    def distances(self, keys: Tensor, key: Tensor, unused: Tensor) -> Tensor:
+        """What groups are chosen by, the least first: of their keys [B, n, W] by age, of which
+        `unused` [n] are no group's, from key [B, W]."""
+        return self.squared_distance(keys, key)
 
     def weigh(self, weight: Tensor) -> None:
-        """Note what is added to the scores of the groups that are there, [B, places]."""
+        """Set the log-weights [B, resident slots] of resident groups for the present chunk."""
         layout = self.layout
-        held = slice(layout.first, layout.first + layout.places * layout.kept)
+        span = slice(layout.first, layout.first + layout.resident_slots * layout.kept)
         weight = weight.masked_fill(self.tensors["place"] < 0, 0.0).float()
-        self.work["log_weight"][:, 0, held] = weight.repeat_interleave(layout.kept, 1)
+        self.work["log_weight"][:, 0, span] = weight.repeat_interleave(layout.kept, 1)
 
     def log_weights(self, end: int) -> Tensor:
-        """What is added to the scores of the first slots in the present chunk, [B, 1, end]."""
+        """The log-weights of the first `end` cache slots in the present chunk, [B, 1, end]."""
         return self.work["log_weight"][:, :, :end]

@@ -90,7 +90,7 @@ class KVStore:
     ) -> KVStore:
         """Slots without entries; `heads` of log_count and pos, 1 where all heads keep the same."""
         names = ("k", "v", "unrotated") if unrotated else ("k", "v")
-        apart = 0 if bank is None else bank.apart(slots - shape.max_pass_tokens)
+        apart = 0 if bank is None else bank.coded_entries(slots - shape.max_pass_tokens)
         kv, group = (shape.batch, shape.kv_heads, slots - apart), (shape.batch, heads, slots)
         # never torch's default, which is the caller's
         fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -173,9 +173,9 @@ class KVStore:
         """What keys and values take, of what they would take in the model's dtype."""
         held = [x for x in (self.k, self.v, self.unrotated) if x is not None]
         taken = sum(x.nbytes for x in (*held, *self.scales.values(), *self.present.values()))
-        places = () if self.bank is None else self.bank.places
-        whole = sum(x.numel() * self.dtype.itemsize for x in (*held, *places))
-        return (taken + sum(x.nbytes for x in places)) / whole
+        codes = () if self.bank is None else self.bank.resident_codes
+        whole = sum(x.numel() * self.dtype.itemsize for x in (*held, *codes))
+        return (taken + sum(x.nbytes for x in codes)) / whole
 
     def _moved(self) -> Iterator[tuple[Tensor, int]]:
         """What moves with entries, and of how many slots each thing in it is."""
@@ -198,7 +198,7 @@ class KVStore:
     ) -> Tensor:
         """Put a pass's keys and values [B, Hkv, S, D] behind the past; the rotated keys."""
         past, end = ctx.past, ctx.end
-        apart = 0 if self.bank is None else self.bank.apart(past)
+        apart = 0 if self.bank is None else self.bank.coded_entries(past)
         slots, now = slice(past + ctx.start, end), slice(past + ctx.start - apart, end - apart)
         held: Mapping[str, Tensor] = {"k": self.k, "v": self.v}
         if self.present:
@@ -219,7 +219,7 @@ class KVStore:
         if self.present:
             count = ctx.end - ctx.past
             return self.present["k"][:, :, :count], self.present["v"][:, :, :count]
-        apart = 0 if self.bank is None else self.bank.apart(ctx.past)
+        apart = 0 if self.bank is None else self.bank.coded_entries(ctx.past)
         now = slice(ctx.past - apart, ctx.end - apart)
         return self.k[:, :, now], self.v[:, :, now]
 

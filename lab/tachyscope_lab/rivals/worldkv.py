@@ -27,9 +27,9 @@ class WorldKvBank(PoseBank):
 
     __slots__ = ()
 
-    def number(self, groups: Tensor, used: Tensor, key: Tensor) -> Tensor:
+    def assign_group(self, age: Tensor, used: Tensor, key: Tensor) -> Tensor:
         oldest = self.tensors["age"].argmin(0, keepdim=True).to(torch.int32)
-        return torch.where(used < self.layout.most, used, oldest)
+        return torch.where(used < self.layout.capacity, used, oldest)
 
     def prune(self, layer: KVStore, start: int) -> None:
         """Keep a group's first frame, and of the others what is least like it.
@@ -53,12 +53,12 @@ class WorldKvBank(PoseBank):
         order = torch.cat([dropped.new_zeros(len(k), layout.tokens), dropped], 1)
         layer.gather(slots, order.argsort(dim=1, stable=True).unsqueeze(1))
 
-    def distances(self, keys: Tensor, key: Tensor, none: Tensor) -> Tensor:
+    def distances(self, keys: Tensor, key: Tensor, unused: Tensor) -> Tensor:
         """Half of it is how far cameras stand apart, squared, half the angle between them, each as
         a part of the largest among the groups."""
         distance = torch.zeros_like(keys[..., 0])
         for part in pose_differences(keys, key):
-            largest = part.masked_fill(none, 0).amax(1, keepdim=True)
+            largest = part.masked_fill(unused, 0).amax(1, keepdim=True)
             distance += 0.5 * part / torch.where(largest > 0, largest, 1)
         return distance
 
@@ -130,15 +130,15 @@ class WorldKv(CachePolicy, name="worldkv"):
 
     def is_full(self, shape: Shape, past: int, room: int, total: int) -> bool:
         layout = self.host_layout(shape)
-        return layout.group == shape.chunk and layout.sealed(total) > layout.places
+        return layout.group == shape.chunk and layout.sealed(total) > layout.resident_slots
 
     def before_chunk(self, p: LayerPass, poses: Tensor) -> None:
         bank = p.layer.bank
         assert isinstance(bank, WorldKvBank)
         bank.now = poses.double().flatten(2)
-        if bank.layout.sealed(p.ctx.total) >= bank.layout.places > 0:
+        if bank.layout.sealed(p.ctx.total) >= bank.layout.resident_slots > 0:
             bank.retrieve(p.layer, bank.now.mean(1))
-            p.work.macs += p.ctx.shape.batch * bank.layout.most * bank.now.shape[2]
+            p.work.macs += p.ctx.shape.batch * bank.layout.capacity * bank.now.shape[2]
 
     def commit(self, p: LayerPass, n: int) -> int:
         ctx = p.ctx
