@@ -127,7 +127,7 @@ def test_a_replay_that_can_serve_nothing_is_refused_by_name():
             TachyscopeError, match="replay=every_k:k=2,drift=false finds nothing of the last"
         ):
             ts.accelerate(make(name), "dense replay=every_k:k=2")
-    with pytest.raises(TachyscopeError, match="give VideoCache\\(passes=…\\) where"):
+    with pytest.raises(TachyscopeError, match="give VideoCache\\(passes=…\\), or"):
         ts.VideoCache("dense replay=every_k:k=2", layers=1, chunk=3)
     cache = ts.VideoCache("dense replay=every_k:k=2", layers=1, chunk=3, passes=1)
     q = torch.randn(1, HEADS, 3 * TOKENS, DIM)
@@ -183,7 +183,7 @@ def test_a_cache_says_which_frames_can_come():
     q = torch.randn(1, HEADS, 3 * TOKENS, DIM)
     with pytest.raises(TachyscopeError, match="call begin"):
         cache.attend(0, q, q, q)
-    with pytest.raises(TachyscopeError, match="latent frame 3, where 0 can come"):
+    with pytest.raises(TachyscopeError, match="starts at latent frame 0, got a first pass at 3"):
         cache.begin(frame=3, frames=3, grid=GRID)
     cache.begin(frame=0, frames=3, grid=GRID)
     cache.attend(0, q, q, q)

@@ -92,7 +92,7 @@ class Plugin:
         if cache is None:
             cache = self._new_cache(len(stores), max(time, module.num_frame_per_block))
             setattr(held, KEY, cache)
-        elif not frame and cache.session is not None and cache.session.past:
+        elif not frame and cache.session is not None and cache.session.memory.past:
             density = cache.stats()["density"]
             _log.info("a video by %s read %.0f %% of all pairs", self.plan, 100 * density)
         cache.begin(frame, time, (rows, columns))

@@ -1,11 +1,11 @@
-"""A KV cache for the attention layers of a model that is not ours."""
+"""A KV cache for the attention layers of any chunk-causal video model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,27 +15,21 @@ from tachyscope.core.meter import summary
 from tachyscope.core.plan import Plan, spell
 from tachyscope.core.session import Session
 from tachyscope.core.types import CustomRope, Mlp, Rope, Shape
+from tachyscope.integrations.forward_pass import ForwardPass
+from tachyscope.integrations.rope import check_turn, no_rotation, video_rope
 from tachyscope.passes.all import AllPasses
 from tachyscope.snapshot.format import check_tensor
 
 P = ParamSpec("P")
 Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
-MOST_PASSES = 1_000  # over a chunk, where their number is learned
+MOST_PASSES = 1_000  # of a chunk, while their number is not known
 T = TypeVar("T")
-
-
-def video_rope(head_dim: int, theta: float = 10000.0) -> Rope:
-    """Rotary positions over (t, y, x), with a head's channels split as Wan does."""
-    side = 2 * (head_dim // 6)
-    time = head_dim - 2 * side
-    axes = ((time, (1.0, 0.0, 0.0)), (side, (0.0, 1.0, 0.0)), (side, (0.0, 0.0, 1.0)))
-    return Rope(axes, theta)
 
 
 def _inference(
     method: Callable[Concatenate[VideoCache, P], T],
 ) -> Callable[Concatenate[VideoCache, P], T]:
-    """In inference mode whatever the host is in; its own tensors come back as ordinary ones."""
+    """Run in inference mode, whatever mode the host is in, and return ordinary tensors to it."""
 
     @wraps(method)
     def call(self: VideoCache, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -50,26 +44,16 @@ def _inference(
     return outside_graphs
 
 
-class _Pass(NamedTuple):
-    """Where the host says that a pass stands."""
-
-    frame: int
-    frames: int
-    noise: float
-    past: bool
-
-
 class VideoCache:
-    """What a model's attention layers call instead of keeping keys and values.
+    """The KV cache that a model's own attention layers call.
 
         cache = VideoCache("fast", layers=30, chunk=3)
-        cache.begin(frame=start, frames=f, grid=(h, w))  # once a pass of the model
+        cache.begin(frame=start, frames=f, grid=(h, w))  # once before each forward pass
         y = cache.attend(i, q, k, v)                     # in layer i
 
-    The session behind it opens with the first tensors. A pass that begins at the end of the last
-    chunk makes that chunk final: nobody has to call `commit`. A pass at the same frame goes over
-    the chunk again, one at an earlier frame forgets what came from there on. Frame 0 after anything
-    else, or another grid, is a new video.
+    Sizes, dtype and device come from the first tensors. A pass at the end of the last chunk makes
+    that chunk final, so that no `commit` is needed. A pass at the same frame computes the chunk
+    again; one at an earlier frame drops everything from there on; frame 0 starts a new video.
     """
 
     def __init__(
@@ -85,44 +69,46 @@ class VideoCache:
         rotated: bool = False,
     ) -> None:
         """
-        chunk: the most latent frames of a pass. passes: over a chunk, the one that leaves its keys
-        and values included; as many as the first chunk takes that is made, unless given.
-        latent_frames: of the video, where known: a bank reserves no more. prompt_tokens: that
-        cross-attention sees, where `cross` is called. rope: as the model turns queries and keys, or
-        a function of positions (t, y, x) [..., 3] that gives cos and sin [..., D / 2] of pairs of
-        channels (2i, 2i + 1); Wan's unless given. rotated: they come turned already.
+        layers: how many call `attend`. chunk: the most latent frames of a pass. passes: of a chunk,
+        with the clean one that leaves its keys and values; learned from the first chunk if not
+        given. latent_frames: of the whole video, if known; a bank allocates for no more.
+        prompt_tokens: the most tokens of a prompt, if `cross` is called. rope: how queries and keys
+        are rotated, or a function of positions (t, y, x) [..., 3] that returns cos and sin
+        [..., D / 2] of channel pairs (2i, 2i + 1); Wan's if not given. rotated: queries and keys
+        arrive rotated.
         """
-        numbers = {"layers": layers, "chunk": chunk, "passes": 1 if passes is None else passes}
-        for name, value in numbers.items():
-            if not isinstance(value, int) or value < 1:
-                raise TachyscopeError(f"`{name}` must be 1 or more, got {shown(value)}")
+        least = {"layers": 1, "chunk": 1, "passes": 1, "latent_frames": 1, "prompt_tokens": 0}
+        given = (layers, chunk, passes, latent_frames, prompt_tokens)
+        for (name, low), value in zip(least.items(), given, strict=True):
+            unknown = value is None and name in ("passes", "latent_frames")
+            if not unknown and (not isinstance(value, int) or value < low):
+                raise TachyscopeError(f"`{name}` must be {low} or more, got {shown(value)}")
         if rotated and rope is not None:
-            raise TachyscopeError("keys that are rotated=True are not turned: leave `rope` out")
+            raise TachyscopeError("rotated=True keys are not rotated again: leave `rope` out")
         parsed = Plan.parse(plan) if isinstance(plan, str) else plan
         self.plan = _served(parsed, prompt_tokens, rotated, passes)
         self.layers, self.chunk, self.passes = layers, chunk, passes
         self.latent_frames, self.prompt_tokens = latent_frames, prompt_tokens
         self.rope = rope if isinstance(rope, Rope | None) else CustomRope(turn=rope)
         self.rotated = rotated
-        self.session: Session | None = None
-        self._saved: Mapping[str, Tensor] | None = None
         self.reset()
 
     def __repr__(self) -> str:
-        at = f"latent frame {self._end}" if self.session else "not begun"
+        at = f"latent frame {self._last.end}" if self._last else "not begun"
         return f"VideoCache({str(self.plan)!r}, layers={self.layers}, chunk={self.chunk}: {at})"
 
     @_inference
     def reset(self) -> None:
         """Forget everything: the next pass starts a new video."""
-        self.session = None
-        self._grid: tuple[int, int] | None = None
-        self._now: _Pass | None = None
-        self._begun = self._open = False  # the pass has tensors; the chunk is not final
-        self._fed = False  # the pass came to `mlp`
-        self._frame = self._end = 0  # of the chunk under way, or of the last one
-        self._index = 0  # passes over it so far
-        self._learned = self.passes  # passes over a chunk, once they are known
+        self.session: Session | None = None
+        self._saved: Mapping[str, Tensor] | None = None  # by `restore`, until the next tensors
+        self._now: ForwardPass | None = None  # as `begin` was given it
+        self._last: ForwardPass | None = None  # the newest pass with tensors
+        self._final = True  # the last chunk is, and another pass over it would rewind
+        self._seen: set[int] = set()  # layers that attended in the present pass
+        self._fed = False  # the present pass called `mlp`
+        self._index = 0  # passes over the present chunk so far
+        self._learned = self.passes  # passes of a chunk, once they are known
 
     @_inference
     def begin(
@@ -133,98 +119,122 @@ class VideoCache:
         noise: float = 1.0,
         past: bool = True,
     ) -> None:
-        """A pass of the model over latent frames `frame` to `frame + frames` starts.
+        """A forward pass over latent frames `frame` to `frame + frames` starts.
 
-        grid: tokens of a latent frame, rows and columns. noise: its level, 0 for frames that are
-        clean. With `past` False the pass reads its own frames alone.
+        grid: rows and columns of a latent frame's tokens. noise: the frames' noise level, 0 for
+        clean ones. With `past` False the pass reads its own frames alone.
         """
-        if frames < 1 or frames > self.chunk:
+        given = ForwardPass.of(frame, frames, grid, noise, past)
+        if given.frames > self.chunk:
             raise TachyscopeError(
-                f"a pass over {frames} latent frames, where this cache was made for at most "
-                f"{self.chunk}: give VideoCache(chunk={max(frames, 1)})"
+                f"a pass over {frames} latent frames, and this cache was made for at most "
+                f"{self.chunk}: give VideoCache(chunk={frames})"
             )
-        if self.plan.replay is not None and self._begun and not self._fed:
+        if self.plan.replay is not None and self._seen and not self._fed:
             raise TachyscopeError(
                 f"replay={spell(self.plan.replay)} had no feed-forward layer in the last pass: "
                 f"call cache.mlp(layer, x, fn) in each layer, or leave replay out"
             )
-        again = self._open and frame == self._frame
-        goes_on = frame == self._end and (self.session is not None or self._saved is not None)
-        if self._saved is not None and self._grid is None:
-            again, goes_on = False, True  # which frame a restored cache stands at is checked below
-        elif self._grid is not None and (grid != self._grid or (frame == 0 and not again)):
+        last = self._last
+        if last is None:
+            if given.frame and self._saved is None:  # a saved state says itself where it goes on
+                raise TachyscopeError(
+                    f"a video starts at latent frame 0, got a first pass at {frame}"
+                )
+        elif given.frame == last.frame and given.grid == last.grid and not self._final:
+            pass  # another pass over the chunk
+        elif given.frame == 0:
             self.reset()
-            again, goes_on = False, frame == 0
-        elif self.session is None:
-            goes_on = frame == 0
-        elif frame < self._frame:
-            self._rewind(frame)
-            again, goes_on = False, True
-        if not (again or goes_on):
-            end = self._end if self.session is not None else 0  # a pass that attended to nothing
-            either = f"{self._frame} or {end}" if self._open else f"{end}"
+        elif given.grid != last.grid:
+            raise TachyscopeError(
+                f"a pass with a grid of {given.grid[0]} x {given.grid[1]} tokens in a video of "
+                f"{last.grid[0]} x {last.grid[1]}: begin at frame 0 for a new video"
+            )
+        elif given.frame == last.end:
+            self.commit()
+        elif given.frame <= last.frame:
+            self._rewind(given.frame)
+        else:
+            either = f"{last.end}" if self._final else f"{last.frame} or {last.end}"
             raise TachyscopeError(
                 f"a pass at latent frame {frame}, where {either} can come, or 0 for a new video"
             )
-        if goes_on and self._open:
-            self.commit()
-        self._grid = grid
-        self._now = _Pass(frame, frames, noise, past)
-        self._frame, self._end, self._begun, self._fed = frame, frame + frames, False, False
+        self._now, self._fed = given, False
+        self._seen = set()
 
     @_inference
     def commit(self) -> None:
-        """Make the chunk under way final; the next pass does, unless there is none."""
-        if self._open:
-            assert self.session is not None
-            self.session.commit()
-            given = self._index == 1 and self._now is not None and not self._now.noise
-            if self._learned is None and not given:
-                self._learned = self._index
-            self._open, self._index = False, 0
+        """Make the present chunk final, as the next chunk's first pass does."""
+        if self._final:
+            return
+        assert self.session is not None and self._last is not None
+        if missing := set(range(self.layers)) - self._seen:
+            raise TachyscopeError(
+                f"layer {min(missing)} did not attend in the last pass over latent frames "
+                f"{self._last.frame} to {self._last.end}: call attend in each of the "
+                f"{self.layers} layers of VideoCache(layers=…)"
+            )
+        self.session.commit()
+        # frames that are given take one clean pass, which says nothing about those that are made
+        if self._learned is None and (self._index > 1 or self._last.noise):
+            self._learned = self._index
+        self._final, self._index = True, 0
 
     def _rewind(self, frame: int) -> None:
-        """Forget what came from this latent frame on."""
-        session = self.session
-        assert session is not None
+        """Drop everything from this latent frame on."""
+        session, last = self.session, self._last
+        assert session is not None and last is not None
         if session.memory.past != session.memory.total_entries:
             raise TachyscopeError(
                 f"a pass at latent frame {frame} after {session.memory.latent_frame}, and "
                 f"cache={spell(session.plan.cache)} no longer has all that was before it: begin at "
-                f"{self._frame}, or at 0 for a new video, or use cache=keep_all"
+                f"{last.end if self._final else last.frame}, or at 0 for a new video, or use "
+                f"cache=keep_all"
             )
-        self._open, self._index = False, 0
+        self._final, self._index = True, 0
         session.memory.now, session.memory.begun = 0, set()
         layers, attention = session.present.layers, session.plan.attention
         for p in layers:
             attention.restore_order(p, session.memory.past)
         session.memory.rewind(session.memory.latent_frame - frame, frame)
-        session.memory.replay.ready.clear()  # what is kept came behind this frame
+        session.memory.replay.ready.clear()  # outputs of frames that are dropped
         for p in layers:
             attention.build_index(p, session.memory.past)
 
     @_inference
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [B, H, S, D] over past and now; k, v [B, Hkv, S, D].
+        """Attention of q [B, H, S, D] over the past and this pass; k, v [B, Hkv, S, D].
 
-        Queries and keys are normed and not rotated, unless it was said: the cache turns them.
+        Queries and keys are normed and, without rotated=True, not rotated yet.
         """
-        if self._now is not None and self._grid is not None:
-            rows, columns = self._grid
-            if q.shape[2] != self._now.frames * rows * columns:
-                raise TachyscopeError(
-                    f"{q.shape[2]} queries, where a pass over {self._now.frames} latent frames of "
-                    f"{rows} x {columns} tokens has {self._now.frames * rows * columns}"
-                )
-        return self._session(q, k).attend(layer, q, k, v)
+        if not 0 <= layer < self.layers:
+            raise TachyscopeError(
+                f"layer {layer} of a cache of {self.layers} layers: give VideoCache(layers=…)"
+            )
+        fits = q.dim() == 4 and k.shape == v.shape and k.shape[2:] == q.shape[2:]
+        if not fits or k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            raise TachyscopeError(
+                f"queries, keys and values of shapes {shapes}: give [batch, heads, tokens, "
+                f"channels], keys and values alike"
+            )
+        now = self._now
+        if now is not None and q.shape[2] != now.tokens:
+            raise TachyscopeError(
+                f"{q.shape[2]} queries, where a pass over {now.frames} latent frames of "
+                f"{now.grid[0]} x {now.grid[1]} tokens has {now.tokens}"
+            )
+        session = self._session(q, k)
+        self._seen.add(layer)
+        return session.attend(layer, q, k, v)
 
     @_inference
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
-        """fn(x) for x [B, S, W] of a feed-forward layer, or less of it where the plan replays.
+        """fn(x) for the input x [B, S, W] of a feed-forward layer, part of it replayed by the plan.
 
-        Called behind `attend` in the same layer. fn.macs: its multiply-adds of one row.
+        Call it after `attend` of the same layer. fn.macs: its multiply-adds per row.
         """
-        if self.session is None or not self._begun:
+        if self.session is None or not self._seen:
             raise TachyscopeError("call attend before mlp in each layer of a pass")
         if x.dim() != 3 or x.shape[2] != self.session.shape.width:
             raise TachyscopeError(
@@ -238,19 +248,35 @@ class VideoCache:
     def set_prompt(self, layer: int, k: Tensor, v: Tensor, lengths: Sequence[int]) -> None:
         """One layer's keys and values [B, H, L, D] of the prompt; rows are padding from lengths on.
 
-        Layers come in order. A prompt may be set anew in mid-video.
+        Call it for the layers in order. A prompt may change in mid-video.
         """
         if self.plan.text is None:
             raise TachyscopeError(
                 "this cache was made without a prompt: give VideoCache(prompt_tokens=…)"
             )
-        self._session(k, k).set_prompt_layer(layer, k, v, lengths)
+        if k.dim() != 4 or k.shape != v.shape or k.shape[2] > self.prompt_tokens:
+            raise TachyscopeError(
+                f"a prompt's keys and values of shapes {tuple(k.shape)} and {tuple(v.shape)}: give "
+                f"[batch, heads, tokens, channels], of at most {self.prompt_tokens} tokens"
+            )
+        if len(lengths) != k.shape[0] or not all(0 <= n <= k.shape[2] for n in lengths):
+            raise TachyscopeError(
+                f"a prompt's lengths {list(lengths)!s:.60} for keys and values of shape "
+                f"{tuple(k.shape)}: give one from 0 to {k.shape[2]} for each of the batch"
+            )
+        session = self._session(k, k)
+        if not 0 <= layer <= min(len(session.memory.texts), self.layers - 1):
+            raise TachyscopeError(
+                f"layer {layer} gets a prompt after {len(session.memory.texts)} of {self.layers} "
+                f"layers: call set_prompt for the layers in order"
+            )
+        session.set_prompt_layer(layer, k, v, lengths)
 
     @_inference
     def cross(self, layer: int, q: Tensor) -> Tensor:
         """Attention over the prompt of q [B, H, S, D]."""
         session = self._session(q, q)
-        if layer >= len(session.memory.texts):
+        if not 0 <= layer < len(session.memory.texts):
             raise TachyscopeError(f"layer {layer} has no prompt yet: call set_prompt first")
         return session.cross(layer, q)
 
@@ -272,50 +298,57 @@ class VideoCache:
     def state(self) -> dict[str, Tensor]:
         """Everything between two chunks, as tensors by name, ready for a safetensors file."""
         if self.session is None:
-            raise TachyscopeError("nothing has been attended to yet: there is no state to save")
+            raise TachyscopeError("no layer has attended yet: there is no state to save")
         return self.session.state(kept={"passes": torch.tensor(self._learned or 0)})
 
     @_inference
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was taken, by a cache of the same plan, with the next pass."""
+        """Continue where `state` was taken, with the same plan, from the next pass on."""
         self.reset()
         self._saved = dict(state)
 
     def _session(self, q: Tensor, k: Tensor) -> Session:
-        """The session, with this pass begun."""
-        if self._now is None or self._grid is None:
+        """The session, in the present pass."""
+        if self._now is None:
             raise TachyscopeError("call begin(frame=…, frames=…, grid=…) once before each pass")
         if self.session is None:
-            self.session = self._opened(q, k)
+            self.session = self._opened(q, k, self._now)
+            self._saved = None
         session, shape = self.session, self.session.shape
         if (q.shape[0], q.shape[1], q.shape[3]) != (shape.batch, shape.heads, shape.head_dim):
             raise TachyscopeError(
                 f"queries of shape {tuple(q.shape)}, where this video has batch {shape.batch}, "
                 f"{shape.heads} heads of {shape.head_dim}: reset() begins another video"
             )
-        if not self._begun:
-            frame, frames, noise, past = self._now
+        if q.dtype != session.dtype or q.device != session.device:
+            raise TachyscopeError(
+                f"queries in {q.dtype} on {q.device}, where this video began in {session.dtype} on "
+                f"{session.device}: keep to one dtype and device"
+            )
+        if self._last is not self._now:
+            frame, frames, _, noise, past = self._now
             pos = shape.positions(frame, frames, q.device)
-            # frames that come clean in one pass were given: they are remembered as a clean pass
+            # clean frames in a chunk's first pass are given ones: it is the pass that is remembered
             clean = noise == 0 and self._index == 0
             passes = self._learned or self._index + 2
             step = passes - 1 if clean else min(self._index, passes - 1)
             session.begin(pos, step, passes, (noise,) * frames, past=past)
-            self._begun = self._open = True
+            self._last, self._final = self._now, False
             self._index += 1
         return session
 
-    def _opened(self, q: Tensor, k: Tensor) -> Session:
-        assert self._grid is not None and self._now is not None
+    def _opened(self, q: Tensor, k: Tensor, now: ForwardPass) -> Session:
         shape = Shape(
             layers=self.layers, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
-            width=q.shape[1] * q.shape[3], grid=self._grid, chunk=self.chunk,
+            width=q.shape[1] * q.shape[3], grid=now.grid, chunk=self.chunk,
             passes=self.passes or MOST_PASSES,
             text=self.prompt_tokens, batch=q.shape[0],
         )  # fmt: skip
         rope = self.rope or video_rope(q.shape[3])
         if self.rotated:
-            rope = CustomRope(turn=lambda pos: _still(pos, q.shape[3]))
+            rope = CustomRope(turn=lambda pos: no_rotation(pos, q.shape[3]))
+        elif isinstance(rope, CustomRope):
+            check_turn(rope, shape)
         session = Session(
             shape, self.plan, rope, device=q.device, dtype=q.dtype,
             latent_frames=self.latent_frames,
@@ -328,28 +361,20 @@ class VideoCache:
                     self._learned = self.passes or int(kept["passes"]) or None
 
             session.restore(self._saved, check=learn)
-            self._saved = None
-            if self._now.frame != session.memory.latent_frame:
-                self.reset()
+            at = session.memory.latent_frame
+            if now.frame != at:
                 raise TachyscopeError(
-                    f"a pass at latent frame {self._frame} after a state of "
-                    f"{session.memory.latent_frame}: begin there"
+                    f"a pass at latent frame {now.frame} after a state of {at}: begin there"
                 )
         return session
 
 
-def _still(pos: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of what is not turned."""
-    one = torch.ones(*pos.shape[:-1], channels // 2, device=pos.device)
-    return one, torch.zeros_like(one)
-
-
 def _served(plan: Plan, prompt_tokens: int, rotated: bool, passes: int | None) -> Plan:
-    """The plan as a model's layers can follow it; raises for what is not theirs."""
+    """The part of a plan that attention layers can act on; raises for the rest."""
     if rotated and (plan.cache.keeps_unrotated or plan.cache.view_depends_on_pass):
         raise TachyscopeError(
-            f"cache={spell(plan.cache)} turns keys again, and those that are rotated=True cannot "
-            f"be: hand them over before RoPE, or use another cache"
+            f"cache={spell(plan.cache)} rotates keys again, which rotated=True excludes: pass keys "
+            f"before RoPE, or use another cache"
         )
     if plan.passes not in (None, AllPasses()):
         raise TachyscopeError(
@@ -358,8 +383,8 @@ def _served(plan: Plan, prompt_tokens: int, rotated: bool, passes: int | None) -
         )
     if plan.replay is not None and passes is None:
         raise TachyscopeError(
-            f"replay={spell(plan.replay)} keeps outputs of every pass over a chunk: give "
-            f"VideoCache(passes=…) where their number is known, else leave replay out"
+            f"replay={spell(plan.replay)} keeps the outputs of each pass over a chunk: give "
+            f"VideoCache(passes=…), or leave replay out"
         )
     if not prompt_tokens:  # the host keeps its own cross-attention
         return replace(plan, text=None)
