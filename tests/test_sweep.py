@@ -94,13 +94,13 @@ def test_token_models_are_swept_on_a_way_back_on_a_prompt_and_from_a_picture():
 
 
 def test_a_sweep_says_which_frames_are_the_way_back(tmp_path, monkeypatch, capsys):
-    assert sweep.about_walk(toy_chunks(), 48) == (
-        "each video has 24 frames along the actions and 24 the same way back, of which the last 12 "
-        "are compared with those of the way out"
+    assert sweep.about(toy_chunks(), "fast", 48) == (
+        "15 videos: 5 settings with 3 seeds each, of 24 frames along the actions and 24 the same "
+        "way back, of which the last 12 are compared with those of the way out"
     )
     _, looks = sweep._walk(toy_chunks(), "", 48)
     assert len(looks) == 12
-    assert "the last 16 are compared with the first 16" in sweep.about_walk(toy_cosmos(), 48)
+    assert "whose last 16 are compared with the first 16" in sweep.about(toy_cosmos(), "dense", 48)
 
     def begun(*given, **more):  # by then the line must be there
         raise TachyscopeError("begun")

@@ -115,7 +115,7 @@ class Compare(VideoVerb):
         from tachyscope.io.results import emit
         from tachyscope.measure.bench import split_plans
         from tachyscope.measure.progress import progress
-        from tachyscope.measure.sweep import about_walk, lines, sweep_past
+        from tachyscope.measure.sweep import about, lines, sweep_past
 
         if self.world is not None:
             raise TachyscopeError("a sweep needs no truth, got --world: leave it out")
@@ -126,7 +126,7 @@ class Compare(VideoVerb):
             watch.stage(f"loading {self.model}")
             model = self.load()
             watch.stage("")
-            print(about_walk(model, self.frames), flush=True)
+            print(about(model, plan, self.frames), flush=True)
             results = sweep_past(
                 model, plan, **options, actions=self.actions, command=command, watch=watch.chunk
             )

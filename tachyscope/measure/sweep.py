@@ -125,16 +125,18 @@ def _walk(model: VideoModel, given: object, frames: int) -> tuple[list[int], lis
     return [*moves, *back], looks
 
 
-def about_walk(model: VideoModel, frames: int) -> str:
-    """What each video of a sweep shows, and which of its frames are judged."""
+def about(model: VideoModel, plan: Plan | str, frames: int) -> str:
+    """How many videos a sweep makes, what each shows, and which of its frames are judged."""
+    settings = len(_plans(model, plan))
+    videos = f"{settings * SEEDS} videos: {settings} settings with {SEEDS} seeds each"
     if not model.actions:
         third = frames // 3
         return (
-            f"each video has {frames} frames; the last {third} are compared with the first {third}"
+            f"{videos}, of {frames} frames, whose last {third} are compared with the first {third}"
         )
     out = frames // 2
     return (
-        f"each video has {out} frames along the actions and {out} the same way back, of which the "
+        f"{videos}, of {out} frames along the actions and {out} the same way back, of which the "
         f"last {out // 2} are compared with those of the way out"
     )
 
