@@ -20,10 +20,10 @@ from tachyscope.memory.fit import fit
 from tachyscope.memory.lines import lines
 from tachyscope.memory.predict import ROOM, need, sized
 from tachyscope.memory.promise import promise
+from tachyscope.models.decoder import modules_of
 from tachyscope.models.registry import load
 from tachyscope.models.toys import toy_chunks
 from tachyscope.models.wan.loading import save_wan
-from tachyscope.models.wan.parts import modules_of
 from tachyscope.models.wan.presets import SIZES
 from tachyscope.models.wan.sizes import VaeSize
 from tachyscope_lab.bench.stand_ins import random_vae

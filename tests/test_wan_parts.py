@@ -28,7 +28,7 @@ from tachyscope.io.video import read_frames
 from tachyscope.measure.certify import PROMPTS, Protocol, certify, parts_of
 from tachyscope.measure.quality import psnr
 from tachyscope.models.checkpoint import read_tensors, write_tensors
-from tachyscope.models.registry import load
+from tachyscope.models.registry import load, with_prompt
 from tachyscope.models.wan import download, vae_5b
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
@@ -38,7 +38,7 @@ from tachyscope.models.wan.loading import WEIGHTS, load_wan, save_wan
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.random import random_wan
-from tachyscope.models.wan.text import UMT5, PromptFile, embed_prompt
+from tachyscope.models.wan.text import UMT5, PromptFile, embed_prompt, write_prompt
 from tachyscope.models.wan.vae import WanVae
 
 CONFIG = WanConfig(
@@ -532,11 +532,22 @@ def test_a_prompt_file_stands_for_its_prompt(folder, tmp_path, monkeypatch):
         {"context": torch.ones(4, 32).bool()},
         {"context": torch.ones(4, 32).long()},
         {"context": torch.ones(4, 32, dtype=torch.complex64)},
+        {"context": torch.ones(4, 32).to(torch.float8_e4m3fn)},
     ):
         torch.save(bad, tmp_path / "bad.pt")
         refused(lambda: PromptFile.read(tmp_path / "bad.pt", CONFIG), "must hold 'context' [L, 32]")
     torch.save({"context": torch.ones(4, 32).to_sparse()}, tmp_path / "bad.pt")
     refused(lambda: PromptFile.read(tmp_path / "bad.pt", CONFIG), "got other values in context")
+
+
+def test_a_prompt_file_leaves_the_rest_of_a_model_as_it_is(tmp_path):
+    model = ts.load("toy-chunks", precision="fp8_attention")
+    model.revisions = {"some/repository": "commit"}
+    write_prompt(tmp_path / "prompt.safetensors", torch.ones(1, 4, 24), 4)
+    reading = with_prompt(model, tmp_path / "prompt.safetensors")
+    assert reading.encode_prompt("").tokens == (4,) and model.encode_prompt("").tokens == (1,)
+    assert reading.shape() == model.shape() and reading.shape().fp8_attention
+    assert reading.revisions == model.revisions
 
 
 @pytest.mark.slow

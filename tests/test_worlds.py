@@ -14,13 +14,13 @@ from world_rules import pressed as pressed_rule
 
 import tachyscope as ts
 from tachyscope.models.checkpoint import write_tensors
+from tachyscope.models.decoder import Decoder
 from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
 from tachyscope.models.wan.clip_vision import ClipVision
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.key_adapter import pressed
 from tachyscope.models.wan.keys import ACTIONS
 from tachyscope.models.wan.loading import load_wan, save_wan
-from tachyscope.models.wan.parts import Decoder
 from tachyscope.models.wan.presets import PRESETS, sized_wan
 from tachyscope.models.wan.random import random_wan
 from tachyscope.models.wan.tiny_decoder import TinyDecoder

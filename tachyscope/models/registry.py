@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -378,8 +379,9 @@ def with_prompt(model: VideoModel, file: Path | str, later: Sequence[str] = ()) 
         raise TachyscopeError(
             f"{model.name} takes no embedded prompt, got {file}: give the prompt in words"
         )
-    text = PromptFile.read(Path(file), model.config, later)
-    return WanModel(model.name, model.transformer, text, model.decoder)
+    reading = copy.copy(model)  # of the same precision, from the same files
+    reading.text = PromptFile.read(Path(file), model.config, later)
+    return reading
 
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:

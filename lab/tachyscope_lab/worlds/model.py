@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tachyscope.models.checkpoint import read_json
+from tachyscope.models.decoder import Decoder
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.parts import Controls, Decoder
+from tachyscope.models.wan.parts import Controls
 from tachyscope.models.wan.plain_parts import BytesText
 from tachyscope.models.wan.transformer import WanCausal
 from tachyscope_lab.worlds import town

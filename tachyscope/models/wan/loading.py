@@ -28,13 +28,14 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
+from tachyscope.models.decoder import Decoder
 from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
 from tachyscope.models.wan.clip_vision import ClipVision
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.lora import merge_lora
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.names import wan_names
-from tachyscope.models.wan.parts import Decoder, TextEncoder
+from tachyscope.models.wan.parts import TextEncoder
 from tachyscope.models.wan.plain_parts import BytesText, Preview
 from tachyscope.models.wan.text import UMT5, PromptFile
 from tachyscope.models.wan.tiny_decoder import TinyDecoder

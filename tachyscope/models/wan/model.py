@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
@@ -18,20 +17,15 @@ from tachyscope.io.fingerprint import digest
 from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.atrium import camera
 from tachyscope.models.atrium.world import ACTIONS
-from tachyscope.models.base import MemoryParts, Ready, VideoModel
+from tachyscope.models.base import MemoryParts, Ready
+from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import DiffusionModel
 from tachyscope.models.wan import clip_vision, keys, steering
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.fp8_gain import check_gain
-from tachyscope.models.wan.parts import (
-    Decoder,
-    EncodedPrompt,
-    TextEncoder,
-    modules_of,
-    on_meta,
-)
+from tachyscope.models.wan.parts import EncodedPrompt, TextEncoder
 from tachyscope.models.wan.sampler import noising, schedule
-from tachyscope.models.wan.stages import wider
 from tachyscope.models.wan.stages_fp8 import Fp8Operations
 from tachyscope.models.wan.text import PromptFile
 from tachyscope.models.wan.tiny_decoder import ERROR, TinyDecoder
@@ -43,11 +37,10 @@ from tachyscope.models.wan.vae import WanVae
 COMPILED_CHUNKS, COMPILED_WIDTH = 75, 1024
 
 
-class WanModel(VideoModel):
+class WanModel(DiffusionModel):
     """A Wan-type causal model: its transformer, its text encoder and its decoder."""
 
     transformer: WanCausal
-    frame_dim = 2
     splits_tokens = True
 
     def __init__(
@@ -57,13 +50,10 @@ class WanModel(VideoModel):
         text: TextEncoder | None = None,
         decoder: Decoder | None = None,
     ) -> None:
-        self.name, self.transformer, self.text, self.decoder = name, transformer, text, decoder
-        self.config = transformer.config
+        super().__init__(name, transformer, decoder)
+        self.text, self.config = text, transformer.config
         self.operations: Fp8Operations | None = None  # of linears in float8
         self.fp8_attention = False
-        self.revisions: dict[str, str] = {}  # commits of repositories that it was downloaded from
-        self.device = transformer.patch_embedding.weight.device
-        self.dtype = transformer.patch_embedding.weight.dtype
         if self.device.type == "cuda":
             transformer.fuse()
         self.kind, self.fps = self.config.kind, self.config.fps
@@ -84,7 +74,6 @@ class WanModel(VideoModel):
         self.context = self.config.context
         self.draws = max(len(self.config.steps), len(self.config.first_steps or ()))
         self.schedule, self.noising = schedule(self.config), noising(self.config)
-        self._times: dict[float, Tensor] = {}
 
     def to_fp8(self, operations: Fp8Operations | None, attention: bool) -> Self:
         """The model with linears of float8 codes where operations on them are given, and with
@@ -106,49 +95,33 @@ class WanModel(VideoModel):
             self.decoder.compile()
         return self
 
-    def on_meta(self) -> Self:
-        clone = copy.copy(self)
-        clone.device = torch.device("meta")
-        clone.decoder = on_meta(self.decoder)
-        with clone.device:  # made anew: a copy would first take the weights' memory again
-            clone.transformer = WanCausal(self.config).cast(self.dtype)
-            if self.operations is not None:
-                clone.transformer.to_fp8(self.operations)
-        return clone
+    def make_transformer(self) -> WanCausal:
+        made = WanCausal(self.config).cast(self.dtype)
+        return made if self.operations is None else made.to_fp8(self.operations)
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
         c, frames = self.config, shape.chunk + shape.rolling_frames  # of a pass
-        x = torch.empty(self.latent_size(shape, frames), dtype=wider(self.dtype), device="meta")
+        x = torch.empty(self.latent_size(shape, frames), dtype=self.latent_dtype, device="meta")
         t = torch.empty(shape.batch, frames, device="meta")
         with torch.no_grad():
             keys, values = self.transformer.keys_values(
                 torch.empty(shape.batch, c.text_len, c.text_dim, device="meta")
             )
-        features: dict[str, Tensor] = {}
-        decoding, one, held = 0, 0, 0
-        if self.decoder is not None:
-            decoder = self.decoder
-            for _ in range(2):  # the first chunk has nothing before it
-                before = tensor_bytes(features.values())
-                most = peak(lambda: decoder(x[:1, :, : shape.chunk], features))
-                # less what stays of it
-                decoding = max(decoding, most + before - tensor_bytes(features.values()))
-                one = max(one, peak(lambda: decoder(x[:1, :, :1], features)))
-            held = sum(tensor_bytes(part.parameters()) for part in modules_of(decoder))
         left = steering.left_behind(self, shape, x.device)
         kept = (*keys, *values) if left is None else (*keys, *values, left)
+        decoding = self.decoding_memory(x, shape.chunk)
         return MemoryParts(
             weights=tensor_bytes(self.transformer.parameters()),
-            decoder=held,
-            decoder_state=tensor_bytes(features.values()),
+            decoder=decoding.weights,
+            decoder_state=decoding.state,
             prompt=tensor_bytes(kept),
             activations=peak(
                 lambda: self.transformer(
                     FreeAttention(), x, t, *steering.sketch(self, x, shape, left)
                 )
             ),
-            decoding=decoding,
-            decoding_one=one,
+            decoding=decoding.chunk,
+            decoding_one=decoding.one,
         )
 
     @property
@@ -158,10 +131,6 @@ class WanModel(VideoModel):
     @property
     def graph_capturable(self) -> bool:
         return self.context.graph_capturable
-
-    @property
-    def decoder_name(self) -> str:
-        return self.decoder.name if self.decoder else ""
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
@@ -213,12 +182,9 @@ class WanModel(VideoModel):
         rows, columns = shape.grid
         return shape.batch, self.config.in_channels, frames, rows * high, columns * wide
 
-    def embed_time(self, timestep: float) -> Tensor:
-        """A timestep's embedding [W] in host memory, where it is from the second time on."""
-        if timestep not in self._times:
-            t = torch.tensor(timestep, dtype=torch.float32, device=self.device)
-            self._times[timestep] = self.transformer.embed_time(t).cpu()
-        return self._times[timestep]
+    def timestep_embedding(self, timestep: float) -> Tensor:
+        t = torch.tensor(timestep, dtype=torch.float32, device=self.device)
+        return self.transformer.embed_time(t)
 
     def rope(self, shape: Shape) -> Rope:
         side = 2 * (shape.head_dim // 6)
@@ -308,16 +274,15 @@ class WanModel(VideoModel):
         latents = latents.to(self.device)
         self.context.remember(self, session, latents, controls)
         again, session.memory.features.shown = session.memory.features.shown, None
-        if self.decoder is not None and again is None and not shown:
-            for video, part in enumerate(latents.split(1)):
-                self.decoder.skip(part, session.memory.features.decoder(video))
+        if again is None and not shown:
+            self.skip_decoding(session, latents)
 
     @torch.no_grad()
     def encode_frames(self, frames: np.ndarray) -> Tensor:
-        self.shape((frames.shape[1], frames.shape[2]))  # raises where the size does not fit
-        if self.conditions:
-            return steering.condition(self, frames)
-        return self.require_decoder().encode(frames).to(self.device, wider(self.dtype))
+        if not self.conditions:
+            return super().encode_frames(frames)
+        self.shape((frames.shape[1], frames.shape[2]))  # raises if the size does not fit
+        return steering.condition(self, frames)
 
     def encoder_state(self, shape: Shape) -> int:
         if self.decoder is None:
@@ -339,14 +304,20 @@ class WanModel(VideoModel):
     @torch.no_grad()
     def encode_next(self, frames: np.ndarray, state: dict[str, Tensor]) -> Tensor:
         latents = self.require_decoder().encode_next(frames, state)
-        return latents.to(self.device, wider(self.dtype))
+        return latents.to(self.device, self.latent_dtype)
 
     @torch.no_grad()
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
         shown, session.memory.features.shown = session.memory.features.shown, None
         if shown is not None:
             return shown.numpy()
-        return self.require_decoder()(latents, session.memory.features.decoder(video))
+        return super().decode_latents(session, latents, video)
+
+    @property
+    def decoder_files(self) -> str:
+        files = {8: wan_vae.PUBLISHED, 16: wan_vae.PUBLISHED_5B}
+        name = files.get(self.config.stride[1], "its VAE")
+        return f"{name} beside its weights, and pip install -e '.[hf]'"
 
     def restart_decoder(self, session: Session, latents: Tensor) -> None:
         """Decode what follows as a video that begins with these latents."""
@@ -356,50 +327,3 @@ class WanModel(VideoModel):
 
     def rewind(self, session: Session, held: Sequence[Tensor]) -> Tensor | None:
         return self.context.rewind(self, session, held)
-
-    def require_decoder(self) -> Decoder:
-        if self.decoder is None:
-            files = {8: wan_vae.PUBLISHED, 16: wan_vae.PUBLISHED_5B}
-            raise TachyscopeError(
-                f"{self.name} was loaded without a decoder, got latents to show: put "
-                f"{files.get(self.config.stride[1], 'its VAE')} beside its weights, and pip "
-                f"install -e '.[hf]'"
-            )
-        return self.decoder
-
-    def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
-        # put on the device without waiting for it
-        if not self.actions:
-            if any(actions):
-                raise TachyscopeError(
-                    f"{self.name} takes no actions, got {list(actions)}: leave them out"
-                )
-            return None
-        if isinstance(actions, Tensor) and len(actions) == frames:
-            return actions
-        if len(actions) != frames or not all(0 <= a < len(self.actions) for a in actions):
-            raise TachyscopeError(
-                f"{self.name} takes one action a latent frame, here {frames} from 0 to "
-                f"{len(self.actions) - 1}, got {list(actions)}: give as many of these"
-            )
-        return torch.cat([torch.full((1,), a, device=self.device) for a in actions])
-
-    def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
-        """A chunk's noise, the draw-th that it takes: as handed in, else drawn.
-
-        The chunk is the one that is made, or so many ahead of it.
-        """
-        given = session.memory.given_noise(draw, ahead)
-        if given is None:
-            return self._draw(session)
-        return given.to(self.device, wider(self.dtype))
-
-    def _draw(self, session: Session) -> Tensor:
-        batch, *size = self.latent_size(session.shape, session.shape.chunk)
-        size = [batch // len(session.generators), *size]
-        # drawn in float32 whatever the model's dtype, so that dtypes can be compared
-        drawn = [
-            torch.randn(size, generator=each, dtype=torch.float32, device=self.device)
-            for each in session.generators
-        ]
-        return torch.cat(drawn).to(wider(self.dtype))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
+from tachyscope.models.decoder import Decoder, LatentSizes
 from tachyscope.models.wan.config import WanConfig
-from tachyscope.models.wan.parts import Decoder, LatentSizes
 
 
 class BytesText:

@@ -1,10 +1,11 @@
-"""A Wan-type model of random weights, at any size: for tests, and for a clock."""
+"""A Wan-type model of random weights, at any size."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from tachyscope.models.checkpoint import allocate
+from tachyscope.models.random_weights import random_module
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.plain_parts import BytesText, ImageMeans, Preview
@@ -21,30 +22,26 @@ def random_wan(
     """A model of random weights, scaled so that attention is sharp and nothing explodes."""
     with torch.device("meta"):
         model = WanCausal(config).cast(dtype)
-    model = allocate(model, device, name)
-    generator = torch.Generator(device).manual_seed(seed)
-    for key, parameter in model.named_parameters():
-        # always drawn in float32, so that every dtype rounds the same weights
-        drawn = torch.randn(
-            parameter.shape, generator=generator, dtype=torch.float32, device=device
-        )
-        if key.endswith("modulation"):
-            drawn *= 0.1
-            if key.startswith("blocks"):
-                # gates near one let every layer speak
-                drawn[:, 2::3] += 1
-        elif "norm" in key and key.endswith("weight"):
-            # logits of spread two: flat attention would hide what a policy leaves out
-            drawn.fill_(2**0.5)
-        elif key.endswith("bias"):
-            drawn *= 0.1
-        elif not key.startswith("action"):
-            drawn *= drawn[0].numel() ** -0.5
-            if "cam_scale" in key:  # what a stream is multiplied by in every layer is near one
-                drawn *= 0.1
-        parameter.data.copy_(drawn)
+    model = random_module(model, seed, device, name, _scale)
     text, decoder = BytesText.seeded(config, seed), Preview.seeded(config, seed)
     made = WanModel(name, model.eval(), None if config.pad else text, decoder)
     if config.pad:
         made.clip = ImageMeans(config)
     return made
+
+
+def _scale(name: str, drawn: Tensor) -> None:
+    if name.endswith("modulation"):
+        drawn *= 0.1
+        if name.startswith("blocks"):
+            # gates near one let every layer speak
+            drawn[:, 2::3] += 1
+    elif "norm" in name and name.endswith("weight"):
+        # logits of spread two: flat attention would hide what a policy leaves out
+        drawn.fill_(2**0.5)
+    elif name.endswith("bias"):
+        drawn *= 0.1
+    elif not name.startswith("action"):
+        drawn *= drawn[0].numel() ** -0.5
+        if "cam_scale" in name:  # every layer multiplies the stream by one plus this
+            drawn *= 0.1

@@ -16,7 +16,6 @@ from tachyscope.models.atrium import camera
 from tachyscope.models.wan import camera_rays, key_adapter, keys, moves
 from tachyscope.models.wan.camera_rays import Injected
 from tachyscope.models.wan.parts import Controls
-from tachyscope.models.wan.stages import wider
 from tachyscope.models.wan.transformer import RAY
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def controls(
             not session.memory.latent_frame
         ):  # a video's first latent frame is where the camera begins
             numbers = torch.cat([numbers.new_zeros(1), numbers[1:]])
-        motions = keys.motions(model.device)[numbers].to(wider(model.dtype))
+        motions = keys.motions(model.device)[numbers].to(model.latent_dtype)
         found = found._replace(injected=_injected(model, session.shape, motions))
         session.work.macs += _injection_macs(model, session.shape, frames)
     if not (model.camera or session.wants_poses):
@@ -115,10 +114,10 @@ def condition(model: WanModel, frames: np.ndarray) -> Tensor:
         )
     c, encode = model.config, model.require_decoder().encode
     if c.image == "held":
-        return encode(frames).to(model.device, wider(model.dtype))
+        return encode(frames).to(model.device, model.latent_dtype)
     pixels = torch.full((1 + c.stride[0] * SEEN, *frames.shape[1:]), GREY)
     pixels[:1] = torch.from_numpy(frames)
-    latents = encode(pixels).to(model.device, wider(model.dtype))
+    latents = encode(pixels).to(model.device, model.latent_dtype)
     mask = latents.new_zeros(1, c.stride[0], *latents.shape[2:])
     mask[:, :, 0] = 1
     return torch.cat([mask, latents], 1)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.limits import Bound, within
 from tachyscope.models.checkpoint import check_finite, fit, some
-from tachyscope.models.wan.parts import LatentSizes
+from tachyscope.models.decoder import LatentSizes
+from tachyscope.models.random_weights import random_module
 
 RANDOM = "random-tiny"  # instead of a file: the published shape, random weights
 TIME, SPACE = 4, 8  # frames, and rows and columns of them, that a latent place becomes
@@ -188,25 +189,23 @@ def infer_layers(tensors: Mapping[str, Tensor], where: str, raw: bool) -> TinyLa
 
 
 def random_layers(config: LatentSizes, device: torch.device | str) -> TinyLayers:
-    """The published layers for a model's latents, of random weights: for a clock."""
+    """The published layers for a model's latents, with random weights."""
     with torch.device("meta"):
         layers = TinyLayers(config.in_channels, patch=max(1, config.stride[1] // SPACE))
     _check_model(layers, config, RANDOM)
     if torch.device(device).type == "meta":
         return layers
-    layers.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, weight in layers.named_parameters():
-        drawn = torch.randn(weight.shape, generator=generator, device=device, dtype=torch.float32)
-        last = name.startswith("decoder.22.")
-        if name.endswith("bias"):
-            drawn = 0.1 * drawn + 0.5 * last  # about a middle grey
-        else:
-            # what a memory block adds is less than what it is given, so that nothing explodes
-            gain = 0.1 if last or name.endswith("conv.4.weight") else 1.4
-            drawn *= gain * drawn[0].numel() ** -0.5
-        weight.data.copy_(drawn)
-    return layers
+    return random_module(layers, 0, device, RANDOM, _scale)
+
+
+def _scale(name: str, drawn: Tensor) -> None:
+    last = name.startswith("decoder.22.")
+    if name.endswith("bias"):
+        drawn.mul_(0.1).add_(0.5 * last)  # about a middle grey
+    else:
+        # what a memory block adds is less than its input, so that nothing explodes
+        gain = 0.1 if last or name.endswith("conv.4.weight") else 1.4
+        drawn *= gain * drawn[0].numel() ** -0.5
 
 
 def _check_model(layers: TinyLayers, config: LatentSizes, where: str) -> None:

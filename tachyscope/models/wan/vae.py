@@ -26,8 +26,8 @@ from tachyscope.models.checkpoint import (
     write_tensors,
 )
 from tachyscope.models.config_schema import SIDE, check_numbers
+from tachyscope.models.decoder import Decoder
 from tachyscope.models.wan import vae_5b, vae_bands
-from tachyscope.models.wan.parts import Decoder
 from tachyscope.models.wan.text import needed
 
 # Wan 2.1's, and that of Wan 2.2 5B

@@ -11,8 +11,9 @@ from torch import Tensor
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.checkpoint import allocate, fit, matched, read_tensors, write_tensors
 from tachyscope.models.config_schema import written
+from tachyscope.models.decoder import Decoder
+from tachyscope.models.random_weights import random_module
 from tachyscope.models.wan.download import HubFiles
-from tachyscope.models.wan.parts import Decoder
 from tachyscope.models.waypoint.config import MODEL_TYPE, WaypointConfig
 from tachyscope.models.waypoint.model import WaypointModel
 from tachyscope.models.waypoint.pictures import FILES, Stills, TinyAutoencoder
@@ -139,22 +140,20 @@ def random_waypoint(
     dtype: torch.dtype = torch.float32,
     name: str = "random",
 ) -> WaypointModel:
-    """A model of random weights, at any size: for tests, and for a clock."""
+    """A model of random weights, at any size."""
     with torch.device("meta"):
         model = Waypoint(config).to(dtype)
-    model = allocate(model, device, name)
-    generator = torch.Generator(device).manual_seed(seed)
-    for key, weight in model.named_parameters():
-        # always drawn in float32, so that every dtype rounds the same weights
-        drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32, device=device)
-        if key.endswith("v_lamb"):
-            drawn.fill_(0.5)
-        elif weight.dim() > 1 and not key.endswith("bias_in"):
-            inputs = weight.shape[0] if key.startswith("unpatchify") else weight[0].numel()
-            drawn *= inputs**-0.5
-        weight.data.copy_(drawn)
+    model = random_module(model, seed, device, name, _scale)
     decoder = Stills.seeded(config, seed)
     return WaypointModel(name, model.eval().requires_grad_(False), decoder)
+
+
+def _scale(name: str, drawn: Tensor) -> None:
+    if name.endswith("v_lamb"):
+        drawn.fill_(0.5)
+    elif drawn.dim() > 1 and not name.endswith("bias_in"):
+        inputs = drawn.shape[0] if name.startswith("unpatchify") else drawn[0].numel()
+        drawn *= inputs**-0.5
 
 
 def sized_waypoint(dtype: torch.dtype, decoder: Path | str | None = None) -> WaypointModel:

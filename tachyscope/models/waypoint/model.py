@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,35 +14,32 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.session import Session
 from tachyscope.core.types import DenoisePass, Rope, Shape
 from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
-from tachyscope.models.base import MemoryParts, Ready, VideoModel
-from tachyscope.models.wan.parts import Decoder, modules_of, on_meta
+from tachyscope.models.base import MemoryParts, Ready
+from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import DiffusionModel
 from tachyscope.models.waypoint import controls
 from tachyscope.models.waypoint.config import STRIDE
 from tachyscope.models.waypoint.pictures import FILES
 from tachyscope.models.waypoint.transformer import Waypoint
 
 
-class WaypointModel(VideoModel):
+class WaypointModel(DiffusionModel):
     """A Waypoint: its transformer, and what shows latents where there is such."""
 
     transformer: Waypoint
     actions = controls.ACTIONS
     chords = controls.CHORDS
     draws = 1
+    decoder_files = f"{FILES[0]} beside its weights, or give it as `decoder`"
 
     def __init__(self, name: str, transformer: Waypoint, decoder: Decoder | None = None) -> None:
-        self.name, self.transformer, self.decoder = name, transformer, decoder
+        super().__init__(name, transformer, decoder)
         self.config = transformer.config
-        weight = transformer.patchify.weight
-        self.device, self.dtype = weight.device, weight.dtype
         self.size, self.fps = self.config.size, self.config.inference_fps
         self.stock = self.config.stock
-        self.revisions: dict[str, str] = {}  # commits of repositories that it was downloaded from
-        self._times: dict[float, Tensor] = {}
         # in the model's precision, as its authors have them
         self.sigmas = torch.tensor(self.config.scheduler_sigmas, dtype=self.dtype).tolist()
-        if self.device.type != "meta":
-            self.presses = controls.table(self.config.n_buttons, self.device)
+        self.presses = controls.table(self.config.n_buttons, self.device)
 
     def shape(self, size: tuple[int, int] | None = None) -> Shape:
         c = self.config
@@ -111,7 +105,7 @@ class WaypointModel(VideoModel):
         self, session: Session, actions: Sequence[int] | Tensor, ready: Ready | None = None
     ) -> Tensor:
         pressed = self._pressed(actions)
-        x, levels = self._noise(session), list(pairwise(self.sigmas))
+        x, levels = self.noise(session, 0), list(pairwise(self.sigmas))
         for i, (sigma, then) in enumerate(levels):
             now = DenoisePass(
                 i, len(levels), 1000 * sigma, sigma, x, self.embed_time,
@@ -144,99 +138,37 @@ class WaypointModel(VideoModel):
         self.transformer(session, x, self._level(0.0), pressed, session.write_kv)
 
     def _pressed(self, actions: Sequence[int] | Tensor) -> Tensor:
-        """What the one action tells; the device is not waited for."""
+        """The controls [buttons + 3] of one action; the device is not waited for."""
         return self.presses[self.actions_tensor(actions, 1)][0]
 
     def _level(self, sigma: float) -> Tensor:
         return torch.full((), sigma, dtype=torch.float64, device=self.device)
 
-    def _noise(self, session: Session) -> Tensor:
-        _, *size = self.latent_size(session.shape, 1)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        given = session.memory.given_noise(0)
-        if given is not None:
-            return given.to(self.device, wide)
-        # drawn in float32 whatever the model's dtype, so that dtypes can be compared
-        fine: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        drawn = [torch.randn(1, *size, generator=each, **fine) for each in session.generators]
-        return torch.cat(drawn).to(wide)
-
-    def embed_time(self, timestep: float) -> Tensor:
-        """A timestep's embedding [W] in host memory, where it is from the second time on."""
-        if timestep not in self._times:
-            level = self._level(timestep / 1000)
-            self._times[timestep] = self.transformer.embed_noise(level).cpu()
-        return self._times[timestep]
-
-    def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor:
-        if isinstance(actions, Tensor) and len(actions) == frames:
-            return actions
-        if len(actions) != frames or not all(0 <= a < len(self.actions) for a in actions):
-            raise TachyscopeError(
-                f"{self.name} takes one action a latent frame, here {frames} from 0 to "
-                f"{len(self.actions) - 1}, got {list(actions)}: give as many of these"
-            )
-        # put on the device without waiting for it
-        return torch.cat([torch.full((1,), int(a), device=self.device) for a in actions])
-
     @torch.no_grad()
     def prefill_latents(
         self, session: Session, latents: Tensor, actions: Sequence[int], shown: bool = False
     ) -> None:
-        wide = torch.promote_types(self.dtype, torch.float32)
-        latents = latents.to(self.device, wide)
+        latents = latents.to(self.device, self.latent_dtype)
         self._remember(session, latents, self._pressed(actions))
-        if self.decoder is not None and not shown:
-            for video, part in enumerate(latents.split(1)):
-                self.decoder.skip(part, session.memory.features.decoder(video))
+        if not shown:
+            self.skip_decoding(session, latents)
 
-    @property
-    def decoder_name(self) -> str:
-        return self.decoder.name if self.decoder else ""
+    def make_transformer(self) -> Waypoint:
+        return Waypoint(self.config).to(self.dtype)
 
-    @torch.no_grad()
-    def encode_frames(self, frames: np.ndarray) -> Tensor:
-        self.shape((frames.shape[1], frames.shape[2]))  # raises where the size does not fit
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return self._need_decoder().encode(frames).to(self.device, wide)
-
-    @torch.no_grad()
-    def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
-        return self._need_decoder()(latents, session.memory.features.decoder(video))
-
-    def _need_decoder(self) -> Decoder:
-        if self.decoder is None:
-            raise TachyscopeError(
-                f"{self.name} was loaded without a decoder, got pictures or latents to show: put "
-                f"{FILES[0]} beside its weights, or give it as `decoder`"
-            )
-        return self.decoder
-
-    def on_meta(self) -> Self:
-        clone = copy.copy(self)
-        clone.device = torch.device("meta")
-        with clone.device:
-            clone.transformer = Waypoint(self.config).to(self.dtype)
-            clone.presses = torch.empty(len(self.actions), self.config.n_buttons + 3)
-        clone.decoder = on_meta(self.decoder)
-        return clone
+    def timestep_embedding(self, timestep: float) -> Tensor:
+        return self.transformer.embed_noise(self._level(timestep / 1000))
 
     def memory_parts(self, shape: Shape, prompt: int) -> MemoryParts:
-        wide = torch.promote_types(self.dtype, torch.float32)
-        x = torch.empty(self.latent_size(shape, 1), dtype=wide, device="meta")
+        x = torch.empty(self.latent_size(shape, 1), dtype=self.latent_dtype, device="meta")
         sigma, pressed = x.new_empty(()), x.new_empty(self.config.n_buttons + 3)
-        features: dict[str, Tensor] = {}
-        decoding, held, decoder = 0, 0, self.decoder
-        if decoder is not None:
-            for _ in range(2):  # the first latent frame has nothing before it
-                decoding = max(decoding, peak(lambda: decoder(x[:1], features)))
-            held = sum(tensor_bytes(part.parameters()) for part in modules_of(decoder))
+        decoding = self.decoding_memory(x, 1)
         return MemoryParts(
             weights=tensor_bytes(self.transformer.parameters()),
-            decoder=held,
-            decoder_state=tensor_bytes(features.values()),
+            decoder=decoding.weights,
+            decoder_state=decoding.state,
             prompt=0,
             activations=peak(lambda: self.transformer(FreeAttention(), x, sigma, pressed)),
-            decoding=decoding,
-            decoding_one=decoding,
+            decoding=decoding.chunk,
+            decoding_one=decoding.one,
         )
