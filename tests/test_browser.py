@@ -42,13 +42,14 @@ PATIENCE_S = 90  # with what comes in one second on idle cores
 SIDES = ("front", "left", "back", "right")
 GENERATION = "import('/session.js').then(({ state }) => state.session?.generation)"
 FRAMES = "['picture', 'dense'].map((id) => document.getElementById(id).dataset.frame)"
-WARP = """async ([first, second, wanted, pose, room]) => {
+WARP = """async ([first, second, third, pose, room]) => {
   const { warp } = await import("/warp.js");
   const read = ({ pose, text }) => {
     const bytes = Uint8ClampedArray.from(atob(text), (letter) => letter.charCodeAt(0));
     return { pose, pixels: new ImageData(bytes, 128, 128) };
   };
-  const out = warp(new ImageData(128, 128), read(first), read(second), pose, 0.5, room);
+  const out = warp(new ImageData(128, 128), read(first), read(second), pose, 0.5, room,
+    third && read(third));
   let text = "";
   for (const byte of out.data) text += String.fromCharCode(byte);
   return btoa(text);
@@ -540,9 +541,9 @@ def test_a_clip_shows_three_plans_on_one_walk(browser, address, tmp_path):
 
 
 def test_between_two_pictures_both_are_turned_to_where_the_camera_stands(browser, address):
-    visit, half = Visit(1, "q"), Visit(1, "q q", pace=0.5, tempo=1.0)
-    first, second = visit.frames(0, 2)
-    (wanted,) = half.frames(1, 2)
+    visit, half = Visit(2, "q q"), Visit(2, "q q q q", pace=0.5, tempo=1.0)
+    behind, first, second = visit.frames(0, 3)
+    early, late = half.frames(1, 2)[0], half.frames(3, 4)[0]
     x, y, degrees = visit.view
     page = Page(browser, address[0])
 
@@ -550,14 +551,18 @@ def test_between_two_pictures_both_are_turned_to_where_the_camera_stands(browser
         data = np.concatenate([frame, np.full((128, 128, 1), 255, np.uint8)], -1)
         return {"pose": [x, y, degrees + turn], "text": base64.b64encode(data).decode()}
 
-    given = [told(first, 0), told(second, 15), None, [x, y, degrees + 7.5], ROOM]
-    data = base64.b64decode(page.tab.evaluate(WARP, given))
-    made = np.frombuffer(data, np.uint8).reshape(128, 128, 4)[..., :3]
+    def warped(turn, third=None):
+        pictures = [told(first, 15), told(second, 30), third and told(*third)]
+        data = page.tab.evaluate(WARP, [*pictures, [x, y, degrees + turn], ROOM])
+        return np.frombuffer(base64.b64decode(data), np.uint8).reshape(128, 128, 4)[..., :3]
 
-    def error(picture):
+    def error(picture, wanted):
         return float(np.abs(picture.astype(int) - wanted).mean())
 
-    assert error(made) < 3 < 6 < error(first.astype(int) // 2 + second // 2)
+    assert error(warped(22.5), late) < 3 < 6 < error(first.astype(int) // 2 + second // 2, late)
+    # of a view that is still behind both, a part is on the picture before alone
+    assert error(warped(7.5, (behind, 0)), early) < 3 < 4 < error(warped(7.5), early)
+    assert error(warped(22.5, (behind, 0)), late) < 3
     page.context.close()
 
 

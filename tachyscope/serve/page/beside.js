@@ -69,7 +69,7 @@ function progress(share) {
   const percent = Math.round(100 * share);
   $("ring").hidden = false;
   $("ring").style.setProperty("--share", `${percent}%`);
-  $("ring").textContent = `${under.label} ${percent} %`;
+  $("ring").textContent = `${under.label}: ${percent} %`;
   $("ring").setAttribute("aria-valuenow", percent);
 }
 

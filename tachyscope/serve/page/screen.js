@@ -41,7 +41,9 @@ subscribe("picture", (picture) => {
   const turns = $("smooth").checked && !still.matches && state.settings.room && last;
   if (turns && isNear(last.pose, picture.pose) && String(shown) !== String(picture.pose)) {
     const idle = motion === null;
-    motion = { from: last, pose: shown ?? last.pose, to: picture, at: now, ms: 0.95 * apart };
+    // a picture that comes early finds the view behind the last one, which sees only a part of it
+    const behind = motion?.from ?? null;
+    motion = { behind, from: last, pose: shown ?? last.pose, to: picture, at: now, ms: 0.95 * apart };
     if (idle) requestAnimationFrame(turn);
   } else {
     motion = null;
@@ -65,7 +67,8 @@ function turn(now) {
   if (now - turnedAt >= BETWEEN_MS) {
     turnedAt = now;
     shown = between(motion.pose, motion.to.pose, share);
-    pen.putImageData(warp(out, motion.from, motion.to, shown, share, state.settings.room), 0, 0);
+    const { from, to, behind } = motion;
+    pen.putImageData(warp(out, from, to, shown, share, state.settings.room, behind), 0, 0);
     screen.turned += 1;
   }
   requestAnimationFrame(turn);

@@ -8,7 +8,7 @@ import { hold, readPicture, send, state, subscribe } from "./session.js";
 
 const SIDES = ["front", "left", "back", "right"];
 const AGAIN_MS = 700; // a check is costly: the server takes two such a second
-const ROWS = { truth: "truth", own: "ours", window: "last 21 only" };
+const ROWS = { truth: "truth", own: "ours", window: "last 21 pictures" };
 
 let walls = []; // of each wall the newest chunk that faced it: pictures, and what is right
 let compared = []; // the walls that a window was sent to

@@ -4,6 +4,7 @@
 // square, `slope` the tangent of half its field of view.
 
 const SOFT = 0.12; // of a picture's half, over which it fades out at its edge
+const FILL = 0.01; // weight of a third picture: it fills what the other two do not see
 
 // of two poses, the one a share of the way from the first to the second
 export function between(from, to, share) {
@@ -22,14 +23,15 @@ export function isNear(from, to) {
   return turn <= 45 && Math.hypot(to[0] - from[0], to[1] - from[1]) <= 0.2;
 }
 
-// what is seen from `pose`, of two pictures ({pixels, pose}), the second counting `share`
-export function warp(out, first, second, pose, share, room) {
+// the view from `pose`, from two pictures ({pixels, pose}): the second one's weight is `share`
+export function warp(out, first, second, pose, share, room, third = null) {
   const { width, height } = out;
   const [cos, sin] = direction(pose[2]);
   const views = [
     { ...seen(first), weight: 1 - share },
     { ...seen(second), weight: share },
   ];
+  if (third) views.push({ ...seen(third), weight: FILL });
   for (let row = 0, at = 0; row < height; row++) {
     const up = -(((row + 0.5) / height) * 2 - 1) * room.slope;
     for (let column = 0; column < width; column++, at += 4) {
