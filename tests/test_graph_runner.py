@@ -2,11 +2,13 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 import torch
 import toys
 
+import tachyscope as ts
 from tachyscope.core.chunk_runner import ChunkRunner
 from tachyscope.core.observers import Timing
 from tachyscope.measure.inspection.stats import StatsObserver
@@ -88,6 +90,20 @@ def test_repeated_chunks_are_those_made_anew(plan, actions):
 def test_repeated_chunks_go_on_walking():
     """Where a camera stands is the device's own number, as the time is."""
     _check_repeated(PLANS[0], actions=ACTIONS, camera=True, size=(4, 4))
+
+
+def test_repeated_chunks_of_an_own_model_follow_its_actions():
+    """It has defined nothing that says how recorded launches are given actions."""
+    example = Path(__file__).parent.parent / "examples" / "my_world.py"
+    model = ts.load(f"{example}:MyWorld")
+    want, got = [], []
+    for record, frames in ((None, want), (Again, got)):
+        session = toys.open_session(model, "cache=window:budget=9f", seed=0)
+        make = ChunkRunner(model, session, record)
+        with torch.inference_mode():
+            frames += [make([i % 3]) for i in range(20)]
+        assert make.replayed == (record is not None)
+    assert all(map(torch.equal, got, want))
 
 
 def _check_repeated(plan, **changes):

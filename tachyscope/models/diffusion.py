@@ -1,4 +1,4 @@
-"""What diffusion models share: their decoder, and noise, actions and timesteps on the device."""
+"""What diffusion models share: a decoder, noise, and embeddings of timesteps."""
 
 from __future__ import annotations
 
@@ -112,23 +112,6 @@ class DiffusionModel(VideoModel):
             one = max(one, peak(lambda: decoder(latents[:1, :, :1], features)))
         weights = sum(tensor_bytes(module.parameters()) for module in modules_of(decoder))
         return DecodingMemory(weights, tensor_bytes(features.values()), most, one)
-
-    def actions_tensor(self, actions: Sequence[int] | Tensor, frames: int) -> Tensor | None:
-        if not self.actions:
-            if any(actions):
-                raise TachyscopeError(
-                    f"{self.name} takes no actions, got {list(actions)}: leave them out"
-                )
-            return None
-        if isinstance(actions, Tensor) and len(actions) == frames:
-            return actions
-        if len(actions) != frames or not all(0 <= a < len(self.actions) for a in actions):
-            raise TachyscopeError(
-                f"{self.name} takes one action a latent frame, here {frames} from 0 to "
-                f"{len(self.actions) - 1}, got {list(actions)}: give as many of these"
-            )
-        # filled on the device, which is not waited for
-        return torch.cat([torch.full((1,), int(a), device=self.device) for a in actions])
 
     def noise(self, session: Session, draw: int, ahead: int = 0) -> Tensor:
         """Noise [B, C, F, h, w] of a chunk, the one being made or the `ahead`-th after it.
