@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pathlib
 import pickle
 import re
 
@@ -312,6 +313,17 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path, text, words):
     path = tmp_path / "a.json"
     path.write_bytes(text.encode("latin-1"))
     refused(lambda: read_json(path), str(path), words, "mend it or get it again")
+
+
+@pytest.mark.parametrize("read, name", [(read_json, "a.json"), (read_tensors, "a.pt")])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(read, name, tmp_path, monkeypatch):
+    def denied(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(pathlib.Path, "open", denied)
+    monkeypatch.setattr(pathlib.Path, "read_text", denied)
+    refused(lambda: read(tmp_path / name), f"{name} cannot be read (permission denied): make")
 
 
 def test_a_missing_json_file_is_named(tmp_path):

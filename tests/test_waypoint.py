@@ -308,7 +308,8 @@ def test_a_file_is_read_by_its_names(tmp_path):
         ("scheduler_sigmas: 1", "must be from 0 to 16 numbers, each from 0 to 1, got 1:"),
         ("global_attn_offset: 0", "global_attn_offset must be -1"),
         ("n_layers: [", "must be YAML"),
-        ("- 1", "must hold a mapping"),
+        ("- 1", "must hold a YAML object, got list"),
+        ("x: " + 3000 * "[", "must be YAML that Python can read, it is nested too deep"),
     ],
 )
 def test_a_configuration_that_is_another_models_is_refused(tmp_path, text, words):

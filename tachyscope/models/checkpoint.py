@@ -197,26 +197,38 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], under: str | None =
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
+    return read_mapping(path, "JSON", json.loads)
+
+
+def read_mapping(
+    path: Path,
+    form: str,
+    parse: Callable[[str], Any],
+    faults: tuple[type[Exception], ...] = (ValueError,),
+) -> dict[str, Any]:
+    """The object in a text file; `faults` are what `parse` raises if the text is not of `form`."""
     if not path.is_file():
         raise TachyscopeError(f"no file {path}: give a folder that has {path.name}")
     if path.stat().st_size > JSON_BYTES:
         raise TachyscopeError(
-            f"{path} must be JSON of at most {JSON_BYTES >> 20} MiB, got "
+            f"{path} must be {form} of at most {JSON_BYTES >> 20} MiB, got "
             f"{path.stat().st_size >> 20} MiB: get it again"
         )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise TachyscopeError(
-            f"{path} must be JSON that Python can read, it is nested too deep: get it again"
+            f"{path} must be {form} that Python can read, it is nested too deep: get it again"
         ) from None
-    except ValueError as fault:
+    except OSError as fault:
+        raise _unreadable(path, fault) from None
+    except (*faults, UnicodeDecodeError) as fault:
         raise TachyscopeError(
-            f"{path} must be JSON, got {_line(fault)}: mend it or get it again"
+            f"{path} must be {form}, got {_line(fault)}: mend it or get it again"
         ) from None
     if not isinstance(value, dict):
         raise TachyscopeError(
-            f"{path} must hold a JSON object, got {type(value).__name__}: mend it or get it again"
+            f"{path} must hold a {form} object, got {type(value).__name__}: mend it or get it again"
         )
     return value
 
@@ -317,9 +329,15 @@ def _write(path: Path, put: Callable[[Path], object]) -> None:
 def _damaged(path: Path, kind: str, fault: Exception) -> TachyscopeError:
     if is_out_of_memory(fault):
         return TachyscopeError(f"{path} is more than the memory that is left can hold: free some")
+    if isinstance(fault, PermissionError):
+        return _unreadable(path, fault)
     return TachyscopeError(
         f"{path} must be {kind}, it is damaged or cut short ({_line(fault)}): get it again"
     )
+
+
+def _unreadable(path: Path, fault: OSError) -> TachyscopeError:
+    return TachyscopeError(f"{path} cannot be read ({str(fault.strerror).lower()}): make it so")
 
 
 def _line(fault: Exception) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tachyscope.core.errors import TachyscopeError, first_line
-from tachyscope.core.limits import JSON_BYTES, SHARE, Bound
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import SHARE, Bound
+from tachyscope.models.checkpoint import read_mapping
 from tachyscope.models.config_schema import (
     FPS,
     HEADS,
@@ -177,21 +178,4 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise TachyscopeError(
             f"{path} is YAML, which needs pyyaml: pip install -e '.[hf]'"
         ) from None
-    if not path.is_file():
-        raise TachyscopeError(f"no file {path}: give a folder that has {path.name}")
-    if path.stat().st_size > JSON_BYTES:
-        raise TachyscopeError(
-            f"{path} must be YAML of at most {JSON_BYTES >> 20} MiB, got "
-            f"{path.stat().st_size >> 20} MiB: get it again"
-        )
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as fault:
-        raise TachyscopeError(
-            f"{path} must be YAML, got {first_line(fault)}: mend it or get it again"
-        ) from None
-    if not isinstance(values, dict):
-        raise TachyscopeError(
-            f"{path} must hold a mapping, got {type(values).__name__}: mend it or get it again"
-        )
-    return values
+    return read_mapping(path, "YAML", yaml.safe_load, (yaml.YAMLError, ValueError))
