@@ -1,19 +1,10 @@
-"""Compile the kernels of a decode step for a Hopper GPU, where none is: run by test_decode_compile.
+"""Compile the kernels of a decode step for an H200, where none is: run by test_decode_compile."""
 
-Prints a line for each launch: its name, registers of a thread, bytes that did not fit in them, bytes
-of shared memory.
-"""
+from compile_on_cpu import launch  # isort: split
 
 import itertools
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from tachyscope.kernels.decode_attention import Entries, Rotation, Scratch, Step, several
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights
@@ -24,8 +15,6 @@ from tachyscope.kernels.token_gate import GateState, TokenGate
 from tachyscope.kernels.token_gate import triton as gate
 
 BF16, WIDTH, INNER, DEPTH = torch.bfloat16, 4096, 11008, 2560
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def weight(rows, columns, kind):
@@ -34,44 +23,6 @@ def weight(rows, columns, kind):
     words = torch.empty(rows, columns // (4 if kind == "int8" else 8), dtype=torch.int32)
     groups = torch.empty(rows, columns // 128, dtype=torch.int32)
     return Weight(words, torch.empty(rows) if kind == "int8" else groups)
-
-
-def source(kernel, args, options):
-    """What is compiled, as the launcher would say it: types, constants, aligned pointers."""
-    given = dict(zip(kernel.arg_names, args, strict=False)) | options
-    plain = {kernel.arg_names[x] if isinstance(x, int) else x for x in kernel.do_not_specialize}
-    types, constants, facts = {}, {}, {}
-    for i, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        value = given[name]
-        if param.is_constexpr:
-            types[name], constants[i,] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            types[name] = POINTERS[value.dtype]
-        else:
-            types[name] = "fp32" if isinstance(value, float) else "i32"
-        even = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if types[name] != "constexpr" and even and name not in plain:
-            facts[i,] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, types, constants, facts)
-
-
-def launch(kernel, grid, *args, **options):
-    options = options | ({"PDL": True} if "PDL" in options else {})
-    names = set(kernel.arg_names)
-    settings = {name: value for name, value in options.items() if name not in names}
-    settings.pop("launch_pdl", None)
-    built = triton.compile(
-        source(kernel, args, options), target=GPUTarget("cuda", 90, 32), options=settings
-    )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        told = subprocess.run(
-            [TOOLS / "cuobjdump", "--dump-resource-usage", file.name],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
-    print(kernel.fn.__name__, registers, stack, built.metadata.shared, flush=True)
 
 
 def main():
