@@ -18,6 +18,7 @@ from tachyscope import __version__
 from tachyscope.cli import main
 from tachyscope.cli.app import VERBS as CLASSES
 from tachyscope.cli.app import app
+from tachyscope.cli.options import read_prompts
 from tachyscope.cli.verb import options_of
 from tachyscope.core.plan import NAMED, NAMES, Plan
 from tachyscope.core.policy import QUESTIONS, policies, settings
@@ -144,6 +145,7 @@ def test_help_and_version_are_no_faults(capsys):
         (["--seed", "1.5"], "--seed must be a whole number, got '1.5': give its digits"),
         (["--world", "1.5"], "--world must be a whole number, got '1.5': give its digits"),
         (["--world", "1:x"], "--world's given frames must be a whole number, got 'x': give its digits"),
+        (["--prompt", "2001: a space odyssey"], "a prompt that begins with a number and a colon comes later, got '2001: a space odyssey' alone: give the first prompt too, or write '0: 2001: a space odyssey'"),
         (["--prompt", "a", "--prompt", "b"], "a video begins with one prompt, got 'a' and 'b': write '24: b' for one that comes later"),
         (["--prompt", "a", "--prompt", "9: @b"], "prompts are all words or all files, got 'a' and '9: @b': embed the others too"),
         (["--weights", "a", "--weights", "b"], "one checkpoint is loaded, got a and b: leave one out, or write lora=b"),
@@ -190,6 +192,7 @@ def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, 
         (["bench", "--at", "9,x"], "--at is latent frames set apart by commas, got '9,x': try 25,100"),
         (["list", "--json", "."], ". is a folder: give the name of a file"),
         (["list", "moons"], "list has no 'moons'; there are: models, plans, cache, store, attention, text, passes, replay, and every policy's name"),
+        (["compare", "a.mp4"], "a video is compared with another one, got a.mp4 alone: name the second"),
         (["compare", "a.mp4", "b.mp4", "--frames", "3"], "--frames is for a model, got two videos: leave it out"),
         (["serve", "toy-chunks", "--set", "moons=3"], "no --set 'moons=3'; there are: sessions, session_frames, prompt_letters, message_bytes, log_bytes, messages_per_s, faults, idle_s, connections, connections_per_address, request_s, send_s, kept_s, kept, jobs, job_frames, snapshot_chunks"),
         (["serve", "toy-chunks", "--set", "sessions=0"], "limit sessions must be over 0, got 0"),
@@ -561,7 +564,12 @@ def test_compare_takes_several_plans(tmp_path, capsys):
     assert "Its weights are random, so its pictures say nothing of quality.\n" in out
 
 
-def test_compare_takes_two_videos(tmp_path, capsys):
+def test_a_first_prompt_may_begin_with_a_number():
+    words = ("0: 2001: a space odyssey", "9: a red room")
+    assert read_prompts(words) == ("2001: a space odyssey", None, [(9, "a red room")])
+
+
+def test_compare_takes_two_videos(tmp_path, monkeypatch, capsys):
     for name, shade in (("a", 100), ("b", 110)):
         with VideoWriter(tmp_path / f"{name}.mp4", 8) as file:
             file.write(np.full((3, 32, 32, 3), shade, np.uint8))
@@ -569,7 +577,8 @@ def test_compare_takes_two_videos(tmp_path, capsys):
     assert main(["compare", *paths]) == 0
     assert re.search(r"1 to 3 +2[789]\.\d\d", capsys.readouterr().out)
     assert files(tmp_path) == ["a.mp4", "b.mp4"]
-    assert main(["compare", *paths, "--out", str(tmp_path / "out")]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *paths, "--out", "out"]) == 0  # the folder that other forms write to
     assert written(tmp_path / "out", "compare")["suite"] == "videos"
 
 

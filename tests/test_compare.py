@@ -228,6 +228,15 @@ def test_the_folder_gets_videos_a_report_and_the_document(model, tmp_path):
     assert "toy-chunks: dense, fast" in report and "a command" in report and "Toy." in report
 
 
+def test_no_run_overwrites_the_video_of_another_or_of_the_comparison(model, tmp_path):
+    names = ("compare", "a/b", "A b", "…")
+    compare(model, dict.fromkeys(names, "dense"), frames=3, aa=False, out=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.mp4")) == [
+        "A-b-2.mp4", "a-b.mp4", "compare-2.mp4", "compare.mp4", "run.mp4",
+    ]  # fmt: skip
+    assert len(list(read_video(tmp_path / "compare-2.mp4"))) == 3
+
+
 @pytest.mark.slow
 def test_the_videos_show_the_runs_they_are_named_after(model, tmp_path):
     compare(model, "fast", **ASKED, out=tmp_path, aa=False)

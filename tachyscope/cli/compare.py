@@ -13,6 +13,7 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.limits import check
 
 OF_VIDEOS = ("model", "reference", "out")  # options that two videos take
+VIDEO_FILES = (".mp4", ".mkv", ".mov", ".webm", ".avi")
 OF_CERTIFICATE = ("model", "weights", "device", "certify")  # and a certificate, which is fixed
 
 
@@ -28,8 +29,10 @@ class Compare(VideoVerb):
     seed: int = option(
         0, "Same seed, same video, up to rounding on another device or with other threads."
     )
-    out: Path = option(
-        Path("out"), "Folder for compare.mp4, a video of each plan, report.html and compare.json."
+    out: Path | None = option(
+        None,
+        "Folder for compare.mp4, a video of each plan, report.html and compare.json: out unless "
+        "given. Of two videos compare.json is written if it is given.",
     )
     sweep: Literal["past"] | None = option(
         None,
@@ -47,6 +50,10 @@ class Compare(VideoVerb):
         if self.reference is not None:
             self._videos(self.reference, command)
             return
+        if self.model.endswith(VIDEO_FILES):
+            raise TachyscopeError(
+                f"a video is compared with another one, got {self.model} alone: name the second"
+            )
         if self.certify is not None:
             self._certificate(self.certify, command)
             return
@@ -64,7 +71,7 @@ class Compare(VideoVerb):
         plans = [check_plan(plan, self.model) for plan in split_plans(self.plans)]
         options = self.rollout_options()
         options["seed"] = check("seed", self.seed)
-        check_folder(self.out)
+        out = check_folder(self._folder)
         with progress(self.frames) as watch:
             watch.stage(f"loading {self.model}")
             begun = time.perf_counter()
@@ -88,11 +95,11 @@ class Compare(VideoVerb):
                 given = len(walk["first"])
                 walk |= {"truth": visit.new_frames(given), "judge": visit.judge(given)}
             results = compare(
-                model, plans if len(plans) > 1 else plans[0], **(options | walk), out=self.out,
+                model, plans if len(plans) > 1 else plans[0], **(options | walk), out=out,
                 command=command, about=self.about(), load_s=load_s, watch=watch.chunk,
                 progress=watch,
             )  # fmt: skip
-        files = [self.out / name for name in ("compare.mp4", "report.html")]
+        files = [out / name for name in ("compare.mp4", "report.html")]
         print(results.lead, *run_lines(results.runs), *files, sep="\n")
 
     def _videos(self, reference: str, command: str) -> None:
@@ -105,7 +112,7 @@ class Compare(VideoVerb):
             watch.stage("comparing two videos")
             results = compare_videos(self.model, reference, command)
         print(*lines(results), sep="\n")
-        if self.out != Path("out"):
+        if self.out is not None:
             from tachyscope.io.files import check_folder
 
             emit(results, str(check_folder(self.out) / "compare.json"))
@@ -121,7 +128,7 @@ class Compare(VideoVerb):
             raise TachyscopeError("a sweep needs no truth, got --world: leave it out")
         plan = check_plan(split_plans(self.plans)[-1], self.model)
         options = self.rollout_options() | {"seed": check("seed", self.seed)}
-        where = check_folder(self.out) / "sweep.json"
+        where = check_folder(self._folder) / "sweep.json"
         with progress(self.frames) as watch:
             watch.stage(f"loading {self.model}")
             model = self.load()
@@ -147,6 +154,10 @@ class Compare(VideoVerb):
                 watch=lambda done, of: watch.part("certificate", done, of, "frames"),
             )  # fmt: skip
         print(*(out / f"certificate.{kind}" for kind in ("html", "json")), sep="\n")
+
+    @property
+    def _folder(self) -> Path:
+        return Path("out") if self.out is None else self.out
 
     def _refuse_others(self, allowed: tuple[str, ...], why: str) -> None:
         """Raise where an option was given that this form of the verb does not take."""

@@ -199,19 +199,28 @@ def dtype_of(device: str) -> str:
 
 
 def read_prompts(words: tuple[str, ...]) -> Prompts:
-    """`a red room`, `@FILE`, and with `24: ` ahead what follows from a later frame on."""
+    """`a red room`, `@FILE`, and with `24: ` ahead what follows from a later frame on.
+
+    `0: 2001: a space odyssey` is a first prompt that itself begins with a number.
+    """
     first: list[str] = []
     changes: list[tuple[int, str]] = []
     for word in words:
         match = re.fullmatch(r"\s*(\d{1,9})\s*:(.*)", word, re.DOTALL)
-        if match is None:
-            first.append(word)
+        text = word if match is None else match[2].strip()
+        if match is None or int(match[1]) == 0:
+            first.append(text)
         else:
-            changes.append((int(match[1]), match[2].strip()))
+            changes.append((int(match[1]), text))
     if len(first) > 1:
         raise TachyscopeError(
             f"a video begins with one prompt, got {shown(first[0])} and {shown(first[1])}: write "
             f"'24: {first[1]}' for one that comes later"
+        )
+    if changes and not first:
+        raise TachyscopeError(
+            f"a prompt that begins with a number and a colon comes later, got {shown(words[0])} "
+            f"alone: give the first prompt too, or write '0: {words[0]}'"
         )
     begins = first[0] if first else ""
     files = [text.startswith("@") for text in (begins, *(text for _, text in changes))]

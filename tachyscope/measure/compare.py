@@ -248,6 +248,17 @@ def _lane(take: Take) -> Lane:
     return Lane(take.name, take.rows, take.store.read(), take.wrong_of, take.right, gpu, given)
 
 
+def _file_names(names: Sequence[str]) -> list[str]:
+    """A file's name for each run: no two are the same, and none is that of the comparison."""
+    taken, found = {"compare"}, list[str]()
+    for name in names:
+        plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:200] or "run"
+        numbered = (f"{plain}-{i}" if i > 1 else plain for i in count(1))
+        found.append(next(one for one in numbered if one.lower() not in taken))
+        taken.add(found[-1].lower())
+    return found
+
+
 def _write(
     out: Path,
     comparison: Comparison,
@@ -259,8 +270,7 @@ def _write(
     lanes, speed = [_lane(take) for take in shown], comparison.document["speed"]
     if progress is not None:
         progress.stage("writing the videos")
-    for take in shown:
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", take.name).strip("-")
+    for take, name in zip(shown, _file_names([take.name for take in shown]), strict=True):
         with VideoWriter(out / f"{name}.mp4", model.fps) as file:
             for i in range(0, take.frames, 16):
                 file.write(np.asarray(take.store.read()[i : i + 16]))
