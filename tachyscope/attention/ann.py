@@ -328,7 +328,7 @@ class Ann(BlockAttention, name="ann"):
         return out
 
     def _attend_codes(self, p: LayerPass, q: Tensor, read: int, early: bool) -> Tensor:
-        """Attention over `read` blocks of float8 codes (0: all) and of the entries that are none."""
+        """Attention over `read` blocks of float8 codes (0: all), and all that is not coded."""
         layer, ctx = p.layer, p.ctx
         bank = cast(CodedBank, layer.bank)
         listed = bank.listed(ctx.past, read, early, self.weighs(ctx))
