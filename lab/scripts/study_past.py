@@ -1,9 +1,12 @@
 """Plans of a study in regimes, beside dense, by processes that share a device.
 
     python lab/scripts/study_past.py --out DIR [--groups named,poses] [--device cuda] [--jobs 8]
+    python lab/scripts/study_past.py --out DIR --groups named --precisions native,fp8 --device cuda
 
 Every row is appended to DIR/rows.jsonl when it is done, and is not measured again; `--minutes` ends
-the study between two rows. DIR/regimes.json is the results document of all that is there.
+the study between two rows. DIR/regimes.json is the results document of all that is there. In a
+precision beside the model's own, CODED plans are played; each of their rooms is also compared with
+the same plan's in the model's own precision, with the same noise.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tachyscope.core.arguments import parse_plan
-from tachyscope.io.results import document, emit
+from tachyscope.io.results import Document, document, emit
 from tachyscope.models.registry import load
 from tachyscope.models.wan.model import WanModel
 from tachyscope_lab.evaluation import frame_weights as frame_weights  # registers its policy
+from tachyscope_lab.evaluation.intervals import interval
 from tachyscope_lab.evaluation.regimes import REGIMES, lines, play_regime, row_of, scenes_of
 from tachyscope_lab.evaluation.scenes import Scene
 from tachyscope_lab.evaluation.world import measured_dtype
@@ -35,7 +39,7 @@ BANK, TRIED = "cache=bank:host=int8,resident=", "cache=keep_all text=pads attent
 ALL, MOST = ("half", "long", "short", "slow", "walk", "far"), ("half", "long", "short", "slow")
 # plans by group, and in which regimes
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "named": (ALL, ("balanced", "fast", "live", "pose")),
+    "named": (ALL, ("pose", "fast", "balanced", "live", "similar")),
     "poses": (MOST, (
         f"{BANK}13f attention=pose:past_weight=4 text=pads",
         f"{BANK}23f attention=pose:past_weight=4 text=pads",
@@ -105,15 +109,23 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+NATIVE = "native"  # the precision that the device's models have
+PRECISIONS = (NATIVE, "float32", "fp8", "fp8_linears", "fp8_attention")
+CODED = ("dense", "fast", "pose")
+
+
 class Task(NamedTuple):
     regime: str
     plan: str
+    precision: str = NATIVE
 
 
 @cache
-def model_on(device: str) -> WanModel:
+def model_on(device: str, precision: str = NATIVE) -> WanModel:
     """Eager: a window of minutes is over before the model would be compiled."""
-    model = load("atrium-world", device=device, dtype=measured_dtype(device))
+    dtype = "float32" if precision == "float32" else measured_dtype(device)
+    coded = precision if precision.startswith("fp8") else None
+    model = load("atrium-world", device=device, dtype=dtype, precision=coded)
     return WanModel.narrow(model, fault="the study is of atrium-world")
 
 
@@ -123,30 +135,51 @@ def _scenes(name: str, seed: int, rooms: int, device: torch.device) -> list[Scen
 
 
 def measure(device: str, seed: int, rooms: int, task: Task) -> dict[str, Any]:
-    model, began = model_on(device), time.monotonic()
+    model, began = model_on(device, task.precision), time.monotonic()
     scenes = _scenes(task.regime, seed, rooms, model.device)
     found, cost = play_regime(model, task.regime, task.plan, scenes)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # another process's plan may need it
     cost.pop("frame_ms", None)  # of a device that had more to do
     kept = {"rooms": [room | cost for room in found], "seconds": time.monotonic() - began}
-    return {"regime": task.regime, "plan": task.plan} | kept
+    return task._asdict() | kept
 
 
 def tasks_of(
-    groups: list[str], regimes: list[str], done: set[Task], until: float
+    groups: list[str], regimes: list[str], precisions: list[str], done: set[Task], until: float
 ) -> Iterator[Task]:
     """What is left, regime by regime, dense before all others."""
     wanted = dict.fromkeys(
-        Task(name, plan)
+        Task(name, plan, precision)
         for name in regimes or ALL
         for group in groups
         if name in GROUPS[group][0]
+        for precision in precisions
         for plan in ("dense", *GROUPS[group][1])
+        if precision == NATIVE or plan in CODED
     )
     for task in wanted:
         if task not in done and time.monotonic() < until:
             yield task
+
+
+def rows_of(rooms: dict[Task, list[dict[str, Any]]]) -> Iterator[Document]:
+    """A row a task, regime by regime: beside dense, and beside the model's own precision."""
+    for task in sorted(rooms, key=lambda x: ALL.index(x.regime)):
+        dense = rooms.get(Task(task.regime, "dense", task.precision))
+        if dense is None:
+            continue
+        row = row_of(task.regime, task.plan, rooms[task], dense)
+        native = rooms.get(Task(task.regime, task.plan))
+        if task.precision != NATIVE:
+            row["precision"] = task.precision
+            if native is not None:
+                pairs = zip(rooms[task], native, strict=True)
+                apart = [float(ours["db"]) - float(theirs["db"]) for ours, theirs in pairs]
+                low_high = interval(apart)
+                row["to_native_db"], row["to_native_low"], row["to_native_high"] = low_high
+                row["to_native_worst_db"] = min(apart)
+        yield row
 
 
 def main(argv: list[str]) -> None:
@@ -154,43 +187,60 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--regimes", default="", help="these alone, set apart by commas")
+    parser.add_argument("--precisions", default=NATIVE, help=f"of {', '.join(PRECISIONS)}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--rooms", type=int, default=16)
     parser.add_argument("--seed", type=int, default=777)
     parser.add_argument("--minutes", type=float, default=1e6)
     args = parser.parse_args(argv)
-    groups, regimes = args.groups.split(","), [x for x in args.regimes.split(",") if x]
+    groups, regimes, precisions = (
+        [x for x in text.split(",") if x] for text in (args.groups, args.regimes, args.precisions)
+    )
+    for names, known in ((groups, GROUPS), (regimes, ALL), (precisions, PRECISIONS)):
+        for name in names:
+            if name not in known:
+                parser.error(f"no {name!r}; there are: {', '.join(known)}")
     model = model_on("cpu")
     for plan in (plan for group in groups for plan in GROUPS[group][1]):
         parse_plan(model, plan).check(model.shape())
     args.out.mkdir(parents=True, exist_ok=True)
     rows_file = args.out / "rows.jsonl"
-    rows = [json.loads(x) for x in rows_file.read_text().splitlines()] if rows_file.exists() else []
-    done, until = {Task(x["regime"], x["plan"]) for x in rows}, 60 * args.minutes + time.monotonic()
+    kept = [json.loads(x) for x in rows_file.read_text().splitlines()] if rows_file.exists() else []
+    rooms = {Task(*(row[key] for key in Task._fields)): row["rooms"] for row in kept}
+    until = 60 * args.minutes + time.monotonic()
     work = partial(measure, args.device, args.seed, args.rooms)
-    tasks = tasks_of(groups, regimes, done, until)
+    tasks = tasks_of(groups, regimes, precisions, set(rooms), until)
+    command = shlex.join(["python", "lab/scripts/study_past.py", *argv])
+
+    def results() -> Document:
+        """All that is there, written down."""
+        found = [{"model": model.name} | row for row in rows_of(rooms)]
+        made = document(
+            "world-regimes", found, command, seed=args.seed, worlds=args.rooms,
+            fingerprint=model.fingerprint, dtype=measured_dtype(args.device),
+        )  # fmt: skip
+        emit(made, str(args.out / "regimes.json"))
+        return made
+
     for task, row in spread_safely(work, tasks, args.jobs, torch.set_num_threads, 1):
         if isinstance(row, Exception):
-            print(f"{task.regime}, {task.plan}: {row}", flush=True)
+            print(f"{', '.join(task)}: {row}", flush=True)
             continue
-        rows.append(row)
+        rooms[task] = row["rooms"]
         with rows_file.open("a") as file:
             print(json.dumps(row), file=file)
-        print(f"{row['seconds']:.1f} s: {task.regime}, {task.plan}", flush=True)
-    rooms = {Task(row["regime"], row["plan"]): row["rooms"] for row in rows}
-    found = [
-        {"model": model.name} | row_of(*task, rooms[task], rooms[Task(task.regime, "dense")])
-        for task in sorted(rooms, key=lambda x: ALL.index(x.regime))
-        if Task(task.regime, "dense") in rooms
-    ]
-    command = shlex.join(["python", "lab/scripts/study_past.py", *argv])
-    results = document(
-        "world-regimes", found, command, seed=args.seed, worlds=args.rooms,
-        fingerprint=model.fingerprint, dtype=measured_dtype(args.device),
-    )  # fmt: skip
-    emit(results, str(args.out / "regimes.json"))
-    print(*lines(results), sep="\n")
+        results()  # the study may be ended
+        print(f"{row['seconds']:.1f} s: {', '.join(task)}", flush=True)
+    made = results()
+    print(*lines(made), sep="\n")
+    for row in made["rows"]:
+        if "to_native_db" in row:
+            print(
+                f"{row['regime']}, {row['plan']}, {row['precision']} beside native: "
+                f"{row['to_native_db']:+.2f} dB ({row['to_native_low']:+.2f} to "
+                f"{row['to_native_high']:+.2f}), worst room {row['to_native_worst_db']:+.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -64,6 +64,20 @@ def test_a_study_that_was_ended_goes_on_with_what_is_left(study_past, played, tm
     assert [row["regime"] for row in made["rows"]] == ["half"] * 3 + ["far"] * 3
 
 
+def test_float8_is_compared_with_the_model_s_own_precision_room_by_room(
+    study_past, played, tmp_path
+):
+    argv = ["--out", str(tmp_path), "--groups", "named", "--rooms", "3", "--regimes", "half"]
+    study_past.main([*argv, "--precisions", "native,fp8"])
+    made = json.loads((tmp_path / "regimes.json").read_text())["rows"]
+    # of float8 the plans that are studied in it, balanced not among them
+    assert [(x["plan"], x.get("precision")) for x in made] == [
+        ("dense", None), ("balanced", None), ("fast", None), ("dense", "fp8"), ("fast", "fp8"),
+    ]  # fmt: skip
+    assert all(row["to_native_db"] == 0 for row in made if "precision" in row)
+    assert not any("to_native_db" in row for row in made if "precision" not in row)
+
+
 def test_the_named_plans_are_studied_in_all_regimes(study_past):
     wanted, plans = study_past.GROUPS["named"]
     assert set(wanted) == set(regimes.REGIMES)
