@@ -1,71 +1,158 @@
-"""lab/scripts/run_h200: its commands exist, and a part that ended is not run again."""
+"""lab/scripts/run_h200.py: its commands exist, and calls with one folder share out what is left."""
 
-import os
+import importlib
+import json
 import shlex
-import subprocess
+import sys
+import tarfile
+import time
 from pathlib import Path
 
+import bench_turns
 import pytest
+import run_h200
+from run_h200 import PARTS, Part
 
-from tachyscope.cli.app import app
 from tachyscope_lab.bench.wan_rows import choose_rows
 from tachyscope_lab.cli.app import app as lab
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "lab/scripts/run_h200"
-STUB = """#!/bin/sh
-echo "$*" >> "$SEEN"
-case "$*" in *bench_fp8*) exit 1 ;; esac
-"""
+PLACES = {"out": "OUT", "old": "OLD", "authors": "AUTHORS"}
+COMMANDS = [
+    pytest.param(shlex.split(words.format(**PLACES)), id=f"{part.name}{kind}{number}")
+    for part in PARTS
+    for kind, commands in (("", part.commands), ("-small", part.small))
+    for number, words in enumerate(commands)
+]
 
 
-def run(*words, **environment):
-    return subprocess.run(
-        [SCRIPT, *map(str, words)], capture_output=True, text=True, env=os.environ | environment
+def parse_lab(words):
+    lab.parse_args(words, exit_on_error=False, print_error=False)
+    if "--rows" in words and "wan" in words:
+        assert choose_rows("main", words[words.index("--rows") + 1])
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_part_is_a_command_that_parses(words):
+    if words[0].startswith("scripts/"):
+        assert (ROOT / words[0]).is_file()
+    elif words[0] == "-m":
+        assert words[1] == "tachyscope_lab"
+        parse_lab(words[2:])
+    else:
+        assert (ROOT / words[0]).is_file()
+        given = [word for word in words[1:] if word.startswith("--")]
+        text = (ROOT / words[0]).read_text()
+        assert all(f'add_argument("{word}"' in text for word in given)
+        for run in (after for before, after in zip(words, words[1:], strict=False)
+                    if before == "--run"):  # fmt: skip
+            parse_lab(["bench", *shlex.split(run.split("=", 1)[1])])
+
+
+def test_a_part_s_files_are_its_own():
+    names = [part.name for part in PARTS]
+    assert len(set(names)) == len(names)
+    for part in PARTS[1:]:  # all but the tests
+        written = [words for words in part.commands if "{out}" in words]
+        assert len(written) == len(part.commands), part.name
+
+
+def test_three_calls_hold_what_answers_most():
+    """A call of 570 s holds the longest part, and all parts but the last few fit three calls."""
+    assert max(part.seconds for part in PARTS) < 500
+    assert sum(part.seconds for part in PARTS[:6]) < 3 * 570
+
+
+def script(folder, name, text):
+    (folder / name).write_text(f"import pathlib, sys, time\n{text}\n")
+    return str(folder / name)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_h200, "CARRY", tmp_path / "none")
+
+    def call(parts, **more):
+        options = {"seconds": 60.0, "tar": None, "small": False, "named": False} | more
+        return run_h200.run_parts(parts, tmp_path / "out", *options.values())
+
+    return call
+
+
+def test_a_fault_ends_its_own_part_and_what_ended_is_not_run_again(run, tmp_path, capsys):
+    count = f"open({str(tmp_path / 'seen')!r}, 'a').write('x')"
+    parts = [
+        Part("wrong", 10, "", (script(tmp_path, "a.py", f"{count}; sys.exit(3)"),)),
+        Part("right", 10, "", (script(tmp_path, "b.py", count),)),
+    ]
+    assert run(parts) == 1
+    assert "wrong: FAILED" in (told := capsys.readouterr().out) and "right: ended" in told
+    assert run(parts) == 0 and (tmp_path / "seen").read_text() == "xx"
+    assert run(parts[:1], named=True) == 1 and (tmp_path / "seen").read_text() == "xxx"
+
+
+def test_a_part_that_takes_too_long_is_stopped_and_keeps_what_it_wrote(run, tmp_path):
+    write = "pathlib.Path(sys.argv[1] + '.json').write_text('{}')"
+    long = script(tmp_path, "a.py", f"{write}; time.sleep(60)")
+    begun = time.monotonic()
+    part = Part("long", 3, "", (f"{long} {{out}}", f"{long} {{out}}_2"))
+    assert run([part], tar=tmp_path / "all.tar.gz") == 0 and time.monotonic() - begun < 12
+    with tarfile.open(tmp_path / "all.tar.gz") as made:
+        assert {"long.json", "long_2.json", "long.end", "long.log"} <= set(made.getnames())
+    assert (tmp_path / "out/long.end").read_text() == "stopped\n"
+
+
+def test_a_part_begins_only_where_its_seconds_are_left(run, tmp_path, capsys):
+    fine = script(tmp_path, "a.py", "")
+    assert run([Part("large", 100, "", (fine,)), Part("small", 5, "", (fine,))]) == 0
+    assert "large: may take 100 s, 60 are left" in capsys.readouterr().out
+    assert {path.stem for path in (tmp_path / "out").glob("*.end")} == {"small"}
+    assert run([Part("of the old tree", 5, "", (fine,), needs="old")]) == 0
+    assert ".carry/old.tar.xz is not there" in capsys.readouterr().out
+
+
+def test_packages_of_the_machine_stay_where_the_project_names_no_version(tmp_path, monkeypatch):
+    files = {f"{name}/__init__.py": b"" for name in ("numpy", "rich", "not_there")}
+    (tmp_path / "carry").mkdir()
+    run_h200.write_archive(tmp_path / "carry/packages.tar.xz", iter(files.items()))
+    monkeypatch.setattr(run_h200, "find_spec", lambda name: name in ("numpy", "rich") or None)
+    places = run_h200.unpack(tmp_path / "carry", tmp_path / "here")
+    kept = {path.name for path in places["packages"].iterdir()}
+    assert kept == {"rich", "not_there", "av"}  # rich is in pyproject.toml, and numpy is not ours
+    monkeypatch.syspath_prepend(places["packages"])
+    monkeypatch.delitem(sys.modules, "av", raising=False)
+    av = importlib.import_module("av")
+    with pytest.raises(ModuleNotFoundError, match="not on this machine"):
+        av.VideoFrame()
+    monkeypatch.delitem(sys.modules, "av")
+
+
+def test_runs_by_turns_are_compared_chunk_by_chunk():
+    def row(*ms):
+        return {"plan": "fast", "points": [{"chunk_ms_all": list(ms)}]}
+
+    rows = {"one": [row(10.0, 20.0, 30.0)], "two": [row(5.0, 10.0, 10.0), {"failed": "x"}]}
+    first, second, third = bench_turns.compared(rows)
+    assert "over_first" not in first and second["over_first"] == {"chunk": 2.0}
+    assert (third["run"], third["failed"]) == ("two", "x") and "over_first" not in third
+
+
+@pytest.mark.slow
+def test_two_runs_share_the_device_in_turn(tmp_path, capfd):
+    words = (
+        "wan --model toy-chunks --device cpu --dtype float32 --size 16x16 --lengths 6 --rounds 2"
     )
+    argv = ["--out", str(tmp_path / "turns.json"),
+            "--run", f"one={words} --rows 'stock;cache=window:budget=40f'",
+            "--run", f"two={words} --rows fast"]  # fmt: skip
+    assert bench_turns.main(argv) == 0
+    rows = json.loads((tmp_path / "turns.json").read_text())["rows"]
+    assert [row["run"] for row in rows] == ["one", "two", "one"]
+    assert rows[1]["over_first"]["chunk"] > 0
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    shown = run("--out", tmp_path_factory.mktemp("out"), "--dry").stdout.splitlines()
-    return {name: shlex.split(words) for name, _, words in (line.partition(": ") for line in shown)}
-
-
-def test_every_part_is_a_command_that_parses(parts):
-    assert {"tests", "chunks_fp8", "pixels_bfloat16", "long", "served_8"} <= parts.keys()
-    for name, words in parts.items():
-        if words[0] == "scripts/gpu":
-            assert (ROOT / words[0]).is_file()
-        elif words[1] == "-m":
-            known = {"tachyscope": app, "tachyscope_lab": lab}[words[2]]
-            known.parse_args(words[3:], exit_on_error=False, print_error=False)
-        else:
-            text = (ROOT / words[1]).read_text()
-            given = [word for word in words[2:] if word.startswith("--")]
-            assert given and all(f'add_argument("{word}"' in text for word in given), name
-        if "wan" in words:
-            assert choose_rows("main", words[words.index("--rows") + 1])
-
-
-def test_what_a_part_writes_is_its_own(parts):
-    written = [words[words.index(flag) + 1] for words in parts.values()
-               for flag in ("--json", "--out") if flag in words]  # fmt: skip
-    assert len(written) == len(set(written)) == len(parts) - 1  # all but the tests
-
-
-def test_a_part_that_ended_is_not_run_again_and_one_that_failed_is(tmp_path):
-    (tmp_path / "python3").write_text(STUB)
-    (tmp_path / "python3").chmod(0o755)
-    place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEEN": str(tmp_path / "seen")}
-    words = ["--out", tmp_path / "out", "--only", "generate kernels_fp8"]
-    for _ in range(2):
-        assert run(*words, **place).returncode == 1
-    seen = (tmp_path / "seen").read_text()
-    assert (seen.count("generate self-forcing"), seen.count("bench_fp8")) == (1, 2)
-    assert {x.name for x in (tmp_path / "out").glob("*.done")} == {"generate.done"}
-
-
-def test_a_wrong_word_is_one_line(tmp_path):
-    for words in (["--out", tmp_path, "--fast"], []):
-        wrong = run(*words)
-        assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1
+def test_a_wrong_word_is_one_line(tmp_path, capsys):
+    for argv in (["run", "--out", str(tmp_path), "--only", "tests,nothing"], ["run"]):
+        with pytest.raises(SystemExit):
+            run_h200.main(argv)
+    assert "no part 'nothing'; there are: tests, " in capsys.readouterr().err
