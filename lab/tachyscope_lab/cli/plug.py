@@ -10,14 +10,16 @@ from tachyscope.cli.verb import Verb, option, required
 
 @dataclass(frozen=True, kw_only=True)
 class Plug(Verb):
-    """Run authors' own code on small random weights: with accelerate, or a world beside ours."""
+    """Run others' code on small random weights: with accelerate, or a world model beside ours."""
 
     family: str = required(
         "Whose code: self-forcing, causvid, reward-forcing, longlive (its first version), "
-        "infinite-forcing or rolling-forcing; or a world model's name.",
+        "infinite-forcing, rolling-forcing or krea; a world model's name; or diffusers.",
         positional=True,
     )
-    source: Path = required("A clone of the family's repository, at the commit to run.")
+    source: Path | None = option(
+        None, "A clone of the repository, at the commit to run; none for an installed package."
+    )
     json: str | None = option(None, "Write the rows to this file, or to standard output by -.")
 
     def run(self, command: str) -> None:
@@ -26,8 +28,7 @@ class Plug(Verb):
         from tachyscope_lab import plug
 
         check_json(self.json)
-        whose = {"family": self.family, "commit": plug.commit_of(self.source)}
-        rows = [whose | row for row in plug.run(self.family, self.source)]
+        rows = plug.run(self.family, self.source)
         cells = [
             (row["check"], row["plan"], f"{row['error']:.1e}", "yes" if row["equal"] else "")
             for row in rows

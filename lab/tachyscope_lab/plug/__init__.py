@@ -1,6 +1,7 @@
-"""Authors' own repositories on small random weights: `accelerate` in them, and worlds beside ours.
+"""Others' code on small random weights: `accelerate` in it, and world models beside ours.
 
-Each family runs in a process of its own, since their modules have the same names and expect CUDA.
+Each family runs in a process of its own, since authors' modules have the same names and expect
+CUDA.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +17,41 @@ from tachyscope.core.errors import TachyscopeError
 
 FAMILIES = (
     "self-forcing", "causvid", "reward-forcing", "longlive", "infinite-forcing", "rolling-forcing",
+    "krea",
 )  # fmt: skip
 # presets of world models, run beside their authors' modules
 WORLDS = (
     "abot-world", "lingbot-world", "lingbot-world-14b", "matrix-game-2", "matrix-game-2-drive",
     "matrix-game-2-run", "waypoint",
 )  # fmt: skip
-DENSE = 1e-5  # relative error that counts as equal, in float32
+PACKAGES = ("diffusers",)  # run as installed
+NAMES = FAMILIES + WORLDS + PACKAGES
+# families with a module of their own
+MODULES = {"krea": "krea", "waypoint": "waypoint"} | {name: name for name in PACKAGES}
 
 
-def run(family: str, source: Path) -> list[dict[str, Any]]:
-    """One row a check of a family's code, from a clone of its repository."""
-    if family not in FAMILIES + WORLDS:
-        raise TachyscopeError(f"no family {family!r}: choose one of {', '.join(FAMILIES + WORLDS)}")
-    if not source.is_dir():
+def run(family: str, source: Path | None) -> list[dict[str, Any]]:
+    """One row a check of a family's code, from a clone of its repository or as it is installed."""
+    if family not in NAMES:
+        raise TachyscopeError(f"no family {family!r}: choose one of {', '.join(NAMES)}")
+    if family in PACKAGES:
+        if source is not None:
+            raise TachyscopeError(f"{family} runs as it is installed: leave --source out")
+        whose, where = {"version": metadata.version(family)}, []
+    elif source is None or not source.is_dir():
         raise TachyscopeError(f"{source} is no folder: give a clone of the authors' repository")
-    runs = "worlds" if family in WORLDS else "host"
-    runs = family if family == "waypoint" else runs  # of no Wan
+    else:
+        whose, where = {"commit": commit_of(source)}, [family, str(source)]
+    module = MODULES.get(family, "worlds" if family in WORLDS else "host")
     ran = subprocess.run(
-        [sys.executable, "-m", f"tachyscope_lab.plug.{runs}", family, str(source)],
+        [sys.executable, "-m", f"tachyscope_lab.plug.{module}", *where],
         capture_output=True, text=True,
     )  # fmt: skip
     if ran.returncode:
         last = ran.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise TachyscopeError(f"{family} in {source} did not run: {last[0]}")
-    rows: list[dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
-    return rows
+        raise TachyscopeError(f"{' in '.join(where) or family} did not run: {last[0]}")
+    rows = json.loads(ran.stdout.splitlines()[-1])
+    return [{"family": family} | whose | row for row in rows]
 
 
 def commit_of(source: Path) -> str:

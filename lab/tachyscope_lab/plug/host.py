@@ -104,12 +104,35 @@ def prompt(seed: int, batch: int = 1) -> Tensor:
     return text
 
 
+class Torch:
+    """PyTorch, but for a few names: in the place of a module's `torch`."""
+
+    def __init__(self, **own: Any) -> None:
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 class Host:
     """Their model and pipeline; `video` makes latents [B, F, C, H, W]."""
 
     def __init__(self, pipeline: Any, loop: str = "inference") -> None:
-        self.pipeline, self.model = pipeline, pipeline.generator.model
+        self.pipeline = pipeline
         self.loop = getattr(pipeline, loop)
+
+    def cases(self) -> dict[str, dict[str, Any]]:
+        """Options of `video` by what they make; the first one is made by every plan."""
+        given = torch.randn(1, 6, 16, *LATENT, generator=torch.Generator().manual_seed(3))
+        cases: dict[str, dict[str, Any]] = {
+            "15 frames": {},
+            "batch of 2": {"batch": 2, "chunks": 3},
+        }
+        # Rolling-Forcing takes given frames, and uses a name before it has a value
+        taken = inspect.signature(self.loop).parameters
+        if "initial_latent" in taken and self.loop.__name__ != "inference_rolling_forcing":
+            cases["6 frames given"] = {"given": given}
+        return cases
 
     def fresh(self) -> None:
         """Its own cache is made anew."""
@@ -263,16 +286,8 @@ def checks(host: Host) -> list[dict[str, Any]]:
         error = float((ours - theirs).norm() / theirs.norm())
         rows.append({"check": what, "plan": plan, "error": error, "equal": error == 0})
 
-    given = torch.randn(1, 6, 16, *LATENT, generator=torch.Generator().manual_seed(3))
-    cases: dict[str, dict[str, Any]] = {
-        "15 frames": {},
-        "batch of 2": {"batch": 2, "chunks": 3},
-        "6 frames given": {"given": given},
-    }
-    # Rolling-Forcing takes given frames, and uses a name before it has a value
-    taken = inspect.signature(host.loop).parameters
-    if "initial_latent" not in taken or host.loop.__name__ == "inference_rolling_forcing":
-        del cases["6 frames given"]
+    cases = host.cases()
+    whole, *others = cases
     own = {}
     for what, options in cases.items():
         host.fresh()
@@ -282,27 +297,26 @@ def checks(host: Host) -> list[dict[str, Any]]:
         with ts.accelerate(host.pipeline, plan) as handle:
             first = host.video()
             rows.append({"check": "counted", "plan": plan, "density": handle.stats()["density"]})
-            add("15 frames", plan, first, own["15 frames"])
+            add(whole, plan, first, own[whole])
             add("a second video", plan, host.video(), first)
-            if plan in ("dense", "lossless"):
-                for what, options in cases.items():
-                    if options:
-                        host.fresh()
-                        add(what, plan, host.video(**options), own[what])
+            for what in others if plan in ("dense", "lossless") else ():
+                host.fresh()
+                add(what, plan, host.video(**cases[what]), own[what])
     host.fresh()
-    add("removed", "dense", host.video(), own["15 frames"])
+    add("removed", "dense", host.video(), own[whole])
     return rows
 
 
-def main(family: str, folder: str) -> None:
+def report(make: Callable[[], Host], folder: str) -> None:
+    """Print the checks of what `make` builds of the code in a folder."""
     sys.path.insert(0, folder)
     sys.meta_path.insert(0, _Unused())
     torch.set_num_threads(1)
     same: Any = lambda f=None, **kwargs: f if f is not None else (lambda g: g)  # noqa: E731
     torch.compile = same
     torch.cuda.current_device = lambda: 0
-    print(json.dumps(checks(MAKE[family]())))
+    print(json.dumps(checks(make())))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    report(MAKE[sys.argv[1]], sys.argv[2])

@@ -24,6 +24,7 @@ from tachyscope.models.waypoint.controls import PRESSES
 from tachyscope.models.waypoint.loading import file_names, random_waypoint
 from tachyscope.models.waypoint.model import WaypointModel
 from tachyscope.models.waypoint.transformer import Block
+from tachyscope_lab.plug.host import Torch
 from tachyscope_lab.plug.worlds import SEED, Compared, report, stand_in
 
 CONFIG = WaypointConfig(
@@ -31,19 +32,6 @@ CONFIG = WaypointConfig(
     local_window=4, global_window=16, global_pinned_dilation=4,
 )  # fmt: skip
 WALK = "wwwqqq.+ljjwuisadekk-wwrqqfaalewwww"
-
-
-class _Torch:
-    """PyTorch, but for where noise comes from."""
-
-    def __init__(self, drawn: Iterator[Tensor]) -> None:
-        self.drawn = drawn
-
-    def randn(self, *size: Any, **kind: Any) -> Tensor:
-        return next(self.drawn)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def draws(model: WaypointModel) -> Iterator[Tensor]:
@@ -128,7 +116,8 @@ def compare(folder: Path) -> list[Compared]:
     sizes = {"button": c.n_buttons, "mouse": 2, "scroll": 1}
     made._ctx = {name: torch.zeros(1, 1, size) for name, size in sizes.items()}
     made._ctx["frame_timestamp"] = torch.empty((1, 1), dtype=torch.long)
-    engine.torch, latents = _Torch(draws(model)), []
+    drawn = draws(model)
+    engine.torch, latents = Torch(randn=lambda *size, **kind: next(drawn)), []
     for action in WALK:
         press = PRESSES[action]
         told = engine.CtrlInput(set(press.buttons), press.mouse, press.wheel)

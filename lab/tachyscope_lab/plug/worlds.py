@@ -37,7 +37,7 @@ from tachyscope.models.wan.random import random_wan
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.vae import WanVae
 from tachyscope.models.wan.vae_5b import MEAN, STD
-from tachyscope_lab.plug.host import sdpa
+from tachyscope_lab.plug.host import Torch, sdpa
 
 SMALL: dict[str, Any] = {
     "dim": 256, "ffn_dim": 512, "layers": 2, "heads": 2, "in_channels": 4, "text_dim": 48,
@@ -272,7 +272,7 @@ def abot(folder: Path, name: str) -> list[Compared]:
     theirs.conditional_dict["first_frame_latents"] = encoder.encode_to_latent(shown)
     walk, drawn, done = WALK[:27], draws(model), []
     # a pipeline that adds noise draws it by itself: from the same source
-    pipeline.torch = _Torch(lambda x: next(drawn).transpose(0, 1))
+    pipeline.torch = Torch(randn_like=lambda x: next(drawn).transpose(0, 1))
     for i in range(0, len(walk), 3):
         parts = []
         for key in walk[i : i + 3]:
@@ -290,16 +290,6 @@ def abot(folder: Path, name: str) -> list[Compared]:
         ("9 frames encoded", model.decoder.encode(video)[0].transpose(0, 1), encoded[0]),
         _warmed(model, tiny, expected),
     ]
-
-
-class _Torch:
-    """PyTorch, but for where noise like a tensor is drawn from."""
-
-    def __init__(self, randn_like: Callable[[Tensor], Tensor]) -> None:
-        self.randn_like = randn_like
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def _warmed(model: WanModel, tiny: Any, latents: Tensor) -> Compared:
@@ -397,7 +387,7 @@ def matrix(folder: Path, name: str) -> list[Compared]:
     drawn = draws(model)
     noise = [[next(drawn) for _ in c.steps] for _ in range(len(walk) // 3)]
     later = iter([x for each in noise for x in each[1:]])
-    pipeline.torch = _Torch(lambda x: next(later).transpose(0, 1))
+    pipeline.torch = Torch(randn_like=lambda x: next(later).transpose(0, 1))
     expected = theirs.inference(
         torch.cat([each[0] for each in noise], 1)[None], cond, return_latents=True,
         mode=mode[c.control],
