@@ -77,6 +77,19 @@ def test_a_frame_that_is_asked_to_needs_none_before_it():
     assert psnr(frames[4:5], alone.to_ndarray(format="rgb24")[None]).min() > 26
 
 
+def test_a_session_of_odd_sides_is_refused_and_its_client_may_take_jpegs(tmp_path, monkeypatch):
+    engine = make_engine(tiny(), tmp_path)
+    with serving(engine) as client, connected(client) as socket:
+        with monkeypatch.context() as odd:
+            odd.setattr(engine.model, "size", (33, 48))
+            socket.send_json({"type": "open", "id": 5, "format": "h264"})
+            told = socket.receive_json()
+        assert (told["type"], told["code"], told["id"]) == ("error", 400, 5)
+        assert "frames of even sides, got 33x48: take format jpeg" in told["message"]
+        socket.send_json({"type": "open", "format": "jpeg"})
+        assert socket.receive_json()["type"] == "opened"
+
+
 def test_odd_sides_are_refused():
     with pytest.raises(TachyscopeError, match="frames of even sides, got 5x6: take format jpeg"):
         H264(16, 85).encode(np.zeros((5, 6, 3), np.uint8))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from faults import refused
+from serving import make_engine, tiny
 
 from tachyscope.models.wan import keys
 from tachyscope.serve import protocol
@@ -35,6 +36,21 @@ def test_of_the_frames_that_wait_the_newest_stay():
 
     count = FRAMES + 3
     assert asyncio.run(waiting()) == [7 + i for i in range(count - FRAMES, count)]
+
+
+def test_reserved_bytes_are_counted_while_another_thread_opens_a_session(tmp_path):
+    room = make_engine(tiny(), tmp_path).room
+
+    class Opened:
+        bytes = 3
+
+        @property
+        def lane(self):  # read by the thread that counts, and meanwhile one is opened
+            room.sessions[str(len(room.sessions))] = SimpleNamespace(lane=None)
+            return self
+
+    room.sessions |= {"first": Opened(), "second": Opened()}
+    assert room.reserved == 6 and len(room.sessions) == 4
 
 
 @pytest.mark.parametrize("keys", ["wa", "ww", "x", "wjl"])

@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.serve import protocol
 from tachyscope.serve.engine import Engine
-from tachyscope.serve.h264 import H264
+from tachyscope.serve.h264 import H264, check_size
 from tachyscope.serve.limits import Bucket
 from tachyscope.serve.live import Event, Live, Show
 from tachyscope.serve.picture import decode
@@ -204,6 +204,8 @@ class Connection:
         if isinstance(message, protocol.Open | protocol.Resume):
             if live is not None:
                 raise TachyscopeError("this connection has a session: reset it, or open a second")
+            if message.format == "h264":
+                check_size(*engine.model.size)
             self._format, self._quality = message.format, message.quality
             self.live = await _done(engine.call(lambda: self._begin(message)))
             return

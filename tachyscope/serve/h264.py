@@ -15,6 +15,14 @@ from tachyscope.io.video import BT709
 GOP = 240  # frames to the next one that needs none before it, at most
 
 
+def check_size(height: int, width: int) -> None:
+    """Raise where H.264 cannot hold frames of this size: its chroma has half of each side."""
+    if height % 2 or width % 2:
+        raise TachyscopeError(
+            f"H.264 takes frames of even sides, got {height}x{width}: take format jpeg"
+        )
+
+
 class H264:
     """One lane's encoder. No frame waits for another, and each needs all since the last key frame.
 
@@ -47,10 +55,7 @@ class H264:
         return bytes(packets[0]), packets[0].is_keyframe
 
     def _open(self, height: int, width: int) -> av.VideoCodecContext:
-        if height % 2 or width % 2:
-            raise TachyscopeError(
-                f"H.264 takes frames of even sides, got {height}x{width}: take format jpeg"
-            )
+        check_size(height, width)
         codec = av.CodecContext.create("libx264", "w")
         assert isinstance(codec, av.VideoCodecContext)
         codec.width, codec.height, codec.pix_fmt = width, height, "yuv420p"

@@ -47,7 +47,8 @@ class Room:
 
     @property
     def resident(self) -> list[Live]:
-        return [one for one in self.sessions.values() if one.lane is not None]
+        """Sessions whose caches are in memory; from any thread."""
+        return [one for one in list(self.sessions.values()) if one.lane is not None]
 
     @property
     def reserved(self) -> int:

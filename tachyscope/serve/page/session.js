@@ -70,10 +70,7 @@ export async function start() {
   const answer = await fetch("/v1/settings", { headers }).catch(() => null);
   if (!answer?.ok) {
     setStatus("ended", answer ? "not let in" : "no answer");
-    const how = answer
-      ? "This server needs a token: add #token=… to the address."
-      : "The server does not answer: reload this page once it runs.";
-    notice(how);
+    notice(whyNot(answer));
     return;
   }
   state.settings = await answer.json();
@@ -91,6 +88,13 @@ export async function start() {
   }
   emit("settings", state.settings);
   connect();
+}
+
+// why there are no settings
+function whyNot(answer) {
+  if (!answer) return "The server does not answer: reload this page once it runs.";
+  if (answer.status === 401) return "This server needs a token: add #token=… to the address.";
+  return `The server refuses this page (status ${answer.status}): reload it in a minute.`;
 }
 
 function connect() {
