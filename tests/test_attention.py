@@ -383,7 +383,7 @@ def test_weights_are_told_in_the_order_of_keys(cache, rng):
     ctx.begin(CHUNKS.positions(ctx.memory.latent_frame, CHUNKS.chunk), 0, 3, (1.0,) * CHUNKS.chunk)
     q = torch.randn(1, CHUNKS.heads, 5, CHUNKS.head_dim, generator=rng, dtype=ctx.dtype)
     for i, layer in enumerate(ctx.memory.layers):
-        moment, policy = ctx.layer_pass(i), ctx.plan.attention
+        moment, policy = ctx.present.layers[i], ctx.plan.attention
         back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
         policy.restore_order(moment._replace(layer=back), ctx.memory.past)
         assert torch.equal(back.k, layer.k) == (i == 0)  # the first layer reads everything
@@ -448,7 +448,7 @@ def test_single_entries_are_chosen_by_their_own_mass(shape, cache):
     q = torch.randn(shape.batch, shape.heads, tokens, shape.head_dim, generator=rng)
     policy = ctx.plan.attention
     for i, layer in enumerate(ctx.memory.layers):
-        moment = ctx.layer_pass(i)
+        moment = ctx.present.layers[i]
         keys = layer.k[:, :, : ctx.memory.past].repeat_interleave(shape.heads // shape.kv_heads, 1)
         weights = policy.log_weights(moment)[:, :, : ctx.memory.past]
         weights = weights.repeat_interleave(shape.heads // weights.shape[1], 1).clamp(min=-1e30)

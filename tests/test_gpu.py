@@ -364,9 +364,7 @@ LARGE_PLANS = [
 
 
 def _large(plan):
-    ctx = session(LARGE, plan, torch.bfloat16, device="cuda", latent_frames=30)
-    ctx.rope, ctx._frequencies = TURNS, TURNS.frequencies(ctx.device)
-    return ctx
+    return session(LARGE, plan, torch.bfloat16, rope=TURNS, device="cuda", latent_frames=30)
 
 
 @pytest.mark.parametrize("plan", LARGE_PLANS[:3])
@@ -383,7 +381,7 @@ def test_ann_reads_on_cuda_what_its_map_says(plan):
     assert torch.equal(weights[:, :, between], held[:, :, between].gather(2, order))
     assert torch.equal(weights[:, :, : between.start], held[:, :, : between.start])
     assert (weights[:, :, ctx.memory.past :] == -math.inf).all()
-    moment = ctx.layer_pass(1)
+    moment = ctx.present.layers[1]
     moment = moment._replace(ctx=moment.ctx._replace(past=ctx.memory.past))
     back = replace(layer, k=layer.k.clone(), v=layer.v.clone())
     policy.restore_order(moment._replace(layer=back), ctx.memory.past)
@@ -425,7 +423,7 @@ def test_the_kernels_choose_as_stock_torch_does(monkeypatch):
     layer, policy = ctx.memory.layers[1], ctx.plan.attention
     assert isinstance(policy, Ann)
     ours = {name: x.clone() for name, x in layer.own["attention"].items()}
-    moment = ctx.layer_pass(1)
+    moment = ctx.present.layers[1]
     moment = moment._replace(ctx=moment.ctx._replace(past=ctx.memory.past, before=()))
     stock = replace(
         layer, k=layer.k.clone(), v=layer.v.clone(),

@@ -128,7 +128,7 @@ def test_the_lowest_scores_are_computed():
     ctx = session(CHUNKS, "replay=attentive:share=0.5")
     score = torch.tensor([[5.0, 1, 4, 2, 9, 0, 7, 8, 3, 6, 11, 10]])
     ctx.begin(CHUNKS.positions(0, 2), 0, 3, (1.0, 1.0))
-    choice = ctx.plan.replay.choose(ctx.layer_pass(0), score, score.int())
+    choice = ctx.plan.replay.choose(ctx.present.layers[0], score, score.int())
     assert sorted(choice.rows[0].tolist()) == [0, 1, 2, 3, 5, 8]
 
 

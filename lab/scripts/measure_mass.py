@@ -52,7 +52,7 @@ class Mass(Observer):
             return
         scores = rotated_q.float() @ self.session.memory.layers[ctx.layer].keys(ctx).float().mT
         scores /= math.sqrt(q.shape[3])
-        p = self.session.layer_pass(ctx.layer)
+        p = self.session.present.layers[ctx.layer]
         weights = self.session.plan.attention.log_weights(p)
         if weights is not None:
             scores += weights.unsqueeze(2)

@@ -179,7 +179,7 @@ def test_a_watched_chunk_is_the_same_chunk(model, plan):
                 return session, ts.Stream(model, session).generate().stats
 
     (plain, row), (seen, spans) = video(False), video(True)
-    assert torch.equal(plain.latents, seen.latents)
+    assert torch.equal(plain.memory.latents, seen.memory.latents)
     assert {k: spans[k] for k in row if not k.endswith("_ms")} == {
         k: v for k, v in row.items() if not k.endswith("_ms")
     }
@@ -420,7 +420,7 @@ FAULT_TOY = ["--model", "toy-chunks", "--device", "cpu", "--dtype", "float32"]
         (["--rows", ";"], "rows are set apart by ';', got ';': try 'dense;headline'"),
         (["--table", "magic"], "no table 'magic'; there are: main, all"),
         (["--size", "big"], "--size is HEIGHTxWIDTH, got 'big': try 480x832"),
-        (["--lengths", "9,x"], "--lengths is latent frames set apart by commas, got '9,x'"),
+        (["--lengths", "9,x"], "--lengths is latent frames separated by commas, got '9,x'"),
         (["--model", "x", "--device", "cpu"], "no model 'x'; there are: "),
         (["--model", "wan_1.3b", "--weights", "x"], "wan_1.3b is a size, for random"),
         (["--model", "toy-tokens", "--device", "cpu"], "toy-tokens is no Wan-type model"),

@@ -306,7 +306,7 @@ def test_recall_sees_what_was_read_and_changes_nothing(name, dense_passes):
     at = opened(f"attention={name},dense_passes={dense_passes}", 4)
     (_, q), here = attend(at), at.memory.layers[1]
     before = {key: x.clone() for key, x in here.own["attention"].items()}
-    mass = read_mass(at.plan.attention, at.layer_pass(1), q)
+    mass = read_mass(at.plan.attention, at.present.layers[1], q)
     assert all(torch.equal(x, here.own["attention"][key]) for key, x in before.items())
     torch.testing.assert_close(mass.sum(-1), torch.ones_like(mass[..., 0]))
     assert (mass == 0).any() == (dense_passes == 0)

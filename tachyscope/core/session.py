@@ -1,4 +1,4 @@
-"""Serves a model's attention and MLP calls by a plan, and remembers between them."""
+"""The session: what a model calls for attention and MLPs, served by a plan's policies."""
 
 from __future__ import annotations
 
@@ -15,30 +15,23 @@ from tachyscope.core.observers import Observer, parse_observers
 from tachyscope.core.plan import Plan
 from tachyscope.core.ranks import Ranks, alone
 from tachyscope.core.session_snapshot import read_state, take_state
-from tachyscope.core.session_state import (
-    Present,
-    SessionSpec,
-    SessionState,
-)
+from tachyscope.core.session_state import Present, SessionSpec, SessionState
 from tachyscope.core.types import DenoisePass, Mlp, PassContext, Rope, Shape
-from tachyscope.core.work import Work
 from tachyscope.io.calibration import Calibration
 from tachyscope.io.programs import keep_programs
 from tachyscope.kernels.launch import take_turns
 from tachyscope.kernels.rotary import apply_rotary
 from tachyscope.store import LayerPass
-from tachyscope.store.bank_layout import COUNTERS
 from tachyscope.store.codec import write_mean_square
-from tachyscope.store.host_bank import take_counters
 
 
 @final
 class Session:
-    """All state of one rollout. The model is never altered, and sessions can share it.
+    """Runs one rollout of a model by a plan; several sessions can share a model.
 
-    An adapter asks `predict` for a denoising pass. It calls `begin` before every pass that runs; in
-    it, layer by layer, `attend`, `cross` and `mlp`; and the rollout calls `commit` once the chunk's
-    clean pass is done. `observers` are told of every call. What it remembers is `memory`, a value.
+    A model wraps each denoising pass in `predict`. In every pass that runs it calls `begin`, then
+    `attend`, `cross` and `mlp` layer by layer; the stream calls `commit` after the chunk's clean
+    pass. `memory` holds all state of the rollout; `observers` are called with every event.
     """
 
     def __init__(
@@ -56,21 +49,23 @@ class Session:
         calibration: Calibration | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`latent_frames`, `lengths` and `seed` as `SessionState` takes them; one seed is one
-        video's. With `ranks` the shape is of what this one holds."""
+        """`latent_frames`, `lengths` and `seed` are as in `SessionState`; one seed makes one video.
+
+        With `ranks` the shape is that of this rank's share.
+        """
         plan = plan.for_shape(shape)
         plan.check(shape)
-        # with its number: "cuda" and "cuda:0" are one device and not equal
+        # with its index: "cuda" and "cuda:0" are the same device but compare unequal
         device = torch.empty(0, dtype=dtype, device=device).device
         if device.type == "cuda":
             keep_programs()  # every kernel is built after this
         self.spec = SessionSpec(shape, plan, rope, device, dtype, calibration)
         self.shape, self.plan, self.rope, self.device, self.dtype = shape, plan, rope, device, dtype
+        self.wants_poses = plan.cache.wants_poses or plan.attention.wants_poses
         self.ranks = ranks
         self._mean_heads = alone if ranks is None else ranks.mean
         self.meter = Meter(device)
         self.work = self.meter.work
-        self._frequencies = rope.frequencies(device)
         self._set_observers(parse_observers(observers))
         seeds = (seed,) if isinstance(seed, int) else tuple(seed)
         self._set_memory(SessionState(self.spec, latent_frames, lengths, seeds))
@@ -82,13 +77,13 @@ class Session:
             observer.on_open(self)
 
     def reset(self) -> None:
-        """Forget everything: a new state, not the old one mended."""
-        self._set_memory(self.memory.anew())
+        """Forget everything and start over from a new, empty state."""
+        self._set_memory(self.memory.restarted())
 
     def state(
         self, host: bool = True, kept: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Everything between two chunks, as tensors by name: see `take_state`."""
+        """The state between two chunks as tensors by name: see `take_state`."""
         return take_state(self.memory, host, kept)
 
     def restore(
@@ -97,11 +92,11 @@ class Session:
         segments: Sequence[Mapping[str, Tensor]] | None = None,
         check: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
-        """Go on where `state` was taken, or as if it had not been asked: see `read_state`."""
+        """Continue from a saved `state`, which is refused if it does not fit: see `read_state`."""
         self._set_memory(read_state(self.memory, state, segments, check))
 
     def watch(self, observer: Observer) -> None:
-        """Tell an observer of every call from here on."""
+        """Add an observer, which is called with every event from now on."""
         self._set_observers((*self.observers, observer))
         observer.on_open(self)
 
@@ -116,40 +111,33 @@ class Session:
     def set_prompt_kv(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]
     ) -> None:
-        """Cross-attention's keys, values [B, H, L, D] a layer; rows are padding from lengths on."""
+        """Set each layer's keys and values [B, H, L, D] of the prompt, padded beyond `lengths`."""
         self.memory.texts = []
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
             self.set_prompt_layer(layer, k, v, lengths)
 
     def set_prompt_layer(self, layer: int, k: Tensor, v: Tensor, lengths: Sequence[int]) -> None:
-        """`set_prompt_kv` for models that make them layer by layer, in order."""
+        """`set_prompt_kv` for one layer; layers must come in order."""
         assert self.plan.text is not None
         if self.ranks is not None and not self.plan.text.query_by_query:
             k, v = self.ranks.own_heads(k), self.ranks.own_heads(v)
-        text = self.plan.text.prepare(k, v, lengths)
-        self.memory.texts[layer : layer + 1] = [text]
+        self.memory.texts[layer : layer + 1] = [self.plan.text.prepare(k, v, lengths)]
         self.memory.text_tokens = k.shape[2]
 
     def predict(self, now: DenoisePass, fn: Callable[[DenoisePass], Tensor]) -> Tensor:
-        """A denoising pass's clean estimate: fn's, or one from before where the plan skips it."""
+        """A denoising pass's clean estimate x0: fn's, or the previous one if the plan skips it."""
+        passes = self.memory.passes
         self.work.passes += 1
-        if self.memory.passes.skips(now):
-            assert self.memory.passes.clean is not None
-            frames = now.x.shape[2]
-            tokens = frames * self.shape.tokens_per_frame
+        if passes.skips(now):
+            tokens = now.x.shape[2] * self.shape.tokens_per_frame
             self.work.skip_pass(self.shape, tokens, self.memory.total_entries)
         else:
-            self.memory.passes.clean = fn(now)
-        return self.memory.passes.clean
-
-    @property
-    def wants_poses(self) -> bool:
-        """Whether `set_poses` must be called before a chunk."""
-        return self.plan.cache.wants_poses or self.plan.attention.wants_poses
+            passes.clean = fn(now)
+        assert passes.clean is not None
+        return passes.clean
 
     def set_poses(self, poses: Tensor) -> None:
-        """Where the camera stands in the latent frames that come next, camera to world:
-        [B, F, 3, 4]."""
+        """Camera-to-world poses [B, F, 3, 4] of the next chunk, needed if `wants_poses`."""
         passes = self.shape.passes
         present = self._enter(self.memory.context(0, 0, passes - 1, passes))
         for p in present.layers:
@@ -167,16 +155,16 @@ class Session:
         drafted: bool = False,
         unused: int = 0,
     ) -> None:
-        """A pass starts, over tokens at pos [S, 3], with each latent frame's noise level.
+        """Start a pass over tokens at pos [S, 3]; `noise` has each latent frame's noise level.
 
-        In chunk models a pass overwrites the present chunk; in token models it goes on behind it.
-        With `past` False the pass reads the present chunk alone. `drafted`: tokens behind the first
-        may be taken back. `unused`: multiply-adds of a token's linears, of a pass that ends in its
-        last layer once keys and values are written.
+        In chunk models a pass overwrites the present chunk; in token models it appends to it.
+        With `past` False the pass reads the present chunk alone. `drafted`: tokens after the first
+        may be retracted. `unused`: a token's multiply-adds that are saved by a pass that ends in
+        its last layer, once keys and values are written.
         """
         memory, plan, tokens, dropped = self.memory, self.plan, pos.shape[0], 0
         start = memory.now if self.shape.token_by_token else 0
-        # tokens that have come behind those of the last pass had no pass before
+        # a wider pass than the last one has tokens that no earlier pass ran over
         known = self.shape.token_by_token or tokens <= memory.now
         memory.now = start + tokens
         if not memory.begun and past:
@@ -192,9 +180,8 @@ class Session:
             ]
             ctx, present = layers[0].ctx, present._replace(ctx=layers[0].ctx, layers=layers)
         pos = pos.to(self.device)
-        self._present = present._replace(
-            reads_past=past, dropped=dropped, pos=pos, cos_sin=self.rotation(pos)
-        )
+        cos_sin = memory.cos_sin(pos)
+        self._present = present._replace(reads_past=past, dropped=dropped, pos=pos, cos_sin=cos_sin)
         memory.replay.begin()
         memory.begun.update(ctx.chunk_passes)
         unused //= self.shape.ranks
@@ -203,7 +190,7 @@ class Session:
             observer.on_pass(ctx)
 
     def _enter(self, ctx: PassContext) -> Present:
-        """From here on this is the present pass."""
+        """Make this the present pass."""
         more = (self.work, self.memory.rotate, self.memory.policy_rng, self._mean_heads)
         layers = [LayerPass(ctx.for_layer(i), x, *more) for i, x in enumerate(self.memory.layers)]
         self._present = Present(ctx, layers)
@@ -211,32 +198,28 @@ class Session:
 
     @property
     def present(self) -> Present:
-        """The pass that runs, or ran last."""
+        """The pass that is running, or the last one that ran."""
         assert self._present is not None
         return self._present
 
-    def layer_pass(self, layer: int) -> LayerPass:
-        """The present pass as a layer's policies are given it."""
-        return self.present.layers[layer]
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention over past and now of q [B, H, S, D], k, v [B, Hkv, S, D], all unrotated."""
+        """Attention of q [B, H, S, D] over the past and k, v [B, Hkv, S, D]; all unrotated."""
         assert self._present is not None
-        p, observers = self._present.layers[layer], self.observers
+        p = self._present.layers[layer]
         with self._spans["attend"]:
             rotated_q = self._write(p, q, k, v)
             with self._spans[f"read_{p.ctx.pass_index}"]:
                 if self._present.reads_past:
                     out = self.plan.attention.attend(p, rotated_q)
-                else:  # the present chunk alone, which no policy is asked about
+                else:  # the present chunk alone: no policy is involved
                     self.work.add_reads(q, p.ctx.tokens)
                     out = attend(p.ctx.shape, rotated_q, *p.layer.now(p.ctx))
-        for observer in observers:
+        for observer in self.observers:
             observer.on_attend(p.ctx, q, k, v, rotated_q, out)
         return out
 
     def write_kv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Put a pass's keys and values behind the past; the rotated queries."""
+        """Write a pass's keys and values behind the past; returns the rotated queries."""
         return self._write(self.present.layers[layer], q, k, v)
 
     def _write(self, p: LayerPass, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -244,9 +227,7 @@ class Session:
         assert present is not None and present.cos_sin is not None and present.pos is not None
         for observer in self.observers:
             observer.on_write(ctx, q, k, v)
-        written = ctx
-        if present.dropped:
-            written = ctx._replace(past=ctx.past + present.dropped)
+        written = ctx._replace(past=ctx.past + present.dropped) if present.dropped else ctx
         rotated_k = p.layer.write(written, k, v, present.pos, present.cos_sin, self.rope)
         rotated_q = apply_rotary(None, q, *present.cos_sin, self.rope)
         if present.dropped:
@@ -254,7 +235,7 @@ class Session:
         if ctx.prompt and ctx.prefilling:
             for row, pads in enumerate(ctx.left_padding):
                 p.layer.log_count[row, :, :pads] = -inf
-        elif "queries" in p.layer.own["cache"]:  # of a policy whose commit reads them
+        elif "queries" in p.layer.own["cache"]:  # this policy's commit reads them
             queries = p.layer.own["cache"]["queries"]
             queries[:, :, ctx.start : ctx.start + ctx.tokens] = rotated_q
         if p.layer.square is not None:
@@ -275,7 +256,7 @@ class Session:
         return out
 
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
-        """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
+        """fn(x) for x [B, S, W]; a replay policy may reuse rows of the last frame's output."""
         assert self._present is not None
         p = self._present.layers[layer]
         with self._spans["mlp"]:
@@ -285,11 +266,11 @@ class Session:
         return y
 
     def retract(self, n: int) -> None:
-        """Drop the newest n tokens of the present frame: drafts that were not right."""
+        """Drop the newest n tokens of the present frame: rejected drafts."""
         self.memory.now -= n
 
     def commit(self, n: int | None = None) -> None:
-        """The first n tokens of now (all of them) are final: they become past, within budget."""
+        """Move the present chunk's first n tokens (default: all) to the past, within budget."""
         ctx, plan = self.present.ctx, self.plan
         n = self.memory.now if n is None else n
         for observer in self.observers:
@@ -313,12 +294,7 @@ class Session:
             p.layer.truncate(past)  # here, so that no pass needs to
             with self._spans["index"]:
                 plan.attention.build_index(p, past, kept)
-        self.memory.past = past
-        if not ctx.prefilling:
-            self.memory.add_time(n // self.shape.tokens_per_frame)
-            self.memory.replay.commit(self.memory.begun)
-        self.memory.count(n, ctx.prefilling)
-        self.memory.begun = set()
+        self.memory.commit(past, n, ctx.prefilling)
         for observer in self.observers:
             observer.on_committed()
 
@@ -327,24 +303,17 @@ class Session:
             observer.on_merge(ctx, source, root)
 
     def count_bank(self) -> None:
-        """Add to the meter what the device and other ranks have counted since last asked."""
-        banks = [layer.bank for layer in self.memory.layers if layer.bank is not None]
-        if banks:
-            counted = Work(**dict(zip(COUNTERS, take_counters(banks), strict=True)))
-            counted.fetched_mb = counted.blocks_fetched * (banks[0].block_bytes / 1e6)
+        """Add to the meter what banks counted on the device, and other ranks' work."""
+        if (counted := self.memory.take_bank_work()) is not None:
             self.work.add(counted)
         if self.ranks is not None:
             self.ranks.add_up(self.work)
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """One a video: the model draws its noise from it."""
+        """One for each video, from which the model draws its noise."""
         return self.memory.generators
 
     def positions(self, frames: int) -> Tensor:
         """(t, y, x) of every token of the next latent frames: [frames * N, 3]."""
         return self.memory.positions(frames)
-
-    def rotation(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B or 1, 1, S, D] of tokens at pos [S, 3], as `Rope.cos_sin` gives them."""
-        return self.memory.cos_sin(pos, self._frequencies)

@@ -1,4 +1,4 @@
-"""What a session holds between two chunks: a value that is made anew, saved and restored whole."""
+"""The state of a rollout between two chunks: made, saved and restored as one value."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from tachyscope.core.features import Features
 from tachyscope.core.kv_allocation import check_memory, empty_layer, slots_for
 from tachyscope.core.plan import Plan
 from tachyscope.core.types import PassContext, Rope, Shape, Text
+from tachyscope.core.work import Work
 from tachyscope.io.calibration import Calibration
 from tachyscope.passes import PassRunner
 from tachyscope.replay.runner import runner_of
 from tachyscope.store import KVStore, LayerPass
+from tachyscope.store.bank_layout import COUNTERS
+from tachyscope.store.host_bank import take_counters
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a session was opened with; empty in one that was made by hand."""
+    """Hashes of what a session was opened with; empty in one made without `open`."""
 
-    weights: str = ""  # this and the next three are hashes
+    weights: str = ""
     prompt: str = ""
     first: str = ""  # empty without given frames
-    noise: str = ""  # empty where it is drawn
-    decoder: str = ""
+    noise: str = ""  # empty if the seed draws it
+    decoder: str = ""  # its name
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a session is for; its state may be made anew."""
+    """What does not change during a session, and is needed to make its state."""
 
     shape: Shape
     plan: Plan
@@ -45,7 +48,7 @@ class SessionSpec:
     def empty_layer(
         self, slots: int, latent_frames: int | None, host: list[dict[str, Tensor]] | None = None
     ) -> KVStore:
-        """One layer's cache; `host` has memory of banks that are gone: page-locking takes long."""
+        """One layer's cache; `host` has freed banks' memory to use again: page-locking is slow."""
         memory = host.pop() if host else None
         return empty_layer(
             self.plan, self.shape, slots, self.dtype, self.device, latent_frames, memory
@@ -53,18 +56,18 @@ class SessionSpec:
 
 
 class Present(NamedTuple):
-    """The pass that runs."""
+    """The running pass."""
 
     ctx: PassContext
-    layers: list[LayerPass]  # as their policies are given it
+    layers: list[LayerPass]  # what each layer's policies receive
     reads_past: bool = True
-    dropped: int = 0  # entries that it drops from the past
+    dropped: int = 0  # entries that the pass drops from the past
     pos: Tensor | None = None
     cos_sin: tuple[Tensor, Tensor] | None = None
 
 
 class SessionState:
-    """All that one rollout remembers."""
+    """All state of one rollout."""
 
     def __init__(
         self,
@@ -75,10 +78,11 @@ class SessionState:
         layers: list[KVStore] | None = None,
         host: list[dict[str, Tensor]] | None = None,
     ) -> None:
-        """Of nothing yet, with empty layers unless they are given.
+        """An empty state; `layers` are allocated unless they are given.
 
-        `latent_frames` is how many are coming, where that is known; `lengths` each row's prompt, in
-        entries, in models that hold the prompt in their cache; `seeds` one a video.
+        `latent_frames` is the rollout's length, None if unknown. `lengths` are the prompt lengths
+        of each row in entries, for models that hold the prompt in their cache. `seeds` has one for
+        each video. `host` is memory of freed banks.
         """
         shape, device = spec.shape, spec.device
         self.spec, self.latent_frames = spec, latent_frames
@@ -98,36 +102,45 @@ class SessionState:
         self.past = 0  # entries of finished chunks
         self.now = 0  # entries of the present one
         self.total_entries = 0  # entries an unbounded cache would hold
-        self.made = 0  # latent frames generated: given ones are only remembered
-        self.begun: set[int] = set()  # passes run over the present chunk
+        self.made = 0  # latent frames generated; given ones do not count
+        self.begun: set[int] = set()  # indices of the passes run over the present chunk
         self.texts: list[Text] = []
         self.text_tokens = 0
-        # one a video: each draws the noise that it would draw alone
+        # one for each video, so that a video of a batch has the noise it would have alone
         drawn_on = torch.device("cpu") if device.type == "meta" else device
         self.generators = [torch.Generator(drawn_on).manual_seed(seed) for seed in seeds]
-        # a policy's own draws: sharing the noise's would change the video by being asked
+        # for policies: draws from the noise's generators would change the video
         self.policy_rng = torch.Generator(drawn_on).manual_seed(self.seeds[0])
-        self.latents: Tensor | None = None  # of the last finished chunk, or all that was given
+        self.latents: Tensor | None = None  # of the last finished chunk, or all given latents
         self.features = Features()
         self.passes = PassRunner(spec.plan.passes)
         self.replay = runner_of(spec.plan.replay, spec.calibration)
         origin = torch.tensor(self.lengths or (0,), dtype=torch.float64, device=device)
         self._origin = origin.view(-1, 1, 1, 1)
-
+        self._frequencies = spec.rope.frequencies(device)
         self.source = Source()
-        # handed in: [draws, latent frames, C, h, w], counted over those that are generated
+        # given noise [draws, latent frames, C, h, w]; its first frame is the first generated one
         self.noise: Tensor | None = None
 
     def slots_for(self, lengths: Sequence[int]) -> int:
-        """A layer's slots where prompts have these lengths; raises where the plan has no room."""
+        """A layer's slots for prompts of these lengths; raises if the plan has no room for them."""
         return slots_for(self.spec.plan, self.spec.shape, lengths, self.latent_frames)
 
     def bank_memory(self) -> list[dict[str, Tensor]]:
-        """Host memory of the layers' banks, for others."""
+        """Host memory of the layers' banks."""
         return [layer.bank.host for layer in self.layers if layer.bank is not None]
 
-    def anew(self) -> SessionState:
-        """A state of nothing yet; this one's layers go, so that two are not in memory at once."""
+    def take_bank_work(self) -> Work | None:
+        """What the layers' banks counted on the device since the last call."""
+        banks = [layer.bank for layer in self.layers if layer.bank is not None]
+        if not banks:
+            return None
+        counted = Work(**dict(zip(COUNTERS, take_counters(banks), strict=True)))
+        counted.fetched_mb = counted.blocks_fetched * (banks[0].block_bytes / 1e6)
+        return counted
+
+    def restarted(self) -> SessionState:
+        """An empty state; this one's layers are freed first, so that memory holds one cache."""
         host, self.layers = self.bank_memory(), []
         new = SessionState(self.spec, self.latent_frames, self.lengths, self.seeds, host=host)
         new.source, new.noise = self.source, self.noise
@@ -145,9 +158,9 @@ class SessionState:
 
     @property
     def plain(self) -> bool:
-        """Whether every entry in use stands for itself alone, as far as the host knows."""
+        """Whether no entry in use is a merged one, as far as the host knows."""
         cache = self.spec.plan.cache
-        # a bounded cache has folded nothing yet
+        # a bounded cache that has merged nothing yet
         whole = self.past == self.total_entries and not cache.grows
         coarse = self.layers[0].square is not None
         return not any(self.left_padding) and (whole or not cache.merges) and not coarse
@@ -162,9 +175,9 @@ class SessionState:
         known: bool = True,
         drafted: bool = False,
     ) -> PassContext:
-        """A pass over the present chunk, in the first layer.
+        """The context of a pass over the present chunk, in the first layer.
 
-        `known`: the passes that have begun ran over all of its tokens.
+        `known`: the passes in `begun` ran over all of these tokens.
         """
         return PassContext(
             shape=self.spec.shape,
@@ -186,45 +199,50 @@ class SessionState:
         )
 
     def rotate(self, raw: Tensor, pos: Tensor) -> Tensor:
-        """Unrotated keys [B, H, N, D] turned to where pos [B, H or 1, N, 3] says."""
+        """Unrotated keys [B, H, N, D], rotated to positions pos [B, H or 1, N, 3]."""
         return self.spec.rope.rotate(raw, pos, self._origin)
 
-    def cos_sin(self, pos: Tensor, frequencies: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B or 1, 1, S, D] of tokens at pos [S, 3], as `Rope.cos_sin` gives them."""
-        return self.spec.rope.cos_sin(pos, self.spec.dtype, self._origin, frequencies)
+        return self.spec.rope.cos_sin(pos, self.spec.dtype, self._origin, self._frequencies)
 
     def positions(self, frames: int) -> Tensor:
         """(t, y, x) of every token of the next latent frames: [frames * N, 3].
 
-        The time is the device's own number, so that launches recorded once are right for ever.
+        The time is read from a tensor on the device, so that a CUDA graph stays valid.
         """
         pos = self.spec.shape.positions(0, frames, self.spec.device)
         pos[:, 0] += self._time
         return pos
 
     def prompt_positions(self) -> Tensor:
-        """Where the prompt's entries stand, [L, 3]: before frame 0, ending right before it."""
+        """Positions of the prompt's entries [L, 3], which end right before frame 0."""
         pos = torch.zeros(self.prompt, 3, dtype=torch.float32, device=self.spec.device)
         pos[:, 0] = -1.0
         first = self.spec.shape.tokens_per_frame - self.prompt
         pos[:, 2] = torch.arange(self.prompt, device=self.spec.device) + first
         return pos
 
-    def count(self, n: int, prefill: bool = False) -> None:
-        """The host's numbers after n tokens were committed."""
+    def commit(self, past: int, n: int, prompt: bool) -> None:
+        """After n tokens became part of the `past`: of a prompt, or of a chunk."""
+        self.past = past
+        if not prompt:
+            self._time += n // self.spec.shape.tokens_per_frame
+            self.replay.commit(self.begun)
+        self.count(n, prompt)
+        self.begun = set()
+
+    def count(self, n: int, prompt: bool = False) -> None:
+        """Advance the host's counters by n committed tokens, but not the device's time."""
         self.now, self.total_entries = 0, self.total_entries + n
-        if not prefill:
+        if not prompt:
             self.chunk += 1
             self._latent_frame += n // self.spec.shape.tokens_per_frame
 
-    def add_time(self, frames: int) -> None:
-        """So many latent frames have passed, on the device."""
-        self._time += frames
-
     def given_noise(self, draw: int, ahead: int = 0) -> Tensor | None:
-        """The draw-th noise [1, C, F, h, w] of the next chunk, or of one so many chunks ahead.
+        """The given noise [1, C, F, h, w] of a draw, for the chunk `ahead` of the next one.
 
-        None where it is to be drawn.
+        None if this draw's noise was not given, and comes from the seed.
         """
         noise = self.noise
         if noise is None or draw >= len(noise):
@@ -234,21 +252,21 @@ class SessionState:
         part = noise[draw, start : start + chunk]
         if len(part) < chunk:
             raise TachyscopeError(
-                f"`noise` was given for {noise.shape[1]} latent frames, and those up to "
-                f"{start + chunk} are to be made: give more, or take fewer `frames`"
+                f"`noise` was given for {noise.shape[1]} latent frames, and this chunk needs "
+                f"{start + chunk}: give more, or take fewer `frames`"
             )
         return part.transpose(0, 1)[None]
 
     def forget(self) -> None:
-        """Drop every finished entry; the video goes on, and remembers from here."""
+        """Drop every finished entry; the video continues with an empty past."""
         self.past = self.total_entries = 0
         for layer in self.layers:
             layer.truncate(0)
 
     def rewind(self, frames: int, keep: int) -> None:
-        """Drop the newest latent frames, and all before them but the first `keep`.
+        """Set the time back by `frames`, and drop all latent frames but the first `keep`.
 
-        A bank keeps no more than its sink: one that would have to keep more is refused.
+        A bank can keep no more than its sink: a larger `keep` is refused.
         """
         tokens = self.spec.shape.tokens_per_frame
         past = self.prompt + keep * tokens

@@ -43,7 +43,7 @@ class DraftEngine:
         """The next frame's codes [V, N, D], from noise [V, N, D, K]; the caller commits it."""
         engine, session = self.engine, self.session
         pos = session.shape.positions(session.memory.latent_frame, 1, session.device)
-        cos, sin = session.rotation(pos)
+        cos, sin = session.memory.cos_sin(pos)
         engine.cos.copy_(cos[:, 0])
         engine.sin.copy_(sin[:, 0])
         engine.take_action(action)

@@ -133,7 +133,7 @@ class DecodeEngine:
         ready = session.memory.replay.ready.issuperset((0,))
         session.begin(pos=pos, step=0, steps=1, noise=(0.0,))
         self.meet_memory()
-        cos, sin = session.rotation(pos)
+        cos, sin = session.memory.cos_sin(pos)
         self.cos.copy_(cos[:, 0])
         self.sin.copy_(sin[:, 0])
         self.noise.copy_(noise)
@@ -195,7 +195,7 @@ class DecodeEngine:
         places = session.shape.tokens_per_frame
         if policy is None or (policy.remembers and not ready):
             return [True] * places
-        return [policy.whole(session.memory.chunk, place) for place in range(places)]
+        return [policy.computes_all(session.memory.chunk, place) for place in range(places)]
 
     def learn_errors(self, whole: list[bool]) -> None:
         """Where whole outputs were left, leave what the slices are off by."""

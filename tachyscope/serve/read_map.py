@@ -54,7 +54,9 @@ class ReadMap(Observer):
         chosen = any(step >= first for step in ctx.before)
         shown = (ctx.pass_index >= first and not chosen) or ctx.pass_index == last < first
         if self._reads_places and shown and not ctx.given:
-            mass = read_mass(policy, self.session.layer_pass(ctx.layer), rotated_q)[..., : ctx.past]
+            mass = read_mass(policy, self.session.present.layers[ctx.layer], rotated_q)[
+                ..., : ctx.past
+            ]
             share = (mass > 0).double().mean((0, 1, 2))
             place = self._places(layer.pos[0, 0, : ctx.past])
             count = torch.bincount(place, minlength=len(self._nothing()))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.observers import Observer
+from tachyscope.core.session import Session
 from tachyscope.core.types import PassContext
 from tachyscope.io.calibration import MARGIN, Calibration
 from tachyscope.replay import TokenReplay
@@ -29,7 +30,7 @@ class Certificate(Observer):
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
 
-    def on_open(self, session: Any) -> None:
+    def on_open(self, session: Session) -> None:
         shape, policy = session.shape, session.plan.replay
         if not shape.token_by_token or policy is None:
             raise TachyscopeError(
@@ -64,11 +65,13 @@ class Certificate(Observer):
         if ctx.prefilling:
             return
         if isinstance(self.policy, TokenReplay):
-            ages = torch.stack([layer.own["replay"]["age"][0] for layer in self.session.layers])
+            ages = torch.stack(
+                [layer.own["replay"]["age"][0] for layer in self.session.memory.layers]
+            )
             computed = (ages == 0).unsqueeze(-1)
             self._bases = torch.where(computed, self._inputs, self._bases)
         elif isinstance(self.policy, NeuronReplay) and self.policy.remembers:
-            bases = [layer.own["replay"]["input"][0] for layer in self.session.layers]
+            bases = [layer.own["replay"]["input"][0] for layer in self.session.memory.layers]
             self._bases = torch.stack(bases)
         else:
             whole = torch.zeros_like(self.bounds)

@@ -77,7 +77,7 @@ class RecallObserver(Observer):
         dense = (scores + log_count.double().unsqueeze(2)).softmax(-1)
         slots = self.slots[ctx.layer]
         slots = slots.repeat_interleave(heads // slots.shape[1], 1)
-        paid = read_mass(self.session.plan.attention, self.session.layer_pass(ctx.layer), q)
+        paid = read_mass(self.session.plan.attention, self.session.present.layers[ctx.layer], q)
         return recall_of(paid.double(), dense, slots)
 
     def on_commit(self, ctx: PassContext, n: int) -> None:

@@ -69,7 +69,7 @@ class MassObserver(Observer):
         keys = here.keys(ctx)
         group = q.shape[1] // keys.shape[1]
         logits = rotated_q.unflatten(1, (-1, group)).squeeze(3) @ keys.mT / math.sqrt(q.shape[3])
-        weights = self.session.plan.attention.log_weights(self.session.layer_pass(ctx.layer))
+        weights = self.session.plan.attention.log_weights(self.session.present.layers[ctx.layer])
         empty = weights.isinf().unsqueeze(2)
         paid = logits.masked_fill(empty, -torch.inf).softmax(-1)
         # every entry is kept, so the same place of the last frame is one frame's places back

@@ -75,7 +75,9 @@ class StatsObserver(Observer):
         tokens = self._tokens(ctx, self._drawn(ctx))
         if tokens.numel():
             seen = ctx.past + ctx.start + tokens + 1 if ctx.shape.token_by_token else None
-            log_count = self.session.plan.attention.log_weights(self.session.layer_pass(ctx.layer))
+            log_count = self.session.plan.attention.log_weights(
+                self.session.present.layers[ctx.layer]
+            )
             held = mass(rotated_q[:, :, tokens], here.keys(ctx), log_count, seen)
             self._weigh("mass", ctx, held)
 
