@@ -289,6 +289,25 @@ MISTAKES = {
 }  # fmt: skip
 
 
+def test_what_is_no_list_for_a_batch_is_one_line(chunks):
+    for first in (Image.new("RGB", (96, 64)), 3, np.array(3), torch.tensor(3)):
+        refused(lambda x=first: ts.open(chunks, prompt=["a", "b"], first=x), "here 2, got 1")
+    stream = ts.open(chunks, prompt=["a", "b"])
+    for actions in (3, torch.tensor(3), iter("ww")):
+        refused(lambda x=actions: stream.step(x), "actions ")
+    refused(lambda: stream.step(["w", "q"]), "the videos of a batch take the same actions")
+    assert stream.step("w").frames.shape[0] == 2
+
+
+def test_noise_of_any_float_array_is_the_noise_of_its_numbers(chunks):
+    noise = np.random.default_rng(0).normal(size=(1, 3, 16, 8, 12)).astype(np.float32)
+    want = _video(chunks, noise=noise)
+    for same in (noise[:, ::-1][:, ::-1], noise.astype(">f4"), noise.astype(np.longdouble)):
+        assert np.array_equal(_video(chunks, noise=same), want)
+    flipped = _video(chunks, noise=noise[:, ::-1])
+    assert np.array_equal(flipped, _video(chunks, noise=noise[:, ::-1].copy()))
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_first_frames_are_told_apart(tokens, name):
     first, words = MISTAKES[name]
@@ -315,6 +334,8 @@ def test_a_stream_is_not_asked_for_what_it_is_not(chunks, tokens):
     }.items():  # fmt: skip
         refused(lambda name=name, other=other: go_on(**{name: other}), f"another {name}: leave")
     refused(lambda: go_on(plan="dense", seed=1), "another plan and seed: leave that out, or open")
+    refused(lambda: go_on(pace="x"), "`pace` must be a number from")
+    refused(lambda: go_on(first_actions="w"), "another first_actions: leave that out")
     assert len(list(go_on())) == 1
     same = {"plan": "fast", "prompt": "a", "seed": 3, "size": "32x64"}
     assert len(list(go_on(**same))) == 1

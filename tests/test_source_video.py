@@ -238,6 +238,11 @@ def test_what_cannot_be_followed_is_refused_in_a_line(model, tmp_path):
     told("got 7: try 'clip.mp4'", video=7)
     told("`video` as an array is uint8 [F, H, W, 3]", video=clip()[0])
     told("cannot be read as a video (no such file", video=tmp_path / "none.mp4")
+    told("cannot be read as a video (embedded null byte)", video="a\0.mp4")
+    for wrong in (np.array(7), torch.tensor(7)):
+        told("`video` as an array is uint8 [F, H, W, 3]", video=wrong)
+    for kind in (torch.bfloat16, torch.float32):
+        told("`video` as a tensor is uint8", video=torch.zeros(9, 32, 48, 3, dtype=kind))
     told("shows latents and cannot make them", by=toys.narrow_chunks())
     told("several chunks together", by=toys.encoding_chunks(context=Rolling(), actions=""))
     told("toy-tokens cannot follow a source video", by=toys.load("toy-tokens"))
@@ -246,7 +251,8 @@ def test_what_cannot_be_followed_is_refused_in_a_line(model, tmp_path):
         refused(stream.step, "frames of `video` are uint8 [32, 48, 3]", "behind 0 others")
     once = ts.open(model, "fast", video=iter(clip()))
     refused(lambda: ts.rollout(model, frames=3, stream=once, video=iter(clip())), "another video")
-    again = ts.open(model, "fast", video=clip())
+    refused(lambda: ts.rollout(model, frames=3, stream=once, video="a\0.mp4"), "null byte")
+    again = ts.open(model, "fast", video=torch.from_numpy(clip()))
     assert len(list(ts.rollout(model, frames=3, stream=again, video=clip(), strength=0.6))) == 1
     refused(lambda: ts.rollout(model, frames=3, stream=again, strength=0.5), "another strength")
     refused(lambda: compare(model, ["fast"], frames=3, video=iter(clip())), "this one comes once")

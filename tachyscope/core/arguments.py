@@ -118,8 +118,8 @@ def parse_plan(model: VideoModel, plan: Plan | str) -> Plan:
 
 def _known(plan: Plan, model: VideoModel) -> Plan:
     """The plan; what its replay was measured to lose is warned of, where actions move a camera."""
-    if model.kind == "tokens" and model.actions and plan.replay and plan.replay.loses:
-        warn(f"replay={plan.replay.label} {plan.replay.loses}")
+    if model.kind == "tokens" and model.actions and plan.replay and plan.replay.measured_loss:
+        warn(f"replay={plan.replay.label} {plan.replay.measured_loss}")
     return plan
 
 
@@ -148,7 +148,7 @@ def parse_actions(actions: Actions, letters: str, frames: int) -> list[int]:
     if isinstance(actions, str):
         moves = _moves_of_text(actions, letters, frames)
     else:
-        given = items_of(actions, "actions", "text, or a list of letters or indices", "'w*20 a*24'")
+        given = listed_actions(actions)
         if given and not letters:
             raise TachyscopeError(
                 f"this model takes no actions, got {shown(given[0])}: leave them out"
@@ -156,6 +156,11 @@ def parse_actions(actions: Actions, letters: str, frames: int) -> list[int]:
         _check_count(len(given), frames)
         moves = [_move(action, letters) for action in given]
     return moves + [0] * (frames - len(moves))
+
+
+def listed_actions(actions: Any) -> list[Any]:
+    """Actions that are not text, one a frame."""
+    return items_of(actions, "actions", "text, or a list of letters or indices", "'w*20 a*24'")
 
 
 def _check_count(actions: int, frames: int) -> None:

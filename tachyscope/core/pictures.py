@@ -69,10 +69,12 @@ def parse_firsts(first: Any, batch: int | None) -> list[np.ndarray]:
         return []
     if batch is None:
         return [parse_first(first)]
-    if isinstance(first, str | os.PathLike) or len(first) != batch:
+    listed = isinstance(first, list | tuple) or getattr(first, "ndim", 0) > 0
+    count = len(first) if listed else 1
+    if not listed or count != batch:
         raise TachyscopeError(
-            f"`first` of a batch is a list of each video's frames, here {batch}, got "
-            f"{1 if isinstance(first, str | os.PathLike) else len(first)}: give as many"
+            f"`first` of a batch is a list of each video's frames, here {batch}, got {count}: "
+            f"give as many"
         )
     firsts = [parse_first(each) for each in first]
     if len({x.shape for x in firsts}) > 1:

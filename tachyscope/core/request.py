@@ -224,7 +224,9 @@ def parse_noise(noise: Noise, model: VideoModel, shape: Shape) -> Tensor:
             )
         tensor = tensors["noise"]
     elif isinstance(noise, np.ndarray) and np.issubdtype(noise.dtype, np.floating):
-        tensor = torch.from_numpy(noise)
+        # torch reads no long doubles, no other byte order and no negative strides
+        kind = noise.dtype.newbyteorder("=") if noise.dtype.itemsize <= 8 else np.float64
+        tensor = torch.from_numpy(np.ascontiguousarray(noise, kind))
     elif isinstance(noise, Tensor):
         tensor = noise
     else:

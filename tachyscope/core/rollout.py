@@ -18,6 +18,7 @@ from tachyscope.core.arguments import (
     parse_plan,
 )
 from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.limits import check
 from tachyscope.core.opening import open_request
 from tachyscope.core.pictures import parse_firsts
 from tachyscope.core.plan import Plan
@@ -99,8 +100,10 @@ def rollout(
         "pace": pace, "noise": noise, "video": video, "strength": strength,
     }  # fmt: skip
     asked = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(first_actions, str) or first_actions:
+        asked["first_actions"] = first_actions
     if stream is None:
-        request = VideoRequest(frames=frames, first_actions=first_actions, **asked)
+        request = VideoRequest(frames=frames, **asked)
         stream = open_request(model, "dense" if plan is None else plan, request)
     else:
         _check_stream(model, stream, plan, asked)
@@ -169,8 +172,9 @@ def _check_stream(
         "seed": lambda x: tuple(parse_batch("", x)[1]) == session.memory.seeds,
         "size": lambda x: model.shape(parse_size(x)).grid == session.shape.grid,
         "first": lambda x: first_key(*parse_firsts(x, stream.batch)) == source.first,
+        "first_actions": lambda x: False,
         "start": lambda x: False,
-        "pace": lambda x: math.isclose(x, stream.pace or 0, rel_tol=1e-6),
+        "pace": lambda x: math.isclose(check("pace", x), stream.pace or 0, rel_tol=1e-6),
         "noise": lambda x: noise_key(parse_noise(x, model, session.shape)) == source.noise,
         "video": lambda x: followed is not None and followed.key == video_key(x) != "",
         "strength": lambda x: followed is not None and followed.strength == x,

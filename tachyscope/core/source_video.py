@@ -206,11 +206,12 @@ def _of_frames(video: Any, size: tuple[int, int], level: float) -> SourceVideo:
         source.live = video
         return source
     if isinstance(video, np.ndarray | Tensor | list | tuple):
-        if not len(video) or getattr(video, "ndim", 4) != 4:
+        if getattr(video, "ndim", 4) != 4 or not len(video):
             raise TachyscopeError(
                 f"{name} as an array is uint8 [F, H, W, 3], got {shown(video)}: stack its frames"
             )
-        return SourceVideo(name, lambda at: iter(video[at:]), size, level, video_key(video))
+        pictures = _in_numpy(video)
+        return SourceVideo(name, lambda at: iter(pictures[at:]), size, level, video_key(pictures))
     if not isinstance(video, Iterable):
         raise TachyscopeError(
             f"{name} is a file, a camera's device, an array, or gives frames one by one, got "
@@ -228,7 +229,7 @@ def comes_once(video: Any) -> bool:
 def is_camera(path: str) -> bool:
     try:
         return stat.S_ISCHR(os.stat(path).st_mode)
-    except OSError:
+    except (OSError, ValueError):  # no such file, or no path at all
         return False
 
 
@@ -238,7 +239,18 @@ def video_key(video: Any) -> str:
         return "" if is_camera(os.fspath(video)) else file_key(os.fspath(video))
     if not isinstance(video, np.ndarray | Tensor | list | tuple):
         return ""
-    return digest(*(part for x in video for part in _of_frame(np.asarray(x))))
+    return digest(*(part for x in _in_numpy(video) for part in _of_frame(np.asarray(x))))
+
+
+def _in_numpy(video: Any) -> Any:
+    """A list or an array of frames, a tensor as an array."""
+    if not isinstance(video, Tensor):
+        return video
+    if video.dtype != torch.uint8:
+        raise TachyscopeError(
+            f"`video` as a tensor is uint8 [F, H, W, 3], got {shown(video)}: convert it"
+        )
+    return video.cpu().numpy()
 
 
 def _of_frame(frame: np.ndarray) -> tuple[str, bytes]:
@@ -254,9 +266,9 @@ def file_key(path: str) -> str:
             for at in (0, max(0, length - EDGE)):
                 file.seek(at)
                 ends.append(file.read(EDGE))
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise TachyscopeError(
-            f"{path} cannot be read as a video ({(error.strerror or str(error)).lower()}): give a "
-            f"video file"
+            f"{path} cannot be read as a video ({reason.lower()}): give a video file"
         ) from error
     return digest(str(length), *ends)

@@ -11,11 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tachyscope.core.arguments import (
-    check_prompt,
-    check_whole,
-    parse_actions,
-)
+from tachyscope.core.arguments import check_prompt, check_whole, listed_actions, parse_actions
 from tachyscope.core.chunk_runner import repeating
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.features import Features
@@ -108,17 +104,18 @@ class Stream:
         between them, if the first that is recorded is shown.
         """
         self.guard.check_free()
-        if self.batch and not isinstance(actions, str | None) and len(actions) == self.batch > 1:
+        given = [] if isinstance(actions, str | None) else listed_actions(actions)
+        if self.batch and len(given) == self.batch > 1:
             raise TachyscopeError(
                 f"the videos of a batch take the same actions, one letter a frame, got a list of "
-                f"{len(actions)} for {self.batch} videos: give text for all of them, as 'w q', or "
+                f"{len(given)} for {self.batch} videos: give text for all of them, as 'w q', or "
                 f"open a stream for each"
             )
 
         def work() -> Chunk:
             frames = self.next_frames
             moves = parse_actions("" if actions is None else actions, self.model.actions, frames)
-            if actions is not None and len(actions) == 1:
+            if len(given) == 1 or (isinstance(actions, str) and len(actions) == 1):
                 moves = moves[:1] * frames
             self.need_source()
             return self.guard.change(lambda: self._step(moves, show))
@@ -310,12 +307,11 @@ class Stream:
         actions: Actions = "",
         start: Start | None = None,
     ) -> None:
-        """Forget, then prefill given latents chunk by chunk under a prompt.
+        """Start over from given latents, prefilled chunk by chunk under a prompt.
 
-        latents are as `session.latents`; the last chunk of them need not be whole. `actions` are
-        those that led to each of their frames, as `rollout` takes actions, from `start` as `open`
-        takes it. Noise goes on where it was, and where the video's end is known, as much is to come
-        as before.
+        `latents` are as `generate` returns them; the last chunk may be incomplete. `actions` led to
+        their frames, from `start`, both in the forms that `open` takes. The noise continues, and a
+        known number of frames still to come stays the same.
         """
         model, session = self.model, self.session
         model.check_latents(session.shape, latents)

@@ -150,8 +150,8 @@ class VideoModel(abc.ABC):
         """Raise unless given latents have the type and shape that `sample` returns."""
         if not isinstance(latents, Tensor) or latents.dim() <= self.frame_dim:
             raise TachyscopeError(
-                f"latents must be a tensor as a session's latents are, got a "
-                f"{type(latents).__name__}: take session.latents"
+                f"latents must be a tensor, got a {type(latents).__name__}: take those of "
+                f"stream.generate()"
             )
         size = self.latent_size(shape, latents.shape[self.frame_dim])
         numbers = "whole numbers" if shape.token_by_token else "floats"
@@ -162,7 +162,7 @@ class VideoModel(abc.ABC):
         ):
             raise TachyscopeError(
                 f"latents must be {numbers} {list(size)}, got {latents.dtype} "
-                f"{list(latents.shape)}: take session.latents"
+                f"{list(latents.shape)}: take those of stream.generate()"
             )
         if latents.is_floating_point() and not latents.isfinite().all():
             raise TachyscopeError("latents must be finite, these have NaN or infinity: mend them")

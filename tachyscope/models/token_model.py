@@ -172,7 +172,7 @@ class TokenModel(VideoModel):
         if low < 0 or high >= self.codes:
             raise TachyscopeError(
                 f"latents must be codes from 0 to {self.codes - 1}, got {low} to {high}: "
-                f"take session.latents"
+                f"take those of stream.generate()"
             )
 
     def encode_prompt(self, prompt: str) -> Prompt:
