@@ -12,8 +12,9 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.atrium import prompts
 from tachyscope.models.atrium import world as atrium
 from tachyscope.models.atrium.autoencoder import Autoencoder, AutoencoderDecoder
-from tachyscope.models.atrium.words import WordEncoder
+from tachyscope.models.atrium.words import WordEncoder, WordTextEncoder
 from tachyscope.models.atrium.world import ACTIONS, NEAR, SIZE, TURN
+from tachyscope.models.wan.config import WanConfig
 from tachyscope_lab.evaluation import sightings
 
 ZERO = torch.zeros(1)
@@ -301,6 +302,15 @@ def test_padding_is_embedded_as_zero_and_does_not_touch_words():
     assert embedded[:, :3].abs().min() > 0
     assert not torch.equal(model(long)[:, :3], embedded[:, :3])
     assert not model(torch.zeros(1, 8, dtype=torch.long)).any()
+
+
+def test_a_text_encoder_that_is_no_numbers_is_refused(tmp_path):
+    model = WordEncoder(len(prompts.WORDS), 8, 32)
+    model.norm.bias.data[3] = torch.nan
+    WordTextEncoder(model).write(tmp_path)
+    config = WanConfig(text_len=8, text_dim=32)
+    with pytest.raises(TachyscopeError, match="has NaN or infinity in norm.bias: get it again"):
+        WordTextEncoder.read(tmp_path, config)
 
 
 def test_rays_meet_what_the_renderer_shows():

@@ -25,6 +25,7 @@ from tachyscope.models.cosmos_ar.model import (
     qwen_names,
     save_cosmos,
 )
+from tachyscope.models.cosmos_ar.pictures import Preview
 
 FIRST = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
 
@@ -283,3 +284,10 @@ def test_neurons_are_calibrated_on_videos_that_go_on_from_given_frames(toy, tmp_
         # given frames were computed whole: all that is made is a slice, and a map beside it
         assert less["rows_computed"] == rows / 2
         assert less["mlp_macs"] < dense["mlp_macs"]
+
+
+def test_a_tokenizer_of_single_frames_takes_any_number_of_them(toy):
+    model = toy_cosmos()
+    model.config = dataclasses.replace(toy.config, stride=(1, 4, 4))
+    model.tokenizer = Preview(model.config)
+    assert model.encode_frames(FIRST).shape == (1, 3, 4, 4, 1)

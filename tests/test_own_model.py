@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import tachyscope as ts
 from tachyscope.cli import main
 from tachyscope.core.plan import NAMES
 from tachyscope.measure.compare import compare
 from tachyscope.models import registry
+from tachyscope.models.own import make_own
 
 FILE = Path(__file__).parent / "own_world.py"
 WORLD = f"{FILE}:MyWorld"
@@ -85,17 +87,36 @@ def test_it_may_be_registered_by_name(monkeypatch):
             ts.register(name, make)
 
 
-def test_another_distribution_names_it_by_an_entry_point(monkeypatch):
+def test_another_distribution_names_it_by_an_entry_point(monkeypatch, tmp_path):
     entries = [
         importlib.metadata.EntryPoint("far-world", "own_world:MyWorld", registry.GROUP),
         importlib.metadata.EntryPoint("lost-world", "my_lost_world:World", registry.GROUP),
+        importlib.metadata.EntryPoint("broken-world", "my_broken_world:World", registry.GROUP),
     ]
     monkeypatch.setattr(registry, "entry_points", lambda group: entries)
     monkeypatch.syspath_prepend(FILE.parent)
     assert ts.load("far-world").name == "my-world"
     with pytest.raises(ts.TachyscopeError, match="'lost-world' of my_lost_world:World cannot be"):
         ts.load("lost-world")
+    (tmp_path / "my_broken_world.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ts.TachyscopeError, match="cannot be loaded: ZeroDivisionError: division"):
+        ts.load("broken-world")
     sys.modules.pop("own_world", None)
+
+
+def test_a_model_on_the_first_gpu_is_on_cuda():
+    made = type(ts.load(WORLD))()
+    made.device = torch.device("cuda:0")
+
+    def make():
+        return made
+
+    given = {"device": torch.device("cuda"), "dtype": torch.float32}
+    assert make_own("mine", make, **given) is made
+    for device in ("cpu", "cuda:1"):
+        with pytest.raises(ts.TachyscopeError, match=f"is on cuda:0, got {device}: give its"):
+            make_own("mine", make, **given | {"device": torch.device(device)})
 
 
 FAULTS = {

@@ -1056,7 +1056,12 @@ def test_a_lora_that_does_not_fit_is_refused(made, shrunk, tmp_path):
     refused(load({"diff.weight": torch.ones(1)}), "must hold a LoRA's lora_A and lora_B", "diff")
     refused(load({}), "got nothing")
     refused(load(dict(list(good.items())[:1])), "must hold both factors of blocks.0.self_attn.q")
-    refused(load(lora("kohya", LAYERS, rank=0)[0]), "got [0, 256] and [")
+    refused(load(lora("kohya", LAYERS, rank=0)[0]), "got float32 [0, 256] and float32 [")
+    name = next(iter(good))
+    refused(load(good | {name: good[name].to(torch.complex64)}), "as floats", "got complex64 [")
+    own, _ = lora("kohya", LAYERS, alpha=6)
+    name = next(key for key in own if key.endswith("alpha"))
+    refused(load(own | {name: torch.tensor(1j)}), f"one number in {name}, got complex64 []")
     refused(load(good | {"x.y.dora_scale": torch.ones(1)}), "got x.y.dora_scale")
     twice = good | {name.removeprefix("base_model.model.model."): x + 1 for name, x in good.items()}
     refused(load(twice), "got two of blocks.0.self_attn.q, in ", "base_model.model.model.blocks.0")

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from faults import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +21,7 @@ import tachyscope as ts
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.plan import Plan
 from tachyscope.core.session import Session
+from tachyscope.models import checkpoint
 from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.token_model import Sampler, draw_noise
 from tachyscope.models.toys import toy_tokens
@@ -653,6 +655,11 @@ def test_a_model_saved_and_loaded_is_the_same_to_the_bit(toy):
     theirs = toy.transformer.state_dict()
     assert all(torch.equal(x, theirs[name]) for name, x in made.transformer.state_dict().items())
     assert toy.dtype == torch.float32
+
+
+def test_weights_beyond_the_memory_are_refused_before_they_take_it(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "memory_of", lambda device: 1000)
+    refused(lambda: load_vila(folder), "its weights take 0.0 GB, more than the memory of cpu has")
 
 
 def test_the_config_files_have_the_published_names(folder):

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from tachyscope.core.errors import TachyscopeError, first_line
 from tachyscope.models.base import VideoModel
 
@@ -65,9 +67,16 @@ def make_own(name: str, make: Callable[..., VideoModel], **given: Any) -> VideoM
     if model.name == VideoModel.name:
         model.name = name
     for key in ("device", "dtype"):
-        if key not in passed and getattr(model, key) != given[key]:
+        if key not in passed and not _same(getattr(model, key), given[key]):
             raise TachyscopeError(
                 f"model {name!r} has no parameter `{key}` and is on {getattr(model, key)}, got "
                 f"{given[key]}: give its __init__ one"
             )
     return model
+
+
+def _same(made: Any, given: Any) -> bool:
+    """Whether a model's device or dtype is the given one; `cuda` is any CUDA device."""
+    if isinstance(given, torch.device) and given.index is None:
+        return made.type == given.type
+    return made == given

@@ -325,9 +325,10 @@ def find_entry(name: str) -> Entry:
     if name in found:
         try:
             MODELS[name] = _own(name, found[name].load())
-        except (ImportError, AttributeError) as fault:
+        except Exception as fault:  # whatever a user's module raises
             raise TachyscopeError(
-                f"model {name!r} of {found[name].value} cannot be loaded: {first_line(fault)}"
+                f"model {name!r} of {found[name].value} cannot be loaded: {type(fault).__name__}: "
+                f"{first_line(fault)}"
             ) from fault
         return MODELS[name]
     home, colon, attribute = name.rpartition(":")

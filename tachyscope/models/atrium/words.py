@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.atrium import prompts
-from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
+from tachyscope.models.checkpoint import check_finite, fit, read_tensors, write_tensors
 from tachyscope.models.vila_u.tokenizers import SPECIAL, START
 
 VOCAB = 1 + len(prompts.WORDS) + len(SPECIAL)
@@ -103,6 +103,7 @@ class WordTextEncoder:
         with torch.device("meta"):
             model = WordEncoder(len(prompts.WORDS), config.text_len, config.text_dim)
         fit(model, read_tensors(folder / cls.file), str(folder / cls.file), assign=True)
+        check_finite(model, str(folder / cls.file))
         return cls(model.float())
 
     def write(self, folder: Path) -> None:

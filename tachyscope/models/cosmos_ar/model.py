@@ -174,7 +174,7 @@ class CosmosModel(OneCodeModel):
         """Latents [1, T, rows, columns, 1] of frames uint8 [F, H, W, 3]."""
         every = self.config.stride[0]
         self.check_frames(frames)
-        if len(frames) % every != 1:
+        if not len(frames) or (len(frames) - 1) % every:
             raise TachyscopeError(
                 f"{self.name} takes 1, {1 + every}, {1 + 2 * every}, … first frames, got "
                 f"{len(frames)}: leave some out"

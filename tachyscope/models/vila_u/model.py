@@ -22,6 +22,7 @@ from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.atrium.words import WordTokenizer
 from tachyscope.models.base import MemoryParts
 from tachyscope.models.checkpoint import (
+    allocate,
     find_weights,
     fit,
     matched,
@@ -172,7 +173,7 @@ def load_vila(
     # configurations may say anything: memory is taken once the files have borne them out
     for part, (tensors, where) in parts.items():
         matched(getattr(model, part), tensors, where, _unused(config))
-    model.to(dtype or _dtype(files[""])).to_empty(device=device)
+    model = allocate(model.to(dtype or _dtype(files[""])), device, str(folder))
     for part, (tensors, where) in parts.items():
         fit(getattr(model, part), tensors, where, _unused(config))
     if config.tokenizer == "bytes":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tachyscope.core.errors import TachyscopeError, warn
+from tachyscope.core.types import kind_of
 from tachyscope.models.checkpoint import check_finite, read_tensors, some, unwrapped
 from tachyscope.models.wan.names import wan_name
 
@@ -106,17 +107,17 @@ def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
         down, up = parts.get("down"), parts.get("up")
         if (
             down is None or up is None
+            or not (down.is_floating_point() and up.is_floating_point())
             or down.dim() != 2 or not down.numel() or up.shape[1:] != down.shape[:1]
         ):  # fmt: skip
             raise TachyscopeError(
-                f"{path} must hold both factors of {layer}, [rank, in] and [out, rank], got "
-                f"{' and '.join(str(list(x.shape)) for x in (down, up) if x is not None)}: "
-                f"get it again"
+                f"{path} must hold both factors of {layer} as floats, [rank, in] and [out, rank], "
+                f"got {' and '.join(kind_of(x) for x in (down, up) if x is not None)}: get it again"
             )
         alpha = parts.get("alpha")
-        if alpha is not None and alpha.numel() != 1:
+        if alpha is not None and (alpha.numel() != 1 or alpha.is_complex()):
             raise TachyscopeError(
-                f"{path} must hold one number in {keys['alpha']}, got {list(alpha.shape)}: "
+                f"{path} must hold one number in {keys['alpha']}, got {kind_of(alpha)}: "
                 f"get it again"
             )
         updates[layer] = Update(down, up, None if alpha is None else float(alpha))
