@@ -1,13 +1,12 @@
 """Kernels of a decode step on a CUDA device: which settings are fastest.
 
-for i in $(seq 0 13); do python lab/scripts/tune_decode.py --warm $i/14 & done; wait
-python lab/scripts/tune_decode.py --out DIR [--seconds 100] [--only rates,piece,layer]
-python lab/scripts/tune_decode.py --settings DIR -- tokens --out DIR ...
+    python lab/scripts/tune_decode.py --out DIR [--only rates,piece,drafts,layer] [--jobs 14]
+    python lab/scripts/tune_decode.py --settings DIR -- tokens --out DIR ...
 
-Each part stands alone; results are appended to DIR/tune_decode.jsonl as they come. The first line
-only compiles, in several processes at once, what the second then times. Which settings were fastest
-is written to DIR/settings.json; the third line runs a benchmark with that, or with --compile only
-compiles what it would run. That kernels are right tests/test_kernels.py says.
+Each part stands alone; results are appended to DIR/tune_decode.jsonl as they come. With --jobs that
+many processes first compile what is then timed. Which settings were fastest is written to
+DIR/settings.json; the second line runs a benchmark with these, or with --compile only compiles what
+it would run. tests/test_kernels.py holds the kernels to their definitions.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import functools
 import itertools
 import json
 import statistics
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,11 +29,9 @@ from torch import Tensor
 
 from tachyscope.kernels.decode_attention import (
     Entries,
-    Gate,
     Rotation,
     Scratch,
     Step,
-    Window,
     decode_attention,
 )
 from tachyscope.kernels.decode_mlp import COPIES, Error, Kept, MlpWeights, decode_mlp
@@ -124,25 +123,12 @@ def error_of(tokens: int, width: int, places: int) -> Error:
     return Error(whole(3), *held, 0.5, torch.zeros(tokens, device="cuda"))
 
 
-def attention_step(rows: int, slots: int, slot: int, kind: str, window: bool, plain: bool) -> Step:
+def attention_step(rows: int, slots: int, slot: int, plain: bool) -> Step:
     k, v = (draw(rows, HEADS, slots, HEAD_DIM) for _ in range(2))
     angle = torch.rand(rows, 256, HEAD_DIM, device="cuda")
     log_count = None if plain else torch.rand(rows, 1, slots, device="cuda")
-    near = Window(4, 16, 20, torch.zeros(rows, dtype=torch.int32, device="cuda"))
-    gate = None
-    if kind:
-        one = torch.zeros(rows, 256, device="cuda")
-        gate = Gate(
-            kind, torch.tensor(0.5, device="cuda"), whole(1),
-            torch.zeros(rows, dtype=torch.int32, device="cuda"),
-            torch.zeros(2, dtype=torch.int32, device="cuda"),
-            torch.zeros(rows, 256, dtype=torch.int32, device="cuda"), tied=rows == 2,
-            key=draw(rows, HEADS, 256, HEAD_DIM), recent=one.clone() if kind == "share" else None,
-            due=one[:, :1].clone() if kind == "share" else None, luck=one.T.contiguous(),
-        )  # fmt: skip
     turn = Rotation(angle.cos(), angle.sin(), False)
-    entries = Entries(k, v, whole(slot), log_count)
-    return Step(entries, HEADS, whole(7), turn, near if window else None, gate)
+    return Step(Entries(k, v, whole(slot), log_count), HEADS, whole(7), turn)
 
 
 def rates(log: Log) -> None:
@@ -182,7 +168,8 @@ MLPS: list[tuple[tuple[int, int, int], int, str, list[Cut]]] = [
     *((SLICE_INT4 if kind == "int4" else SLICE, 1, kind, [(4, 512, 4, 512, 4, 376)])
       for kind in ("int8", "int4")),
 ]  # fmt: skip
-# of a product: columns, rows of its matrices, norm; tokens; codes; cuts beside the usual one
+# of a product: columns, rows of its matrices, norm; tokens; codes; cuts beside the usual one, which
+# may say how many steps are under way
 QKV = (WIDTH, (WIDTH,) * 3, "rms")
 DEPTH_QKV, DEPTH_OUT, CODES = (
     (2560, (2560,) * 3, "layer"),
@@ -190,15 +177,27 @@ DEPTH_QKV, DEPTH_OUT, CODES = (
     (2560, (16384,), "layer"),
 )
 ONE_TWO, DRAFTS = (1, 2), (33, 66)  # tokens: one row or a pair, and the same with 32 drafts each
+# Compiled for 33 tokens, the usual cuts leave room for one program of 4 warps on a multiprocessor,
+# which cannot keep memory busy; these leave room for 8 to 24 warps. From 64 rows on, wgmma serves.
+DRAFT_CUTS: dict[str, list[tuple[int, ...]]] = {
+    "int8": [
+        (32, 64, 4), (32, 32, 4), (32, 32, 4, 4), (16, 64, 4), (64, 64, 4), (64, 32, 4),
+        (64, 64, 4, 2), (128, 32, 8), (64, 16, 4, 4),
+    ],
+    "int4": [
+        (32, 32, 4), (32, 32, 4, 2), (32, 16, 4), (32, 16, 4, 4), (64, 32, 4, 2), (64, 16, 4),
+        (64, 16, 4, 4), (128, 16, 8), (16, 32, 4),
+    ],
+}  # fmt: skip
 GEMVS: list[
-    tuple[tuple[int, tuple[int, ...], str], tuple[int, ...], str, list[tuple[int, int, int]]]
+    tuple[tuple[int, tuple[int, ...], str], tuple[int, ...], str, list[tuple[int, ...]]]
 ] = [
     (DEPTH_QKV, ONE_TWO, "", [(8, 512, 4), (4, 512, 4)]),
     (DEPTH_OUT, ONE_TWO, "", [(4, 512, 4), (2, 1024, 4)]),
     (CODES, ONE_TWO, "", [(8, 512, 4)]),
     (QKV, ONE_TWO, "int8", [(8, 512, 4)]),
     (QKV, ONE_TWO, "int4", [(8, 512, 4), (4, 512, 4)]),
-    *(((columns, (rows,), ""), DRAFTS, kind, [(64, 128, 8), (32, 64, 4)])
+    *(((columns, (rows,), ""), DRAFTS, kind, DRAFT_CUTS[kind])
       for rows, columns in ((WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
       for kind in ("int8", "int4")),
 ]  # fmt: skip
@@ -257,8 +256,8 @@ def gemv_work(
     return work, sum(weight.bytes for weight in layers[0])
 
 
-def pieces() -> list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]]:
-    """All that is timed by itself: what it is, and what makes the work and tells its bytes."""
+def pieces(only: Sequence[str]) -> list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]]:
+    """Those parts of what is timed: what each is, and what makes its work and tells its bytes."""
     listed: list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]] = []
     for shape, tokens, kind, cuts in MLPS:
         for cut in (None, *cuts):
@@ -275,14 +274,15 @@ def pieces() -> list[tuple[dict[str, Any], Callable[[], tuple[Work, int]]]]:
                     "cut": setting,
                 }
                 listed.append((case, functools.partial(gemv_work, one, tokens, kind, setting)))
-    return listed
+    parts = ["drafts" if case["tokens"] in DRAFTS else "piece" for case, _ in listed]
+    return [piece for part, piece in zip(parts, listed, strict=True) if part in only]
 
 
-def time_pieces(log: Log, folder: Path) -> None:
+def time_pieces(log: Log, folder: Path, only: Sequence[str]) -> None:
     """Every piece; of each shape the fastest cut, where it gains a hundredth part, is written."""
     usual: dict[str, float] = {}
     best: dict[str, tuple[float, dict[str, Any]]] = {}
-    for setting, make in pieces():
+    for setting, make in pieces(only):
         if log.over:
             break
         try:
@@ -317,15 +317,23 @@ def use_settings(folder: Path) -> None:
             gemv_triton.SETTINGS[key] = Setting(*setting["cut"])
 
 
-def warm(part: str) -> None:
+def warm(part: str, only: Sequence[str]) -> None:
     """Compile what others do not: pieces i, i + n, i + 2n, ... for "i/n"."""
     first, step = map(int, part.split("/"))
-    for setting, make in pieces()[first::step]:
+    for setting, make in pieces(only)[first::step]:
         try:
             make()[0]()
             torch.cuda.synchronize()
         except Exception as fault:
             print(setting, f"{type(fault).__name__}: {fault}"[:300], flush=True)
+
+
+def compile_ahead(jobs: int, only: str) -> None:
+    """Let other processes compile all pieces into Triton's cache, each its share."""
+    words = [sys.executable, __file__, "--only", only, "--warm"]
+    running = [subprocess.Popen([*words, f"{i}/{jobs}"]) for i in range(jobs)]
+    for process in running:
+        process.wait()
 
 
 def time_layers(log: Log, rows: int, kind: str) -> None:
@@ -336,7 +344,7 @@ def time_layers(log: Log, rows: int, kind: str) -> None:
     inner, kept = torch.empty(rows, INNER, **KINDS), kept_of(rows, WIDTH, 256, [0] * rows)
     barrier = torch.zeros(LAYERS, dtype=torch.int32, device="cuda")
     scratch = Scratch(rows, HEADS, HEADS, HEAD_DIM, torch.device("cuda"))
-    steps = [attention_step(rows, 2200, 1100, "", False, rows == 1) for _ in range(LAYERS)]
+    steps = [attention_step(rows, 2200, 1100, rows == 1) for _ in range(LAYERS)]
 
     def work() -> None:
         barrier.zero_()
@@ -371,8 +379,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile first")
     parser.add_argument("--warm", help="i/n: only compile each n-th piece from the i-th on")
-    parser.add_argument("--only", default="rates,piece,layer", help="what, set apart by commas")
+    parser.add_argument(
+        "--only", default="rates,piece,drafts,layer", help="what, set apart by commas"
+    )
     parser.add_argument(
         "--settings", type=Path, help="folder of an earlier run: with its settings do what follows"
     )
@@ -391,13 +402,13 @@ def main() -> None:
     only = given.only.split(",")
     with torch.inference_mode():
         if given.warm:
-            warm(given.warm)
+            warm(given.warm, only)
             return
+        compile_ahead(given.jobs, given.only)
         log = Log(given.out, given.seconds)
         if "rates" in only:
             log.part("rates", lambda: rates(log))
-        if "piece" in only:
-            time_pieces(log, given.out)
+        time_pieces(log, given.out, only)
         for rows, kind in itertools.product((1, 2), ("", "int8", "int4")):
             if "layer" in only and not log.over:
                 log.part("layers", lambda r=rows, k=kind: time_layers(log, r, k))

@@ -24,21 +24,22 @@ from tachyscope.kernels.pdl import wait_for_kernel_before
 
 
 class Setting(NamedTuple):
-    """How a product is cut: rows and columns of a step, warps of a program."""
+    """How a product is cut: rows and columns of a step, warps of a program, steps under way."""
 
     block_n: int
     block_k: int
     warps: int
+    stages: int = 3
 
 
-# by bits, tokens, columns and rows of all matrices: what scripts/tune_decode.py tries, and 7B's
+# by bits, tokens, columns and rows of all matrices: what lab/scripts/tune_decode.py tries, and 7B's
 # projection behind attention, whose rows are all under way while that runs (a layer: 2.5 us less)
 SETTINGS = {(16, 1, 4096, 4096): Setting(4, 4096, 8)}
 PROGRAMS = 660  # of four warps, that an H200 runs at once
 
 
 def setting_for(weights: Sequence[Weight], tokens: int) -> Setting:
-    """What was fastest on an H200 (scripts/tune_decode.py, 2026-11-16), unless another is tried."""
+    """What was fastest on an H200 by lab/scripts/tune_decode.py (2026-11-16), or is being tried."""
     first, rows = weights[0], sum(weight.rows for weight in weights)
     key = first.bits, tokens, first.columns, rows
     if key in SETTINGS:
@@ -116,6 +117,7 @@ def tile_options(x: Tensor, weight: Weight, norm: Norm | None, setting: Setting)
         "TOKENS": tokens, "R": tokens if tokens <= 2 else max(16, triton.next_power_of_2(tokens)),
         "NORM": kind, "NORM_BLOCK": triton.next_power_of_2(x.shape[1]), "BITS": weight.bits,
         "BLOCK_N": setting.block_n, "BLOCK_K": setting.block_k, "num_warps": setting.warps,
+        "num_stages": setting.stages,
     }  # fmt: skip
 
 
