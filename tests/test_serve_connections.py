@@ -52,12 +52,10 @@ def test_a_slow_head_is_given_up_however_it_dribbles(model, tmp_path):
     engine = make_engine(model, tmp_path, request_s=0.6)
     with running(engine) as url, raw(url) as plain:
         plain.sendall(head("GET /health"))  # the first is answered, and the second never comes
-        begun = time.monotonic()
-        with suppress(OSError):
-            for byte in b"GET /health HTTP/1.1" * 3:
+        with pytest.raises(OSError, match="reset|Broken pipe"):
+            for byte in b"GET /health HTTP/1.1" * 30:  # of a minute
                 plain.sendall(bytes([byte]))
                 time.sleep(0.1)
-        assert time.monotonic() - begun < 5
 
 
 def test_one_address_has_so_many_sessions_and_others_find_room(model, tmp_path):

@@ -118,6 +118,7 @@ class SlowSocket:
 def test_after_dropped_frames_and_a_new_generation_a_key_frame_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "SHOWS", 100)
     engine, frames = make_engine(tiny(), tmp_path), walk(40)
+    dropped = engine.metrics.registry.get_sample_value
 
     def show(generation, chunk):
         header = protocol.Header(1, 0, protocol.MAIN, 0, generation, chunk, 3 * chunk)
@@ -130,9 +131,11 @@ def test_after_dropped_frames_and_a_new_generation_a_key_frame_comes(tmp_path, m
         tasks = [asyncio.create_task(work()) for work in (one._play, one._send)]
         for chunk in range(6):
             one._take(show(1, chunk))
-        await asyncio.sleep(0.3)  # all are encoded, and nearly all dropped
+        while dropped("tachyscope_frames_dropped_total") < 12:
+            await asyncio.sleep(0.01)
         socket.reads.set()
-        await asyncio.sleep(0.1)
+        while not socket.sent:
+            await asyncio.sleep(0.01)
         one._take({"type": "began"})
         for chunk in range(3):
             one._take(show(2, chunk))
