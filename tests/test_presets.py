@@ -1067,7 +1067,7 @@ def test_a_lora_that_does_not_fit_is_refused(made, shrunk, tmp_path):
     refused(load(twice), "got two of blocks.0.self_attn.q, in ", "base_model.model.model.blocks.0")
     scaled, _ = lora("kohya", LAYERS, alpha=6)
     name = "lora_unet_blocks_1_ffn_0.alpha"
-    refused(load(scaled | {name: torch.ones(2)}), f"one number in {name}, got [2]")
+    refused(load(scaled | {name: torch.ones(2)}), f"one number in {name}, got float32 [2]")
     for name in good:
         good[name][0, 0] = torch.nan
     refused(load(good), str(path), "NaN or infinity in blocks.0.self_attn.q.weight, blocks.1.ffn")
