@@ -28,7 +28,7 @@ from tachyscope.kernels.attention_fp8 import hopper, triton
 from tachyscope.kernels.attention_fp8 import torch as stock
 from tachyscope.kernels.attention_fp8.hopper import Variant
 from tachyscope.kernels.attention_fp8.reference import attention_fp8_reference
-from tachyscope.kernels.attention_fp8.torch import Listed
+from tachyscope.kernels.attention_fp8.torch import Entries, Listed
 from tachyscope.kernels.block_sparse import block_sparse_attention
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.linear_fp8 import fp8_weight, linear_fp8
@@ -44,12 +44,23 @@ from tachyscope.kernels.norm_quantise.reference import (
 from tachyscope.models.wan.stages import _add, modulate
 
 DEVICE, ROWS, HEADS, WIDTH = torch.device("cuda"), 4680, 12, 128
+# How the kernel may be built, and entries of a block. A multiprocessor's tensor cores, exponentials
+# and instruction slots are each busy for about 1,000 cycles a tile of 128 x 128, so that what
+# overlaps them best wins; exponentials by polynomials would cost more slots than they free.
 VARIANTS = {
-    "": Variant(),
-    ", adding in the tensor cores": Variant(fresh=False),
-    ", 3 stages": Variant(stages=3),
+    "": (Variant(), 128),
+    ", adding in the tensor cores": (Variant(fresh=False), 128),
+    ", 2 stages": (Variant(stages=2), 128),
+    ", 6 stages": (Variant(stages=6), 128),
+    ", blocks of 64": (Variant(), 64),
 }
-TURNS = {", turns": Variant(turns=True), ", turns, 3 stages": Variant(turns=True, stages=3)}
+# groups of warps by turns; timed last, as they might wait for ever
+TURNS = {
+    ", turns": (Variant(turns=True), 128),
+    ", turns, adding in the tensor cores": (Variant(turns=True, fresh=False), 128),
+    ", turns, 2 stages": (Variant(turns=True, stages=2), 128),
+    ", turns, blocks of 64": (Variant(turns=True), 64),
+}
 TABLE: list[dict[str, Any]] = []
 PATH = ["/dev/null"]
 
@@ -187,7 +198,7 @@ def draw_past(
 
 
 def time_dense(
-    entries: int, weighted: bool, variants: dict[str, Variant], beside: bool = True
+    entries: int, weighted: bool, variants: dict[str, tuple[Variant, int]], beside: bool = True
 ) -> None:
     rng = torch.Generator(DEVICE).manual_seed(entries)
     q, k, v = (draw(rng, 1, HEADS, n, WIDTH) for n in (ROWS, entries, entries))
@@ -196,16 +207,16 @@ def time_dense(
     flops = 4 * HEADS * ROWS * entries * WIDTH
     name = f"{ROWS} x {entries}{' weighted' if weighted else ''}:"
     code, scale = triton.quantise_queries(q)
-    held = triton.quantise_entries(k, v, 128)
     some = slice(1000, 1256)
-    want = attention_fp8_reference(code[:, :, some], scale[:, :, some], held, entries, w)
-    for label, variant in variants.items():
+    for label, (variant, block) in variants.items():
+        held = triton.quantise_entries(k, v, block)
 
-        def run(variant: Variant = variant) -> Tensor:
+        def run(variant: Variant = variant, held: Entries = held) -> Tensor:
             return hopper.flash(code, scale, held, entries, w, None, variant=variant)
 
-        def both(run: Callable[[], Tensor] = run) -> dict[str, Any]:
+        def both(run: Callable[[], Tensor] = run, held: Entries = held) -> dict[str, Any]:
             poison(*q.shape)
+            want = attention_fp8_reference(code[:, :, some], scale[:, :, some], held, entries, w)
             return {"off": off(run()[:, :, some], want)} | timed(run, flops)
 
         attempt(f"{name} fp8{label}", both)
@@ -220,7 +231,18 @@ def time_dense(
     attempt(f"{name} bf16, cuDNN", lambda: timed(lambda: stock_attention.attention(q, k, v), flops))
 
 
-def time_listed(block: int, most: int, variants: dict[str, Variant]) -> None:
+def fastest() -> dict[str, Any]:
+    """Of all ways to build the kernel that are right, the fastest by size."""
+    best: dict[str, Any] = {}
+    for row in TABLE:
+        size, _, variant = row["what"].partition(": fp8")
+        right = row.get("off", 1.0) < 0.03 and size.startswith(f"{ROWS} x")
+        if right and row["TF/s"] > best.get(size, {"TF/s": 0.0})["TF/s"]:
+            best[size] = {"variant": variant.lstrip(", "), "TF/s": row["TF/s"]}
+    return best
+
+
+def time_listed(block: int, most: int, variants: dict[str, tuple[Variant, int]]) -> None:
     rng = torch.Generator(DEVICE).manual_seed(block)
     blocks = 32768 // block
     q, k, v = (draw(rng, 1, HEADS, ROWS, WIDTH) for _ in range(3))
@@ -230,7 +252,9 @@ def time_listed(block: int, most: int, variants: dict[str, Variant]) -> None:
     table = BlockTable(old_k, old_v, past.log_count, past.ids, past.counts, 128, block)
     flops = 4 * HEADS * ROWS * (ROWS + most * block) * WIDTH
     name = f"{ROWS} x {ROWS} + {most} blocks of {block}:"
-    for label, variant in variants.items():
+    for label, (variant, of) in variants.items():
+        if of != 128:  # blocks are as they are listed
+            continue
         attempt(
             f"{name} fp8{label}",
             lambda variant=variant: timed(
@@ -360,7 +384,7 @@ def main() -> None:
     }
     base = {"": VARIANTS[""]}
     for name, case in cases.items():
-        attempt(f"attention, {name}", lambda case=case: check_attention(VARIANTS[""], *case))
+        attempt(f"attention, {name}", lambda case=case: check_attention(Variant(), *case))
     for entries, weighted, variants in (
         (32760, False, VARIANTS),
         (32760, True, VARIANTS),
@@ -375,12 +399,13 @@ def main() -> None:
     for name, case in cases.items():
         attempt(
             f"attention, {name}, turns",
-            lambda case=case: check_attention(TURNS[", turns"], *case),
+            lambda case=case: check_attention(Variant(turns=True), *case),
         )
     for entries, weighted in ((32760, False), (32760, True), (ROWS, False)):
         attempt(f"{entries}", lambda e=entries, w=weighted: time_dense(e, w, TURNS, False))
     for block, most in lists:
         attempt(f"lists of {block}", lambda b=block, m=most: time_listed(b, m, TURNS))
+    attempt("fastest", fastest)
 
 
 if __name__ == "__main__":
