@@ -201,7 +201,7 @@ def test_a_simulated_saving_is_told_as_such(tokens):
     rows[-1] |= {"rows_replayed": 0.0, "simulated_rows_replayed": 1234.0}
     assert notes(session, rows) == [
         "replay policy 'attentive' only simulated its saving on this device: "
-        "1,234 MLP rows were worked out and then left out"
+        "1,234 MLP rows were computed and then masked"
     ]
 
 
@@ -244,7 +244,7 @@ def test_a_file_for_json_must_be_writable_beforehand(tmp_path):
 
 def test_plans_are_set_apart_by_semicolons():
     assert split_plans("fast; dense text=pads;") == ["fast", "dense text=pads"]
-    with pytest.raises(TachyscopeError, match="^`plans` are texts set apart by ';', got ' ; ': "):
+    with pytest.raises(TachyscopeError, match="^`plans` are separated by ';', got ' ; ': "):
         split_plans(" ; ")
 
 
@@ -295,7 +295,7 @@ def test_a_filled_session_counts_what_a_made_one_counts(chunks):
 
 def test_lengths_are_numbers(chunks):
     with pytest.raises(
-        TachyscopeError, match="`at` is latent frames set apart by commas, got '3,x'"
+        TachyscopeError, match="`at` is latent frames separated by commas, got '3,x'"
     ):
         split_lengths("3,x", "at")
     with pytest.raises(TachyscopeError, match=r"`at` must be from 1 to 10,000, got"):

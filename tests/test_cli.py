@@ -187,9 +187,9 @@ def test_a_fault_is_one_line_and_leaves_no_file(verb, words, message, tmp_path, 
         (["fit", "self-forcing", "--weights", "lora=x"], "--weights lora takes no memory of its own: leave it out of fit"),
         (["bench", "--rounds", "0"], "--rounds must be from 1 to 1,000, got 0"),
         (["bench", "--frames", "0"], "--frames must be from 1 to 1,000,000, got 0"),
-        (["bench", "--plans", ";"], "--plans are texts set apart by ';', got ';': try 'fast;balanced'"),
+        (["bench", "--plans", ";"], "--plans are separated by ';', got ';': try 'fast;balanced'"),
         (["bench", "--plans", "fast;magic"], f"no plan 'magic'; there are: {', '.join(NAMES)}"),
-        (["bench", "--at", "9,x"], "--at is latent frames set apart by commas, got '9,x': try 25,100"),
+        (["bench", "--at", "9,x"], "--at is latent frames separated by commas, got '9,x': try 25,100"),
         (["list", "--json", "."], ". is a folder: give the name of a file"),
         (["list", "moons"], "list has no 'moons'; there are: models, plans, cache, store, attention, text, passes, replay, and every policy's name"),
         (["compare", "a.mp4"], "a video is compared with another one, got a.mp4 alone: name the second"),
@@ -316,7 +316,7 @@ def test_generate_says_its_rates_apart_from_the_warm_up(tmp_path, capsys):
     number = r"\d+\.\d"
     assert re.match(
         rf"toy-chunks by dense: at most {number}\d GB of RAM\ndense: {number} frames/s once warm "
-        rf"\({number} ms a chunk, 99 of 100 within {number}, {number} in the model\), "
+        rf"\({number} ms a chunk, p99 {number}, {number} in the model\), "
         rf"{number} on average; loading {number} s, first frame after {number} s, warm-up {number} s "
         r"\(2 chunks\)\.\n",
         capsys.readouterr().out,

@@ -83,7 +83,7 @@ def test_a_short_video_has_no_steady_rate():
 def test_a_rate_is_told_with_what_came_before_it():
     found = rates([row(900, 0), row(100, 10), row(110, 20), row(120, 30)])
     assert tell_rates("fast", found, 2.0) == (
-        "fast: 104.3 frames/s once warm (115.0 ms a chunk, 99 of 100 within 120.0, 105.0 in "
+        "fast: 104.3 frames/s once warm (115.0 ms a chunk, p99 120.0, 105.0 in "
         "the model), 39.0 on average; "
         "loading 2.0 s, first frame after 0.9 s, warm-up 1.0 s (2 chunks)."
     )

@@ -46,20 +46,20 @@ def bench(
     Chunks after the longest warm-up of any plan are compared. `ratio_dense` is the median over
     rounds of their time by dense / by the plan, `ratio_dense_all` that of whole rollouts. `aa` is
     the widest ratio, taken both ways, that the same clock gave two equal runs; `real` holds where
-    every round's ratio lies outside it on one side. `watch` is told how many rounds are done.
+    every round's ratio lies outside it on one side. `watch` is called with the rounds done.
     """
     check("rounds", rounds)
     request = VideoRequest(frames=frames, prompt=PROMPT)
     turns = _turns(model, plans)
     for _, plan in turns:
-        # every plan's faults show before the first is timed
+        # a plan that cannot run is refused before any is timed
         open_request(model, plan, request)
     for _, plan in turns:
         warm(model, plan, request)
     takes: list[list[_Take]] = [[] for _ in turns]
     shuffle = random.Random(0)
     for done in range(rounds):
-        # neighbours share the machine's mood, so the two dense runs may not always be neighbours
+        # neighbours share the machine's load, so the two dense runs must not always be neighbours
         for i in shuffle.sample(range(len(turns)), len(turns)):
             takes[i].append(_timed(model, turns[i][1], request, frames))
         if watch is not None:
@@ -87,8 +87,8 @@ def bench_lengths(
 ) -> Document:
     """Time single chunks after `lengths` latent frames; a results document, a row each.
 
-    Caches are filled with random entries: what a chunk costs depends on their number alone. Plans
-    take turns as in `bench`, dense among them twice, and the noise is that of all lengths.
+    Caches are filled with random entries: a chunk's time depends on their number alone. Plans take
+    turns as in `bench`, dense twice, and the noise is the widest of all lengths.
     """
     check("rounds", rounds)
     check("plans", len(lengths), "how many lengths there are")
@@ -102,7 +102,7 @@ def bench_lengths(
         streams = [open_request(model, plan, VideoRequest(prompt=PROMPT)) for _, plan in turns]
         for stream in streams:
             fill(stream.session, length)
-            _chunk(stream)  # what is done once, a policy's first work among it
+            _chunk(stream)  # warm-up: what is done once, such as a policy's first index
         takes: list[list[Document]] = [[] for _ in turns]
         for _ in range(rounds):
             for i in shuffle.sample(range(len(turns)), len(turns)):
@@ -125,20 +125,20 @@ def bench_lengths(
 
 
 def _turns(model: VideoModel, plans: Sequence[str]) -> list[tuple[str, Plan]]:
-    """Plans to be timed by turns, dense among them twice."""
+    """The plans to time, dense twice and first."""
     named = {"dense": "dense", "again": "dense"}
     turns = [(name, parse_plan(model, text)) for name, text in named.items()]
     return turns + [(text, parse_plan(model, text)) for text in plans]
 
 
 def _chunk(stream: Stream) -> Document:
-    """One chunk more, and what it took."""
+    """Make another chunk; its size, time and work."""
     chunk = stream.step()
     return {"size": size_of(chunk), **summary([chunk.stats])}
 
 
 def length_lines(results: Document) -> list[str]:
-    """A document of `bench_lengths` as a reader wants it."""
+    """A document of `bench_lengths` as a table."""
     rows, machine = results["rows"], results["machine"]
     columns = [
         Column("plan", "name"),
@@ -155,7 +155,7 @@ def length_lines(results: Document) -> list[str]:
         if row["name"] == "dense"
     )
     return [
-        f"{rows[0]['model']} {rows[0]['size']}, one chunk after so many latent frames, "
+        f"{rows[0]['model']} {rows[0]['size']}, one chunk after the given number of latent frames, "
         f"torch {results['versions']['torch']}, {machine['gpu'] or machine['cpu']}",
         *table(columns, rows),
         f"dense against itself, at {spread}; a ratio inside is noise",
@@ -176,7 +176,7 @@ class _Take:
     more: Document
 
     def ms(self, start: int = 0) -> float:
-        """Time from chunk `start` on; of a video that ends before, from its first."""
+        """Milliseconds from chunk `start` on; of a shorter video, from its first chunk."""
         return sum(row["wall_ms"] for row in self.rows[start if start < len(self.rows) else 0 :])
 
 
@@ -194,7 +194,7 @@ def _timed(model: VideoModel, plan: Plan, request: VideoRequest, frames: int) ->
 
 
 def _row(turn: tuple[str, Plan], takes: Sequence[_Take], model: VideoModel, start: int) -> Document:
-    """A plan's counts, which every round repeats, with the median round's time."""
+    """A plan's counts, which are equal in every round, with the median of the rounds' times."""
     last = takes[-1]
     clocks = [summary(take.rows) | rates(take.rows, start) for take in takes]
     counts = {key: value for key, value in summary(last.rows).items() if not key.endswith("_ms")}
@@ -212,7 +212,7 @@ def _named(turn: tuple[str, Plan], model: VideoModel) -> Document:
 
 
 def warm(model: VideoModel, plan: Plan | str, request: VideoRequest) -> float:
-    """Make two chunks for nothing: what a process does once is then done. Seconds that it took."""
+    """Make and discard two chunks, as a process's first ones take longer; the seconds it took."""
     begun = time.perf_counter()
     for _ in islice(rollout(model, plan, **vars(request)), WARM_CHUNKS):
         pass
@@ -220,7 +220,7 @@ def warm(model: VideoModel, plan: Plan | str, request: VideoRequest) -> float:
 
 
 def lines(results: Document) -> list[str]:
-    """A bench document as a reader wants it: the noise, then time beside counted work."""
+    """A bench document as a table: the noise, then time beside counted work."""
     if "length" in results["rows"][0]:
         return length_lines(results)
     rows, aa, machine = results["rows"], results["aa"], results["machine"]
@@ -248,21 +248,21 @@ def lines(results: Document) -> list[str]:
 
 
 def split_lengths(text: str, option: str) -> list[int]:
-    """`25,100,600`: numbers of latent frames in one word of a command line."""
+    """The numbers of latent frames in `25,100,600`."""
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,30}", word) for word in words):
         raise TachyscopeError(
-            f"`{option}` is latent frames set apart by commas, got {shown(text)}: try 25,100"
+            f"`{option}` is latent frames separated by commas, got {shown(text)}: try 25,100"
         )
     return [check("at", int(word), f"`{option}`") for word in words]
 
 
 def split_plans(text: str) -> list[str]:
-    """`fast;balanced`: plans in one word of a command line."""
+    """The plans in `fast;balanced`."""
     plans = [plan.strip() for plan in text.split(";") if plan.strip()]
     if not plans:
         raise TachyscopeError(
-            f"`plans` are texts set apart by ';', got {shown(text)}: try 'fast;balanced'"
+            f"`plans` are separated by ';', got {shown(text)}: try 'fast;balanced'"
         )
     check("plans", len(plans), "how many plans there are")
     return plans

@@ -1,4 +1,4 @@
-"""Runs side by side in true relative time: each lane shows what its own clock had made by then."""
+"""Runs side by side in true relative time: each lane shows the frames made by that moment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tachyscope.io.video import BACKGROUND, beside
 from tachyscope.measure.quality import Frames
 from tachyscope.measure.rates import LAST_CHUNKS, frame_rate
 
-FPS = 25  # of the video, whatever the model's
-LONGEST = 20.0  # seconds that the video takes where no speed is given
-HOLD = 2.0  # seconds that its end is shown
-A_ROW = 4  # lanes beside each other; more stand below
+FPS = 25  # of the video, for any model
+LONGEST = 20.0  # seconds of the video; longer runs are shown faster
+HOLD = 2.0  # seconds that the last picture is shown
+A_ROW = 4  # lanes beside each other; others are below
 SHORT_SIDE = 256  # pixels: a smaller video is enlarged to about that
 WRONG = np.array([214, 40, 40], np.float32)  # over surfaces that are shown wrong
 
@@ -27,15 +27,15 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Lane:
-    """A run, and when by its clock each chunk and frame was there."""
+    """A run, and the time at which each of its chunks and frames was ready."""
 
     name: str
     rows: Sequence[Row]
     frames: Frames  # [F, H, W, 3]
-    wrong: Callable[[int], np.ndarray | None] = lambda frame: None  # of a frame's pixels [H, W]
+    wrong: Callable[[int], np.ndarray | None] = lambda frame: None  # a frame's wrong pixels [H, W]
     right: Sequence[tuple[int, int]] = ()  # surfaces right and judged, a chunk
     gpu: bool = False
-    given: Frames | None = None  # [1, H, W, 3], what the video goes on from: shown before its own
+    given: Frames | None = None  # [1, H, W, 3], the frame that the video continues, shown first
 
     @cached_property
     def chunk_s(self) -> list[float]:
@@ -59,11 +59,11 @@ class Lane:
 
     @cached_property
     def before(self) -> Frames:
-        """What is shown before the first frame; blank where nothing was given."""
+        """The picture shown before the first frame; blank if none was given."""
         return blank(self.frames) if self.given is None else self.given
 
     def caption(self, seconds: float) -> str:
-        """Three lines at a time: frames a second, memory, and surfaces that are right."""
+        """Three lines under the lane at that time: frames/s, memory, and surfaces right."""
         there = bisect_right(self.chunk_s, seconds)
         if not there:
             return "\n\n"
@@ -82,7 +82,7 @@ class Lane:
         return "\n".join(lines)
 
     def picture(self, frame: int) -> Frames:
-        """A frame [1, H, W, 3], surfaces that are wrong hatched in red; below 0 what was given."""
+        """A frame [1, H, W, 3] with wrong surfaces hatched in red; the given frame for -1."""
         if frame < 0:
             return self.before
         shown = np.asarray(self.frames[frame : frame + 1])
@@ -99,14 +99,14 @@ class Lane:
 
 
 def blank(like: Frames) -> Frames:
-    """A frame [1, H, W, 3] of the background, of the size of others."""
+    """A frame [1, H, W, 3] of background, as large as those of `like`."""
     frame = np.empty((1, *like.shape[1:]), np.uint8)
     frame[:] = list(bytes.fromhex(BACKGROUND[1:]))
     return frame
 
 
 def memory(row: Row, gpu: bool) -> str:
-    """What a run's cache takes, and where it lies."""
+    """The memory of a run's cache, on the GPU and in RAM."""
     held = f"cache {size(row['cache_mb'])}"
     if gpu:
         held += " on the GPU"
@@ -123,14 +123,14 @@ def size(mb: float) -> str:
 
 
 def speed_of(lanes: Sequence[Lane]) -> float:
-    """How much faster than it happened a video shows the lanes, to be no longer than LONGEST."""
+    """The factor by which the video is faster than the runs, so that it lasts at most LONGEST."""
     return max(1.0, max(lane.chunk_s[-1] for lane in lanes) / LONGEST)
 
 
 def pictures(lanes: Sequence[Lane], speed: float, truth: Frames | None = None) -> Iterator[Frames]:
-    """Lanes by one clock: frames [1, H, W, 3], FPS of them a second, `speed` times as fast.
+    """The video's frames [1, H, W, 3], FPS a second: all lanes by one clock, `speed` times as fast.
 
-    truth: true frames, shown in a lane of their own that keeps up with the quickest run.
+    truth: true frames, shown in a lane of their own that keeps up with the fastest run.
     """
     scale = max(1, SHORT_SIDE // min(lanes[0].frames.shape[1:3]))
     last = max(max(lane.chunk_s[-1], lane.frame_s[-1]) for lane in lanes)
@@ -152,7 +152,7 @@ def _grid(
     scale: int,
     truth: Frames | None,
 ) -> Frames:
-    """One picture of all lanes, and of the truth as far as the quickest of them is."""
+    """One picture of all lanes, and of the truth as far as the fastest lane is."""
     videos = [lane.picture(i) for lane, i in zip(lanes, shown, strict=True)]
     labels, below = [lane.name for lane in lanes], list(captions)
     if truth is not None:

@@ -1,11 +1,11 @@
 """Fit which neurons of a token model's MLPs matter, and what stands in for the others.
 
-Clips are run by the dense model, and every MLP's inputs gathered. For each layer h ≈ B (x, 1) is
-fitted by ridge regression: what an affine map of the input says of a neuron's activation costs
-nothing to leave out. A neuron's score is the energy it adds to the output beyond that, over the
-output's own. The map of those left out is W_down B, its rank bounded where models are wide. What it
-is off by fades with the distance of inputs, as fast as is best over pairs of frames up to eight
-apart.
+The dense model runs clips, and the inputs of every MLP are gathered. For each layer, activations
+h ≈ B (x, 1) are fitted by ridge regression: the part of an activation that is affine in the input
+can be left out at no cost. A neuron's score is the energy it adds to the output beyond that part,
+relative to the output's own. The neurons left out are replaced by the map W_down B, of bounded rank
+in wide models. Its error is remembered from the last whole output and faded with the distance of
+inputs; the rate of fading is fitted to pairs of frames up to eight apart.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ FRAMES = 16  # of a clip
 SHARES = (0.5, 0.75)
 RANK = 256
 RIDGE = 3e-4  # of the mean square of inputs
-LAGS = range(1, 9)  # frames apart that an error is remembered over
-TYPICAL = 4.0  # medians that the greatest change counts as at least: few clips may show no more
+LAGS = range(1, 9)  # frames between an error and its use
+TYPICAL = (
+    4.0  # the greatest change counts as at least so many medians: few clips may miss larger ones
+)
 BETAS = tuple(0.05 * 1.25**i for i in range(40))
-ROOMS = 900_000  # number of the first room: evaluations take lower ones
+ROOMS = 900_000  # number of the first room; evaluations use lower ones
 # by kind of camera: letters of 16 frames
 CAMERAS = {
     "still": "................",
     "forward": ".qqqqqqqqqqqqqqq",
     "reversing": ".eeeeeeeqqqqqqqq",
     "walk": ".wwwwqqwwwddddww",
-    "sidestep": ".sssssaaaeesssdd",  # what an action tells every token must have been met
+    "sidestep": ".sssssaaaeesssdd",  # so that every action's embedding occurs
 }
-# degrees a frame, and steps by which things move on in a frame
+# degrees a frame, and steps that objects move in a frame
 SPEEDS = ((0.5, 1 / 12), (1.0, 1 / 3), (2.0, 1 / 6), (4.0, 2 / 3))
 
 Watch = Callable[[str, int], None]
@@ -67,9 +69,9 @@ def calibrate(
 ) -> Calibration:
     """Calibrate a token model on clips of its world, or on videos of prompts where it has none.
 
-    shares: of neurons left out, each with a map of its own. first: frames uint8 [F, H, W, 3] that
-    such videos go on from, those of each in turn. seed: of the rooms, or of the videos' noise.
-    watch: is told how many batches of clips are done.
+    shares: of neurons left out, each with a map of its own. first: videos uint8 [F, H, W, 3] to
+    continue, in turn. seed: of the rooms, or of the videos' noise. watch: called with the number of
+    batches of clips that are done.
     """
     mlps = model.mlps
     if not mlps or not model.shape().token_by_token:
@@ -116,12 +118,12 @@ def calibrate(
     norms = torch.stack([mlp.down.float().norm(dim=0).cpu() for mlp in mlps])
     known = torch.tensor(speeds, dtype=torch.float32).reshape(-1, 2)
     plain = Calibration(score, norms, known, maps, bias, beta, gain, off)
-    # as it will be read again
+    # as it is read from a file
     return Calibration.of(plain.tensors(), "this calibration")
 
 
 def lines(calibration: Calibration) -> list[str]:
-    """A calibration as a reader wants it: neurons computed of each layer, by share left out."""
+    """A table of the neurons computed in each layer, by share left out."""
     shares = list(calibration.maps)
     kept = [calibration.kept(share) for share in shares]
     cells = [
@@ -149,7 +151,7 @@ class Inputs(Observer):
 
 
 def _world_clips(model: VideoModel, clips: int, seed: int) -> Iterator[list[Tensor]]:
-    """Inputs of true clips, one batch a kind of camera."""
+    """MLP inputs of clips of true frames, a batch for each kind of camera motion."""
     for n, letters in enumerate(CAMERAS.values()):
         rows = range(n, clips, len(CAMERAS))
         if not rows:
@@ -178,7 +180,7 @@ def _world_clips(model: VideoModel, clips: int, seed: int) -> Iterator[list[Tens
 def _videos(
     model: VideoModel, clips: int, prompts: Sequence[str], first: Sequence[np.ndarray], seed: int
 ) -> Iterator[list[Tensor]]:
-    """Inputs of videos that the model makes of prompts and given frames, one after the other."""
+    """MLP inputs of videos that the model makes from prompts and given frames, one by one."""
     frames = 8
     for i in range(clips):
         observer = Inputs(frames)
@@ -193,7 +195,7 @@ def _videos(
 
 
 class Fit(NamedTuple):
-    """Of one layer."""
+    """The regression of one layer."""
 
     map: Tensor  # [W + 1, inner]: activations, as an affine map of inputs
     gram: Tensor  # [W + 1, W + 1] of inputs
@@ -202,7 +204,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class Rest:
-    """What stands in for the neurons of a layer that are left out."""
+    """What replaces the neurons of a layer that are left out."""
 
     maps: tuple[Tensor, ...]
     bias: Tensor
@@ -234,7 +236,7 @@ def _fit(mlp: SliceableMlp, x: Tensor) -> Fit:
 
 
 def _rest(mlp: SliceableMlp, x: Tensor, fit: Fit, kept: Tensor) -> Rest:
-    """The map of the neurons that are not among `kept`, and how its error fades."""
+    """The map that replaces the neurons not in `kept`, and how fast its error fades."""
     down = mlp.down
     out = torch.ones(down.shape[1], dtype=torch.bool)
     out[kept] = False
@@ -242,12 +244,12 @@ def _rest(mlp: SliceableMlp, x: Tensor, fit: Fit, kept: Tensor) -> Rest:
     linear, bias = rest[:-1], rest[-1].float()
     maps: tuple[Tensor, ...] = (linear.float(),)
     if len(linear) > 2 * RANK:
-        # the directions of the output that it explains most of
+        # the output directions that the map explains best
         top = torch.linalg.eigh(linear.T @ fit.gram[:-1, :-1] @ linear).eigenvectors[:, -RANK:]
         maps = ((linear @ top).float(), top.T.float().contiguous())
     errors, parts = [], [part.to(down.device, down.dtype) for part in maps]
     left = mlp.slice(out.nonzero()[:, 0].to(down.device))
-    some = x[:, :, ::4].to(down.device, down.dtype)  # places enough for one number
+    some = x[:, :, ::4].to(down.device, down.dtype)  # enough positions to fit one number
     for frame in some.unbind(1):
         about = frame
         for part in parts:
@@ -266,7 +268,7 @@ def _rest(mlp: SliceableMlp, x: Tensor, fit: Fit, kept: Tensor) -> Rest:
 
 
 def _gain(mlp: SliceableMlp, x: Tensor) -> float:
-    """The most that outputs of inputs x [B, T, N, W] change by, over the change of inputs."""
+    """The largest ratio of an output's change to its input's, for inputs x [B, T, N, W]."""
     some = x[:, :, ::4].to(mlp.down.device, mlp.down.dtype)
     y = torch.stack([mlp(frame) for frame in some.unbind(1)], 1)
     gains = [0.0]
@@ -276,14 +278,14 @@ def _gain(mlp: SliceableMlp, x: Tensor) -> float:
 
 
 def _apart(y: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """y and x [B, T, N, W] of frames that are LAGS apart: the later y, the earlier, x likewise."""
+    """Frames LAGS apart of y and x [B, T, N, W]: later y, earlier y, later x, earlier x."""
     for lag in LAGS:
         if lag < x.shape[1]:
             yield y[:, lag:], y[:, :-lag], x[:, lag:], x[:, :-lag]
 
 
 def _steepest(change: Tensor, distance: Tensor) -> float:
-    """The greatest of changes over distances, where inputs differ by more than rounding."""
+    """The greatest change per distance, where inputs differ by more than rounding."""
     far = distance > 1e-6
     return _greatest(change[far] / distance[far])
 
@@ -296,7 +298,7 @@ def _greatest(values: Tensor) -> float:
 
 
 def _fading(error: Tensor, x: Tensor) -> float:
-    """The beta that leaves least of errors [B, T, N, W] after what is remembered, over LAGS."""
+    """The beta that minimises the errors [B, T, N, W] left after the remembered part, over LAGS."""
     far, alike, size = [], [], []
     for new, old, now, base in _apart(error, x):
         square = base.square().sum(-1).clamp_min(1e-12)

@@ -1,4 +1,4 @@
-"""A certificate for the eye: its page, the contact sheet, and one prompt's plans side by side."""
+"""What a certificate shows: its page, the contact sheet, and the plans of a prompt side by side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS = 6  # pictures of a video on the contact sheet
 WIDTH = 208  # of one, in pixels
 LANE = 416  # width of a plan's video beside others
 
-# of the page's table: what is told of a plan's videos of one length
+# rows of the page's table, each over a plan's videos of one length
 LINES: tuple[tuple[str, str, Callable[[Sequence[float]], float], int], ...] = (
     ("frames/s once warm, with pixels", "fps_steady", statistics.median, 2),
     ("frames/s, warm-up included", "fps_avg", statistics.median, 2),
@@ -54,7 +54,7 @@ LINES: tuple[tuple[str, str, Callable[[Sequence[float]], float], int], ...] = (
 
 
 def summary(rows: Sequence[Document]) -> list[dict[str, Any]]:
-    """A column for every plan and length: its runs, and its measures over them."""
+    """A column for every plan and length: the number of its videos, and its measures over them."""
     groups: dict[tuple[Any, ...], list[Document]] = {}
     for row in rows:
         groups.setdefault((row["asked"], row["plan"], row["again"]), []).append(row)
@@ -65,7 +65,7 @@ def summary(rows: Sequence[Document]) -> list[dict[str, Any]]:
         column: dict[str, Any] = {"name": name, "asked": asked, "runs": len(made)}
         column["frames"] = min((row["frames"] for row in made), default=0)
         for _, key, combine, _ in LINES:
-            # null where there was no number
+            # null if it was not a number
             values = [row[key] for row in made if row.get(key) is not None]
             if values:
                 column[key] = combine(values)

@@ -1,7 +1,7 @@
-"""A certificate: what one machine makes of a published model, with what was promised beside it.
+"""A certificate: a published model measured on one machine by a fixed protocol.
 
-Five prompts by four plans, and one of them long. Every part is a video and a row of the
-certificate, both written when it is done: a run that was stopped goes on after the last of them.
+Five prompts by four plans, and the first prompt at full length too. Every part is a video and a row
+of the certificate, both written when it is done: an interrupted run resumes after the last of them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PROMPTS = (
     "A night market street in the rain, neon signs on wet stones, people with umbrellas walk by",
     "A hot air balloon rises over green hills in morning mist, the camera circles it slowly",
 )
-CRF = 10  # of the videos: the distances are measured on them, so that anyone can repeat it
-ENDS = 5  # drift is told between the first and the last of so many parts of a video
+CRF = 10  # of the videos: distances are measured on the files, so that anyone can repeat it
+ENDS = 5  # drift is between the first and the last fifth of a video
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is made. At 5 frames/s with pixels, as a card of 24 GB is expected to do, 26 minutes."""
+    """What is measured: 26 minutes at 5 frames/s with pixels, as expected of a 24 GB card."""
 
     prompts: tuple[str, ...] = PROMPTS
     plans: tuple[str, ...] = ("dense", "stock", "fast", "live")  # the first is the reference
@@ -59,7 +59,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Part:
-    """One video; `again` is the reference a second time, to tell a difference from noise."""
+    """One video; `again` marks the second run of the reference (A/A)."""
 
     prompt: int
     plan: str
@@ -73,7 +73,7 @@ class Part:
 
 
 def parts_of(protocol: Protocol) -> list[Part]:
-    """All parts: the first prompt whole, so that a run that is stopped early tells most."""
+    """All parts in order: the first prompt completely, so that an early stop leaves the most."""
     reference, parts = protocol.plans[0], []
     for number in range(len(protocol.prompts)):
         parts += [Part(number, plan, protocol.frames) for plan in protocol.plans]
@@ -93,11 +93,11 @@ def certify(
     watch: Callable[[int, int], None] | None = None,
     tell: Callable[[str], None] = print,
 ) -> Document:
-    """Make what is not made yet, and write certificate.json, certificate.html, contact.png, mp4s.
+    """Measure the parts that are missing; write certificate.json, certificate.html and pictures.
 
-    A part that needs more memory than the machine has is made as long as it fits, and says so.
-    weights: the folder of LPIPS's weights, if not the user's cache. watch: takes how many frames
-    are done, of how many. tell: takes a line a part.
+    A part that needs more memory than the machine has is shortened to what fits, and says so.
+    weights: the folder of LPIPS's weights, if not the user's cache. watch: called with the frames
+    done and their total. tell: called with a line for each part.
     """
     protocol = protocol or Protocol()
     folder = check_folder(out)
@@ -130,7 +130,7 @@ def certify(
             row = _measure(model, part, protocol, limits, video, report, before)
             row |= _looks(video) if row["frames"] else {}
         reference = _reference(part, protocol, folder) if row["frames"] else None
-        # LPIPS's weights may have come since
+        # LPIPS's weights may have been installed since
         if reference is not None and ("psnr_dense" if lpips is None else "lpips_dense") not in row:
             row |= _nearness(video, reference, lpips)
         row = rows.add(part.name, row)
@@ -157,7 +157,7 @@ def certify(
 
 
 def _limits(device: torch.device) -> tuple[float, float]:
-    """Bytes of the device and of the host that a part may be promised."""
+    """The largest predicted bytes of the device and of the host that a part may have."""
     own, host = memory_of(device), memory_of(torch.device("cpu"))
     return tuple(float("inf") if size is None else ROOM * size for size in (own, host))  # type: ignore[return-value]
 
@@ -182,15 +182,15 @@ def _measure(
     report: Callable[[int], None],
     before: int,
 ) -> Document:
-    """Make a part's video, by the clock, with its memory promised and measured.
+    """Make a part's video; time it, and measure its memory beside the predicted one.
 
-    report: takes how many frames are made, with the `before` of other parts.
+    report: called with the frames made so far; other parts made `before` of them.
     """
     prompt = protocol.prompts[part.prompt]
 
     def fits(frames: int) -> bool:
-        told = promise(model, part.plan, frames=frames, prompt=prompt)
-        return told is None or (told.vram <= limits[0] and told.ram <= limits[1])
+        promised = promise(model, part.plan, frames=frames, prompt=prompt)
+        return promised is None or (promised.vram <= limits[0] and promised.ram <= limits[1])
 
     row: Document = {
         "plan": part.plan, "again": part.again, "prompt": prompt, "seed": part.prompt,
@@ -199,13 +199,13 @@ def _measure(
     }  # fmt: skip
     frames = row["frames"]
     if part.frames == protocol.long_frames and frames <= protocol.frames:
-        row["frames"] = frames = 0  # the shorter part has shown it
+        row["frames"] = frames = 0  # the shorter part has already shown as much
     if frames < part.frames:
         row["bounded_by"] = "memory"
     if not frames:
         return row
-    told = promise(model, part.plan, frames=frames, prompt=prompt)
-    model.encode_prompt(prompt)  # kept: the clock is of the video
+    promised = promise(model, part.plan, frames=frames, prompt=prompt)
+    model.encode_prompt(prompt)  # cached, so that the clock times the video alone
     gc.collect()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -219,11 +219,11 @@ def _measure(
             file.write(chunk.frames)
             report(before + min(frames, int(sum(row["frames"] for row in rows))))
     row |= rates(rows)
-    return row | measured(model.device, told)
+    return row | measured(model.device, promised)
 
 
 def _batches(*paths: Path) -> Iterator[list[Frames]]:
-    """A few frames at a time of videos beside each other, up to the end of the shortest."""
+    """Equal batches of frames of several videos, up to the end of the shortest."""
     held: list[Sequence[Frames]] = []
     for frames in zip(*(read_video(path) for path in paths), strict=False):
         held.append(frames)
@@ -235,7 +235,7 @@ def _batches(*paths: Path) -> Iterator[list[Frames]]:
 
 
 def _looks(video: Path) -> Document:
-    """Motion, dead frames, and how far colour, contrast and detail drift from start to end."""
+    """Motion, frozen and flat frames, and the drift of colour, contrast and detail."""
     quality, colours, contrasts, details = Quality(), [], [], []
     for (frames,) in _batches(video):
         quality.add(frames)
@@ -254,20 +254,20 @@ def _looks(video: Path) -> Document:
 
 
 def _ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over a video's first part and its last."""
+    """Means over the first fifth of a video and over its last."""
     size = max(1, len(values) // ENDS)
     return values[:size].mean(0), values[-size:].mean(0)
 
 
 def _reference(part: Part, protocol: Protocol, folder: Path) -> Path | None:
-    """The reference's video of a part's prompt and length, but of the reference's own."""
+    """The reference's video of the same prompt and length; None for that video itself."""
     first = Part(part.prompt, protocol.plans[0], part.frames)
     path = folder / f"{first.name}.mp4"
     return path if part != first and path.is_file() else None
 
 
 def _nearness(video: Path, reference: Path, lpips: Lpips | None) -> Document:
-    """PSNR and LPIPS to the reference, over the frames that both have, as they are in the files."""
+    """PSNR and LPIPS to the reference, over the frames that both files have."""
     near: list[float] = []
     differ: list[float] = []
     for ours, theirs in _batches(video, reference):

@@ -1,4 +1,4 @@
-"""Curves as SVG, drawn with the colours of the page that they stand in: no plotting library."""
+"""Curves as SVG, in the colours of their page, without a plotting library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from html import escape
 WIDTH, HEIGHT = 460, 300
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 40  # of the axes, from the edges
 TICKS = 5
-# of lines, so that colour is never the only difference
+# dashes, so that lines do not differ by colour alone
 STROKES = ("", "6 3", "2 2", "7 3 2 3")
-COLOURS = 7  # of the page, --run-0 to --run-6
+COLOURS = 7  # the page defines --run-0 to --run-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Curve:
 
 
 def chart(curves: Sequence[Curve], top: float, across: str, words: str) -> str:
-    """The curves from 0 to `top`; what lies above is a triangle. `words` say what is to be seen."""
+    """An SVG of the curves from 0 to `top`; values above are triangles. words: the alt text."""
     right = max((max(curve.x) for curve in curves), default=1.0) or 1.0
     top = top or 1.0
     high, wide = HEIGHT - TOP - BOTTOM, WIDTH - LEFT - RIGHT

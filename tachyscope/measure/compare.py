@@ -35,14 +35,14 @@ from tachyscope.measure.take import Judge, Store, Take, Truth, Watch
 from tachyscope.measure.verdict import lead
 from tachyscope.models.base import VideoModel
 
-STRETCHES = 5  # parts of a rollout that are timed one by one, like a benchmark's rounds
+STRETCHES = 5  # parts of a rollout that are compared one by one, like a benchmark's rounds
 
 Plans = Plan | str | Sequence[Plan | str] | Mapping[str, Plan | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` found: the results document, and what a report shows of it."""
+    """The results document of a comparison, and its runs."""
 
     document: Document
     runs: tuple[Run, ...]  # the baseline first
@@ -69,7 +69,7 @@ def compare(
     progress: Progress | None = None,
     **options: Unpack[VideoOptions],
 ) -> Comparison:
-    """Make a video by several plans; say what each saved, and how far from the first it went.
+    """Make a video by several plans: what each saved, and how much it differs from the first.
 
     One plan is compared with dense; of several, or a mapping from names to plans, the first is the
     baseline. `frames` and the options of a video are as `rollout` takes them: prompt, actions,
@@ -77,15 +77,15 @@ def compare(
     truth: the true frames from one number to another, counted from the first new one;
     `psnr_truth` is then measured too. judge: which pixels of frames from a number on show a wrong
     surface; they are marked in the video.
-    aa: make the baseline twice, so that a ratio of speeds can be told from noise; else none is
+    aa: run the baseline twice (A/A), to tell a ratio of speeds from noise; without it no ratio is
     given.
     out: a folder for compare.mp4, which shows all runs in true relative time, a video of each run,
     compare.json and report.html.
-    about: a sentence for the report's head. load_s: what loading took, told beside.
-    watch: is told every chunk, with its run's name. progress: shows what else goes on.
+    about: a sentence for the report. load_s: seconds that loading took, for the table.
+    watch: called with a run's name and each of its chunks. progress: shows other stages.
 
-    On a CPU, runs take turns at every chunk, so all their caches are in memory together; on a GPU
-    each is made alone, after two chunks for nothing. A clock starts when given frames are read.
+    On a CPU, runs take turns chunk by chunk, so all their caches are in memory together; on a GPU
+    each runs alone, after two discarded chunks. A clock starts once the given frames are read.
     """
     check_model(model)
     frames = check_whole("frames", frames)
@@ -116,7 +116,7 @@ def compare(
 
 
 def _named(plans: Plans) -> dict[str, Plan | str]:
-    """Plans by name, the baseline first; one that stands twice gets a number too."""
+    """Plans by name, the baseline first; a repeated one gets a number."""
     if isinstance(plans, Plan | str):
         plans = ["dense", plans]
     elif isinstance(plans, Mapping):
@@ -136,7 +136,7 @@ def _named(plans: Plans) -> dict[str, Plan | str]:
 
 
 def takes_turns(device: torch.device) -> bool:
-    """Whether runs are made chunk by chunk in turns, or one after another."""
+    """Whether runs take turns chunk by chunk (on a CPU); else one runs after another."""
     return device.type == "cpu"
 
 
@@ -148,12 +148,12 @@ def _play(
     watch: Watch | None,
     progress: Progress | None,
 ) -> None:
-    """Make every run, and look at its frames as they come."""
+    """Make every run, and measure its frames as they come."""
     base, turns = shown[0], takes_turns(shown[0].model.device)
 
     def ready(take: Take) -> None:
         if take in shown and ("again" in takes or not turns):
-            # opened above with what the process does once; the newest frame stands for all
+            # what a process does once must not be timed; the newest given frame is enough for it
             first = take.request.first
             newest = first[-1:] if isinstance(first, np.ndarray) else None
             request = replace(take.request, first=newest, first_actions="")
@@ -182,7 +182,7 @@ def _play(
             take.step(watch)
         for take in takes.values():
             look(take)
-        order.reverse()  # so that nobody always comes first
+        order.reverse()  # so that no run is always first
     for take in takes.values():
         take.close()
 
@@ -197,7 +197,7 @@ def _conclude(
     about: str,
 ) -> Comparison:
     base = shown[0]
-    # the same chunks of every run, or a growing cache would be met at another length
+    # the same chunks of every run: a growing cache must have the same length in each
     start = max(warm_up(take.rows) for take in shown)
     aa, runs = None, []
     times = [_stretches(take.rows, start) for take in shown]
@@ -221,10 +221,10 @@ def _conclude(
         run.row(model.name, f"{height}x{width}", frame_s=[round(x, 4) for x in lane.frame_s])
         for run, lane in zip(runs, lanes, strict=True)
     ]
-    told = "\n".join(filter(None, (lead(runs, shown, aa, against), about)))
+    sentences = "\n".join(filter(None, (lead(runs, shown, aa, against), about)))
     speed = speed_of(lanes)
     return Comparison(
-        document("compare", rows, command, aa, baseline=base.name, speed=speed, lead=told),
+        document("compare", rows, command, aa, baseline=base.name, speed=speed, lead=sentences),
         tuple(runs),
     )
 
@@ -234,9 +234,9 @@ def _wall(rows: Sequence[Mapping[str, float]]) -> float:
 
 
 def _stretches(rows: Sequence[Mapping[str, float]], start: int) -> list[float]:
-    """Time of each part of a rollout from chunk `start` on, at most five of them.
+    """Milliseconds of at most five equal parts of a rollout, from chunk `start` on.
 
-    A video that ends before is taken from its first chunk.
+    A shorter video is taken from its first chunk.
     """
     ms = np.array([row["wall_ms"] for row in rows[start if start < len(rows) else 0 :]])
     return [float(part.sum()) for part in np.array_split(ms, min(STRETCHES, len(ms)))]

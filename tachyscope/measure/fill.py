@@ -13,9 +13,9 @@ from tachyscope.models.atrium.world import TURN
 
 @torch.inference_mode()
 def fill(session: Session, frames: int) -> None:
-    """Remember latent frames of random keys and values, up to `frames` in all.
+    """Fill a session's cache with random keys and values, up to `frames` latent frames in all.
 
-    What a chunk costs depends on how many entries there are, not on what they hold.
+    A chunk's time depends on the number of entries, not on their values.
     """
     shape, dtype, device = session.shape, session.dtype, session.device
     if session.plan.cache.grows:
@@ -37,5 +37,5 @@ def fill(session: Session, frames: int) -> None:
             q, k, v = (draw(h, len(pos)) for h in (shape.heads, *[shape.kv_heads] * 2))
             session.write_kv(i, q, k, v)
         session.commit()
-    session.memory.made = frames  # what is timed next is no video's first chunk
+    session.memory.made = frames  # the chunk that is timed next is not a video's first
     session.meter.take()

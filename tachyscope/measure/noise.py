@@ -1,4 +1,4 @@
-"""A clock's own noise, and ratios that must first lie outside it."""
+"""A clock's noise (A/A), and whether a ratio lies outside it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tachyscope.io.results import Document
 
 
 def noise(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The widest ratio, taken both ways, between times of equal runs."""
+    """The widest ratio between times of equal runs, as (1 / high, high)."""
     high = max(max(a, b) / min(a, b) for a, b in zip(first, second, strict=True))
     return 1 / high, high
 
 
 def verdict(ratios: Sequence[float], aa: tuple[float, float]) -> Document:
-    """A ratio's median and range, and whether all of it lies outside the noise on one side.
+    """The median and range of ratios; `real` if all lie outside the noise on one side.
 
-    Fewer than three ratios show no range, so that they are never real.
+    Fewer than three ratios are never real.
     """
     low, high = min(ratios), max(ratios)
     return {
@@ -30,7 +30,7 @@ def verdict(ratios: Sequence[float], aa: tuple[float, float]) -> Document:
 
 
 def speed_word(row: Mapping[str, Any]) -> str:
-    """Whether a row's ratio is a speed-up or a slow-down; no verdict where a round is in noise."""
+    """`faster` or `slower`; `no verdict` if a round is within noise."""
     if not row["real"]:
         return "no verdict"
     return "faster" if row["ratio_dense"] > 1 else "slower"

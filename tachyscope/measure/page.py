@@ -1,4 +1,4 @@
-"""A page of measurements: one HTML file that needs no network; its facts, tables and videos."""
+"""Parts of an HTML page of measurements that needs no network: facts, tables and videos."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def html_facts(pairs: Mapping[str, str]) -> str:
 
 
 def facts_of(results: Mapping[str, Any]) -> dict[str, str]:
-    """When, on what and by which command a results document was measured."""
+    """Date, machine, versions and command of a results document."""
     machine = results["machine"]
     parts = [f"{v} {UNITS.get(k, '')}".strip() for k, v in machine.items() if v is not None]
     if "gpu" in machine and machine["gpu"] is None:

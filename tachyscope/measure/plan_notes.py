@@ -1,4 +1,4 @@
-"""What a reader must know of a finished rollout."""
+"""Notes on a finished rollout: methods that saved nothing, and how a tiny decoder differs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tachyscope.passes.all import AllPasses
 from tachyscope.store.native import Native
 
 Sums = Mapping[str, float]
-SAVED = 0.01  # a method that saves less has not paid for its name
+SAVED = 0.01  # a method that saves a smaller share is named
 
 
 def notes(session: Session, rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """What a reader must know of a finished rollout: every method that saved under 1 %, and how
-    far a tiny decoder lay from the VAE where that was checked."""
+    """A sentence for every method that saved under 1 %, and the PSNR of a tiny decoder to the VAE
+    if `decoder_check` measured it."""
     sums = summary(rows)
     sentences = []
     for kind, policy in session.plan.items():
@@ -75,7 +75,7 @@ def _passes(session: Session, sums: Sums) -> str:
     )
 
 
-# by kind: what is to be said of its policy, or nothing
+# by kind: a sentence on its policy, or ""
 SAVINGS: dict[str, Callable[[Session, Sums], str]] = {
     "cache": _cache, "store": _store, "attention": _attention, "text": _text, "passes": _passes,
     "replay": _replay,
@@ -88,6 +88,6 @@ def _under(acts: bool, saved: float, why: str) -> str:
 
 def _simulated(count: float, what: str) -> str:
     return (
-        f"only simulated its saving on this device: {count:,.0f} {what} were worked out and then "
-        f"left out"
+        f"only simulated its saving on this device: {count:,.0f} {what} were computed and "
+        f"then masked"
     )

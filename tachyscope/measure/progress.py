@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: bars in a terminal, a line now and then elsewhere."""
+"""Progress on stderr: bars in a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def _terminal() -> Any:
 class Reading(Observer):
     """Counts the given chunks that a session reads when it is opened."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self._count = count
 
     def on_commit(self, ctx: PassContext, n: int) -> None:
-        if not ctx.prefilling:  # the prompt's tokens are no frames
-            self._tell(ctx.shape.chunk)
+        if not ctx.prefilling:  # then they are the prompt's tokens
+            self._count(ctx.shape.chunk)
 
 
 class Progress:
-    """Bars of what goes on; without a terminal, lines."""
+    """Bars for runs and stages; lines without a terminal."""
 
     def __init__(self, frames: int = 0, bars: Any = None, shown: bool = True) -> None:
         self._frames, self._bars, self._shown = frames, bars, shown
         self._tasks: dict[str, Any] = {}
         self._sums: dict[str, defaultdict[str, float]] = {}
         self._begun = self._said = time.monotonic()
-        self._waiting: threading.Timer | None = None  # to say that a stage takes long
+        self._waiting: threading.Timer | None = None  # prints a stage that takes long
 
     def stage(self, text: str) -> None:
-        """What goes on that cannot be counted; "" where it is over."""
+        """Show a stage of unknown length, such as loading; "" ends it."""
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
@@ -63,7 +63,7 @@ class Progress:
             self._tasks["stage"] = self._bars.add_task(text, total=None, text="", left="")
 
     def part(self, name: str, done: int, total: int | None, unit: str) -> None:
-        """So many are done, of a total where that is known."""
+        """Show how many units of a part are done, of a total if it is known."""
         count = f"{done} {unit}"
         if total is not None:
             count = f"{done}/{total} {unit}" if self._bars else f"{name}: {done} of {total} {unit}"
@@ -76,25 +76,25 @@ class Progress:
         self._bars.update(self._tasks[name], completed=done, text=count, left=left)
 
     def reading(self, name: str, frames: int) -> list[Observer]:
-        """An observer that tells how many of the given frames were read; none where few are."""
+        """An observer that shows how many given frames were read; none for fewer than two."""
         if frames < 2:
             return []
         read, what = 0, f"{name}: reading given frames"
         self.part(what, 0, frames, "frames")
 
-        def tell(count: int) -> None:
+        def add(count: int) -> None:
             nonlocal read
             read = min(frames, read + count)
             self.part(what, read, frames, "frames")
 
-        return [Reading(tell)]
+        return [Reading(add)]
 
     def chunk(self, name: str, chunk: Chunk) -> None:
-        """A chunk of a run was made."""
+        """Show the frames, rate, cache and pairs of a run after another chunk."""
         total = self._sums.setdefault(name, defaultdict(float))
         for key in ("frames", "pairs", "pairs_dense"):
             total[key] += chunk.stats[key]
-        # inspection times nothing from chunk to chunk
+        # `inspect` has no clock from chunk to chunk
         ms = chunk.stats.get("wall_ms", chunk.stats["chunk_ms"])
         text = (
             f"{frame_rate(chunk.stats['frames_made'], ms):.1f} frames/s, "
@@ -120,7 +120,7 @@ class Progress:
 
 @contextmanager
 def progress(frames: int = 0, shown: bool = True) -> Iterator[Progress]:
-    """Bars on stderr while the block lasts; each run makes so many frames."""
+    """Progress on stderr within the block; frames: of each run."""
     console = _terminal() if shown else None
     if console is None:
         lines = Progress(frames, shown=shown)
@@ -144,7 +144,7 @@ def progress(frames: int = 0, shown: bool = True) -> Iterator[Progress]:
 
 @contextmanager
 def parts_bar() -> Iterator[Callable[[str, int], None]]:
-    """A bar a part on stderr; the value takes its name and how many are done, of no known total."""
+    """A bar for each part on stderr; call the value with a part's name and how many are done."""
     if _terminal() is None:
         print("measuring, which takes minutes; lines will say how far it is", file=sys.stderr)
     with progress() as watch:

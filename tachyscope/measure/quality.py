@@ -1,7 +1,7 @@
-"""What the speed cost, in pixels: closeness, sharpness, motion, and tests for dead pictures.
+"""Quality in pixels: PSNR, SSIM, sharpness, motion, and frozen or flat frames.
 
 Frames are uint8 [F, H, W, 3]; differences are in levels of 0..255. Every function works on one
-chunk; `Quality` adds chunks up, so that no video need be held.
+chunk; `Quality` accumulates chunks, so that no video is held in memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tachyscope.core.errors import TachyscopeError, shown
 Frames = npt.NDArray[np.uint8]
 Values = npt.NDArray[np.float64]
 
-PSNR_CAP = 100.0  # dB given to equal frames, whose true PSNR is infinite
-FROZEN = 0.1  # levels: a picture that moves less than this has stopped
-FLAT = 2.0  # levels: a picture whose contrast is below this shows nothing
+PSNR_CAP = 100.0  # dB of equal frames, whose PSNR is infinite
+FROZEN = 0.1  # levels: a frame that changes less is frozen
+FLAT = 2.0  # levels: a frame of less contrast is flat
 
 
 def psnr(a: Frames, b: Frames) -> Values:
@@ -105,15 +105,15 @@ class Quality:
     against: str = "dense"
     frames: int = 0
     psnrs: list[float] = field(default_factory=list)  # of every frame
-    frozen_frames: int = 0  # frames that do not move from the one before
-    flat_frames: int = 0  # frames that show nothing
+    frozen_frames: int = 0  # that do not change from the frame before
+    flat_frames: int = 0
     _moved: float = 0.0
     _detail: float = 0.0
     _reference_detail: float = 0.0
     _last: Frames | None = None
 
     def add(self, frames: Frames, reference: Frames | None = None) -> dict[str, float]:
-        """Take in a chunk and return its own row: mean PSNR, motion, sharpness, what applies."""
+        """Add a chunk and return its own row: motion, and with a reference PSNR and sharpness."""
         row: dict[str, float] = {}
         if reference is not None:
             near = psnr(frames, reference)
@@ -148,14 +148,14 @@ class Quality:
 
 
 def _ratio(value: float, reference: float) -> float:
-    """Detail over that of a reference: 1 is as sharp, less is blurred."""
+    """Detail relative to a reference's: 1 is as sharp, less is blurred."""
     if reference:
         return value / reference
     return math.inf if value else 1.0
 
 
 def check_frames(frames: Frames) -> None:
-    """Raise where these are no frames."""
+    """Raise unless this is an array uint8 [F, H, W, 3] with at least one frame."""
     if not isinstance(frames, np.ndarray):
         raise TachyscopeError(f"frames are uint8 [F, H, W, 3], got {shown(frames)}: give an array")
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not frames.size:

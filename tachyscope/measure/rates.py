@@ -1,7 +1,7 @@
-"""How fast a rollout is, as its user meets it: by the clock on the wall, warm-up apart.
+"""How fast a rollout is by the wall clock, with its warm-up kept apart.
 
-The one definition behind the rates of `generate`, `compare`, `bench` and reports. Rates count the
-frames that whole chunks make: a last chunk that is cut to the frames asked for took no less.
+`generate`, `compare`, `bench` and reports all take their rates from here. Rates count the frames
+of whole chunks: a last chunk that is cut to the wanted length takes as long as any other.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Row = Mapping[str, float]
 
 
 class Clock:
-    """Writes into each chunk's row what it took, `wall_ms`, decoding included, and the `programs`
-    that were compiled for it.
+    """Writes into each chunk's row its time `wall_ms`, decoding included, and the number of
+    `programs` that were compiled for it.
 
-    Only what goes on inside `with clock:` counts. Where that is a whole rollout it is the time from
-    one chunk to the next, and for the first chunk the time to the first frame.
+    Only time inside `with clock:` counts. Around a whole rollout it is the time from one chunk to
+    the next, and for the first chunk the time to the first frame.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Clock:
         self._since = None
 
     def lap(self, chunk: Chunk) -> None:
-        """The chunk has come."""
+        """Note that a chunk is done."""
         now = time.perf_counter()
         spent = self._spent + (0.0 if self._since is None else now - self._since)
         chunk.stats["wall_ms"] = 1e3 * spent
@@ -55,10 +55,10 @@ class Clock:
 
 
 def warm_up(rows: Sequence[Row]) -> int:
-    """How many of a rollout's first chunks are not like those that follow.
+    """How many of a rollout's first chunks belong to the warm-up.
 
-    Two at least. Beyond them, those before a CUDA graph is replayed; without one, those before the
-    first two that meet a past of one length, since a bounded cache fills until then.
+    At least two. Beyond them, those before a CUDA graph is replayed; without one, those before the
+    first two chunks with equally long pasts, since a bounded cache fills until then.
     """
     later = range(WARM_CHUNKS, len(rows))
     replayed = [i for i in later if rows[i].get("cuda_graph")]
@@ -71,17 +71,17 @@ def warm_up(rows: Sequence[Row]) -> int:
 
 
 def rates(rows: Sequence[Row], warm: int | None = None) -> dict[str, float]:
-    """What a rollout's rows, timed by a Clock, tell of its speed.
+    """The speed of a rollout, from its rows as a Clock timed them.
 
     first_frame_s: until the first decoded frame. warm_chunks, warm_s: the warm-up, first chunk
     included.
-    steady_chunks: those after it; without any, what follows is left out.
-    steady_ms: median time of these; p99_ms: the time that 99 of 100 do not pass, of fewer chunks
-    the longest; model_ms: of the median, the model's passes, without decoding.
+    steady_chunks: those after it; without any, the following keys are left out.
+    steady_ms: their median time; p99_ms: their 99th percentile, of fewer than 100 chunks the
+    longest; model_ms: the median time of the model's passes, without decoding.
     recompiled: programs that were compiled after the warm-up.
     fps_steady: frames a second by steady_ms. fps_end: by the last of these chunks.
     fps_avg: by all chunks, warm-up included.
-    `warm` is for runs beside each other, which count the same chunks.
+    warm: chunks of warm-up, for runs that are compared over the same chunks.
     """
     warm = min(warm_up(rows) if warm is None else warm, len(rows))
     wall = [row["wall_ms"] for row in rows]
@@ -104,7 +104,7 @@ def rates(rows: Sequence[Row], warm: int | None = None) -> dict[str, float]:
 
 
 def tell_rates(name: str, speeds: Mapping[str, float], load_s: float) -> str:
-    """A run's rates and what came before it was warm, in a sentence."""
+    """A run's rates and its warm-up, in a sentence."""
     before = (
         f"{speeds['fps_avg']:.1f} on average; loading {load_s:.1f} s, first frame after "
         f"{speeds['first_frame_s']:.1f} s, warm-up {speeds['warm_s']:.1f} s "
@@ -114,7 +114,7 @@ def tell_rates(name: str, speeds: Mapping[str, float], load_s: float) -> str:
         return f"{name}: too short for a steady rate, frames/s are {before}"
     return (
         f"{name}: {speeds['fps_steady']:.1f} frames/s once warm ({speeds['steady_ms']:.1f} ms a "
-        f"chunk, 99 of 100 within {speeds['p99_ms']:.1f}, {speeds['model_ms']:.1f} in the model), "
+        f"chunk, p99 {speeds['p99_ms']:.1f}, {speeds['model_ms']:.1f} in the model), "
         f"{before}"
     )
 

@@ -1,4 +1,4 @@
-"""One HTML file that tells what was run, what it saved and what that cost; it needs no network."""
+"""A report as one HTML file, without network access: what was run, what it saved, what it cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tachyscope.measure.page import (
 )
 from tachyscope.measure.runs import Line, Run, decibels, number, percent, sums, times
 
-# above this two pictures look the same, and the axis is better spent below
+# above this two pictures look the same: the axis ends here
 SAME_DB = 60.0
 
 
@@ -61,7 +61,7 @@ def write_report(
 
 
 def _tiles(runs: Sequence[Run]) -> str:
-    """Of every run but the baseline, the few numbers that matter most, in large letters."""
+    """The few most important numbers of every run but the baseline, in large letters."""
     tiles = []
     for i, run in enumerate(runs[1:], 1):
         stats, base = run.summary, runs[0].summary
@@ -179,7 +179,7 @@ def _plots(runs: Sequence[Run]) -> str:
 
 
 def _progress(runs: Sequence[Run]) -> _Plot | None:
-    """Frames against each run's own clock: the only plot that is not over frames."""
+    """Frames over the time of each run's own clock; the other plots are over frames."""
     timed = [
         (i, run)
         for i, run in enumerate(runs)

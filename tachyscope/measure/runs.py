@@ -1,4 +1,4 @@
-"""Finished runs, and their sums side by side: in a terminal, and for a report."""
+"""Finished runs, and their measures side by side, in a terminal and for a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Run:
     plan: str
     rows: Sequence[Mapping[str, float]]
     summary: Mapping[str, float]
-    notes: Sequence[str] = ()  # what a reader must know, such as a method that saved nothing
+    notes: Sequence[str] = ()  # such as that a method saved nothing
 
     def row(self, model: str, size: str, **more: Any) -> dict[str, Any]:
         """The run in a results document."""
@@ -31,7 +31,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A row of the table: the summary's key, its name, how a value is written, what it means."""
+    """A row of the table: the summary's key, its name, its format, and its meaning."""
 
     key: str
     name: str
@@ -44,11 +44,11 @@ class Line(NamedTuple):
 
     name: str
     meaning: str
-    cells: list[tuple[str, str]]  # what is shown, and a remark to it
+    cells: list[tuple[str, str]]  # a value, and a remark on it
 
 
 def number(value: float) -> str:
-    """Three significant digits, whole numbers in full, thousands set apart; no number is a dash."""
+    """Three significant digits, whole numbers in full, thousands separated; NaN is a dash."""
     if not math.isfinite(value):
         return "∞" if value == math.inf else "–"
     if value and not 1e-5 <= abs(value) < 1e9:
@@ -70,7 +70,7 @@ def decibels(value: float) -> str:
     return f"{value:.1f} dB" if math.isfinite(value) else "–"
 
 
-# what a table shows, where it says something
+# the rows of the table, shown if they say something
 MEASURES = (
     Measure("fps_steady", "Frames/s once warm", number, "by the clock, chunks after the warm-up"),
     Measure("fps_end", "Frames/s at the end", number, "by the clock, the last chunks"),
@@ -80,7 +80,7 @@ MEASURES = (
     Measure("ratio_first", "Speed to the first once warm", times, "its time over this one’s"),
     Measure("ratio_first_all", "Speed to the first, whole video", times, "warm-up included"),
     Measure("steady_ms", "A chunk, ms", number, "by the clock, median once warm"),
-    Measure("p99_ms", "Of 100 chunks 99 within, ms", number, "of fewer chunks the longest"),
+    Measure("p99_ms", "99 % of chunks within, ms", number, "p99; of fewer than 100 the longest"),
     Measure("recompiled", "Programs compiled once warm", number, "each stalls a chunk"),
     Measure("model_ms", "A chunk in the model, ms", number, "of that; decoding is the rest"),
     Measure("first_frame_s", "First frame after, s", number, "decoded, given frames being read"),
@@ -109,13 +109,13 @@ MEASURES = (
 
 
 def sums(runs: Sequence[Run], noise: tuple[float, float] | None = None) -> list[Line]:
-    """The measures that say something: not 0 everywhere, and not alike in all of several runs.
+    """The measures that are not 0 in all runs, and not equal in all of several runs.
 
-    `noise` is the range of the first one's speed to itself.
+    noise: the range of the first run's speed to itself (A/A).
     """
     lines = []
     for measure in MEASURES:
-        # the baseline is its own measure, so its ratio is no claim
+        # the baseline has no ratio to itself
         cells = [_cell(measure, run, noise if i else None) for i, run in enumerate(runs)]
         words = {shown for shown, _ in cells}
         if words - {"", "0"} and (len(runs) == 1 or len(words) > 1):
@@ -126,19 +126,19 @@ def sums(runs: Sequence[Run], noise: tuple[float, float] | None = None) -> list[
 def _cell(measure: Measure, run: Run, noise: tuple[float, float] | None) -> tuple[str, str]:
     value = run.summary.get(measure.key)
     simulated = run.summary.get(f"simulated_{measure.key}")
-    # a simulated saving may stand only where it cannot be taken for a real one
+    # a simulated saving is shown only if there is no real one beside it
     if simulated and not value:
         return measure.write(simulated), "simulated"
     if value is None:
         return "", ""
     inside = noise is not None and noise[0] <= value <= noise[1]
-    # a total may fall just outside while single rounds do not: `real` is false then
+    # `real` is false if a total is outside the noise, but not every round is
     unclear = measure.key.startswith("ratio_") and (inside or run.summary.get("real") is False)
     return measure.write(value), "within noise" if unclear else ""
 
 
 def run_lines(runs: Sequence[Run]) -> list[str]:
-    """The runs' sums side by side, then what a reader must know of them."""
+    """The runs' measures side by side, then their plans and notes."""
     rows = [[line.name, *(" ".join(cell).strip() for cell in line.cells)] for line in sums(runs)]
     out = format_table(["", *(run.name for run in runs)], rows)
     for run in runs:

@@ -1,7 +1,7 @@
-"""Which weight of the past suits a model: what it shows again held against what it showed first.
+"""Which `past_weight` suits a model: how similar what it shows again is to what it showed first.
 
-A model that takes actions walks a way and back; one that takes none goes on with its prompt. No
-truth is needed: what is judged is how far a video's own second look lies from its first.
+A model with actions walks somewhere and back; one without continues its prompt. No ground truth is
+needed: a video's second look at a place is compared with its own first look.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tachyscope.measure.take import Watch
 from tachyscope.models.base import VideoModel
 
 WEIGHTS = (1.0, 2.0, 4.0, 8.0)
-SEEDS = 3  # rollouts of each weight: a gain is one that every seed shows
+SEEDS = 3  # rollouts of each weight: every seed must gain
 BACK = dict(zip(".wsadqe", ".swdaeq", strict=True))  # what undoes an action
-LEAST_MOTION = 0.8  # of weight 1's: a video that stands still repeats itself well
+LEAST_MOTION = 0.8  # of weight 1's: a frozen video repeats itself perfectly
 FEWEST = 8  # frames
-LOOKS = 8  # first frames that a later one is held against, where none shows the same
+LOOKS = 8  # first frames that a later one is compared with if none shows the same place
 
 
 class Look(NamedTuple):
-    """A frame of the second look, and those of the first that it is held against."""
+    """A frame of the second look, and the frames of the first look that it is compared with."""
 
     again: int
     first: tuple[int, ...]
@@ -52,14 +52,14 @@ def sweep_past(
     watch: Watch | None = None,
     **options: Unpack[VideoOptions],
 ) -> Document:
-    """Rollouts of a plan by several `past_weight`, and which of them to take.
+    """Make videos by a plan with several values of `past_weight`, and say which value to take.
 
-    Of a model with actions the first half of the frames is a way (`actions`, else a turn) and the
-    second the same way back; judged is its last half, whose frames are held against those of the
-    way out from the same place. Of another the last third is held against the nearest frames of
-    the first. By LPIPS where its weights are there and frames are large enough, else by PSNR.
-    Three seeds from `seed` on. A weight is taken when it is nearer than 1 in every seed and moves
-    as much.
+    In a model with actions the first half of the frames follows them (a turn by default) and the
+    second half is the same way back; the last half of the way back is compared with the frames of
+    the way out at the same places. In other models the last third is compared with the most similar
+    frames of the first third. The distance is LPIPS if its weights are installed and frames are
+    large enough, otherwise PSNR. Three seeds, from `seed` on. The best weight is one that is nearer
+    than 1 with every seed and has as much motion.
     """
     check_model(model)
     if check_whole("frames", frames) < FEWEST:
@@ -74,8 +74,8 @@ def sweep_past(
     for name, weight, one in plans:
         near, moved = list[float](), list[float]()
         for number in range(seed, seed + SEEDS):
-            asked: VideoOptions = {**options, "actions": actions, "seed": number}
-            made = rollout(model, one, frames=frames, **asked)
+            video_options: VideoOptions = {**options, "actions": actions, "seed": number}
+            made = rollout(model, one, frames=frames, **video_options)
             video = _frames(made, f"{name}, seed {number}", watch)
             if not rows and not near and _has_lpips(video):
                 lpips = Lpips.load(device=model.device)
@@ -92,7 +92,7 @@ def sweep_past(
 
 
 def _walk(model: VideoModel, given: object, frames: int) -> tuple[list[int], list[Look]]:
-    """The actions of a way and back, none where the model takes none, and what is judged."""
+    """The actions there and back, none for a model without actions, and the frames to compare."""
     if not model.actions:
         third = frames // 3
         first = tuple(np.linspace(0, third - 1, min(LOOKS, third)).round().astype(int).tolist())
@@ -120,7 +120,7 @@ def _walk(model: VideoModel, given: object, frames: int) -> tuple[list[int], lis
                 f"actions of {''.join(BACK)!r}"
             )
     back = [letters.index(BACK[letters[move]]) for move in reversed(moves)]
-    # after k steps back the walker stands where it stood k before the way's end
+    # k steps back from the end is the place k steps before it
     looks = [Look(out - 1 + k, (out - 1 - k,)) for k in range((out + 1) // 2, out)]
     return [*moves, *back], looks
 
@@ -142,7 +142,7 @@ def about(model: VideoModel, plan: Plan | str, frames: int) -> str:
 
 
 def _plans(model: VideoModel, plan: Plan | str) -> list[tuple[str, float, Plan]]:
-    """The plan by each weight, and retrieval by pose where the model knows poses."""
+    """The plan with each weight, and the plan `pose` if the model knows poses."""
     shape, base = model.shape(), parse_plan(model, plan)
     if "past_weight" not in settings(type(base.attention)):
         raise TachyscopeError(
@@ -176,7 +176,7 @@ def _has_lpips(video: Frames) -> bool:
 
 
 def _apart(video: Frames, looks: Sequence[Look], lpips: Lpips | None) -> float:
-    """How far second looks are from the nearest first one: LPIPS, or PSNR in dB."""
+    """Mean distance of second looks to the nearest first one: LPIPS, or PSNR in dB."""
     values = []
     for look in looks:
         again = np.repeat(video[look.again : look.again + 1], len(look.first), 0)
@@ -193,7 +193,7 @@ def _gain(row: Document, judge: str) -> list[float]:
 
 
 def _lead(rows: Sequence[Document], judge: str) -> str:
-    """Which weight to take, in a sentence, or that none gains."""
+    """A sentence: which weight to take, or that none gains."""
     base, unit = rows[0], "LPIPS" if judge == "lpips" else "PSNR"
 
     def better(row: Document) -> bool:
@@ -217,7 +217,7 @@ def _written(value: float, judge: str) -> str:
 
 
 def lines(results: Document) -> list[str]:
-    """A sweep as a reader wants it."""
+    """A sweep as a table, with its advice."""
     judge = results["judge"]
     cells = [
         [

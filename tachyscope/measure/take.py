@@ -1,4 +1,4 @@
-"""One rollout of several: its rows, its frames on disk, and how near they come."""
+"""One rollout of a comparison: its rows, its frames on disk, and their quality."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ from tachyscope.models.base import VideoModel
 
 Watch = Callable[[str, Chunk], None]
 Truth = Callable[[int, int], np.ndarray]
-
-
 Judge = Callable[[Frames, int], Seen]
 
 
 class Store:
-    """Frames of one size on disk: one run's alone are in memory."""
+    """Frames of one size on disk, so that those of several runs need not be in memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -49,16 +47,16 @@ class Store:
         self.frames += len(frames)
 
     def read(self) -> Frames:
-        """All frames so far [F, H, W, 3], of which those that are used are read."""
+        """All frames so far [F, H, W, 3], mapped from disk."""
         self._file.flush()
         shape = (self.frames, *self._size)
-        # the map lives on when the file is closed
+        # the map stays valid when the file is closed
         return np.memmap(self._file, np.uint8, "r", shape=shape)
 
 
 @dataclass(eq=False)
 class Take:
-    """A rollout: opened, made chunk by chunk, and looked at."""
+    """A rollout that is opened, made chunk by chunk, and measured."""
 
     name: str
     plan: Plan | str
@@ -66,7 +64,7 @@ class Take:
     request: VideoRequest  # of one video
     frames: int
     store: Store
-    against: str = "dense"  # how the baseline is called in keys
+    against: str = "dense"  # the baseline's name in keys
     rows: list[dict[str, float]] = field(default_factory=list)  # of the meter
     looks: list[dict[str, float]] = field(default_factory=list)  # of the frames, for the plots
     wrong: list[np.ndarray] = field(default_factory=list)  # a frame's wrong pixels, packed
@@ -80,7 +78,7 @@ class Take:
         self.more: dict[str, float] = {}
 
     def open(self, like: Take | None = None, progress: Progress | None = None) -> None:
-        """Read prompt and given frames; a take of an equal plan, where given, has read them."""
+        """Read prompt and given frames, or copy the state of `like`, a take of an equal plan."""
         count_peak(self.model.device)
         begun = time.perf_counter()
         if like is not None and like.stream is not None:
@@ -97,7 +95,7 @@ class Take:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.more["open_s"] = time.perf_counter() - begun
-        # with other runs beside it, a chunk must not be launched before it is asked for
+        # when runs take turns, a chunk must not be launched ahead of its turn
         self.chunks: Generator[Chunk] = rollout(
             self.model, frames=self.frames, actions=self.request.actions, stream=self.stream,
             overlap_decode=self.model.device.type == "cuda",
@@ -108,7 +106,7 @@ class Take:
         return self.store.frames >= self.frames
 
     def step(self, watch: Watch | None, timed: bool = True) -> None:
-        """One chunk more; `timed` unless a clock runs around all of them."""
+        """Make another chunk; `timed` unless a clock already runs around all of them."""
         with self.clock if timed else nullcontext():
             chunk = next(self.chunks)
         self.clock.lap(chunk)
@@ -118,7 +116,7 @@ class Take:
             watch(self.name, chunk)
 
     def close(self) -> None:
-        """Free what it holds of the device; numbers stay."""
+        """Free the stream; the numbers stay."""
         if self.model.device.type == "cuda":
             self.more["peak_gb"] = peak_gb(self.model.device)
         assert self.stream is not None
@@ -134,7 +132,7 @@ class Take:
         self.stream.close()
 
     def look(self, baseline: Take, truth: Truth | None, judge: Judge | None) -> None:
-        """Look at the chunks that the baseline has too, and that were not looked at."""
+        """Measure the new chunks, as far as the baseline has them too."""
         whole = self.store.read()
         theirs = whole if baseline is self else baseline.store.read()
         start = self.near.frames
@@ -156,14 +154,14 @@ class Take:
             start = stop
 
     def wrong_of(self, frame: int) -> np.ndarray | None:
-        """The pixels of a frame that show a wrong surface, bool [H, W]; None where no one knows."""
+        """The pixels of a frame that show a wrong surface, bool [H, W]; None without a judge."""
         if not self.wrong:
             return None
         height, width = self.store.read().shape[1:3]
         return np.unpackbits(self.wrong[frame], count=height * width).reshape(height, width) > 0
 
     def run(self, more: Mapping[str, float]) -> Run:
-        """The finished rollout, as a table and a report show it."""
+        """The finished rollout for a table and a report."""
         looks = self.near.summary()
         if self.true.frames:
             looks["psnr_truth"] = self.true.summary()["psnr_truth"]

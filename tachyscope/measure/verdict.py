@@ -1,4 +1,4 @@
-"""What a comparison found, in sentences: only causes that were measured."""
+"""A comparison in sentences; a cause is named only if it was measured."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from tachyscope.measure.runs import Run, decibels, percent
 from tachyscope.measure.take import Take
 
-MUCH = 0.9  # of the baseline's counted work: a plan that does more cannot be much faster
-NOISY = 1.15  # of a run's speed to itself: beyond it a clock tells little
+MUCH = 0.9  # of the baseline's counted work: a plan with more cannot be much faster
+NOISY = 1.15  # of a run's speed to itself: above it the clock is too noisy
 
 
 def lead(
     runs: Sequence[Run], takes: Sequence[Take], aa: tuple[float, float] | None, against: str
 ) -> str:
-    """A line of every plan but the baseline: its speed, what that cost, its counted work."""
+    """A line for every plan but the baseline: its speed, its cost, its counted work."""
     base, lines = runs[0], []
     for run, take in zip(runs[1:], takes[1:], strict=True):
         lines.append(f"{_speed(base, run, take, aa, against)} {_work(base, run)}")
@@ -30,7 +30,7 @@ def _noise(base: Run, aa: tuple[float, float]) -> str:
 
 
 def _speed(base: Run, run: Run, take: Take, aa: tuple[float, float] | None, against: str) -> str:
-    """How much faster a plan was and at what cost; or that it was not, and what is known of why."""
+    """How much faster a plan was and at what cost; or that it was not, with measured causes."""
     costs = _costs(base, run, against)
     if aa is None:
         sentence = "Speeds were not compared: noise is unknown without a second run"
@@ -49,7 +49,7 @@ def _speed(base: Run, run: Run, take: Take, aa: tuple[float, float] | None, agai
 
 
 def _known(base: Run, run: Run, take: Take) -> list[str]:
-    """What was measured that keeps a plan from being faster."""
+    """Measured causes that keep a plan from being faster."""
     stats, known = run.summary, []
     if take.past_is_whole:
         known.append("the video is too short, the cache was never full and left nothing out")
@@ -65,7 +65,7 @@ def _known(base: Run, run: Run, take: Take) -> list[str]:
 
 
 def _costs(base: Run, run: Run, against: str) -> list[str]:
-    """How near a plan is to the baseline and to the truth, where that was measured."""
+    """The PSNR of a plan to the baseline and to the truth, if measured."""
     stats, costs = run.summary, []
     if (near := stats.get(f"psnr_{against}")) is not None:
         costs.append(

@@ -1,4 +1,4 @@
-"""Two videos held against each other, whatever made them."""
+"""Compare two finished videos."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tachyscope.measure.metrics.lpips import SHORTEST_SIDE, Lpips
 from tachyscope.measure.metrics.weights import COMMAND, I3D, LPIPS, has_weights
 from tachyscope.measure.quality import Frames, Quality, has_ssim, ssim
 
-STRETCH = 160  # frames by which drift is told
+STRETCH = 160  # frames of each row after the first, which shows drift
 
 
 @dataclass
 class _Stretch:
-    """Measures of some frames that follow each other."""
+    """Measures of consecutive frames."""
 
     first: int
     quality: Quality = field(default_factory=lambda: Quality(against="reference"))
-    similar: list[float] = field(default_factory=list)  # SSIM, where it can be measured
-    differ: list[float] = field(default_factory=list)  # LPIPS, where its weights are there
+    similar: list[float] = field(default_factory=list)  # SSIM, if torchmetrics is installed
+    differ: list[float] = field(default_factory=list)  # LPIPS, if its weights are installed
 
     def add(
         self, frame: Frames, reference: Frames, similar: list[float], differ: list[float]
@@ -111,7 +111,7 @@ SHOWN = (
 
 
 def lines(document: Document) -> list[str]:
-    """The comparison as a reader wants it."""
+    """The comparison as a table."""
     rows = document["rows"]
     out = table([one for one in SHOWN if callable(one.of) or one.of in rows[0]], rows)
     if "fvd" in rows[0]:
