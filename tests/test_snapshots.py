@@ -98,6 +98,10 @@ def test_a_damaged_folder_is_refused_in_one_line_and_the_stream_goes_on(tmp_path
     first.write_bytes(whole)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"version": 9}))
     refused(lambda: Snapshots(tmp_path).load(other), "manifest", "version 1")
+    unsealed = [{k: x for k, x in one.items() if k != "sealed"} for one in manifest["segments"]]
+    for damage in ({"segments": unsealed}, {"state": {"name": "", "bytes": 0, "hash": ""}}):
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest | damage))
+        refused(lambda: Snapshots(tmp_path).load(other), "no manifest of version 1")
     fewer = manifest | {"segments": manifest["segments"][1:]}
     (tmp_path / "manifest.json").write_text(json.dumps(fewer))
     refused(lambda: Snapshots(tmp_path).load(other), "lacks blocks")

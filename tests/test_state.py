@@ -243,6 +243,11 @@ def test_messages_name_what_differs():
     assert refused(lambda: other.restore(state)) == (
         "this state was taken with other weights: load the weights that it was taken with"
     )
+    refused(lambda: session.restore(state, [{}]), "without a bank", "leave them out")
+    banked = "cache=bank:resident=12f attention=ann:read=0.9"
+    held = _open(model, plan=banked)
+    for segments in (3, [3]):
+        refused(lambda x=segments: held.restore(held.state(host=False), x), "as segments: give")
 
 
 def test_the_prompt_of_a_state_is_the_one_it_was_last_told():

@@ -149,6 +149,12 @@ def test_a_step_does_not_come_between_a_rollouts_chunks():
     assert stream.step().index == 2
 
 
+def test_what_generate_did_not_return_is_not_decoded():
+    stream = ts.open(ts.load("toy-chunks"))
+    refused(lambda: stream.decode(stream.step()), "what `generate` returned, got a Chunk")
+    assert stream.decode(stream.generate()).index == 1, "the stream goes on"
+
+
 def test_a_closed_stream_holds_nothing_and_says_so(model):
     with ts.open(model, **ASKED) as stream:
         stream.step()

@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 from faults import refused
+from PIL import Image
 
 from tachyscope.cli import main
 from tachyscope.core.errors import TachyscopeError
@@ -139,6 +140,14 @@ def test_what_is_not_frames_is_an_error(tmp_path):
         VideoWriter(tmp_path / "b.mp4", 8, scale=0)
 
 
+def test_a_writer_takes_frames_within_its_block_alone(tmp_path):
+    video = VideoWriter(tmp_path / "a.mp4", fps=8)
+    refused(lambda: video.write(ramp()), "writes within a with block")
+    with video:
+        video.write(ramp())
+    refused(lambda: video.write(ramp()), "writes within a with block")
+
+
 def test_an_unwritable_folder_is_one_line_that_names_it(tmp_path):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "out"
@@ -175,6 +184,18 @@ def test_frames_are_read_whole_and_an_image_is_one(tmp_path):
         file.mux(stream.encode(av.VideoFrame.from_ndarray(frames[2], format="rgb24")))
         file.mux(stream.encode(None))
     assert np.array_equal(read_frames(tmp_path / "a.png"), frames[2:3])
+
+
+def test_a_picture_of_a_phone_is_upright(tmp_path):
+    upright = ramp()[0]
+    for orientation, turns in ((1, 0), (3, 2), (6, 1), (8, 3)):  # EXIF's, and quarter turns stored
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        stored = Image.fromarray(np.ascontiguousarray(np.rot90(upright, turns)))
+        stored.save(tmp_path / "phone.jpg", exif=exif, quality=100, subsampling=0)
+        (read,) = read_frames(tmp_path / "phone.jpg")
+        assert read.shape == upright.shape
+        assert np.abs(read.astype(int) - upright).max() < 16
 
 
 def test_frames_of_two_sizes_or_none_are_no_video_to_go_on_from(tmp_path, monkeypatch):

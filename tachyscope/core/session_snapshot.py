@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.core.features import Features
 from tachyscope.core.session_state import SessionState
 from tachyscope.core.types import Text
@@ -132,6 +132,13 @@ def _layers_of(
     """A state's layers, on the device."""
     empty = memory.spec.empty_layer
     like = empty(slots, memory.latent_frames, banks)
+    if segments is not None:
+        if like.bank is None:
+            refuse("is of a cache without a bank, and `segments` are a bank's", "leave them out")
+        if not isinstance(segments, list | tuple) or not all(
+            isinstance(segment, Mapping) for segment in segments
+        ):
+            refuse(f"has {shown(segments)} as segments", "give a list of what the bank returned")
     ranges = {} if like.bank is None else like.bank.ranges()
     for i in range(memory.spec.shape.layers):
         for name, x in like.tensors().items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tachyscope.core.arguments import check_prompt, check_whole, listed_actions, parse_actions
 from tachyscope.core.chunk_runner import repeating
-from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.core.features import Features
 from tachyscope.core.guard import Guard
 from tachyscope.core.kv_allocation import cache_stats
@@ -204,6 +204,8 @@ class Stream:
 
     def decode(self, made: Latents, beside: bool = False) -> Chunk:
         """A generated chunk's frames; on a GPU, `beside` what was launched after it."""
+        if not isinstance(made, Latents):
+            raise TachyscopeError(f"decode takes what `generate` returned, got {shown(made)}")
         return self.alone(lambda: self.guard.change(lambda: self.pictures(made, beside)))
 
     def alone(self, work: Callable[[], T], interrupted: bool = False) -> T:

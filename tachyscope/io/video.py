@@ -65,7 +65,7 @@ class VideoWriter:
         self._crf = crf
         self._size: tuple[int, ...] = ()
         self._encoded = 0
-        self._container: OutputContainer
+        self._container: OutputContainer | None = None  # within the block
         self._stream: VideoStream
         self._pool = ThreadPoolExecutor(1) if background else None
         self._waiting: deque[Future[None]] = deque()
@@ -74,7 +74,7 @@ class VideoWriter:
     def write(self, frames: Frames) -> None:
         """Encode frames uint8 [F, H, W, 3], all of the size of the first."""
         check_frames(frames)
-        if not hasattr(self, "_container"):
+        if self._container is None:
             raise TachyscopeError(
                 "a VideoWriter writes within a with block: with VideoWriter(path, fps) as video: "
                 "video.write(frames)"
@@ -135,11 +135,16 @@ class VideoWriter:
                 self._end_pool()
                 # what is wrong is already known, and the file goes anyway
                 with suppress(av.FFmpegError):
-                    self._container.close()
+                    self._close()
                 raise
             self._end_pool()
             with self._faults():
-                self._container.close()
+                self._close()
+
+    def _close(self) -> None:
+        container, self._container = self._container, None
+        assert container is not None
+        container.close()
 
     def _end_pool(self) -> None:
         """Wait for what is under way, and leave the rest."""
@@ -148,6 +153,7 @@ class VideoWriter:
 
     def _start(self, size: tuple[int, ...]) -> None:
         height, width = (side * self._scale + side * self._scale % 2 for side in size)
+        assert self._container is not None
         stream = self._container.add_stream("libx264", rate=self._fps)
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p"
@@ -160,6 +166,7 @@ class VideoWriter:
         self._size = size
 
     def _encode(self, picture: av.VideoFrame | None) -> None:
+        assert self._container is not None
         with self._faults():
             self._container.mux(self._stream.encode(picture))
 
@@ -230,7 +237,9 @@ def _at_rate(frames: Iterator[av.VideoFrame], fps: float, name: str) -> Iterator
 
 
 def _pixels(frame: av.VideoFrame) -> Frames:
-    return np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+    """A frame's pixels as players show them: a phone stores them sideways, with an angle."""
+    pixels = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+    return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))
 
 
 @contextmanager

@@ -80,19 +80,14 @@ class Snapshots:
         path = self.folder / MANIFEST
         manifest = read_json(path)
         parts = manifest.get("segments")
-        listed = [manifest.get("state"), *parts] if isinstance(parts, list) else [None]
-        whole = all(
-            isinstance(part, dict)
-            and isinstance(part.get("name"), str)
-            and Path(part["name"]).name == part["name"]
-            and isinstance(part.get("bytes"), int)
-            for part in listed
+        whole = (
+            manifest.get("version") == VERSION
+            and type(manifest.get("generation")) is int
+            and isinstance(parts, list)
+            and all(map(_is_part, (manifest.get("state"), *parts)))
+            and all(type(part.get("sealed")) is int for part in parts)
         )
-        if (
-            manifest.get("version") != VERSION
-            or type(manifest.get("generation")) is not int
-            or not whole
-        ):
+        if not whole:
             raise TachyscopeError(
                 f"{path} is no manifest of version {VERSION}: give a folder that Snapshots wrote"
             )
@@ -125,6 +120,17 @@ class Snapshots:
             for path in self.folder.glob(f"{kind}-*.safetensors"):
                 if path.name not in named:
                     path.unlink(missing_ok=True)
+
+
+def _is_part(part: Any) -> bool:
+    """Whether a manifest's entry names a file of the folder and has its size."""
+    return (
+        isinstance(part, dict)
+        and isinstance(name := part.get("name"), str)
+        and name.endswith(".safetensors")
+        and Path(name).name == name
+        and type(part.get("bytes")) is int
+    )
 
 
 def _segment(layers: list[KVStore], since: int) -> dict[str, Tensor]:
