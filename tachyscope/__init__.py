@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first used: rooms without torch must not pay for it.
+# Imported on first use: `import tachyscope` must not load torch.
 _HOMES = {
     # videos
     "load": "models.registry",

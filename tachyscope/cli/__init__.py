@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; its exit code, as `process.run_command` tells it."""
-    # imported here: a verb's options are read without cyclopts
+    """Run a command line; returns the exit code of `io.process.run_command`."""
+    # imported here, so that a verb's options can be read without cyclopts
     from tachyscope.cli.app import main
 
     return main(argv)

@@ -1,4 +1,4 @@
-"""The command `tachyscope`: every verb by cyclopts, and every fault one line on stderr."""
+"""The command `tachyscope`: verbs are parsed by cyclopts, errors are one line on stderr."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ VERBS: dict[str, type[Verb]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; its exit code, as `run_command` tells it."""
+    """Run a command line; returns the exit code of `run_command`."""
     return run_app(app, "tachyscope", argv)
 
 
 def run_app(app: App, program: str, argv: Sequence[str] | None = None) -> int:
-    """Run a command line of a program's verbs; its exit code, as `run_command` tells it."""
+    """Run a command line of a program's verbs; returns the exit code of `run_command`."""
     words = list(sys.argv[1:] if argv is None else argv)
     given = [word for word in words if word != TRACEBACK]
     return run_command(lambda: _run(app, program, given), show_traceback=len(given) < len(words))
 
 
 def make_app(name: str, about: str, version: str, verbs: Mapping[str, type[Verb]]) -> App:
-    """A program of verbs; one that is named 'bench wan' is the verb `wan` of the group `bench`."""
+    """A program of verbs; 'bench wan' is the verb `wan` of the group `bench`."""
     app = App(
         name,
         help=about,
@@ -79,7 +79,7 @@ def _run(app: App, program: str, words: Sequence[str]) -> None:
         verb, given, unparsed = app.parse_args(words)
     except CycloptsError as error:
         raise TachyscopeError(worded(error, program)) from error
-    # what a verb takes and cyclopts does not read is the words that were typed
+    # a verb's `command` is not parsed: it is the words that were typed
     more = dict.fromkeys(unparsed, shlex.join([program, *words]))
     try:
         with _printing_warnings():
@@ -117,7 +117,7 @@ def _parameter(one: Option) -> inspect.Parameter:
         kind = one.type | None
     more: dict[str, Any] = {"help": one.help}
     if one.type is bool:
-        # a flag that is off by default needs no word that switches it off
+        # a flag that is off by default needs no --no-…
         more["negative"] = () if one.default is False else None
     elif one.many:
         more["negative"] = ()  # no --empty-prompt
@@ -140,9 +140,9 @@ def _parameter(one: Option) -> inspect.Parameter:
 
 @contextmanager
 def _printing_warnings() -> Iterator[None]:
-    """Our own warnings as a line each on stderr, every one once."""
+    """Print each of our own warnings once, as a line on stderr."""
     with warnings.catch_warnings():
-        # Python's own "once" begins anew with every other change of filters
+        # Python's own "once" is reset by every change of filters
         warnings.simplefilter("always", TachyscopeWarning)
         others, printed = warnings.showwarning, set[str]()
 

@@ -12,7 +12,7 @@ from tachyscope.cli.verb import PathText, option, options_of, required
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.limits import check
 
-OF_VIDEOS = ("model", "reference", "out")  # options that two videos take
+OF_VIDEOS = ("model", "reference", "out")  # options of a comparison of two videos
 VIDEO_FILES = (".mp4", ".mkv", ".mov", ".webm", ".avi")
 OF_CERTIFICATE = ("model", "weights", "device", "certify")  # and a certificate, which is fixed
 

@@ -1,4 +1,4 @@
-"""`tachyscope doctor`: what this machine has, and whether it can make and write a video."""
+"""`tachyscope doctor`: what is installed, and whether a video can be made and written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Doctor(ResultsVerb):
 
 
 def examine() -> list[dict[str, Any]]:
-    """What this machine has, and whether it can make and write a video."""
+    """What is installed, and whether a video can be made and written; a row for each check."""
     import torch
 
     from tachyscope.decode.cpu_library import find_compiler
@@ -59,7 +59,7 @@ def examine() -> list[dict[str, Any]]:
     for check, attempt in (("libx264", _try_codec), ("rollout", _try_rollouts)):
         try:
             note(check, True, True, attempt())
-        except Exception as error:  # whatever is wrong with the machine is the result
+        except Exception as error:  # any failure of the machine is a result
             note(check, True, False, f"{type(error).__name__}: {error}".splitlines()[0])
     return rows
 

@@ -1,4 +1,4 @@
-"""Faults of a command line in the words that our own errors use."""
+"""Errors of cyclopts in the wording of our own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tachyscope.core.errors import shown
 
 
 def worded(error: cyclopts.CycloptsError, program: str = "tachyscope") -> str:
-    """What is wrong with a program's command line, in one line."""
+    """One line for an error of a program's command line."""
     verb = " ".join([program, *(error.command_chain or ())])
     unused = error.unused_tokens or []
     if isinstance(error, cyclopts.UnknownCommandError):
@@ -24,7 +24,7 @@ def worded(error: cyclopts.CycloptsError, program: str = "tachyscope") -> str:
         hint = f"did you mean {near[0]}" if near else f"{verb} --help lists them"
         return f"{verb} has no option {shown(given)[1:-1]}: {hint}"
     if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
-        return f"{verb} needs a value for {error.argument.name}, got none: {verb} --help tells more"
+        return f"{verb} needs a value for {error.argument.name}, got none: {verb} --help shows more"
     if isinstance(error, cyclopts.RepeatArgumentError):
         return f"{error.token.keyword} is given twice: leave one out"
     if isinstance(error, cyclopts.UnusedCliTokensError):
@@ -34,8 +34,8 @@ def worded(error: cyclopts.CycloptsError, program: str = "tachyscope") -> str:
         )
     if isinstance(error, cyclopts.CoercionError) and error.token is not None:
         return _refused(error, verb)
-    # whatever else there is has one sentence for people
-    return f"{str(error).splitlines()[-1]} {verb} --help tells more"
+    # other errors end in a sentence
+    return f"{str(error).splitlines()[-1]} {verb} --help shows more"
 
 
 def _refused(error: cyclopts.CoercionError, verb: str) -> str:
@@ -45,4 +45,4 @@ def _refused(error: cyclopts.CoercionError, verb: str) -> str:
     name = token.keyword or argument
     if choices := [choice for choice in get_args(error.target_type) if isinstance(choice, str)]:
         return f"no {name} {shown(token.value)}; there are: {', '.join(choices)}"
-    return f"{name} cannot be {shown(token.value)}: {verb} --help tells what it takes"
+    return f"{name} cannot be {shown(token.value)}: {verb} --help shows what it takes"

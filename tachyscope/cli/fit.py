@@ -33,7 +33,7 @@ class Fit(ResultsVerb):
     prompt: str = option("", "Counts in models that hold it in their cache.")
     weights: tuple[PathText, ...] = option(
         (),
-        "The checkpoint, where the model's name stands for an architecture. Also decoder=FILE, a "
+        "The checkpoint, if the model's name is an architecture. Also decoder=FILE, a "
         "tiny decoder (random-tiny without a file), decoder_bands=N and precision=fp8; may be "
         "given several times.",
     )
@@ -49,7 +49,7 @@ class Fit(ResultsVerb):
         from tachyscope.memory.fit import fit
         from tachyscope.memory.lines import lines
 
-        check_plan(self.plan, self.model)  # its faults show before a model is made
+        check_plan(self.plan, self.model)  # refused before a model is made
         size = parse_size(self.size)
         vram, ram = read_gb(self.vram, "vram"), read_gb(self.ram, "ram")
         if self.device not in ("cpu", "cuda"):
@@ -70,7 +70,7 @@ class Fit(ResultsVerb):
         self.emit(results)
 
     def _model(self) -> VideoModel:
-        """The model that `generate` loads, as shapes alone."""
+        """The model that `generate` loads, on the meta device."""
         from tachyscope.memory.predict import sized
 
         path, beside = read_weights(self.weights)
@@ -82,7 +82,7 @@ class Fit(ResultsVerb):
 
 
 def read_gb(text: str | None, name: str) -> float | None:
-    """`16GB`, `16` or `15.9GiB`: memory in GB."""
+    """Gigabytes in `16GB`, `16` or `15.9GiB`."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*", text)

@@ -89,9 +89,9 @@ class Generate(VideoVerb):
                 options["first"] = fit_first(options["first"], options["size"] or model.size)
             options |= self.visit(model)[1]
             actions = options.pop("actions")
-            told, first_line = None, ""
-            if ranks.mesh is None:  # a rank of several takes a part
-                told, first_line = promise_memory(
+            promised, first_line = None, ""
+            if ranks.mesh is None:  # each of several ranks has a part of it
+                promised, first_line = promise_memory(
                     model, self.model, [text], frames=self.frames, size=options["size"],
                     prompt=options["prompt"], given=len(options.get("first", ())),
                 )  # fmt: skip
@@ -127,7 +127,7 @@ class Generate(VideoVerb):
                         size = size_of(made)
                         watch.chunk(name, made)
         speed = rates(rows)
-        sums = summary(rows) | speed | {"load_s": load_s} | measured(model.device, told)
+        sums = summary(rows) | speed | {"load_s": load_s} | measured(model.device, promised)
         run = Run(name, str(stream.session.plan), rows, sums, notes(stream.session, rows))
         row = run.row(model.name, size, decoder=model.decoder_name, compiled=compiled)
         emit(document("generate", [row], command), str(self.out / "generate.json"))
@@ -140,6 +140,6 @@ class Generate(VideoVerb):
 
 
 def _dropped(rows: list[dict[str, float]]) -> str:
-    """How many frames a camera gave too fast."""
+    """A clause on the camera's frames that were dropped."""
     dropped = sum(row.get("source_dropped", 0.0) for row in rows)
-    return f", {dropped:.0f} of whose frames came too fast" if dropped else ""
+    return f", {dropped:.0f} of whose frames were dropped" if dropped else ""

@@ -57,7 +57,7 @@ class List(ResultsVerb):
 
 
 def list_models() -> list[dict[str, Any]]:
-    """Every model with what it makes, where that is known before a checkpoint is given."""
+    """Every model, with what is known of its videos before a checkpoint is given."""
     from tachyscope.models.registry import MODELS
 
     rows = []
@@ -72,7 +72,7 @@ def list_models() -> list[dict[str, Any]]:
 
 
 def _configured(name: str) -> dict[str, Any]:
-    """What a model's configuration says of it; nothing of one that comes with its checkpoint."""
+    """Facts from a model's configuration; None if that comes with its checkpoint."""
     from tachyscope.models.checkpoint import read_json
     from tachyscope.models.registry import MODELS
     from tachyscope.models.vila_u.config import VilaConfig
@@ -90,12 +90,12 @@ def _configured(name: str) -> dict[str, Any]:
     if name in PRESETS:
         config = PRESETS[name].config
         size = _transformer_gb(config.dim, config.ffn_dim, config.layers) + 0.5
-        size += (CLIP_BYTES if config.pad else UMT5_BYTES) / 1e9
+        size += (CLIP_BYTES if config.action_modules else UMT5_BYTES) / 1e9
     elif name == "waypoint":
         config = WaypointConfig()
         size = 2 * sum(math.prod(shape) for shape in config.tensors().values()) / 1e9
     elif entry.random:
-        config = vars(entry.make())["config"]  # a toy: made of it in a blink
+        config = vars(entry.make())["config"]  # toys are made at once
     elif not entry.weights:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
         if entry.kind == "tokens":
@@ -144,7 +144,7 @@ def list_policies() -> list[dict[str, Any]]:
 
 
 def _type_name(kind: Any) -> str:
-    """A parameter's type as a reader writes its values."""
+    """A parameter's type in words."""
     options = [option for option in typing.get_args(kind) if option is not type(None)]
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(options)
@@ -158,7 +158,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _lines(results: dict[str, Any], whole: bool) -> list[str]:
-    """Models, named plans, then policies: a line each, or one with its settings."""
+    """Models, named plans, then policies: a line each; whole: with their settings."""
     out: list[str] = []
     if "models" in results:
         out += [*format_table(COLUMNS, [_model_cells(row) for row in results["models"]])]
@@ -191,7 +191,7 @@ def _model_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """Text as lines, all but the first of them set further in."""
+    """Wrapped text, with later lines indented further."""
     ahead, behind = " " * indent, " " * (indent + 2)
     return textwrap.wrap(
         text, min(terminal_width(), 100), initial_indent=ahead, subsequent_indent=behind,

@@ -1,4 +1,4 @@
-"""The options of verbs that make a video: what to make, on what, by which plan."""
+"""Options of verbs that make a video: model, prompt, actions, device, plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tachyscope.models.atrium.visit import Visit
     from tachyscope.models.base import VideoModel
 
-# The plan of every verb that makes a video: bounded, so that no video is too long for it.
+# The default plan of every verb: bounded, so that no video is too long for it.
 PLAN = "fast"
 MODEL = "A name that `tachyscope list models` shows, or a model of your own: my.py:MyWorld."
 PLAN_HELP = "A name that `tachyscope list plans` shows, or one with changes: 'fast replay=none'."
@@ -40,7 +40,7 @@ DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 class Prompts(NamedTuple):
-    """What a video shows: words or a file of them embedded, and changes from later frames on."""
+    """A video's prompt: text, or a file of an embedded one, and its changes at later frames."""
 
     text: str
     file: str | None
@@ -48,7 +48,7 @@ class Prompts(NamedTuple):
 
 
 class Room(NamedTuple):
-    """An unseen room of the model's world, and how many of its true frames are given."""
+    """A room of the model's world that training never used, and how many true frames to give."""
 
     number: int
     given: int
@@ -78,7 +78,7 @@ class VideoVerb(Verb):
     device: str = option("cpu", DEVICE)
 
     def rollout_options(self, prompt_changes: bool = False) -> dict[str, Any]:
-        """What a rollout takes, checked before a model is loaded.
+        """The arguments of a rollout, checked before a model is loaded.
 
         prompt_changes: whether the verb takes changes of prompt.
         """
@@ -96,7 +96,7 @@ class VideoVerb(Verb):
         return {"frames": self.frames, "prompt": prompts.text, "size": size}
 
     def load(self, dtype: str | None = None) -> VideoModel:
-        """The model on its device; in another dtype than its own where one is given."""
+        """The model on its device, in the device's default dtype unless one is given."""
         from tachyscope.models.registry import with_prompt
 
         model = load_model(self.model, self.weights, self.device, dtype)
@@ -140,7 +140,7 @@ class VideoVerb(Verb):
         }
 
     def about(self) -> str:
-        """A sentence of the model for a report's head."""
+        """A sentence on the model, for a report."""
         from tachyscope.models.registry import MODELS
 
         entry = MODELS.get(self.model)
@@ -152,7 +152,7 @@ class VideoVerb(Verb):
 def load_model(
     name: str, weights: tuple[str, ...] = (), device: str = "cpu", dtype: str | None = None
 ) -> VideoModel:
-    """A model by the words of --weights, in its device's dtype unless another is given."""
+    """Load a model with the words of --weights; in its device's default dtype unless given."""
     from tachyscope.models.registry import load
 
     check_download(name, weights, device)
@@ -176,10 +176,10 @@ def check_download(name: str, weights: Sequence[str], device: str) -> None:
 def promise_memory(
     model: VideoModel, name: str, plans: Sequence[str], with_what: str = "", **video: Any
 ) -> tuple[Promise | None, str]:
-    """What a run of these plans, one after the other, takes at most, and the line that tells it.
+    """The predicted peak memory of runs by these plans, one after the other, and a line with it.
 
-    Raises where the machine has less, unless it is of a server, which looks at each session. Where
-    a model does not tell there is neither.
+    Raises if the machine has less; not for a server (`with_what`), which checks each session.
+    (None, "") if a model's memory is unknown.
     """
     from tachyscope.memory.promise import Promise, promise
 
@@ -187,19 +187,19 @@ def promise_memory(
     known = [one for one in each if one is not None]
     if not known:
         return None, ""
-    told = Promise(*(max(sizes) for sizes in zip(*known, strict=True)))
+    promised = Promise(*(max(sizes) for sizes in zip(*known, strict=True)))
     if not with_what:
-        told.check(model)
-    return told, f"{name} by {' or '.join(plans)}{with_what}: at most {told}"
+        promised.check(model)
+    return promised, f"{name} by {' or '.join(plans)}{with_what}: at most {promised}"
 
 
 def dtype_of(device: str) -> str:
-    """In which dtype models run on a device."""
+    """The default dtype of models on a device."""
     return DTYPES.get(device.split(":")[0], DTYPES["cpu"])
 
 
 def read_prompts(words: tuple[str, ...]) -> Prompts:
-    """`a red room`, `@FILE`, and with `24: ` ahead what follows from a later frame on.
+    """Prompts: `a red room` or `@FILE`, and after `24: ` the prompt from that frame on.
 
     `0: 2001: a space odyssey` is a first prompt that itself begins with a number.
     """
@@ -235,7 +235,7 @@ def read_prompts(words: tuple[str, ...]) -> Prompts:
 
 
 def read_video_word(text: str) -> tuple[str, float | None]:
-    """`clip.mp4:0.4`: a file or a camera, and the strength where one is given."""
+    """The file or camera and the strength, if given, in `clip.mp4:0.4`."""
     path, colon, level = text.rpartition(":")
     if not (colon and path and re.fullmatch(r"[0-9.]+", level)):
         return text, None
@@ -243,7 +243,7 @@ def read_video_word(text: str) -> tuple[str, float | None]:
 
 
 def read_room(text: str | None) -> Room | None:
-    """`7` or `7:257`: a room, and how many of its frames are given."""
+    """The room in `7` or `7:257`, and the number of its frames that are given."""
     if text is None:
         return None
     number, _, given = text.partition(":")
@@ -254,7 +254,7 @@ def read_room(text: str | None) -> Room | None:
 
 
 def read_weights(words: tuple[str, ...]) -> tuple[str | None, dict[str, Any]]:
-    """The checkpoint among the words of --weights, and what is loaded beside it."""
+    """The checkpoint among the words of --weights, and the other keywords of `load`."""
     path: str | None = None
     beside: dict[str, Any] = {}
     for word in words:
@@ -283,7 +283,7 @@ def read_weights(words: tuple[str, ...]) -> tuple[str | None, dict[str, Any]]:
 
 
 def check_plan(text: str, model: str) -> str:
-    """A plan's text, checked before a model is loaded."""
+    """The plan's text, after a check that needs no model."""
     from tachyscope.core.plan import check_text
 
     check_text(text, kind_of(model))
@@ -291,14 +291,14 @@ def check_plan(text: str, model: str) -> str:
 
 
 def kind_of(model: str) -> str:
-    """Which named plans a model means, as far as its name tells."""
+    """The kind of a model's named plans; chunks for an unknown name."""
     from tachyscope.models.registry import MODELS
 
     return MODELS[model].kind if model in MODELS else "chunks"
 
 
 def fit_first(frames: Frames, size: tuple[int, int]) -> Frames:
-    """Given frames of the video's size: cut in the middle and scaled where they have another."""
+    """Given frames at the video's size: cropped in the middle and scaled if needed."""
     from tachyscope.io.video import resize_frames
 
     given: tuple[int, ...] = frames.shape[1:3]

@@ -18,7 +18,7 @@ WAIT = timedelta(minutes=5)  # for a rank that is late, before all of them end
 
 
 class Joined(NamedTuple):
-    """This process among the ranks; alone where torchrun did not start it."""
+    """This process among the ranks; alone unless torchrun started it."""
 
     device: str
     mesh: DeviceMesh | None = None
@@ -31,7 +31,7 @@ def count() -> int:
 
 
 def check_alone(verb: str) -> None:
-    """Raise where torchrun started several processes of a verb that is for one."""
+    """Raise if torchrun started several processes of a verb that runs in one."""
     if count() > 1:
         raise TachyscopeError(
             f"{verb} runs in one process, and torchrun started {count()}: start generate with it, "
@@ -68,8 +68,8 @@ def joined(device: str) -> Iterator[Joined]:
     mesh = init_device_mesh(kind, (count(),))
     first = mesh.get_local_rank() == 0
     with warnings.catch_warnings():
-        if not first:  # the first tells them
+        if not first:  # the first one prints them
             warnings.simplefilter("ignore", TachyscopeWarning)
         yield Joined(device, mesh, first)
-    # not after a fault: others may be gone, and would be waited for
+    # not after an error: it would wait for ranks that may be gone
     dist.destroy_process_group()

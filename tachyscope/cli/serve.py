@@ -27,14 +27,14 @@ from tachyscope.core.limits import check, number, whole
 if TYPE_CHECKING:
     from tachyscope.models.base import VideoModel
     from tachyscope.serve.limits import Limits
-    from tachyscope.serve.server import Place
+    from tachyscope.serve.server import Endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Server(Verb):
-    """What both verbs take."""
+    """Options of both verbs."""
 
-    plan: str = option(PLAN, "The plan of sessions that ask for none.")
+    plan: str = option(PLAN, "The plan of sessions that name none.")
     port: int = option(8080, "Where to listen; 0 for any that is free.")
     weights: tuple[PathText, ...] = option((), WEIGHTS)
     device: str = option("cpu", DEVICE)
@@ -100,10 +100,10 @@ class Play(_Server):
             from tachyscope.io.video import read_frames
 
             model.opening = fit_first(read_frames(self.first), model.size)
-        from tachyscope.serve.server import Place, run
+        from tachyscope.serve.server import Endpoint, run
 
         run(
-            model, self.model, plan=self.plan, place=Place(port=self.port), budget=self.budget,
+            model, self.model, plan=self.plan, place=Endpoint(port=self.port), budget=self.budget,
             limits=limits, snapshot_chunks=chunks, open_page=self.page,
         )  # fmt: skip
 
@@ -131,10 +131,10 @@ class Serve(_Server):
 
     def run(self, command: str) -> None:
         from tachyscope.serve.security import read_tokens
-        from tachyscope.serve.server import Place, run
+        from tachyscope.serve.server import Endpoint, run
 
         tokens = () if self.token_file is None else read_tokens(self.token_file)
-        place = Place(self.host, self.port, tokens, self.origin)
+        place = Endpoint(self.host, self.port, tokens, self.origin)
         limits, chunks = self.settings()
         if self.replicas is not None:
             self._run_replicas(self.replicas, place, limits, chunks)
@@ -145,7 +145,7 @@ class Serve(_Server):
             limits=limits, snapshot_chunks=chunks,
         )  # fmt: skip
 
-    def _run_replicas(self, replicas: str, place: Place, limits: Limits, chunks: int) -> None:
+    def _run_replicas(self, replicas: str, place: Endpoint, limits: Limits, chunks: int) -> None:
         low, _, high = replicas.partition(":")
         least = whole(low, "`replicas`")
         most = whole(high, "`replicas`") if high else least

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 PathText = NewType("PathText", str)
 # what every verb takes beside its own options
 TRACEBACK = "--traceback"
-# options that do not change what is measured; of `paces` each row of rivals has its own
+# options that do not change what is measured; each row of rivals records its own `paces`
 NO_SETTINGS = ("json", "out", "rows", "paces", "resume", "plot", "jobs", "seconds", "quiet")
-RESUME = "Go on with the file of results: what it has of the same options is not measured again."
+RESUME = "Continue the results file: rows it has for the same options are not measured again."
 
 
 class Option(NamedTuple):
-    """One option of a verb, as both parsers need it."""
+    """One option of a verb, for the parser and the reference."""
 
     name: str
     type: Any  # bool, int, float, str, Path, PathText or a Literal
@@ -35,7 +35,7 @@ class Option(NamedTuple):
     help: str
     positional: bool
     many: bool  # may be given several times
-    optional: bool  # None where it is left out
+    optional: bool  # None if left out
 
     @property
     def flag(self) -> str:
@@ -54,35 +54,37 @@ def required(help: str, positional: bool = False) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """A verb: its docstring and its fields' help are what --help tells."""
+    """A verb; --help shows its docstring and its fields' help."""
 
-    by_ranks: ClassVar[bool] = False  # whether several processes can do it together
+    by_ranks: ClassVar[bool] = False  # whether torchrun may start several processes of it
 
     def run(self, command: str) -> None:
-        """Do what the options ask for. command: the words that were typed, for the results."""
+        """Run the verb. command: the words that were typed, for the results."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsVerb(Verb):
-    """A verb whose results go to a file of their own, or to stdout."""
+    """A verb that can write its results as JSON to a file or to stdout."""
 
-    json: str | None = option(None, "A file for the results, or - for the last line of stdout.")
+    json: str | None = option(
+        None, "A file for the results as JSON, or - for the last line of stdout."
+    )
 
     def check_json(self) -> None:
-        """Raise where the results could not be written, before anything is measured."""
+        """Raise if the results could not be written, before anything is measured."""
         from tachyscope.io.results import check_json
 
         check_json(self.json)
 
     def emit(self, results: Document) -> None:
-        """Write the results where --json says."""
+        """Write the results to --json."""
         from tachyscope.io.results import emit
 
         emit(results, self.json)
 
     def parts(self, command: str, where: str | None = None) -> Parts:
-        """Where a measurement of these options is kept as it grows: --json's file unless given."""
+        """The file that keeps partial results of these options: that of --json, or `where`."""
         from tachyscope.io.results import Parts
 
         options = {one.name: getattr(self, one.name) for one in options_of(type(self))}
@@ -96,7 +98,7 @@ class ResultsVerb(Verb):
 
     @property
     def prints(self) -> bool:
-        """Whether tables are printed: not where stdout is for the results."""
+        """Whether tables are printed: not if stdout is for the results."""
         return self.json != "-"
 
 
@@ -120,12 +122,12 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """The words that an option of this type takes; none where it takes any."""
+    """The words that an option of a Literal type takes; () for other types."""
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
 def read_word(kind: Any, text: str, name: str) -> Any:
-    """What a typed word stands for in an option of this type."""
+    """The value of a typed word, for an option of this type."""
     if kind is int:
         return whole(text, name)
     if kind is float:
