@@ -42,6 +42,54 @@ def test_a_removed_plan_leaves_the_model_as_it_was(pipe):
     assert torch.equal(pipe.inference(noise, context), theirs)
 
 
+def test_a_handle_that_is_removed_twice_leaves_the_next_one_at_work(pipe):
+    first = ts.accelerate(pipe, "dense")
+    first.remove()
+    with ts.accelerate(pipe, "dense") as second:
+        pipe.inference(*inputs())
+        first.remove()
+        assert pipe.kv_cache1 is not None and second.stats()["density"] == 1
+        assert pipe.kv_cache1[0]["tachyscope"] is second.cache
+
+
+def test_a_package_that_is_too_old_is_named_with_the_one_that_serves(monkeypatch):
+    import diffusers
+    import transformers
+
+    tiny = transformers.LlamaConfig(
+        hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=9
+    )
+    lm = transformers.LlamaForCausalLM(tiny)
+    monkeypatch.setattr(sys.modules["diffusers"], "__version__", "0.40.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.9.1")
+    with pytest.raises(TachyscopeError, match="diffusers 0.40.0 is .* pip install -U 'diffusers>="):
+        ts.accelerate(diffusers.AutoencoderKL(), "dense")
+    for use in (
+        lambda: ts.accelerate(lm, "dense"),
+        lambda: lm.generate(
+            torch.ones(1, 3).long(), max_new_tokens=2, custom_generate=ts.drafts(4)
+        ),
+    ):
+        with pytest.raises(
+            TachyscopeError, match="transformers 5.9.1 .* transformers 5.17 or newer"
+        ):
+            use()
+    with pytest.raises(TachyscopeError, match="does not know torch.nn"):
+        ts.accelerate(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.100.0.dev0")
+    ts.accelerate(lm, "dense").remove()
+
+
+def test_the_oldest_packages_are_those_that_are_installed_at_least():
+    from pathlib import Path
+
+    from tachyscope.integrations.versions import OLDEST
+
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for package, oldest in OLDEST.items():
+        assert f'"{package}>={".".join(map(str, oldest))}"' in project
+
+
 def test_a_second_video_and_another_batch_are_new_videos(pipe):
     two = inputs(batch=2, seed=3)
     pipe.kv_cache1 = None

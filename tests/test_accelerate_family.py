@@ -133,6 +133,40 @@ def test_a_model_that_counts_frames_as_of_480p_passes_the_check():
         check_parity(model, 3)
 
 
+def test_cross_attention_that_differs_is_refused():
+    """A model with an image beside its prompt has the same names, and keys that no plan reads."""
+    model = make("self-forcing").generator.model
+    part = model.blocks[0].cross_attn
+    inner = part.forward
+
+    def with_image(x, context, context_lens, crossattn_cache=None):
+        text = inner(x, context[:, 257:], context_lens, crossattn_cache=crossattn_cache)
+        return text + inner(x, context[:, :257], context_lens, crossattn_cache={"is_init": False})
+
+    part.forward = with_image
+    with pytest.raises(
+        TachyscopeError, match="the plan's cross-attention differs .* not of Self-F"
+    ):
+        ts.accelerate(model, "dense")
+    part.forward = lambda x, context, context_lens: inner(x, context, context_lens)
+    with pytest.raises(TachyscopeError, match="the plan's cross-attention differs .* by inf"):
+        ts.accelerate(model, "dense")
+
+
+def test_a_compiled_model_is_served_and_left_as_it_was():
+    pipe, (noise, context) = make("self-forcing"), inputs()
+    theirs = pipe.inference(noise, context)
+    model = pipe.generator.model
+    pipe.generator.model = torch.compile(model, backend="eager")
+    with ts.accelerate(pipe, "dense"):
+        pipe.kv_cache1 = None
+        assert error(pipe.inference(noise, context), theirs) < DENSE
+        with pytest.raises(TachyscopeError, match="accelerated already"):
+            ts.accelerate(model, "dense")
+    pipe.generator.model = model
+    assert torch.equal(pipe.inference(noise, context), theirs)
+
+
 def test_a_window_computed_anew_that_a_plan_no_longer_has_is_refused():
     pipe, (noise, context) = make("longlive"), inputs(frames=18)
     pipe.recache = lambda run, past: run(past[:, 3:], 0, 3)

@@ -3,7 +3,12 @@
 import diffusers
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+)
 from diffusers import WanTransformer3DModel as Transformer
 
 import tachyscope as ts
@@ -176,6 +181,29 @@ def test_a_compiled_transformer_makes_the_same_video(transformer, context):
         assert error(theirs(handle, context), wanted) < EXACT
 
 
+def test_a_pipeline_whose_transformer_is_wrapped_by_compile_makes_the_same_video(pipe, context):
+    pipe.set_progress_bar_config(disable=True)
+    with ts.accelerate(pipe, "dense") as handle:
+        wanted = few(pipe, context)
+        assert handle.called is pipe.transformer
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with ts.accelerate(pipe, "dense") as handle:
+        assert error(few(pipe, context), wanted) < EXACT
+        assert handle.called is pipe.transformer, "the compiled one is called"
+
+
+def test_videos_of_a_batch_may_have_a_generator_each(pipe, context):
+    pipe.set_progress_bar_config(disable=True)
+    size = {"height": 8 * HIGH, "width": 8 * WIDE, "num_frames": 9, "output_type": "latent"}
+    with ts.accelerate(pipe, "dense"):
+        seeds = [torch.Generator().manual_seed(i) for i in (1, 2)]
+        pair = pipe(prompt_embeds=context.repeat(2, 1, 1), generator=seeds, **size).frames
+        alone = pipe(
+            prompt_embeds=context, generator=torch.Generator().manual_seed(2), **size
+        ).frames
+    assert error(pair[1:], alone) < EXACT
+
+
 @pytest.fixture
 def pipe(transformer):
     torch.manual_seed(2)
@@ -295,8 +323,23 @@ def test_what_cannot_be_accelerated_is_refused_in_words(transformer, context, pi
     with ts.accelerate(transformer, "dense"):
         with pytest.raises(TachyscopeError, match="accelerated already: remove"):
             ts.accelerate(transformer, "fast")
-        with pytest.raises(TachyscopeError, match="must be told its first latent frame"):
+        with pytest.raises(TachyscopeError, match="needs the first latent frame of the pass"):
             transformer(torch.zeros(1, 4, 3, HIGH, WIDE), torch.ones(1), context)
+    with ts.accelerate(pipe, "dense"):
+        for options, words in (
+            ({"guidance_scale": 5.0, "negative_prompt": ""}, "takes no guidance_scale, negative_p"),
+            ({"num_frames": 0}, "`num_frames` must be 1 or more, got 0"),
+            ({"height": 40, "width": 48}, "`height` must be a multiple of 16 and .* got 40 x 48"),
+        ):
+            with pytest.raises(TachyscopeError, match=words):
+                pipe(prompt_embeds=context, **options)
+    image = WanImageToVideoPipeline(
+        None, None, None, FlowMatchEulerDiscreteScheduler(), transformer=transformer
+    )
+    with pytest.raises(
+        TachyscopeError, match="WanImageToVideoPipeline has a loop over whole clips"
+    ):
+        ts.accelerate(image, "dense")
     with pytest.raises(TachyscopeError, match="one of self-forcing, .* got preset 'longlive'"):
         ts.accelerate(transformer, "dense", preset="longlive")
     with pytest.raises(TachyscopeError, match="takes check, latent_frames, preset"):

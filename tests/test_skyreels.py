@@ -66,10 +66,37 @@ def test_blocks_at_one_noise_level_are_served_too(pipe):
         assert handle.stats()["frames_share"] == 1
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_an_offloaded_pipeline_is_accelerated_in_its_second_video_too(pipe, before):
+    """Offloading exchanges the transformer's `forward` behind each video."""
+    theirs = video(pipe)
+    if before:
+        pipe.enable_model_cpu_offload(device="cpu")
+    with ts.accelerate(pipe, "dense") as handle:
+        if not before:
+            pipe.enable_model_cpu_offload(device="cpu")
+        for _ in range(2):
+            assert error(video(pipe), theirs) < 1e-5
+        assert handle.stats()["frames_share"] == 1 - 9 / 48
+    assert torch.equal(video(pipe), theirs), "removed"
+
+
+def test_a_compiled_transformer_makes_the_same_video(pipe):
+    theirs = video(pipe)
+    pipe.transformer.compile(backend="eager")
+    with ts.accelerate(pipe, "dense"):
+        assert error(video(pipe), theirs) < 1e-5
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with pytest.raises(
+        TachyscopeError, match="wrapped by torch.compile.*: use transformer.compile"
+    ):
+        ts.accelerate(pipe, "dense")
+
+
 def test_what_a_plan_cannot_serve_is_refused_in_words(pipe):
     with pytest.raises(TachyscopeError, match="cache=window.* takes cache=keep_all"):
         ts.accelerate(pipe, "cache=window:budget=4f")
-    with pytest.raises(TachyscopeError, match="has no preset for this model"):
+    with pytest.raises(TachyscopeError, match="has no preset for this model: it takes a plan"):
         ts.accelerate(pipe, "dense", preset="x")
     with ts.accelerate(pipe, "dense"):
         with pytest.raises(TachyscopeError, match="accelerated already"):

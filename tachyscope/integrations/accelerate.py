@@ -6,11 +6,13 @@ import abc
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.plan import Plan
+from tachyscope.integrations.versions import too_old
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +27,11 @@ BY_HAND = (
 
 
 class Adapter(NamedTuple):
-    """Where an adapter is, and what it is for."""
+    """Where an adapter is, and which models it serves."""
 
-    serves: str  # what `accelerate` says that it knows
+    serves: str  # as a refusal names them
     path: str  # module:Class
-    package: str  # its models' own: the adapter is imported where this package has been
+    package: str  # of its models: the adapter is imported only after this package
 
 
 ADAPTERS = (
@@ -56,30 +58,29 @@ ADAPTERS = (
     ),
 )
 
-_ABSENT = object()
-
 
 class Patches:
-    """Attributes of objects set for a time, and put back as they were."""
+    """Attributes set on others' objects, and how to restore them, newest first."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
+        held = vars(owner)
+        back = partial(setattr, owner, name, held[name]) if name in held else None
+        self._undo.append(back or partial(delattr, owner, name))
         setattr(owner, name, value)
 
+    def on_undo(self, call: Callable[[], object]) -> None:
+        self._undo.append(call)
+
     def undo(self) -> None:
-        while self._held:
-            owner, name, value = self._held.pop()
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        while self._undo:
+            self._undo.pop()()
 
 
 class FeedForward:
-    """A host's feed-forward layer, computed where a plan does not replay it."""
+    """A host's feed-forward layer, as a plan's replay calls it."""
 
     def __init__(self, layer: Any) -> None:
         self.inner = layer.forward
@@ -93,7 +94,7 @@ class FeedForward:
 def replay_through(
     patches: Patches, blocks: Any, plan: Plan, cache: Callable[[], VideoCache]
 ) -> None:
-    """Let the plan's replay act on every block's `ffn`, by the present pass's cache."""
+    """Let the plan's replay act on each block's `ffn`; `cache` returns the present pass's."""
     if plan.replay is None:
         return
     for layer, block in enumerate(blocks):
@@ -106,7 +107,9 @@ def replay_through(
 
 
 class Accelerated(abc.ABC):
-    """A plan at work in somebody's model, until `remove` or the end of a `with`."""
+    """A plan at work in a host's model, until `remove` or the end of a `with`."""
+
+    patches: Patches
 
     @staticmethod
     @abc.abstractmethod
@@ -117,9 +120,9 @@ class Accelerated(abc.ABC):
     def __init__(self, thing: Any, plan: str | Plan, options: Mapping[str, Any]) -> None:
         """Put the plan to work."""
 
-    @abc.abstractmethod
     def remove(self) -> None:
-        """Put everything back as it was found."""
+        """Restore the model; a second call does nothing."""
+        self.patches.undo()
 
     @abc.abstractmethod
     def stats(self) -> dict[str, float]:
@@ -137,25 +140,50 @@ class Accelerated(abc.ABC):
         self.remove()
 
 
+def uncompiled(module: Any) -> Any:
+    """The module itself where it is wrapped by torch.compile."""
+    return getattr(module, "_orig_mod", module)
+
+
+def check_options(options: Mapping[str, Any], *known: str) -> None:
+    """Raise where `accelerate` was given an option that this model's adapter does not take."""
+    if unknown := options.keys() - set(known):
+        raise TachyscopeError(
+            f"accelerate has no {', '.join(sorted(unknown))} for this model: "
+            f"it takes {', '.join(sorted(known)) or 'a plan'}"
+        )
+
+
 def accelerate(thing: Any, plan: str | Plan = "fast", **options: Any) -> Accelerated:
-    """Run somebody's model or pipeline by a plan, in its own code.
+    """Run a model or pipeline by a plan, in its own code.
 
         with ts.accelerate(pipe, "fast"):
             pipe(...)
 
-    chunk, passes: latent frames that are denoised together, and passes over them, where the model
-    does not say. latent_frames: of the video, where known. tokens_per_frame: of a language model's
-    video frames. check: compare one random chunk with
-    the model's own attention first, and refuse where they differ (on unless False).
+    chunk, passes: latent frames that are denoised together and passes over them, if the model does
+    not say. latent_frames: of the video, if known. tokens_per_frame: of a language model's video
+    frames. preset: of diffusers' Wan, "self-forcing" if not given. check: compare random chunks
+    with the model's own attention first, and refuse where they differ (the default).
     """
     for entry in ADAPTERS:
-        if entry.package in sys.modules:
-            module, name = entry.path.split(":")
-            adapter: type[Accelerated] = getattr(importlib.import_module(module), name)
-            if adapter.matches(thing):
-                return adapter(thing, plan, options)
+        if entry.package not in sys.modules:
+            continue
+        if fault := too_old(entry.package):
+            if entry.package in _packages_of(thing):
+                raise TachyscopeError(fault)
+            continue
+        module, name = entry.path.split(":")
+        adapter: type[Accelerated] = getattr(importlib.import_module(module), name)
+        if adapter.matches(thing):
+            return adapter(thing, plan, options)
     known = "; ".join(entry.serves for entry in ADAPTERS)
     raise TachyscopeError(
         f"accelerate does not know {type(thing).__module__}.{type(thing).__qualname__}: give "
         f"{known}; {BY_HAND}"
     )
+
+
+def _packages_of(thing: Any) -> set[str]:
+    """Packages that a model, or a pipeline's, gets its classes from."""
+    parts = (uncompiled(thing), uncompiled(getattr(thing, "transformer", None)))
+    return {kind.__module__.partition(".")[0] for part in parts for kind in type(part).__mro__}

@@ -11,16 +11,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.core.plan import Plan
-from tachyscope.integrations.accelerate import Accelerated, Patches, replay_through
+from tachyscope.integrations.accelerate import (
+    Accelerated,
+    Patches,
+    check_options,
+    replay_through,
+    uncompiled,
+)
 from tachyscope.integrations.video_cache import VideoCache
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Absolute
@@ -30,7 +38,7 @@ from tachyscope.models.wan.sampler import clean_from, noised, schedule
 KEY = "tachyscope"  # of the adapter at work
 CONTEXT = "inference"  # where the host opens none
 FRAME = "current_frame"  # in attention_kwargs: the first latent frame of a pass
-# why a plan does not serve diffusers' other transformers that make videos
+# why a plan does not act in diffusers' other video transformers
 WHOLE = "denoises a whole clip or picture at once, and keeps no past"
 OTHERS = {
     "AnyFlowFARTransformer3DModel": "patches what lies behind 4 times coarser than the chunk, so "
@@ -47,19 +55,16 @@ LIMIT = 1e-2  # of a chunk's relative error to the host's own attention, which m
 class DiffusersWan(Accelerated):
     @staticmethod
     def matches(thing: Any) -> bool:
-        module = type(getattr(thing, "transformer", thing)).__module__
+        module = type(uncompiled(getattr(thing, "transformer", thing))).__module__
         return module.startswith("diffusers.models.transformers.")
 
     def __init__(self, thing: Any, plan: str | Plan, options: Mapping[str, Any]) -> None:
-        transformer = getattr(thing, "transformer", thing)
-        _check(transformer)
+        called = getattr(thing, "transformer", thing)  # may be wrapped by torch.compile
+        transformer = uncompiled(called)
+        _check(thing, transformer)
         check_host(thing, transformer)
-        known = {"preset", "latent_frames", "check"}
-        if unknown := options.keys() - known:
-            raise TachyscopeError(
-                f"accelerate has no {', '.join(sorted(unknown))} for this model: "
-                f"it takes {', '.join(sorted(known))}"
-            )
+        check_options(options, "check", "latent_frames", "preset")
+        self.called = called
         self.transformer, self.patches = transformer, Patches()
         self.config = _config(options.get("preset", "self-forcing"))
         layers, passes = len(transformer.blocks), len(self.config.steps) + 1
@@ -78,20 +83,16 @@ class DiffusersWan(Accelerated):
         patch(transformer, "cache_context", cache_contexts(self.passes, transformer.cache_context))
         patch(transformer, "enable_cache", enable_cache)
         begin = torch.compiler.disable(self.passes.begin)
-        self.hook = transformer.register_forward_pre_hook(begin, with_kwargs=True)
+        hook = transformer.register_forward_pre_hook(begin, with_kwargs=True)
+        self.patches.on_undo(hook.remove)
         for layer, block in enumerate(transformer.blocks):
             patch(block.attn1, "processor", Processor(layer, self.passes))
         plan, caches = self.passes.cache.plan, self.passes
         replay_through(self.patches, transformer.blocks, plan, lambda: caches.cache)
-        self.pipeline, self.kind = thing, type(thing)
-        if isinstance(thing, WanPipeline):  # what is called is looked up in the class
-            looped = type(self.kind.__name__, (_Causal, self.kind), {"accelerated": self})
-            thing.__class__ = looped
-
-    def remove(self) -> None:
-        self.pipeline.__class__ = self.kind
-        self.hook.remove()
-        self.patches.undo()
+        if thing is not called:  # a pipeline: its call is looked up in its class
+            kind = type(thing)
+            self.patches.on_undo(partial(setattr, thing, "__class__", kind))
+            thing.__class__ = type(kind.__name__, (_Causal, kind), {"accelerated": self})
 
     def reset(self) -> None:
         """Forget every video."""
@@ -114,7 +115,7 @@ class DiffusersWan(Accelerated):
 
             def predict(x: Tensor, timestep: float, start: int = start) -> Tensor:
                 times = torch.full((len(x), x.shape[2]), timestep, device=x.device)
-                out: Tensor = self.transformer(
+                out: Tensor = self.called(
                     x.to(self.transformer.dtype), times, context, return_dict=False,
                     attention_kwargs={FRAME: start},
                 )[0]  # fmt: skip
@@ -144,32 +145,44 @@ class _Causal:
         height: int = 480,
         width: int = 832,
         num_frames: int = 81,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         output_type: str = "np",
         return_dict: bool = True,
         max_sequence_length: int = 512,
         callback_on_step_end: Callable[[Any, int, Any, dict[str, Any]], Any] | None = None,
+        **others: Any,
     ) -> Any:
-        """A video of `num_frames` or a few more: whole chunks. The callback is called a chunk."""
+        """A video of at least `num_frames`, in whole chunks, with a callback for each of them."""
+        if others:
+            raise TachyscopeError(
+                f"an accelerated pipeline takes no {', '.join(sorted(others))}: steps, guidance "
+                f"and noise are the preset's, leave it out"
+            )
+        if num_frames < 1:
+            raise TachyscopeError(f"`num_frames` must be 1 or more, got {num_frames}")
         accelerated, device = self.accelerated, self._execution_device
         config, transformer = accelerated.config, accelerated.transformer
+        scale, steps = self.vae_scale_factor_spatial, transformer.config.patch_size[1:]
+        if height % (scale * steps[0]) or width % (scale * steps[1]):
+            raise TachyscopeError(
+                f"`height` must be a multiple of {scale * steps[0]} and `width` of "
+                f"{scale * steps[1]}, got {height} x {width}"
+            )
         prompt_embeds, _ = self.encode_prompt(
             prompt, do_classifier_free_guidance=False, prompt_embeds=prompt_embeds, device=device,
             max_sequence_length=max_sequence_length, dtype=transformer.dtype,
         )  # fmt: skip
-        scale = self.vae_scale_factor_spatial
         size = (
             len(prompt_embeds), transformer.config.in_channels, config.chunk,
             height // scale, width // scale,
         )  # fmt: skip
         latent_frames = 1 + -(-(num_frames - 1) // self.vae_scale_factor_temporal)
         latent_frames = config.chunk * -(-latent_frames // config.chunk)
-        source = generator.device if generator is not None else device
 
         def noise() -> Tensor:
-            drawn = torch.randn(size, generator=generator, dtype=torch.float32, device=source)
-            return drawn.to(device)
+            drawn: Tensor = randn_tensor(size, generator, device, torch.float32)
+            return drawn
 
         chunks = []
         for number, chunk in enumerate(accelerated.latents(prompt_embeds, noise, latent_frames)):
@@ -190,7 +203,7 @@ class _Causal:
 
 
 class _Passes:
-    """Where the transformer's passes stand, and a cache for each `cache_context`."""
+    """A cache for each `cache_context`, and the one of the present pass."""
 
     def __init__(self, make: Callable[[], VideoCache]) -> None:
         self.make, self.name = make, CONTEXT
@@ -206,8 +219,8 @@ class _Passes:
         more = dict(given.get("attention_kwargs") or {})
         if FRAME not in more:
             raise TachyscopeError(
-                f"an accelerated transformer must be told its first latent frame: give "
-                f"attention_kwargs={{{FRAME!r}: …}}, or call the accelerated pipeline"
+                f"an accelerated transformer needs the first latent frame of the pass: give "
+                f"attention_kwargs={{{FRAME!r}: …}}, or accelerate the pipeline and call that"
             )
         time, rows, columns = (
             size // patch for size, patch in zip(x.shape[2:], module.config.patch_size, strict=True)
@@ -288,16 +301,21 @@ def _config(preset: str) -> WanConfig:
     return PRESETS[preset].config
 
 
-def _check(transformer: Any) -> None:
+def _check(thing: Any, transformer: Any) -> None:
     name = type(transformer).__name__
     if not isinstance(transformer, WanTransformer3DModel):
         raise TachyscopeError(
             f"{name} {OTHERS.get(name, WHOLE)}: give diffusers' Wan with chunk-causal weights"
         )
+    if uncompiled(thing) is not transformer and not isinstance(thing, WanPipeline):
+        raise TachyscopeError(
+            f"{type(thing).__name__} has a loop over whole clips: give a WanPipeline of the same "
+            f"parts, or the transformer alone for a loop of your own"
+        )
 
 
 def check_host(thing: Any, transformer: Any) -> None:
-    """Raise where something of diffusers' own is at work that a plan cannot stand beside."""
+    """Raise where a feature of diffusers is on that a plan cannot be combined with."""
     if getattr(thing, "transformer_2", None) is not None:
         fault = "this pipeline has two transformers, of which a chunk-causal model has one"
     elif getattr(transformer, "is_cache_enabled", False):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.core.errors import TachyscopeError
+from tachyscope.integrations.versions import too_old
 from tachyscope.passes.draft import Draft
 
 CFG = "UnbatchedClassifierFreeGuidanceLogitsProcessor"
@@ -261,6 +262,8 @@ def _same(token: Tensor, draft: Tensor, unfinished: Tensor) -> bool:
 
 
 def _check(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    if old := too_old("transformers"):
+        raise TachyscopeError(old)
     cache = kwargs.get("past_key_values")
     faults = {
         "beam search": (config.num_beams or 1) > 1,

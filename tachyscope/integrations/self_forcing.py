@@ -26,7 +26,13 @@ from torch import Tensor
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.plan import Plan, spell
-from tachyscope.integrations.accelerate import Accelerated, Patches, replay_through
+from tachyscope.integrations.accelerate import (
+    Accelerated,
+    Patches,
+    check_options,
+    replay_through,
+    uncompiled,
+)
 from tachyscope.integrations.video_cache import VideoCache
 
 KEY = "tachyscope"  # of our cache in the host's
@@ -35,6 +41,7 @@ UPDATES = "_apply_cache_updates"  # a method of models that write all layers' ca
 LIMIT = 1e-2  # of a chunk's relative error to the host's own attention, which may be bfloat16
 PARTS = ("q", "k", "v", "o", "norm_q", "norm_k", "num_heads", "head_dim")
 OWN = ("kv_cache1", "kv_cache_clean")  # a pipeline's own cache
+WORDS = 300  # of the random prompt in the check; an image's 257 tokens would be the first ones
 TOKENS_480P = 1560  # of a latent frame, a number in some repositories' code
 
 
@@ -45,12 +52,7 @@ class SelfForcing(Accelerated):
         return _model_of(thing) is not None
 
     def __init__(self, thing: Any, plan: str | Plan, options: Mapping[str, Any]) -> None:
-        known = {"chunk", "passes", "latent_frames", "check"}
-        if unknown := options.keys() - known:
-            raise TachyscopeError(
-                f"accelerate has no {', '.join(sorted(unknown))} for this model: "
-                f"it takes {', '.join(sorted(known))}"
-            )
+        check_options(options, "check", "chunk", "latent_frames", "passes")
         model = _model_of(thing)
         assert model is not None
         if KEY in vars(model):
@@ -83,11 +85,6 @@ class SelfForcing(Accelerated):
             check_parity(model, self.block)
         self._attach()
 
-    def remove(self) -> None:
-        if KEY in vars(self.model) and self.pipeline is not None:
-            self._drop_own()  # allocated at its next video
-        self.patches.undo()
-
     def stats(self) -> dict[str, float]:
         return self.cache.stats()
 
@@ -114,6 +111,7 @@ class SelfForcing(Accelerated):
             make = MethodType(_initialize_kv_cache, self.pipeline)
             patch(self.pipeline, "_initialize_kv_cache", make)
             self._drop_own()
+            self.patches.on_undo(self._drop_own)  # allocated again with its next video
 
     def _drop_own(self) -> None:
         for name in _own_caches(self.pipeline):
@@ -140,8 +138,11 @@ class SelfForcing(Accelerated):
             self._begin(stores, frame, time, (rows, columns), 0.0 if clean else 1.0)
             return inner(*given.args, **given.kwargs)
 
-        return forward
+        # this frame alone: the model inside is compiled where the host compiles it
+        outside_graphs: Any = torch.compiler.disable(forward, recursive=False)
+        return outside_graphs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(
         self, stores: Any, frame: int, frames: int, grid: tuple[int, int], noise: float
     ) -> None:
@@ -188,11 +189,8 @@ class SelfForcing(Accelerated):
         # the host's own flag says that the prompt is a new one
         if not store.get("is_init") or not self.cache.has_prompt:
             store["is_init"] = True
-            k, v = _heads(part, part.norm_k(part.k(context))), _heads(part, part.v(context))
-            self.cache.set_prompt(layer, k.type_as(v), v, self._prompt_lengths(context))
-        q = _heads(part, part.norm_q(part.q(x)))
-        out: Tensor = part.o(self.cache.cross(layer, q).transpose(1, 2).flatten(2))
-        return out
+            set_prompt(self.cache, layer, part, context, self._prompt_lengths(context))
+        return cross(self.cache, layer, part, x)
 
     def _prompt_lengths(self, context: Tensor) -> list[int]:
         if self._lengths is None or self._lengths[0] is not context:
@@ -201,7 +199,7 @@ class SelfForcing(Accelerated):
 
 
 def attend(cache: VideoCache, layer: int, part: Any, x: Tensor) -> Tensor:
-    """What `part`, a self-attention module, makes of x [B, S, W] with the cache's past."""
+    """The output of `part`, a self-attention module, for x [B, S, W] behind the cache's past."""
     if getattr(part, "fused_projections", False):
         q, k, v = part.to_qkv(x).chunk(3, dim=-1)
     else:
@@ -210,6 +208,21 @@ def attend(cache: VideoCache, layer: int, part: Any, x: Tensor) -> Tensor:
     q = _heads(part, part.norm_q(q)).type_as(v)
     k = _heads(part, part.norm_k(k)).type_as(v)
     out: Tensor = part.o(cache.attend(layer, q, k, v).transpose(1, 2).flatten(2))
+    return out
+
+
+def set_prompt(
+    cache: VideoCache, layer: int, part: Any, context: Tensor, lengths: Sequence[int]
+) -> None:
+    """Give the cache the prompt of `part`, a cross-attention module."""
+    k, v = _heads(part, part.norm_k(part.k(context))), _heads(part, part.v(context))
+    cache.set_prompt(layer, k.type_as(v), v, lengths)
+
+
+def cross(cache: VideoCache, layer: int, part: Any, x: Tensor) -> Tensor:
+    """The output of `part`, a cross-attention module, for x [B, S, W] over the cache's prompt."""
+    q = _heads(part, part.norm_q(part.q(x)))
+    out: Tensor = part.o(cache.cross(layer, q).transpose(1, 2).flatten(2))
     return out
 
 
@@ -222,7 +235,7 @@ def prompt_lengths(context: Tensor) -> list[int]:
 
 @torch.no_grad()
 def check_parity(model: Any, frames: int) -> None:
-    """Raise unless two random chunks, dense, equal what the model's own attention makes of them."""
+    """Raise unless dense attention, over two random chunks and a prompt, equals the model's own."""
     part = model.blocks[0].self_attn
     weight = (part.to_qkv if getattr(part, "fused_projections", False) else part.q).weight
     grid = (2, 3)
@@ -239,15 +252,35 @@ def check_parity(model: Any, frames: int) -> None:
             theirs = _theirs(model, x, frames, grid, per_frame)
             error = min(error, float((ours - theirs).float().norm() / theirs.float().norm()))
         if error <= LIMIT:
-            return
-    raise TachyscopeError(
-        f"the plan's dense attention differs from the model's own by {error:.1e} of its length, "
-        f"{LIMIT:g} is allowed: this model is not of Self-Forcing's shape"
-    )
+            break
+    what = "dense attention"
+    if error <= LIMIT:
+        what, error = "cross-attention", _cross_error(model, x[:, :tokens])
+    if not error <= LIMIT:
+        raise TachyscopeError(
+            f"the plan's {what} differs from the model's own by {error:.1e} of its length, "
+            f"{LIMIT:g} is allowed: this model is not of Self-Forcing's shape"
+        )
+
+
+def _cross_error(model: Any, x: Tensor) -> float:
+    """The relative error to the model's own cross-attention of x [1, S, W] over a random prompt."""
+    part, lengths = model.blocks[0].cross_attn, [WORDS]
+    size = 1, WORDS, part.k.weight.shape[1]
+    context = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(part.k.weight)
+    cache = VideoCache("dense", layers=1, chunk=1, passes=1, prompt_tokens=WORDS)
+    cache.begin(0, 1, (1, x.shape[1]))
+    set_prompt(cache, 0, part, context, lengths)
+    ours = cross(cache, 0, part, x)
+    try:
+        theirs = part(x, context, None, crossattn_cache={"is_init": False})
+    except (RuntimeError, TypeError):  # it takes more than a prompt
+        return math.inf
+    return float((ours - theirs).float().norm() / theirs.float().norm())
 
 
 def _theirs(model: Any, x: Tensor, frames: int, grid: tuple[int, int], per_frame: int) -> Tensor:
-    """What the model's own attention makes of the second of two chunks x [1, 2 S, W]."""
+    """The output of the model's own attention for the second of two chunks x [1, 2 S, W]."""
     part, patches, tokens = model.blocks[0].self_attn, Patches(), x.shape[1] // 2
     store: dict[str, Any] = {
         name: x.new_zeros(1, 2 * tokens, part.num_heads, part.head_dim) for name in ("k", "v")
@@ -278,8 +311,8 @@ def _theirs(model: Any, x: Tensor, frames: int, grid: tuple[int, int], per_frame
 
 def _model_of(thing: Any) -> Any:
     """The model behind a pipeline or wrapper, or None where it is none of this shape."""
-    inner = getattr(thing, "generator", thing)
-    model = getattr(inner, "model", inner)
+    inner = uncompiled(getattr(thing, "generator", thing))
+    model = uncompiled(getattr(inner, "model", inner))
     blocks = getattr(model, "blocks", None)
     if not hasattr(model, "_forward_inference") or not blocks:
         return None

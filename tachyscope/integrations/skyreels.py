@@ -1,15 +1,15 @@
-"""diffusers' SkyReels-V2 by diffusion forcing in blocks: finished ones are run no more.
+"""diffusers' SkyReels-V2 by diffusion forcing in blocks: finished blocks are not computed again.
 
-Its passes go over a whole clip: blocks of latent frames at several noise levels, each of which
-reads itself and those before. Here a pass goes block by block, from the first that is not final, so
-that no pair behind the mask is computed, and a finished block keeps its keys and values.
+Its passes cover a whole clip: blocks of latent frames at several noise levels, each of which
+attends to itself and to earlier ones. Here a pass goes block by block from the first unfinished one
+on, so that no masked pair is computed, and finished blocks keep their keys and values.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from types import MethodType
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from tachyscope.cache.keep_all import KeepAll
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.plan import Plan, spell
-from tachyscope.integrations.accelerate import Accelerated, Patches
+from tachyscope.integrations.accelerate import Accelerated, Patches, check_options, uncompiled
 from tachyscope.integrations.diffusers import (
     CONTEXT,
     KEY,
@@ -33,7 +33,7 @@ from tachyscope.integrations.video_cache import VideoCache
 
 
 class _Video:
-    """One `cache_context`'s: what its final blocks were made of."""
+    """The video of one `cache_context`, and the input of its finished blocks."""
 
     def __init__(self, cache: VideoCache) -> None:
         self.cache, self.final = cache, 0  # latent frames whose keys and values are final
@@ -41,7 +41,7 @@ class _Video:
         self.prompt: Tensor | None = None
 
     def known(self, x: Tensor, prompt: Tensor) -> int:
-        """How many leading latent frames of x [B, C, F, h, w] are those that are final."""
+        """How many leading latent frames of x [B, C, F, h, w] have final keys and values."""
         if self.made is None or self.prompt is None or not self.final:
             return 0
         same = self.made.shape == x[:, :, : self.final].shape and self.prompt.shape == prompt.shape
@@ -53,14 +53,18 @@ class _Video:
 class DiffusersSkyReels(Accelerated):
     @staticmethod
     def matches(thing: Any) -> bool:
-        return isinstance(getattr(thing, "transformer", thing), SkyReelsV2Transformer3DModel)
+        transformer = uncompiled(getattr(thing, "transformer", thing))
+        return isinstance(transformer, SkyReelsV2Transformer3DModel)
 
     def __init__(self, thing: Any, plan: str | Plan, options: Mapping[str, Any]) -> None:
-        transformer = getattr(thing, "transformer", thing)
+        called = getattr(thing, "transformer", thing)
+        transformer = uncompiled(called)
         check_host(thing, transformer)
-        if options:
+        check_options(options)
+        if called is not transformer:
             raise TachyscopeError(
-                f"accelerate has no {', '.join(sorted(options))} for this model: it takes a plan"
+                "this transformer is wrapped by torch.compile, which calls it past the plan: use "
+                "transformer.compile() instead"
             )
         self.plan = Plan.parse(plan) if isinstance(plan, str) else plan
         if not isinstance(self.plan.cache, KeepAll) or self.plan.replay is not None:
@@ -72,40 +76,34 @@ class DiffusersSkyReels(Accelerated):
         self.transformer, self.patches, self.name = transformer, Patches(), CONTEXT
         self.videos: dict[str, _Video] = {}
         self.cache = self._new_cache(1)  # of the present pass; a wrong plan is refused here
-        self.frames = self.run = 0  # latent frames of all passes, and those that were computed
+        self.given = self.computed = 0  # latent frames of all passes, and those computed
         patch = self.patches.set
         patch(transformer, KEY, self)
         patch(transformer, "cache_context", cache_contexts(self, transformer.cache_context))
         patch(transformer, "enable_cache", enable_cache)
-        patch(transformer, "forward", MethodType(self._forward(transformer.forward), transformer))
         for layer, block in enumerate(transformer.blocks):
             patch(block.attn1, "processor", Processor(layer, self))
-
-    def remove(self) -> None:
-        self.patches.undo()
+        # the class, since offloading exchanges `forward` between two videos
+        kind = type(transformer)
+        self.patches.on_undo(partial(setattr, transformer, "__class__", kind))
+        transformer.__class__ = type(kind.__name__, (_Blocks, kind), {"accelerated": self})
 
     def stats(self) -> dict[str, float]:
         """`frames_share`: of latent frames in passes, how many were computed."""
-        return self.cache.stats() | {"frames_share": self.run / max(self.frames, 1)}
+        return self.cache.stats() | {"frames_share": self.computed / max(self.given, 1)}
 
     def _new_cache(self, chunk: int) -> VideoCache:
         layers = len(self.transformer.blocks)
         return VideoCache(self.plan, layers=layers, chunk=chunk, passes=1)
 
-    def _forward(self, inner: Any) -> Any:
-        names = inspect.signature(inner)
-
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            given = names.bind(*args, **kwargs)
-            given.apply_defaults()
-            what = given.arguments
-            out = self._blocks(inner, module, dict(what))
-            return Transformer2DModelOutput(sample=out) if what["return_dict"] else (out,)
-
-        return forward
-
-    def _blocks(self, inner: Any, module: Any, what: dict[str, Any]) -> Tensor:
-        """A pass, block by block; what is final comes back as zeros, which nobody steps by."""
+    def call(self, inner: Any, args: Any, kwargs: Any) -> Any:
+        """A pass, block by block; final blocks come back as zeros, which no step uses."""
+        module = self.transformer
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        given.apply_defaults()
+        what = given.arguments
+        del what["self"]
+        as_object = what["return_dict"]
         x, times, size = what["hidden_states"], what["timestep"], module.config.num_frame_per_block
         frames = x.shape[2]
         if size < 2 or times.dim() != 2 or frames % size:
@@ -131,7 +129,16 @@ class DiffusersSkyReels(Accelerated):
                 "hidden_states": x[:, :, part], "timestep": times[:, part], "return_dict": False,
             }  # fmt: skip
             out[:, :, part] = inner(**what)[0]
-        self.frames, self.run = self.frames + frames, self.run + frames - first
+        self.given, self.computed = self.given + frames, self.computed + frames - first
         video.final = finished
         video.made, video.prompt = x[:, :, :finished].clone(), prompt
-        return out
+        return Transformer2DModelOutput(sample=out) if as_object else (out,)
+
+
+class _Blocks:
+    """A transformer's call while it is accelerated; hooks and compiled code act inside of it."""
+
+    accelerated: DiffusersSkyReels
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.accelerated.call(super().__call__, args, kwargs)  # type: ignore[misc]

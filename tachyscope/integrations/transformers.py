@@ -25,7 +25,7 @@ from tachyscope.core.meter import summary
 from tachyscope.core.plan import Plan, spell
 from tachyscope.core.types import PassContext, Shape
 from tachyscope.core.work import Work
-from tachyscope.integrations.accelerate import Accelerated, Patches
+from tachyscope.integrations.accelerate import Accelerated, Patches, check_options, uncompiled
 from tachyscope.store import KVStore, LayerPass
 
 NAME = "tachyscope_plan"  # of our attention among transformers', and of our part of a cache
@@ -43,15 +43,11 @@ _reader: ContextVar[_Reader | None] = ContextVar("reader", default=None)  # of t
 class TransformersLm(Accelerated):
     @staticmethod
     def matches(thing: Any) -> bool:
-        return isinstance(thing, PreTrainedModel)
+        return isinstance(uncompiled(thing), PreTrainedModel)
 
     def __init__(self, thing: Any, plan: str | Plan, options: Mapping[str, Any]) -> None:
-        known = {"tokens_per_frame", "check"}
-        if unknown := options.keys() - known:
-            raise TachyscopeError(
-                f"accelerate has no {', '.join(sorted(unknown))} for this model: "
-                f"it takes {', '.join(sorted(known))}"
-            )
+        check_options(options, "check", "tokens_per_frame")
+        thing = uncompiled(thing)
         parsed = Plan.parse(plan, "tokens") if isinstance(plan, str) else plan
         self.policy, tokens = _served(parsed), options.get("tokens_per_frame", 1)
         if "tokens_per_frame" not in options and self.policy != Dense():
@@ -81,9 +77,6 @@ class TransformersLm(Accelerated):
             self._check(inner)
         self.patches.set(config, "_attn_implementation_internal", NAME)
         self.patches.set(self.decoder, "forward", self._forward(inner, self.policy, tokens))
-
-    def remove(self) -> None:
-        self.patches.undo()
 
     def stats(self) -> dict[str, float]:
         return summary([self.reader.work.take().row()])
