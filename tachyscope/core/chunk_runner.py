@@ -1,4 +1,4 @@
-"""Make a session's chunks; once each is like the last, by repeating its launches."""
+"""Makes a session's chunks; once the cache is full, by replaying a CUDA graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[[Ready | None], Tensor]
 
 
 class Recorded(Protocol):
-    """A chunk's launches: `latents` is where they leave what they make."""
+    """A recorded chunk: a CUDA graph whose output tensor is `latents`."""
 
     latents: Tensor
 
@@ -31,25 +31,25 @@ class Recorded(Protocol):
 
 
 class Graph:
-    """Launches on a CUDA device, recorded while the host goes through a chunk.
+    """A chunk as CUDA graphs: one, or two if `ready` is given.
 
-    Where somebody waits for the latents they are two graphs: the second begins where the latents
-    are final, and writes the cache. `ready` is handed them in between.
+    The second then begins where the latents are final, and writes the cache; `ready` is called with
+    the latents between them.
     """
 
     def __init__(self, session: Session, make: Make, ready: Ready | None) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        # copies of a bank may go on from pass to pass, and a graph must end with all it began
+        # a graph must join all streams that it forked, and a bank's copies may span passes
         split = ready is not None and session.memory.layers[0].bank is None
         with ExitStack() as recording:
 
             def record() -> None:
                 graph = torch.cuda.CUDAGraph()
-                # noise goes on from repetition to repetition
+                # each replay advances the noise
                 for generator in session.generators:
                     graph.register_generator_state(generator)
-                # one memory for both, which run one after the other; another thread may copy a
-                # snapshot to the host meanwhile
+                # the graphs run one after the other and share a pool; thread_local, since another
+                # thread may copy a snapshot to the host meanwhile
                 pool = self.graphs[0].pool() if self.graphs else None
                 capture = torch.cuda.graph(graph, pool, capture_error_mode="thread_local")
                 recording.enter_context(capture)
@@ -61,7 +61,7 @@ class Graph:
 
             record()
             self.latents = make(cut if split else None)
-        self.repeat(ready)  # nothing ran while it was recorded
+        self.repeat(ready)  # recording runs nothing
 
     def repeat(self, ready: Ready | None) -> None:
         first, *rest = self.graphs
@@ -73,12 +73,12 @@ class Graph:
 
 
 class ChunkRunner:
-    """Makes the chunks of a session, one a call.
+    """Makes the chunks of a session, one per call.
 
-    Of a plan with a bound every chunk asks for the same launches, on the same memory, once the
-    cache is full; what differs, time, noise and actions, are numbers on the device. With `record`
-    the third such chunk is recorded, and those after it are asked for in one call: the host would
-    else take longer to ask than the device to answer. It counts the work of the recorded one.
+    Once a bounded cache is full, every chunk makes the same launches on the same memory: time,
+    noise and actions are tensors on the device. With `record`, the third such chunk is recorded and
+    later ones replay it: launched one by one, kernels would be bound by the host. A replayed
+    chunk's work is that of the recorded one.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class ChunkRunner:
     ) -> None:
         self.model, self.session = model, session
         self.record = record
-        self._alike = 0  # chunks so far that asked for the same launches
+        self._alike = 0  # chunks in a row that made the same launches
         self._work, self._total = Work(), 0  # of the recorded chunk, and entries before it
-        self._memory: list[object] = []  # what the launches read and write
-        self._chunk = session.memory.chunk  # as this left it
+        self._memory: list[object] = []  # that the launches read and write
+        self._chunk = session.memory.chunk  # after the last call
         self._recorded: Recorded | None = None
-        self._actions: Tensor | None = None  # actions, where recorded launches read them
-        self.replayed = False  # whether the last chunk was made by recorded launches
+        self._actions: Tensor | None = None  # that recorded launches read
+        self.replayed = False  # whether the last chunk was a replay
 
     def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
         """The next chunk's latents; `ready` is handed them before they are in the cache."""
@@ -131,13 +131,13 @@ class ChunkRunner:
             session.memory.latents = latents = self._recorded.latents.clone()
             self._work, self._total = copy(session.work), total
         self._alike += 1
-        if not session.work.of_host:  # some are numbers of the device's own
+        if not session.work.of_host:  # tensors on the device cannot be counted again
             self.forget()
         session.work.add(before)
         return latents
 
     def forget(self) -> None:
-        """Let go of what was recorded, and of the memory that it works with."""
+        """Drop the recording and its memory."""
         self._alike, self._recorded, self._actions = 0, None, None
 
     def _make(self, moves: Sequence[int] | Tensor, ready: Ready | None = None) -> Tensor:
@@ -156,18 +156,18 @@ class ChunkRunner:
         session.work.add(self._work, session.memory.total_entries - self._total)
         session.memory.made += session.shape.chunk
         session.memory.count(session.shape.chunk * session.shape.tokens_per_frame)
-        # the next repetition writes where this one did
+        # the next replay overwrites this one's output
         session.memory.latents = self._recorded.latents.clone()
         return session.memory.latents
 
 
 def is_steady(session: Session) -> bool:
-    """Whether the next chunk asks the device for just what the last one did.
+    """Whether the next chunk makes the same launches as the last one.
 
-    A full cache moves the same entries each time; replay may take turns; which passes run may
-    depend on the latents.
+    Not before the cache is full, nor where replay takes turns or the choice of passes depends on
+    the latents.
     """
-    # noise that is handed in changes from chunk to chunk
+    # given noise differs from chunk to chunk
     if session.memory.noise is not None or any(observer.host for observer in session.observers):
         return False
     shape, plan, room = session.shape, session.plan, session.memory.room
@@ -177,24 +177,24 @@ def is_steady(session: Session) -> bool:
     fixed = plan.passes.graph_capturable and not (
         shape.token_by_token or shape.rolling_frames or plan.cache.view_depends_on_pass
     )
-    return full and fixed and not (plan.replay is not None and plan.replay.turns)
+    return full and fixed and not (plan.replay is not None and plan.replay.work_varies)
 
 
 class FrameRunner:
-    """Makes the frames of a token model's session by the decode engine, one a call.
+    """Makes the frames of a token model with the decode engine, one per call.
 
-    With `graph` a step is recorded at the first token, and serves every token after it: as a CUDA
-    graph, on a CPU as a native program. While an observer reads what it is told, each token is a
-    pass of its own.
+    With `graph` a step is recorded at the first token and replayed for all others: as a CUDA graph,
+    on a CPU as a native program. With an observer that reads on the host, every token is an eager
+    pass.
     """
 
-    record: None = None  # no chunk is
+    record: None = None  # chunks are not recorded
 
     def __init__(
         self, model: VideoModel, session: Session, parts: DecodeParts, graph: bool = True
     ) -> None:
         self.model, self.session, self.parts, self.graph = model, session, parts, graph
-        self.replayed = False  # whether the last frame was made by recorded launches
+        self.replayed = False  # whether the last frame replayed a CUDA graph
         self.engine: DecodeEngine | DraftEngine | None = None
 
     def __call__(self, moves: Sequence[int], ready: Ready | None = None) -> Tensor:
@@ -220,12 +220,12 @@ class FrameRunner:
         return DecodeEngine(self.parts, self.session, self.graph)
 
     def forget(self) -> None:
-        """Let go of the engine, of what it recorded and of the memory that it works with."""
+        """Drop the engine, its recording and its memory."""
         self.engine = None
 
 
 def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
-    """Makes a session's chunks, by repeated launches where the device has such."""
+    """The runner that makes a session's chunks: by CUDA graphs or compiled steps if possible."""
     alone = session.ranks is None
     if not alone or (session.device.type != "cuda" and not model.compiled):
         return ChunkRunner(model, session)

@@ -1,4 +1,4 @@
-"""Which passes to run: of denoising, fewer of them; of token models, several places in one."""
+"""Which passes run: policies that skip denoising passes, or check several drafted tokens in one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tachyscope.core.types import DenoisePass, Shape
 from tachyscope.core.work import Work
 
 
-class Calls(Protocol):
-    """What sampling a frame by drafts asks of a session."""
+class DraftSession(Protocol):
+    """The parts of a session that sampling by drafts uses."""
 
     shape: Shape
     work: Work
@@ -25,15 +25,15 @@ class Calls(Protocol):
 
 
 class Drafter(Protocol):
-    """What makes a token model's next frame several places a pass: its model, or the engine."""
+    """Runs several tokens of a token model's next frame in a pass: the model, or the engine."""
 
     def feed(self, codes: Tensor, at: int) -> Tensor:
-        """The trunk's states [B, S, W] of codes [V, S, D], which stand from place `at` on."""
+        """The trunk's states [B, S, W] of codes [V, S, D] at the places from `at` on."""
 
     def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
         """Codes [V, S, D] for states [B, S, W] and noise [V, S, D, K].
 
-        `logits` [V, S, D, K] is where the guided logits are left, if they are wanted.
+        The guided logits are written to `logits` [V, S, D, K], if it is given.
         """
 
     def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
@@ -44,41 +44,39 @@ class PassPolicy(Policy, question="passes"):
     """Decides which passes run."""
 
     splits_heads: ClassVar[bool] = True
-    graph_capturable: ClassVar[bool] = True  # whether the host knows by itself which passes run
+    graph_capturable: ClassVar[bool] = True  # whether no data decides which passes run
 
     def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
         replay = plan["replay"]
-        fault = self.refusal(shape, replays=replay is not None and replay.decides)
+        fault = self.refusal(shape, replays=replay is not None and replay.per_token)
         if fault is not None:
             raise TachyscopeError(f"{fault}, got passes={self}: use passes=all")
 
     @property
     def drafts_codes(self) -> bool:
-        """Whether it makes a token model's frames by drafts, and needs no logits for them."""
+        """Whether it drafts a token model's frames without logits of the last one."""
         return False
 
     def refusal(self, shape: Shape, replays: bool) -> str | None:
-        """Why the policy cannot serve this shape, or not beside replay that decides by token."""
+        """Why it cannot serve this shape, or with `replays` a replay policy that decides for each
+        token; None if it can."""
         return None
 
     def sample_frame(
-        self, session: Calls, features: Features, drafter: Drafter, noise: Tensor
+        self, session: DraftSession, features: Features, drafter: Drafter, noise: Tensor
     ) -> Tensor | None:
-        """Codes [V, N, D] of a token model's frame, from noise [V, N, D, K].
-
-        None: place by place, a pass each.
-        """
+        """Codes [V, N, D] of a token model's frame, or None to sample each token."""
         return None
 
     def keep_frame(self, features: Features, codes: Tensor, logits: Callable[[], Tensor]) -> None:
-        """A token model was given a frame: codes [V, N, D], whose logits can be asked for."""
+        """Store a given frame's codes [V, N, D] for drafts, and its `logits()` if they are used."""
 
 
 class SkipPolicy(PassPolicy):
-    """Says how far a denoising pass is from the one before it.
+    """Skips denoising passes by their distance from the one before.
 
-    A pass is skipped while the distances since the last one that ran add up to less than
-    `threshold`. A chunk's first pass, its last and the clean pass always run.
+    A pass is skipped while the distances since the last one that ran sum to less than `threshold`.
+    A chunk's first pass, its last and the clean pass always run.
     """
 
     def refusal(self, shape: Shape, replays: bool) -> str | None:
@@ -91,10 +89,10 @@ class SkipPolicy(PassPolicy):
     @property
     @abc.abstractmethod
     def threshold(self) -> float:
-        """0: every pass runs."""
+        """The sum of distances at which a pass runs; 0 runs every pass."""
 
     def distance(self, now: DenoisePass, before: DenoisePass, clean: Tensor) -> float:
-        """From the pass before to this one; `clean` is the estimate in between."""
+        """The distance of a pass from the one before; `clean` is the last clean estimate."""
         return 1.0
 
 
@@ -104,7 +102,7 @@ def relative_change(now: Tensor, before: Tensor) -> Tensor:
 
 
 class PassRunner:
-    """Which passes over the present chunk are skipped, and the clean estimate that then serves."""
+    """Decides which passes over a chunk are skipped, and keeps the clean estimate to reuse."""
 
     def __init__(self, policy: PassPolicy) -> None:
         self.policy = policy
@@ -113,7 +111,7 @@ class PassRunner:
         self._total = 0.0  # distance since then
 
     def skips(self, now: DenoisePass) -> bool:
-        """Whether `clean` serves for this pass."""
+        """Whether this pass is skipped, and `clean` reused."""
         policy, before, clean = self.policy, self._before, self.clean
         if not isinstance(policy, SkipPolicy) or not policy.threshold:
             return False

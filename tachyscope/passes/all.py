@@ -11,4 +11,4 @@ from tachyscope.passes import PassPolicy
 @final
 @dataclass(frozen=True)
 class AllPasses(PassPolicy, name="all"):
-    """Run every pass that the sampler asks for: the baseline."""
+    """Run every pass of the sampler: the baseline."""

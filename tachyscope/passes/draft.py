@@ -1,9 +1,9 @@
-"""Speculative decoding of token models: places are drafted, and several checked in one pass.
+"""Speculative decoding of token models: several drafted tokens are verified in one pass.
 
-A code is drawn as argmax(logits - log noise), and a place's noise is known before its logits. So
-what the dense model would draw at a drafted place is known as soon as the trunk has run over the
-drafts before it: a draft is right where it equals that. The video is the dense model's own, code
-for code, whatever the drafts are; good drafts make fewer passes.
+A code is sampled as argmax(logits - log noise), with noise that is drawn before the logits are
+known. So once the trunk has run over the drafts before a token, the code that the dense model would
+sample there is known, and a draft is accepted if it equals that. The video is the dense model's,
+code for code, whatever the drafts are; better drafts need fewer passes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tachyscope.core.features import Features
 from tachyscope.core.limits import Bound
 from tachyscope.core.policy import setting
 from tachyscope.core.types import Shape
-from tachyscope.passes import Calls, Drafter, PassPolicy
+from tachyscope.passes import Drafter, DraftSession, PassPolicy
 
 
 @final
 @dataclass(frozen=True)
 class Draft(PassPolicy, name="draft"):
-    """Check the drafts of `places` positions of a frame in one pass (token models).
+    """Verify the drafts of `places` positions of a frame in one pass (token models).
 
-    Drafts are the last frame's codes. Where a pass refutes one, what it drew for the places behind
-    serves as their next draft (Jacobi decoding): right but for what the refuted code changes.
+    Drafts are the last frame's codes. When one is rejected, the codes that the pass sampled for the
+    positions behind it are their next drafts (Jacobi decoding).
     """
 
     paper: ClassVar[str] = "speculative decoding (2211.17192), coupled by the noise"
@@ -37,9 +37,11 @@ class Draft(PassPolicy, name="draft"):
     )
     source: Literal["codes", "logits", "row", "repeat"] = setting(
         "codes",
-        "What drafts are: the last frame's codes, draws from its logits, the row above, a repeat.",
+        "Source of drafts: the last frame's codes, samples of its logits, the row above, a repeat.",
     )
-    jacobi: bool = setting(True, "What a refuted pass drew for later places is their next draft.")
+    jacobi: bool = setting(
+        True, "After a rejection, draft later positions by what that pass sampled there."
+    )
 
     @property
     def drafts_codes(self) -> bool:
@@ -53,16 +55,16 @@ class Draft(PassPolicy, name="draft"):
         return None
 
     def sample_frame(
-        self, session: Calls, features: Features, drafter: Drafter, noise: Tensor
+        self, session: DraftSession, features: Features, drafter: Drafter, noise: Tensor
     ) -> Tensor:
         """Codes [V, N, D], those that the dense model draws with noise [V, N, D, K]."""
         videos, places, depth, _ = noise.shape
         columns = session.shape.grid[1]
         last, logits = features.codes, features.logits
         codes = torch.zeros(videos, places, depth, dtype=torch.int64, device=noise.device)
-        guess = codes.clone()  # what a refuted pass drew
-        guessed = 0  # places before this one have a guess
-        first = last if last is not None else codes  # any draft will do for a first frame
+        guess = codes.clone()  # sampled by a pass behind a rejected draft
+        guessed = 0  # positions before this one have a guess
+        first = last if last is not None else codes  # a first frame has no good draft
         first = first if logits is None else drafter.pick(logits, noise)
         kept = torch.empty_like(noise) if self.source == "logits" else None
 
@@ -108,10 +110,10 @@ class Draft(PassPolicy, name="draft"):
             features.logits = logits()
 
     def drafts(self, codes: Tensor, first: Tensor, at: int, count: int, columns: int) -> Tensor:
-        """Drafts [V, count, D] of the places from `at` on.
+        """Drafts [V, count, D] of the positions from `at` on.
 
-        codes [V, N, D] are this frame's before `at`; first what the last frame says of all of them:
-        its codes, or those that its logits give with this frame's noise.
+        codes [V, N, D] are this frame's before `at`; first [V, N, D] the last frame's codes, or
+        those that its logits give with this frame's noise.
         """
         if self.source in ("logits", "codes"):
             return first[:, at : at + count]
@@ -119,6 +121,6 @@ class Draft(PassPolicy, name="draft"):
         if self.source == "repeat":
             back = torch.full_like(back, at - 1)
         else:
-            # the row above, itself drafted where it is not yet there
+            # the row above; of positions whose row above is drafted too, the one above that
             back = back - columns * ((back - at) // columns + 1)
         return codes[:, back.clamp(0, at - 1)]

@@ -1,4 +1,4 @@
-"""Run every k-th pass, skip the others: what a distance must beat."""
+"""Run every k-th pass and skip the others: a control for distances."""
 
 from __future__ import annotations
 

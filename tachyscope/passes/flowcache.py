@@ -1,4 +1,4 @@
-"""Skip passes whose latents hardly move: FlowCache's rule for a chunk."""
+"""Skip passes whose latents change little: FlowCache's rule for a chunk."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from tachyscope.passes import SkipPolicy, relative_change
 class FlowCache(SkipPolicy, name="flowcache"):
     """Skip passes while the patch embedding's relative changes add up to less than `threshold`.
 
-    The paper's samplers follow an ODE. Samplers of few steps draw new noise for every pass, so what
-    is compared is the latents of the pass before and where the ODE's step would have brought them;
-    and in a skipped pass the last clean estimate serves, which is what an ODE's step at the same
-    velocity keeps. The host reads one number a pass, so no CUDA graph is recorded; videos of a
-    batch share it.
+    The paper's samplers follow an ODE. Few-step samplers draw new noise in every pass, so the
+    latents of the last pass are compared with where the ODE's step would bring them; and a skipped
+    pass reuses the last clean estimate, which an ODE step at the same velocity keeps too. The host
+    reads one number a pass, so no CUDA graph is recorded; the videos of a batch share it.
     """
 
     threshold: float = setting(

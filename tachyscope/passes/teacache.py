@@ -1,4 +1,4 @@
-"""Skip passes whose timesteps are near each other: TeaCache."""
+"""Skip passes whose time embeddings change little: TeaCache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tachyscope.passes import SkipPolicy, relative_change
 class TeaCache(SkipPolicy, name="teacache"):
     """Skip passes while the time embedding's relative changes add up to less than `threshold`.
 
-    The last clean estimate serves in a skipped pass: samplers of few steps draw new noise for every
-    pass, to which a stored velocity or residual would not belong.
+    A skipped pass reuses the last clean estimate: few-step samplers draw new noise in every pass,
+    which a stored velocity or residual would not fit.
     """
 
     threshold: float = setting(
@@ -29,6 +29,6 @@ class TeaCache(SkipPolicy, name="teacache"):
     paper: ClassVar[str] = "TeaCache (arXiv 2411.19108)"
 
     def distance(self, now: DenoisePass, before: DenoisePass, clean: Tensor) -> float:
-        # both lie in host memory
+        # both are in host memory
         times = (x.embed_time(x.timestep) for x in (now, before))
         return float(relative_change(*times))

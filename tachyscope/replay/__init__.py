@@ -1,4 +1,4 @@
-"""What to compute again: policies that let the last frame's MLP outputs serve once more."""
+"""What is recomputed: policies that reuse (replay) MLP outputs of the last frame."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tachyscope.store import LayerPass
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Which tokens of a pass to compute; the others replay.
+class RowSelection:
+    """The tokens of a pass whose MLPs are computed; the others are replayed.
 
-    rows  [B, R]  int64: a fixed number of tokens a row of the batch, or
+    rows  [B, R]  int64: a fixed number of tokens of each row of the batch, or
     gate  [B, S]  bool: any number, known to the device only
     """
 
@@ -27,34 +27,34 @@ class Choice:
 
 
 class ReplayPolicy(Policy, question="replay"):
-    """Decides what of the MLPs is computed; its only effect is on the tensors handed in."""
+    """Decides which MLP outputs are computed and which are replayed."""
 
     splits_heads: ClassVar[bool] = True
 
     @property
-    def loses(self) -> str:
-        """What it was measured to lose, for a warning; empty where nothing need be said."""
+    def measured_loss(self) -> str:
+        """The measured loss of quality, for a warning; empty if there is none to warn of."""
         return ""
 
     @property
-    def turns(self) -> bool:
-        """Whether a chunk may ask for other work than the last, by its number or by chance."""
+    def work_varies(self) -> bool:
+        """Whether the work of a chunk may differ from that of the last one."""
         return True
 
     @property
-    def decides(self) -> bool:
-        """Whether it decides token by token."""
+    def per_token(self) -> bool:
+        """Whether it decides for each token."""
         return True
 
     def token_gate(self, shape: Shape, chunk: int) -> TokenGate | None:
-        """How a token model's tokens are chosen one by one; None: none is."""
+        """The gate that decides for each token of a token model; None if there is none."""
         return None
 
 
 class TokenReplay(ReplayPolicy):
     """Decides which tokens' MLPs are computed.
 
-    drift: a replayed output is moved by what computed ones have lately changed by on average.
+    drift: the recent mean change of computed outputs is added to replayed ones.
     """
 
     drift: bool = False
@@ -62,14 +62,14 @@ class TokenReplay(ReplayPolicy):
     @property
     @abc.abstractmethod
     def score(self) -> Score:
-        """What must be measured: see `TokenGate`."""
+        """The score that it decides by: see `TokenGate`."""
 
     @abc.abstractmethod
     def token_gate(self, shape: Shape, chunk: int) -> TokenGate: ...
 
     @abc.abstractmethod
-    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> Choice | None:
-        """Of a chunk's tokens, from scores (where asked for) and ages [B, S]; None: compute all.
+    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> RowSelection | None:
+        """Choose among a chunk's tokens by scores and ages [B, S]; None computes all.
 
-        An age is how often in a row the value that would be replayed has been replayed already.
+        An age is how many times in a row a token's output has been replayed.
         """

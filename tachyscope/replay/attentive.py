@@ -1,4 +1,4 @@
-"""Replay where a token's query meets the key of its own place one frame back (FastCar)."""
+"""Replay by the Temporal Attention Score of a token and its position one frame back (FastCar)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tachyscope.core.limits import SHARE, Bound
 from tachyscope.core.policy import setting
 from tachyscope.core.types import Shape
 from tachyscope.kernels.token_gate import Score, TokenGate
-from tachyscope.replay import Choice, TokenReplay
+from tachyscope.replay import RowSelection, TokenReplay
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.store import LayerPass
 
@@ -20,14 +20,14 @@ from tachyscope.store import LayerPass
 @final
 @dataclass(frozen=True)
 class Attentive(TokenReplay, name="attentive"):
-    """Replay tokens of high Temporal Attention Score, by `threshold` or up to a `share` of them.
+    """Replay tokens of high Temporal Attention Score: over a `threshold`, or a `share` of them.
 
-    share: of a pass's tokens, the ones of lowest score are computed, a fixed number; a token that
-    comes alone is replayed when its score is among the top `share` of the last frame's worth.
-    age: a value serves at most that often in a row (0: no limit).
-    cfg: "tied" lets both rows of a guidance pair decide by their mean score.
-    authors: the published code's score, unrotated query against rotated key, compared strictly.
-    drift: what is replayed is moved by the mean change of what is computed; not in the paper.
+    share: a fixed number of a pass's tokens, those of lowest score, is computed; in token models a
+    token is replayed if its score is among the top `share` of the last N tokens'.
+    age: an output is replayed at most that many times in a row (0: no limit).
+    cfg: "tied" decides for both rows of a guidance pair by their mean score.
+    authors: the score of the published code, unrotated query by rotated key, compared strictly.
+    drift: the mean change of computed outputs is added to replayed ones; not in the paper.
     """
 
     share: float | None = setting(
@@ -45,7 +45,7 @@ class Attentive(TokenReplay, name="attentive"):
     )
     age: int = setting(
         0,
-        "Times in a row that an MLP output may be replayed before it is computed; 0: no limit.",
+        "How many times in a row an MLP output may be replayed; 0: no limit.",
         bound=Bound(0, 1_000_000),
     )
     cfg: Literal["tied", "free"] = setting(
@@ -76,17 +76,17 @@ class Attentive(TokenReplay, name="attentive"):
         return "mixed" if self.authors else "rotated"
 
     @property
-    def turns(self) -> bool:
+    def work_varies(self) -> bool:
         return self.share is None or self.age > 0
 
     @property
-    def loses(self) -> str:
-        # as plan fastcar; at a share of 0.75 8.5 to 15.8 and 1.9 (results/tokens-gates.json)
-        lost = (
+    def measured_loss(self) -> str:
+        # plan fastcar; at a share of 0.75 it is 8.5 to 15.8 and 1.9 (results/tokens-gates.json)
+        loss = (
             "loses 8 to 16 dB where a camera moves and 1.7 dB where it rests (16 rooms of "
             "atrium-tokens, 8 frames): passes=draft loses nothing"
         )
-        return "" if self.share == 0 else lost
+        return "" if self.share == 0 else loss
 
     def token_gate(self, shape: Shape, chunk: int) -> TokenGate:
         tied = self.cfg == "tied" and shape.paired
@@ -95,7 +95,7 @@ class Attentive(TokenReplay, name="attentive"):
         assert self.threshold is not None
         return TokenGate(self.score, "threshold", self.threshold, self.authors, tied, self.age)
 
-    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> Choice | None:
+    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> RowSelection | None:
         assert score is not None
         if self.cfg == "tied" and p.ctx.shape.paired:
             pairs = score.unflatten(0, (2, -1))
@@ -103,6 +103,6 @@ class Attentive(TokenReplay, name="attentive"):
         old = age >= self.age if self.age else None
         if self.threshold is not None:
             passed = score > self.threshold if self.authors else score >= self.threshold
-            return Choice(gate=~passed if old is None else ~passed | old)
+            return RowSelection(gate=~passed if old is None else ~passed | old)
         assert self.share is not None
         return refresh_and_fill(-score, self.share, self.age, p.ctx, "attentive")

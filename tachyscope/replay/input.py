@@ -1,4 +1,4 @@
-"""Replay where the MLP's input is still near the one that made the kept output."""
+"""Replay where the MLP's input is still near the input of the cached output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tachyscope.core.policy import setting
 from tachyscope.core.types import Shape
 from tachyscope.io.calibration import Calibration
 from tachyscope.kernels.token_gate import Score, TokenGate
-from tachyscope.replay import Choice, TokenReplay
+from tachyscope.replay import RowSelection, TokenReplay
 from tachyscope.replay.share import refresh_and_fill
 from tachyscope.store import LayerPass
 
@@ -24,19 +24,19 @@ from tachyscope.store import LayerPass
 class InputReplay(TokenReplay, name="input"):
     """Replay tokens whose MLP input has changed little since the output was computed.
 
-    The change is |x - x_old| / |x_old|, and x_old is the input that made the kept output, however
-    old: unlike a score of attention it bounds the error (docs/methods.md), and errors do not add up
-    over frames.
+    The change is |x - x_old| / |x_old|, where x_old is the input of the cached output, however old:
+    unlike an attention score it bounds the error (docs/methods.md), and errors do not add up over
+    frames.
 
-    budget: the mean square of replayed tokens' changes, over all tokens of a layer, times what a
-    calibration knows such a change to cost in this layer. Every token adds it to a credit of at
-    most a frame's worth, a replayed token takes its own from that.
-    loss: a budget that is calibrated to lose so many dB.
+    budget: the mean square of replayed tokens' changes, over all tokens of a layer; with a
+    calibration divided by what such a change costs in that layer. Each token adds the budget to a
+    credit of at most a frame's tokens, and a replayed token takes its own square from it.
+    loss: the budget that a calibration maps to a loss of so many dB.
     """
 
     threshold: float | None = setting(
         None,
-        "Replay the MLPs of tokens whose input has changed by at most this part of itself.",
+        "Replay the MLPs of tokens whose input has changed by at most this relative amount.",
         bound=Bound(0.0, 1e6),
         instead_of=("share", "budget", "loss"),
     )
@@ -55,14 +55,14 @@ class InputReplay(TokenReplay, name="input"):
     )
     loss: float | None = setting(
         None,
-        "dB that may be lost, by the model's calibration; token models.",
+        "Loss in dB that is allowed, by the model's calibration; token models.",
         bound=Bound(0.0, 100.0),
         instead_of=("threshold", "share", "budget"),
     )
     file: str | None = setting(
         None,
-        "A file of tachyscope inspect --fit-neurons; the one beside the model's weights if none is "
-        "named.",
+        "A calibration by tachyscope inspect --fit-neurons; by default the one beside the model's "
+        "weights.",
     )
 
     paper: ClassVar[str] = "this project"
@@ -76,11 +76,11 @@ class InputReplay(TokenReplay, name="input"):
             )
 
     @property
-    def turns(self) -> bool:
+    def work_varies(self) -> bool:
         return self.share is None
 
     def calibrated(self, calibration: Calibration | None) -> InputReplay:
-        """The same with a budget in place of a loss."""
+        """This policy with its loss replaced by the calibrated budget."""
         if self.loss is None:
             return self
         if calibration is None:
@@ -91,7 +91,7 @@ class InputReplay(TokenReplay, name="input"):
         return replace(self, loss=None, budget=calibration.budget(self.loss))
 
     def by_layer(self, calibration: Calibration | None) -> list[InputReplay]:
-        """The same for every layer, each with the budget that its changes' cost leaves it."""
+        """This policy for each layer, its budget divided by the cost of changes there."""
         if calibration is None or self.budget is None:
             return []
         return [replace(self, budget=self.budget / float(cost)) for cost in calibration.cost]
@@ -104,19 +104,19 @@ class InputReplay(TokenReplay, name="input"):
             )
 
     def token_gate(self, shape: Shape, chunk: int) -> TokenGate:
-        if self.threshold is not None:  # of a score, which is the negative change
+        if self.threshold is not None:  # the score is the negative change
             return TokenGate(self.score, "threshold", -self.threshold, tied=shape.paired)
         if self.share is not None:
             return TokenGate(self.score, "share", self.share, tied=shape.paired)
-        # a loss that is not calibrated yet has none
+        # a loss is without a budget before `calibrated`
         return TokenGate(self.score, "budget", self.budget or 0.0, tied=shape.paired)
 
-    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> Choice | None:
+    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> RowSelection | None:
         assert score is not None
         if p.ctx.shape.paired:
             pairs = score.unflatten(0, (2, -1))
             score = pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
         if self.threshold is not None:
-            return Choice(gate=-score > self.threshold)
+            return RowSelection(gate=-score > self.threshold)
         assert self.share is not None
         return refresh_and_fill(-score, self.share, 0, p.ctx, "input")

@@ -1,4 +1,4 @@
-"""Runs MLPs by a slice of their neurons, with a memory of what that leaves out."""
+"""Computes MLPs by a slice of their neurons, corrected by the last error at each position."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from tachyscope.store import LayerPass
 
 
 class NeuronRunner:
-    """Computes the calibrated neurons of every MLP; given frames and first ones whole.
+    """Computes the calibrated neurons of every MLP, and all of them for given and first frames.
 
-    A policy that remembers keeps, of every place of a frame, from when it was last computed whole:
+    A policy that `remembers` keeps, for every place of a latent frame, from the last time that the
+    whole MLP was computed there:
 
-    error  [1, B, N, W]  what the slice was off by
-    input  [1, B, N, W]  the MLP's input
+    error  [1, B, N, W]  its output less that of the slice
+    input  [1, B, N, W]  its input
     """
 
     def __init__(self, policy: NeuronReplay, calibration: Calibration | None) -> None:
         self.policy, self.calibration = policy, calibration
-        self.ready: set[int] = set()  # passes for which the last chunk left errors
+        self.ready: set[int] = set()  # passes with errors from the last chunk
         self._slices: dict[int, Slice] = {}  # by layer
 
     def begin(self) -> None:
-        """A pass starts."""
+        """Start a pass."""
 
     def score(self, p: LayerPass, q: Tensor, rotated_q: Tensor, k: Tensor) -> None:
-        """Queries and keys tell nothing here."""
+        """Not needed: nothing depends on queries and keys."""
 
     def mlp(self, p: LayerPass, x: Tensor, fn: Mlp) -> Tensor:
-        """fn(x) for x [B, S, W], or the slice of it with what is remembered of the rest."""
+        """fn(x) for x [B, S, W], or the slice of it and the last error at each position."""
         ctx, work, own = p.ctx, p.work, p.layer.own["replay"]
         rows, policy = x.shape[:2].numel(), self.policy
         part = self._slice(ctx.layer, fn) if policy.share else None
@@ -44,13 +45,13 @@ class NeuronRunner:
             work.add_mlps(fn.macs, rows, rows)
             return fn(x)
         ready = ctx.pass_index in self.ready or not policy.remembers
-        # what is given is computed whole: the video rests on it
-        whole = ctx.given or not ready or policy.whole(ctx.chunk, ctx.start)
+        # given frames are computed whole: the rest of the video depends on them
+        whole = ctx.given or not ready or policy.computes_all(ctx.chunk, ctx.start)
         work.rows_eligible += rows * (ready and not ctx.given)
         work.add_mlps(fn.macs, rows * (1.0 if whole else part.mlp.macs / fn.macs), rows)
         if whole and not policy.remembers:
             return fn(x)
-        more = part.macs if whole else part.macs - part.mlp.macs  # beside what was counted
+        more = part.macs if whole else part.macs - part.mlp.macs  # the rest is counted above
         work.add_mlp_macs(rows * more)
         about = part(x)
         if not policy.remembers:
@@ -64,7 +65,7 @@ class NeuronRunner:
         return y
 
     def commit(self, passes: set[int]) -> None:
-        """The chunk is final, after these passes over it."""
+        """End a chunk over which these passes ran."""
         self.ready |= passes
 
     def _slice(self, layer: int, fn: Any) -> Slice:
@@ -81,7 +82,7 @@ class NeuronRunner:
 def neuron_tensors(
     policy: NeuronReplay, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Fixed tensors to keep beside a layer."""
+    """The policy's tensors of a layer."""
     if not policy.remembers or not policy.share:
         return {}
     size = (1, shape.batch, shape.tokens_per_frame, shape.width)

@@ -1,17 +1,17 @@
-"""Compute the neurons that change most; remember, by place, what leaving out the others cost.
+"""Compute the neurons that change most, and correct by the last error at each position.
 
 An MLP's output is the sum of its neurons'. A calibration has ranked them, and fitted an affine map
-of the input to what those that are left out add together:
+of the input to the sum of those that are left out:
 
     y ≈ slice(x) + A x + b
 
-Where an output is computed whole (given frames, the first one that is made, and once in `age` + 1
-frames if that is asked for) what this is off by is kept with the input, and added at the same place
-in later frames, the less the further the input has come from there:
+Where the whole MLP is computed (given frames, the first generated one, and with `age` once in
+`age` + 1 frames) the error of this is stored with the input. In later frames it is added at the
+same place, scaled down with the distance of the input from the stored one:
 
     y = slice(x) + A x + b + exp(-beta |x - x_old|² / |x_old|²) · error
 
-Without a memory it is `prune`. Nothing is chosen by data, so shapes are fixed: weights that are
+Without the error it is `prune`. Nothing is chosen by data, so shapes are fixed: weights that are
 left out are not read, on any device.
 """
 
@@ -31,8 +31,8 @@ from tachyscope.replay import ReplayPolicy
 class NeuronReplay(ReplayPolicy):
     """Computes a calibrated slice of every MLP.
 
-    share: of all layers' neurons, left out. file: of `inspect --fit-neurons`; the model's own if
-    none is named.
+    share: the share of all layers' neurons that is left out. file: a calibration by `inspect
+    --fit-neurons`, by default the model's own. remembers: whether errors are stored.
     """
 
     share: float
@@ -40,8 +40,8 @@ class NeuronReplay(ReplayPolicy):
     remembers: ClassVar[bool]
 
     @property
-    def decides(self) -> bool:
-        return self.turns  # a slice that is the same for every token needs no decision
+    def per_token(self) -> bool:
+        return self.work_varies  # a slice that is the same for every token needs no decision
 
     def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
         if not shape.token_by_token:
@@ -50,15 +50,15 @@ class NeuronReplay(ReplayPolicy):
                 f"replay=attentive, random or every_k"
             )
 
-    def whole(self, chunk: int, place: int) -> bool:
-        """Whether a token's turn has come to be computed whole."""
+    def computes_all(self, chunk: int, place: int) -> bool:
+        """Whether the whole MLP is computed for the token at a place of this chunk."""
         return False
 
 
 @final
 @dataclass(frozen=True)
 class Neurons(NeuronReplay, name="neurons"):
-    """Skip a `share` of the neurons; add the error that this last had at each position."""
+    """Skip a `share` of the neurons, and add the last error of that at each position."""
 
     share: float = setting(
         0.75,
@@ -67,22 +67,22 @@ class Neurons(NeuronReplay, name="neurons"):
     )
     age: int = setting(
         0,
-        "Frames in a row that a place may go without its whole MLP; 0: no limit.",
+        "How many frames in a row a position may be without its whole MLP; 0: no limit.",
         bound=Bound(0, 1_000_000),
     )
     file: str | None = setting(
         None,
-        "A file of tachyscope inspect --fit-neurons; the one beside the model's weights if none is "
-        "named.",
+        "A calibration by tachyscope inspect --fit-neurons; by default the one beside the model's "
+        "weights.",
     )
 
     paper: ClassVar[str] = "this project"
     remembers: ClassVar[bool] = True
 
     @property
-    def turns(self) -> bool:
+    def work_varies(self) -> bool:
         return self.age > 0
 
-    def whole(self, chunk: int, place: int) -> bool:
-        # neighbours have their turns in different frames, so that frames cost alike
+    def computes_all(self, chunk: int, place: int) -> bool:
+        # neighbours are computed in different frames, so that all frames cost the same
         return self.age > 0 and (chunk + place) % (self.age + 1) == 0

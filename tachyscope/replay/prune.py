@@ -1,4 +1,4 @@
-"""The same slice of neurons without a memory: what `neurons` must beat."""
+"""The slice of `neurons` without its stored errors: a control."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Prune(NeuronReplay, name="prune"):
     )
     file: str | None = setting(
         None,
-        "A file of tachyscope inspect --fit-neurons; the one beside the model's weights if none is "
-        "named.",
+        "A calibration by tachyscope inspect --fit-neurons; by default the one beside the model's "
+        "weights.",
     )
 
     remembers: ClassVar[bool] = False
 
     @property
-    def turns(self) -> bool:
+    def work_varies(self) -> bool:
         return False

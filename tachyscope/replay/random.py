@@ -11,7 +11,7 @@ from tachyscope.core.limits import SHARE, Bound
 from tachyscope.core.policy import setting
 from tachyscope.core.types import Shape
 from tachyscope.kernels.token_gate import Score, TokenGate
-from tachyscope.replay import Choice, TokenReplay
+from tachyscope.replay import RowSelection, TokenReplay
 from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
 from tachyscope.store import LayerPass
 
@@ -28,7 +28,7 @@ class RandomReplay(TokenReplay, name="random"):
     )
     age: int = setting(
         0,
-        "Times in a row that an MLP output may be replayed before it is computed; 0: no limit.",
+        "How many times in a row an MLP output may be replayed; 0: no limit.",
         bound=Bound(0, 1_000_000),
     )
     drift: bool = setting(False, "Move replayed outputs by the mean change of the computed ones.")
@@ -41,6 +41,6 @@ class RandomReplay(TokenReplay, name="random"):
     def token_gate(self, shape: Shape, chunk: int) -> TokenGate:
         return TokenGate(self.score, "draw", self.share, age_limit=self.age)
 
-    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> Choice | None:
+    def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> RowSelection | None:
         assert score is not None
         return refresh_and_fill(score, self.share, self.age, p.ctx, "random")

@@ -1,4 +1,4 @@
-"""Runs MLPs under a replay policy: what the last frame left, its score, its age and its drift."""
+"""Computes or replays MLPs as a replay policy chooses, and keeps the last frame's outputs."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from tachyscope.kernels.replay import (
     temporal_score,
 )
 from tachyscope.kernels.token_gate import GateState, TokenGate, decide, gate_tensors
-from tachyscope.replay import Choice, ReplayPolicy, TokenReplay
+from tachyscope.replay import ReplayPolicy, RowSelection, TokenReplay
 from tachyscope.replay.input import InputReplay
 from tachyscope.replay.neuron_runner import NeuronRunner, neuron_tensors
 from tachyscope.replay.neurons import NeuronReplay
 from tachyscope.store import LayerPass
 
-# Rows over which drift is a mean. From 6 to all of a frame's 256 made no difference on Atrium.
+# rows that drift is a running mean of: 6 to all of a frame's 256 are equally good on Atrium
 DRIFT_ROWS = 16.0
 BY_ATTENTION = ("rotated", "mixed")
 
 
 class ReplayRunner:
-    """Replays MLP outputs of the last frame as a policy chooses; without one it computes all.
+    """Replays MLP outputs of the last frame as a policy chooses; without a policy it computes all.
 
-    A pass goes so: `begin`; in every layer `score`, once the keys are rotated, then `mlp`. After
-    the chunk's last pass `commit`. Each layer keeps, for every pass over a chunk and every place
-    of a latent frame, what the last frame left there:
+    Calls of a pass: `begin`, then in every layer `score` with the rotated keys and `mlp`; after the
+    chunk's last pass `commit`. Each layer keeps, for every pass over a chunk and every place of a
+    latent frame, from the last frame:
 
     output  [passes, B, N, W]       the MLP's output
-    age     [passes, B, N]          how often in a row it was replayed
-    key     [passes, B, Hkv, N, D]  the rotated key, where the policy scores
-    drift   [passes, B, 1, W]       the mean change of computed outputs, where it is followed
-    input   [passes, B, N, W]       what the output was computed from, where inputs are compared
+    age     [passes, B, N]          how many times in a row it was replayed
+    key     [passes, B, Hkv, N, D]  the rotated key, if the policy scores by attention
+    drift   [passes, B, 1, W]       the mean change of computed outputs, if the policy adds it
+    input   [passes, B, N, W]       the input of the output, if the policy compares inputs
     """
 
     def __init__(self, policy: TokenReplay | None, by_layer: Sequence[TokenReplay] = ()) -> None:
-        """by_layer: the policy as every layer has it, where they differ in what they allow."""
+        """by_layer: the policy of each layer, if they differ."""
         self.policy, self.by_layer = policy, by_layer
-        self.ready: set[int] = set()  # passes for which the last chunk left outputs
-        self.scores: dict[int, Tensor] = {}  # of the present pass, by layer: [B, S]
-        # of layers' gates, and what those layers kept when it was made
+        self.ready: set[int] = set()  # passes with outputs from the last chunk
+        self.scores: dict[int, Tensor] = {}  # [B, S] by layer, in the present pass
+        # by layer: its tensors and the gate's state on them
         self._states: dict[int, tuple[dict[str, Tensor] | None, GateState | None]] = {}
 
     def begin(self) -> None:
-        """A pass starts."""
+        """Start a pass."""
         self.scores = {}
 
     def score(self, p: LayerPass, q: Tensor, rotated_q: Tensor, k: Tensor) -> None:
-        """Score each token against its place one frame back, and keep its rotated key k."""
+        """Score each token against its place one frame back, and store its rotated key k."""
         ctx = p.ctx
         if self.policy is None or self.policy.score not in BY_ATTENTION or ctx.prefilling:
             return
@@ -73,7 +73,7 @@ class ReplayRunner:
             part.copy_(last)
 
     def mlp(self, p: LayerPass, x: Tensor, fn: Mlp) -> Tensor:
-        """fn(x) for x [B, S, W], or less of it where the last frame's output serves."""
+        """fn(x) for x [B, S, W], with rows of the last frame's output where these are replayed."""
         ctx, work, own = p.ctx, p.work, p.layer.own["replay"]
         rows = x.shape[:2].numel()
         if self.policy is None or ctx.prefilling:
@@ -87,7 +87,7 @@ class ReplayRunner:
             inputs = _kept(own["input"], ctx, 1)
             if ready:
                 self.scores[ctx.layer] = -relative_change(x, _for_tokens(inputs, ctx, 1))
-        # what is given is computed whole: the video rests on it
+        # given frames are computed whole: the rest of the video depends on them
         if ready and not ctx.given:
             work.rows_eligible += rows
             choice = self.choose(p, _for_tokens(ages, ctx, 1))
@@ -106,8 +106,8 @@ class ReplayRunner:
             )
         return y
 
-    def choose(self, p: LayerPass, age: Tensor) -> Choice | None:
-        """What the policy computes of this pass's tokens, by their scores and ages [B, S]."""
+    def choose(self, p: LayerPass, age: Tensor) -> RowSelection | None:
+        """The tokens of this pass that the policy computes, by their scores and ages [B, S]."""
         ctx, policy = p.ctx, self.policy_of(p.ctx.layer)
         score = self.scores.get(ctx.layer)
         if policy.score == "drawn":
@@ -123,10 +123,10 @@ class ReplayRunner:
             state.place.fill_(ctx.start + i)
             decide(state, score[:, i : i + 1])
             gates.append(state.skip == 0)
-        return Choice(gate=torch.stack(gates, 1))
+        return RowSelection(gate=torch.stack(gates, 1))
 
     def _state(self, p: LayerPass, gate: TokenGate) -> GateState:
-        """What a layer's gate reads and writes, made when it first decides."""
+        """The state of a layer's gate, made at its first decision."""
         own, (known, state) = p.layer.own["replay"], self._states.get(p.ctx.layer, (None, None))
         if known is own and state is not None and state.gate == gate:
             return state
@@ -141,20 +141,20 @@ class ReplayRunner:
         return state
 
     def policy_of(self, layer: int) -> TokenReplay:
-        """The policy as a layer has it."""
+        """The policy of a layer."""
         policy = self.by_layer[layer] if self.by_layer else self.policy
         assert policy is not None
         return policy
 
     def commit(self, passes: set[int]) -> None:
-        """The chunk is final, after these passes over it."""
+        """End a chunk over which these passes ran."""
         self.ready |= passes
 
 
 def runner_of(
     policy: ReplayPolicy | None, calibration: Calibration | None
 ) -> ReplayRunner | NeuronRunner:
-    """What runs MLPs under a policy, or computes them all without one."""
+    """The runner of a policy; without one all MLPs are computed."""
     if isinstance(policy, NeuronReplay):
         return NeuronRunner(policy, calibration)
     if isinstance(policy, InputReplay):
@@ -167,7 +167,7 @@ def runner_of(
 def replay_tensors(
     policy: ReplayPolicy | None, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Fixed tensors to keep beside a layer: a gate's, and those of the runner."""
+    """The tensors of a layer that a policy's runner and gate keep."""
     if isinstance(policy, NeuronReplay):
         return neuron_tensors(policy, shape, dtype, device)
     if policy is None:
@@ -192,9 +192,9 @@ def replay_tensors(
 
 
 def _run_rows(
-    x: Tensor, old: Tensor, choice: Choice | None, fn: Mlp, work: Work
+    x: Tensor, old: Tensor, choice: RowSelection | None, fn: Mlp, work: Work
 ) -> tuple[Tensor, Tensor | bool]:
-    """Outputs, and which were computed: a mask [B, S], or one bool where all rows agree."""
+    """Outputs, and which rows were computed: a mask [B, S], or one bool for all."""
     rows, gate = x.shape[:2].numel(), None if choice is None else choice.gate
     if gate is not None and not host_may_read(x):
         work.add_mlps(fn.macs, rows, rows)
@@ -206,7 +206,7 @@ def _run_rows(
     else:
         computed = rows if picked is None else picked.numel()
     work.add_mlps(fn.macs, computed, rows)
-    # rows that agree, as one alone does, need not be picked out and put back
+    # without a gather and a scatter if all rows are treated alike
     if computed == rows:
         return fn(x), True
     if computed == 0:
@@ -221,7 +221,7 @@ def _run_rows(
 def _copy_computed(
     kept: Tensor, x: Tensor, computed: Tensor | bool, ctx: PassContext, chunk: int
 ) -> None:
-    """Keep the inputs x [B, N, W] of those rows that were computed."""
+    """Store the inputs x [B, N, W] of the rows that were computed."""
     if computed is True:
         kept.copy_(x)
     elif computed is not False:
@@ -229,25 +229,23 @@ def _copy_computed(
 
 
 def _kept(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
-    """What of a layer's tensor this pass reads and writes: in token models, its tokens' places.
-
-    Else the last latent frame that came to the same noise level, one for each chunk of the pass.
-    """
+    """The parts of a layer's tensor that this pass reads and writes: in token models the places of
+    its tokens, else the last latent frame at the same noise level, for each chunk of the pass."""
     if ctx.shape.token_by_token:
         return [x[ctx.pass_index].narrow(dim, ctx.start, ctx.tokens)]
     return [x[index] for index in ctx.chunk_passes]
 
 
 def _for_tokens(kept: list[Tensor], ctx: PassContext, dim: int) -> Tensor:
-    """What was kept, as this pass's tokens meet it, along `dim`."""
+    """The stored frames repeated along `dim`, one for each latent frame of this pass."""
     frames = 1 if ctx.shape.token_by_token else ctx.tokens // ctx.shape.tokens_per_frame
-    # every latent frame of a chunk compares with the same one: the last of the chunk before
+    # every latent frame of a chunk is compared with the last one of the chunk before
     paired = [kept[min(i // ctx.shape.chunk, len(kept) - 1)] for i in range(frames)]
     return paired[0] if frames == 1 else torch.cat(paired, dim)
 
 
 def _last_frames(x: Tensor, ctx: PassContext, dim: int) -> list[Tensor]:
-    """Of this pass's tokens, those that the next frame will meet: in chunk models each last one."""
+    """The tokens that the next frame is compared with: in chunk models each chunk's last frame."""
     if ctx.shape.token_by_token:
         return [x]
     places, chunks = ctx.shape.tokens_per_frame, len(ctx.chunk_passes)

@@ -1,4 +1,4 @@
-"""A fixed share of a pass's tokens, with a limit on how long a value may serve."""
+"""A fixed share of a pass's tokens, with a limit on how often an output is replayed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.types import PassContext
-from tachyscope.replay import Choice
+from tachyscope.replay import RowSelection
 
 
 def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
-    """How many of `tokens` a share leaves to compute; raises where the age limit needs more."""
+    """How many of `tokens` are computed at a share; raises if the age limit needs more."""
     if age and share > age / (age + 1):
         most = math.floor(1000 * age / (age + 1)) / 1000
         raise TachyscopeError(
@@ -27,11 +27,11 @@ def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
 
 def refresh_and_fill(
     urgency: Tensor, share: float, age: int, ctx: PassContext, policy: str
-) -> Choice | None:
-    """The tokens whose turn it is, then those of highest urgency [B, S], a fixed number in all.
+) -> RowSelection | None:
+    """The tokens that the age limit asks for, then those of highest urgency [B, S]: a fixed number.
 
-    With an age limit every token has its turn once in age + 1 chunks, by its index: the limit holds
-    whatever the scores say, and no chunk costs more than another.
+    With an age limit every token is computed once in age + 1 chunks, by its index: the limit holds
+    for any scores, and every chunk costs the same.
     """
     tokens = urgency.shape[1]
     compute = tokens_to_compute(policy, share, age, tokens)
@@ -40,4 +40,4 @@ def refresh_and_fill(
     if age:
         turn = torch.arange(tokens, device=urgency.device) % (age + 1) == ctx.chunk % (age + 1)
         urgency = urgency.masked_fill(turn, math.inf)
-    return Choice(rows=urgency.topk(compute, -1, sorted=False).indices)
+    return RowSelection(rows=urgency.topk(compute, -1, sorted=False).indices)
