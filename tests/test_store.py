@@ -306,7 +306,9 @@ def test_packed_bytes(name, share):
 
 def test_two_bits_want_a_cache_that_moves_whole_frames():
     for plan in ("cache=dedup:budget=8f", "attention=ann:read=0.5"):
-        refused(lambda plan=plan: session(CHUNKS, f"{plan} store=int2"), "would part", "store=int4")
+        refused(
+            lambda plan=plan: session(CHUNKS, f"{plan} store=int2"), "would separate", "store=int4"
+        )
     refused(lambda: session(TOKENS, "store=int2"), "token by token", "store=int4")
 
 

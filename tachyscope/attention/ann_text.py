@@ -26,10 +26,9 @@ from tachyscope.kernels.prompt_hits import count_nearest
 class AnnText(TextPolicy, name="ann"):
     """Drop prompt tokens that share a hash bucket with no query of the current pass.
 
-    With "lsh" a bucket is a sign pattern of `bits` random planes, the ones of attention policy ann;
-    with "int8" a query's bucket is its nearest token among int8 codes. Of the tokens that are hit
-    the `keep` most hit are read. A head of which no token is hit reads all. Padding is collapsed
-    first, which changes nothing.
+    With "lsh" a bucket is a sign pattern of `bits` random projections, those of attention=ann; with
+    "int8" a query's bucket is its nearest token by int8 codes. The `keep` tokens with most queries
+    are read; a head without any reads all. Padding is collapsed first, which is exact.
     """
 
     keep: int = setting(170, "Most prompt tokens that a head reads.", bound=Bound(1, 100_000))
@@ -46,7 +45,7 @@ class AnnText(TextPolicy, name="ann"):
     splits_heads: ClassVar[bool] = True
 
     def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
-        planes(self.bits, k.shape[-1], k.device)  # made now, not in the first chunk
+        planes(self.bits, k.shape[-1], k.device)  # cached before the first chunk
         return collapse(k, v, lengths)
 
     def attend(self, q: Tensor, text: Text, work: Work) -> Tensor:
@@ -56,7 +55,7 @@ class AnnText(TextPolicy, name="ann"):
         log_count = log_count.masked_fill(hits == 0, -math.inf)
         size = min(self.keep, hits.shape[2])
         if host_may_read(q):
-            # nothing that every head drops is scored
+            # tokens that every head drops are not scored
             size = min(size, int((log_count > -math.inf).sum(-1).max()))
         work.add_text_reads(q, size)
         if size == hits.shape[2]:
@@ -68,11 +67,11 @@ class AnnText(TextPolicy, name="ann"):
         )
 
     def _hits(self, q: Tensor, k: Tensor, log_count: Tensor) -> Tensor:
-        """How many queries fall into each token's bucket; 0 for an empty slot."""
+        """The number of queries in each token's bucket; 0 for an empty slot."""
         if self.hash == "int8":
             return count_nearest(q, k, log_count)
         hit = buckets(q, self.bits).unsqueeze(-1) == buckets(k, self.bits).unsqueeze(-2)
         hits = hit.sum(2)
-        # where none is hit all are read
+        # a head without a hit reads all
         hits += hits.sum(-1, keepdim=True) == 0
         return hits.masked_fill(log_count == -math.inf, 0)

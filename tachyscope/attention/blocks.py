@@ -1,4 +1,4 @@
-"""What attention policies share that leave blocks of the past out."""
+"""What block-sparse attention policies share: blocks, tiles, block tables and their log-weights."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tachyscope.kernels.slots import permute
 from tachyscope.store import KVStore, LayerPass, Tensors
 from tachyscope.store.bank import BlockBank
 
-# What a block is of a latent frame unless asked for, and its most: 128 entries of a Wan frame at
-# 480p. On Atrium, whose frames have 64 places, blocks of 4 lose 1 dB where 16 lose 10
+# a default block is 1/BLOCK_SHARE of a latent frame, and LARGEST entries at most: 128 of Wan's 1560
+# at 480p. On Atrium, whose frames have 64 tokens, blocks of 4 lose 1 dB where 16 lose 10
 BLOCK_SHARE, LARGEST = 12, 128
-# what the settings of that name do
+# help of the settings with these names
 DENSE_PASSES = "Share of a chunk's passes, the first ones, that read everything, from 0 to 1."
 DENSE_LAYERS = "Share of the layers, the first ones, that read everything, from 0 to 1."
 
 
 class BlockAttention(AttentionPolicy):
-    """Each tile of queries reads listed blocks of the past, and the whole present chunk.
+    """Each tile of queries reads the blocks that a table lists, and the whole present chunk.
 
-    A block is so many slots in a row, the last of them maybe a part. The lists are tensors of the
-    layer: "map" and "count". dense_passes, dense_layers: that share of the first passes and layers
-    reads everything. So do given frames of a chunk model.
+    A block is a number of consecutive slots; the last one may be partial. The table is two tensors
+    of the layer, "map" and "count". dense_passes, dense_layers: that share of the first passes and
+    layers reads everything. So do given frames of a chunk model.
     """
 
     indexes: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class BlockAttention(AttentionPolicy):
         return self._block(shape)
 
     def _between(self, shape: Shape, prompt: int, past: int) -> slice:
-        """The slots whose keys and values stand in another order between commits."""
+        """The slots whose keys and values are permuted between commits."""
         return slice(0, 0)
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
@@ -55,15 +55,15 @@ class BlockAttention(AttentionPolicy):
         most = -(-slots // block)
         kv = (shape.batch, shape.kv_heads)
         tile = (shape.batch, shape.heads, -(-shape.max_pass_tokens // self._tile(shape)))
-        whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         return {
-            # the weights of what the slots hold; a part block ends in empty ones
+            # log-weights of the slots; a partial block ends in empty ones
             "log_count": torch.zeros(
                 *kv, -(-most * block // 4) * 4, dtype=torch.float32, device=device
             ),
-            # the blocks that each tile reads, -1 behind them, and how many
-            "map": torch.zeros(*tile, most, **whole),
-            "count": torch.zeros(tile, **whole),
+            # the blocks that each tile reads, and their number
+            "map": torch.zeros(*tile, most, **int32),
+            "count": torch.zeros(tile, **int32),
         }
 
     def build_index(self, p: LayerPass, past: int, kept: int = 0) -> None:
@@ -72,7 +72,7 @@ class BlockAttention(AttentionPolicy):
             self._weigh(p.layer, p.ctx.shape, past)
 
     def _weigh(self, layer: KVStore, shape: Shape, past: int, order: Tensor | None = None) -> None:
-        """Note the weights of the past's slots, which hold the entries of `order` [B, Hkv, n]."""
+        """Set the log-weights of the past's slots, which hold the entries `order` [B, Hkv, n]."""
         log_count = layer.own["attention"]["log_count"]
         held = layer.log_count[:, :, :past].expand(-1, log_count.shape[1], -1)
         log_count[:, :, :past] = held if order is None else held.gather(2, order)
@@ -107,7 +107,7 @@ class BlockAttention(AttentionPolicy):
             return super().log_weights(p)
         own = layer.own["attention"] if layer.bank is None else layer.bank.tensors
         past = own["log_count"][:, :, : ctx.past]
-        if self.log_weight and not self.weighs(ctx):  # the index holds them weighed
+        if self.log_weight and not self.weighs(ctx):  # the index includes past_weight
             slots = self.weighed(ctx)
             if layer.bank is not None:
                 slots = cast(BlockBank, layer.bank).layout.sealed(ctx.past)
@@ -123,11 +123,11 @@ class BlockAttention(AttentionPolicy):
         return math.ceil(self.dense_passes * ctx.pass_count) if ctx.pass_count > 1 else 0
 
     def _chooses(self, ctx: PassContext) -> bool:
-        """Whether no pass over the chunk has left blocks out so far."""
+        """Whether this is the chunk's first pass that may leave blocks out."""
         return all(step < self.first_sparse_pass(ctx) for step in ctx.before)
 
     def _reads_all(self, ctx: PassContext) -> bool:
-        # given frames read everything: what they leave in the cache is what the video rests on
+        # given frames read everything: the rest of the video depends on their keys and values
         given = ctx.given and not ctx.shape.token_by_token
         early = ctx.pass_index < self.first_sparse_pass(ctx)
         return ctx.past == 0 or self._dense_layer(ctx) or early or given
@@ -137,11 +137,11 @@ class BlockAttention(AttentionPolicy):
         return read_all(p, q, self._weights(p, p.ctx.plain))
 
     def _weights(self, p: LayerPass, plain: bool) -> Tensor | None:
-        """Log-weights of past and now, None where every entry stands for itself and weighs 1."""
+        """Log-weights of the past and the present chunk, None if all are 0."""
         return None if plain and not self.weighs(p.ctx) else self.log_weights(p)
 
     def _read_blocks(self, p: LayerPass, q: Tensor, most: int) -> Tensor:
-        """Attention over the blocks that each tile lists, at most so many, and the present."""
+        """Attention over the blocks of each tile, at most `most`, and the present chunk."""
         layer, ctx = p.layer, p.ctx
         own, block = layer.own["attention"], self._block(ctx.shape)
         past = layer.past(ctx.past)
@@ -155,7 +155,7 @@ class BlockAttention(AttentionPolicy):
 
     def _read_table(self, p: LayerPass, q: Tensor, table: BlockTable) -> Tensor:
         layer, ctx = p.layer, p.ctx
-        # present entries stand for themselves alone
+        # entries of the present chunk have no log-weights
         read = attend_blocks(ctx.shape, q, *layer.now(ctx), table, layer.scratch)
         layer.scratch = () if ctx.shape.token_by_token else read.kept
         p.work.add_pairs(read.pairs, q.shape[3])
@@ -163,13 +163,13 @@ class BlockAttention(AttentionPolicy):
 
 
 def default_block(shape: Shape, block: int | None) -> int:
-    """A block's slots as they are set, or a part of a latent frame."""
+    """Slots of a block: as set, or a part of a latent frame."""
     return block or power_of_two(shape.tokens_per_frame // BLOCK_SHARE)
 
 
 def whole_block(shape: Shape) -> int | None:
-    """The largest divisor of a latent frame's tokens between half of a default block and what such
-    a block may be at most; None where there is none."""
+    """The largest divisor of a latent frame's tokens that is more than half of a default block and
+    at most LARGEST and 1/BLOCK_SHARE of a frame; None if there is none."""
     tokens, least = shape.tokens_per_frame, default_block(shape, None) // 2
     most = min(max(tokens // BLOCK_SHARE, 1), LARGEST)
     return next((n for n in range(most, least, -1) if tokens % n == 0), None)

@@ -47,10 +47,9 @@ class Dense(AttentionPolicy, name="dense"):
 
 
 def read_all(p: LayerPass, q: Tensor, log_count: Tensor | None = None) -> Tensor:
-    """Attention over past and now: what is seen is one run of slots, so nothing is copied.
+    """Attention over the past and the present chunk; it copies them if `hidden_slots` split them.
 
-    Only where slots in the middle are left out, the runs beside them are put together. `log_count`
-    is the layer's own, unless given.
+    `log_count` is the layer's own by default.
     """
     layer, ctx = p.layer, p.ctx
     first, rest = ctx.hidden_slots
@@ -70,7 +69,7 @@ class DenseText(TextPolicy, name="dense"):
     query_by_query: ClassVar[bool] = True
 
     def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
-        return  # where there is no prompt it reads none
+        return  # a model without a prompt reads none
 
     def prepare(self, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
         return Text(k, v)

@@ -21,9 +21,9 @@ from tachyscope.kernels.attention import attention
 class Pads(TextPolicy, name="pads"):
     """Read a prompt's padding as one token, weighted by its length.
 
-    Wan-type models pad to a fixed length and mask nothing, so the L - n padding tokens take part
-    with one and the same key and value. One of them with + log(L - n) on its score gives exactly
-    their joint numerator and denominator.
+    Wan-type models pad to a fixed length without a mask, so the L - n padding tokens are read with
+    the same key and value. One of them with + log(L - n) on its score has exactly their joint
+    numerator and denominator.
     """
 
     paper: ClassVar[str] = "FAST-AR's lemma 5.1, arXiv 2602.01801, applied to padding"
@@ -39,7 +39,7 @@ class Pads(TextPolicy, name="pads"):
 
 
 def collapse(k: Tensor, v: Tensor, lengths: Sequence[int]) -> Text:
-    """The longest row's tokens and one for the padding; a shorter row's further slots are empty."""
+    """The longest row's tokens and one for the padding; shorter rows end in empty slots."""
     total = k.shape[2]
     size = min(max(lengths) + 1, total)
     log_count = torch.zeros(len(lengths), 1, size, dtype=torch.float32, device=k.device)

@@ -27,10 +27,10 @@ from tachyscope.store import LayerPass
 @final
 @dataclass(frozen=True)
 class WindowAttention(AttentionPolicy, name="window"):
-    """Read the first `sink` entries and the newest `tokens`, the current ones included.
+    """Read the first `sink` entries and the newest `tokens`.
 
-    In token models a query is one of its own `tokens`; a chunk's tokens all read each other and
-    `tokens` of the past. It is the sparse attention that FastCar is combined with.
+    In token models the query's own entry is one of `tokens`; in chunk models the present chunk is
+    read whole, beside `tokens` of the past. FastCar is combined with this sparse attention.
     """
 
     tokens: int = setting(
@@ -40,8 +40,8 @@ class WindowAttention(AttentionPolicy, name="window"):
     )
     sink: int = setting(
         4,
-        "First entries that every query reads, a prompt's padding left out. In token models they "
-        "are the prompt's: fewer than it has hide the rest of it.",
+        "First entries that every query reads, behind a prompt's padding. In token models a sink "
+        "shorter than the prompt hides the rest of it.",
         bound=LATENTS,
     )
     past_weight: float | None = setting(None, PAST_WEIGHT, bound=WEIGHTS)
@@ -79,15 +79,15 @@ class WindowAttention(AttentionPolicy, name="window"):
         )
 
     def _attend_some(self, p: LayerPass, q: Tensor, pads: Sequence[int]) -> Tensor:
-        """A token's attention where rows of longer prompts leave entries out, and others do not."""
+        """Attention of a token where some rows leave entries out and others do not."""
         ctx = p.ctx
-        p.work.add_reads(q, ctx.end)  # what is left out is scored, then masked
+        p.work.add_reads(q, ctx.end)  # masked entries are scored too
         log_count = p.layer.log_count[:, :, : ctx.end].clone()
         for row, first in enumerate(pads):
             log_count[row, :, first + self.sink : max(0, ctx.end - self.tokens)] = -torch.inf
         return read_all(p, q, log_count)
 
     def _attend_in_order(self, p: LayerPass, q: Tensor) -> Tensor:
-        """A pass of several tokens of a token model: each reads as if it came alone."""
+        """Attention of several tokens of a token model, one after the other."""
         out = [self.attend(p.token(i), q[:, :, i : i + 1]) for i in range(p.ctx.tokens)]
         return torch.cat(out, 2)

@@ -1,4 +1,4 @@
-"""What to remember: policies that bring a layer's past within a budget."""
+"""What is kept: policies that keep a layer's KV cache within a budget."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tachyscope.store.kv import Rotate
 __all__ = [
     "CachePolicy",
     "checked_capacity",
-    "stand_at",
+    "set_times",
 ]
 
 
 class CachePolicy(Policy, question="cache"):
-    """Decides which past a layer keeps; its only effect is on the layer handed in."""
+    """Decides which past a layer keeps; it changes nothing but the layer that it is given."""
 
-    appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry as it is
-    wants_poses: ClassVar[bool] = False  # whether it must be told where the camera stands
-    dense_only: ClassVar[bool] = False  # whether no index of the past can follow what it does
-    whole_frames: ClassVar[bool] = False  # whether entries move by whole latent frames alone
-    traceable: ClassVar[bool] = True  # whether an entry is found again by its position
-    stores_codes: ClassVar[bool] = True  # whether entries are as the plan's store says
-    bounded_by: ClassVar[str] = "budget"  # the setting that says what a layer has on the device
-    streams: ClassVar[int] = 1  # of a GPU, which take the layers' commits by turns
-    host: str | None = None  # what a channel is in host memory; None: as on the device
+    appends: ClassVar[bool] = False  # whether a commit leaves every earlier entry unchanged
+    wants_poses: ClassVar[bool] = False  # whether `before_chunk` needs the camera's poses
+    dense_only: ClassVar[bool] = False  # whether attention must read the past without an index
+    whole_frames: ClassVar[bool] = False  # whether entries are moved by whole latent frames only
+    traceable: ClassVar[bool] = True  # whether `pos` identifies an entry
+    stores_codes: ClassVar[bool] = True  # whether the plan's store policy codes the past
+    bounded_by: ClassVar[str] = "budget"  # the setting that bounds a layer's device memory
+    streams: ClassVar[int] = 1  # CUDA streams that the layers' commits are spread over
+    host: str | None = None  # dtype of a channel in host memory; None: as on the device
 
     def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
         if (self.view_depends_on_pass or self.dense_only) and plan["attention"].name != "dense":
@@ -47,22 +47,22 @@ class CachePolicy(Policy, question="cache"):
 
     @property
     def merges(self) -> bool:
-        """Whether an entry may stand for several, or a slot in use be empty."""
+        """Whether log-weights may differ from 0: of merged entries and of empty slots."""
         return False
 
     @property
     def wants_queries(self) -> bool:
-        """Whether a commit reads the chunk's rotated queries: own "queries" [B, H, S, D]."""
+        """Whether a commit reads the chunk's rotated queries, in own "queries" [B, H, S, D]."""
         return False
 
     @property
     def view_depends_on_pass(self) -> bool:
-        """Whether what is seen of the past, and where it stands, depends on the pass."""
+        """Whether the visible past, or its positions, differ from pass to pass."""
         return False
 
     @property
     def grows(self) -> bool:
-        """Whether the past has no bound, so that tensors grow between chunks."""
+        """Whether the past is unbounded, so that tensors grow between chunks."""
         return False
 
     @property
@@ -71,52 +71,53 @@ class CachePolicy(Policy, question="cache"):
         return False
 
     def cache_heads(self, shape: Shape) -> int:
-        """1 where all heads keep the same entries, else the number of key/value heads."""
+        """1 if all heads keep the same entries, else the number of key/value heads."""
         return 1
 
     @abc.abstractmethod
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
-        """Slots to reserve, the present chunk's included; raises where a budget cannot be kept."""
+        """Slots of a layer, the present chunk's included; raises if a budget is too small."""
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
-        """Further tensors of a layer, its own "cache" ones."""
+        """The policy's tensors of a layer, own "cache"."""
         return {}
 
     @abc.abstractmethod
     def commit(self, p: LayerPass, n: int) -> int:
-        """Take the first n entries of now into the past, within budget; entries of past after.
+        """Append the first n entries of the present chunk to the past, within budget; returns the
+        past's entries.
 
-        `p.on_merge` gets entries that joined, by the slots in which they stood before.
+        `p.on_merge` is called with entries that were merged, by their slots before.
         """
 
     def past_in_pass(self, shape: Shape, past: int, tokens: int) -> int:
-        """Entries of the past that are left when a chunk's first pass has brought its queries."""
+        """Entries of the past that `compress` leaves in a chunk's first pass."""
         return past
 
     def compress(self, p: LayerPass, q: Tensor, past: int) -> None:
-        """In a chunk's first pass, its entries written behind the past: bring that down to `past`.
+        """Reduce the past to `past` entries in a chunk's first pass, whose entries stand behind it.
 
-        Asked where `past_in_pass` says so, with the rotated queries [B, H, S, D].
+        Called with the rotated queries q [B, H, S, D] if `past_in_pass` returns fewer entries.
         """
 
     def is_full(self, shape: Shape, past: int, room: int, total: int) -> bool:
-        """Whether chunks ask for the same launches from here on, after `total` entries in all."""
+        """Whether every chunk launches the same work from here on, after `total` entries."""
         return past == room
 
     def bank_layout(
         self, plan: Mapping[str, Any], shape: Shape, slots: int, latent_frames: int | None
     ) -> BankLayout | FrameLayout | None:
-        """How a layer of so many slots is cut up whose past lies in host memory too; None where
-        none does. Raises where the slots are too few."""
+        """How a bank divides a layer of so many slots; None without a bank, raises if they are too
+        few."""
         return None
 
     def before_chunk(self, p: LayerPass, poses: Tensor) -> None:
-        """Before a chunk whose camera stands at poses [B, F, 3, 4]; where `wants_poses`."""
+        """Called before a chunk with its camera's poses [B, F, 3, 4], if `wants_poses`."""
 
     def hidden_slots(self, p: LayerPass) -> tuple[int, int]:
-        """Before a pass, where the policy moves: bring entries to where the pass sees them.
+        """Called before a pass, if `view_depends_on_pass`: move entries to where it reads them.
 
-        Returns the slots of the past, from and to, that it does not see.
+        Returns the start and end of the past's slots that the pass does not read.
         """
         return 0, 0
 
@@ -124,7 +125,7 @@ class CachePolicy(Policy, question="cache"):
 def checked_capacity(
     policy: str, budget: Size, shape: Shape, prompt: int, sink: int, newest: int
 ) -> int:
-    """Slots of a bounded cache; raises where the budget is below what must be kept."""
+    """Slots of a bounded cache; raises if the budget is less than the protected entries."""
     slots, now = budget.entries(shape), shape.chunk + shape.rolling_frames
     frames = sink + newest + now
     floor = prompt + frames * shape.tokens_per_frame
@@ -138,10 +139,10 @@ def checked_capacity(
     return slots
 
 
-def stand_at(
+def set_times(
     layer: KVStore, slots: slice, time: Tensor, tokens_per_frame: int, rotate: Rotate
 ) -> None:
-    """Let entries stand in latent frames from `time` [B, Hkv or 1, 1] on, as many as fill one."""
+    """Move entries to latent frames from `time` [B, Hkv or 1, 1] on, and rotate their keys."""
     index = torch.arange(slots.stop - slots.start, device=time.device) // tokens_per_frame
     layer.pos[:, :, slots, 0] = time + index
     layer.rotate(slots, rotate)

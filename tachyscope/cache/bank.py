@@ -1,4 +1,4 @@
-"""Keep every entry, offloaded to host memory beyond what is resident."""
+"""Keep every entry, offloaded to host memory, with an LRU of resident blocks on the device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tachyscope.store.frame_bank import FrameLayout
 class Bank(CachePolicy, name="bank"):
     """Keep every entry in host memory, and a bounded part of them on the GPU.
 
-    Entries that leave attention's newest frames are sealed in blocks: copied to host memory, as
-    they are or as codes, and known to attention's index ever after. Attention chooses among all
-    blocks; those that are wanted and not resident are fetched, and the least recently wanted leave.
-    When the bank is full the blocks most like an older one leave it, given frames last of all: of
-    a place the first view stays. With attention=pose or similar it is whole latent frames that are
-    sealed, compared and fetched. Needs attention=ann, pose or similar.
+    Entries that leave attention's newest frames are sealed in blocks: copied to host memory,
+    quantised if `host` says so, and indexed. Attention chooses among all blocks; chosen ones that
+    are not resident are fetched, and replace the least recently wanted (LRU). In a full bank a new
+    block replaces the one that is most like an older one, so that the first view of a scene stays;
+    given frames are replaced last. With attention=pose or similar whole latent frames are sealed,
+    compared and fetched. Needs attention=ann, pose or similar. `store/bank.py` has the method.
     """
 
     resident: SizeSetting = setting(
@@ -38,20 +38,20 @@ class Bank(CachePolicy, name="bank"):
     budget: SizeSetting = setting(
         Size(240, True),
         "Most entries that a layer holds in host memory, on CUDA reserved at the start: latent "
-        "frames (240f) or entries; of a video whose length is known no more than it has.",
+        "frames (240f) or entries; no more than the video has, if its length is known.",
         bound=ENTRIES,
     )
     host: Literal["native", "int8", "int4"] = setting(
         "native",
-        "What a channel is in host memory: as on the device (native), or a code of 8 or 4 bits.",
+        "Format in host memory: as on the device (native), or quantised to 8 or 4 bits.",
     )
 
     appends: ClassVar[bool] = True
     splits_heads: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
-    stores_codes: ClassVar[bool] = False  # a bank has codes of its own
+    stores_codes: ClassVar[bool] = False  # a bank quantises by `host`
     bounded_by: ClassVar[str] = "resident"
-    streams: ClassVar[int] = 4  # a hundred launches a layer, too small to fill a GPU
+    streams: ClassVar[int] = 4  # a commit is a hundred small launches a layer
 
     def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
         super().check_plan(plan, shape)
@@ -69,7 +69,7 @@ class Bank(CachePolicy, name="bank"):
 
     @property
     def merges(self) -> bool:
-        return True  # the last block of a chunk may be a part
+        return True  # the last block of a chunk may be padded
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         resident, budget = (x.entries(shape) for x in (self.resident, self.budget))
@@ -83,7 +83,7 @@ class Bank(CachePolicy, name="bank"):
     def bank_layout(
         self, plan: Mapping[str, Any], shape: Shape, slots: int, latent_frames: int | None
     ) -> BankLayout | FrameLayout | None:
-        """Of a video whose latent frames are known it holds no more than these."""
+        """As attention divides it; of a video of known length it holds no more than that."""
         budget = self.budget.entries(shape)
         if latent_frames is not None:
             budget = min(budget, latent_frames * shape.tokens_per_frame)

@@ -1,4 +1,4 @@
-"""Keep what recurs across frames once: its newest entry, at weight one."""
+"""Keep the newest of entries with similar keys."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NEWEST = Matching()
 class Dedup(CachePolicy, name="dedup"):
     """Of entries with similar rotated keys keep the newest, unchanged.
 
-    Entries that leave the `newest` latent frames look for the most alike older entry. At every
-    commit, exactly as many of the most alike pairs as exceed the budget become one entry: the newer
-    of the two. `merge` would average their values, which blurs what is drawn again and again.
+    An entry that leaves the `newest` latent frames is matched with the most similar older entry. At
+    every commit the older entries of the most similar pairs are dropped, exactly as many as exceed
+    the budget. `merge` averages values instead, which blurs what is drawn again and again.
     """
 
     budget: SizeSetting = setting(

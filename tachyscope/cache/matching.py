@@ -1,7 +1,4 @@
-"""Entries that recur: find the most alike older one, join the two, keep within a budget.
-
-`merge` and `dedup` share it: they differ in what is left of entries that join.
-"""
+"""What `merge` and `dedup` share: match entries with the most similar older one, and join pairs."""
 
 from __future__ import annotations
 
@@ -23,18 +20,18 @@ Match = Literal["rotated", "unrotated", "key_value"]
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """By which vectors entries are compared, and what is left of those that join."""
+    """By which vectors entries are compared, and what stays of a pair."""
 
     match: Match = "rotated"
-    shared: bool = False  # all heads by one comparison
-    newest: bool = True  # the newest member's key and position stay, else the oldest's
-    mean: bool = False  # the mean value and + log m stay, else the value of the one that stays
+    shared: bool = False  # whether one comparison serves all heads
+    newest: bool = True  # whether the newest one's key and position stay, or the oldest's
+    mean: bool = False  # whether the mean value stays, with + log m, or the value of that one
 
 
 def slots_within(
     policy: str, budget: Size, sink: int, newest: int, shape: Shape, prompt: int
 ) -> int:
-    """Slots of a budget; raises where it cannot be kept."""
+    """Slots of a bounded cache; raises if the budget leaves no entry to merge into."""
     slots = checked_capacity(policy, budget, shape, prompt, sink, newest)
     protected = (sink + newest) * shape.tokens_per_frame + shape.max_pass_tokens
     if slots - prompt - protected < 1:
@@ -46,7 +43,7 @@ def slots_within(
 
 
 def partner_tensors(batch: int, heads: int, slots: int, device: torch.device) -> Tensors:
-    """For every slot its most alike older entry, and how alike the two are."""
+    """The slot of every entry's most similar older entry, and the cosine of the two."""
     slot = (batch, heads, slots)
     return {
         "partner": PerSlot(torch.zeros(slot, dtype=torch.int64, device=device)),
@@ -55,47 +52,48 @@ def partner_tensors(batch: int, heads: int, slots: int, device: torch.device) ->
 
 
 def keep_within(how: Matching, p: LayerPass, n: int, budget: int, first: int, newest: int) -> int:
-    """Take n entries of now into the past, and let the most alike join until `budget` holds.
+    """Append n entries to the past, and join the most similar pairs until it is within `budget`.
 
-    Entries before slot `first` and the `newest` last ones are not touched. Returns the entries of
-    the past after.
+    Entries before slot `first` and the `newest` last ones are not touched. Returns the past's
+    entries.
     """
     shape, past = p.ctx.shape, p.ctx.past
     total = past + n
     kept = budget - shape.max_pass_tokens
     old = slice(first, max(first, total - newest))
-    left = max(0, past - newest - first)  # of old, those matched at earlier commits
-    looking = old.stop - first - left  # those that look for a partner now
+    matched = max(0, past - newest - first)  # of old, at earlier commits
     width = shape.head_dim * (2 if how.match == "key_value" else 1)
-    pairs = shape.batch * looking * (old.stop - first)
+    pairs = shape.batch * (old.stop - first - matched) * (old.stop - first)
     p.work.macs += pairs * shape.kv_heads * width
-    merged = _join(how, p.layer, old, left, total, max(0, total - kept))
+    merged = _join(how, p.layer, old, matched, total, max(0, total - kept))
     if merged is not None and p.on_merge is not None:
         p.on_merge(p.ctx, *(x.long() + first for x in merged))
     return min(total, kept)
 
 
 def _join(
-    how: Matching, layer: KVStore, old: slice, left: int, total: int, excess: int
+    how: Matching, layer: KVStore, old: slice, matched: int, total: int, excess: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Match entries from `left` of old on, then join `excess` of old and close the gaps.
+    """Match the entries of old behind the first `matched`, then join `excess` pairs of old.
 
-    Returns who joined whom, counted from the first old one before the join.
+    Returns the entries that were merged and those they were merged into, as they were numbered in
+    old before.
     """
     partner, alike = (layer.own["cache"][name][:, :, old] for name in ("partner", "alike"))
     compared = vectors(how, layer, old)
-    if left < partner.shape[2]:
-        alike[:, :, left:], partner[:, :, left:] = best_older(compared, left, how.shared)
+    if matched < partner.shape[2]:
+        found = best_older(compared, matched, how.shared)
+        alike[:, :, matched:], partner[:, :, matched:] = found
     if not excess:
         return None
     merged = layer.merge(slice(old.start, total), alike, partner, excess, how.newest, how.mean)
-    # an heir is another entry than the one that was measured, and its key may have changed
+    # a partner may have been merged into another entry, or have another key now
     stay = slice(0, partner.shape[2] - excess)
     measure(compared, partner[:, :, stay], alike[:, :, stay], how.shared)
     return merged
 
 
 def vectors(how: Matching, layer: KVStore, slots: slice) -> list[Tensor]:
-    """The vectors whose mean cosine tells how alike two entries are."""
+    """The vectors whose mean cosine is the similarity of two entries."""
     names = {"rotated": ("k",), "unrotated": ("unrotated",), "key_value": ("unrotated", "v")}
     return [layer.directions(name, slots) for name in names[how.match]]

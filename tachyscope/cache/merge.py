@@ -32,20 +32,21 @@ from tachyscope.store import KVStore, LayerPass, Tensors
 @final
 @dataclass(frozen=True)
 class Merge(CachePolicy, name="merge"):
-    """Merge similar entries: their mean value, and + log m on the score of m of them.
+    """Merge similar entries: m of them become one with their mean value and + log m on its score.
 
-    Where the keys are equal, attention is left as it was, exactly.
+    If their keys are equal, attention is unchanged, exactly.
 
-    Budget form: entries that leave the `newest` latent frames look for the most alike older entry;
-    at every commit exactly as many of the most alike as exceed the budget are folded into theirs,
-    and one whose partner is itself folded passes on to the partner's. `sink` first frames and
-    the `newest` are never touched.
+    Budget form: an entry that leaves the `newest` latent frames is matched with the most similar
+    older entry; at every commit the most similar pairs are merged, exactly as many as exceed the
+    budget, and an entry whose partner is itself merged goes to the partner's. The first `sink`
+    frames and the `newest` are never touched.
 
-    Threshold form (the paper's): each query of the finished chunk names its top-1 past key; where
-    the two keys' cosine is at least `threshold` the new entry joins it. Nothing bounds the cache.
+    Threshold form (the paper's): the query of each new entry chooses its top-1 past key; if the
+    cosine of the two keys is at least `threshold`, the entry is merged into that one. The cache is
+    unbounded.
 
-    match: on which vectors entries are compared. keep: whose key and position stand for a group.
-    heads: "shared" compares by the mean over heads, so that all heads keep the same entries.
+    match: the vectors that are compared. keep: whose key and position stay. heads: "shared"
+    compares by the mean over heads, so that all heads keep the same entries.
     """
 
     budget: OptionalSizeSetting = setting(
@@ -138,7 +139,7 @@ class Merge(CachePolicy, name="merge"):
 
     @property
     def wants_queries(self) -> bool:
-        return self.budget is None  # their top-1 names an entry's partner
+        return self.budget is None  # a query chooses its entry's partner
 
     @property
     def keeps_unrotated(self) -> bool:
@@ -194,9 +195,9 @@ class Merge(CachePolicy, name="merge"):
         return first + self._close_gaps(layer, everything)
 
     def _close_gaps(self, layer: KVStore, used: slice) -> int:
-        """Bring live entries to the front; how many slots are in use after.
+        """Move entries to the front of the slots; returns the slots in use.
 
-        The number is data. On CUDA the host does not look: empty slots stay in use there.
+        Their number depends on data, which the host does not read on CUDA: there all stay in use.
         """
         empty = layer.log_count[:, :, used] == -math.inf
         order = empty.to(torch.int8).argsort(dim=2, stable=True)

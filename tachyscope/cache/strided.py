@@ -18,10 +18,10 @@ from tachyscope.store import LayerPass
 @dataclass(frozen=True)
 class Strided(CachePolicy, name="strided"):
     """Most layers keep the newest latent frames; the last of every `period` layers keeps each
-    `every`-th latent frame of a past of `far`, counted from the video's first one.
+    `every`-th latent frame of the last `far`, counted from the video's first one.
 
-    All layers have the same slots. What a layer reads stands right before the present chunk; the
-    slots before that are empty or out of its window, and no pass reads them.
+    All layers have equally many slots. The entries that a layer reads are right before the present
+    chunk; the slots before them are empty or out of its window, and no pass reads them.
     """
 
     budget: SizeSetting = setting(
@@ -31,14 +31,16 @@ class Strided(CachePolicy, name="strided"):
     )
     far: int = setting(
         128,
-        "Latent frames of past in the other layers, the present chunk included.",
+        "Latent frames that the other layers look back, the present chunk included.",
         bound=Bound(1, int(LATENTS.high)),
     )
     every: int = setting(
-        8, "Of these, keep each whose number it divides.", bound=Bound(1, int(LATENTS.high))
+        8,
+        "Of these, keep the frames whose number it divides.",
+        bound=Bound(1, int(LATENTS.high)),
     )
     period: int = setting(
-        4, "The last of so many layers is one of the others.", bound=Bound(1, 1_000)
+        4, "The last of every `period` layers is one of the others.", bound=Bound(1, 1_000)
     )
     paper: ClassVar[str] = "Waypoint 1.5, Overworld's world model"
     splits_heads: ClassVar[bool] = True
@@ -83,7 +85,7 @@ class Strided(CachePolicy, name="strided"):
         return past
 
     def _keep_some(self, p: LayerPass, n: int, past: int) -> None:
-        """Put the latent frames that stay right before slot `past`."""
+        """Move the latent frames that are kept to right before slot `past`."""
         ctx, tokens = p.ctx, p.ctx.shape.tokens_per_frame
         frame, most = self._frame(ctx), self._multiples(self.far)
         held = min(most, self._multiples(frame))
@@ -93,7 +95,7 @@ class Strided(CachePolicy, name="strided"):
         first = past - len(stay) * tokens
         steps = [(source, first + i * tokens) for i, source in enumerate(stay)]
         runs = [list(run) for _, run in groupby(steps, lambda step: step[1] - step[0])]
-        # those that move up are the oldest, and go first from the newest on: none is overwritten
+        # the oldest move up; moved first, and the newest of them first, none is overwritten
         up = [run for run in runs if run[0][1] > run[0][0]]
         for run in up[::-1] + runs[len(up) :]:
             p.layer.move(*run[0], len(run) * tokens)
@@ -106,14 +108,14 @@ class Strided(CachePolicy, name="strided"):
         return (ctx.total - ctx.prompt) // ctx.shape.tokens_per_frame
 
     def _multiples(self, frame: int) -> int:
-        """How many latent frames before this one are kept for long."""
+        """Latent frames before this one whose number `every` divides."""
         return -(-frame // self.every)
 
     def _near(self, shape: Shape) -> int:
-        """Past entries that most layers read."""
+        """Past entries that most layers keep."""
         return self.budget.entries(shape) - shape.max_pass_tokens
 
     def _most(self, shape: Shape, prompt: int) -> int:
-        """Past entries that layers have slots for."""
+        """Slots of the past, equally many in all layers."""
         some = prompt + self._multiples(self.far) * shape.tokens_per_frame
         return max(self._near(shape), some)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
-from tachyscope.cache import (
-    CachePolicy,
-    checked_capacity,
-    stand_at,
-)
+from tachyscope.cache import CachePolicy, checked_capacity, set_times
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.limits import ENTRIES, LATENTS, SHARE
 from tachyscope.core.policy import setting
@@ -22,14 +18,14 @@ from tachyscope.store import KVStore, LayerPass
 class Window(CachePolicy, name="window"):
     """Keep the first `sink` latent frames and the newest that fit the budget.
 
-    With positions "reindexed" the sink moves along, so as to stand right before the window. That
-    is the same as counting positions inside the window: a query meets only differences. With
-    `fold`, frames that leave are folded into the sink, place by place: sink · fold + frame ·
-    (1 - fold). Those of a commit go to the sink's frames in order, and where they are fewer than
-    these, as behind given frames that are no whole chunks, to the first so many.
+    With positions "reindexed" the sink's positions are right before the window's. That equals
+    positions counted inside the window, since attention depends on differences alone. With `fold`,
+    frames that leave the window are averaged into the sink, token by token: sink · fold + frame ·
+    (1 - fold). The frames of a commit go to the sink's in order; if they are fewer, after given
+    frames that fill no whole chunk, the last ones of the sink stay.
 
-    With `view` a pass sees so many latent frames, its own counted: the newest, and right before
-    them the sink, which a clean pass does not see once older frames are out of view.
+    With `view` a pass reads only so many latent frames, its own included: the newest, and right
+    before them the sink, which a clean pass does not read once older frames are out of view.
     """
 
     budget: SizeSetting = setting(
@@ -52,8 +48,8 @@ class Window(CachePolicy, name="window"):
     )
     view: OptionalSizeSetting = setting(
         None,
-        "Of what is kept, how much a pass reads, its own chunk included: latent frames (12f) or "
-        "entries; needs positions=reindexed.",
+        "How much of that a pass reads, its own chunk included: latent frames (12f) or entries; "
+        "needs positions=reindexed.",
         bound=ENTRIES,
     )
     paper: ClassVar[str] = "StreamingLLM, arXiv 2309.17453"
@@ -70,8 +66,8 @@ class Window(CachePolicy, name="window"):
             )
         if self.view is not None and self.positions != "reindexed":
             raise TachyscopeError(
-                f"cache policy 'window': view={self.view} lets the sink stand right before what is "
-                f"seen, got positions={self.positions}: set positions=reindexed"
+                f"cache policy 'window': view={self.view} moves the sink to right before what is "
+                f"read, got positions={self.positions}: set positions=reindexed"
             )
 
     @property
@@ -84,7 +80,7 @@ class Window(CachePolicy, name="window"):
 
     def capacity(self, shape: Shape, prompt: int, frames: int | None) -> int:
         slots = checked_capacity("window", self.budget, shape, prompt, self.sink, 0)
-        # so that what leaves for a whole chunk covers the sink a whole number of times
+        # so that the frames that leave for a chunk fill the sink a whole number of times
         if self.fold is not None and (
             shape.chunk % self.sink or (slots - prompt) % shape.max_pass_tokens
         ):
@@ -130,9 +126,9 @@ class Window(CachePolicy, name="window"):
         return first, first + ctx.past - seen
 
     def _fold_in(self, layer: KVStore, leaving: slice, sink: int) -> None:
-        """Bring unrotated keys and values from slot `sink` on nearer to those of slots that leave.
+        """Average slots that leave into the unrotated keys and values from slot `sink` on.
 
-        Where more leave than the sink has, they go round.
+        If more leave than the sink has, they go to it again from its start.
         """
         assert self.fold is not None
         for name in ("unrotated", "v"):
@@ -144,9 +140,9 @@ class Window(CachePolicy, name="window"):
                 layer.put(name, span, x)
 
     def _bring_sink(self, p: LayerPass, end: int, behind: int) -> None:
-        """Let the sink stand right before the newest `behind` of the entries up to slot `end`."""
+        """Move the sink's positions to right before the newest `behind` entries before `end`."""
         tokens, prompt = p.ctx.shape.tokens_per_frame, p.ctx.prompt
         sink = slice(prompt, prompt + self.sink * tokens)
-        # in whole frames; with nothing behind the sink, the frame that comes next
+        # in whole frames; without entries behind the sink, the next frame
         oldest = p.layer.pos[:, :, end - 1 : end, 0] - (behind - 1) // tokens
-        stand_at(p.layer, sink, oldest - self.sink, tokens, p.rotate)
+        set_times(p.layer, sink, oldest - self.sink, tokens, p.rotate)

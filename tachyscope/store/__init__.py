@@ -1,4 +1,4 @@
-"""How to store what is remembered: as the model computes it, or as codes of 8, 4 or 2 bits."""
+"""How the past is stored: in the model's dtype, or quantised to 8, 4 or 2 bits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Codec", "KVStore", "LayerPass", "PerSlot", "StorePolicy", "Tensors"]
 
 
 class StorePolicy(Policy, question="store"):
-    """Says how a past key or value is stored; the present chunk is as the model computes it."""
+    """Chooses how past keys and values are stored; the present chunk stays in the model's dtype."""
 
-    whole_frames: ClassVar[bool] = False  # whether entries can be moved by latent frames alone
-    for_banks: ClassVar[bool] = False  # whether a bank's resident blocks can be such codes
+    whole_frames: ClassVar[bool] = False  # whether entries must be moved by whole latent frames
+    for_banks: ClassVar[bool] = False  # whether resident blocks of a bank can be stored so
 
     def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
         if not self.whole_frames:
@@ -30,12 +30,12 @@ class StorePolicy(Policy, question="store"):
             if not serves:
                 raise TachyscopeError(
                     f"store={self} keeps groups of entries together, which "
-                    f"{question}={plan[question]} would part: use store=int4"
+                    f"{question}={plan[question]} would separate: use store=int4"
                 )
 
     @abc.abstractmethod
     def codecs(self, shape: Shape, whole_frames: bool) -> dict[str, Codec]:
-        """By name, of k, v and unrotated; none where they are in the model's own dtype.
+        """The codecs of k, v and unrotated, by name; none where they stay in the model's dtype.
 
-        `whole_frames`: a latent frame's entries stay together.
+        `whole_frames`: the entries of a latent frame stay together.
         """

@@ -1,4 +1,4 @@
-"""How a past key or value is stored: what its code is, and what is kept to decode it."""
+"""Codecs of past keys and values: how they are quantised, and the scales to decode them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tachyscope.kernels.codes.torch import channel_groups, encode_packed
 
 
 class Codec(abc.ABC):
-    """Codes [B, H, slots, width] of vectors [B, H, slots, D], and scales beside them."""
+    """Quantises vectors [B, H, slots, D] to codes [B, H, slots, width] with scales."""
 
     dtype: torch.dtype
     scale_dtype: torch.dtype = torch.float16
-    group: int = 1  # slots that share scales: entries move by whole groups of them
+    group: int = 1  # slots that share scales, so that entries move in whole groups
 
     @property
     def directional(self) -> bool:
-        """Whether a code, read as numbers, has the direction of what it stands for."""
+        """Whether a code, read as numbers, has the direction of its vector."""
         return False
 
     @property
     def noisy(self) -> bool:
-        """Whether rounded keys change what an entry weighs: see `noise`."""
+        """Whether codes of keys are so coarse that `noise` is corrected in log-weights."""
         return False
 
     @abc.abstractmethod
@@ -36,35 +36,33 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def scale_size(self, head_dim: int) -> tuple[int, ...]:
-        """Of a group's scales."""
+        """The shape of a group's scales."""
 
     def bytes(self, head_dim: int) -> int:
-        """What a code takes, scales apart."""
+        """Bytes of a code, without its scales."""
         return self.width(head_dim) * self.dtype.itemsize
 
     @abc.abstractmethod
     def encode(self, x: Tensor, code: Tensor, scale: Tensor) -> None:
-        """Write codes and scales of x [B, H, n, D]."""
+        """Write the codes and scales of x [B, H, n, D]."""
 
     @abc.abstractmethod
     def decode(self, code: Tensor, scale: Tensor, out: Tensor, first: int) -> None:
-        """Write what codes stand for to `out` [B, H, n, D].
-
-        `first` slots that share the first scales stand before.
-        """
+        """Decode codes to `out` [B, H, n, D]; the first is slot `first` of its group."""
 
     def noise(self, scale: Tensor, square: Tensor) -> Tensor:
-        """The variance [B, H] that rounding gives the scores of keys with these scales.
+        """The variance [B, H] of scores that rounding of keys with these scales causes.
 
-        `square` [B, H, D] is the queries' mean square. A score's noise e makes exp(score) larger by
-        exp(variance / 2) in the mean: an entry would weigh so much more than one that is exact.
+        `square` [B, H, D] is the queries' mean square. Noise in a score multiplies exp(score) by
+        exp(variance / 2) in the mean, so that a coded entry would get more attention than an exact
+        one.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Bytes(Codec):
-    """A byte a channel and a scale an entry, by the kernels of `kernels/codes`."""
+    """8 bits a channel and a scale for each entry, by the kernels of `kernels/codes`."""
 
     dtype: torch.dtype
     scale_dtype = torch.float32
@@ -88,8 +86,8 @@ class Bytes(Codec):
 
 @dataclass(frozen=True)
 class Packed(Codec):
-    """4 or 2 bits a channel, with a step and a zero: by `group` entries for each channel, or where
-    that is 1 by entry for 32 channels."""
+    """4 or 2 bits a channel, with a step and a zero: for each channel of `group` entries, or with a
+    group of 1 for every 32 channels of an entry."""
 
     bits: int
     group: int = 1
@@ -120,10 +118,10 @@ class Packed(Codec):
 
 
 def group_of(shape: Shape, most: int) -> int:
-    """The most entries of a latent frame, up to so many, that divide it."""
+    """The largest divisor of a latent frame's entries that is `most` or less."""
     return max(n for n in range(1, most + 1) if shape.tokens_per_frame % n == 0)
 
 
 def write_mean_square(out: Tensor, q: Tensor) -> None:
-    """Queries [B, H, S, D] as `Codec.noise` takes them, [B, Hkv, D]."""
+    """Write the mean square of queries [B, H, S, D] to out [B, Hkv, D], for `Codec.noise`."""
     out.copy_(q.float().square().mean(2).unflatten(1, (out.shape[1], -1)).mean(2))

@@ -15,10 +15,10 @@ from tachyscope.store.codec import Bytes
 @final
 @dataclass(frozen=True)
 class Fp8(StorePolicy, name="fp8"):
-    """Past keys and values as float8 (e4m3), with a scale for every entry and head.
+    """Quantise past keys and values to float8 (e4m3), with a scale for every entry and head.
 
-    In a bank with a scale for every block, and keys less the mean of the first: attention reads
-    these codes as they are, in float8.
+    In a bank a scale serves a block, keys are coded less the mean of the first ones, and attention
+    multiplies the codes in float8 without decoding them.
     """
 
     paper: ClassVar[str] = "after FlashAttention-3, arXiv 2407.08608"

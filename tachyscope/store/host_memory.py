@@ -1,4 +1,4 @@
-"""A bank's host memory: a GPU reads and writes it by itself, a CPU's is taken as it fills."""
+"""A bank's host memory: page-locked and mapped for a GPU, ordinary memory on a CPU."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from torch import Tensor
 
 from tachyscope.core.errors import TachyscopeError
 
-# in every context (portable), and in the GPU's address space (mapped)
+# cudaHostRegisterPortable | cudaHostRegisterMapped
 FLAGS = 1 | 2
 
 
 def host_empty(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory to be written before it is read, page-locked where `device` is a GPU, which then
-    addresses it.
+    """Uninitialised host memory, which kernels on `device` read and write directly if it is a GPU.
 
-    Registered rather than allocated by torch: that rounds every tensor up to a power of two. Pages
-    that are locked exist from the start; on a CPU the system gives them when they are written, so
-    that a bank takes what its blocks fill and not its whole budget.
+    It is registered, since torch's own pinned memory is rounded up to a power of two. Page-locked
+    memory is taken at once; on a CPU the system takes pages when they are written, so that a bank
+    takes what its blocks fill and not its whole budget.
     """
     if device.type != "cuda":
         return torch.empty(size, dtype=dtype, device=device)

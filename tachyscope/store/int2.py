@@ -1,4 +1,4 @@
-"""Store past keys and values as 2-bit whole numbers (KIVI)."""
+"""Store past keys and values as 2-bit integers (KIVI)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ GROUP = 32  # entries, or channels, that share a step and a zero
 @final
 @dataclass(frozen=True)
 class Int2(StorePolicy, name="int2"):
-    """Past keys channel by channel in groups of 32 entries, values entry by entry, 4 levels each.
+    """Quantise past keys by channel in groups of 32 entries, and values by entry, to 4 levels.
 
-    A group's entries stay together: it needs a cache that moves whole latent frames.
+    A group's entries stay together, so the cache must move whole latent frames.
     """
 
     paper: ClassVar[str] = "KIVI, arXiv 2402.02750"

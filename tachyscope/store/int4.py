@@ -1,4 +1,4 @@
-"""Store past keys and values as 4-bit whole numbers."""
+"""Store past keys and values as 4-bit integers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GROUP = 128  # the most entries that share a step and a zero
 @final
 @dataclass(frozen=True)
 class Int4(StorePolicy, name="int4"):
-    """Past keys and values channel by channel over a latent frame's entries, 16 levels each.
+    """Quantise past keys and values by channel over a latent frame's entries, to 16 levels.
 
-    A cache or an index that parts a frame's entries has them coded one by one; these lose more.
+    Where the cache or the index separates a frame's entries, each is coded alone, which loses more.
     """
 
     paper: ClassVar[str] = "after KIVI, arXiv 2402.02750, and arXiv 2605.26266"

@@ -1,4 +1,4 @@
-"""Store past keys and values as 8-bit whole numbers."""
+"""Store past keys and values as 8-bit integers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tachyscope.store.codec import Bytes
 @final
 @dataclass(frozen=True)
 class Int8(StorePolicy, name="int8"):
-    """Past keys and values as int8, with a scale for every entry and head."""
+    """Quantise past keys and values to int8, with a scale for every entry and head."""
 
     paper: ClassVar[str] = "after KIVI, arXiv 2402.02750, and SageAttention, arXiv 2410.02367"
     splits_heads: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""One layer's keys and values: fixed tensors, finished chunks first, the present chunk behind."""
+"""One layer's KV cache: fixed tensors, finished chunks first, the present chunk right behind."""
 
 from __future__ import annotations
 
@@ -23,41 +23,42 @@ from tachyscope.store.host_bank import HostBank
 
 # unrotated keys [B, Hkv, n, D] and their positions -> rotated keys
 Rotate = Callable[[Tensor, Tensor], Tensor]
-# slots in a row, the same in every row of the batch or one stretch for each
+# consecutive slots, the same in every row of the batch or a slice for each row
 Run = slice | Sequence[slice]
 
 
 class PerSlot(NamedTuple):
-    """A declared tensor that holds one thing a slot in dimension 2, and moves with the entries."""
+    """A policy's tensor with slots in dimension 2, which is moved with the entries."""
 
     tensor: Tensor
 
 
-# what a policy declares, by name
+# a policy's tensors of a layer, by name
 Tensors = Mapping[str, Tensor | PerSlot]
 
 
 @dataclass(slots=True)
 class KVStore:
-    """Keys and values of C slots, and what policies declared beside them.
+    """Keys and values of C slots, and the tensors of policies.
 
-    k, v       [B, Hkv, C, D]       keys as queries meet them (rotated), and values; without the
-                                    slots of which a bank has codes (`HostBank.apart`)
-    log_count  [B, Hkv or 1, C]     log of how many entries were merged into one, less half the
-                                    noise of its code; -inf is an empty slot, 0 one that waits
+    k, v       [B, Hkv, C, D]       rotated keys, and values; without the entries that a bank holds
+                                    as float8 codes (`HostBank.coded_entries`)
+    log_count  [B, Hkv or 1, C]     log of the number of entries merged into one, less half the
+                                    noise of its code; -inf: an empty slot, 0: not written yet
     pos        [B, Hkv or 1, C, 3]  (t, y, x)
-    unrotated  [B, Hkv, C, D]       keys before RoPE, where the cache policy rotates anew; else None
-    scales     [B, Hkv, C / g, ..]  of k, v and unrotated, by name, where these are codes: of every
-                                    g slots that share them
-    present    [B, Hkv, S, D]       the present chunk of these, by name, where they are codes
-    square     [B, Hkv, D]          mean square of the last pass's queries, where codes are coarse
-                                    enough for their noise to count (`Codec.noise`); else None
-    own        tensors that policies declared, by kind of policy and name
-    bank       what is not resident, in host memory, by caches that have such; else None
-    scratch    what an attention policy keeps from one pass over a chunk to the next; no state
+    unrotated  [B, Hkv, C, D]       keys before RoPE, if the cache policy moves keys; else None
+    scales     [B, Hkv, C / g, ..]  of k, v and unrotated, by name, if these are codes; g slots
+                                    share a scale
+    present    [B, Hkv, S, D]       the present chunk's k, v and unrotated, by name, if the past's
+                                    are codes
+    square     [B, Hkv, D]          mean square of the last pass's queries, if codes are coarse
+                                    enough for their noise to matter (`Codec.noise`); else None
+    own        tensors of policies, by question and name
+    bank       the offloaded past, if the cache policy has one; else None
+    scratch    tensors that an attention policy reuses in a chunk's later passes; no state
 
-    Slots up to `ctx.past` are the past; from there on a pass writes. What is stored as codes is
-    encoded when its chunk is final (`append`), and then moved as codes.
+    Slots before `ctx.past` are the past; a pass writes behind them. Where the store has codes, a
+    chunk is encoded when it is final (`append`), and moved as codes from then on.
     """
 
     k: Tensor
@@ -88,12 +89,12 @@ class KVStore:
         bank: HostBank | None = None,
         declared: Mapping[str, Tensors],
     ) -> KVStore:
-        """Slots without entries; `heads` of log_count and pos, 1 where all heads keep the same."""
+        """A store without entries; `heads` of log_count and pos, 1 if all heads keep the same."""
         names = ("k", "v", "unrotated") if unrotated else ("k", "v")
-        apart = 0 if bank is None else bank.coded_entries(slots - shape.max_pass_tokens)
-        kv, group = (shape.batch, shape.kv_heads, slots - apart), (shape.batch, heads, slots)
-        # never torch's default, which is the caller's
-        fine: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        coded = 0 if bank is None else bank.coded_entries(slots - shape.max_pass_tokens)
+        kv, group = (shape.batch, shape.kv_heads, slots - coded), (shape.batch, heads, slots)
+        # torch's default dtype belongs to the caller
+        float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
         held, scales, present = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         now = (*kv[:2], shape.max_pass_tokens, shape.head_dim)
         for name in names:
@@ -108,15 +109,15 @@ class KVStore:
             )
             present[name] = torch.zeros(now, dtype=dtype, device=device)
         own, per_slot = dict[str, dict[str, Tensor]](), set()
-        for kind, tensors in declared.items():
-            own[kind] = {}
+        for question, tensors in declared.items():
+            own[question] = {}
             for name, x in tensors.items():
-                own[kind][name] = x.tensor if isinstance(x, PerSlot) else x
+                own[question][name] = x.tensor if isinstance(x, PerSlot) else x
                 if isinstance(x, PerSlot):
-                    per_slot.add((kind, name))
-        weights, pos = torch.zeros(group, **fine), torch.zeros(*group, 3, **fine)
+                    per_slot.add((question, name))
+        weights, pos = torch.zeros(group, **float32), torch.zeros(*group, 3, **float32)
         noisy = "k" in codecs and codecs["k"].noisy
-        square = torch.zeros(*kv[:2], shape.head_dim, **fine) if noisy else None
+        square = torch.zeros(*kv[:2], shape.head_dim, **float32) if noisy else None
         return cls(
             held["k"], held["v"], weights, pos, held.get("unrotated"), scales, present, own,
             frozenset(per_slot), bank, (), codecs, square,
@@ -128,31 +129,31 @@ class KVStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The model's dtype."""
         return self.present["k"].dtype if self.present else self.k.dtype
 
     # ---- what is held
 
     def entries(self) -> dict[str, Tensor]:
-        """The tensors that hold one thing a slot, slots in dimension 2; policies' own apart."""
+        """The tensors with slots in dimension 2, by name; without those of policies."""
         tensors = {"k": self.k, "v": self.v, "log_count": self.log_count, "pos": self.pos}
         if self.unrotated is not None:
             tensors["unrotated"] = self.unrotated
         return tensors | {f"{name}_scale": x for name, x in self.scales.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All on the device that outlasts a chunk, by name."""
-        own = {f"{kind}.{name}": x for kind, group in self.own.items() for name, x in group.items()}
+        """The tensors on the device that a snapshot holds, by name."""
+        own = {f"{key}.{name}": x for key, group in self.own.items() for name, x in group.items()}
         bank = {} if self.bank is None else self.bank.tensors
         return self.entries() | own | {f"bank.{name}": x for name, x in bank.items()}
 
     def host_tensors(self) -> dict[str, Tensor]:
-        """All in host memory that outlasts a chunk, by name."""
+        """The tensors in host memory that a snapshot holds, by name."""
         bank = {} if self.bank is None else self.bank.host
         return {f"host.{name}": x for name, x in bank.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """What lies on the device and is no state, by name."""
+        """The tensors on the device that a snapshot leaves out, by name."""
         bank = {} if self.bank is None else self.bank.work
         present = {f"present.{name}": x for name, x in self.present.items()}
         if self.square is not None:
@@ -160,9 +161,9 @@ class KVStore:
         return present | {f"bank.{name}": x for name, x in bank.items()}
 
     def bytes(self, entries: int | None = None) -> int:
-        """What the tensors take; with a number of entries, what these take of them."""
+        """Bytes of the tensors on the device, or the share of them that so many entries take."""
         share = 1.0 if entries is None else min(1.0, entries / self.slots)
-        by_slot = self.entries().keys() | {f"{kind}.{name}" for kind, name in self.per_slot}
+        by_slot = self.entries().keys() | {f"{question}.{name}" for question, name in self.per_slot}
         total = sum(x.nbytes for x in self.buffers().values()) + 0.0
         for name, x in self.tensors().items():
             total += share * x.nbytes if name in by_slot else x.nbytes
@@ -170,7 +171,7 @@ class KVStore:
 
     @property
     def stored_share(self) -> float:
-        """What keys and values take, of what they would take in the model's dtype."""
+        """Bytes of keys and values over those that they would take in the model's dtype."""
         held = [x for x in (self.k, self.v, self.unrotated) if x is not None]
         taken = sum(x.nbytes for x in (*held, *self.scales.values(), *self.present.values()))
         codes = () if self.bank is None else self.bank.resident_codes
@@ -178,12 +179,12 @@ class KVStore:
         return (taken + sum(x.nbytes for x in codes)) / whole
 
     def _moved(self) -> Iterator[tuple[Tensor, int]]:
-        """What moves with entries, and of how many slots each thing in it is."""
+        """The tensors that move with entries, and the slots of each of their rows."""
         for name, x in self.entries().items():
             codec = self.codecs.get(name.removesuffix("_scale")) if "_scale" in name else None
             yield x, 1 if codec is None else codec.group
-        for kind, name in sorted(self.per_slot):
-            yield self.own[kind][name], 1
+        for question, name in sorted(self.per_slot):
+            yield self.own[question][name], 1
 
     # ---- a pass
 
@@ -196,15 +197,15 @@ class KVStore:
         cos_sin: tuple[Tensor, Tensor],
         rope: Rope,
     ) -> Tensor:
-        """Put a pass's keys and values [B, Hkv, S, D] behind the past; the rotated keys."""
+        """Write a pass's keys and values [B, Hkv, S, D] behind the past; the rotated keys."""
         past, end = ctx.past, ctx.end
-        apart = 0 if self.bank is None else self.bank.coded_entries(past)
-        slots, now = slice(past + ctx.start, end), slice(past + ctx.start - apart, end - apart)
+        coded = 0 if self.bank is None else self.bank.coded_entries(past)
+        slots, now = slice(past + ctx.start, end), slice(past + ctx.start - coded, end - coded)
         held: Mapping[str, Tensor] = {"k": self.k, "v": self.v}
         if self.present:
             held, now = self.present, slice(ctx.start, end - past)
             for name, x in self.present.items():
-                # a prompt, or latents that are run through anew, may be more than a chunk
+                # a prompt, or latents that are prefilled again, may be longer than a chunk
                 if (more := end - past - x.shape[2]) > 0:
                     self.present[name] = F.pad(x, (0, 0, 0, more))
         rotated = apply_rotary(held["k"][:, :, now], k, *cos_sin, rope)
@@ -219,14 +220,14 @@ class KVStore:
         if self.present:
             count = ctx.end - ctx.past
             return self.present["k"][:, :, :count], self.present["v"][:, :, :count]
-        apart = 0 if self.bank is None else self.bank.coded_entries(ctx.past)
-        now = slice(ctx.past - apart, ctx.end - apart)
+        coded = 0 if self.bank is None else self.bank.coded_entries(ctx.past)
+        now = slice(ctx.past - coded, ctx.end - coded)
         return self.k[:, :, now], self.v[:, :, now]
 
     def past(self, end: int) -> Past:
-        """Past entries up to slot `end`, as they are stored."""
+        """Past entries before slot `end` as kernels read them: vectors, or codes with scales."""
         used = slice(0, end)
-        if self.codecs and not self.codecs["k"].directional:  # kernels know no such codes
+        if self.codecs and not self.codecs["k"].directional:  # kernels cannot read such codes
             return Past(self.vectors("k", used), self.vectors("v", used))
         k, v = self.k[:, :, used], self.v[:, :, used]
         if not self.scales:
@@ -236,10 +237,9 @@ class KVStore:
     def read(
         self, ctx: PassContext, *runs: Run, log_count: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and weights of runs of slots, as `attention` takes them.
+        """Keys, values and log-weights of runs of slots, as `attention` takes them.
 
-        One run is read where it stands; several are put together. Codes are decoded, into memory
-        that is free again when the layer is done.
+        One run is a view; several are concatenated, and codes are decoded, into temporary memory.
         """
         if len(runs) == 1 and isinstance(runs[0], slice) and not self.scales:
             run = runs[0]
@@ -252,7 +252,7 @@ class KVStore:
         return k, v, None if log_count is None else _join([_rows(log_count, run) for run in runs])
 
     def keys(self, ctx: PassContext) -> Tensor:
-        """Rotated keys of past and now [B, Hkv, end, D], decoded where they are codes."""
+        """Rotated keys of the past and the present chunk [B, Hkv, end, D], decoded if codes."""
         if self.bank is not None:
             return self.bank.keys(self, ctx)
         if not self.scales:
@@ -272,22 +272,22 @@ class KVStore:
         out[:, :, count:] = now[:, :, new]
         return out
 
-    # ---- between chunks: all is past
+    # ---- between chunks
 
     def append(self, past: int, n: int, mean_heads: Callable[[Tensor], Tensor] = alone) -> None:
-        """The first n entries of the present chunk are final: store them behind the past."""
+        """Store the first n entries of the present chunk, which are final, behind the past."""
         new = slice(past, past + n)
         for name, x in self.present.items():
             self.put(name, new, x[:, :, :n])
         if self.square is not None:
             steps = self.scales["k"][:, :, self._grouped("k", new)]
             noise = self.codecs["k"].noise(steps, self.square)
-            if self.log_count.shape[1] == 1:  # all heads weigh alike
+            if self.log_count.shape[1] == 1:  # all heads share log-weights
                 noise = mean_heads(noise.mean(1, keepdim=True))
             self.log_count[:, :, new] -= noise.unsqueeze(2) / 2
 
     def vectors(self, name: str, slots: slice) -> Tensor:
-        """k, v or unrotated [B, Hkv, n, D] of stored slots: a view, or decoded."""
+        """k, v or unrotated [B, Hkv, n, D] of stored slots: a view, or decoded codes."""
         values: Tensor = getattr(self, name)[:, :, slots]
         if not self.scales:
             return values
@@ -297,7 +297,7 @@ class KVStore:
         return out
 
     def _decode(self, name: str, slots: slice, out: Tensor) -> None:
-        """Write what codes of slots stand for to `out` [B, Hkv, n, D]."""
+        """Decode slots to `out` [B, Hkv, n, D]."""
         codec, scale = self.codecs[name], self.scales[name]
         held: Tensor = getattr(self, name)
         rows = slice(slots.start // codec.group, -(-slots.stop // codec.group))
@@ -305,20 +305,20 @@ class KVStore:
         codec.decode(held[:, :, slots], scale[:, :, rows], out, first)
 
     def _grouped(self, name: str, slots: slice) -> slice:
-        """The groups that slots are: whole ones."""
+        """The groups of slots that share scales; the slots must be whole groups."""
         group = self.codecs[name].group
         assert slots.start % group == 0 and slots.stop % group == 0, (slots, group)
         return slice(slots.start // group, slots.stop // group)
 
     def directions(self, name: str, slots: slice) -> Tensor:
-        """`vectors`, as they are stored where cosines and signs do not depend on scales."""
+        """`vectors`, but as codes where these have the vectors' directions."""
         if self.codecs and not self.codecs[name].directional:
             return self.vectors(name, slots)
         values: Tensor = getattr(self, name)
         return values[:, :, slots]
 
     def put(self, name: str, slots: slice, x: Tensor) -> None:
-        """Store k, v or unrotated [B, Hkv, n, D] in slots: as it is, or encoded."""
+        """Store k, v or unrotated [B, Hkv, n, D] in slots, encoded if the store has codes."""
         held: Tensor = getattr(self, name)[:, :, slots]
         if self.scales:
             self.codecs[name].encode(x, held, self.scales[name][:, :, self._grouped(name, slots)])
@@ -326,7 +326,7 @@ class KVStore:
             held.copy_(x)
 
     def permute(self, slots: slice, order: Tensor, back: bool = False) -> None:
-        """Put keys and values of slots in another order [B, Hkv, n], or back from it."""
+        """Permute keys and values of slots by order [B, Hkv, n], or by its inverse."""
         for x in (self.k, self.v):
             permute(x[:, :, slots], order, back)
         for name in ("k", "v") if self.scales else ():
@@ -334,13 +334,13 @@ class KVStore:
             permute(scale if scale.dim() == 4 else scale.unsqueeze(-1), order, back)
 
     def move(self, source: int, target: int, count: int) -> None:
-        """Move `count` entries from slot `source` down to slot `target`."""
+        """Move `count` entries from slot `source` to slot `target`."""
         if source != target and count:
             for x, group in self._moved():
                 shift(x, source // group, target // group, count // group)
 
     def gather(self, slots: slice, order: Tensor) -> None:
-        """Put entries of slots in another order [B, Hkv or 1, n], positions and weights too."""
+        """Permute entries of slots by order [B, Hkv or 1, n], with positions and log-weights."""
         for x, group in self._moved():
             span = slice(slots.start // group, slots.stop // group)
             index = order if group == 1 else order[:, :, ::group] // group
@@ -349,18 +349,18 @@ class KVStore:
     def merge(
         self, slots: slice, alike: Tensor, partner: Tensor, excess: int, newest: bool, mean: bool
     ) -> tuple[Tensor, Tensor]:
-        """`merge_entries` of slots. Codes are moved as they are; a mean is encoded anew."""
+        """`merge_entries` of slots. Codes are moved unchanged; a mean is encoded again."""
         with self._open_values(slots, mean) as held:
             return merge_entries(held, alike, partner, excess, newest, mean)
 
     def join(self, slots: slice, source: Tensor, root: Tensor, newest: bool) -> None:
-        """`join_entries` of slots by their mean: the sources are left empty."""
+        """`join_entries` of slots by their mean; the sources' slots are empty after."""
         with self._open_values(slots, True) as held:
             join_entries(held, source, root, newest, True)
 
     @contextmanager
     def _open_values(self, slots: slice, mean: bool) -> Iterator[Entries]:
-        """Slots as `kernels/merge` takes them; where it knows no mean of codes, values decoded."""
+        """Slots as `kernels/merge` takes them, values decoded if their codes have no mean."""
         held = Entries(**{name: x[:, :, slots] for name, x in self.entries().items()})
         if not (mean and self.codecs and not self.codecs["v"].directional):
             yield held
@@ -370,24 +370,24 @@ class KVStore:
         self.put("v", slots, values)
 
     def rotate(self, slots: slice, rotate: Rotate) -> None:
-        """Rotate keys anew to where `pos` stands, from their unrotated copy."""
+        """Rotate the unrotated keys of slots to their positions `pos`."""
         self.put("k", slots, rotate(self.vectors("unrotated", slots), self.pos[:, :, slots]))
 
     def truncate(self, past: int) -> None:
-        """Drop all entries from slot `past` on; with none left, those of a bank too."""
+        """Drop all entries from slot `past` on; with past 0 also those of a bank."""
         self.log_count[:, :, past:] = 0.0
         if past == 0 and self.bank is not None:
             self.bank.clear()
 
     def grow(self, larger: KVStore) -> None:
-        """Take over the tensors of an empty store of more slots; what is held stays."""
+        """Take over the tensors of an empty store of more slots, with this one's entries."""
         before = self.slots
         for (new, group), (old, _) in zip(larger._moved(), self._moved(), strict=True):
             new[:, :, : -(-before // group)] = old
         self.k, self.v, self.unrotated = larger.k, larger.v, larger.unrotated
         self.log_count, self.pos, self.scales = larger.log_count, larger.pos, larger.scales
-        for kind, name in self.per_slot:
-            self.own[kind][name] = larger.own[kind][name]
+        for question, name in self.per_slot:
+            self.own[question][name] = larger.own[question][name]
 
 
 def _rows(x: Tensor, run: Run) -> Tensor:

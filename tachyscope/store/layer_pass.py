@@ -1,4 +1,4 @@
-"""What a policy's hooks are given: a pass, in one layer."""
+"""The argument of policies' hooks: a pass in one layer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from tachyscope.core.types import PassContext
 from tachyscope.core.work import Work
 from tachyscope.store.kv import KVStore, Rotate
 
-# called with slots `source` that joined slots `root`, both [B, Hkv or 1, e]
+# called with slots `source` that were merged into slots `root`, both [B, Hkv or 1, e]
 OnMerge = Callable[[PassContext, Tensor, Tensor], None]
 
 
 class LayerPass(NamedTuple):
-    """A pass in one layer; a hook uses what it needs of it.
-
-    A tuple, since every layer makes its own for every token.
-    """
+    """A pass in one layer. A tuple, since one is made for every layer and token."""
 
     ctx: PassContext
     layer: KVStore
     work: Work
-    rotate: Rotate  # unrotated keys, by the session's RoPE
-    rng: torch.Generator  # of policies' own draws
-    # of what was made of this rank's heads, the mean over all ranks
-    mean_heads: Callable[[Tensor], Tensor] = alone
-    on_merge: OnMerge | None = None  # where observers listen
+    rotate: Rotate  # rotates keys by the session's RoPE
+    rng: torch.Generator  # for policies' draws: the noise has its own
+    mean_heads: Callable[[Tensor], Tensor] = alone  # the mean over ranks, of this rank's heads
+    on_merge: OnMerge | None = None  # set where observers listen
 
     def token(self, i: int) -> LayerPass:
-        """The i-th token of a token model's pass, as if it came alone."""
+        """The pass of a token model's i-th token alone."""
         return self._replace(ctx=self.ctx.token(i))

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from tachyscope.cache import CachePolicy, stand_at
+from tachyscope.cache import CachePolicy, set_times
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.limits import ENTRIES, LATENTS
 from tachyscope.core.policy import setting
@@ -104,7 +104,7 @@ class DeepForcing(CachePolicy, name="deep_forcing"):
         layer.move(middle.stop, first + kept, ctx.end - middle.stop)
         time = layer.pos[:, :, first + kept : first + kept + 1, 0].clone()
         frames = self.sink - (-kept // tokens)
-        stand_at(layer, slice(0, first + kept), time - frames, tokens, p.rotate)
+        set_times(layer, slice(0, first + kept), time - frames, tokens, p.rotate)
 
     def commit(self, p: LayerPass, n: int) -> int:
         layer, ctx = p.layer, p.ctx

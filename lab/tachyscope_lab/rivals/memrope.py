@@ -11,7 +11,7 @@ import torch
 from tachyscope.cache import (
     CachePolicy,
     checked_capacity,
-    stand_at,
+    set_times,
 )
 from tachyscope.core.limits import ENTRIES, LATENTS, SHARE
 from tachyscope.core.policy import setting
@@ -80,7 +80,7 @@ class MemRope(CachePolicy, name="memrope"):
         before = slice(ctx.prompt, window)
         newest = layer.pos[:, :, total - 1 : total, 0]
         time = newest + 1 - (keep - ctx.prompt) // tokens
-        stand_at(layer, before, time, tokens, p.rotate)
+        set_times(layer, before, time, tokens, p.rotate)
         return keep
 
     def _remember(
