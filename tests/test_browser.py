@@ -16,7 +16,7 @@ from serving import make_engine, running, tiny
 
 import tachyscope as ts
 from tachyscope.models.atrium.visit import Visit
-from tachyscope.models.wan import keys
+from tachyscope.models.wan import key_camera
 from tachyscope.models.wan.random import random_wan
 from tachyscope.serve import protocol
 from tachyscope.serve.app import ROOM
@@ -361,7 +361,9 @@ def test_dragging_turns_and_prompts_wait_for_their_chunk(browser, address):
 
 
 def test_two_keys_of_a_published_world_are_one_action(browser, tmp_path):
-    world = random_wan(dataclasses.replace(tiny().config, actions=keys.ACTIONS), name="toy-chunks")
+    world = random_wan(
+        dataclasses.replace(tiny().config, actions=key_camera.ACTIONS), name="toy-chunks"
+    )
     engine = make_engine(world, tmp_path)
     with running(engine) as url:
         page = Page(browser, url)

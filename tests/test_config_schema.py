@@ -12,7 +12,7 @@ from tachyscope.models.config_schema import Config, Tables, entries, entry, path
 
 @dataclass(frozen=True, slots=True)
 class Inner(Config):
-    whose, under = "an inner's", ""
+    subject, section = "an inner's", ""
 
     heads: int = entry(2, Bound(1, 8))
     rate: float = entry(0.5, Bound(0.0, 1.0))
@@ -20,7 +20,7 @@ class Inner(Config):
 
 @dataclass(frozen=True, slots=True)
 class Outer(Config):
-    whose, under = "an outer's", "ours"
+    subject, section = "an outer's", "ours"
 
     width: int = entry(bound=Bound(1, 64), at="sizes.width")
     steps: tuple[int, ...] = entry((3, 1), Bound(0, 9))

@@ -25,7 +25,7 @@ from tachyscope.models.cosmos_ar.model import (
     qwen_names,
     save_cosmos,
 )
-from tachyscope.models.cosmos_ar.pictures import Preview
+from tachyscope.models.cosmos_ar.tokenizer import Preview
 
 FIRST = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
 

@@ -12,7 +12,7 @@ from PIL import Image
 from serving import Player, connected, make_engine, playing, serving, tiny
 
 import tachyscope as ts
-from tachyscope.models.wan import keys
+from tachyscope.models.wan import key_camera
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.random import random_wan
 from tachyscope.serve.live import ASKED
@@ -25,7 +25,9 @@ def model():
 
 
 def test_two_keys_and_the_mouse_of_a_published_world(model, tmp_path):
-    world = random_wan(dataclasses.replace(model.config, actions=keys.ACTIONS), name="toy-chunks")
+    world = random_wan(
+        dataclasses.replace(model.config, actions=key_camera.ACTIONS), name="toy-chunks"
+    )
     assert isinstance(world, WanModel) and world.chords == {"q": "wj", "e": "wl"}
     with serving(make_engine(world, tmp_path)) as client, playing(client) as player:
         assert (

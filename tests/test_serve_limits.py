@@ -8,7 +8,7 @@ import pytest
 from faults import refused
 from serving import make_engine, tiny
 
-from tachyscope.models.wan import keys
+from tachyscope.models.wan import key_camera
 from tachyscope.serve import protocol
 from tachyscope.serve.connection import FRAMES, Connection
 from tachyscope.serve.key_map import KeyMap
@@ -63,12 +63,12 @@ def test_keys_are_an_action_or_two_that_are_one(keys):
 @pytest.mark.parametrize(
     ("actions", "held", "moved", "action"),
     [
-        (keys.ACTIONS, "w", (-30, 9), "q"), (keys.ACTIONS, "w", (30, 9), "e"),
-        (keys.ACTIONS, "", (3, -40), "i"), (keys.ACTIONS, "a", (0, 9), "k"),
-        (keys.ACTIONS, "w", (4, -4), "w"), (".wsadqe", "w", (-9, 0), "q"),
+        (key_camera.ACTIONS, "w", (-30, 9), "q"), (key_camera.ACTIONS, "w", (30, 9), "e"),
+        (key_camera.ACTIONS, "", (3, -40), "i"), (key_camera.ACTIONS, "a", (0, 9), "k"),
+        (key_camera.ACTIONS, "w", (4, -4), "w"), (".wsadqe", "w", (-9, 0), "q"),
         (".wsadqe", "w", (0, 99), "w"), ("", "", (99, 0), ""),
     ],
 )  # fmt: skip
 def test_a_mouse_looks_there_while_keys_walk_on(actions, held, moved, action):
-    chords = {both: one for one, both in keys.BOTH.items() if both and "j" in actions}
+    chords = {both: one for one, both in key_camera.BOTH.items() if both and "j" in actions}
     assert KeyMap(actions, chords).turned(held, *moved) == action

@@ -17,6 +17,7 @@ from tachyscope.memory.fit import fit
 from tachyscope.memory.predict import need, sized
 from tachyscope.models.checkpoint import read_tensors, write_tensors
 from tachyscope.models.wan.download import Fetched, HubFiles
+from tachyscope.models.waypoint.autoencoder import TinyAutoencoder
 from tachyscope.models.waypoint.config import WaypointConfig
 from tachyscope.models.waypoint.controls import ACTIONS
 from tachyscope.models.waypoint.loading import (
@@ -25,7 +26,6 @@ from tachyscope.models.waypoint.loading import (
     random_waypoint,
     save_waypoint,
 )
-from tachyscope.models.waypoint.pictures import TinyAutoencoder
 from tachyscope.serve.action_log import ActionLog, Opening, Step
 from tachyscope.serve.key_map import KeyMap
 from tachyscope.serve.lane import Lane

@@ -19,7 +19,7 @@ from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
 from tachyscope.models.wan.clip_vision import ClipVision
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.key_adapter import pressed
-from tachyscope.models.wan.keys import ACTIONS
+from tachyscope.models.wan.key_camera import ACTIONS
 from tachyscope.models.wan.loading import load_wan, save_wan
 from tachyscope.models.wan.presets import PRESETS, sized_wan
 from tachyscope.models.wan.random import random_wan
@@ -113,7 +113,7 @@ def self_forcing():
 
 
 def prompt_of(model):
-    return "" if model.config.pad else "a"
+    return "" if model.config.action_modules else "a"
 
 
 def film(model, rules, texts, draw, keys=None):
@@ -127,7 +127,7 @@ def film(model, rules, texts, draw, keys=None):
     mask[:, 0] = 1
     beside, picture = torch.cat([mask, condition]), condition[:, :1]
     rays = gained = told = None
-    if c.pad:
+    if c.action_modules:
         told = pressed_rule(c.control, keys)
     elif rules.held:
         beside = beside[:0]
@@ -137,7 +137,7 @@ def film(model, rules, texts, draw, keys=None):
     seen = rolled(chunks, n, rules.window, rules.sink)
     places = [list(range(len(one))) if rules.relative else one for one in seen]
     done = torch.zeros(c.in_channels, 0, *c.size).double()
-    if c.pad:
+    if c.action_modules:
         texts = [net.text(model.clip(PICTURE)[0])] * chunks
     else:
         texts = [net.text(model.text(text)[0][0]) for text in texts]
@@ -514,7 +514,7 @@ def test_matrix_game_sees_a_picture_and_reads_no_prompt(tmp_path, monkeypatch):
     assert torch.equal(*(walked(one, keys="wqe", first=PICTURE) for one in (loaded, made)))
     refused(
         lambda: dataclasses.replace(made.config, reach=2),
-        "reach is a pad's, and at least its chunk, got 2",
+        "reach is for controls walk, drive and run, and at least the chunk, got 2",
     )
 
 

@@ -222,7 +222,7 @@ def read_mapping(
         ) from None
     except OSError as fault:
         raise _unreadable(path, fault) from None
-    except (*faults, UnicodeDecodeError) as fault:
+    except faults as fault:
         raise TachyscopeError(
             f"{path} must be {form}, got {_line(fault)}: mend it or get it again"
         ) from None

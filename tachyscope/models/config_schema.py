@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, slots=True)
     class WanConfig(Config):
-        whose, under = "a Wan configuration's", "tachyscope"
+        subject, section = "a Wan configuration's", "tachyscope"
         layers: int = entry(30, LAYERS, at="num_layers")
 
 A configuration checks its fields when it is made, whoever makes it. `Tables` reads one out of JSON
@@ -61,13 +61,13 @@ class Config:
     """Base of a frozen dataclass whose fields are entries."""
 
     __slots__ = ()
-    whose: ClassVar[str]  # as errors begin: "a Wan configuration's"
-    under: ClassVar[str | None] = None  # where entries without a key of their own stand
+    subject: ClassVar[str]  # as errors begin: "a Wan configuration's"
+    section: ClassVar[str | None] = None  # where entries without a key of their own stand
 
     def __post_init__(self) -> None:
         for one in entries(type(self)):
             given = getattr(self, one.field)
-            value = checked(f"{self.whose} {one.field}", one, given, "change it")
+            value = checked(f"{self.subject} {one.field}", one, given, "change it")
             if value is not given:
                 object.__setattr__(self, one.field, value)
         self.check_fields()
@@ -79,7 +79,7 @@ class Config:
     def demand(self, right: bool, rule: str, got: object) -> None:
         """Raise unless the fields are as the rule says."""
         if not right:
-            raise TachyscopeError(f"{self.whose} {rule}, got {got}: change it")
+            raise TachyscopeError(f"{self.subject} {rule}, got {got}: change it")
 
 
 def entries(config: type[Config]) -> tuple[Entry, ...]:
@@ -96,8 +96,8 @@ def entries(config: type[Config]) -> tuple[Entry, ...]:
             kind = kinds[0]
             length = field.metadata["length"] if kinds[-1] is ... else Bound(len(kinds), len(kinds))
         at = field.metadata["at"]
-        if at is None and config.under is not None:
-            at = f"{config.under}.{field.name}" if config.under else field.name
+        if at is None and config.section is not None:
+            at = f"{config.section}.{field.name}" if config.section else field.name
         path = tuple(at.split(".")) if at else None
         bound = field.metadata["bound"]
         found.append(Entry(field.name, kind, bound, length, optional, field.default, path))

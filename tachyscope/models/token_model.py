@@ -24,7 +24,7 @@ from tachyscope.models.config_schema import WORDS, Config, entry
 class Sampler(Config):
     """How a code is drawn from logits; rows are [conditional…, unconditional…] unless cfg is 1."""
 
-    whose, under = "a sampler's", ""
+    subject, section = "a sampler's", ""
 
     cfg: float = entry(3.0, Bound(0.0, 1e3))
     temperature: float = entry(1.0, Bound(1e-6, 1e3))

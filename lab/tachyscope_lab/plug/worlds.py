@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tachyscope as ts
-from tachyscope.models.wan import keys
+from tachyscope.models.wan import key_camera
+from tachyscope.models.wan.action_modules import LAYOUTS, tables
 from tachyscope.models.wan.clip_vision import encode
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.moves import PADS, tables
 from tachyscope.models.wan.plain_parts import Preview
 from tachyscope.models.wan.presets import PRESETS
 from tachyscope.models.wan.random import random_wan
@@ -73,7 +73,7 @@ def picture(model: WanModel) -> np.ndarray:
 def ours(model: WanModel, walk: str) -> Tensor:
     """Latents [C, F, h, w] of a walk behind the picture, an action a latent frame."""
     chunk, found = model.config.chunk, []
-    prompt = "" if model.config.pad else PROMPT
+    prompt = "" if model.config.action_modules else PROMPT
     with ts.open(model, "stock", prompt=prompt, seed=SEED, first=picture(model)) as stream:
         for i in range(0, len(walk), chunk):
             held = [key for key in walk[i : i + chunk] for _ in range(4)]
@@ -163,10 +163,10 @@ def lingbot(folder: Path, name: str) -> list[Compared]:
     theirs.load_state_dict(model.transformer.state_dict())
 
     poses = torch.eye(4, dtype=torch.float64).repeat(len(WALK), 1, 1)
-    moves = keys.motions(torch.device("cpu"))
+    moves = key_camera.motions(torch.device("cpu"))
     for i, key in enumerate(WALK[1:], 1):
         move = torch.eye(4, dtype=torch.float64)
-        move[:3] = moves[keys.ACTIONS.index(key)]
+        move[:3] = moves[key_camera.ACTIONS.index(key)]
         poses[i] = poses[i - 1] @ move
     lens = torch.tensor([[415.53, 415.69, 415.78, 239.78]], dtype=torch.float64)
     size = {f"{side}_{kind}": n for side, n in (("height", high), ("width", wide))
@@ -276,7 +276,7 @@ def abot(folder: Path, name: str) -> list[Compared]:
     for i in range(0, len(walk), 3):
         parts = []
         for key in walk[i : i + 3]:
-            down = {letter.upper(): letter in keys.pressed(key) for letter in "wasdijkl"}
+            down = {letter.upper(): letter in key_camera.pressed(key) for letter in "wasdijkl"}
             theirs.set_act(down, height=high, width=wide, num_frames=1)
             parts.append(theirs.conditional_dict["act_context"].float())
         theirs.conditional_dict["act_context"] = torch.cat(parts, 2)
@@ -342,7 +342,7 @@ def matrix(folder: Path, name: str) -> list[Compared]:
 
     mode = {"walk": "universal", "drive": "gta_drive", "run": "templerun"}
     model = small(name, in_channels=16, size=(44, 80), text_dim=1280, text_len=257)
-    c, pad = model.config, PADS[model.config.control]
+    c, layout = model.config, LAYOUTS[model.config.control]
     model.decoder = _Pooled.seeded(c, 0)
     file = folder / "configs" / "distilled_model" / mode[c.control] / "config.json"
     stated = json.loads(file.read_text())
@@ -373,7 +373,7 @@ def matrix(folder: Path, name: str) -> list[Compared]:
     walk = WALK[:12] if c.control == "walk" else "wwqaae..dsqq"
     film = [walk[0]] + [key for key in walk[1:] for _ in range(4)]
     keyboard, mouse, _ = tables(c.control, torch.device("cpu"))
-    numbers = [pad.actions.index(key) for key in film]
+    numbers = [layout.actions.index(key) for key in film]
     first = picture(model)
     video = torch.full((len(film), *first.shape[1:]), 127.5)
     video[:1] = torch.from_numpy(first)
@@ -383,7 +383,7 @@ def matrix(folder: Path, name: str) -> list[Compared]:
     cond = {
         "cond_concat": torch.cat([mask, beside], 1), "visual_context": model.embed_images([first]),
         "keyboard_cond": keyboard[numbers][None].float(),
-    } | ({"mouse_cond": mouse[numbers][None].float()} if pad.mouse else {})  # fmt: skip
+    } | ({"mouse_cond": mouse[numbers][None].float()} if layout.mouse else {})  # fmt: skip
     drawn = draws(model)
     noise = [[next(drawn) for _ in c.steps] for _ in range(len(walk) // 3)]
     later = iter([x for each in noise for x in each[1:]])

@@ -39,7 +39,7 @@ class CosmosConfig(Config):
     `trained` latent frames and rows first; 1 leaves all as they are.
     """
 
-    whose, under = "a Cosmos config's", ""
+    subject, section = "a Cosmos config's", ""
 
     hidden: int = entry(bound=WIDTH)
     intermediate: int = entry(bound=INNER)

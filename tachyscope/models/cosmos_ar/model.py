@@ -31,7 +31,7 @@ from tachyscope.models.checkpoint import (
     write_tensors,
 )
 from tachyscope.models.cosmos_ar.config import MODEL_TYPE, CosmosConfig, published
-from tachyscope.models.cosmos_ar.pictures import Preview, VideoTokenizer
+from tachyscope.models.cosmos_ar.tokenizer import Preview, VideoTokenizer
 from tachyscope.models.llama import Trunk, trunk_shape
 from tachyscope.models.token_model import Attends, OneCodeModel, Prompt
 

@@ -44,7 +44,7 @@ SCALE = Bound(1e-6, 1e6)
 class VilaConfig(Config):
     """All that the four config files say of a model, and how it is sampled."""
 
-    whose = "a VILA-U config's"
+    subject = "a VILA-U config's"
 
     hidden: int = entry(bound=WIDTH, at="llm.hidden_size")
     intermediate: int = entry(bound=INNER, at="llm.intermediate_size")

@@ -19,7 +19,7 @@ from tachyscope.models.vila_u.vqgan import Codebooks
 class DepthConfig(Config):
     """The depth transformer's own sizes."""
 
-    whose = "a depth transformer's"
+    subject = "a depth transformer's"
 
     width: int = entry(bound=WIDTH, at="embed_dim")
     layers: int = entry(bound=LAYERS, at="head.n_layer")

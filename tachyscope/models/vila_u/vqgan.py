@@ -23,7 +23,7 @@ CONVOLUTIONS = "rqvaesiglip.ddconfig"  # in the vision tower's config.json
 class PixelConfig(Config):
     """What the convolutions between code sums and pixels are made of."""
 
-    whose = "the decoder's"
+    subject = "the decoder's"
 
     # channels at full size
     ch: int = entry(bound=Bound(1, 8_192), at=f"{CONVOLUTIONS}.ch")

@@ -28,9 +28,9 @@ from tachyscope.models.config_schema import (
     put,
     written,
 )
+from tachyscope.models.wan.action_modules import LAYOUTS
 from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
-from tachyscope.models.wan.keys import ACTIONS as KEYS
-from tachyscope.models.wan.moves import PADS
+from tachyscope.models.wan.key_camera import ACTIONS as KEYS
 
 # what a config.json may also say, and must then say so
 FIXED = {
@@ -62,7 +62,7 @@ STEPS = Bound(0, 1_001)  # how many
 class WanConfig(Config):
     """A Wan-type model's numbers; as they stand, those of Self-Forcing 1.3B."""
 
-    whose, under = "a Wan configuration's", "tachyscope"
+    subject, section = "a Wan configuration's", "tachyscope"
 
     dim: int = entry(1536, WIDTH, at="dim")
     ffn_dim: int = entry(8960, INNER, at="ffn_dim")
@@ -130,15 +130,15 @@ class WanConfig(Config):
         self.demand(
             len(set(self.actions)) == len(self.actions), "actions must differ", repr(self.actions)
         )
-        known = PADS[self.control].actions if self.pad else KEYS
+        known = LAYOUTS[self.control].actions if self.action_modules else KEYS
         self.demand(
             self.control == "table" or (self.actions == known and not self.camera),
             f"control {self.control} needs actions {known!r}, and no camera",
             f"{self.actions!r}, camera={self.camera}",
         )
         self.demand(
-            self.reach >= self.chunk if self.pad else not self.reach,
-            "reach is a pad's, and at least its chunk",
+            self.reach >= self.chunk if self.action_modules else not self.reach,
+            "reach is for controls walk, drive and run, and at least the chunk",
             self.reach,
         )
         self.demand(
@@ -153,9 +153,9 @@ class WanConfig(Config):
         return self.stride[0] + self.in_channels if self.image == "channels" else 0
 
     @property
-    def pad(self) -> bool:
-        """Whether keyboard and mouse are told in the layers, and a picture in a prompt's place."""
-        return self.control in PADS
+    def action_modules(self) -> bool:
+        """Whether layers read keys and mouse by modules, and cross-attention an image's tokens."""
+        return self.control in LAYOUTS
 
     @property
     def head_dim(self) -> int:

@@ -28,7 +28,7 @@ class ContextRule(Config):
     The methods here are most models' way; a rule overrides where its authors differ.
     """
 
-    whose, under = "a context rule's", ""
+    subject, section = "a context rule's", ""
     name = ""
     kind = "chunks"  # which named plans are meant
 

@@ -1,8 +1,8 @@
-"""Keys that are down as pictures of them, added to the patches: ABot-World's adapter.
+"""An adapter that adds pressed keys to the patch embeddings: ABot-World.
 
-Its authors show a network a picture a key and pixel frame, all ones where the key is down. What
-it makes of such pictures differs from place to place at the border alone, by what its convolutions
-reach; so it is computed for a small picture, and that is drawn out.
+Its authors feed the network one constant image for each key and pixel frame. The output then varies
+only near the border, as far as the convolutions reach, so it is computed for a small image and its
+inner values are repeated.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tachyscope.models.wan import keys
+from tachyscope.models.wan import key_camera
 
 LETTERS = "wasdijkl"  # in the order of its input
-REACH = 2  # places that a border is felt: two convolutions of 3 by 3
+REACH = 2  # how far from the border the output varies: two 3 by 3 convolutions
 
 
 class Residual(nn.Module):
-    """Two convolutions beside an identity."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class Residual(nn.Module):
 
 
 class KeyAdapter(nn.Module):
-    """From the keys that are down in a latent frame to what its patches gain.
+    """From the keys pressed in a latent frame to what is added to its patch embeddings.
 
-    `each` is how many numbers of a latent place tell one key: its pixels, in all its frames.
+    each: input channels of one key, the pixels of a latent position in all its frames.
     """
 
     def __init__(self, dim: int, each: int, patch: tuple[int, int]) -> None:
@@ -45,22 +45,22 @@ class KeyAdapter(nn.Module):
         self.residual_blocks = nn.Sequential(Residual(dim))
 
     def forward(self, down: Tensor, grid: tuple[int, int]) -> Tensor:
-        """What frames of a grid gain [1, F · N, W], by the keys that are down [F, 8]."""
-        told = down.to(self.conv.weight.dtype).repeat_interleave(self.each, 1)
-        place = self.conv(told[:, :, None, None].expand(-1, -1, *self.patch))
+        """What is added to the tokens [1, F · N, W] of frames with pressed keys [F, 8]."""
+        keys = down.to(self.conv.weight.dtype).repeat_interleave(self.each, 1)
+        place = self.conv(keys[:, :, None, None].expand(-1, -1, *self.patch))
         high, wide = (min(side, 2 * REACH + 1) for side in grid)
         field = self.residual_blocks(place.expand(-1, -1, high, wide))
-        rows, columns = (_drawn_out(side, down.device) for side in grid)
+        rows, columns = (_stretched(side, down.device) for side in grid)
         return field[:, :, rows[:, None], columns].flatten(2).transpose(1, 2).flatten(0, 1)[None]
 
     def macs(self, grid: tuple[int, int]) -> int:
-        """Multiply-adds for a latent frame."""
+        """Multiply-adds of a latent frame."""
         first, (high, wide) = self.conv.weight, (min(side, 2 * REACH + 1) for side in grid)
         return first.numel() + high * wide * 2 * 9 * first.shape[0] ** 2
 
 
-def _drawn_out(side: int, device: torch.device) -> Tensor:
-    """For each place along a side, the place of the small picture that it is like."""
+def _stretched(side: int, device: torch.device) -> Tensor:
+    """For each position along a side, the position of the small image that has its value."""
     at = torch.arange(side, device=device)
     if side <= 2 * REACH + 1:
         return at
@@ -69,6 +69,8 @@ def _drawn_out(side: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def pressed(device: torch.device) -> Tensor:
-    """Which of LETTERS are down in each action [A, 8]."""
-    rows: Any = [[key in keys.pressed(action) for key in LETTERS] for action in keys.ACTIONS]
+    """Which of LETTERS each action presses [A, 8]."""
+    rows: Any = [
+        [key in key_camera.pressed(action) for key in LETTERS] for action in key_camera.ACTIONS
+    ]
     return torch.tensor(rows, dtype=torch.float32, device=device)

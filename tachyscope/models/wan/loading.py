@@ -142,7 +142,7 @@ def load_wan(
         )
     name = preset or (path.resolve().name if path.is_dir() else path.stem)
     made = WanModel(name, model.eval(), text, shown)
-    if config.pad and ClipVision.found(beside):
+    if config.action_modules and ClipVision.found(beside):
         made.clip = ClipVision(beside / CLIP, config.text_len, config.text_dim)
     if made.context.decodes_in_loop and isinstance(shown, TinyDecoder):
         warn(

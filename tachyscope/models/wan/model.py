@@ -20,7 +20,7 @@ from tachyscope.models.atrium.world import ACTIONS
 from tachyscope.models.base import MemoryParts, Ready
 from tachyscope.models.decoder import Decoder
 from tachyscope.models.diffusion import DiffusionModel
-from tachyscope.models.wan import clip_vision, keys, steering
+from tachyscope.models.wan import clip_vision, key_camera, steering
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.fp8_gain import check_gain
@@ -61,15 +61,15 @@ class WanModel(DiffusionModel):
         self.size = high * down, wide * across
         self.actions, self.camera = self.config.actions, self.config.camera
         # how a camera walks: by Atrium's actions, or by keys
-        self.walker: Any = keys if self.config.control == "rays" else camera
+        self.walker: Any = key_camera if self.config.control == "rays" else camera
         knows = self.config.control == "rays" or self.actions == ACTIONS
         self.world = self.walker if knows else None
-        if self.actions == keys.ACTIONS:
-            self.chords = {action: both for action, both in keys.BOTH.items() if both}
+        if self.actions == key_camera.ACTIONS:
+            self.chords = {action: both for action, both in key_camera.BOTH.items() if both}
         self.conditions = self.config.image != "frames"
         self.clip: Callable[[np.ndarray], Tensor] | None = None  # the tokens of a first image
-        # a pad's modules look back at each place: all its frames must be at hand
-        self.splits_tokens = not self.config.pad
+        # action modules attend over time at each place, so a rank needs all frames of a place
+        self.splits_tokens = not self.config.action_modules
         self.stock = self.config.stock
         self.context = self.config.context
         self.draws = max(len(self.config.steps), len(self.config.first_steps or ()))
@@ -107,7 +107,7 @@ class WanModel(DiffusionModel):
             keys, values = self.transformer.keys_values(
                 torch.empty(shape.batch, c.text_len, c.text_dim, device="meta")
             )
-        left = steering.left_behind(self, shape, x.device)
+        left = steering.empty_past(self, shape, x.device)
         kept = (*keys, *values) if left is None else (*keys, *values, left)
         decoding = self.decoding_memory(x, shape.chunk)
         return MemoryParts(
@@ -117,7 +117,7 @@ class WanModel(DiffusionModel):
             prompt=tensor_bytes(kept),
             activations=peak(
                 lambda: self.transformer(
-                    FreeAttention(), x, t, *steering.sketch(self, x, shape, left)
+                    FreeAttention(), x, t, *steering.empty_controls(self, x, shape, left)
                 )
             ),
             decoding=decoding.chunk,
@@ -207,7 +207,7 @@ class WanModel(DiffusionModel):
 
     @torch.no_grad()
     def embed_images(self, images: Sequence[np.ndarray]) -> Tensor | None:
-        if not self.config.pad or not images:
+        if not self.config.action_modules or not images:
             return None
         if self.clip is None:
             raise TachyscopeError(
@@ -219,7 +219,7 @@ class WanModel(DiffusionModel):
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str) -> EncodedPrompt:
-        if self.config.pad:
+        if self.config.action_modules:
             super().encode_prompt(prompt)  # raises where there is one
             c = self.config
             nothing = torch.zeros(1, c.text_len, c.text_dim, device=self.device, dtype=self.dtype)

@@ -1,4 +1,4 @@
-"""The parts of a model that can be exchanged: text encoders and decoders."""
+"""A pass's controls beside the prompt, and the interface of text encoders."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from tachyscope.models.wan.action_modules import ActionInputs
 from tachyscope.models.wan.camera_rays import Injected
-from tachyscope.models.wan.moves import Moves
 
 
 class Controls(NamedTuple):
-    """What steers latent frames beside the prompt; None where a model takes none such."""
+    """Inputs of a pass beside latents and prompt; None for those that a model does not take."""
 
     actions: Tensor | None = None  # [F] indices
-    # where the camera stands (x, y), the direction in which each token lies and the point of the
-    # walls that lies there [B, S, 8]
+    # of each token the camera's position (x, y), the direction of the token's ray, and where that
+    # meets a wall: [B, S, 8]
     rays: Tensor | None = None
-    image: Tensor | None = None  # channels beside the latents' [B, C, F, h, w]
-    injected: Injected | None = None  # what each layer's stream is multiplied by, and added to it
-    added: Tensor | None = None  # what the patches gain [1, S, W]
-    moves: Moves | None = None  # what keyboard and mouse tell the layers
+    image: Tensor | None = None  # extra channels of the latents [B, C, F, h, w]
+    injected: Injected | None = None  # scale and shift of each layer's stream
+    added: Tensor | None = None  # added to the patch embeddings [1, S, W]
+    inputs: ActionInputs | None = None  # of the action modules in the layers
 
 
 class TextEncoder(Protocol):
-    """A prompt's embedding, as a part that can be exchanged."""
+    """Embeds prompts."""
 
     kind: str
 
@@ -38,8 +38,8 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """Encoded prompts, one a video: they fill no cache entries, so `lengths` is empty."""
+    """Encoded prompts, one for each video; cross-attention fills no cache entries."""
 
     context: Tensor  # [videos, text_len, text_dim]
-    tokens: tuple[int, ...]  # of each, those that are not padding
+    tokens: tuple[int, ...]  # of each prompt, without padding
     lengths: tuple[int, ...] = ()

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from tachyscope.core.errors import TachyscopeError
+from tachyscope.models.wan.action_modules import LAYOUTS
 from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
 from tachyscope.models.wan.clip_vision import TOKENS, WIDTH, ClipVisionSize
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.context import Alone, Kept, Recache, Restart, Rolling
 from tachyscope.models.wan.download import TOKENIZER, HubFiles
-from tachyscope.models.wan.keys import ACTIONS
+from tachyscope.models.wan.key_camera import ACTIONS
 from tachyscope.models.wan.loading import load_wan
 from tachyscope.models.wan.model import WanModel
-from tachyscope.models.wan.moves import PADS
 from tachyscope.models.wan.random import random_wan
 from tachyscope.models.wan.sizes import Umt5Size, VaeSize
 from tachyscope.models.wan.text import PUBLISHED as UMT5
@@ -66,7 +66,7 @@ MATRIX = WanConfig(
     text_dim=WIDTH,
     text_len=TOKENS,
     image="channels",
-    actions=PADS["walk"].actions,
+    actions=LAYOUTS["walk"].actions,
     control="walk",
     reach=6,
     steps=(1000, 666, 333),
@@ -211,7 +211,7 @@ PRESETS = {
         "Matrix-Game 2 for driving: Wan 1.3B, a picture driven through by keys, 3 steps",
         replace(
             MATRIX,
-            actions=PADS["drive"].actions,
+            actions=LAYOUTS["drive"].actions,
             control="drive",
             reach=4,
             stock=_stock("window:budget=4f,sink=0"),
@@ -223,7 +223,7 @@ PRESETS = {
     ),
     "matrix-game-2-run": Preset(
         "Matrix-Game 2 for running: Wan 1.3B, a picture run through by keys, 4 steps",
-        replace(MATRIX, actions=PADS["run"].actions, control="run", steps=FOUR),
+        replace(MATRIX, actions=LAYOUTS["run"].actions, control="run", steps=FOUR),
         hub=HubFiles(
             MATRIX_GAME,
             "templerun_distilled_model/templerun_7dim_onlykey.safetensors",
@@ -252,7 +252,7 @@ def sized_wan(name: str, dtype: torch.dtype, decoder: Path | str | None = None) 
     with torch.device("meta"):
         transformer = WanCausal(config).cast(dtype)
         vae = VaeSize(config.in_channels, dtype)
-    text: Any = ClipVisionSize() if config.pad else Umt5Size()
+    text: Any = ClipVisionSize() if config.action_modules else Umt5Size()
     if decoder is None:
         return WanModel(name, transformer, text, vae)
     tiny = TinyDecoder.read(decoder, config, dtype=dtype)

@@ -24,8 +24,8 @@ def random_wan(
         model = WanCausal(config).cast(dtype)
     model = random_module(model, seed, device, name, _scale)
     text, decoder = BytesText.seeded(config, seed), Preview.seeded(config, seed)
-    made = WanModel(name, model.eval(), None if config.pad else text, decoder)
-    if config.pad:
+    made = WanModel(name, model.eval(), None if config.action_modules else text, decoder)
+    if config.action_modules:
         made.clip = ImageMeans(config)
     return made
 

@@ -218,8 +218,8 @@ def clean_pass(
     t = torch.zeros(len(x), x.shape[2], dtype=torch.float32, device=model.device)
     calls = calls_of(session)
     model.transformer.prefill(calls, calls.write_kv, x, t, *controls)
-    if controls.moves is not None:
-        controls.moves.commit(session.memory.features, c.reach - c.chunk)
+    if controls.inputs is not None:
+        controls.inputs.commit(session.memory.features, c.reach - c.chunk)
 
 
 def begin_pass(

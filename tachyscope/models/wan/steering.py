@@ -1,4 +1,4 @@
-"""What steers a Wan-type model's latent frames beside the prompt: a first picture, and actions."""
+"""Controls of a Wan-type model beside the prompt: a first image, actions and camera poses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.session import Session
 from tachyscope.core.types import Shape
 from tachyscope.models.atrium import camera
-from tachyscope.models.wan import camera_rays, key_adapter, keys, moves
+from tachyscope.models.wan import action_modules, camera_rays, key_adapter, key_camera
+from tachyscope.models.wan.action_modules import ActionInputs
 from tachyscope.models.wan.camera_rays import Injected
 from tachyscope.models.wan.parts import Controls
 from tachyscope.models.wan.transformer import RAY
@@ -21,14 +22,14 @@ from tachyscope.models.wan.transformer import RAY
 if TYPE_CHECKING:
     from tachyscope.models.wan.model import WanModel
 
-SEEN = 29  # latent frames from one that Wan's encoder sees to those that it no longer changes
-GREY = 127.5  # the level of no picture
+REACH = 29  # latent frames after which Wan's causal encoder no longer sees an image
+GREY = 127.5  # the level of a missing image
 
 
 def controls(
     model: WanModel, session: Session, actions: Sequence[int] | Tensor, frames: int
 ) -> Controls:
-    """What steers the next latent frames; the camera then stands at the last of them."""
+    """The controls of the next latent frames; the session's camera moves to the last of them."""
     numbers, control = model.actions_tensor(actions, frames), model.config.control
     rows = numbers if control == "table" else None
     found = Controls(rows, image=_image(model, session, frames))
@@ -38,14 +39,14 @@ def controls(
         adapter, grid = model.transformer.act_control_adapter, session.shape.grid
         found = found._replace(added=adapter(key_adapter.pressed(model.device)[numbers], grid))
         session.work.macs += frames * adapter.macs(grid)
-    if model.config.pad:
-        found = found._replace(moves=_moves(model, session, numbers))
+    if model.config.action_modules:
+        found = found._replace(inputs=_action_inputs(model, session, numbers))
     if control == "rays":
         if (
             not session.memory.latent_frame
         ):  # a video's first latent frame is where the camera begins
             numbers = torch.cat([numbers.new_zeros(1), numbers[1:]])
-        motions = keys.motions(model.device)[numbers].to(model.latent_dtype)
+        motions = key_camera.motions(model.device)[numbers].to(model.latent_dtype)
         found = found._replace(injected=_injected(model, session.shape, motions))
         session.work.macs += _injection_macs(model, session.shape, frames)
     if not (model.camera or session.wants_poses):
@@ -58,25 +59,27 @@ def controls(
     if session.wants_poses:
         session.set_poses(walker.matrices(poses))
     if model.camera:
-        found = found._replace(rays=camera.rays(poses, session.shape.grid))
+        found = found._replace(rays=walker.rays(poses, session.shape.grid))
     return found
 
 
-def left_behind(model: WanModel, shape: Shape, device: torch.device | str) -> Tensor | None:
-    """What a pad leaves for the next chunk, empty: the mouse's keys and values."""
+def empty_past(model: WanModel, shape: Shape, device: torch.device | str) -> Tensor | None:
+    """An uninitialised tensor of the keys and values that action modules keep between chunks."""
     c = model.config
     seen = c.reach - c.chunk
-    if not c.pad or not seen or not moves.PADS[c.control].mouse:
+    if not c.action_modules or not seen or not action_modules.LAYOUTS[c.control].mouse:
         return None
-    rows, head = shape.batch * shape.tokens_per_frame, moves.WIDE // moves.HEADS
-    size = c.layers // 2, 2, rows, seen, moves.HEADS, head
+    rows, head = shape.batch * shape.tokens_per_frame, action_modules.WIDE // action_modules.HEADS
+    size = c.layers // 2, 2, rows, seen, action_modules.HEADS, head
     return torch.empty(size, dtype=model.dtype, device=device)
 
 
-def sketch(model: WanModel, x: Tensor, shape: Shape, past: Tensor | None = None) -> Controls:
-    """Controls of latents x without their numbers, for the memory that a pass takes.
+def empty_controls(
+    model: WanModel, x: Tensor, shape: Shape, past: Tensor | None = None
+) -> Controls:
+    """Uninitialised controls for latents x, to measure the memory of a pass.
 
-    `past` is what `left_behind` gives.
+    `past` is what `empty_past` returns.
     """
     c, (rows, frames) = model.config, (x.shape[0], x.shape[2])
     found = Controls()
@@ -93,20 +96,22 @@ def sketch(model: WanModel, x: Tensor, shape: Shape, past: Tensor | None = None)
         found = found._replace(added=adapter(down, shape.grid))
     if c.control == "rays":
         found = found._replace(injected=_injected(model, shape, x.new_empty(frames, 3, 4)))
-    if c.pad:
+    if c.action_modules:
         seen = c.reach - c.chunk
-        pressed = torch.empty(seen + moves.BEFORE + frames, dtype=torch.int64, device=x.device)
-        told = moves.Moves(c.control, frames, pressed, x.new_empty(frames), past, seen)
-        found = found._replace(moves=told)
+        pressed = torch.empty(
+            seen + action_modules.BEFORE + frames, dtype=torch.int64, device=x.device
+        )
+        inputs = ActionInputs(c.control, frames, pressed, x.new_empty(frames), past, seen)
+        found = found._replace(inputs=inputs)
     return found
 
 
 def condition(model: WanModel, frames: np.ndarray) -> Tensor:
-    """What a model is told of the picture that a video begins with [1, C, F, h, w].
+    """The condition [1, C, F, h, w] that a video's first image becomes.
 
-    Its latents, where they are a chunk's first. Or the channels beside all latents: a mask of its
-    frames, and the latents of the picture with grey behind it, until all that the encoder sees is
-    grey: from there on they stay as the last ones.
+    Its latents, if they are the first of the first chunk. Otherwise extra channels of all latents:
+    a mask of the given frames, and the latents of the image followed by grey. They end where the
+    encoder sees grey alone, and the last frame serves all later ones.
     """
     if len(frames) != 1:
         raise TachyscopeError(
@@ -115,7 +120,7 @@ def condition(model: WanModel, frames: np.ndarray) -> Tensor:
     c, encode = model.config, model.require_decoder().encode
     if c.image == "held":
         return encode(frames).to(model.device, model.latent_dtype)
-    pixels = torch.full((1 + c.stride[0] * SEEN, *frames.shape[1:]), GREY)
+    pixels = torch.full((1 + c.stride[0] * REACH, *frames.shape[1:]), GREY)
     pixels[:1] = torch.from_numpy(frames)
     latents = encode(pixels).to(model.device, model.latent_dtype)
     mask = latents.new_zeros(1, c.stride[0], *latents.shape[2:])
@@ -124,7 +129,7 @@ def condition(model: WanModel, frames: np.ndarray) -> Tensor:
 
 
 def _image(model: WanModel, session: Session, frames: int) -> Tensor | None:
-    """The channels beside those of the next latent frames; None without a first picture."""
+    """The extra channels of the next latent frames; None without a first image."""
     image = session.memory.features.image
     if image is None or not model.config.condition_channels:
         return None
@@ -132,20 +137,20 @@ def _image(model: WanModel, session: Session, frames: int) -> Tensor | None:
     return image.index_select(2, at.long().clamp(max=image.shape[2] - 1))
 
 
-def _moves(model: WanModel, session: Session, numbers: Tensor) -> moves.Moves:
-    """What the next latent frames' actions tell, behind those before them."""
+def _action_inputs(model: WanModel, session: Session, numbers: Tensor) -> ActionInputs:
+    """The inputs of action modules for the next latent frames."""
     c, features = model.config, session.memory.features
-    seen = moves.seen_before(session.memory.latent_frame, c.reach, c.chunk)
+    seen = action_modules.seen_before(session.memory.latent_frame, c.reach, c.chunk)
     before = features.pressed
     if before is None:  # a video's first action was there before it
-        before = numbers[:1].expand(c.reach - c.chunk + moves.BEFORE)
+        before = numbers[:1].expand(c.reach - c.chunk + action_modules.BEFORE)
     at = session.positions(len(numbers))[:: session.shape.tokens_per_frame, 0]
     pressed = torch.cat([before, numbers])
-    return moves.Moves(c.control, len(numbers), pressed, at, features.moves, seen)
+    return ActionInputs(c.control, len(numbers), pressed, at, features.moves, seen)
 
 
 def _injected(model: WanModel, shape: Shape, motions: Tensor) -> Injected:
-    """What the motions [F, 3, 4] of a camera do in every layer."""
+    """The scale and shift of every layer for a camera's motions [F, 3, 4]."""
     (_, high, wide), (_, *patch) = model.config.stride, model.config.patch
     size = shape.grid[0] * patch[0] * high, shape.grid[1] * patch[1] * wide
     rays = camera_rays.plucker(motions, size)

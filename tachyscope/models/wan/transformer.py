@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from tachyscope.core.exchange import Exchange
 from tachyscope.core.types import Mlp
-from tachyscope.models.wan import camera_rays, moves
+from tachyscope.models.wan import action_modules, camera_rays
+from tachyscope.models.wan.action_modules import ActionModule
 from tachyscope.models.wan.camera_rays import Injected
 from tachyscope.models.wan.clip_vision import ImageEmbedding
 from tachyscope.models.wan.key_adapter import KeyAdapter
-from tachyscope.models.wan.moves import ActionModule
 from tachyscope.models.wan.parts import Controls
 from tachyscope.models.wan.stages import (
     EAGER,
@@ -183,10 +183,10 @@ class Block(nn.Module):
             told.injected[layer] if told and told.injected else None,
         )  # fmt: skip
         y = join(session.cross(layer, q))
-        if self.action_model is None or told is None or told.moves is None:
+        if self.action_model is None or told is None or told.inputs is None:
             x, a = stages.to_mlp(x, y, *six, second.o.weight, second.o.bias, self.eps)
         else:
-            x = self.action_model(x + second.o(y), told.moves, layer)
+            x = self.action_model(x + second.o(y), told.inputs, layer)
             shift, scale = (self.modulation + time)[:, :, 3:5].unbind(2)
             a = modulate(x, shift, scale, self.eps)
         return stages.from_mlp(x, session.mlp(layer, a, self.ffn), *six)
@@ -222,7 +222,7 @@ class WanCausal(nn.Module):
     Its parameters have the published names. Additions, each only where the configuration asks for
     it: `action_embedding`, and `camera_embedding` of the ray behind every token. LingBot-World's
     linears of a camera are in `camera_rays`, ABot-World's adapter of keys in `key_adapter`,
-    Matrix-Game's modules in `moves`.
+    Matrix-Game's modules in `action_modules`.
     """
 
     def __init__(self, config: WanConfig) -> None:
@@ -232,7 +232,7 @@ class WanCausal(nn.Module):
         # holds the published weight; a stride equal to the kernel makes it a linear of patches
         channels = config.in_channels + config.condition_channels
         self.patch_embedding = nn.Conv3d(channels, dim, config.patch, config.patch)
-        if config.pad:
+        if config.action_modules:
             self.img_emb = ImageEmbedding(config.text_dim, dim)
         else:
             self.text_embedding = nn.Sequential(
@@ -248,7 +248,7 @@ class WanCausal(nn.Module):
             camera_rays.add_to_model(self, dim, places * high * wide)
         elif config.control == "keys":
             self.act_control_adapter = KeyAdapter(dim, frames * high * wide, config.patch[1:])
-        elif config.actions and not config.pad:
+        elif config.actions and not config.action_modules:
             self.action_embedding = nn.Embedding(len(config.actions), dim)
             # a model that gains actions starts as it was
             nn.init.zeros_(self.action_embedding.weight)
@@ -259,8 +259,8 @@ class WanCausal(nn.Module):
             first = nn.Linear(RAY * (1 + 2 * OCTAVES), dim)
             self.camera_embedding = nn.Sequential(first, nn.SiLU(), last)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        if config.pad:
-            moves.add_to_layers(self.blocks, dim, config.control)
+        if config.action_modules:
+            action_modules.add_to_layers(self.blocks, dim, config.control)
         self.stages = EAGER
         self.head = Head(config)
 
@@ -358,7 +358,9 @@ class WanCausal(nn.Module):
 
     def keys_values(self, context: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Each layer's keys and values [B, H, L, D] of a prompt embedded as [B, L, text_dim]."""
-        text = _through(self.img_emb.proj if self.config.pad else self.text_embedding, context)
+        text = _through(
+            self.img_emb.proj if self.config.action_modules else self.text_embedding, context
+        )
         pairs = [block.cross_attn.key_value(text) for block in cast(list[Block], self.blocks)]
         return tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
 

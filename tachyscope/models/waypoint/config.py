@@ -45,7 +45,7 @@ MUST: dict[str, tuple[Any, ...]] = {
 class WaypointConfig(Config):
     """Sizes under their names in config.yaml; the defaults are those of Waypoint-1.5-1B."""
 
-    whose, under = "a Waypoint config's", ""
+    subject, section = "a Waypoint config's", ""
 
     d_model: int = entry(2048, WIDTH)
     n_layers: int = entry(24, LAYERS)

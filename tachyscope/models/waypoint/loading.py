@@ -14,9 +14,9 @@ from tachyscope.models.config_schema import written
 from tachyscope.models.decoder import Decoder
 from tachyscope.models.random_weights import random_module
 from tachyscope.models.wan.download import HubFiles
+from tachyscope.models.waypoint.autoencoder import FILES, Stills, TinyAutoencoder
 from tachyscope.models.waypoint.config import MODEL_TYPE, WaypointConfig
 from tachyscope.models.waypoint.model import WaypointModel
-from tachyscope.models.waypoint.pictures import FILES, Stills, TinyAutoencoder
 from tachyscope.models.waypoint.transformer import Waypoint
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"

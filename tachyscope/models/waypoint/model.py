@@ -18,8 +18,8 @@ from tachyscope.models.base import MemoryParts, Ready
 from tachyscope.models.decoder import Decoder
 from tachyscope.models.diffusion import DiffusionModel
 from tachyscope.models.waypoint import controls
+from tachyscope.models.waypoint.autoencoder import FILES
 from tachyscope.models.waypoint.config import STRIDE
-from tachyscope.models.waypoint.pictures import FILES
 from tachyscope.models.waypoint.transformer import Waypoint
 
 
