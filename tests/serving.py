@@ -23,7 +23,7 @@ from tachyscope.serve.engine import Engine
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.security import LOCAL, Guard
-from tachyscope.serve.server import Place, listen, uvicorn_config
+from tachyscope.serve.server import Endpoint, listen, uvicorn_config
 from tachyscope.serve.snapshots import Snapshots
 
 HOST = "http://localhost"
@@ -53,7 +53,7 @@ def serving(engine, guard=None):
     Many frames may wait for the client: how many of two are dropped depends on the machine.
     """
     app = make_app(engine, guard or Guard())
-    many = patch.multiple(connection, FRAMES=1000, SHOWS=1000)
+    many = patch.multiple(connection, FRAMES=1000, CHUNKS=1000)
     with many, TestClient(app, base_url=HOST) as client:
         yield client
 
@@ -61,7 +61,7 @@ def serving(engine, guard=None):
 @contextmanager
 def running(engine, port=0, **options):
     """The address of a real server; options are uvicorn's."""
-    listener = listen(Place(port=port))
+    listener = listen(Endpoint(port=port))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # few bytes fill it
     app = make_app(engine, Guard(hosts=LOCAL))
     options = {"log_level": "error", "timeout_graceful_shutdown": 1} | options

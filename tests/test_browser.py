@@ -128,7 +128,7 @@ class Page:
     def session(self, engine):
         """The engine's session that the page plays; None while it opens one."""
         kept = json.loads(self.tab.evaluate("sessionStorage.session ?? null") or "{}")
-        return engine.room.sessions.get(kept.get("session"))
+        return engine.pool.sessions.get(kept.get("session"))
 
     def text(self, name):
         return self.tab.locator(f"#{name}").inner_text()
@@ -167,7 +167,7 @@ def test_the_page_plays_what_a_stream_makes(browser, address):
     page.until_frame(30)
     page.tab.keyboard.up("q")
     page.lab()
-    (live,) = engine.room.sessions.values()
+    (live,) = engine.pool.sessions.values()
     page.pause(live)
     page.until(lambda: page.text("key-p50") != "–", "the time from key to pixel")
     with ts.open(engine.model, live.log.opening.plan) as stream:
@@ -207,7 +207,7 @@ def test_the_page_follows_the_camera(playwright, tmp_path):
         page.tab.locator("#camera").click()
         page.until(lambda: len(pictures) >= 4, "pictures of the camera")
         assert page.text("camera") == "Stop" and "a chunk behind you" in page.text("strength-note")
-        (live,) = engine.room.sessions.values()
+        (live,) = engine.pool.sessions.values()
         assert live.log.opening.strength == 0.6 and live.generation == 2
         for frames in pictures:
             assert frames.shape == (3, 32, 48, 3)
@@ -226,16 +226,16 @@ def test_two_tabs_are_two_worlds_and_a_lost_one_goes_on(browser, address):
     first, second = Page(browser, url), Page(browser, url)
     first.until_frame(8)
     second.until_frame(8)
-    assert len(engine.room.sessions) == 2
+    assert len(engine.pool.sessions) == 2
     (name,) = [
         one
-        for one in engine.room.sessions
+        for one in engine.pool.sessions
         if first.tab.evaluate("sessionStorage.session").count(one)
     ]
     first.tab.reload()
     first.until(lambda: first.text("status") == "live", "the session")
     first.until_frame(24)
-    assert len(engine.room.sessions) == 2 and engine.room.sessions[name].tell is not None
+    assert len(engine.pool.sessions) == 2 and engine.pool.sessions[name].emit is not None
     assert not first.said and not second.said
     first.context.close()
     second.context.close()
@@ -250,7 +250,7 @@ def test_a_page_whose_server_was_started_anew_begins_again(browser, tmp_path):
     with running(second, port=int(url.rpartition(":")[2])):
         page.until(lambda: "Here is a new one" in page.text("notice"), "a notice")
         page.until_frame(2)
-        assert len(second.room.sessions) == 1
+        assert len(second.pool.sessions) == 1
         page.context.close()
 
 
@@ -268,7 +268,7 @@ def test_dense_is_shown_once_it_is_in_step_and_one_can_go_back(browser, address)
     page.until(lambda: page.text("psnr") != "–", "PSNR")
     at = [[int(one) for one in page.tab.evaluate(FRAMES)] for _ in range(20)]
     assert all(own == other for own, other in at)
-    (live,) = engine.room.sessions.values()
+    (live,) = engine.pool.sessions.values()
     page.pause(live)
     own, dense = page.pixels(), page.pixels("dense")
     page.tab.locator("#view").select_option("difference")
@@ -337,7 +337,7 @@ def test_dragging_turns_and_prompts_wait_for_their_chunk(browser, address):
     url, engine = address
     page = Page(browser, url)
     page.until_frame(2)
-    (live,) = engine.room.sessions.values()
+    (live,) = engine.pool.sessions.values()
     box = page.tab.locator("#screen").bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.tab.mouse.move(x, y)
@@ -370,7 +370,7 @@ def test_two_keys_of_a_published_world_are_one_action(browser, tmp_path):
         page.until_frame(2)
         lead = page.text("lead")
         assert "turn with J and L" in lead and "Its weights are random" in lead
-        (live,) = engine.room.sessions.values()
+        (live,) = engine.pool.sessions.values()
         page.tab.keyboard.down("w")
         page.tab.keyboard.down("ArrowLeft")
         page.until(lambda: live.log.steps[-1].actions == "q", "walking on and looking left")
@@ -399,7 +399,7 @@ def until_begun_with(page, engine, colour):
 
     page.until(begun, f"a session that begins with {colour}")
     page.until_frame(2)
-    assert page.text("status") == "live" and len(engine.room.sessions) == 1
+    assert page.text("status") == "live" and len(engine.pool.sessions) == 1
 
 
 RED, BLUE = (200, 0, 0), (0, 0, 255)
@@ -483,7 +483,7 @@ def test_large_pictures_come_as_one_stream_and_are_shown_in_order(browser, tmp_p
         page.tab.reload()  # another stream of the same session
         page.until_frame(seen[-1] + 9)
         page.lab()
-        (live,) = engine.room.sessions.values()
+        (live,) = engine.pool.sessions.values()
         page.pause(live)
         with ts.open(engine.model, live.log.opening.plan) as stream:
             made = np.concatenate([stream.step().frames for _ in live.log.steps])
@@ -499,7 +499,7 @@ def test_a_link_repeats_the_walk_and_holds_no_token(browser, address):
     page = Page(browser, f"{url}/#token=secret-of-mine-alone")
     page.until_frame(5)
     page.tab.keyboard.press("d")
-    (live,) = engine.room.sessions.values()
+    (live,) = engine.pool.sessions.values()
     page.until(lambda: "d" in {step.actions for step in live.log.steps}, "the step")
     page.lab()
     page.pause(live)
@@ -511,7 +511,7 @@ def test_a_link_repeats_the_walk_and_holds_no_token(browser, address):
     assert "secret" not in link
     friend = Page(browser, link)
     friend.until_frame(page.frame())
-    (other,) = (one for one in engine.room.sessions.values() if one is not live)
+    (other,) = (one for one in engine.pool.sessions.values() if one is not live)
     assert other.log.steps[: len(live.log.steps)] == live.log.steps
     assert "walk" not in friend.tab.url  # a reload goes on with the session
     assert page.tab.evaluate(BOMB) == ["q", "RangeError: a walk that is too long"]
@@ -578,7 +578,7 @@ def test_a_visitor_sees_that_walls_are_remembered_and_a_window_forgets(browser, 
         page.until(lambda: page.text("badge") == "true picture, shown to it", "its badge")
         page.until(lambda: "from memory" in page.text("line"), "the turn", 240)
         page.until(lambda: "Now walk yourself" in page.text("line"), "the verdict", 480)
-        (live,) = engine.room.sessions.values()
+        (live,) = engine.pool.sessions.values()
         assert page.text("kept") == "4 of 4" and page.text("badge") == "drawn by the network"
         marks = {
             row: [page.tab.locator(f"#{row}-{side} .mark").inner_text() for side in SIDES]
@@ -607,7 +607,7 @@ def test_a_phone_has_a_pad_and_nothing_sticks_out(browser, address):
     button = page.tab.locator('[data-action="a"]')
     assert button.bounding_box()["height"] >= 44
     button.tap()
-    (live,) = engine.room.sessions.values()
+    (live,) = engine.pool.sessions.values()
     page.until(lambda: "a" in {step.actions for step in live.log.steps}, "the step to the left")
     page.tab.locator('[data-action="d"]').dispatch_event("click")  # as a screen reader does
     page.until(lambda: "d" in {step.actions for step in live.log.steps}, "the step to the right")

@@ -19,7 +19,7 @@ from tachyscope.models.registry import MODELS
 from tachyscope.serve.healthcheck import URL, fault, main
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.security import Guard
-from tachyscope.serve.server import Place
+from tachyscope.serve.server import Endpoint
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -144,7 +144,7 @@ def test_an_image_says_which_version_it_is_and_is_checked_by_playing(file):
     (words,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", text, re.M)
     python, option, module, url, tokens = json.loads(words)
     assert (python, option, module) == ("python3", "-m", "tachyscope.serve.healthcheck")
-    assert url == URL == f"http://127.0.0.1:{Place.port}"
+    assert url == URL == f"http://127.0.0.1:{Endpoint.port}"
     assert f'"--token-file", "{tokens}"' in text
 
 
@@ -157,7 +157,7 @@ def test_nginx_passes_on_what_the_server_expects(services):
         assert depth >= 0
     assert depth == 0
     found = dict(re.findall(r"(\w+) +([^;{}]+);", text))
-    assert found["proxy_pass"] == f"http://server:{Place.port}" and "server" in services
+    assert found["proxy_pass"] == f"http://server:{Endpoint.port}" and "server" in services
     assert float(found["proxy_read_timeout"].rstrip("s")) > Limits().idle_s
     assert 2**20 * int(found["client_max_body_size"].rstrip("m")) >= Limits().message_bytes
     assert found["limit_conn"] == f"addresses {Limits().connections_per_address}"
@@ -169,7 +169,7 @@ def test_nginx_passes_on_what_the_server_expects(services):
 
 def test_prometheus_asks_the_server_with_a_token(services):
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"server:{Place.port}"]}]
+    assert job["static_configs"] == [{"targets": [f"server:{Endpoint.port}"]}]
     mounts = [one.split(":")[1] for one in services["prometheus"]["volumes"]]
     assert job["authorization"]["credentials_file"] in mounts
 
@@ -179,8 +179,8 @@ def test_a_health_check_plays_a_chunk(model, tmp_path, capsys):
     with running(engine) as url:
         assert main(url) == 0
         assert engine.metrics.registry.get_sample_value("tachyscope_steps_total", {"lane": "main"})
-        assert not engine.room.sessions and not list((tmp_path / "state").glob("*/session.json"))
-        engine.turns.take = lambda live: time.sleep(0.01)  # a device that makes no chunk
+        assert not engine.pool.sessions and not list((tmp_path / "state").glob("*/session.json"))
+        engine.runner.run_turn = lambda live: time.sleep(0.01)  # a device that makes no chunk
         assert fault(url, within_s=0.5) == "no picture came in 0.5 s"
     assert main(url) == 1
     assert "does not answer" in capsys.readouterr().err

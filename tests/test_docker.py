@@ -10,7 +10,7 @@ import pytest
 
 from tachyscope.cli.serve import Serve
 from tachyscope.models.registry import MODELS
-from tachyscope.serve.server import Place
+from tachyscope.serve.server import Endpoint
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -52,7 +52,7 @@ def test_the_image_serves_as_the_user_the_port_and_the_folder_that_are_documente
     assert int(user) > 0 and f"uid {user}" in GUIDE
     made = " ".join(_of(steps, "RUN"))
     assert f"useradd --uid {user} " in made and f"chown {user}:{user} {volume}" in made
-    assert int(port) == Place.port
+    assert int(port) == Endpoint.port
     (entry,), (command,) = _of(steps, "ENTRYPOINT"), _of(steps, "CMD")
     words = json.loads(entry) + json.loads(command)
     assert words[0] in PROJECT["scripts"] and words[1] == "serve" and words[2] in MODELS
@@ -70,4 +70,4 @@ def test_the_documented_commands_name_files_and_ports_that_exist():
     assert sorted(files) == ["Dockerfile", "Dockerfile.cuda"]
     ran = [line for line in commands if line.startswith("docker run")]
     assert len(ran) == 2
-    assert all(f"-p {Place.port}:{Place.port}" in line for line in ran)
+    assert all(f"-p {Endpoint.port}:{Endpoint.port}" in line for line in ran)

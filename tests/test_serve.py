@@ -22,13 +22,12 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.measure.quality import psnr
 from tachyscope.memory.predict import need
 from tachyscope.serve import engine as engines
-from tachyscope.serve import protocol
-from tachyscope.serve import room as rooms
+from tachyscope.serve import protocol, session_pool
 from tachyscope.serve.action_log import Opening
 from tachyscope.serve.limits import Bucket, Limits
 from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.security import Guard, read_tokens
-from tachyscope.serve.server import Place
+from tachyscope.serve.server import Endpoint
 from tachyscope.serve.snapshots import Snapshots
 
 SECRET = "a-token-of-many-letters"
@@ -76,8 +75,8 @@ def connect(client, *protocols, **headers):
 
 def settle(engine, player):
     """Wait until a session that lost its client lies on disk."""
-    live = engine.room.sessions[player.opened["session"]]
-    while live.tell is not None or live.chunk not in live.saved:
+    live = engine.pool.sessions[player.opened["session"]]
+    while live.emit is not None or live.chunk not in live.saved:
         time.sleep(0.01)
     return live
 
@@ -124,8 +123,8 @@ def test_keys_make_the_frames_that_a_stream_makes_and_the_log_repeats_them(engin
         assert 0 < chunk["pairs"] <= chunk["dense_pairs"]
         assert metric(client, 'tachyscope_sessions_opened_total{how="open"}') == 2
         assert metric(client, 'tachyscope_steps_total{lane="main"}') >= count / 3
-    assert not engine.room.sessions or all(
-        one.lane is None for one in engine.room.sessions.values()
+    assert not engine.pool.sessions or all(
+        one.lane is None for one in engine.pool.sessions.values()
     )
 
 
@@ -214,8 +213,8 @@ def test_dense_runs_beside_on_the_same_log(engine, model):
         assert told[-1]["psnr"] == pytest.approx(
             psnr(main[count - 3 : count], wanted[-3:]), abs=0.01
         )
-        assert engine.room.sessions[player.opened["session"]].bytes == sum(
-            map(engine.room.bytes_of, ("dense", "cache=window:budget=6f"))
+        assert engine.pool.sessions[player.opened["session"]].bytes == sum(
+            map(engine.pool.bytes_of, ("dense", "cache=window:budget=6f"))
         )
 
 
@@ -289,10 +288,10 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
         player.send("keys", id=1, actions="s")
         player.until_frame(26)  # more than the plan remembers
         known = {name: player.opened[name] for name in ("session", "secret")}
-        live = first.room.sessions[known["session"]]
+        live = first.pool.sessions[known["session"]]
         while not live.saved:
             time.sleep(0.01)
-        first.keeper.save = lambda live: None  # it dies before it can write again
+        first.writer.save = lambda live: None  # it dies before it can write again
     second = make_engine(model, tmp_path)
     with serving(second) as client, playing(client, "resume", format="png", **known) as again:
         chunk = again.opened["chunk"]
@@ -308,21 +307,21 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
 
 
 def test_a_bank_s_host_memory_is_counted(model, tmp_path, monkeypatch):
-    room = make_engine(model, tmp_path).room
+    room = make_engine(model, tmp_path).pool
     predicted = need(model.on_meta(), "fast", frames=room.limits.session_frames)
     # beside a CPU it is of the same memory
     assert room.bytes_of("fast") == predicted.of_video + predicted.host and predicted.host > 0
-    monkeypatch.setattr(rooms, "memory_of", lambda device: int(2.5 * predicted.host))
+    monkeypatch.setattr(session_pool, "memory_of", lambda device: int(2.5 * predicted.host))
     monkeypatch.setattr(room, "model", SimpleNamespace(device=torch.device("cuda")))
     one = SimpleNamespace(log=SimpleNamespace(opening=SimpleNamespace(plan="fast")))
     room.check_host("fast", [one])
     room.check_host("live", [one] * 9)
-    with pytest.raises(rooms.Full, match=r"takes .* GB of host memory, and .* take plan live"):
+    with pytest.raises(session_pool.Full, match=r"takes .* GB of host memory, and .* take plan live"):
         room.check_host("fast", [one, one])
 
 
 def test_sessions_that_lost_their_client_make_room_on_disk(model, tmp_path):
-    size = make_engine(model, tmp_path).room.bytes_of("live")
+    size = make_engine(model, tmp_path).pool.bytes_of("live")
     engine = make_engine(model, tmp_path, budget=size)
     with serving(engine) as client:
         with playing(client) as first:
@@ -352,17 +351,17 @@ def test_a_session_whose_client_leaves_during_a_write_is_written_after_it(
     model, tmp_path, monkeypatch
 ):
     engine = make_engine(model, tmp_path, chunks=2)
-    save = engine.keeper.snapshots.save
+    save = engine.writer.snapshots.save
 
     def slow(*args):
         time.sleep(0.3)  # meanwhile more chunks are made, and the client leaves
         return save(*args)
 
-    monkeypatch.setattr(engine.keeper.snapshots, "save", slow)
+    monkeypatch.setattr(engine.writer.snapshots, "save", slow)
     with serving(engine) as client:
         with playing(client) as player:
             player.until_frame(14)
-        live = engine.room.sessions[player.opened["session"]]
+        live = engine.pool.sessions[player.opened["session"]]
         begun = time.monotonic()
         while live.chunk not in live.saved:
             assert time.monotonic() - begun < 20, "nobody writes it"
@@ -372,7 +371,7 @@ def test_a_session_whose_client_leaves_during_a_write_is_written_after_it(
 def test_a_step_that_raises_ends_its_session_and_no_other(engine, monkeypatch):
     with serving(engine) as client, playing(client) as well, playing(client) as ill:
         well.until_frame(2)
-        live = engine.room.sessions[ill.opened["session"]]
+        live = engine.pool.sessions[ill.opened["session"]]
 
         def broken(step, show):
             raise ZeroDivisionError("a secret of the machine's")
@@ -393,7 +392,7 @@ def test_a_full_disk_is_told_and_the_session_goes_on(model, tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with serving(engine) as client, playing(client) as player:
-        monkeypatch.setattr(engine.keeper.snapshots.fs, "open", full)
+        monkeypatch.setattr(engine.writer.snapshots.fs, "open", full)
         notice = player.until("notice")
         assert notice["code"] == "snapshot_failed"
         assert "no space left on device" in notice["message"]
@@ -408,7 +407,7 @@ def test_snapshots_are_copied_one_at_a_time_and_none_is_left_out(model, tmp_path
     """Each is a copy of a whole session in the device's memory until it is written."""
     engine = make_engine(model, tmp_path, chunks=10**6)
     written, held, release = [], [], threading.Event()
-    save = engine.keeper.snapshots.save
+    save = engine.writer.snapshots.save
 
     def slow(name, saved, chunk, state):
         held.append(name)
@@ -416,12 +415,12 @@ def test_snapshots_are_copied_one_at_a_time_and_none_is_left_out(model, tmp_path
         written.append((name, chunk, sorted(state)))
         return save(name, saved, chunk, state)
 
-    monkeypatch.setattr(engine.keeper.snapshots, "save", slow)
+    monkeypatch.setattr(engine.writer.snapshots, "save", slow)
     with serving(engine) as client, playing(client) as one, playing(client) as two:
         one.until_frame(2), two.until_frame(2)
-        lives = [engine.room.sessions[player.opened["session"]] for player in (one, two)]
+        lives = [engine.pool.sessions[player.opened["session"]] for player in (one, two)]
         for live in lives:
-            engine.call(lambda live=live: engine.keeper.save(live)).result()
+            engine.call(lambda live=live: engine.writer.save(live)).result()
         latest = two.latest()
         two.until_frame(latest + 6)  # which goes on meanwhile
         assert held == [lives[0].name] and not lives[1].saved
@@ -435,7 +434,7 @@ def test_snapshots_are_copied_one_at_a_time_and_none_is_left_out(model, tmp_path
 @pytest.mark.slow
 def test_a_snapshot_without_memory_for_its_copy_is_told(engine, monkeypatch):
     with serving(engine) as client, playing(client) as player:
-        live = engine.room.sessions[player.opened["session"]]
+        live = engine.pool.sessions[player.opened["session"]]
 
         def full(host=True):
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -456,7 +455,7 @@ def test_a_server_compiles_where_its_longest_session_gains(model, tmp_path, monk
         limits = Limits(session_frames=frames)
         served = engines.make_engine(model, "toy-chunks", Snapshots(str(tmp_path)), "live", limits)
         predicted = need(model.on_meta(), "live", frames=frames)
-        assert served.room.bytes_of("live") == predicted.of_video
+        assert served.pool.bytes_of("live") == predicted.of_video
         assert predicted.of_video == (
             sum(predicted.cache.values()) + predicted.prompt + predicted.decoder_state
         )
@@ -627,7 +626,7 @@ def test_openai_s_own_client_makes_lists_fetches_and_deletes_videos(engine, mode
         assert told == {"message": "a body has at most 65536 bytes, got 70000",
                         "type": "invalid_request_error", "code": 413}  # fmt: skip
         assert client.post("/v1/videos", json=[1]).status_code == 400
-    assert not engine.room.sessions
+    assert not engine.pool.sessions
 
 
 def test_a_video_that_no_memory_holds_is_refused_with_the_arithmetic(model, tmp_path):
@@ -647,22 +646,22 @@ def test_a_bucket_lets_through_its_rate_and_twice_as_many_at_once():
 
 def test_a_server_for_others_needs_tokens(tmp_path):
     with pytest.raises(TachyscopeError, match="give --token-file"):
-        Place(host="0.0.0.0")
+        Endpoint(host="0.0.0.0")
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text("short\n")
     with pytest.raises(TachyscopeError, match="1 too short"):
         read_tokens(file)
     file.write_text(f"{SECRET}\n")
-    assert Place(host="0.0.0.0", tokens=read_tokens(file)).guard.hosts == ()
+    assert Endpoint(host="0.0.0.0", tokens=read_tokens(file)).guard.hosts == ()
 
 
 def test_a_log_of_another_model_or_shape_is_refused(engine):
     good = {"version": 1, "model": "toy-chunks", "weights": engine.model.fingerprint,
             "opening": {"plan": "live", "prompt": "", "seed": 0, "world": None, "given": 0}, "steps": ["w"]}  # fmt: skip
     good["opening"] = asdict(Opening(**good["opening"]))
-    assert engine.room.read_log(json.loads(json.dumps(good))).to_json() == good
+    assert engine.pool.read_log(json.loads(json.dumps(good))).to_json() == good
     for change in ({"version": 2}, {"weights": "x"}, {"steps": ["z"]}, {"steps": [3]}, {"steps": {}},
                    {"opening": {}}, {"opening": good["opening"] | {"seed": "1"}}, {"more": 1}):  # fmt: skip
         with pytest.raises(TachyscopeError):
-            engine.room.read_log(good | change)
+            engine.pool.read_log(good | change)

@@ -54,7 +54,7 @@ def test_chunks_come_behind_the_clients_pictures(engine):
     )
     assert player.matches(np.concatenate([chunk.frames for chunk in chunks]))
     assert not any(one["type"] == "snapshot" for one in player.said)
-    refused(lambda: engine.room.read_log(log), "followed a camera, whose pictures no log holds")
+    refused(lambda: engine.pool.read_log(log), "followed a camera, whose pictures no log holds")
 
 
 def test_a_session_begins_to_follow_and_ends_to(engine):
@@ -74,7 +74,7 @@ def test_pictures_that_nobody_takes_are_let_go(engine):
     with serving(engine) as client, playing(client, strength=0.5) as player:
         player.send("pause", paused=True)
         player.until("receipt", phase="applied")
-        (live,) = engine.room.sessions.values()
+        (live,) = engine.pool.sessions.values()
         for frame in clip(20):
             player.socket.send_bytes(file_of(frame))
         end = time.monotonic() + 20
@@ -82,9 +82,9 @@ def test_pictures_that_nobody_takes_are_let_go(engine):
             time.sleep(0.01)
         assert len(live.lane.camera) == 6 and live.lane.camera.dropped == 14
     end = time.monotonic() + 20
-    while engine.room.sessions and time.monotonic() < end:
+    while engine.pool.sessions and time.monotonic() < end:
         time.sleep(0.01)
-    assert not engine.room.sessions  # without its client there is nothing to go on with
+    assert not engine.pool.sessions  # without its client there is nothing to go on with
 
 
 def test_what_is_no_picture_is_refused_and_the_session_goes_on(engine):

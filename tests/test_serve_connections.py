@@ -15,7 +15,7 @@ from plain_clients import answer, head, play, raw
 from serving import make_engine, running, tiny
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from tachyscope.serve.http import DRAIN_BYTES, DRAIN_S, Calm
+from tachyscope.serve.http import DRAIN_BYTES, DRAIN_S, RateLimitFilter
 from tachyscope.serve.scratch import Scratch
 
 
@@ -207,7 +207,10 @@ def test_a_frame_that_is_no_text_closes_its_connection_and_writes_no_traceback(e
 
 
 def test_a_flood_of_bad_requests_does_not_fill_the_log():
-    calm, record = Calm(most=5), logging.LogRecord("a", 30, "", 0, "words %s", ("x",), None)
+    calm, record = (
+        RateLimitFilter(most=5),
+        logging.LogRecord("a", 30, "", 0, "words %s", ("x",), None),
+    )
     assert sum(calm.filter(record) for _ in range(1000)) == 5
     calm._since -= 61
     assert calm.filter(record) and record.getMessage() == "words x (995 more were held back)"

@@ -12,7 +12,7 @@ from serving import Player, connected, make_engine, playing, serving, tiny
 from test_serve import rolled
 
 from tachyscope.core.errors import TachyscopeError
-from tachyscope.serve.server import kept_in
+from tachyscope.serve.server import open_snapshots
 from tachyscope.serve.snapshots import Saved, Snapshots, hash_secret
 
 NAME, SECRET = "0" * 16, "1" * 32
@@ -177,14 +177,14 @@ def test_what_is_too_old_or_too_much_is_swept_and_what_is_being_written_is_not(t
 
 
 def test_a_place_that_cannot_be_written_is_told_at_the_start(tmp_path, monkeypatch):
-    with kept_in(str(tmp_path)):
+    with open_snapshots(str(tmp_path)):
         assert not list(tmp_path.iterdir())
 
     def read_only(self, path, *given, **options):
         raise OSError(30, "Read-only file system", path)
 
     monkeypatch.setattr(LocalFileSystem, "open", read_only)
-    with pytest.raises(OSError, match="Read-only file system"), kept_in(str(tmp_path)):
+    with pytest.raises(OSError, match="Read-only file system"), open_snapshots(str(tmp_path)):
         pass
 
 

@@ -158,7 +158,7 @@ def gone(engine, seconds=60, well=None):
     end = time.monotonic() + seconds
     while True:
         lost = [
-            one for one in list(engine.room.sessions.values()) if one.tell is None and one.chunk
+            one for one in list(engine.pool.sessions.values()) if one.emit is None and one.chunk
         ]
         if lost:
             return lost[0]
@@ -258,7 +258,7 @@ def test_thirty_two_sessions_take_turns(tmp_path):
     engine = make_engine(tiny(), tmp_path, sessions=32, chunks=10**6)
     with running(engine) as url:
         players = [play(url, seed=i) for i in range(32)]
-        lives = [engine.room.sessions[one.opened["session"]] for one in players]
+        lives = [engine.pool.sessions[one.opened["session"]] for one in players]
         threads = [threading.Thread(target=one.until_frame, args=(60,)) for one in players]
         for one in threads:
             one.start()

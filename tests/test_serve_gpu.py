@@ -11,7 +11,7 @@ import tachyscope as ts
 from tachyscope.serve import protocol
 from tachyscope.serve.engine import make_engine
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.live import Show
+from tachyscope.serve.live_session import ChunkFrames
 from tachyscope.serve.snapshots import Snapshots
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_sessions_in_turns_make_what_rollouts_make(tmp_path):
 
     def play(seed):
         def tell(event):
-            if isinstance(event, Show):
+            if isinstance(event, ChunkFrames):
                 shown[seed][event.header.chunk] = event.frames
 
         return engine.open(protocol.Open(seed=seed, pace="free"), tell)
@@ -73,8 +73,8 @@ def test_sessions_in_turns_make_what_rollouts_make(tmp_path):
             time.sleep(0.01)
         replayed = [live.lane.stream.runner.replayed for live in lives]
         live = lives[0]
-        saved = engine.call(lambda: engine.keeper.is_saved(live)).result()
-        state = engine.keeper.load(live, live.saved[-1])
+        saved = engine.call(lambda: engine.writer.ensure_saved(live)).result()
+        state = engine.writer.load(live, live.saved[-1])
         chunk = live.saved[-1]
     finally:
         engine.stop()

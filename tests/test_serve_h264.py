@@ -14,7 +14,7 @@ from tachyscope.serve import connection as connections
 from tachyscope.serve import protocol
 from tachyscope.serve.connection import Connection
 from tachyscope.serve.h264 import H264
-from tachyscope.serve.live import Show
+from tachyscope.serve.live_session import ChunkFrames
 
 FORMAT = protocol.FORMATS.index("h264")
 
@@ -116,13 +116,13 @@ class SlowSocket:
 
 
 def test_after_dropped_frames_and_a_new_generation_a_key_frame_comes(tmp_path, monkeypatch):
-    monkeypatch.setattr(connections, "SHOWS", 100)
+    monkeypatch.setattr(connections, "CHUNKS", 100)
     engine, frames = make_engine(tiny(), tmp_path), walk(40)
     dropped = engine.metrics.registry.get_sample_value
 
     def show(generation, chunk):
         header = protocol.Header(1, 0, protocol.MAIN, 0, generation, chunk, 3 * chunk)
-        return Show(header, frames[3 * chunk : 3 * chunk + 3], 0.0)
+        return ChunkFrames(header, frames[3 * chunk : 3 * chunk + 3], 0.0)
 
     async def play():
         socket, pool = SlowSocket(), ThreadPoolExecutor(1)
@@ -130,15 +130,15 @@ def test_after_dropped_frames_and_a_new_generation_a_key_frame_comes(tmp_path, m
         one._format = "h264"
         tasks = [asyncio.create_task(work()) for work in (one._play, one._send)]
         for chunk in range(6):
-            one._take(show(1, chunk))
+            one._on_event(show(1, chunk))
         while dropped("tachyscope_frames_dropped_total") < 12:
             await asyncio.sleep(0.01)
         socket.reads.set()
         while not socket.sent:
             await asyncio.sleep(0.01)
-        one._take({"type": "began"})
+        one._on_event({"type": "began"})
         for chunk in range(3):
-            one._take(show(2, chunk))
+            one._on_event(show(2, chunk))
         while not socket.sent or protocol.Header.read(socket.sent[-1])[0][4:] != (2, 2, 8):
             await asyncio.sleep(0.01)
         for task in tasks:

@@ -9,8 +9,7 @@ from plain_clients import answer, head, raw
 from serving import Player, connected, make_engine, playing, running, serving, tiny
 
 from tachyscope.core.errors import TachyscopeError, TachyscopeWarning
-from tachyscope.serve import protocol
-from tachyscope.serve import room as rooms
+from tachyscope.serve import protocol, session_pool
 from tachyscope.serve.app import make_app
 from tachyscope.serve.security import Guard, read_tokens
 
@@ -162,7 +161,7 @@ def test_tabs_that_left_make_room_for_new_ones_and_are_found_again(model, tmp_pa
             with playing(client, seed=seed, pace="model") as player:
                 player.until_frame(2)
             left.append(player.opened)
-        assert len(engine.room.sessions) == 2
+        assert len(engine.pool.sessions) == 2
         for opened in left:
             known = {name: opened[name] for name in ("session", "secret")}
             with playing(client, "resume", format="png", **known) as again:
@@ -183,7 +182,7 @@ def test_the_oldest_sessions_on_disk_go_first_where_there_are_too_many(model, tm
                 player.until_frame(2)
             names.append(player.opened["session"])
         with playing(client):
-            engine.keeper.wait()
+            engine.writer.wait()
             kept = [name for name in names if (tmp_path / name).exists()]
             assert kept == names[-len(kept) :] and 2 <= len(kept) <= 3
 
@@ -191,7 +190,7 @@ def test_the_oldest_sessions_on_disk_go_first_where_there_are_too_many(model, tm
 def test_a_burst_of_costly_messages_is_a_turn_each_and_others_play_between(model, tmp_path):
     engine = make_engine(model, tmp_path, messages_per_s=10**6)
     with serving(engine) as client, playing(client) as well, playing(client) as ill:
-        begun, turns = [], engine.turns
+        begun, turns = [], engine.runner
         begin, step = turns._begin_again, turns._step
 
         def slow(live, log, steps):
@@ -238,10 +237,10 @@ def test_bytes_count_as_messages_do(engine):
 
 
 def test_the_needs_of_plans_are_not_kept_for_ever(engine, monkeypatch):
-    monkeypatch.setattr(rooms, "need", lambda meta, plan, frames, follows: plan)
+    monkeypatch.setattr(session_pool, "need", lambda meta, plan, frames, follows: plan)
     for i in range(100):
-        engine.room._need(f"live attention=ann:read={0.3 + i / 1000:.4f}")
-    assert engine.room._need.cache_info().currsize <= 64
+        engine.pool._need(f"live attention=ann:read={0.3 + i / 1000:.4f}")
+    assert engine.pool._need.cache_info().currsize <= 64
 
 
 def test_calls_leave_time_for_turns(engine):
@@ -317,8 +316,8 @@ def test_an_open_session_keeps_its_snapshots_however_many_others_come_and_go(mod
         for _ in range(6):
             with playing(client) as other:
                 other.until("snapshot")
-        engine.call(engine.room.sweep).result()
-        engine.keeper.wait()
+        engine.call(engine.pool.sweep).result()
+        engine.writer.wait()
         names = {path.name for path in tmp_path.iterdir()}
         assert paused.opened["session"] in names and len(names) <= 4
         paused.send("rewind", id=2, chunk=2**31 - 1)
@@ -331,13 +330,13 @@ def test_a_clock_that_jumps_loses_no_open_session(model, tmp_path, monkeypatch):
         player.until("snapshot")
         player.send("pause", id=1)
         player.until("receipt", id=1, phase="applied")
-        engine.keeper.wait()
+        engine.writer.wait()
         now = time.time
         for jump in (10**6, -(10**6)):
             monkeypatch.setattr(time, "time", lambda jump=jump: now() + jump)
-            engine.call(engine.room.sweep).result()
-            engine.keeper.wait()
-            assert engine.keeper.snapshots.has(player.opened["session"])
+            engine.call(engine.pool.sweep).result()
+            engine.writer.wait()
+            assert engine.writer.snapshots.has(player.opened["session"])
         player.send("pause", id=2, paused=False)
         player.until_frame(player.latest() + 3)
 

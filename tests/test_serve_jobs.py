@@ -57,7 +57,7 @@ def test_videos_that_are_deleted_before_they_begin_take_no_place(engine):
         for one in gone:
             one.join()
         assert until_done(client, ask(client))["status"] == "completed"
-        assert engine.room.sessions == {}
+        assert engine.pool.sessions == {}
         assert client.get("/v1/videos").json()["data"][0]["status"] == "completed"
 
 
@@ -79,7 +79,7 @@ def test_a_video_that_a_full_disk_does_not_take_fails_and_the_next_one_is_made(
         assert told["error"]["message"].startswith(words)
         assert "/a/path" not in str(told)
         assert until_done(client, ask(client))["status"] == "completed"
-        assert engine.room.sessions == {}
+        assert engine.pool.sessions == {}
 
 
 def test_a_fault_of_the_server_ends_one_video_and_tells_nothing(engine, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_fault_of_the_server_ends_one_video_and_tells_nothing(engine, monkeypa
             told = until_done(client, ask(client))
         assert told["error"]["message"] == "the server failed at this video, and its log has why"
         assert until_done(client, ask(client))["status"] == "completed"
-        assert engine.room.sessions == {}
+        assert engine.pool.sessions == {}
 
 
 def test_a_session_goes_on_without_its_recording_where_the_disk_is_full(engine, monkeypatch):

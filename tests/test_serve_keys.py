@@ -15,7 +15,7 @@ import tachyscope as ts
 from tachyscope.models.wan import key_camera
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.random import random_wan
-from tachyscope.serve.live import ASKED
+from tachyscope.serve.live_session import ASKED
 from tachyscope.serve.picture import read_picture
 
 

@@ -13,7 +13,7 @@ from tachyscope.serve import protocol
 from tachyscope.serve.connection import FRAMES, Connection
 from tachyscope.serve.key_map import KeyMap
 from tachyscope.serve.limits import Bucket, Limits
-from tachyscope.serve.live import Show
+from tachyscope.serve.live_session import ChunkFrames
 from tachyscope.serve.metrics import Metrics
 
 
@@ -31,7 +31,7 @@ def test_of_the_frames_that_wait_the_newest_stay():
         connection = Connection(SimpleNamespace(), engine, None)
         header = protocol.Header(protocol.VERSION, 0, protocol.MAIN, 0, 0, 0, 7)
         frames = np.zeros((FRAMES + 3, 8, 8, 3), np.uint8)
-        await connection._release(Show(header, frames, 0.0))
+        await connection._release(ChunkFrames(header, frames, 0.0))
         return [protocol.Header.read(data)[0].frame for data, _ in connection._frames]
 
     count = FRAMES + 3
@@ -39,7 +39,7 @@ def test_of_the_frames_that_wait_the_newest_stay():
 
 
 def test_reserved_bytes_are_counted_while_another_thread_opens_a_session(tmp_path):
-    room = make_engine(tiny(), tmp_path).room
+    room = make_engine(tiny(), tmp_path).pool
 
     class Opened:
         bytes = 3

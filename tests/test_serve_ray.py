@@ -31,14 +31,14 @@ class Cluster:
         from tachyscope.serve.ray import sessions as ours
         from tachyscope.serve.ray.ingress import Ingress
         from tachyscope.serve.security import Guard
-        from tachyscope.serve.server import Place, listen
+        from tachyscope.serve.server import Endpoint, listen
 
         self.settings = ours.Settings(
             "toy-chunks", str(folder), "dense", snapshot_chunks=2, limits=Limits(send_s=60.0)
         )
         self.deploy = ours.deploy
         self.handle = self.deploy(self.settings, 2, 2)
-        self.listener = listen(Place(port=0))
+        self.listener = listen(Endpoint(port=0))
         app = Ingress(self.settings, self.handle).app(Guard())
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)

@@ -110,12 +110,12 @@ def test_a_window_walks_along_and_its_walls_are_checked_too(engine):
         player.until("beside", chunk=len(given + made) - 1)
         player.send("check")
         told = player.until("check")
-        assert engine.room.reserved == sum(
-            map(engine.room.bytes_of, ("pose", "cache=window:budget=3f"))
+        assert engine.pool.reserved == sum(
+            map(engine.pool.bytes_of, ("pose", "cache=window:budget=3f"))
         )
         player.send("beside", mode="follow", plan="live")  # in place of the other
         player.until("beside", chunk=0)
-        assert engine.room.reserved == sum(map(engine.room.bytes_of, ("pose", "live")))
+        assert engine.pool.reserved == sum(map(engine.pool.bytes_of, ("pose", "live")))
         player.send("beside", id=9, mode="follow", plan="none such")
         assert "no plan" in player.until("receipt", id=9, phase="refused")["reason"]
     (own,), (beside,) = told["walls"], told["beside"]
@@ -144,16 +144,16 @@ def test_a_world_without_steps_of_a_whole_frame_cannot_be_looked_around(tmp_path
 def test_a_log_tells_its_given_steps_and_older_logs_have_none(engine):
     log = a_log(engine, "qw", 1)
     whole = log | {"opening": asdict(Opening(**log["opening"]))}
-    assert json.loads(json.dumps(engine.room.read_log(log).to_json())) == whole
+    assert json.loads(json.dumps(engine.pool.read_log(log).to_json())) == whole
     del log["opening"]["given"]
-    assert engine.room.read_log(log).opening.given == 0
+    assert engine.pool.read_log(log).opening.given == 0
     for given in (-1, GIVEN_MOST + 1, True, "1"):
         with pytest.raises(TachyscopeError, match="an action log's given"):
-            engine.room.read_log(a_log(engine, "qw", given))
+            engine.pool.read_log(a_log(engine, "qw", given))
     log = a_log(engine, "qw", 1)
     log["opening"]["world"] = None
     with pytest.raises(TachyscopeError, match="leave look out"):
-        engine.room.read_log(log)
+        engine.pool.read_log(log)
 
 
 def test_given_frames_are_as_many_as_a_chunk_has(model):

@@ -1,4 +1,4 @@
-"""How a session began and what was done in every step: enough to make its video again."""
+"""The action log: a session's opening and steps, which make the same video again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ActionLog:
     steps: list[Step] = field(default_factory=list)
 
     def prompt_before(self, chunk: int) -> str:
-        """The prompt that holds when so many steps are done."""
+        """The prompt in effect after `chunk` steps."""
         prompts = [step.prompt for step in self.steps[:chunk] if step.prompt is not None]
         return prompts[-1] if prompts else self.opening.prompt
 
@@ -59,7 +59,7 @@ class ActionLog:
 
     @classmethod
     def from_json(cls, value: Any, model: str, weights: str, actions: str) -> ActionLog:
-        """A log that was saved; raises in one line where it is none, or another model's."""
+        """Parse a saved log; one that is malformed or of another model raises TachyscopeError."""
         if not isinstance(value, dict) or set(value) != HEAD:
             raise TachyscopeError(f"an action log is an object of {', '.join(sorted(HEAD))}")
         if value["version"] != VERSION:
@@ -69,7 +69,7 @@ class ActionLog:
                 f"this action log is of another model or other weights; here is {model}"
             )
         opening = value["opening"]
-        # a log may be of before there were given steps, cameras, or pictures
+        # defaults of fields that older logs lack
         later: dict[str, Any] = {"given": 0, "strength": 0.0, "image": ""}
         fields = set(Opening.__dataclass_fields__)
         if not isinstance(opening, dict) or set(opening) | set(later) != fields:

@@ -1,4 +1,4 @@
-"""The server: routes, who is let in, and what they get."""
+"""The ASGI application: its routes and their settings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tachyscope.core.plan import NAMES
 from tachyscope.models.atrium.prompts import WORDS
 from tachyscope.models.atrium.world import EYE, HEIGHT, SLOPE
 from tachyscope.models.registry import MODELS
-from tachyscope.serve.answers import HANDLERS, error
+from tachyscope.serve.admission import Admission
 from tachyscope.serve.connection import Connection
-from tachyscope.serve.door import Door
 from tachyscope.serve.engine import Engine
+from tachyscope.serve.http_errors import HANDLERS, error
 from tachyscope.serve.jobs import Jobs
 from tachyscope.serve.lane import can_look
 from tachyscope.serve.limits import Limits
@@ -41,7 +41,7 @@ DEFAULT_PLAN = "fast"  # of the command line
 # how a camera sees its room of 1 by 1: half the field of view's tangent, and heights
 ROOM = {"slope": SLOPE, "height": HEIGHT, "eye": EYE}
 NO_RECORDING = "no session of this name and secret has a recording: send record on, then off"
-OPEN_PATHS = {"/health", *FILES}  # for everybody who reaches the host
+OPEN_PATHS = {"/health", *FILES}  # no token is needed
 
 
 async def accept(socket: WebSocket) -> bool:
@@ -56,15 +56,15 @@ async def accept(socket: WebSocket) -> bool:
     return True
 
 
-def door(guard: Guard, limits: Limits, refused: Counter) -> Middleware:
-    """What every request passes first."""
-    return Middleware(Door, guard=guard, limits=limits, refused=refused, open_paths=OPEN_PATHS)
+def admission(guard: Guard, limits: Limits, refused: Counter) -> Middleware:
+    """The middleware that every request passes first."""
+    return Middleware(Admission, guard=guard, limits=limits, refused=refused, open_paths=OPEN_PATHS)
 
 
 def describe(
     model: str, plan: str, limits: Limits, size: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """What the page must know before it opens a session; `size` is its pictures', where known."""
+    """The page's settings; `size` is [height, width] of its pictures, if known."""
     look = can_look(model)
     return {
         "model": model,
@@ -94,7 +94,7 @@ def page_routes() -> list[Route]:
 
 def make_app(engine: Engine, guard: Guard) -> Starlette:
     """The application around an engine, which it starts and stops."""
-    pool = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
+    encoders = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
     jobs = Jobs(engine)
 
     @asynccontextmanager
@@ -103,7 +103,7 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
         yield
         jobs.stop()
         await run_in_threadpool(engine.stop)
-        pool.shutdown()
+        encoders.shutdown()
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "version": __version__, "model": engine.name})
@@ -126,7 +126,7 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
 
     async def sessions(socket: WebSocket) -> None:
         if await accept(socket):
-            await Connection(socket, engine, pool).run()
+            await Connection(socket, engine, encoders).run()
         else:
             engine.metrics.refused.labels("version").inc()
 
@@ -150,7 +150,7 @@ def make_app(engine: Engine, guard: Guard) -> Starlette:
             *video_routes(LocalVideos(jobs), engine.metrics.refused),
             WebSocketRoute("/v1/sessions", sessions),
         ],
-        middleware=[door(guard, engine.limits, engine.metrics.refused)],
+        middleware=[admission(guard, engine.limits, engine.metrics.refused)],
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )

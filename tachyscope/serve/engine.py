@@ -1,4 +1,4 @@
-"""One thread that owns the model: it opens sessions and gives them their turns.
+"""One thread that owns the model: it opens sessions and schedules their turns.
 
 A turn is one chunk of one session. The session that has been due for longest is next, so none
 starves. Sessions with a client are resident: their caches and CUDA graphs stay in memory. One that
@@ -27,21 +27,21 @@ from tachyscope.memory.predict import ROOM, need
 from tachyscope.models.base import VideoModel
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Opening
-from tachyscope.serve.keeper import Keeper
 from tachyscope.serve.key_map import KeyMap
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.live import Event, Live
+from tachyscope.serve.live_session import Event, LiveSession
 from tachyscope.serve.metrics import Metrics
-from tachyscope.serve.room import Full, Room
 from tachyscope.serve.scratch import Scratch
+from tachyscope.serve.session_pool import Full, SessionPool
+from tachyscope.serve.session_runner import SessionRunner
+from tachyscope.serve.snapshot_writer import SnapshotWriter
 from tachyscope.serve.snapshots import Snapshots
-from tachyscope.serve.turns import Turns
 
 T = TypeVar("T")
-Tell = Callable[[Event], None]
-SNAPSHOT_CHUNKS = 32  # between two snapshots
+Emit = Callable[[Event], None]
+SNAPSHOT_CHUNKS = 32  # chunks between two snapshots of a session
 SWEEP_S = 60.0
-CALLS_S = 0.05  # of calls between two turns, and the one under way
+CALLS_S = 0.05  # for calls between two turns; the call that reaches it is finished
 
 
 class Engine:
@@ -62,10 +62,10 @@ class Engine:
         """`name` is the model's in the registry, `plan` the default, `budget` bytes for caches."""
         self.model, self.name, self.plan = model, name, plan
         self.limits, self.metrics = limits, metrics
-        self.keeper = Keeper(snapshots, metrics)
-        self.room = Room(model, name, self.keeper, budget, limits)
-        self.turns = Turns(self.room, metrics, snapshot_chunks, self.recording)
-        self.room.new_log(Opening(plan))  # raises where the plan is none
+        self.writer = SnapshotWriter(snapshots, metrics)
+        self.pool = SessionPool(model, name, self.writer, budget, limits)
+        self.runner = SessionRunner(self.pool, metrics, snapshot_chunks, self.recording)
+        self.pool.new_log(Opening(plan))  # raises where the plan is none
         self.reading = asyncio.Lock()  # a long message; parsing it takes the event loop's time
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
@@ -77,7 +77,7 @@ class Engine:
 
     def start(self) -> None:
         self._recordings = Scratch()
-        self.room.sweep()
+        self.pool.sweep()
         self._thread.start()
 
     def stop(self) -> None:
@@ -86,12 +86,12 @@ class Engine:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
-        self.keeper.stop()
+        self.writer.stop()
         if self._recordings is not None:
             self._recordings.remove()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Have the engine's thread do something between two turns."""
+        """Run a function in the engine's thread, between two turns."""
         future: Future[T] = Future()
         with self._wake:
             if self._stopping:
@@ -101,126 +101,126 @@ class Engine:
             self._wake.notify()
         return future
 
-    def post(self, live: Live, message: protocol.Message) -> None:
-        """Hand a client's message to its session."""
+    def post(self, live: LiveSession, message: protocol.Message) -> None:
+        """Put a client's message into its session's inbox."""
         live.inbox.append((message, time.monotonic()))
         with self._wake:
             self._wake.notify()
 
-    def feed(self, live: Live, picture: np.ndarray) -> None:
-        """Hand a picture of its client's camera to a session; one that follows none drops it."""
+    def feed(self, live: LiveSession, picture: np.ndarray) -> None:
+        """Give a session a camera's picture; a session that follows no camera drops it."""
         lane = live.lane
         if lane is not None and lane.camera is not None:
             lane.camera.put(picture)
             with self._wake:
                 self._wake.notify()
 
-    def find(self, name: str, secret: str) -> Live | None:
-        """An open session, for who has its secret."""
-        live = self.room.sessions.get(name)
+    def find(self, name: str, secret: str) -> LiveSession | None:
+        """An open session; None unless the secret is its own."""
+        live = self.pool.sessions.get(name)
         if live is None or not hmac.compare_digest(live.secret.encode(), secret.encode()):
             return None
         return live
 
     def recording(self, name: str) -> Path:
-        """Where the mp4 of this name lies, once it is finished."""
+        """The path of a finished mp4."""
         assert self._recordings is not None
         return self._recordings.path / f"{name}.mp4"
 
     def finished(self, name: str, secret: str) -> Path | None:
-        """A session's mp4, for who has its secret; None where there is none, or it is written."""
+        """A session's finished mp4; None without one, while it is written, or by a wrong secret."""
         live, path = self.find(name, secret), self.recording(name)
         return path if live and live.recording is None and path.exists() else None
 
     def count(self) -> None:
-        """Bring the gauges up to date."""
-        sessions, resident = list(self.room.sessions.values()), self.room.resident
-        self.metrics.sessions.labels("playing").set(sum(one.tell is not None for one in sessions))
+        """Update the gauges."""
+        sessions, resident = list(self.pool.sessions.values()), self.pool.resident
+        self.metrics.sessions.labels("playing").set(sum(one.emit is not None for one in sessions))
         self.metrics.sessions.labels("resident").set(len(resident))
         self.metrics.sessions.labels("on_disk").set(len(sessions) - len(resident))
-        self.metrics.reserved.set(self.room.reserved)
+        self.metrics.reserved.set(self.pool.reserved)
 
-    # what follows runs in the engine's thread
+    # the methods below run in the engine's thread
 
-    def open(self, message: protocol.Open, tell: Tell) -> Live:
-        """A new session; raises `Full` where there is no room."""
+    def open(self, message: protocol.Open, emit: Emit) -> LiveSession:
+        """A new session; raises `Full` without a free slot or memory."""
         if message.log is not None:
-            return self.play(self.room.read_log(message.log), message.pace, tell)
+            return self.play(self.pool.read_log(message.log), message.pace, emit)
         plan = message.plan or self.plan
         opening = Opening(
             plan, message.prompt, message.seed, message.world, message.strength,
             image=message.image,
         )  # fmt: skip
-        return self.play(self.room.new_log(opening, message.look), message.pace, tell)
+        return self.play(self.pool.new_log(opening, message.look), message.pace, emit)
 
-    def play(self, log: ActionLog, pace: str, tell: Tell) -> Live:
-        """A session that begins with the steps of a log."""
+    def play(self, log: ActionLog, pace: str, emit: Emit) -> LiveSession:
+        """Open a session that plays the steps of a log first."""
         steps, log.steps = log.steps, []
-        size = self.room.bytes_of(log.opening.plan, bool(log.opening.strength))
-        live = Live(log, size, self.model.fps, KeyMap.of(self.model), pace)
-        self.room.add(live)
+        size = self.pool.bytes_of(log.opening.plan, bool(log.opening.strength))
+        live = LiveSession(log, size, self.model.fps, KeyMap.of(self.model), pace)
+        self.pool.add(live)
         try:
             live.begin_again(log, steps)
-            self.room.open_lane(live)
+            self.pool.open_lane(live)
         except BaseException:
-            self.room.forget(live)
+            self.pool.forget(live)
             raise
-        live.tell = tell
+        live.emit = emit
         self.metrics.opened.labels("open").inc()
         return live
 
-    def resume(self, message: protocol.Resume, tell: Tell) -> Live:
-        """A session that lost its client, or its server; another client of it is sent away."""
-        live = self.room.sessions.get(message.session)
+    def resume(self, message: protocol.Resume, emit: Emit) -> LiveSession:
+        """Continue a session that lost its client or server; a present client is disconnected."""
+        live = self.pool.sessions.get(message.session)
         if live is None:
             live = self._saved(message)
-            self.room.add(live)
+            self.pool.add(live)
         elif self.find(message.session, message.secret) is None:
             raise TachyscopeError("no session of this name and secret is kept here: open a new one")
-        if live.tell is not None:
-            live.say(type="closed", reason="another client resumed this session")
+        if live.emit is not None:
+            live.send(type="closed", reason="another client resumed this session")
         if live.lane is None:
-            self.room.make_room(live, live.bytes)
+            self.pool.reserve(live, live.bytes)
             try:
-                self.room.load_newest(live)
+                self.pool.load_newest(live)
             except BaseException:
-                self.room.forget(live)
+                self.pool.forget(live)
                 raise
-        live.tell, live.due = tell, time.monotonic()
+        live.emit, live.due = emit, time.monotonic()
         self.metrics.opened.labels("resume").inc()
         return live
 
-    def detach(self, tell: Tell) -> None:
-        """A client is gone; its session waits for it, at the chunk where it is."""
-        for live in list(self.room.sessions.values()):
-            if live.tell == tell:
-                live.tell, live.used = None, time.monotonic()
+    def detach(self, emit: Emit) -> None:
+        """Forget a client that is gone; its session waits at its chunk, and is saved."""
+        for live in list(self.pool.sessions.values()):
+            if live.emit == emit:
+                live.emit, live.used = None, time.monotonic()
                 live.inbox.clear()
-                self.turns.set_beside(live, "off")
+                self.runner.set_beside(live, "off")
                 if live.log.opening.strength:  # its camera is gone
-                    self.room.forget(live)
+                    self.pool.forget(live)
                 elif live.chunk and live.chunk not in live.saved:
-                    self.keeper.save(live)
+                    self.writer.save(live)
 
-    def let_go(self) -> None:
-        """Keep no session without a client in memory: another machine may go on with it."""
-        for live in list(self.room.sessions.values()):
-            if live.tell is None and self.keeper.is_saved(live):
-                self.room.forget(live)
+    def release_detached(self) -> None:
+        """Save and drop all sessions without a client: another machine may continue them."""
+        for live in list(self.pool.sessions.values()):
+            if live.emit is None and self.writer.ensure_saved(live):
+                self.pool.forget(live)
 
-    def close(self, live: Live) -> None:
-        """The client wants nothing kept."""
-        self.room.forget(live)
+    def close(self, live: LiveSession) -> None:
+        """End a session and remove its files."""
+        self.pool.forget(live)
         self.recording(live.name).unlink(missing_ok=True)
-        self.keeper.remove(live)
+        self.writer.remove(live)
         self.metrics.ended.labels("closed").inc()
 
-    def _saved(self, message: protocol.Resume) -> Live:
-        """A session from its folder."""
-        saved = self.keeper.snapshots.find(message.session, message.secret)
-        log = self.room.read_log(saved.log)
-        size = self.room.bytes_of(log.opening.plan)
-        live = Live(
+    def _saved(self, message: protocol.Resume) -> LiveSession:
+        """Load a session from its folder, without its tensors."""
+        saved = self.writer.snapshots.find(message.session, message.secret)
+        log = self.pool.read_log(saved.log)
+        size = self.pool.bytes_of(log.opening.plan)
+        live = LiveSession(
             log, size, self.model.fps, KeyMap.of(self.model),
             name=message.session, secret=message.secret,
         )  # fmt: skip
@@ -231,58 +231,58 @@ class Engine:
         while True:
             with self._wake:
                 live = self._next()
-                while not (self._stopping or self._calls or live or self.keeper.due):
+                while not (self._stopping or self._calls or live or self.writer.due):
                     self._wake.wait(self._patience())
                     live = self._next()
                 if self._stopping:
                     break
             self._answer_calls()
-            live = self._next()  # a call may have ended the one that was due
+            live = self._next()  # a call may have ended the session that was due
             if live is not None:
-                self.turns.take(live)
-            self.keeper.go_on()
+                self.runner.run_turn(live)
+            self.writer.write_next()
             if time.monotonic() - self._swept > SWEEP_S:
                 self._sweep()
         self._save_all()
 
     def _answer_calls(self) -> None:
-        """Do what was called for; a turn is next after so long, however much waits."""
+        """Run calls for at most `CALLS_S`, so that the next turn is never delayed longer."""
         until = time.monotonic() + CALLS_S
         while self._calls and time.monotonic() < until:
             _answer(*self._calls.popleft())
 
     def _save_all(self) -> None:
-        for live in list(self.room.sessions.values()):
+        for live in list(self.pool.sessions.values()):
             if live.chunk:
-                self.keeper.is_saved(live)
-            live.say(type="closed", reason="the server is stopping: resume in a minute")
-            self.room.forget(live)
+                self.writer.ensure_saved(live)
+            live.send(type="closed", reason="the server is stopping: resume in a minute")
+            self.pool.forget(live)
         for _, future in self._calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(Full("the server is stopping: come back in a minute"))
 
-    def _next(self) -> Live | None:
-        """The session that has been due for longest."""
-        now, sessions = time.monotonic(), self.room.sessions.values()
+    def _next(self) -> LiveSession | None:
+        """The session that has been due for longest, or None."""
+        now, sessions = time.monotonic(), self.pool.sessions.values()
         due = [one for one in sessions if one.ready and one.due <= now]
-        if not due:  # there is time for dense models that follow
+        if not due:  # idle: the plans beside catch up
             due = [one for one in sessions if one.lags]
         return min(due, key=lambda one: one.due, default=None)
 
     def _patience(self) -> float:
-        """Seconds until something is due."""
+        """Seconds until a session is due, at most one."""
         now = time.monotonic()
-        coming = [one.due for one in self.room.sessions.values() if one.ready]
+        coming = [one.due for one in self.pool.sessions.values() if one.ready]
         return max(0.001, min([*coming, now + 1.0]) - now)
 
     def _sweep(self) -> None:
-        """Forget sessions that nobody came back for."""
+        """Forget sessions whose client has been gone for `kept_s`."""
         self._swept = time.monotonic()
-        for live in list(self.room.sessions.values()):
-            if live.tell is None and self._swept - live.used > self.limits.kept_s:
-                self.room.forget(live)
+        for live in list(self.pool.sessions.values()):
+            if live.emit is None and self._swept - live.used > self.limits.kept_s:
+                self.pool.forget(live)
                 self.metrics.ended.labels("kept").inc()
-        self.room.sweep()
+        self.pool.sweep()
 
 
 def make_engine(
@@ -294,7 +294,7 @@ def make_engine(
     budget: int | None = None,
     snapshot_chunks: int = SNAPSHOT_CHUNKS,
 ) -> Engine:
-    """An engine as a server runs it; its model's layers are compiled where sessions gain by it."""
+    """A server's engine; the model is compiled where its sessions are long enough to gain."""
     if model.compiling_pays(chunks_for(model, model.shape().chunk, 0, limits.session_frames)):
         model.compile()
     budget = default_budget(model, plan) if budget is None else budget
@@ -305,7 +305,7 @@ def make_engine(
 
 
 def default_budget(model: VideoModel, plan: str) -> int:
-    """Bytes for sessions: what a GPU has left, or half of the machine's memory."""
+    """Bytes for sessions: the GPU's free memory, or half of the machine's."""
     if model.device.type != "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     free, _ = torch.cuda.mem_get_info(model.device)

@@ -12,7 +12,7 @@ from av.video.reformatter import ColorRange
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.io.video import BT709
 
-GOP = 240  # frames to the next one that needs none before it, at most
+GOP = 240  # frames between key frames, at most
 
 
 def check_size(height: int, width: int) -> None:
@@ -24,9 +24,9 @@ def check_size(height: int, width: int) -> None:
 
 
 class H264:
-    """One lane's encoder. No frame waits for another, and each needs all since the last key frame.
+    """One lane's encoder, without delay: each frame gives its packet at once.
 
-    Packets are Annex B: parameter sets come with every key frame.
+    Packets are Annex B; parameter sets come with every key frame.
     """
 
     def __init__(self, fps: float, quality: int) -> None:
@@ -35,7 +35,7 @@ class H264:
         self._crf = min(51, round(52 - 0.4 * quality))
         self._codec: av.VideoCodecContext | None = None
         self._count = 0
-        self.key = True  # whether the next frame must need none before it
+        self.key = True  # whether the next frame must be a key frame
 
     def encode(self, frame: np.ndarray) -> tuple[bytes, bool]:
         """A frame uint8 [H, W, 3] as a packet, and whether it is a key frame."""

@@ -1,8 +1,8 @@
-"""Whether a server plays: a session's first chunk is asked for, and its picture waited for.
+"""A health check that opens a session and waits for its first picture.
 
     python -m tachyscope.serve.healthcheck [URL] [TOKEN_FILE]
 
-Ends with 0 where it plays, or is full of sessions that do; else with 1 and a line that says why.
+The exit code is 0 if a picture comes or all session slots are taken, else 1 with one line of why.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tachyscope.serve.protocol import SUBPROTOCOL
 
 URL = "http://127.0.0.1:8080"
 WITHIN_S = 25.0  # a Docker health check's own limit is 30 s
-FULL = 503  # the code of a refusal where there is no room
+FULL = 503  # the code of a refusal without a free slot
 
 
 def fault(url: str = URL, token: str = "", within_s: float = WITHIN_S) -> str:
-    """Why a server does not play; empty where it does."""
+    """Why a server does not play; empty if it does."""
     until = time.monotonic() + within_s
     offered = [Subprotocol(SUBPROTOCOL)] + [Subprotocol(f"bearer.{token}")] * bool(token)
     address = "ws" + url.removeprefix("http").rstrip("/") + "/v1/sessions"

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP with what it leaves open: how many connections, and how slow a request's head."""
+"""uvicorn's protocols with the limits that they lack: connections, slow heads, unread answers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Connections:
         self._open: list[HttpProtocol] = []  # oldest first
 
     def admit(self, new: HttpProtocol) -> bool:
-        """Whether one more may come; where it is full the oldest silent one makes room for it.
+        """Whether one more connection may open; at a limit the oldest silent one is cut for it.
 
-        One that is closed counts until its client took what it was sent.
+        A closed connection counts until its client has read what it was sent.
         """
         limits = self.limits
         self._open = [one for one in self._open if not one.gone]
@@ -49,7 +49,7 @@ class Connections:
 
 
 class HttpProtocol(H11Protocol):
-    """A connection that is cut where a request's head, or the reading of an answer, is too slow."""
+    """A connection that is cut if a request's head comes, or an answer is read, too slowly."""
 
     connections_: Connections  # of the server
 
@@ -66,12 +66,12 @@ class HttpProtocol(H11Protocol):
 
     @property
     def silent(self) -> bool:
-        """Whether the head of a request is awaited, or nothing more: not between two requests."""
+        """Whether it waits for a request's head, or is closing."""
         return self._late is not None or self.transport.is_closing()
 
     @property
     def gone(self) -> bool:
-        """Whether the system has it no more; a WebSocket's own protocol sees to its end."""
+        """Whether it is closed; of a WebSocket, whether its protocol is closing it."""
         return self._lost or (self._upgraded and self.transport.is_closing())
 
     def data_received(self, data: bytes) -> None:
@@ -85,7 +85,7 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads too little: what it was sent waits here."""
+        """Start the time limit of a client that does not read."""
         super().pause_writing()
         wait = self.connections_.limits.send_s
         self._unread = self._unread or self.loop.call_later(wait, self.transport.abort)
@@ -111,7 +111,7 @@ class HttpProtocol(H11Protocol):
             )
 
     def _watch(self) -> None:
-        """Have a clock run while a head is awaited, and from its first byte to its last."""
+        """Run the time limit of a request's head: until it begins, and until it is whole."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._unwatch()
         elif self._late is None:
@@ -156,12 +156,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 
 def protocol_class(limits: Limits) -> type[asyncio.Protocol]:
-    """The class of a server's connections, for uvicorn."""
+    """uvicorn's `http` class for a server with these limits."""
     return type("LimitedHttp", (HttpProtocol,), {"connections_": Connections(limits)})
 
 
-class Calm(logging.Filter):
-    """Lets so many records a minute through, and tells of those that it held back."""
+class RateLimitFilter(logging.Filter):
+    """Passes `most` records a minute, and counts the others in the next minute's first."""
 
     def __init__(self, most: int = 60) -> None:
         super().__init__()
@@ -178,9 +178,9 @@ class Calm(logging.Filter):
         return self._count <= self.most
 
 
-def calm_logs() -> None:
-    """Have no client fill a disk through the log."""
+def limit_logs() -> None:
+    """Keep clients from filling a disk through the log."""
     for name in ("uvicorn.error", "asyncio", "tachyscope.serve"):
         logger = logging.getLogger(name)
-        if not any(isinstance(one, Calm) for one in logger.filters):
-            logger.addFilter(Calm())
+        if not any(isinstance(one, RateLimitFilter) for one in logger.filters):
+            logger.addFilter(RateLimitFilter())

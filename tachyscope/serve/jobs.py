@@ -1,4 +1,4 @@
-"""Videos that are made without anybody watching, in the shape of OpenAI's `/v1/videos`."""
+"""Videos that are made in the background, as in OpenAI's `/v1/videos`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.core.limits import whole
 from tachyscope.serve.action_log import Opening, Step
 from tachyscope.serve.engine import Engine
-from tachyscope.serve.live import Event, Live
+from tachyscope.serve.live_session import Event, LiveSession
 from tachyscope.serve.protocol import check_prompt, check_text
 from tachyscope.serve.recording import NOT_RECORDED, Recording
-from tachyscope.serve.room import Full
+from tachyscope.serve.session_pool import Full
 
 logger = logging.getLogger("tachyscope.serve")
 FIELDS = ("prompt", "model", "seconds", "size", "plan", "seed", "world", "actions")
 SECONDS = re.compile(r"[0-9]{1,5}(\.[0-9]{1,3})?")
-RETRY_S = 1.0  # until a job that found no room tries again
+RETRY_S = 1.0  # until a job that found no free slot tries again
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Job:
     created: float = field(default_factory=time.time)
     completed: float | None = None
     fault: str = ""
-    live: Live | None = None
+    live: LiveSession | None = None
 
     def to_json(self, model: str) -> dict[str, Any]:
         error = {"code": "failed", "message": self.fault} if self.fault else None
@@ -75,15 +75,15 @@ class Jobs:
         self._timer: threading.Timer | None = None
 
     def create(self, given: Mapping[str, Any], name: str = "", owner: str = "") -> Job:
-        """Put a video in line, under a new name unless one is given; raises where it cannot be."""
+        """Queue a video, under a new name unless one is given; raises if it cannot be made."""
         engine, limits = self.engine, self.engine.limits
         job = self._parse(given)
         job.name, job.owner = name or job.name, owner
-        size = engine.room.bytes_of(job.opening.plan)
-        if size > engine.room.budget:
+        size = engine.pool.bytes_of(job.opening.plan)
+        if size > engine.pool.budget:
             raise Full(
                 f"a video of plan {job.opening.plan} takes {size / 1e6:.1f} MB, and this server "
-                f"has {engine.room.budget / 1e6:.1f} MB: take a plan with a smaller budget"
+                f"has {engine.pool.budget / 1e6:.1f} MB: take a plan with a smaller budget"
             )
         with self._lock:
             self._sweep()
@@ -108,7 +108,7 @@ class Jobs:
             return sorted(self.jobs.values(), key=lambda one: -one.created)
 
     def delete(self, name: str) -> Job:
-        """Forget a video; one that is being made is given up."""
+        """Delete a video; one in progress is stopped."""
         with self._lock:
             job = self.find(name)
             del self.jobs[name]
@@ -122,7 +122,7 @@ class Jobs:
         return self.engine.recording(job.name)
 
     def count(self) -> None:
-        """Bring the gauges up to date."""
+        """Update the gauges."""
         with self._lock:
             states = [job.status for job in self.jobs.values()]
         for state in ("queued", "in_progress", "completed", "failed"):
@@ -158,7 +158,7 @@ class Jobs:
             whole(texts.get("seed", "0"), "seed"),
             whole(texts["world"], "world") if "world" in texts else None,
         )
-        engine.room.new_log(opening)
+        engine.pool.new_log(opening)
         moves = parse_actions(texts.get("actions", ""), model.actions, frames)
         return Job(opening, tuple(moves), frames, seconds, size)
 
@@ -176,14 +176,14 @@ class Jobs:
     def _begin(self, job: Job) -> None:
         """Open the job's session; in the engine's thread."""
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             if isinstance(event, dict):
-                self._hear(job, event)
+                self._on_event(job, event)
 
         if self.jobs.get(job.name) is not job:  # it was deleted meanwhile
             return
         try:
-            job.live = self.engine.play(self.engine.room.new_log(job.opening), "free", tell)
+            job.live = self.engine.play(self.engine.pool.new_log(job.opening), "free", emit)
             job.live.script.extend(_steps(job, job.live))
             job.live.kept = False
             job.live.recording = Recording(self.path(job), job.live.fps, job.frames)
@@ -195,7 +195,7 @@ class Jobs:
         except Exception as fault:
             self._fail(job, fault)
 
-    def _hear(self, job: Job, event: dict[str, Any]) -> None:
+    def _on_event(self, job: Job, event: dict[str, Any]) -> None:
         if event["type"] == "chunk":
             job.made = min(job.frames, job.made + event["frames"])
             if job.made == job.frames:
@@ -244,8 +244,8 @@ class Jobs:
                 del self.jobs[job.name]
 
 
-def _steps(job: Job, live: Live) -> list[Step]:
-    """A job's actions, one a frame, by chunks; frames after the last stay where they are."""
+def _steps(job: Job, live: LiveSession) -> list[Step]:
+    """A job's actions, one a frame, as steps of chunks; after the last action it stands still."""
     assert live.lane is not None
     model, session = live.lane.stream.model, live.lane.stream.session
     steps: list[Step] = []

@@ -1,4 +1,4 @@
-"""A stream that goes along an action log."""
+"""A stream whose steps are those of an action log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUARTER = 90
 
 
 class Lane:
-    """One stream of a session, and how many steps of the log it has done."""
+    """One stream of a session: its own (main), or that of the plan beside."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Lane:
         plan: str,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """`prompt` is the one that holds where it begins."""
+        """`prompt` is the one of the chunk where it begins."""
         self.log, opening = log, log.opening
         options: dict[str, Any] = {"prompt": prompt}
         if opening.image:
@@ -65,17 +65,17 @@ class Lane:
 
     @property
     def fed(self) -> bool:
-        """Whether a camera that it follows gave the next chunk's frames."""
+        """Whether the camera that it follows gave the next chunk's frames; True without one."""
         return self.camera is None or len(self.camera) >= self.stream.next_frames
 
     @property
     def gives(self) -> bool:
-        """Whether the last step's frames were given."""
+        """Whether the last step's frames were the world's true ones."""
         return self.chunk <= self.log.opening.given
 
     @property
     def pose(self) -> list[float] | None:
-        """Where the camera stands: x, y, and degrees to the left of the front wall."""
+        """The camera's x, y and degrees to the left of the front wall; None without a camera."""
         camera = self.stream.session.memory.features.camera
         if camera is None:
             return None
@@ -84,7 +84,7 @@ class Lane:
 
     @property
     def facing(self) -> int | None:
-        """The wall that a world's camera looks at straight on."""
+        """The number of the wall that the camera faces straight on, or None."""
         if self.log.opening.world is None or (pose := self.pose) is None:
             return None
         return int(pose[2] // QUARTER) if pose[2] % QUARTER == 0 else None
@@ -113,13 +113,13 @@ class Lane:
         return made
 
     def _give(self, step: Step) -> Chunk:
-        """A step whose frames are the world's."""
+        """Give the model the world's true frame of a step."""
         walked = [*self.log.steps[: self.chunk], step]
         pictures = visit_of(self.log, walked).frames(len(walked), len(walked) + 1)
         return give(self.stream, pictures, step.actions)
 
     def restore(self, state: Mapping[str, Tensor], chunk: int) -> None:
-        """Stand where a snapshot was taken, after so many steps."""
+        """Restore a snapshot that was taken after `chunk` steps."""
         self.stream.restore(state)
         self.chunk = chunk
 
@@ -135,7 +135,7 @@ class Lane:
 
 
 def can_look(name: str) -> bool:
-    """Whether a model may be shown around: in a world by number, a step of the walk a chunk."""
+    """Whether a model can be given true frames first: a numbered world, one step a chunk."""
     entry = MODELS[name]
     return bool(entry.world) and entry.kind == "chunks" and entry.pace == 1
 

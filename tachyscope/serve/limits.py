@@ -13,7 +13,7 @@ from tachyscope.core.errors import TachyscopeError
 class Limits:
     """The most that clients may ask of a server; docs/serve.md explains each."""
 
-    sessions: int = 16  # open at once; those without a client make room for new ones
+    sessions: int = 16  # open at once; one without a client gives its slot to a new one
     session_frames: int = 3_600  # of one session; also what an unbounded cache is reserved for
     prompt_letters: int = 2_000
     message_bytes: int = 65_536  # of a message, and of the body of a request

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus; docs/serve.md lists it."""
+"""A server's Prometheus metrics; docs/serve.md lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Metrics:
-    """One server's numbers."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What clients and server say to each other over a WebSocket, version 1 (docs/serve.md).
+"""The WebSocket protocol of clients and server, version 1 (docs/serve.md).
 
 Text messages are JSON objects with a `type`. A client's are the dataclasses below, checked here
 before anything else sees them. Binary messages are pictures: 16 bytes of header, then the file.
@@ -73,7 +73,7 @@ class Resume(Message):
 
 @dataclass(frozen=True)
 class Keys(Message):
-    """What is held from now on: an action's letter, two keys that are one action, or nothing."""
+    """The keys held from now on: an action's letter, two keys that are one action, or none."""
 
     type: ClassVar[str] = "keys"
     actions: str = ""
@@ -81,7 +81,7 @@ class Keys(Message):
 
 @dataclass(frozen=True)
 class Mouse(Message):
-    """How many pixels the mouse moved to the right and down; it looks there in the next chunk."""
+    """Pixels that the mouse moved right and down; the next chunk turns there."""
 
     type: ClassVar[str] = "mouse"
     dx: int = 0
@@ -90,7 +90,7 @@ class Mouse(Message):
 
 @dataclass(frozen=True)
 class Prompt(Message):
-    """Another prompt, from the next chunk on, or from a later one."""
+    """Change the prompt from the next chunk on, or from chunk `chunk`."""
 
     type: ClassVar[str] = "prompt"
     text: str = ""
@@ -107,7 +107,7 @@ class Pause(Message):
 
 @dataclass(frozen=True)
 class Reset(Message):
-    """Begin again, with what is given here instead of what was."""
+    """Begin again; fields that are given replace the session's own."""
 
     type: ClassVar[str] = "reset"
     plan: str | None = None
@@ -128,7 +128,7 @@ class Replay(Message):
 
 @dataclass(frozen=True)
 class Rewind(Message):
-    """Go back to the newest snapshot of at most so many chunks, and take another way from there."""
+    """Go back to the newest snapshot at or before this chunk."""
 
     type: ClassVar[str] = "rewind"
     chunk: int = 0
@@ -145,7 +145,7 @@ class Beside(Message):
 
 @dataclass(frozen=True)
 class Map(Message):
-    """Tell with every chunk what was read, merged, replayed and fetched; costs CUDA graphs."""
+    """Send with every chunk what was read, merged, replayed and fetched; costs CUDA graphs."""
 
     type: ClassVar[str] = "map"
     on: bool = True
@@ -168,7 +168,7 @@ class GetLog(Message):
 
 @dataclass(frozen=True)
 class Check(Message):
-    """Tell of each wall that was faced whether its newest frame shows it as it is."""
+    """Judge the newest frame of each wall that was faced straight on: does it show the wall?"""
 
     type: ClassVar[str] = "check"
 
@@ -216,7 +216,7 @@ LETTERS = {"plan": 500, "session": 64, "secret": 64, "actions": 256, "image": 50
 
 
 def parse(text: str, limits: Limits) -> Message:
-    """A client's message; raises in one line where it is none."""
+    """Parse and check a client's message; a malformed one raises TachyscopeError."""
     if len(text) > limits.log_bytes:
         raise TachyscopeError(f"a message has at most {limits.log_bytes} bytes, got {len(text)}")
     value = read_json(text)
@@ -254,7 +254,7 @@ def check_prompt(text: str, limits: Limits) -> None:
 
 
 def read_json(text: str | bytes) -> dict[str, Any]:
-    """A JSON object; raises in one line where the text is none."""
+    """Parse a JSON object; anything else raises TachyscopeError."""
     try:
         text = text if isinstance(text, str) else text.decode()
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
@@ -274,7 +274,7 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise TachyscopeError(
-            f"text is Unicode, got half of a surrogate pair in {shown(text)}: write it anew"
+            f"text is Unicode, got half of a surrogate pair in {shown(text)}: remove it"
         ) from None
     if "\0" in text:
         raise TachyscopeError(f"text has no NUL characters, got {shown(text)}: leave them out")
@@ -294,7 +294,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def write_json(value: Mapping[str, Any]) -> str:
-    """A message of the server's."""
+    """Encode a message of the server."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
@@ -343,7 +343,7 @@ def _check(kind: str, name: str, value: Any, hint: Any) -> None:
 
 
 class Header(NamedTuple):
-    """What stands before a picture."""
+    """The header of a binary message, before the picture's file."""
 
     version: int
     format: int  # index in FORMATS

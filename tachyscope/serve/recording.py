@@ -14,9 +14,9 @@ NOT_RECORDED = "recording_failed"  # the code of a notice: the file cannot be wr
 
 
 class Recording:
-    """A file that grows by chunks, up to `most` frames; it is there once it is finished.
+    """An mp4 of at most `most` frames; the file appears when it is finished.
 
-    Its faults name no path of the server's: clients are told them.
+    Its errors name no path of the server, since clients get them.
     """
 
     def __init__(self, path: Path, fps: float, most: int) -> None:
@@ -34,7 +34,7 @@ class Recording:
                 self._writer.write(frames[:left])
 
     def finish(self) -> int:
-        """The frames of the file; raises where there are none."""
+        """Finish the file; returns its number of frames, and raises without any."""
         with _told():
             self._writer.__exit__(None, None, None)
         return self._writer.frames

@@ -1,4 +1,4 @@
-"""A server's folders that go when it does, however it ends: the next one clears them away."""
+"""A server's temporary folders; those of a killed server are removed by the next one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ YOUNG_S = 60.0  # in which a folder may have been made and not locked yet
 
 
 class Scratch:
-    """A folder among the temporary ones, locked as long as this process runs."""
+    """A temporary folder, locked as long as this process runs."""
 
     def __init__(self) -> None:
         sweep()
@@ -30,7 +30,7 @@ class Scratch:
 
 
 def sweep() -> None:
-    """Remove the folders of servers that were killed: the system has let go of their locks."""
+    """Remove the folders of killed servers: the system has released their locks."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             status = path.lstat()
@@ -43,7 +43,7 @@ def sweep() -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """A folder's lock, until it is closed; None where another process has it."""
+    """Lock a folder until the descriptor is closed; None if another process has the lock."""
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Who may ask: bearer tokens, and pages of this host alone."""
+"""Authorization: bearer tokens, and the Host and Origin of pages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TOKEN = re.compile(r"[A-Za-z0-9._~+-]+")  # what a WebSocket's subprotocol may b
 
 @dataclass(frozen=True)
 class Guard:
-    """Tokens and origins that are let in. Without tokens everybody is who reaches the host."""
+    """The tokens, origins and hosts that are accepted; without tokens every client is."""
 
     tokens: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # names that the server goes by; any, if empty
 
     def refusal(self, headers: Headers, protocols: Collection[str] = ()) -> tuple[int, str] | None:
-        """Why a request is not let in, as a status and words; None where it is."""
+        """The status and message of a refused request; None if it is accepted."""
         host = _host(f"//{headers.get('host', '')}")
         if self.hosts and host not in self.hosts:
             return 421, f"this server goes by {', '.join(self.hosts)}"
@@ -44,7 +44,7 @@ class Guard:
         return None
 
     def owner(self, headers: Headers, protocols: Collection[str] = ()) -> str:
-        """Whose a request is: a name made of its token; empty where it has none of ours."""
+        """The owner of a request: a hash of its token; empty without a valid one."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         offered = [given] if scheme.lower() == "bearer" else []
         offered += [

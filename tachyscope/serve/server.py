@@ -17,7 +17,7 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.base import VideoModel
 from tachyscope.serve.app import make_app
 from tachyscope.serve.engine import SNAPSHOT_CHUNKS, make_engine
-from tachyscope.serve.http import WebSocketProtocol, calm_logs, protocol_class
+from tachyscope.serve.http import WebSocketProtocol, limit_logs, protocol_class
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.scratch import Scratch
 from tachyscope.serve.security import LOCAL, Guard
@@ -28,8 +28,8 @@ PING_S = 20.0  # a client that answers no ping for so long is gone
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a server listens, and whom it lets in."""
+class Endpoint:
+    """Where a server listens, and which clients it accepts."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -39,8 +39,8 @@ class Place:
     def __post_init__(self) -> None:
         if self.host not in LOCAL and not self.tokens:
             raise TachyscopeError(
-                f"who reaches {self.host} could use this machine: give --token-file, or listen on "
-                f"127.0.0.1"
+                f"everybody who reaches {self.host} could use this server: give --token-file, or "
+                f"listen on 127.0.0.1"
             )
 
     @property
@@ -50,8 +50,8 @@ class Place:
 
 
 @contextmanager
-def kept_in(state: str | None) -> Iterator[Snapshots]:
-    """Snapshots in a folder or URL that stays, or in one that goes when the server does."""
+def open_snapshots(state: str | None) -> Iterator[Snapshots]:
+    """The snapshots of a folder or URL, or of a temporary folder if `state` is None."""
     if state is not None:
         snapshots = Snapshots(state)
         snapshots.check_writable()  # now, and not at the first session's snapshot
@@ -69,7 +69,7 @@ def run(
     name: str,
     *,
     plan: str,
-    place: Place,
+    place: Endpoint,
     limits: Limits,
     state: str | None = None,
     budget: int | None = None,
@@ -78,7 +78,7 @@ def run(
 ) -> None:
     """Serve until a signal comes."""
     listener = listen(place)
-    with kept_in(state) as snapshots, listener:
+    with open_snapshots(state) as snapshots, listener:
         engine = make_engine(model, name, snapshots, plan, limits, budget, snapshot_chunks)
         url = address(place, listener)
         print(f"{name} by plan {plan}: {url} (Ctrl-C ends it)", flush=True)
@@ -89,14 +89,14 @@ def run(
 
 
 def uvicorn_config(app: Starlette, limits: Limits, **changes: Any) -> uvicorn.Config:
-    """How a server of ours is run."""
-    calm_logs()
+    """uvicorn's configuration for a server with these limits."""
+    limit_logs()
     options: dict[str, Any] = {
         "http": protocol_class(limits),
         "ws": WebSocketProtocol,
         "log_level": "warning",
         "backlog": BACKLOG,
-        # beyond what `Connections` admits, which makes room where it is full
+        # one more than `Connections` admits, which cuts a silent one at its limit
         "limit_concurrency": limits.connections + 1,
         "ws_max_size": limits.log_bytes,
         # pictures get no smaller by it, at 2 ms of the event loop for one of 480x832
@@ -109,14 +109,14 @@ def uvicorn_config(app: Starlette, limits: Limits, **changes: Any) -> uvicorn.Co
     return uvicorn.Config(app, **options | changes)
 
 
-def address(place: Place, listener: socket.socket) -> str:
-    """Where a browser finds it."""
+def address(place: Endpoint, listener: socket.socket) -> str:
+    """The server's address for a browser."""
     host = "localhost" if place.host in LOCAL else place.host
     return f"http://{host}:{listener.getsockname()[1]}/"
 
 
-def listen(place: Place) -> socket.socket:
-    """A socket at that place; raises where it is taken."""
+def listen(place: Endpoint) -> socket.socket:
+    """A socket that is bound to this endpoint; raises if the port is taken."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Sessions on disk: what a client that was cut off, or a server that was killed, goes on from.
+"""Sessions on disk, from which a client that was cut off or a killed server resumes.
 
 A folder for every session: `session.json`, and a safetensors file for each of its last snapshots.
 A file is written under another name, synced and then renamed, `session.json` last: what it lists is
@@ -44,7 +44,7 @@ Pieces = Iterable[bytes | memoryview]
 
 @dataclass(frozen=True)
 class Saved:
-    """A session as its file tells it."""
+    """The contents of a session's file."""
 
     secret: str  # its hash
     log: dict[str, Any]
@@ -53,7 +53,7 @@ class Saved:
 
 
 def listed(fs: Any, folder: str) -> list[str]:
-    """What lies in a folder; object stores have no empty ones."""
+    """The paths in a folder; empty if there is none, as object stores have no empty folders."""
     try:
         return list(fs.ls(folder, detail=False))
     except FileNotFoundError:
@@ -68,13 +68,13 @@ class Snapshots:
     """The sessions of one folder."""
 
     def __init__(self, place: str) -> None:
-        # of an object store, what others write is seen at once
+        # no cache of listings: other replicas write to the same store
         self.fs, self.root = fsspec.core.url_to_fs(place, use_listings_cache=False)
         self.fs.makedirs(self.root, exist_ok=True)
         self._unread: dict[str, float] = {}  # folders without a session's file, and since when
 
     def check_writable(self) -> None:
-        """Raise OSError where nothing can be written here."""
+        """Raise OSError if the folder is not writable."""
         path = f"{self.root}/{secrets.token_hex(8)}.part"
         self.fs.pipe_file(path, b"-")
         self.fs.rm_file(path)
@@ -82,9 +82,9 @@ class Snapshots:
     def save(
         self, name: str, saved: Saved, chunk: int, state: dict[str, Tensor]
     ) -> tuple[tuple[tuple[int, str], ...], int]:
-        """Add a snapshot to a session, drop those that are too old; the files, and its bytes.
+        """Add a snapshot to a session and remove old ones; returns its files and bytes written.
 
-        The state's tensors are let go of one by one.
+        The tensors of `state` are removed from it and freed one by one.
         """
         folder, part = self._folder(name), f"{saved.generation}-{chunk}"
         if not self.fs.exists(folder):
@@ -109,7 +109,7 @@ class Snapshots:
         return files, size
 
     def find(self, name: str, secret: str) -> Saved:
-        """A session that was saved; raises where there is none, or the secret is another."""
+        """Read a saved session; raises if there is none or the secret is wrong."""
         gone = "no session of this name and secret is kept here: open a new one"
         try:
             value = self._read(f"{self._folder(name)}/session.json")
@@ -132,7 +132,7 @@ class Snapshots:
         )
 
     def load(self, name: str, file: str) -> dict[str, Tensor]:
-        """A snapshot's tensors; raises where it is not as it was written."""
+        """Load a snapshot's tensors; raises if its checksum does not match."""
         known = FILE.fullmatch(file)
         try:
             data = self.fs.cat_file(f"{self._folder(name)}/{file}") if known else b""
@@ -150,9 +150,9 @@ class Snapshots:
             self.fs.rm(folder, recursive=True)
 
     def sweep(self, kept_s: float, most: int, opened: Collection[str] = ()) -> None:
-        """Remove sessions that were saved longer ago than that, and the oldest beyond so many.
+        """Remove sessions saved more than `kept_s` ago, and the oldest beyond `most`.
 
-        Those that are open stay, however long they pause and however a clock is set.
+        Those in `opened` stay, whatever their age.
         """
         now, saved, unread = time.time(), {}, {}
         for folder in listed(self.fs, self.root):
@@ -179,7 +179,7 @@ class Snapshots:
         return f"{self.root}/{name}"
 
     def _read(self, path: str) -> dict[str, Any]:
-        """A session's file; raises ValueError where it is not as it was written."""
+        """Read a session's file; raises ValueError if its checksum does not match."""
         value = json.loads(self.fs.cat_file(path))
         if not isinstance(value, dict) or value.pop("checksum", "") != _checksum(
             [_canonical(value)]
@@ -188,7 +188,7 @@ class Snapshots:
         return value
 
     def _write(self, folder: str, part: str, name: str, pieces: Pieces) -> tuple[int, str]:
-        """Write a file, piece by piece; its bytes, and its name with its checksum for `{}`."""
+        """Write a file in pieces; returns its size, and its name with the checksum for `{}`."""
         path, checksum, size = f"{folder}/{part}.part", _hash(), 0
         try:
             with self.fs.open(path, "wb") as file:
@@ -207,7 +207,7 @@ class Snapshots:
         return size, name
 
     def _sync(self, file: Any) -> None:
-        """Have a file on the disk itself before it is renamed: a power cut may come."""
+        """fsync a file before it is renamed, against power cuts."""
         if isinstance(self.fs, LocalFileSystem):
             file.flush()
             os.fsync(file.fileno())
@@ -237,10 +237,10 @@ def _canonical(value: dict[str, Any]) -> bytes:
 
 
 def pack(state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces, each to be written before the next is asked for.
+    """A safetensors file in pieces; each must be written before the next is taken.
 
-    One tensor after the other comes to the host and is let go. safetensors' own writer makes one
-    piece of all, in which time no other thread of Python runs.
+    Tensors come to the host and are freed one by one. safetensors' own writer makes one piece of
+    all and holds the GIL meanwhile.
     """
     names = sorted(state, key=lambda name: (-state[name].itemsize, name))  # each begins aligned
     header, end = {}, 0

@@ -15,18 +15,18 @@ from starlette.routing import Route
 
 from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.serve import protocol
-from tachyscope.serve.answers import error
+from tachyscope.serve.http_errors import error
 from tachyscope.serve.jobs import Job, Jobs
-from tachyscope.serve.room import Full
+from tachyscope.serve.session_pool import Full
 
 RETRY_S = 30
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 
 class Videos(Protocol):
-    """What the routes need of the videos of one owner, each as OpenAI's JSON.
+    """The videos of owners, each as OpenAI's JSON.
 
-    KeyError: the owner has no such video.
+    Raises KeyError if the owner has no such video.
     """
 
     async def create(self, given: Mapping[str, Any], owner: str) -> dict[str, Any]: ...

@@ -22,13 +22,13 @@ class Walls:
         self._judged: dict[int, dict[str, Any]] = {}
 
     def see(self, wall: int, chunk: int, step: Step, picture: np.ndarray) -> None:
-        """A wall is faced by the frame that a step made, which the log need not have yet."""
+        """Keep the frame of a step that faced a wall; the log may not have the step yet."""
         self._faced[wall] = chunk, step, picture
 
     def check(self, log: ActionLog) -> list[dict[str, Any]]:
-        """Of each wall that was faced: its chunk, its picture, the true one, whether it is right.
+        """For each wall that was faced: its chunk, picture, true picture, and whether it is right.
 
-        From any thread, while the log grows.
+        May be called from any thread while the log grows.
         """
         faced = dict(self._faced)
         new = {wall for wall, one in faced.items() if self._chunk(wall) != one[0]}
@@ -52,7 +52,7 @@ class Walls:
 
 
 def visit_of(log: ActionLog, steps: Sequence[Step]) -> Visit:
-    """The walk that these steps are, of one frame each; frame i is that after i of them."""
+    """The walk of these steps, one frame each; frame i is the view after i steps."""
     entry = MODELS[log.model]
     assert log.opening.world is not None
     letters = " ".join(step.actions or "." for step in steps)

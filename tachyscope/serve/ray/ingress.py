@@ -29,15 +29,15 @@ from starlette.websockets import WebSocket
 from tachyscope import __version__
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.serve import protocol
-from tachyscope.serve.answers import HANDLERS, error
-from tachyscope.serve.app import NO_RECORDING, accept, describe, door, page_routes
+from tachyscope.serve.app import NO_RECORDING, accept, admission, describe, page_routes
 from tachyscope.serve.connection import HELLO_S, POLICY
+from tachyscope.serve.http_errors import HANDLERS, error
 from tachyscope.serve.ray.mailbox import GONE, Mailbox
 from tachyscope.serve.ray.placement import most_free
 from tachyscope.serve.ray.sessions import Settings, deploy
 from tachyscope.serve.ray.videos import RayVideos
 from tachyscope.serve.security import Guard
-from tachyscope.serve.server import Place, address, listen, uvicorn_config
+from tachyscope.serve.server import Endpoint, address, listen, uvicorn_config
 from tachyscope.serve.videos import video_routes
 
 RESTART = 1012  # the close code of a client that should come back at once
@@ -81,7 +81,7 @@ class Ingress:
                 *video_routes(videos, refused),
                 WebSocketRoute("/v1/sessions", self._play),
             ],
-            middleware=[door(guard, settings.limits, refused)],
+            middleware=[admission(guard, settings.limits, refused)],
             exception_handlers=HANDLERS,
             lifespan=self._lifespan,
         )
@@ -226,7 +226,7 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
     return generate_latest(registry)
 
 
-def run(settings: Settings, place: Place, fewest: int, most: int) -> None:
+def run(settings: Settings, place: Endpoint, fewest: int, most: int) -> None:
     """Serve by so many replicas until a signal comes; joins a cluster, or starts one here.
 
     On a cluster that was there before, the replicas stay, and keep their sessions on disk where

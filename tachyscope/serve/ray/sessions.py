@@ -29,7 +29,7 @@ from tachyscope.serve.jobs import Jobs
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.ray import placement
 from tachyscope.serve.ray.videos import VideoFiles
-from tachyscope.serve.room import Full
+from tachyscope.serve.session_pool import Full
 from tachyscope.serve.snapshots import Snapshots
 
 PROGRESS_S = 0.5  # between two looks at a video that is made
@@ -91,7 +91,7 @@ class Sessions:
             settings.budget, settings.snapshot_chunks,
         )  # fmt: skip
         self.jobs, self._files = Jobs(self.engine), VideoFiles(settings.state)
-        self._pool = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
+        self._encoders = ThreadPoolExecutor(ENCODERS, "tachyscope-encoder")
         self.name: str = serve.get_replica_context().replica_id.unique_id
         self.engine.start()
 
@@ -106,7 +106,7 @@ class Sessions:
         yield {"replica": self.name}
         await self._wait_for(resumed)
         socket = RemoteSocket(mailbox, key)
-        running = asyncio.create_task(Connection(socket, self.engine, self._pool).run())
+        running = asyncio.create_task(Connection(socket, self.engine, self._encoders).run())
         coming = asyncio.create_task(socket.out.get())
         try:
             while True:
@@ -120,13 +120,13 @@ class Sessions:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             with suppress(Full):  # an engine that stops writes everything itself
-                await asyncio.wrap_future(self.engine.call(self.engine.let_go))
+                await asyncio.wrap_future(self.engine.call(self.engine.release_detached))
 
     async def _wait_for(self, session: str) -> None:
         """A session that was elsewhere until now may still be being written."""
-        snapshots = self.engine.keeper.snapshots
+        snapshots = self.engine.writer.snapshots
         for _ in range(int(10 * MOVING_S)):
-            if not session or session in self.engine.room.sessions or snapshots.has(session):
+            if not session or session in self.engine.pool.sessions or snapshots.has(session):
                 return
             await asyncio.sleep(0.1)
 
@@ -151,15 +151,15 @@ class Sessions:
 
     def whereabouts(self) -> dict[str, Any]:
         """The replica's name, its process, its sessions, and what is left for more of them."""
-        room = self.engine.room
-        lives = list(room.sessions.values())
+        pool = self.engine.pool
+        lives = list(pool.sessions.values())
         return {
             "replica": self.name,
             "pid": os.getpid(),
             "sessions": [one.name for one in lives],
-            "free_sessions": room.limits.sessions - sum(one.tell is not None for one in lives),
-            "free_bytes": room.budget - room.reserved,
-            "session_bytes": room.bytes_of(self.engine.plan),
+            "free_sessions": pool.limits.sessions - sum(one.emit is not None for one in lives),
+            "free_bytes": pool.budget - pool.reserved,
+            "session_bytes": pool.bytes_of(self.engine.plan),
         }
 
     def recording(self, session: str, secret: str) -> bytes | None:
@@ -175,8 +175,8 @@ class Sessions:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scale_by_bytes` decides by."""
-        room = self.engine.room
-        return {"reserved_share": room.reserved / max(1, room.budget)}
+        pool = self.engine.pool
+        return {"reserved_share": pool.reserved / max(1, pool.budget)}
 
     def __del__(self) -> None:
         """The replica is drained: what is still open is saved."""

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.room import Full
+from tachyscope.serve.session_pool import Full
 from tachyscope.serve.snapshots import listed
 
 NAME = re.compile(r"video_[0-9a-f]{24}")

@@ -1,4 +1,4 @@
-"""What a session does in its turn: its messages, a chunk, and one of the plan beside it."""
+"""A session's turn: its messages, one chunk, and one chunk of the plan beside."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from tachyscope.measure.quality import psnr
 from tachyscope.serve import protocol
 from tachyscope.serve.action_log import ActionLog, Step
 from tachyscope.serve.lane import Lane
-from tachyscope.serve.live import Live, Show, reopened
+from tachyscope.serve.live_session import ChunkFrames, LiveSession, reopened
 from tachyscope.serve.metrics import Metrics
 from tachyscope.serve.read_map import ReadMap
 from tachyscope.serve.recording import NOT_RECORDED, Recording
-from tachyscope.serve.room import Room
+from tachyscope.serve.session_pool import SessionPool
 from tachyscope.serve.walls import Walls
 
 logger = logging.getLogger("tachyscope.serve")
 
 
-class Turns:
-    """Turns of the sessions of a room; the engine's thread alone takes them."""
+class SessionRunner:
+    """Runs the turns of a pool's sessions, in the engine's thread alone."""
 
     def __init__(
         self,
-        room: Room,
+        pool: SessionPool,
         metrics: Metrics,
         snapshot_chunks: int,
         recording: Callable[[str], Path],
     ) -> None:
-        """`recording` is where a session's mp4 goes."""
-        self.room, self.keeper, self.metrics = room, room.keeper, metrics
+        """`recording` gives the path of a session's mp4 by its name."""
+        self.pool, self.writer, self.metrics = pool, pool.writer, metrics
         self.snapshot_chunks, self.recording = snapshot_chunks, recording
 
-    def take(self, live: Live) -> None:
-        """One session's turn; whatever goes wrong, the other sessions go on."""
+    def run_turn(self, live: LiveSession) -> None:
+        """Run one session's turn; an error ends this session alone."""
         try:
-            costly = self._obey(live)
+            costly = self._handle_messages(live)
             now = time.monotonic()
             waits = live.paused or not live.fed
-            if costly or waits:  # which was the turn: back in line, behind all that are due
+            if costly or waits:  # a costly message is a whole turn: queue again behind the others
                 live.due = now
             elif live.due <= now:
                 self._step(live, now - live.due)
                 if live.lags and live.beside_turns:
-                    self._follow(live)
+                    self._step_beside(live)
                 return
             if live.lags:
-                self._follow(live)
+                self._step_beside(live)
         except Exception as fault:
             expected = isinstance(fault, TachyscopeError)
             if not expected:
@@ -64,33 +64,33 @@ class Turns:
                 words = "the memory is not enough for this session"
             self._end(live, "failed", words)
 
-    def set_beside(self, live: Live, mode: str, plan: str = "dense") -> None:
-        """Have another plan run beside, or none."""
+    def set_beside(self, live: LiveSession, mode: str, plan: str = "dense") -> None:
+        """Start, replace or stop the plan beside."""
         if mode != "off" and live.log.opening.strength:
             raise TachyscopeError(
                 "a session that follows a camera has no plan beside it: reset it with strength 0"
             )
         live.beside_turns = mode == "turns"
-        had = 0 if live.beside is None else self.room.bytes_of(live.beside_plan)
+        had = 0 if live.beside is None else self.pool.bytes_of(live.beside_plan)
         if mode == "off":
             live.bytes -= had
             self._close_beside(live)
         elif not had or plan != live.beside_plan:
-            parse_plan(self.room.model, plan)
-            self.room.make_room(live, live.bytes - had + self.room.bytes_of(plan))
+            parse_plan(self.pool.model, plan)
+            self.pool.reserve(live, live.bytes - had + self.pool.bytes_of(plan))
             self._close_beside(live)
             live.beside_plan, live.beside_walls = plan, Walls()
-            self.room.open_beside(live)
+            self.pool.open_beside(live)
 
-    def _close_beside(self, live: Live) -> None:
+    def _close_beside(self, live: LiveSession) -> None:
         if live.beside is not None:
             live.beside.close()
             live.beside = None
 
-    def _obey(self, live: Live) -> bool:
-        """Do what messages ask for, up to a costly one, and whether there was one.
+    def _handle_messages(self, live: LiveSession) -> bool:
+        """Handle messages up to the first costly one; returns whether there was one.
 
-        Keys and prompts are the next step's.
+        Keys, mouse and prompts are queued for the next step.
         """
         while live.inbox:
             message, at = live.inbox.popleft()
@@ -99,7 +99,7 @@ class Turns:
                 if asks:
                     live.ask(message, at)
                 else:
-                    self._do(live, message)
+                    self._apply(live, message)
             except TachyscopeError as fault:
                 live.receipt(message, "refused", reason=str(fault))
             else:
@@ -109,19 +109,19 @@ class Turns:
                 return True
         return False
 
-    def _do(self, live: Live, message: protocol.Message) -> None:
+    def _apply(self, live: LiveSession, message: protocol.Message) -> None:
         match message:
             case protocol.Pause():
                 live.paused = message.paused
             case protocol.GetLog():
-                live.say(type="log", id=message.id, log=live.log.to_json())
+                live.send(type="log", id=message.id, log=live.log.to_json())
             case protocol.Reset():
                 opening = reopened(live.log.opening, message)
-                log = self.room.new_log(opening, message.look)
+                log = self.pool.new_log(opening, message.look)
                 steps, log.steps = log.steps, []
                 self._begin_again(live, log, steps)
             case protocol.Replay():
-                log = self.room.read_log(message.log)
+                log = self.pool.read_log(message.log)
                 steps, log.steps = log.steps, []
                 self._begin_again(live, log, steps)
             case protocol.Rewind():
@@ -133,55 +133,55 @@ class Turns:
             case protocol.Record():
                 self._record(live, message.on)
 
-    def _begin_again(self, live: Live, log: ActionLog, steps: list[Step]) -> None:
+    def _begin_again(self, live: LiveSession, log: ActionLog, steps: list[Step]) -> None:
         assert live.lane is not None
         live.lane.stream.read_prompt(log.opening.prompt)  # raises while all is as it was
-        size = self.room.bytes_of(log.opening.plan, bool(log.opening.strength))
+        size = self.pool.bytes_of(log.opening.plan, bool(log.opening.strength))
         if live.beside is not None:
-            size += self.room.bytes_of(live.beside_plan)
-        self.room.make_room(live, size)
+            size += self.pool.bytes_of(live.beside_plan)
+        self.pool.reserve(live, size)
         live.lane.close()  # else the old and the new would be in memory together
         live.begin_again(log, steps)
-        self.room.open_lane(live)
+        self.pool.open_lane(live)
         if live.beside is not None:
-            self.room.open_beside(live)
-        live.say(type="began", **live.described())
+            self.pool.open_beside(live)
+        live.send(type="began", **live.described())
 
-    def _rewind(self, live: Live, wanted: int) -> None:
+    def _rewind(self, live: LiveSession, wanted: int) -> None:
         earlier = [chunk for chunk in live.saved if chunk <= wanted]
         if not earlier:
             kept = ", ".join(map(str, live.saved)) or "none yet"
             raise TachyscopeError(f"there is no snapshot before chunk {wanted}: kept are {kept}")
         assert live.lane is not None
-        state = self.keeper.load(live, earlier[-1])  # raises while all is as it was
+        state = self.writer.load(live, earlier[-1])  # raises while all is as it was
         live.lane.close()
         live.go_back(earlier[-1])
-        self.room.load(live, earlier[-1], state)
+        self.pool.load(live, earlier[-1], state)
         if live.beside is not None and live.beside.chunk > live.chunk:
-            self.room.open_beside(live)
-        live.say(type="began", **live.described())
+            self.pool.open_beside(live)
+        live.send(type="began", **live.described())
 
-    def _set_map(self, live: Live, on: bool) -> None:
-        """Watch the lane or not: it is opened anew, and stands where it stood."""
+    def _set_map(self, live: LiveSession, on: bool) -> None:
+        """Turn the live map on or off: the lane is reopened with or without its observer."""
         if on == (live.map is not None):
             return
         assert live.lane is not None
         state = live.lane.stream.snapshot()
         live.lane.close()
         live.map = ReadMap() if on else None
-        self.room.open_lane(live)
+        self.pool.open_lane(live)
         live.lane.restore(state, live.chunk)
 
-    def _record(self, live: Live, on: bool) -> None:
+    def _record(self, live: LiveSession, on: bool) -> None:
         if on and live.recording is None:
-            path, most = self.recording(live.name), self.room.limits.session_frames
+            path, most = self.recording(live.name), self.pool.limits.session_frames
             live.recording = Recording(path, live.fps, most)
         elif not on and live.recording is not None:
             recording, live.recording = live.recording, None
-            live.say(type="recorded", frames=recording.finish())
+            live.send(type="recorded", frames=recording.finish())
 
-    def _write_recording(self, live: Live, frames: np.ndarray) -> None:
-        """Record a chunk's frames, if anybody records; the session goes on where that fails."""
+    def _write_recording(self, live: LiveSession, frames: np.ndarray) -> None:
+        """Append a chunk's frames to the recording, if any; the session survives a failure."""
         if live.recording is None:
             return
         try:
@@ -189,15 +189,15 @@ class Turns:
         except TachyscopeError as fault:
             live.recording.discard()
             live.recording = None
-            live.say(
+            live.send(
                 type="notice",
                 code=NOT_RECORDED,
                 message=f"{fault}: the session goes on without it",
             )
 
-    def _step(self, live: Live, waited: float) -> None:
-        """Make the next chunk, which was due so many seconds ago."""
-        lane, most = live.lane, self.room.limits.session_frames
+    def _step(self, live: LiveSession, waited: float) -> None:
+        """Make the next chunk; `waited` is how long it was due."""
+        lane, most = live.lane, self.pool.limits.session_frames
         assert lane is not None
         if lane.frames >= most:
             words = f"a session has at most {most} frames here: reset it, or open another"
@@ -218,31 +218,31 @@ class Turns:
         keys = tuple(at for message, at in answered if isinstance(message, protocol.Keys))
 
         def show(frames: np.ndarray) -> None:
-            """Send the pictures while the rest of the step goes on."""
+            """Send the frames before the clean pass and the cache's upkeep."""
             nonlocal shown
             shown = time.monotonic()
             self.metrics.made.inc(len(frames))
             for message, _ in answered:
                 live.receipt(message, "applied")
-            live.say(
+            live.send(
                 type="pose", **place, pose=lane.pose, given=live.chunk < live.log.opening.given
             )
-            self._show(live, protocol.MAIN, live.chunk, before, frames, keys)
+            self._send_frames(live, protocol.MAIN, live.chunk, before, frames, keys)
 
         made = lane.step(step, show)
         self.metrics.wait_s.observe(waited)
         _see_wall(live.walls, lane, live.chunk, step, made)
-        self._tell_chunk(live, lane, step, made, time.monotonic() - begun, waited, before)
+        self._report_chunk(live, lane, step, made, time.monotonic() - begun, waited, before)
         if live.map is not None:
-            live.say(type="map", **place, **live.map.take())
+            live.send(type="map", **place, **live.map.take())
         live.take_up(step, made, begun, shown)
         self._write_recording(live, made.frames)
         if live.chunk % self.snapshot_chunks == 0:
-            self.keeper.save(live)
+            self.writer.save(live)
 
-    def _tell_chunk(
+    def _report_chunk(
         self,
-        live: Live,
+        live: LiveSession,
         lane: Lane,
         step: Step,
         made: Chunk,
@@ -258,7 +258,7 @@ class Turns:
         self.metrics.cache.labels("held").set(held)
         self.metrics.cache.labels("dense").set(dense)
         rows = stats.get("rows_computed", 0.0) + stats.get("rows_replayed", 0.0)
-        live.say(
+        live.send(
             type="chunk",
             generation=live.generation,
             chunk=live.chunk,
@@ -278,8 +278,8 @@ class Turns:
             read=lane.read_poses(),
         )
 
-    def _follow(self, live: Live) -> None:
-        """One chunk of the plan beside, along the log."""
+    def _step_beside(self, live: LiveSession) -> None:
+        """Make one chunk of the plan beside, by the same step of the log."""
         lane = live.beside
         assert lane is not None
         chunk, before, begun = lane.chunk, lane.frames, time.monotonic()
@@ -290,7 +290,7 @@ class Turns:
         self.metrics.made.inc(len(made.frames))
         shown = live.recent.pop(chunk, None)
         close = None if shown is None else [round(float(x), 2) for x in psnr(shown, made.frames)]
-        live.say(
+        live.send(
             type="beside",
             generation=live.generation,
             chunk=chunk,
@@ -300,31 +300,31 @@ class Turns:
             step_ms=round(1e3 * took, 3),
             psnr=close,
         )
-        self._show(live, protocol.BESIDE, chunk, before, made.frames, ())
+        self._send_frames(live, protocol.BESIDE, chunk, before, made.frames, ())
 
-    def _show(
+    def _send_frames(
         self,
-        live: Live,
+        live: LiveSession,
         lane: int,
         chunk: int,
         frame: int,
         frames: np.ndarray,
         keys: tuple[float, ...],
     ) -> None:
-        if live.tell is not None:
+        if live.emit is not None:
             header = protocol.Header(protocol.VERSION, 0, lane, 0, live.generation, chunk, frame)
             span = live.span(len(frames)) if lane == protocol.MAIN else 0.0
-            live.tell(Show(header, frames, span, keys))
+            live.emit(ChunkFrames(header, frames, span, keys))
 
-    def _end(self, live: Live, why: str, words: str) -> None:
+    def _end(self, live: LiveSession, why: str, words: str) -> None:
         live.ended = why
         self.metrics.ended.labels(why).inc()
-        live.say(type="error", code=why, message=words)
-        live.say(type="closed", reason=words)
-        self.room.forget(live)
+        live.send(type="error", code=why, message=words)
+        live.send(type="closed", reason=words)
+        self.pool.forget(live)
 
 
 def _see_wall(walls: Walls, lane: Lane, chunk: int, step: Step, made: Chunk) -> None:
-    """Keep a frame that the lane made, and not was given, where it faces a wall straight on."""
+    """Keep the last frame of a chunk that the model drew facing a wall straight on."""
     if not lane.gives and (wall := lane.facing) is not None:
         walls.see(wall, chunk, step, made.frames[-1])

@@ -1,4 +1,4 @@
-"""Which sessions are in memory, and what each of them may take there."""
+"""The open sessions of a model, and the memory reserved for each."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from tachyscope.memory.predict import ROOM, Need, need
 from tachyscope.models.base import VideoModel
 from tachyscope.models.registry import MODELS
 from tachyscope.serve.action_log import ActionLog, Opening, Step
-from tachyscope.serve.keeper import Keeper
 from tachyscope.serve.lane import LOOK, TOUR, Lane, can_look
 from tachyscope.serve.limits import Limits
-from tachyscope.serve.live import Live
+from tachyscope.serve.live_session import LiveSession
 from tachyscope.serve.protocol import check_prompt
+from tachyscope.serve.snapshot_writer import SnapshotWriter
 
 logger = logging.getLogger("tachyscope.serve")
-PLANS = 64  # whose needs are remembered
+PLANS = 64  # size of the cache of predicted needs
 
 
 class Full(TachyscopeError):
-    """There is no room now; what a client is told with 503."""
+    """No free slot or memory now: a client gets code 503."""
 
 
-class Room:
-    """One model, and the sessions that share its device."""
+class SessionPool:
+    """The sessions that share one model and its device."""
 
     def __init__(
-        self, model: VideoModel, name: str, keeper: Keeper, budget: int, limits: Limits
+        self, model: VideoModel, name: str, writer: SnapshotWriter, budget: int, limits: Limits
     ) -> None:
         """`name` is the model's in the registry, `budget` bytes for sessions' caches."""
-        self.model, self.name, self.keeper = model, name, keeper
+        self.model, self.name, self.writer = model, name, writer
         self.budget, self.limits = budget, limits
-        self.sessions: dict[str, Live] = {}
+        self.sessions: dict[str, LiveSession] = {}
         self._need = lru_cache(PLANS)(self._predict)  # of a plan's text
         self._meta: VideoModel | None = None
 
     @property
-    def resident(self) -> list[Live]:
+    def resident(self) -> list[LiveSession]:
         """Sessions whose caches are in memory; from any thread."""
         return [one for one in list(self.sessions.values()) if one.lane is not None]
 
@@ -56,7 +56,7 @@ class Room:
         return sum(one.bytes for one in self.resident)
 
     def bytes_of(self, plan: str, follows: bool = False) -> int:
-        """What a session of this plan keeps in the device's memory at its longest."""
+        """Bytes of device memory that a session of this plan holds at its longest."""
         predicted = self._need(plan, follows)
         if self.model.device.type == "cpu":
             return predicted.of_video + predicted.host
@@ -67,8 +67,8 @@ class Room:
             self._meta = self.model.on_meta()
         return need(self._meta, plan, frames=self.limits.session_frames, follows=follows)
 
-    def check_host(self, plan: str, others: Sequence[Live]) -> None:
-        """Raise where host memory beside a GPU does not hold a session's bank beside others'."""
+    def check_host(self, plan: str, others: Sequence[LiveSession]) -> None:
+        """Raise `Full` where host memory beside a GPU does not hold one more session's bank."""
         needed, most = self._need(plan).host, memory_of(torch.device("cpu"))
         if self.model.device.type == "cpu" or not needed or most is None:
             return
@@ -81,7 +81,7 @@ class Room:
             )
 
     def new_log(self, opening: Opening, look: bool = False) -> ActionLog:
-        """An empty log, or one that looks around and turns around first; raises where it cannot."""
+        """A new log; with `look` its first steps show the world and turn around in it."""
         if look:
             opening = replace(opening, given=len(LOOK))
         parse_plan(self.model, opening.plan)
@@ -102,7 +102,7 @@ class Room:
         return ActionLog(self.name, self.model.fingerprint, opening, steps)
 
     def read_log(self, value: Any) -> ActionLog:
-        """An action log that a client handed in, checked."""
+        """Parse and check a client's action log."""
         log = ActionLog.from_json(
             value, self.name, self.model.fingerprint, self.model.actions or ""
         )
@@ -116,43 +116,43 @@ class Room:
         self.new_log(log.opening)
         return log
 
-    def add(self, live: Live) -> None:
-        """One session more, with memory of its own but no lane yet.
+    def add(self, live: LiveSession) -> None:
+        """Add a session and reserve its memory; its lane is opened later.
 
-        Where all are taken it gets the place of one without a client, the longest unused of those
-        that lie on disk: its client finds it there.
+        Without a free slot the longest unused session without a client leaves the pool; it stays
+        on disk, where its client can resume it.
         """
-        left = [one for one in self.sessions.values() if one.tell is None]
+        left = [one for one in self.sessions.values() if one.emit is None]
 
-        def price(one: Live) -> tuple[bool, bool, float]:
+        def price(one: LiveSession) -> tuple[bool, bool, float]:
             return one.recording is not None, one.chunk not in one.saved, one.used
 
         for one in sorted(left, key=price):
             if len(self.sessions) < self.limits.sessions:
                 break
-            if self.keeper.is_saved(one):
+            if self.writer.ensure_saved(one):
                 self.forget(one)
                 self.sweep()
         if len(self.sessions) >= self.limits.sessions:
             raise Full(
                 f"{len(self.sessions)} of {self.limits.sessions} sessions are open: come back later"
             )
-        self.make_room(live, live.bytes)
+        self.reserve(live, live.bytes)
         self.sessions[live.name] = live
 
     def sweep(self) -> None:
-        """Remove from disk what is too old or too much; open sessions keep what they have there."""
+        """Remove old and surplus sessions from disk; those of open sessions stay."""
         most = self.limits.sessions + self.limits.kept
-        self.keeper.sweep(self.limits.kept_s, most, frozenset(self.sessions))
+        self.writer.sweep(self.limits.kept_s, most, frozenset(self.sessions))
 
-    def make_room(self, live: Live, size: int) -> None:
-        """Have bytes for a session: those without a client go to disk, longest unused first."""
+    def reserve(self, live: LiveSession, size: int) -> None:
+        """Reserve bytes for a session; those without a client go to disk, longest unused first."""
         others = [one for one in self.resident if one is not live]
         free = self.budget - sum(one.bytes for one in others)
         for one in sorted(others, key=lambda one: one.used):
             if free >= size:
                 break
-            if one.tell is None and self.keeper.is_saved(one):
+            if one.emit is None and self.writer.ensure_saved(one):
                 one.close_lanes()
                 free += one.bytes
         if free < size:
@@ -165,24 +165,24 @@ class Room:
         self.check_host(live.log.opening.plan, [x for x in others if x.lane is not None])
         live.bytes = size
 
-    def open_lane(self, live: Live) -> None:
-        """Have it stand where its log ends, or begins: `restore` follows in the first case."""
+    def open_lane(self, live: LiveSession) -> None:
+        """Open the lane of a session at its present chunk; past chunk 0 `restore` must follow."""
         opening, prompt = live.log.opening, live.log.prompt_before(live.chunk)
         watching = () if live.map is None else (live.map,)
         live.lane = Lane(self.model, live.log, prompt, opening.plan, watching)
 
-    def open_beside(self, live: Live) -> None:
-        """The plan beside at the beginning of the log."""
+    def open_beside(self, live: LiveSession) -> None:
+        """Open the lane of the plan beside, at the beginning of the log."""
         if live.beside is not None:
             live.beside.close()
         live.beside = Lane(self.model, live.log, live.log.opening.prompt, live.beside_plan)
 
-    def load_newest(self, live: Live) -> None:
-        """Have it stand at its newest snapshot that is whole; what was newer is lost."""
+    def load_newest(self, live: LiveSession) -> None:
+        """Load the newest snapshot that is whole; newer chunks are lost."""
         was = live.saved[-1]
         for chunk in reversed(live.saved):
             try:
-                state = self.keeper.load(live, chunk)
+                state = self.writer.load(live, chunk)
             except TachyscopeError as fault:
                 logger.warning("session %s: %s", live.name, fault)
                 live.files = tuple(one for one in live.files if one[0] < chunk)
@@ -192,15 +192,15 @@ class Room:
             return
         raise TachyscopeError("no snapshot of this session is whole: open a new one")
 
-    def load(self, live: Live, chunk: int, state: Mapping[str, Tensor]) -> None:
-        """Open a lane and have it stand at a snapshot."""
+    def load(self, live: LiveSession, chunk: int, state: Mapping[str, Tensor]) -> None:
+        """Open the session's lane at a snapshot."""
         live.chunk, live.log.steps = chunk, live.log.steps[:chunk]
         self.open_lane(live)
         assert live.lane is not None
         live.lane.restore(state, chunk)
 
-    def forget(self, live: Live) -> None:
-        """Free its memory; what is on disk stays."""
+    def forget(self, live: LiveSession) -> None:
+        """Drop a session from the pool and free its memory; its files stay."""
         self.sessions.pop(live.name, None)
         live.close_lanes()
         if live.recording is not None:

@@ -1,4 +1,4 @@
-"""What every request passes before any route: who is let in, and how large and slow a body is."""
+"""The middleware before all routes: authorization, size and time limits of bodies, headers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from tachyscope.serve.answers import HEADERS, error
+from tachyscope.serve.http_errors import HEADERS, error
 from tachyscope.serve.limits import Limits
 from tachyscope.serve.security import Guard
 
 CLOSE = {"connection": "close"}  # what is left of a refused body is not read
 
 
-class Door:
-    """Asks the guard before anything else, bounds bodies, and sets headers on every answer."""
+class Admission:
+    """Refuses requests by the guard, limits bodies, and sets security headers on every answer."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Door:
             await self.app(scope, self._bounded(receive), with_headers)
 
     def _too_large(self, headers: Headers) -> tuple[int, str] | None:
-        """Why a body is refused by what its headers say."""
+        """The refusal of a body by its headers, or None."""
         if "transfer-encoding" in headers:  # also beside a length, which would then mean nothing
             return 411, "a body is sent with its length (Content-Length), not in chunks"
         length = headers.get("content-length", "0")
@@ -80,7 +80,7 @@ class Door:
         return None
 
     def _bounded(self, receive: Receive) -> Receive:
-        """A request's body as it comes, whatever its headers say."""
+        """`receive` with limits on a body's bytes and time, whatever its headers say."""
         read, whole, until = 0, False, time.monotonic() + self.limits.request_s
 
         async def bounded() -> Message:

@@ -39,7 +39,7 @@ async def _left(request: Request, fault: Exception) -> Response:
 
 
 async def _failed(request: Request, fault: Exception) -> Response:
-    """A fault of ours; Starlette logs it, outside of the door that sets headers."""
+    """A fault of ours; Starlette logs it, outside of `Admission`, which sets headers."""
     return error(500, "the server failed at this request, and its log has why", **HEADERS)
 
 

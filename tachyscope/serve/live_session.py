@@ -1,4 +1,4 @@
-"""A session while it is played: its lane and log, and what its client asked for."""
+"""A session while it is played: its lane, its log and its client's requests."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ from tachyscope.serve.recording import Recording
 from tachyscope.serve.snapshots import Saved, hash_secret
 from tachyscope.serve.walls import Walls
 
-# of the time that a chunk is shown, left for its successor to be late
-SPARE = 0.15
+SPARE = 0.15  # share of the time a chunk is shown that the next one may be late
 ASKED = 256  # keys and prompts that may wait for their chunk
-RECENT = 16  # chunks whose frames the dense model's can be held against
+RECENT = 16  # chunks whose frames are kept to compare the plan beside with
 
 
 @dataclass(frozen=True)
-class Show:
+class ChunkFrames:
     """Frames of a chunk on their way to a client."""
 
     header: protocol.Header  # of the first of them
     frames: np.ndarray  # uint8 [F, H, W, 3]
-    span_s: float  # over which they are to be shown
-    asked_at: tuple[float, ...] = ()  # when the keys came that they answer
+    span_s: float  # seconds over which they are shown
+    asked_at: tuple[float, ...] = ()  # arrival times of the keys that they answer
 
 
-# what a session tells its client: a text message or pictures
-Event = dict[str, Any] | Show
+# what a session sends to its client: a text message or pictures
+Event = dict[str, Any] | ChunkFrames
 
 
 @dataclass(eq=False)
-class Live:
+class LiveSession:
     """One session. The engine's thread alone calls its methods; others post to its inbox.
 
-    `tell` hands messages to the client, from any thread; None while there is none.
+    `emit` hands messages to the client, from any thread; None while there is none.
     """
 
     log: ActionLog
-    bytes: int  # of memory that its lane may take
+    bytes: int  # memory reserved for its lanes
     fps: float
     key_map: KeyMap
     pace: str = "model"
@@ -61,7 +60,7 @@ class Live:
     script: deque[Step] = field(default_factory=deque)  # of a log that is played
     inbox: deque[tuple[protocol.Message, float]] = field(default_factory=deque)
     asked: list[tuple[protocol.Message, float]] = field(default_factory=list)  # of the next step
-    tell: Callable[[Event], None] | None = None
+    emit: Callable[[Event], None] | None = None
     paused: bool = False
     ended: str = ""  # why, once it did
     chunk: int = 0
@@ -85,9 +84,9 @@ class Live:
 
     @property
     def ready(self) -> bool:
-        """Whether it has something to do."""
+        """Whether it has a message to handle or a chunk to make."""
         return (
-            self.tell is not None
+            self.emit is not None
             and not self.ended
             and self.lane is not None
             and (bool(self.inbox) or (self.fed and not self.paused))
@@ -95,7 +94,7 @@ class Live:
 
     @property
     def fed(self) -> bool:
-        """Whether what it follows, if anything, gave the next chunk's frames."""
+        """Whether the camera that it follows, if any, gave the next chunk's frames."""
         return self.lane is not None and self.lane.fed
 
     @property
@@ -105,19 +104,19 @@ class Live:
 
     @property
     def lags(self) -> bool:
-        """Whether the plan beside has chunks of the log to make up for."""
-        return self.beside is not None and self.tell is not None and self.beside.chunk < self.chunk
+        """Whether the plan beside is behind the session."""
+        return self.beside is not None and self.emit is not None and self.beside.chunk < self.chunk
 
-    def say(self, **message: Any) -> None:
-        if self.tell is not None:
-            self.tell(message)
+    def send(self, **message: Any) -> None:
+        if self.emit is not None:
+            self.emit(message)
 
     def receipt(self, message: protocol.Message, phase: str, **more: Any) -> None:
-        """Tell the client how far its message got."""
-        self.say(type="receipt", id=message.id, phase=phase, chunk=self.chunk, **more)
+        """Send the client a receipt: `phase` is received, applied or refused."""
+        self.send(type="receipt", id=message.id, phase=phase, chunk=self.chunk, **more)
 
     def next_step(self) -> tuple[Step, list[tuple[protocol.Message, float]]]:
-        """What the next chunk is made with, and the messages that it answers.
+        """The next chunk's step, and the messages that it answers.
 
         Of several keys since the last chunk the newest wins; one that was let go again before any
         chunk saw it still counts, once. Whoever takes the keys ends a log that is played.
@@ -141,7 +140,7 @@ class Live:
         return Step(action, prompt), answered
 
     def ask(self, message: protocol.Message, at: float) -> None:
-        """Take a message that the next step, or a later one, answers; raises where many wait."""
+        """Queue a message for the next step or a later one; raises where too many wait."""
         if len(self.asked) >= ASKED:
             raise TachyscopeError(
                 f"{ASKED} keys and prompts wait for their chunk: let some be made first"
@@ -152,9 +151,9 @@ class Live:
         return isinstance(message, protocol.Prompt) and message.chunk > self.chunk
 
     def take_up(self, step: Step, made: Chunk, begun: float, shown: float) -> None:
-        """A chunk was made: it is part of the log, and the next one is due.
+        """Append a finished chunk to the log, and set when the next one is due.
 
-        `begun` and `shown` are when its step began and when its frames were there.
+        `begun` and `shown` are the times at which its step began and its frames were ready.
         """
         self.log.steps.append(step)
         self.chunk += 1
@@ -173,14 +172,14 @@ class Live:
         self.due = max(self.due, now)
 
     def span(self, frames: int) -> float:
-        """Seconds over which a chunk is shown: as long as chunks are apart, within reason."""
+        """Seconds over which a chunk is shown: the interval of chunks, up to four times its own."""
         now = time.monotonic()
         apart, self._last = now - self._last, now
         shown = frames / self.fps
         return min(apart, shown) if self.pace == "free" else min(max(apart, shown), 4 * shown)
 
     def begin_again(self, log: ActionLog, script: list[Step]) -> None:
-        """Another generation: nothing of what was counts."""
+        """Start another generation with a new log."""
         self.log, self.script = log, deque(script)
         self.kept = not log.opening.strength  # what a camera showed cannot be gone back to
         self.generation += 1
@@ -189,7 +188,7 @@ class Live:
         self.walls, self.beside_walls = Walls(), Walls()
 
     def go_back(self, chunk: int) -> None:
-        """Another generation, that shares the log's first steps."""
+        """Start another generation after the first `chunk` steps of the log."""
         self.log.steps = self.log.steps[:chunk]
         self.files = tuple(one for one in self.files if one[0] <= chunk)
         self.generation += 1
@@ -206,11 +205,11 @@ class Live:
         self.lane = self.beside = None
 
     def to_save(self) -> Saved:
-        """What is written beside a snapshot that is taken now."""
+        """The session's file, for a snapshot that is taken now."""
         return Saved(hash_secret(self.secret), self.log.to_json(), self.generation, self.files)
 
     def described(self) -> dict[str, Any]:
-        """What a client must know to play it."""
+        """The fields of `opened` and `began` that describe the session."""
         return {
             "session": self.name,
             "generation": self.generation,
@@ -228,7 +227,7 @@ class Live:
 
 
 def reopened(opening: Opening, message: protocol.Reset) -> Opening:
-    """How a session begins again: as it did, but for what the message gives."""
+    """The opening of a session that is reset: its own, changed by the message's fields."""
     given: dict[str, Any] = {
         name: getattr(message, name) for name in ("plan", "prompt", "seed", "world", "strength")
     }
