@@ -738,6 +738,21 @@ def test_a_row_of_the_table_has_a_definition_and_takes_what_its_operation_takes(
             pytest.importorskip("triton.experimental.gluon")
         own = inspect.signature(dispatch.backend(name, row)).parameters
         assert list(own)[: len(taken)] == taken
+        looks_at = row.looks_at.split()
+        assert {operation.runs_on, *looks_at} <= set(taken)
+        inspect.signature(row.takes).bind(*looks_at)
+
+
+@pytest.mark.parametrize("has_fp8", [True, False])
+def test_a_gpu_without_float8_is_not_asked_to_make_codes(monkeypatch, has_fp8):
+    monkeypatch.setattr(dispatch, "has_fp8", lambda device: has_fp8)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16, device="meta")
+    for name in ("norm_quantise.quantise", "norm_quantise.gelu_quantise"):
+        assert (dispatch.find_row(name, {"x": x}) is not None) == has_fp8
+    assert (dispatch.find_row("attention_fp8.quantise_queries", {"q": x}) is not None) == has_fp8
+    gated = {"x": x, "y": x, "gate": x}
+    assert dispatch.find_row("norm_quantise.add_gated", gated) is not None
 
 
 def test_every_backend_has_a_row():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -34,13 +35,16 @@ MAX_CODED_ROWS = 128  # tokens that share one reading of coded weights, as draft
 
 
 class Row(NamedTuple):
-    """A backend, and which of its operation's arguments it takes.
+    """A backend, and which calls it serves.
 
+    takes     whether it serves a call, by some of the operation's arguments
+    looks_at  the names of these
     module    of the operation's folder, or "folder.module"
     function  if it has not the operation's name
     """
 
     takes: Callable[..., bool]
+    looks_at: str
     module: str = "triton"
     function: str = ""
 
@@ -49,33 +53,46 @@ class Operation(NamedTuple):
     """Backends of an operation, the fastest first; stock torch serves what none of them takes.
 
     definition  what it computes: a function of the folder's reference.py
-    on          which argument lies on the device that counts
+    runs_on     the argument on whose device it runs: a tensor, or what holds one first
     """
 
     definition: str
+    runs_on: str
     rows: tuple[Row, ...]
-    on: int = 0
 
 
 def dispatch(stock: Callable[P, R]) -> Callable[P, R]:
-    """An operation, from what it is by stock torch; a row of the table may serve in its place."""
+    """An operation, from its form in stock torch; a row of the table may serve in its place."""
     name = f"{stock.__module__.split('.')[2]}.{stock.__name__}"
-    on = TABLE[name].on
+    assert name in TABLE
     if not HAS_TRITON:
         return stock
+    parameters = inspect.signature(stock).parameters
+    names = tuple(parameters)
+    defaults = {x.name: x.default for x in parameters.values() if x.default is not x.empty}
+    at = names.index(TABLE[name].runs_on)
 
     @functools.wraps(stock)
     def serve(*args: P.args, **kwargs: P.kwargs) -> R:
-        first: Any = args[on]
+        first: Any = args[at] if at < len(args) else kwargs[names[at]]
         x: Tensor = first if isinstance(first, Tensor) else first[0]
         if x.device.type in device.DEVICES:
-            for row in TABLE[name].rows:
-                if row.takes(*args, **kwargs):
-                    found: R = backend(name, row)(*args, **kwargs)
-                    return found
+            given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+            row = find_row(name, given)
+            if row is not None:
+                found: R = backend(name, row)(*args, **kwargs)
+                return found
         return stock(*args, **kwargs)
 
     return serve
+
+
+def find_row(name: str, given: Mapping[str, Any]) -> Row | None:
+    """The backend that serves an operation with these arguments on a GPU; None for stock torch."""
+    for row in TABLE[name].rows:
+        if row.takes(*(given[argument] for argument in row.looks_at.split())):
+            return row
+    return None
 
 
 def backend(name: str, row: Row) -> Callable[..., Any]:
@@ -103,161 +120,209 @@ def has_hopper(on: torch.device) -> bool:
     return True
 
 
-def _keys(x: Tensor, *args: Any, **more: Any) -> bool:
-    return reads_keys(x)
+# what rows ask of arguments
 
 
-def _heads(x: Tensor, *args: Any, **more: Any) -> bool:
+def _always() -> bool:
+    return True
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _has_heads(x: Tensor) -> bool:
+    """Whether x [B, H, n, D] has heads that the kernels know."""
     return has_kernel(x.device, x.dtype, x.shape[3])
 
 
-def _rows(x: Tensor, *args: Any, **more: Any) -> bool:
-    return has_decode_kernel(x)
+def _fits_a_program(mass: Tensor, residency: Any) -> bool:
+    blocks, slots = residency.wanted.shape[2], residency.block.shape[2]
+    return mass.is_cuda and blocks <= ADMITTED_BLOCKS and slots <= ADMITTED_SLOTS
 
 
-def _attends(q: Tensor, k: Tensor, v: Tensor, log_count: Any = None, causal: bool = False) -> bool:
+def _chooses_slots(mass: Tensor, blocks: Tensor, out: Tensor) -> bool:
+    some = out.shape[3] < blocks.shape[2] <= ADMITTED_SLOTS
+    return some and mass.is_cuda and mass.dtype == torch.float32
+
+
+def _attends(q: Tensor, causal: bool) -> bool:
     # the kernels have no causal mask and no gradient
-    return q.shape[2] >= min(TILES) and not causal and not q.requires_grad and _heads(q)
+    return q.shape[2] >= min(TILES) and not causal and not q.requires_grad and _has_heads(q)
 
 
-def _reads_blocks(q: Tensor, k: Tensor, v: Tensor, past: Any, kept: Any = ()) -> bool:
+def _attends_on_hopper(q: Tensor, causal: bool = False) -> bool:
+    return _attends(q, causal) and has_hopper(q.device)
+
+
+def _attends_with_weights(q: Tensor, log_count: Tensor | None, causal: bool) -> bool:
+    # without weights cuDNN is faster
+    return log_count is not None and _attends(q, causal)
+
+
+def _reads_blocks(q: Tensor, k: Tensor, v: Tensor, past: Any) -> bool:
     sizes = past.tile in TILES and past.block in BLOCKS
     alike = v.dtype == q.dtype and v.shape[3] == q.shape[3]
     return sizes and alike and has_kernel(q.device, k.dtype, q.shape[3])
 
 
-def _scores(q: Tensor, codes: Any, blocks: int, tile: int) -> bool:
-    return codes.code.dtype == torch.int8 and _heads(q)
+def _reads_blocks_on_hopper(q: Tensor, k: Tensor, v: Tensor, past: Any) -> bool:
+    return past.tile % 128 == 0 and _reads_blocks(q, k, v, past) and has_hopper(q.device)
+
+
+def _reads_codes(q: Tensor, past: Any) -> bool:
+    sizes = past.tile in TILES and past.entries.block in BLOCKS
+    return sizes and _has_heads(q) and has_fp8(q.device)
+
+
+def _reads_codes_on_hopper(q: Tensor, past: Any) -> bool:
+    return past.tile % 128 == 0 and _reads_codes(q, past) and has_hopper(q.device)
+
+
+def _makes_codes(x: Tensor) -> bool:
+    return _has_heads(x) and has_fp8(x.device)
+
+
+def _makes_blocks_of_codes(k: Tensor, block: int) -> bool:
+    return block in BLOCKS and _makes_codes(k)
+
+
+def _scores_tiles(q: Tensor, codes: Any, tile: int) -> bool:
+    return tile in TILES and codes.code.dtype == torch.int8 and _has_heads(q)
+
+
+def _scores_means(q: Tensor, codes: Any, tile: int) -> bool:
+    whole = tile > MEANS and tile % MEANS == 0
+    return whole and codes.code.dtype == torch.int8 and _has_heads(q)
+
+
+def _indexes(past: Any, block: int, codes: Any) -> bool:
+    return codes.code.dtype == torch.int8 and block <= max(BLOCKS) and reads_keys(past.k)
+
+
+def _codes_entries(x: Tensor, code: Tensor) -> bool:
+    return x.dtype == device.DTYPE and reads_keys(code)
+
+
+def _decodes(qkv: Tensor) -> bool:
+    return has_decode_kernel(qkv[:1])
+
+
+def _decodes_several(qkv: Tensor, tokens: int) -> bool:
+    return tokens > 1 and _decodes(qkv)
+
+
+def _runs_mlp(x: Tensor, kept: Any, tokens: int) -> bool:
+    return has_decode_kernel(x) and (tokens == 1 or kept is None)
+
+
+def _multiplies_codes(x: Tensor, weight: Any) -> bool:
+    # of few tokens: to decode the weight first takes longer than the product
+    few = x.dim() == 2 and MAX_DECODE_ROWS < len(x) <= MAX_CODED_ROWS
+    return x.is_cuda and few and x.dtype in DECODE_DTYPES and weight.bits < 16
 
 
 def _matches(vectors: Any, shared: bool) -> bool:
     return len(vectors) == 1 and not shared and reads_keys(vectors[0])
 
 
-def _merges(held: Any, alike: Tensor, *args: Any) -> bool:
+def _merges(held: Any, alike: Tensor) -> bool:
     k, scale = held.k, held.k_scale
     # the kernels know no codes of unrotated keys, nor several channels a byte
     codes = scale is None or (scale.dim() == 3 and held.unrotated is None)
     return alike.shape[1] == k.shape[1] and codes and reads_keys(k)
 
 
-def _multiplies(x: Tensor, weight: Any) -> bool:
-    # codes of few tokens: to decode them first takes longer than the product
-    few = x.dim() == 2 and MAX_DECODE_ROWS < len(x) <= MAX_CODED_ROWS
-    return x.is_cuda and few and x.dtype in DECODE_DTYPES and weight.bits < 16
-
-
-def _attends_fp8(q: Tensor, k: Tensor, v: Tensor, log_count: Any = None) -> bool:
-    return _attends(q, k, v, log_count) and has_hopper(q.device)
-
-
-def _reads_codes(q: Tensor, past: Any) -> bool:
-    sizes = past.tile in TILES and past.entries.block in BLOCKS
-    return sizes and _heads(q) and has_fp8(q.device)
-
-
-def _rows_of(x: Tensor, *args: Any) -> bool:
+def _has_rows(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == device.DTYPE
 
 
+def _quantises_rows(x: Tensor) -> bool:
+    return _has_rows(x) and has_fp8(x.device)
+
+
+def _shifts(x: Tensor) -> bool:
+    return x.dim() == 4 and reads_keys(x)
+
+
 TABLE = {
-    "admit.admit": Operation("admit_reference", (
-        Row(lambda mass, ids, residency, at_once: mass.is_cuda
-            and residency.wanted.shape[2] <= ADMITTED_BLOCKS
-            and residency.block.shape[2] <= ADMITTED_SLOTS),
+    "admit.admit": Operation("admit_reference", "mass", (
+        Row(_fits_a_program, "mass residency"),
     )),
-    "admit.best_slots": Operation("best_slots_reference", (
-        Row(lambda mass, blocks, out, sink: mass.is_cuda and mass.dtype == torch.float32
-            and out.shape[3] < blocks.shape[2] <= ADMITTED_SLOTS),
+    "admit.best_slots": Operation("best_slots_reference", "mass", (
+        Row(_chooses_slots, "mass blocks out"),
     )),
-    "attention.attention": Operation("attention_reference", (
-        Row(lambda q, *args: _attends(q, *args) and has_hopper(q.device),
-            "hopper", "flash_attention"),
-        # without weights cuDNN is faster
-        Row(lambda q, k, v, log_count=None, *args: log_count is not None
-            and _attends(q, k, v, log_count, *args), "triton", "flash_attention"),
+    "attention.attention": Operation("attention_reference", "q", (
+        Row(_attends_on_hopper, "q causal", "hopper", "flash_attention"),
+        Row(_attends_with_weights, "q log_count causal", "triton", "flash_attention"),
     )),
-    "attention_fp8.attention_fp8": Operation("attention_fp8_reference", (
-        Row(_attends_fp8, "hopper"),
+    "attention_fp8.attention_fp8": Operation("attention_fp8_reference", "q", (
+        Row(_attends_on_hopper, "q", "hopper"),
     )),
-    "attention_fp8.block_sparse_attention_fp8": Operation("attention_fp8_reference", (
-        Row(lambda q, k, v, past, kept=(): past.tile % 128 == 0
-            and _reads_blocks(q, k, v, past) and has_hopper(q.device), "hopper"),
+    "attention_fp8.block_sparse_attention_fp8": Operation("attention_fp8_reference", "q", (
+        Row(_reads_blocks_on_hopper, "q k v past", "hopper"),
     )),
-    "attention_fp8.listed_attention_fp8": Operation("attention_fp8_reference", (
-        Row(lambda q, k, v, past, centre, kept=(): past.tile % 128 == 0
-            and _reads_codes(q, past) and has_hopper(q.device), "hopper"),
-        Row(lambda q, k, v, past, centre, kept=(): _reads_codes(q, past)),
+    "attention_fp8.listed_attention_fp8": Operation("attention_fp8_reference", "q", (
+        Row(_reads_codes_on_hopper, "q past", "hopper"),
+        Row(_reads_codes, "q past"),
     )),
-    "attention_fp8.quantise_entries": Operation("dequantise", (
-        Row(lambda k, v, block, log_count=None, centre=None: _heads(k) and has_fp8(k.device)
-            and block in BLOCKS),
+    "attention_fp8.quantise_entries": Operation("dequantise", "k", (
+        Row(_makes_blocks_of_codes, "k block"),
     )),
-    "attention_fp8.quantise_queries": Operation("dequantise", (Row(_heads),)),
-    "block_index.block_mass": Operation("block_mass_reference", (
-        Row(lambda q, codes, blocks, tile: tile in TILES and _scores(q, codes, blocks, tile)),
+    "attention_fp8.quantise_queries": Operation("dequantise", "q", (Row(_makes_codes, "q"),)),
+    "block_index.block_mass": Operation("block_mass_reference", "q", (
+        Row(_scores_tiles, "q codes tile"),
     )),
-    "block_index.buckets": Operation("buckets_reference", (Row(_keys),)),
-    "block_index.encode_blocks": Operation("encode_blocks_reference", (
-        Row(lambda past, log_count, block, codes, first=0: codes.code.dtype == torch.int8
-            and block <= max(BLOCKS) and reads_keys(past.k)),
+    "block_index.buckets": Operation("buckets_reference", "x", (Row(reads_keys, "x"),)),
+    "block_index.encode_blocks": Operation("encode_blocks_reference", "past", (
+        Row(_indexes, "past block codes"),
     )),
-    "block_index.mean_mass": Operation("block_mass_reference", (
-        Row(lambda q, codes, blocks, tile: tile > MEANS and tile % MEANS == 0
-            and _scores(q, codes, blocks, tile)),
+    "block_index.mean_mass": Operation("block_mass_reference", "q", (
+        Row(_scores_means, "q codes tile"),
     )),
-    "block_sparse.block_sparse_attention": Operation("block_sparse_attention_reference", (
-        Row(lambda q, k, v, past, kept=(): past.tile % 128 == 0
-            and _reads_blocks(q, k, v, past) and has_hopper(q.device), "attention.hopper"),
-        Row(_reads_blocks, "attention.triton"),
+    "block_sparse.block_sparse_attention": Operation("block_sparse_attention_reference", "q", (
+        Row(_reads_blocks_on_hopper, "q k v past", "attention.hopper"),
+        Row(_reads_blocks, "q k v past", "attention.triton"),
     )),
-    "codes.decode_into": Operation("encode_reference", (
-        Row(lambda code, scale, out: out.dtype == device.DTYPE and reads_keys(code)),
+    "codes.decode_into": Operation("encode_reference", "code", (Row(_codes_entries, "out code"),)),
+    "codes.decode_packed": Operation("decode_packed_reference", "out", (Row(_has_heads, "out"),)),
+    "codes.encode": Operation("encode_reference", "x", (Row(_codes_entries, "x code"),)),
+    "decode_attention.decode_attention": Operation("decode_attention_reference", "out", (
+        Row(_decodes_several, "qkv tokens", "several"),
+        Row(_decodes, "qkv"),
     )),
-    "codes.decode_packed": Operation("decode_packed_reference", (
-        Row(lambda code, scale, out, *args: _heads(out)),
-    ), on=2),
-    "codes.encode": Operation("encode_reference", (
-        Row(lambda x, code, scale: x.dtype == device.DTYPE and reads_keys(code)),
+    "decode_mlp.decode_mlp": Operation("decode_mlp_reference", "x", (
+        Row(_runs_mlp, "x kept tokens"),
     )),
-    "decode_attention.decode_attention": Operation("decode_attention_reference", (
-        Row(lambda out, qkv, step, scratch, tokens=1: tokens > 1 and has_decode_kernel(qkv[:1]),
-            "several"),
-        Row(lambda out, qkv, *args: has_decode_kernel(qkv[:1])),
+    "gemv.gemv": Operation("gemv_reference", "out", (Row(has_decode_kernel, "x"),)),
+    "gemv.linear": Operation("gemv_reference", "x", (Row(_multiplies_codes, "x weight"),)),
+    "host_blocks.load_blocks": Operation("stored_reference", "k", (Row(_always, ""),)),
+    "host_blocks.store_blocks": Operation("stored_reference", "k", (Row(_always, ""),)),
+    "match.best_older": Operation("best_older_reference", "vectors", (
+        Row(_matches, "vectors shared"),
     )),
-    "decode_mlp.decode_mlp": Operation("decode_mlp_reference", (
-        Row(lambda x, mlp, kept, inner, barrier, tokens=1, normed=None: has_decode_kernel(x)
-            and (tokens == 1 or kept is None)),
+    "match.measure": Operation("best_older_reference", "vectors", (
+        Row(_matches, "vectors shared"),
     )),
-    "gemv.gemv": Operation("gemv_reference", (Row(lambda out, x, *args, **more: _rows(x)),)),
-    "gemv.linear": Operation("gemv_reference", (Row(_multiplies),)),
-    "host_blocks.load_blocks": Operation("stored_reference", (Row(lambda *args: True),), on=2),
-    "host_blocks.store_blocks": Operation("stored_reference", (Row(lambda *args: True),)),
-    "match.best_older": Operation("best_older_reference", (
-        Row(lambda vectors, first, shared=False: _matches(vectors, shared)),
+    "merge.merge_entries": Operation("merge_entries_reference", "held", (
+        Row(_merges, "held alike"),
     )),
-    "match.measure": Operation("best_older_reference", (
-        Row(lambda vectors, partner, alike, shared=False: _matches(vectors, shared)),
+    "norm_quantise.add_gated": Operation("add_reference", "x", (Row(_has_rows, "x"),)),
+    "norm_quantise.add_norm": Operation("norm_reference", "x", (Row(_has_rows, "x"),)),
+    "norm_quantise.gelu_quantise": Operation("gelu_reference", "x", (Row(_quantises_rows, "x"),)),
+    "norm_quantise.norm_quantise": Operation("norm_reference", "x", (Row(_quantises_rows, "x"),)),
+    "norm_quantise.quantise": Operation("quantise_reference", "x", (Row(_quantises_rows, "x"),)),
+    "prompt_hits.count_nearest": Operation("count_nearest_reference", "q", (
+        Row(_has_heads, "q"),
     )),
-    "merge.merge_entries": Operation("merge_entries_reference", (Row(_merges),)),
-    "norm_quantise.add_gated": Operation("add_reference", (Row(_rows_of),)),
-    "norm_quantise.add_norm": Operation("norm_reference", (Row(_rows_of),)),
-    "norm_quantise.gelu_quantise": Operation("gelu_reference", (Row(_rows_of),)),
-    "norm_quantise.norm_quantise": Operation("norm_reference", (Row(_rows_of),)),
-    "norm_quantise.quantise": Operation("quantise_reference", (Row(_rows_of),)),
-    "prompt_hits.count_nearest": Operation("count_nearest_reference", (Row(_heads),)),
-    "rotary.apply_rotary": Operation("apply_rotary_reference", (
-        Row(lambda out, x, *args: _heads(x)),
-    ), on=1),
-    "sample_code.sample_code": Operation("sample_code_reference", (
-        Row(lambda logits, draw, to: logits.is_cuda),
+    "rotary.apply_rotary": Operation("apply_rotary_reference", "x", (Row(_has_heads, "x"),)),
+    "sample_code.sample_code": Operation("sample_code_reference", "logits", (
+        Row(_is_on_gpu, "logits"),
     )),
-    "slots.permute": Operation("permute_reference", (Row(_keys),)),
-    "slots.shift": Operation("shift_reference", (
-        Row(lambda x, *args: x.dim() == 4 and reads_keys(x)),
+    "slots.permute": Operation("permute_reference", "x", (Row(reads_keys, "x"),)),
+    "slots.shift": Operation("shift_reference", "x", (Row(_shifts, "x"),)),
+    "token_gate.decide": Operation("decide_reference", "score", (Row(_is_on_gpu, "score"),)),
+    "token_gate.decide_by_input": Operation("decide_by_input_reference", "x", (
+        Row(has_decode_kernel, "x"),
     )),
-    "token_gate.decide": Operation("decide_reference", (
-        Row(lambda state, score: score.is_cuda),
-    ), on=1),
-    "token_gate.decide_by_input": Operation("decide_by_input_reference", (Row(_rows),)),
 }  # fmt: skip

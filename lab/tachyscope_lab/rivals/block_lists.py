@@ -12,12 +12,12 @@ from tachyscope.attention import attend_blocks
 from tachyscope.attention.blocks import BlockAttention
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.types import Shape
-from tachyscope.kernels import dispatch
 from tachyscope.kernels.attention import attention
 from tachyscope.kernels.block_sparse.torch import slots_of
 from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import decode
 from tachyscope.kernels.device import DEVICES, HAS_TRITON, host_may_read
+from tachyscope.kernels.dispatch import find_row
 from tachyscope.store import LayerPass
 
 
@@ -52,7 +52,7 @@ def _by_kernel(q: Tensor, k: Tensor, v: Tensor, table: BlockTable, shape: Shape)
     if shape.fp8_attention:
         name = "attention_fp8.block_sparse_attention_fp8"
     there = HAS_TRITON and q.device.type in DEVICES
-    return there and any(row.takes(q, k, v, table) for row in dispatch.TABLE[name].rows)
+    return there and find_row(name, {"q": q, "k": k, "v": v, "past": table}) is not None
 
 
 def ragged_pairs(q: Tensor, k: Tensor, past: BlockTable) -> Tensor:
