@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from faults import refused
-from streams import CHUNKS, draw, play, play_pass, session
+from streams import CHUNKS, assert_same, draw, play, play_pass, session
 
 POSED = dataclasses.replace(CHUNKS, chunk=1, batch=2, poses=True)
 PLAN = "cache=bank:resident=6f,budget=20f attention=pose:past_weight=8,angle=10,distance=0.5"
@@ -30,8 +30,8 @@ def walk(at, headings):
 
 
 def ages(at, row=0):
-    bank = at.memory.layers[0].bank.tensors
-    return sorted(bank["age"][bank["place"][row].long()].tolist())
+    bank = at.memory.layers[0].bank
+    return sorted(bank.ages[row, bank.tensors["place"][row].long()].tolist())
 
 
 @pytest.mark.parametrize("host", ["native", "int8"])
@@ -87,7 +87,7 @@ def test_of_frames_seen_from_near_poses_the_newer_leaves_and_what_was_given_last
     walk(at, [80, 120, 160, 41, 81, 1, 121, 161, 42, 0])
 
     def held():
-        return sorted(at.memory.layers[0].bank.tensors["age"].tolist())
+        return sorted(at.memory.layers[0].bank.ages[0].tolist())
 
     # the first views of 0, 40, 80, 120 and 160 degrees, and the newest two that were sealed
     assert held() == [0, 1, 2, 3, 4, 9, 10]
@@ -110,6 +110,26 @@ def test_the_weight_is_all_of_it_at_the_same_pose_and_falls_without_a_jump():
         assert at_zero == pytest.approx(wanted, abs=1e-6)
         assert before is None or abs(at_zero - before) < 0.03 * math.log(8)
         before = at_zero
+
+
+@pytest.mark.parametrize("budget", [30, 8])
+def test_a_video_of_a_batch_is_the_video_made_alone(budget):
+    """One returns after three frames, the other after five, so that different frames are alike."""
+    plan, alone = PLAN.replace("20f", f"{budget}f"), dataclasses.replace(POSED, batch=1)
+    both, one = session(POSED, plan), session(alone, plan)
+    rng = torch.Generator().manual_seed(0)
+    for number in range(16):
+        poses = torch.cat([camera(number % 3 * 40)[:1], camera(number % 5 * 40)[1:]])
+        both.set_poses(poses), one.set_poses(poses[1:])
+        pos = POSED.positions(both.memory.latent_frame, 1)
+        for step in range(3):
+            layers = draw(rng, POSED, 6)
+            got = play_pass(both, layers, pos, step, 3)
+            want = play_pass(one, [[x[1:] for x in part] for part in layers], pos, step, 3)
+            assert_same([[x[1:] for x in part] for part in got], want, 1e-9)
+        both.commit(), one.commit()
+    held = [x.memory.layers[0].bank.ages[-1].tolist() for x in (both, one)]
+    assert held[0] == held[1]
 
 
 def test_given_frames_are_read_without_weights():

@@ -24,8 +24,8 @@ def walk(at, numbers):
 
 
 def ages(at, row=0):
-    bank = at.memory.layers[0].bank.tensors
-    return sorted(bank["age"][bank["place"][row].long()].tolist())
+    bank = at.memory.layers[0].bank
+    return sorted(bank.ages[row, bank.tensors["place"][row].long()].tolist())
 
 
 def test_frames_like_the_newest_and_beside_those_are_read():
@@ -92,9 +92,30 @@ def test_what_is_retrieved_weighs_and_the_rest_does_not():
 def test_of_alike_frames_the_newer_leaves_a_full_bank(seed):
     at = session(ONE, PLAN.replace("20f", "8f"))
     walk(at, [90, *range(seed, seed + 4), *[50 + seed] * 12])
-    held = sorted(at.memory.layers[0].bank.tensors["age"].tolist())
+    held = sorted(at.memory.layers[0].bank.ages[0].tolist())
     # the first views stay, and the newest three of what stood still since the fifth
     assert held == [0, 1, 2, 3, 4, 12, 13, 14]
+
+
+def test_a_video_of_a_batch_is_the_video_made_alone():
+    """One shows three scenes in turn, the other five, in a bank of eight latent frames."""
+    plan, alone = PLAN.replace("20f", "8f"), dataclasses.replace(ONE, batch=1)
+    both, one = session(ONE, plan), session(alone, plan)
+    scenes = [draw(torch.Generator().manual_seed(i), ONE, 6) for i in range(5)]
+    for number in range(20):
+        mine, others = scenes[number % 3], scenes[number % 5]
+        layers = [
+            [torch.cat([x[:1], y[1:]]) for x, y in zip(a, b, strict=True)]
+            for a, b in zip(mine, others, strict=True)
+        ]
+        pos = at_next(both)
+        for step in range(3):
+            got = play_pass(both, layers, pos, step, 3)
+            want = play_pass(one, [[x[1:] for x in part] for part in layers], pos, step, 3)
+            assert_same([[x[1:] for x in part] for part in got], want, 1e-6)
+        both.commit(), one.commit()
+    held = [x.memory.layers[0].bank.ages[-1].tolist() for x in (both, one)]
+    assert held[0] == held[1]
 
 
 def restarted():

@@ -169,9 +169,8 @@ def test_worldkv_reads_the_groups_that_were_seen_from_the_most_alike_poses(chunk
             groups[i] = poses[span], pruned(frames[span], 0.4)
         if sealed >= 2:
             last = {i: groups[i] for i in sorted(groups)[-5:]}  # the bank holds five
-            ages = at.memory.layers[0].bank.tensors["age"][
-                at.memory.layers[0].bank.tensors["place"].long()
-            ]
+            bank = at.memory.layers[0].bank
+            ages = bank.ages.gather(1, bank.tensors["place"].long())
             for row in range(2):
                 stand = [int(age) for age in ages[row]]
                 assert set(stand) == nearest(now.unbind(1), last, 2, row)

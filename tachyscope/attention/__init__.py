@@ -55,7 +55,7 @@ class AttentionPolicy(Policy, question="attention"):
         return f"attention={self}: use attention=ann:k=1280"
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
-        """The policy's tensors of a layer of so many slots, own "attention"."""
+        """The policy's tensors of a layer of that many slots, own "attention"."""
         return {}
 
     def before_chunk(self, p: LayerPass, poses: Tensor) -> None:

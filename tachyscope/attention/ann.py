@@ -154,7 +154,7 @@ class Ann(BlockAttention, name="ann"):
             )
 
     def bank_layout(self, shape: Shape, slots: int, budget: int, coded: bool = False) -> BankLayout:
-        """How a bank divides a layer of so many cache slots; raises where they are too few.
+        """How a bank divides a layer of `slots` cache slots; raises where they are too few.
 
         coded: resident blocks are float8 codes.
         """

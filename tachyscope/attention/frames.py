@@ -41,7 +41,7 @@ class FrameAttention(AttentionPolicy):
             )
 
     def bank_layout(self, shape: Shape, slots: int, budget: int, coded: bool) -> FrameLayout:
-        """How a bank divides a layer of so many cache slots; raises where they are too few."""
+        """How a bank divides a layer of `slots` cache slots; raises where they are too few."""
         tokens = shape.tokens_per_frame
         resident = (slots - shape.max_pass_tokens) // tokens - self.sink - self.newest
         if resident < 1:

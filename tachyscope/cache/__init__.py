@@ -95,7 +95,7 @@ class CachePolicy(Policy, question="cache"):
         return past
 
     def compress(self, p: LayerPass, q: Tensor, past: int) -> None:
-        """Reduce the past to `past` entries in a chunk's first pass, whose entries stand behind it.
+        """Reduce the past to `past` entries in a chunk's first pass, whose entries are behind it.
 
         Called with the rotated queries q [B, H, S, D] if `past_in_pass` returns fewer entries.
         """
@@ -107,8 +107,7 @@ class CachePolicy(Policy, question="cache"):
     def bank_layout(
         self, plan: Mapping[str, Any], shape: Shape, slots: int, latent_frames: int | None
     ) -> BankLayout | FrameLayout | None:
-        """How a bank divides a layer of so many slots; None without a bank, raises if they are too
-        few."""
+        """How a bank divides a layer's slots; None without a bank, raises if they are too few."""
         return None
 
     def before_chunk(self, p: LayerPass, poses: Tensor) -> None:

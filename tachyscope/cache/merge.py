@@ -80,7 +80,7 @@ class Merge(CachePolicy, name="merge"):
     )
     keep: Literal["partner", "newest"] = setting(
         "newest",
-        "Whose key and position stand for merged entries: the newest one's, or those of the older "
+        "Whose key and position a merged entry has: the newest one's, or those of the older "
         "entry that the others were matched with (partner).",
     )
     heads: Literal["shared", "each"] = setting(

@@ -74,7 +74,7 @@ class BankLayout:
         return (self.sink + self.resident_slots) * self.block + self.newest
 
     def resident_blocks(self, past: int) -> int:
-        """Resident blocks beside the sink, of a past of so many cache slots."""
+        """Resident blocks beside the sink, of a past of `past` cache slots."""
         return max(0, past - self.first - self.newest) // self.block
 
     def sealed(self, past: int) -> slice:

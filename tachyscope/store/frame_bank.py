@@ -71,7 +71,7 @@ class FrameLayout(NamedTuple):
         return self.first + self.resident_slots * self.kept + tail
 
     def sealed(self, total: int) -> int:
-        """Groups sealed so far, of a video of so many entries."""
+        """Groups sealed so far, of a video of `total` entries."""
         return max(0, total // self.tokens - self.sink - self.newest) // self.group
 
     def tail(self, total: int) -> int:
@@ -85,10 +85,10 @@ class FrameBank(HostBank, abc.ABC):
 
     tensors, beside those of `HostBank` (the names are those of snapshots):
       key    [B, capacity, W]     mean key of a group's frames
-      age    [capacity]           groups sealed before it, so that the oldest is least; -1: unused
+      age    [B * capacity]       groups sealed before it, so that the oldest is least; -1: unused
       place  [B, resident slots]  the group in a resident slot, -1: none
       tail   [B, frames, W]       keys of the frames that are not sealed
-      alike  [capacity]           likeness to the most similar older group, 0 to 1, less GIVEN if it
+      alike  [B * capacity]       likeness to the most similar older group, 0 to 1, less GIVEN if it
                                   was given
       given  given entries that are not sealed, the sink's among them
     work:
@@ -121,13 +121,13 @@ class FrameBank(HostBank, abc.ABC):
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "key": ((shape.batch, layout.capacity, width), cls.key_dtype),
             "tail": ((shape.batch, tail, width), cls.key_dtype),
-            "age": ((layout.capacity,), torch.int32),
+            "age": ((shape.batch * layout.capacity,), torch.int32),
             "given": ((1,), torch.int32),
             "place": ((shape.batch, layout.resident_slots), torch.int32),
             "written": ((*heads, blocks), torch.int32),
             "used": ((1,), torch.int32),
             "sealed": ((1,), torch.int32),
-            "alike": ((layout.capacity,), torch.float32),
+            "alike": ((shape.batch * layout.capacity,), torch.float32),
         }
         work: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "counters": ((len(COUNTERS),), torch.float64),
@@ -142,6 +142,11 @@ class FrameBank(HostBank, abc.ABC):
         bank = cls(layout, made, buffers | cls.constants(shape, device), memory)
         bank.clear()
         return bank
+
+    @property
+    def ages(self) -> Tensor:
+        """`age` [B, capacity]."""
+        return self.tensors["age"].view(len(self.tensors["place"]), -1)
 
     @classmethod
     @abc.abstractmethod
@@ -217,30 +222,31 @@ class FrameBank(HostBank, abc.ABC):
         group = self.assign_group(age, own["used"] // layout.blocks, key)
         index = torch.arange(layout.blocks, dtype=torch.int32, device=group.device)
         rows = own["written"].shape[:2]
-        ids = (group * layout.blocks + index).expand(*rows, -1).contiguous()
+        ids = (group * layout.blocks + index).unsqueeze(1).expand(*rows, -1).contiguous()
         k, v = (x[:, :, start : start + layout.kept] for x in (layer.k, layer.v))
         store_blocks(k, v, index.expand(*rows, -1).contiguous(), self.host_blocks, ids)
         own["sealed"] += layout.blocks
         own["used"].copy_((own["used"] + layout.blocks).clamp(max=layout.capacity * layout.blocks))
         own["written"].scatter_(2, ids.long(), own["sealed"].expand(ids.shape))
-        own["key"].index_copy_(1, group.long(), key.unsqueeze(1))
-        own["age"].index_copy_(0, group.long(), age)
+        own["key"].scatter_(1, group.long().unsqueeze(2).expand(-1, 1, key.shape[1]), key[:, None])
+        self.ages.scatter_(1, group.long(), age.expand(group.shape))
         # the group that is replaced is no longer resident
         own["place"].masked_fill_(own["place"] == group, -1)
         if slot < layout.resident_slots:
             own["place"][:, slot : slot + 1] = group
 
     def assign_group(self, age: Tensor, used: Tensor, key: Tensor) -> Tensor:
-        """The number [1] of a new group with a key [B, W]: an unused one, or in a full bank that of
-        the group most like an older one, given groups last."""
-        layout, own = self.layout, self.tensors
-        newest = own["age"] >= age - layout.capacity // NEWEST
-        leaves = own["alike"].masked_fill(newest, -torch.inf).argmax(0, keepdim=True)
+        """The number [B, 1] of a new group with a key [B, W]: an unused one, or in a full bank that
+        of the group most like an older one, given groups last."""
+        layout, own, ages = self.layout, self.tensors, self.ages
+        alike = own["alike"].view_as(ages)
+        newest = ages >= age - layout.capacity // NEWEST
+        leaves = alike.masked_fill(newest, -torch.inf).argmax(1, keepdim=True)
         group = torch.where(used < layout.capacity, used, leaves.to(torch.int32))
-        alike = torch.exp(-self.squared_distance(own["key"], key) / 2).mean(0).float()
-        alike.masked_fill_(own["age"] < 0, 0.0).index_fill_(0, group.long(), 0.0)
-        alike = alike.amax(0, keepdim=True) - GIVEN * (own["given"] > layout.first).float()
-        own["alike"].index_copy_(0, group.long(), alike)
+        likeness = torch.exp(-self.squared_distance(own["key"], key) / 2).float()
+        likeness = likeness.masked_fill(ages < 0, 0.0).scatter(1, group.long(), 0.0)
+        given = GIVEN * (own["given"] > layout.first).float()
+        alike.scatter_(1, group.long(), likeness.amax(1, keepdim=True) - given)
         # given frames come first in a video, so they are sealed first
         own["given"].sub_(layout.group * layout.tokens).clamp_(min=0)
         return group
@@ -274,16 +280,17 @@ class FrameBank(HostBank, abc.ABC):
 
     def _nearest(self, key: Tensor) -> Tensor:
         """The groups [B, resident slots] nearest to key [B, W]; of equally near ones the oldest."""
-        age = self.tensors["age"]
-        by_age = age.argsort(stable=True)
-        unused = (age < 0)[by_age]
-        distance = self.distances(self.tensors["key"][:, by_age], key, unused)
-        distance = (distance / NEAR).round().masked_fill(unused, torch.inf)
-        return by_age[distance.argsort(dim=1, stable=True)[:, : self.layout.resident_slots]]
+        keys = self.tensors["key"]
+        age, by_age = self.ages.sort(dim=1, stable=True)
+        keys = keys.gather(1, by_age.unsqueeze(2).expand_as(keys))
+        distance = self.distances(keys, key, age < 0)
+        distance = (distance / NEAR).round().masked_fill(age < 0, torch.inf)
+        nearest = distance.argsort(dim=1, stable=True)[:, : self.layout.resident_slots]
+        return by_age.gather(1, nearest)
 
     def distances(self, keys: Tensor, key: Tensor, unused: Tensor) -> Tensor:
         """What groups are chosen by, the least first: of their keys [B, n, W] by age, of which
-        `unused` [n] are no group's, from key [B, W]."""
+        `unused` [B, n] are no group's, from key [B, W]."""
         return self.squared_distance(keys, key)
 
     def weigh(self, weight: Tensor) -> None:

@@ -161,7 +161,7 @@ class KVStore:
         return present | {f"bank.{name}": x for name, x in bank.items()}
 
     def bytes(self, entries: int | None = None) -> int:
-        """Bytes of the tensors on the device, or the share of them that so many entries take."""
+        """Bytes of the tensors on the device, or of them the share of `entries`."""
         share = 1.0 if entries is None else min(1.0, entries / self.slots)
         by_slot = self.entries().keys() | {f"{question}.{name}" for question, name in self.per_slot}
         total = sum(x.nbytes for x in self.buffers().values()) + 0.0

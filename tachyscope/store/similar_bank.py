@@ -62,9 +62,8 @@ class SimilarBank(FrameBank):
 
     def squared_distance(self, keys: Tensor, key: Tensor) -> Tensor:
         (spread,) = self.layout.spread
-        own = self.tensors
-        held = (own["age"] >= 0).float()
-        mean = (own["key"] * held[:, None]).sum(1, keepdim=True) / held.sum().clamp(min=1)
+        held = (self.ages >= 0).float().unsqueeze(2)
+        mean = (self.tensors["key"] * held).sum(1, keepdim=True) / held.sum(1, True).clamp(min=1)
         cosine = F.cosine_similarity(keys - mean, (key - mean[:, 0]).unsqueeze(1), dim=-1)
         return ((1 - cosine) / spread).square()
 

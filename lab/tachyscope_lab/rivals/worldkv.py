@@ -28,7 +28,7 @@ class WorldKvBank(PoseBank):
     __slots__ = ()
 
     def assign_group(self, age: Tensor, used: Tensor, key: Tensor) -> Tensor:
-        oldest = self.tensors["age"].argmin(0, keepdim=True).to(torch.int32)
+        oldest = self.ages.argmin(1, keepdim=True).to(torch.int32)
         return torch.where(used < self.layout.capacity, used, oldest)
 
     def prune(self, layer: KVStore, start: int) -> None:
