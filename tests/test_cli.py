@@ -591,6 +591,10 @@ def test_bench_prints_noise_and_counted_work(capsys):
     found = json.loads(out.splitlines()[-1])
     assert [row["name"] for row in found["rows"]] == ["dense", "fast"]
     assert found["suite"] == "bench-cpu" and found["aa"]["high"] >= 1
+    assert main([*words[:-2]]) == 0
+    assert "to time plans after a long past: tachyscope bench atrium-world --at 300" in (
+        capsys.readouterr().out
+    )
 
 
 def test_list_has_every_policy_with_paper_and_parameters(capsys):

@@ -25,7 +25,7 @@ class Bench(ResultsVerb):
     def run(self, command: str) -> None:
         from tachyscope.measure.bench import bench, bench_lengths, lines, split_lengths, split_plans
         from tachyscope.measure.progress import progress
-        from tachyscope.models.registry import load
+        from tachyscope.models.registry import MODELS, load
 
         plans = [check_plan(plan, self.model) for plan in split_plans(self.plans)]
         lengths = None if self.at is None else split_lengths(self.at, "at")
@@ -48,4 +48,9 @@ class Bench(ResultsVerb):
                     watch=lambda done: watch.part("bench", done, total, "lengths"),
                 )  # fmt: skip
         print(*lines(results), sep="\n")
+        if lengths is None and self.model in MODELS and MODELS[self.model].random:
+            print(
+                f"{self.model} is a tiny random model for tests; to time plans after a long past: "
+                f"tachyscope bench atrium-world --at 300"
+            )
         self.emit(results)
