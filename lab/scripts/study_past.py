@@ -25,7 +25,7 @@ import torch
 
 from tachyscope.core.arguments import parse_plan
 from tachyscope.io.results import Document, document, emit
-from tachyscope.models.registry import load
+from tachyscope.models.registry import in_precision, load
 from tachyscope.models.wan.model import WanModel
 from tachyscope_lab.evaluation import frame_weights as frame_weights  # registers its policy
 from tachyscope_lab.evaluation.intervals import interval
@@ -124,8 +124,9 @@ class Task(NamedTuple):
 def model_on(device: str, precision: str = NATIVE) -> WanModel:
     """Eager: a window of minutes is over before the model would be compiled."""
     dtype = "float32" if precision == "float32" else measured_dtype(device)
-    coded = precision if precision.startswith("fp8") else None
-    model = load("atrium-world", device=device, dtype=dtype, precision=coded)
+    model = load("atrium-world", device=device, dtype=dtype)
+    if precision.startswith("fp8"):  # not by `load`: it refuses float8 if that saves no time
+        model = in_precision(model, precision)
     return WanModel.narrow(model, fault="the study is of atrium-world")
 
 

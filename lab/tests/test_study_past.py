@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from tachyscope.core.errors import TachyscopeError
+from tachyscope.models.wan.model import WanModel
 from tachyscope_lab.evaluation import regimes
 
 
@@ -29,6 +31,15 @@ def played(study_past, monkeypatch):
     monkeypatch.setattr(study_past, "_scenes", lambda name, seed, rooms, device: range(rooms))
     monkeypatch.setitem(study_past.GROUPS, "named", (("half", "far"), ("balanced", "fast")))
     return tasks
+
+
+def test_quality_in_float8_is_studied_even_where_it_saves_no_time(study_past, monkeypatch):
+    def refuse(*given):
+        raise TachyscopeError("float8 saves nothing")
+
+    monkeypatch.setattr(WanModel, "check_fp8_gain", refuse)
+    model = study_past.model_on("cpu", "fp8")
+    assert model.operations is not None and model.fp8_attention
 
 
 def test_every_room_and_interval_of_a_study_is_kept(study_past, played, tmp_path):
