@@ -12,7 +12,6 @@ from torch import Tensor
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.session import Session
 from tachyscope.core.types import Shape
-from tachyscope.models.atrium import camera
 from tachyscope.models.wan import action_modules, camera_rays, key_adapter, key_camera
 from tachyscope.models.wan.action_modules import ActionInputs
 from tachyscope.models.wan.camera_rays import Injected
