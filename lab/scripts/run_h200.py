@@ -18,7 +18,7 @@ Each part writes OUT/PART.json (or a folder OUT/PART), which `tachyscope-lab rec
 row, so that a part that is stopped keeps what it had. A part begins only if the seconds that it may
 take are left, and a fault in one leaves the others. OUT/PART.end says how it ended; a part that has
 one is run again only where --only names it. So the next call with the same OUT goes on with what is
-left. --tar is written after every part.
+left. --tar is written after every part, in pieces of 15 MiB where it is larger.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CARRY = ROOT / ".carry"
 MOST_BYTES = 64 << 20  # of the working tree and what is carried
+PIECE = 15 << 20  # bytes of a file that is brought back
 OLD = "08b3aaf"  # before the third edition
 # what pyproject.toml names is brought in its version; what that needs, where the machine has none
 PACKAGES = {
@@ -85,7 +86,9 @@ class Part:
     name: str
     seconds: int  # that it may take; it is stopped then, and not begun where fewer are left
     about: str
-    commands: tuple[str, ...]  # {out}: OUT/NAME; {old}, {authors}: what was carried
+    # {out}: OUT/NAME; {folder}: OUT; {kept}: a folder that --tar leaves out; {old}, {authors}: what
+    # was carried
+    commands: tuple[str, ...]
     small: tuple[str, ...] = field(default=(), kw_only=True)  # the same on a CPU in a minute
     needs: str = field(default="", kw_only=True)  # of what was carried: old or authors
 
@@ -263,7 +266,7 @@ def run_parts(
         if left < part.seconds:
             print(f"{part.name}: may take {part.seconds} s, {left:.0f} are left", flush=True)
             continue
-        places = {"out": out / part.name} | carried
+        places = {"out": out / part.name, "folder": out, "kept": out / "carried"} | carried
         failed |= not run_part(part, places, environment, small)
         if tar is not None:
             pack(out, tar)
@@ -315,14 +318,25 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def pack(out: Path, file: Path) -> None:
-    """One archive of what was measured, put in its place when it is whole."""
+    """One archive of what was measured, put in its place when it is whole; a large one in pieces,
+    which `cat` joins."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    with tarfile.open(part, "w:gz") as made:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz") as archive:
         for path in sorted(out.iterdir()):
             if path.name != "carried":
-                made.add(path, path.name)
-    part.replace(file)
+                archive.add(path, path.name)
+    content = made.getvalue()
+    pieces = [content[at : at + PIECE] for at in range(0, len(content), PIECE)]
+    names = [file.name]
+    if len(pieces) > 1:
+        names = [f"{file.name}.{number}" for number in range(len(pieces))]
+    for name, piece in zip(names, pieces, strict=True):
+        part = file.with_name(f"{name}.part")
+        part.write_bytes(piece)
+        part.replace(file.with_name(name))
+    for old in {file, *file.parent.glob(f"{file.name}.*")} - {file.with_name(x) for x in names}:
+        old.unlink(missing_ok=True)
 
 
 def unpack(carry: Path, place: Path) -> dict[str, Path]:

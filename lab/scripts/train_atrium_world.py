@@ -75,7 +75,7 @@ def make_config(args: argparse.Namespace, world: World) -> WanConfig:
     return WanConfig(
         dim=args.width,
         ffn_dim=4 * args.width,
-        layers=args.layers,
+        layers=world.layers if args.layers is None else args.layers,
         heads=args.width // 64,
         in_channels=world.channels,
         text_dim=128,
@@ -90,8 +90,8 @@ def make_config(args: argparse.Namespace, world: World) -> WanConfig:
         stride=(1, world.stride, world.stride),
         fps=8,
         stock="cache=keep_all attention=dense text=dense replay=none",
-        text_encoder="words",
-        decoder="autoencoder",
+        text_encoder=world.text_encoder,
+        decoder=world.decoder,
     )
 
 
@@ -429,17 +429,19 @@ def judge(
     out: Path,
     pace: float,
     names: Sequence[str],
+    most: int = 10**9,
     seed: int = 2**31,
 ) -> dict[str, float]:
     """Scores and a sheet on unseen rooms: a full turn is given, then made again, then a walk.
 
-    At a slower pace the same way takes more frames.
+    At a slower pace the same way takes more frames; it is cut after `most`.
     """
     device = next(model.parameters()).device
     generator = Generator().manual_seed(seed)
     times = round(1 / pace)
-    walk = "." + "".join(letter * times for letter in world.way)
-    given, frames = 1 + 24 * times, len(walk)
+    walk = ("." + "".join(letter * times for letter in world.way))[:most]
+    frames = len(walk)
+    given = min(1 + 24 * times, frames // 2)
     rooms = world.make_scenes(worlds, generator)
     actions = world.camera.letters(walk).expand(worlds, frames)
     pose = world.camera.walk(world.camera.make_starts(worlds, generator), actions, pace)
@@ -479,7 +481,7 @@ def judge(
         "window8": {"given": given, "window": 8},
         "prompt": {"given": 0},
     }
-    turn = given + 24 * times  # where the turn has been made again
+    turn = min(given + 24 * times, frames - 1)  # where the turn has been made again
     scores = {"autoencoder_db": mean(atrium_clips.psnr(show(latents), truth))}
     scores["repeat_db"] = mean(atrium_clips.psnr(truth[:, :-1], truth[:, 1:]))
     videos = {"truth": truth}
@@ -492,7 +494,7 @@ def judge(
         db = atrium_clips.psnr(video, truth)
         scores[f"{name}_revisit_db"] = mean(db[:, given:turn])
         scores[f"{name}_new_db"] = mean(db[:, turn:])
-        scores[f"{name}_49_96_db"] = mean(db[:, given + 48 * times :])
+        scores[f"{name}_49_96_db"] = mean(db[:, min(given + 48 * times, frames - 1) :])
         scores[f"{name}_worst_db"] = db[:, turn:].mean(1).min().item()
         error = (video - truth).square().mean(2)
         scores[f"{name}_objects_db"] = -10 * math.log10(error[:, turn:][objects[:, turn:]].mean())
@@ -507,7 +509,7 @@ def judge(
     return {f"{key}_{times}": value for key, value in scores.items()}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--world", choices=WORLDS, default="atrium")
@@ -521,7 +523,7 @@ def main() -> None:
     parser.add_argument("--finish", type=float, default=1.0, help="share of the plan at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--layers", type=int, help="the world's own number unless given")
     parser.add_argument("--shift", type=float, default=2.0)
     parser.add_argument("--row", type=int, default=256, help="frames of the longest context")
     parser.add_argument("--rows", type=int, default=4, help="as many frames of clips a step")
@@ -532,11 +534,19 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=32, help="clips made at a time")
     parser.add_argument("--fill", type=float, default=30.0, help="seconds of filling at first")
     parser.add_argument("--every", type=int, default=20, help="steps between new clips")
+    parser.add_argument(
+        "--drawing",
+        type=float,
+        default=1.0,
+        help="the most of training's time that new clips may take; they come more seldom then",
+    )
+    parser.add_argument("--steps", type=int, default=10**9, help="end after so many, if sooner")
     parser.add_argument("--worlds", type=int, default=16)
+    parser.add_argument("--judge-frames", type=int, default=10**9, help="of the walks that score")
     parser.add_argument("--runs", nargs="+", default=RUNS, choices=RUNS, help="runs to be scored")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     device, world = args.device, WORLDS[args.world]
 
     warm = 100 if args.resume else 300
@@ -556,7 +566,10 @@ def main() -> None:
     modules = {"model": model, "words": words}
     average = Average(modules)
     optimizer = Optimizer(modules, fused=device == "cuda")
-    first = step = load(args.resume, average, optimizer) if args.resume else 0
+    first = step = 0
+    if args.resume:
+        taken = args.resume if any(args.resume.glob("*.safetensors")) else args.out
+        first = step = load(taken, average, optimizer)
     # a resumed run sees other worlds and other noise than the one before
     torch.manual_seed(args.seed * 1_000_003 + step)
     generator = Generator().manual_seed(args.seed * 1_000_003 + step)
@@ -582,7 +595,7 @@ def main() -> None:
     fresh = make_batches(world, args.fresh, args.row, generator, torch.no_grad()(encode), device)
     while not pool.made or (clock.elapsed < args.fill and pool.made < args.pool):
         pool.put(*next(fresh))
-        pool.latents[0, 0, 0, 0, 0].item()  # so that the clock sees the work, not its launch
+        synchronised(clock, device)  # so that the clock sees the work, not its launch
     log(pool=pool.filled, seconds=clock.elapsed)
 
     rolls = min(ROLLS, args.pool)
@@ -617,7 +630,8 @@ def main() -> None:
 
     saved, logged, logged_step, rolled_at = clock.elapsed, clock.elapsed, step, step
     sums = torch.zeros(6, device=device)
-    while clock.share < 1:
+    trained_from, drawing = clock.elapsed, 0.0
+    while clock.share < 1 and step - first < args.steps:
         share = args.begin + (args.finish - args.begin) * clock.share
         length = choose_length(share, args.row)
         kind = float(torch.rand(())) if share > 0.35 else 1.0
@@ -644,8 +658,11 @@ def main() -> None:
             late = high & (torch.arange(length, device=device) >= length * 3 // 4)
             errors = (error * high).sum(), high.sum(), (error * late).sum(), late.sum()
             sums += torch.stack([loss.detach(), norm.detach(), *errors])
-        if step % args.every == 0:
+        most = args.drawing * (clock.elapsed - trained_from)
+        if step % args.every == 0 and drawing <= most:
+            began = synchronised(clock, device)
             pool.put(*next(fresh))
+            drawing += synchronised(clock, device) - began
         if step == first + 1 or clock.elapsed - logged > 10:
             total, norms, high_sum, highs, late_sum, lates = sums.tolist()
             steps, seconds = step - logged_step, clock.elapsed - logged
@@ -658,6 +675,7 @@ def main() -> None:
                 mse_late=late_sum / max(lates, 1),
                 length=length,
                 clips=pool.made,
+                drawing=drawing / (clock.elapsed - trained_from),
                 tokens_s=round(
                     steps * args.rows * 2 * args.row * packing.shape.tokens_per_frame / seconds
                 ),
@@ -675,9 +693,18 @@ def main() -> None:
     average.swap()
     for pace, names in {world.pace: args.runs, world.pace / 2: ["dense"]}.items():
         scores = judge(
-            world, model, words, adapter, autoencoder, args.worlds, args.out, pace, names
-        )
+            world, model, words, adapter, autoencoder, args.worlds, args.out, pace, names,
+            args.judge_frames,
+        )  # fmt: skip
         log(step=step, seconds=clock.elapsed, **scores)
+    log.file.close()
+
+
+def synchronised(clock: Clock, device: str) -> float:
+    """The time when the device has done what it was given."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return clock.elapsed
 
 
 def teach(

@@ -1,16 +1,19 @@
-"""Train Lodge's autoencoder on pictures rendered as it goes.
+"""Train Lodge's autoencoder on pictures rendered as it goes, each of them seen several times.
 
     python lab/scripts/train_lodge_autoencoder.py --out out/lodge-autoencoder --minutes 9
 
 Writes autoencoder.safetensors (float32, averaged), log.jsonl and sheet-autoencoder.png (truth,
 decoded, decoded from noisy latents) into --out, each minute and at the end. --state DIR also keeps
 what exact resumption needs; --resume DIR goes on from such a state and --out's weights. A run with
---decay 0 ends at its full rate, to be resumed; the last one decays.
+--decay 0 ends at its full rate, to be resumed; the last one decays. Pictures are drawn more slowly
+than they are learned from: a pool of them lies on the device, and new ones, which may take a share
+--drawing of the time, replace the oldest.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +55,38 @@ def draw(count: int, generator: Generator, device: str) -> tuple[Houses, Tensor,
     pose = camera.walk(pose, actions.long(), 1.0)[:, -1]
     time = PERIOD * torch.rand(count, generator=generator)
     return houses.to(device), pose.to(device), time.to(device)
+
+
+class Pictures:
+    """A pool of rendered pictures on the device, in 8 bits, the oldest replaced by new ones."""
+
+    def __init__(
+        self, make: Render, count: int, size: int, batch: int, generator: Generator, device: str
+    ) -> None:
+        self.make, self.batch, self.generator, self.device = make, batch, generator, device
+        self.held = torch.empty(
+            count // batch * batch, 3, size, size, dtype=torch.uint8, device=device
+        )
+        self.made, self.seconds = 0, 0.0
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Render a batch, timed until the device has done it."""
+        began = time.monotonic()
+        drawn = draw(self.batch, self.generator, self.device)
+        pictures = self.make(*drawn, self.held.shape[-1])
+        at = self.made % len(self.held)
+        self.held[at : at + self.batch] = (255 * pictures).round()
+        self.made += self.batch
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        self.seconds += time.monotonic() - began
+
+    def take(self) -> Tensor:
+        """A batch of those that there are, in 0..1."""
+        filled = min(self.made, len(self.held))
+        row = torch.randint(filled, (self.batch,), device=self.device)
+        return self.held[row].float() / 255
 
 
 def edges(pictures: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,6 +136,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=SIZE, help="pixels of a picture's side")
     parser.add_argument("--channels", type=int, default=CHANNELS)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--pool", type=int, default=32768, help="pictures kept to learn from")
+    parser.add_argument("--fill", type=float, default=20.0, help="seconds of filling it at first")
+    parser.add_argument(
+        "--drawing", type=float, default=0.4, help="the most of the time that new pictures take"
+    )
     parser.add_argument("--judged", type=int, default=128, help="pictures that are scored")
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -108,6 +148,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.size % STRIDE:
         parser.error(f"--size is a multiple of {STRIDE}, got {args.size}")
+    if args.pool < args.batch:
+        parser.error(f"--pool holds a batch of {args.batch} at least, got {args.pool}")
     return args
 
 
@@ -139,10 +181,17 @@ def main(arguments: list[str] | None = None) -> None:
         if args.state:
             save_state(args.state, average, optimizer, step)
 
+    pool = Pictures(make, args.pool, args.size, args.batch, generator, device)
+    while not pool.made or (clock.elapsed < args.fill and pool.made < len(pool.held)):
+        pool.add()
+    # what compiling took is no part of drawing's share
+    filled, pool.seconds, begun = pool.made, 0.0, clock.elapsed
+    log(pool=filled, seconds=begun)
     saved, logged, logged_step = clock.elapsed, clock.elapsed, step
     while clock.share < 1 and step - first < args.steps:
-        with torch.no_grad():
-            truth = make(*draw(args.batch, generator, device), args.size)
+        if pool.seconds <= args.drawing * (clock.elapsed - begun):
+            pool.add()
+        truth = pool.take()
         noise = NOISE * torch.rand(len(truth), 1, 1, 1, device=device)
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
             made = forward(truth.contiguous(memory_format=torch.channels_last), noise)
@@ -162,7 +211,8 @@ def main(arguments: list[str] | None = None) -> None:
             frames = (step - logged_step) * args.batch / max(clock.elapsed - logged, 1e-3)
             logged, logged_step = clock.elapsed, step
             log(step=step, seconds=logged, loss=loss.item(), mse=square.item(), norm=norm.item(),
-                frames_s=round(frames))  # fmt: skip
+                frames_s=round(frames), drawn=pool.made,
+                drawn_s=round((pool.made - filled) / max(pool.seconds, 1e-3)))  # fmt: skip
         if clock.elapsed - saved > 60:
             saved = clock.elapsed
             write()

@@ -20,6 +20,7 @@ from tachyscope_lab.worlds.lodge import autoencoder as lodge_autoencoder
 from tachyscope_lab.worlds.lodge import camera as lodge_camera
 from tachyscope_lab.worlds.lodge import prompts as lodge_prompts
 from tachyscope_lab.worlds.lodge.houses import make_houses
+from tachyscope_lab.worlds.lodge.model import LodgePictures, LodgeWords
 from tachyscope_lab.worlds.lodge.picture import ITEMS, SURFACES
 from tachyscope_lab.worlds.lodge.picture import render as render_lodge
 from tachyscope_lab.worlds.lodge.picture import see as see_lodge
@@ -41,6 +42,9 @@ class World:
     make_autoencoder: Callable[[], Any]
     channels: int  # of a latent
     stride: int  # pixels of its side
+    layers: int  # of the world model, 256 wide
+    text_encoder: str  # how the model's configuration names these parts
+    decoder: str
     surfaces: int
     objects: int  # the first surface that is a thing
     at_once: int  # frames that are drawn together
@@ -81,6 +85,9 @@ WORLDS = {
         make_autoencoder=atrium_autoencoder.Autoencoder,
         channels=16,
         stride=atrium_autoencoder.STRIDE,
+        layers=9,
+        text_encoder="words",
+        decoder="autoencoder",
         surfaces=atrium.OBJECTS + 4,
         objects=atrium.OBJECTS,
         at_once=512,
@@ -97,6 +104,9 @@ WORLDS = {
         make_autoencoder=lodge_autoencoder.Autoencoder,
         channels=lodge_autoencoder.CHANNELS,
         stride=lodge_autoencoder.STRIDE,
+        layers=8,
+        text_encoder=LodgeWords.kind,
+        decoder=LodgePictures.kind,
         surfaces=SURFACES,
         objects=ITEMS,
         at_once=64,

@@ -1,5 +1,6 @@
 """Lodge: an exact picture of every pose, labels that agree with it, and a judge that reads both."""
 
+import argparse
 import json
 import warnings
 from dataclasses import replace
@@ -7,11 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tachyscope as ts
 from tachyscope.models.atrium.visit import UNSEEN
+from tachyscope.models.atrium.words import WordEncoder
+from tachyscope.models.wan.transformer import WanCausal
 from tachyscope_lab.worlds.lodge import camera, plan, prompts, visit
 from tachyscope_lab.worlds.lodge.autoencoder import Autoencoder, multiply_adds
 from tachyscope_lab.worlds.lodge.houses import make_houses
 from tachyscope_lab.worlds.lodge.judge import surfaces_right, true_surfaces
+from tachyscope_lab.worlds.lodge.model import Walker
 from tachyscope_lab.worlds.lodge.palette import COLOURS
 from tachyscope_lab.worlds.lodge.picture import (
     GLASS,
@@ -27,7 +32,9 @@ from tachyscope_lab.worlds.lodge.picture import (
 with warnings.catch_warnings():  # of torch's own compiler, when it is first imported
     warnings.simplefilter("ignore", DeprecationWarning)
     import lodge_clips
+    import train_atrium_world
     import train_lodge_autoencoder as training
+    from train_atrium_world import make_config
     from training_worlds import WORLDS
 
 
@@ -179,8 +186,22 @@ def test_latents_are_as_many_tokens_as_atriums_and_the_decoder_is_counted():
     latents = torch.zeros(1, 32, 16, 16)
     with torch.no_grad():
         assert model.eval().decode(latents).shape == (1, 3, 256, 256)
-    assert multiply_adds(model.decoder, latents) == 1_779_433_472
+    assert multiply_adds(model.decoder, latents) == 1_674_838_016
     assert WORLDS["lodge"].channels == 32
+
+
+def test_the_whole_model_fits_twelve_megabytes_in_eight_bits():
+    """A code a number and 16 bits of scale a row; vectors, norms and biases, in 16 bits."""
+    world = WORLDS["lodge"]
+    args = argparse.Namespace(width=256, layers=None, shift=2.0)
+    with torch.device("meta"):
+        parts = (
+            WanCausal(make_config(args, world)), world.make_autoencoder(),
+            WordEncoder(len(world.prompts.WORDS), world.prompts.LENGTH),
+        )  # fmt: skip
+    weights = [p for part in parts for p in part.parameters()]
+    stored = sum(p.numel() + 2 * len(p) if p.dim() > 1 else 2 * p.numel() for p in weights)
+    assert stored == 11_891_368 < 12e6
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
@@ -199,10 +220,43 @@ def test_a_world_to_train_on_gives_clips_prompts_and_rays(world):
 @pytest.mark.slow
 def test_the_autoencoder_learns_and_goes_on_from_its_state(tmp_path):
     tiny = ["--out", f"{tmp_path}/out", "--state", f"{tmp_path}/state", "--size", "32", "--batch", "2",
-            "--judged", "4", "--minutes", "60", "--device", "cpu", "--no-compile"]  # fmt: skip
+            "--judged", "4", "--pool", "8", "--minutes", "60", "--device", "cpu", "--no-compile"]  # fmt: skip
     training.main([*tiny, "--steps", "50"])
     training.main([*tiny, "--steps", "2", "--resume", f"{tmp_path}/state"])
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     ends = [row for row in rows if row.get("final")]
     assert [row["step"] for row in ends] == [50, 52]
     assert ends[0]["psnr"] > 10 and (tmp_path / "out" / "sheet-autoencoder.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_world_model_of_lodge_is_trained_in_phases_and_loads(tmp_path):
+    """As a lease trains it, each phase a command: the autoencoder, then the world twice."""
+    folder, out = f"{tmp_path}/autoencoder", tmp_path / "world"
+    training.main(["--out", folder, "--batch", "2", "--pool", "2", "--judged", "2", "--steps", "1",
+                   "--device", "cpu", "--no-compile"])  # fmt: skip
+    tiny = ["--world", "lodge", "--autoencoder", folder, "--out", str(out), "--device", "cpu",
+            "--no-compile", "--width", "64", "--layers", "1", "--row", "8", "--rows", "1",
+            "--pool", "2", "--fresh", "2", "--fill", "0", "--steps", "1", "--worlds", "1",
+            "--runs", "teacher", "--state", f"{tmp_path}/state", "--judge-frames", "6"]  # fmt: skip
+    train_atrium_world.main([*tiny, "--finish", "0.5"])
+    train_atrium_world.main([*tiny, "--begin", "0.5", "--resume", f"{tmp_path}/state"])
+    train_atrium_world.main([*tiny, "--begin", "0.5", "--resume", str(out)])
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row.get("trained")] == [1, 2, 3]
+    assert (out / "sheet-world-2.png").is_file()
+    assert max(path.stat().st_size for path in out.iterdir()) < 16 * 2**20
+    model = ts.load("tachyscope_lab.worlds.lodge.model:load", out)
+    with ts.open(model, "fast", prompt=visit.make_world(3).prompt, seed=0) as stream:
+        chunks = [stream.step(action) for action in "qw"]
+    assert all(chunk.frames.shape == (1, 256, 256, 3) for chunk in chunks)
+
+
+def test_a_walker_in_the_model_goes_as_in_the_world_that_it_was_trained_in():
+    start = torch.tensor([[-plan.MIDDLE, -plan.MIDDLE, 0.0]])
+    actions = camera.letters("wwwqqaw")
+    cameras = Walker.at([Walker.START], 1.0, torch.device("cpu"))
+    poses = Walker.walk(cameras, actions)
+    torch.testing.assert_close(poses, camera.walk(start, actions[None]))
+    assert torch.equal(cameras[:, :3], poses[:, -1])
+    assert torch.equal(Walker.rays(poses, (8, 8)), camera.rays(poses, 8).flatten(1, 2))

@@ -13,7 +13,7 @@ from tachyscope.models.atrium.autoencoder import Residual
 
 STRIDE = 16  # pixels of a latent's side
 CHANNELS = 32
-WIDTHS = (128, 96, 64, 32)  # at a latent's side of 16, 8, 4 and 2 pixels
+WIDTHS = (96, 96, 64, 32)  # at a latent's side of 16, 8, 4 and 2 pixels
 DEPTHS = (3, 3, 2, 1)  # residual blocks there
 
 
