@@ -14,14 +14,14 @@ def picture(chunk, lane=MAIN):
 
 def test_a_key_s_time_ends_with_the_first_picture_that_it_changed():
     client = Client("w", random.Random(0), pressed={1: 10.0, 3: 10.5})
-    client.hear({"type": "receipt", "id": 1, "phase": "received", "chunk": 4}, 10.1)
-    client.hear({"type": "receipt", "id": 1, "phase": "applied", "chunk": 5}, 10.6)
-    client.hear({"type": "receipt", "id": 2, "phase": "applied", "chunk": 5}, 10.6)  # let go
-    client.see(picture(4), 10.7)
-    client.see(picture(5, BESIDE), 10.8)
+    client.on_message({"type": "receipt", "id": 1, "phase": "received", "chunk": 4}, 10.1)
+    client.on_message({"type": "receipt", "id": 1, "phase": "applied", "chunk": 5}, 10.6)
+    client.on_message({"type": "receipt", "id": 2, "phase": "applied", "chunk": 5}, 10.6)  # let go
+    client.on_picture(picture(4), 10.7)
+    client.on_picture(picture(5, BESIDE), 10.8)
     assert not client.key_ms
-    client.see(picture(6), 11.0)  # chunk 5's was dropped
-    client.see(picture(7), 11.5)
+    client.on_picture(picture(6), 11.0)  # chunk 5's was dropped
+    client.on_picture(picture(7), 11.5)
     assert client.key_ms == [pytest.approx(1000)]
     assert client.pressed == {3: 10.5} and client.pictures == 4
 

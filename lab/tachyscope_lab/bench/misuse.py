@@ -1,9 +1,9 @@
-"""A real server under eight clients of misuse, while one honest session plays on it.
+"""Load test: eight misusing clients attack a real server while one honest session plays on it.
 
-Every client has an address of its own on the loopback and a seed, and draws one attack after the
-other: bodies without end, text that is none, tabs that leave, bursts of costly messages, requests
-that never end, logs as large as they may be, broken frames. What counts is what the honest session
-sees of it, and what the server's memory and log grow to.
+Each client has its own loopback address and seed, and draws one attack after another: endless
+bodies, invalid text, tabs that leave, bursts of costly messages, requests that never end, logs of
+the maximum size, broken frames. Measured are the honest session's chunks, keys and waits, and the
+server's memory and log.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tachyscope.serve.protocol import MAIN, SUBPROTOCOL, Header
 from tachyscope_lab.bench.sessions import join, rss_mb, server
 
 ATTACKERS = 8
-ALONE_S = 10.0  # of the honest session, before the others come
-WARM_S = 10.0  # of misuse, before it counts
-HEALTH_S = 120.0  # for an answer of /health, on a machine that others load too
+ALONE_S = 10.0  # the honest session plays alone first
+WARM_S = 10.0  # misuse that is not measured yet
+HEALTH_S = 120.0  # limit for an answer of /health, on a loaded machine
 REST_S = 0.3  # at most, between two attacks of a client
-HALF = "\ud800"  # of a surrogate pair
+HALF = "\ud800"  # half of a surrogate pair
 BROKEN = ["", "[" * 5000, '{"type":', "null", '{"type": "open"}', '{"type": "keys", "actions": 3}']
 
 
 @dataclass(eq=False)
 class Honest:
-    """What the honest session saw."""
+    """Measurements of the honest session."""
 
     chunks: list[tuple[int, float]] = field(default_factory=list)  # number and time
     alone: list[float] = field(default_factory=list)  # times of chunks before misuse begins
@@ -54,7 +54,7 @@ class Honest:
 
 @dataclass(eq=False)
 class Attacker:
-    """One client of misuse."""
+    """One misusing client."""
 
     url: str
     address: str
@@ -79,7 +79,7 @@ class Attacker:
         }
         while time.monotonic() < until:
             name = self.draw.choice(list(attacks))
-            # to be refused, cut off or closed is what an attack should meet
+            # an attack should be refused, cut off or closed
             with suppress(OSError, WebSocketException, TimeoutError, asyncio.IncompleteReadError):
                 await asyncio.wait_for(attacks[name](), 15)
             self.done[name] += 1
@@ -216,7 +216,7 @@ def misuse(
     command: str = "",
     on_minute: Callable[[str], None] | None = None,
 ) -> Document:
-    """Serve a model to an honest session and eight clients of misuse; a row of what it saw."""
+    """Serve a model to an honest session and eight misusing clients; one row of measurements."""
     load, seconds = os.getloadavg()[0], 60 * minutes
     most = int(60 * (seconds + ALONE_S + WARM_S)) + 1000
     with server(model, "--plan", "live", "--set", f"session_frames={most}") as (url, pid, log):
@@ -281,7 +281,7 @@ def lines(results: Document) -> Iterator[str]:
 async def _run(
     url: str, pid: int, seconds: float, seed: int, on_minute: Callable[[str], None] | None
 ) -> tuple[Honest, list[Attacker], list[float]]:
-    """The honest session's numbers, the clients of misuse, and the server's memory by seconds."""
+    """The honest session, the attackers, and the server's memory sampled every second."""
     begun = time.monotonic() + ALONE_S + WARM_S
     until = begun + seconds
     attackers = [

@@ -58,7 +58,7 @@ class Client:
     last: float = 0.0
     paused: bool = False
 
-    def hear(self, message: dict[str, Any], now: float) -> None:
+    def on_message(self, message: dict[str, Any], now: float) -> None:
         if message["type"] == "chunk":
             self.chunks += 1
             if self.counting:
@@ -74,7 +74,7 @@ class Client:
         elif message["type"] == "error":
             raise TachyscopeError(f"the server refused a session: {message['message']}")
 
-    def see(self, header: Header, now: float) -> None:
+    def on_picture(self, header: Header, now: float) -> None:
         self.pictures += 1
         if header.lane != MAIN:
             return
@@ -82,7 +82,7 @@ class Client:
             self.key_ms += [1e3 * (now - at) for at in self.answered.pop(chunk)]
 
     async def press(self, socket: ClientConnection, until: float) -> None:
-        """Press and release keys at times that have nothing to do with the server's steps."""
+        """Press and release keys at random times, independent of the server's steps."""
         while self.keys and time.monotonic() < until:
             step = statistics.median(self.step_ms[-20:] or [100.0]) / 1e3
             await asyncio.sleep(2 * step * self.draw.random())
@@ -111,9 +111,9 @@ def bench_sessions(
     command: str = "",
     on_minute: Callable[[str], None] | None = None,
 ) -> Document:
-    """Serve a model to so many clients for so long; the first `WARM_S` are on top of that.
+    """Serve a model to `clients` clients for `minutes`, after at most `WARM_S` to warm up.
 
-    `kind` is the format of its pictures. `on_minute` is handed a line a minute.
+    `kind` is the format of pictures. `on_minute` is called with a progress line every minute.
     """
     seconds = 60 * minutes
     warm = min(WARM_S, seconds)
@@ -201,9 +201,9 @@ def _turns(clients: Sequence[Client]) -> Document:
 
 
 def _memory(samples: Sequence[tuple[float, float]], seconds: float) -> Document:
-    """The server's memory in MB: the most of both halves, and a point a minute.
+    """The server's memory in MB: the maximum of each half, and a sample a minute.
 
-    It goes up and down by what snapshots take while they are written.
+    Snapshots that are being written raise it for a moment.
     """
     first = [mb for at, mb in samples if at <= seconds / 2]
     last = [mb for at, mb in samples if at >= seconds / 2]
@@ -216,7 +216,7 @@ def _memory(samples: Sequence[tuple[float, float]], seconds: float) -> Document:
 
 
 def _sums(metrics: dict[str, float], clients: Sequence[Client]) -> dict[str, tuple[float, float]]:
-    """Numbers of the server's beside what clients, or its other numbers, say they must be."""
+    """The server's metrics, each with the value that its clients or other metrics imply."""
     chunks = sum(one.chunks for one in clients)
     name = "tachyscope_"
     made, sent, dropped = (
@@ -242,7 +242,7 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 
 @contextmanager
 def server(model: str, *more: str) -> Iterator[tuple[str, int, Callable[[], int]]]:
-    """The address of `tachyscope serve`, the number of its process, and the bytes of its log."""
+    """Run `tachyscope serve`: its address, its process id, and a function of its log's bytes."""
     command = [sys.executable, "-m", "tachyscope", "serve", model, "--port", "0", *more]
     with (
         tempfile.TemporaryFile("w+") as stderr,
@@ -274,7 +274,6 @@ async def _run(
 ) -> tuple[list[Client], list[tuple[float, float]], dict[str, float]]:
     """All clients, the server's memory by seconds of the run, and its metrics at the end."""
     sockets, clients = [], []
-    until = [0.0]
     try:
         for i in range(count):
             socket = await join(url)
@@ -286,11 +285,11 @@ async def _run(
             keys = opened["actions"].strip(".")
             clients.append(Client(keys, random.Random(seed + i), last=time.monotonic()))
         begun = time.monotonic() + warm
-        until[0] = begun + seconds
+        until = begun + seconds
         pairs = list(zip(clients, sockets, strict=True))
         reading = [asyncio.create_task(_read(*one)) for one in pairs]
-        pressing = [asyncio.create_task(client.press(s, until[0])) for client, s in pairs]
-        memory = await _watch(clients, reading, pid, begun, until[0], on_minute)
+        pressing = [asyncio.create_task(client.press(s, until)) for client, s in pairs]
+        memory = await _watch(clients, reading, pid, begun, until, on_minute)
         await asyncio.gather(*pressing)
         for socket in sockets:
             await socket.send(json.dumps({"type": "pause", "id": PAUSE}))
@@ -322,10 +321,10 @@ async def _read(client: Client, socket: ClientConnection) -> None:
         async for message in socket:
             now = time.monotonic()
             if isinstance(message, str):
-                client.hear(json.loads(message), now)
+                client.on_message(json.loads(message), now)
             else:
                 client.bytes += len(message) * client.counting
-                client.see(Header.read(message)[0], now)
+                client.on_picture(Header.read(message)[0], now)
     except ConnectionClosed as closed:
         raise TachyscopeError(f"the server ended a session: {closed}") from closed
     raise TachyscopeError("the server ended a session")
@@ -339,7 +338,7 @@ async def _watch(
     until: float,
     on_minute: Callable[[str], None] | None,
 ) -> list[tuple[float, float]]:
-    """Begin to count when it is time, and sample the server's memory every second."""
+    """Start counting at `begun`, and sample the server's memory every second until `until`."""
     samples: list[tuple[float, float]] = []
     minute = 0
     while (now := time.monotonic()) < until:
@@ -359,7 +358,7 @@ async def _watch(
 
 
 async def _quiet(clients: Sequence[Client]) -> None:
-    """Until all are paused, and nothing has come for a while."""
+    """Wait until all sessions are paused and nothing has come for `QUIET_S`."""
     seen = -1
     while seen != (now := sum(one.chunks + one.pictures for one in clients)) or not all(
         one.paused for one in clients
@@ -369,7 +368,7 @@ async def _quiet(clients: Sequence[Client]) -> None:
 
 
 def rss_mb(pid: int) -> float:
-    """Memory that a process of this machine holds; 0 where the system does not tell it so."""
+    """A process's resident memory in MB; 0 on systems without /proc."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
