@@ -223,3 +223,12 @@ def test_a_wrong_rope_is_one_line():
 def test_sizes_are_whole_numbers(name):
     with pytest.raises(TachyscopeError, match=f"`{name}` must be [01] or more, got -1"):
         ts.VideoCache("dense", **{"layers": 1, "chunk": 3} | {name: -1})
+
+
+def test_gradients_are_refused_where_they_are_asked_for():
+    cache, weight = cache_of("dense"), torch.ones(DIM, requires_grad=True)
+    cache.begin(0, 3, GRID)
+    y = cache.attend(0, weight * one(), one(), one())
+    y.add_(1)  # an ordinary tensor of the host's
+    with pytest.raises(TachyscopeError, match="a VideoCache has no gradients: run the model under"):
+        y.sum().backward()

@@ -1,10 +1,10 @@
-"""Drafts for `generate` of transformers: several tokens a pass, and plain generation's own tokens.
+"""Drafts for `generate` of transformers: several tokens a pass, the same as without drafts.
 
-A video token is drafted by the last frame's token at the same position, or by what a refuted pass
-drew for it (Jacobi decoding). One pass over the drafts says what plain generation would have drawn
-at each, and those before the first that differs are kept. Sampling stays equal too: what
-torch.multinomial draws is the argmax of probability over noise, and a position's noise does not
-depend on its logits.
+A video token's draft is the last frame's token at the same position, or the token that an earlier
+pass drew there behind a wrong draft (Jacobi decoding). One pass over the drafts computes what plain
+generation would draw at each position; drafts are accepted up to the first that differs. Sampled
+tokens are the same too: torch.multinomial takes the argmax of probability over noise, and a
+position's noise does not depend on its logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tachyscope.core.errors import TachyscopeError
+from tachyscope.core.errors import TachyscopeError, shown
+from tachyscope.core.limits import ASKED, within
 from tachyscope.integrations.versions import too_old
 from tachyscope.passes.draft import Draft
 
@@ -35,10 +36,10 @@ def drafts(tokens_per_frame: int, places: int = PLACES) -> Drafts:
 
 class Drafts:
     def __init__(self, tokens_per_frame: int, places: int = PLACES) -> None:
-        if tokens_per_frame < 1:
+        if not within(ASKED["tokens of a pass"], tokens_per_frame):
             raise TachyscopeError(
-                f"`tokens_per_frame` must be 1 or more, got {tokens_per_frame}: give the tokens of "
-                f"a video frame"
+                f"`tokens_per_frame` must be 1 or more, got {shown(tokens_per_frame)}: give the "
+                f"tokens of a video frame"
             )
         self.tokens_per_frame, self.places = tokens_per_frame, Draft(places=places).places
         self.passes = self.tokens = 0
@@ -98,7 +99,7 @@ class Drafts:
                 one.keep(right, drafted.shape[1])
             if not unfinished.any():
                 break
-            # what the pass drew behind the draft that it refuted
+            # what the pass drew behind the first wrong draft
             rest = range(right + 1, drafted.shape[1] + 1)
             guess = ids[:, :0]
             if len(rest):
@@ -160,7 +161,7 @@ class _Host:
         return self._run(torch.cat([ids, drafts], 1), self.fed + 1, kwargs)[:, -self.fed - 1 :]
 
     def keep(self, tokens: int) -> None:
-        """So many tokens are there: of the drafts all but the last of them are in the cache."""
+        """Accept this many tokens of the last pass, and crop the cache behind them."""
         self.kwargs = self._updated(self.kwargs, tokens)
         self.cache.crop(-(self.fed + 1 - tokens))
 
@@ -195,7 +196,7 @@ class _Guided:
     def feed(self, ids: Tensor, drafts: Tensor) -> None:
         context = self.context
         if not context["use_cache"]:
-            return  # it goes over all tokens for each of them, as it would without drafts
+            return  # the processor runs all tokens for each new one, as without drafts
         fed = torch.cat([ids[:, -1:], drafts], 1)
         mask = torch.cat([context["attention_mask"], torch.ones_like(fed)], 1)
         out = self.processor.model(
@@ -205,7 +206,7 @@ class _Guided:
         context["attention_mask"], context["input_ids"] = mask, fed[:, -1:]
 
     def keep(self, right: int, drafted: int) -> None:
-        """Of so many drafts the first ones were right."""
+        """Keep the first `right` of the drafts, and crop the cache behind them."""
         if self.logits is not None:
             wrong = drafted - right
             self.context["past_key_values"].crop(-wrong)
@@ -219,7 +220,7 @@ class _Guided:
 
 
 class _Noise:
-    """What torch.multinomial divides probabilities by, position by position, in its own order."""
+    """The noise that torch.multinomial divides probabilities by, kept by position."""
 
     def __init__(self, length: int) -> None:
         self.first = length  # position of the first that is kept
@@ -233,7 +234,7 @@ class _Noise:
         return self.drawn[position - self.first][1]
 
     def forget(self, length: int) -> None:
-        """So many tokens are there: their noise is not asked for again."""
+        """Drop the noise of positions before `length`, whose tokens are final."""
         self.drawn[: length - self.first] = []
         self.first = length
 
@@ -245,7 +246,7 @@ class _Noise:
         return torch.default_generator
 
     def give_back(self) -> None:
-        """Leave the generator as plain generation does: what was drawn ahead was never drawn."""
+        """Rewind the generator past the noise drawn ahead, to where plain generation leaves it."""
         if self.drawn:
             self._generator.set_state(self.drawn[0][0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,20 @@ MOST_PASSES = 1_000  # of a chunk, while their number is not known
 T = TypeVar("T")
 
 
+class _NoBackward(torch.autograd.Function):
+    """A copy of a tensor computed in inference mode, that refuses to pass gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *sources: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise TachyscopeError(
+            "a VideoCache has no gradients: run the model under torch.no_grad(), and train without"
+        )
+
+
 def _inference(
     method: Callable[Concatenate[VideoCache, P], T],
 ) -> Callable[Concatenate[VideoCache, P], T]:
@@ -37,8 +51,11 @@ def _inference(
             return method(self, *args, **kwargs)
         with torch.inference_mode():
             out = method(self, *args, **kwargs)
+        if not isinstance(out, Tensor):
+            return out
         # the host may change the result in place, which an inference tensor refuses
-        return out.clone() if isinstance(out, Tensor) else out  # type: ignore[return-value]
+        made: Any = _NoBackward.apply(out, *(x for x in args if isinstance(x, Tensor)))
+        return cast(T, made)
 
     outside_graphs: Callable[Concatenate[VideoCache, P], T] = torch.compiler.disable(call)
     return outside_graphs
