@@ -49,8 +49,7 @@ class Depth:
         ]
 
     def step(self, to: Launches | Operations, codes: Tensor, noise: Tensor, place: Tensor) -> None:
-        """Draw the codes [V, N, D] at a place; `total` is then the sum of their entries, in every
-        row."""
+        """Draw the codes [V, N, D] at a place; `total` becomes the sum of their entries, by row."""
         to.clear(self.barriers)
         for d, weight in enumerate(self.inputs):
             to.gemv(self.x, self.total if d else self.hidden, (weight,))

@@ -1,9 +1,9 @@
 """Frames by drafts: passes over several tokens, each recorded once and then repeated.
 
-On a GPU a pass has one size: where fewer tokens are left in the frame than a pass has, it begins
-earlier, and what it runs over anew stays what it was. So one CUDA graph of the trunk and one of
-the codes serve all passes; between two of them the host reads one number, how many drafts were
-right. On a CPU a pass is a native program for its number of tokens.
+On a GPU all passes have one size: where fewer tokens are left in the frame, a pass begins earlier,
+and computes some entries again, to the same values. So one CUDA graph of the trunk and one of the
+codes serve all passes; between two of them the host reads one number, how many drafts were right.
+On a CPU a pass is a native program for its number of tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DraftEngine:
         return codes
 
     def _size(self, tokens: int) -> int:
-        """Of the pass that runs so many tokens: on a GPU one of two, so that two are recorded."""
+        """The size of a pass for `tokens` tokens: on a GPU one of two, so that two are recorded."""
         return tokens if self.native or tokens == 1 else self.size
 
     def feed(self, codes: Tensor, at: int) -> Tensor:
@@ -71,7 +71,7 @@ class DraftEngine:
             self.memory, self.trunks = engine.memory, {}
         self.codes[:, at : at + tokens] = codes
         size = self._size(tokens)
-        before = size - tokens  # places that are run over anew
+        before = size - tokens  # places that are computed again
         run = self._trunk(size)
         run.take(self.codes[:, at - before : at + tokens])
         engine.place.fill_(at - before)
@@ -97,7 +97,7 @@ class DraftEngine:
             self.replayed = False
             self.depths[size] = DepthPass(self.engine, self.parts.depth, size)
         run = self.depths[size]
-        # behind these places are others that nobody asks for
+        # the places behind these are not read
         run.hidden.unflatten(0, (-1, size))[:, :tokens] = states
         run.noise.unflatten(0, (-1, size))[:, :tokens, 0] = noise
         run.replay()

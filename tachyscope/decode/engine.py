@@ -179,7 +179,7 @@ class DecodeEngine:
         policy, calibration = self.session.plan.replay, self.session.spec.calibration
         if not isinstance(policy, NeuronReplay) or not policy.share:
             return None
-        assert calibration is not None  # a prompt's pass has asked for it
+        assert calibration is not None  # a prompt's pass has loaded it
         mlps = [layer.mlp for layer in self.trunk.weights]
         cuts = [
             calibration.cut(policy.share, i, mlp.down.dense(self.session.dtype))
@@ -190,7 +190,7 @@ class DecodeEngine:
         return policy
 
     def whole_places(self, ready: bool) -> list[bool]:
-        """Of the frame's tokens, those whose MLPs are computed whole, or as a gate decides."""
+        """For each of the frame's tokens, whether its MLPs run whole; else in part or by a gate."""
         session, policy = self.session, self.neurons
         places = session.shape.tokens_per_frame
         if policy is None or (policy.remembers and not ready):
@@ -300,7 +300,7 @@ class DecodeEngine:
         """What a token that is computed whole leaves, and how one that is not reads it."""
         own = self.session.memory.layers[layer].own["replay"]
         error, base = own["error"][0], own["input"][0]
-        # nothing is skipped, and ages are not told
+        # nothing is skipped, and nobody reads the ages
         kept = Kept(self.skip[layer], self.place, error, self.ages, input=base)
         return kept, Error(self.place, error, base, self.betas[layer], self.fade)
 
@@ -330,7 +330,7 @@ class DecodeEngine:
         self.count_mlps(total, total * whole.count(False) / places, ready, skipped)
 
     def count_entries(self, ends: list[int]) -> None:
-        """Attention of tokens that have so many entries, their own the last of them."""
+        """Count the attention of tokens by the entries that each reads, its own included."""
         session, shape = self.session, self.session.shape
         policy = session.plan.attention
         if isinstance(policy, WindowAttention):
@@ -342,7 +342,7 @@ class DecodeEngine:
     def count_mlps(
         self, total: int, sliced: float, ready: bool, skipped: Tensor | float = 0.0
     ) -> None:
-        """MLPs of so many rows, of which some were slices and some were skipped."""
+        """Count the MLPs of `total` rows, of which some were slices and some were skipped."""
         mlp, counted = self.trunk.weights[0].mlp, self.session.work
         macs = sum(part.rows * part.columns for part in mlp.parts)
         if self.neurons is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Launches:
-    """Each is done when it is asked for."""
+    """Launch each operation at once."""
 
     gemv = staticmethod(gemv)
     decide = staticmethod(decide_by_input)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Program(abc.ABC):
-    """What is done again and again on the same memory, an engine's and its own."""
+    """Operations that run many times on the same memory, an engine's and its own."""
 
     def __init__(self, engine: DecodeEngine) -> None:
         self.engine, self.native = engine, engine.graph and engine.x.device.type == "cpu"
         self._repeat: Callable[[], object] | None = None
 
     def replay(self) -> None:
-        """Do it once; the first time it is made, and on a GPU its launches are compiled by that."""
+        """Run it once; the first run also records it, and on a GPU compiles its kernels."""
         if self._repeat is not None:
             self._repeat()
         elif self.native:
@@ -46,12 +46,12 @@ class Program(abc.ABC):
                 self._repeat = record(self.launch).replay
 
     def launch(self) -> None:
-        """By kernels."""
+        """Run it by launching kernels."""
         self.run(Launches())
 
     @abc.abstractmethod
     def run(self, to: Launches | Operations) -> None:
-        """Its operations, in order: done at once, or listed for a CPU's native program."""
+        """Its operations in order: launched at once, or listed for a CPU's native program."""
 
 
 class TokenStep(Program):

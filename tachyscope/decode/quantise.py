@@ -29,7 +29,7 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix as floats, made anew."""
+        """The matrix as floats, decoded at every call."""
         return Weight(self.codes, self.scale).dense(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from tachyscope.kernels.device import DTYPE
 
 
 class BlockTable(NamedTuple):
-    """Past entries, so many to a block, and which blocks each tile of queries reads.
+    """Past entries in blocks, and which blocks each tile of queries reads.
 
     k, v [B, Hkv, C, D] may be a part of a cache, and are codes where they have scales. log_count
     [B, Hkv, blocks * block] has rows of its own length; where the last block reaches beyond C it is

@@ -8,15 +8,15 @@ import importlib.util
 import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# a device without data ("meta") stands for one that has them, so that its memory can be told
+# tensors without data ("meta") are treated as a GPU's, so that its memory can be predicted
 DEVICES, DTYPE, HEAD_DIMS = ("cuda", "meta"), torch.bfloat16, (64, 128)
 # queries that read the same blocks, and entries of a block
 TILES, BLOCKS = (64, 128), (32, 64, 128)
 # queries of a tile that score the blocks of a bank: its own, or means of neighbours
 MEANS = 16
-# of a device without data, which stands for an H200
+# of an H200, for which tensors without data stand
 MULTIPROCESSORS = 132
-# rows that one reading of a weight serves in a decode step, and of what
+# rows that one reading of a weight serves in a decode step, and their dtypes
 MAX_DECODE_ROWS, DECODE_DTYPES = 16, (torch.bfloat16, torch.float16)
 # bytes of shared memory from which on large tiles fit: 227 KiB on Hopper and a B200, 163 on an
 # A100, 99 on others
@@ -50,7 +50,7 @@ def has_large_smem(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)
-    # AMD's do not tell
+    # AMD's have no such number
     return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= LARGE_SMEM
 
 

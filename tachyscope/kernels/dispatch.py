@@ -53,7 +53,7 @@ class Operation(NamedTuple):
     """Backends of an operation, the fastest first; stock torch serves what none of them takes.
 
     definition  what it computes: a function of the folder's reference.py
-    runs_on     the argument on whose device it runs: a tensor, or what holds one first
+    runs_on     the argument that lies on its device: a tensor, or what holds one first
     """
 
     definition: str
@@ -115,7 +115,7 @@ def has_hopper(on: torch.device) -> bool:
         return False
     try:
         importlib.import_module("tachyscope.kernels.attention.hopper")
-    except (ImportError, AttributeError):  # a Triton whose Gluon is missing, or another
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another Gluon
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""What a model in float8 computes with between its attentions; it is handed to the model."""
+"""The operations of a model's float8 linears, and of what stands between them."""
 
 from tachyscope.kernels.linear_fp8 import linear_fp8
 from tachyscope.kernels.norm_quantise.operators import (

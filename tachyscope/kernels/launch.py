@@ -13,7 +13,7 @@ from tachyscope.kernels.device import is_hopper
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args), whose first argument is a tensor.
+    """kernel[grid](*args); the first argument is a tensor.
 
     On the meta device nothing runs: what a caller allocates for the launch is then all that
     happens, and `tachyscope/memory/predict.py` adds it up.
@@ -37,9 +37,9 @@ def record(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def take_turns(
     device: torch.device, count: int
 ) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-    """What is launched in the i-th context is on stream i of so many, beside the others.
+    """Contexts of `count` CUDA streams: what is launched in the i-th runs beside the others.
 
-    They begin after all that was launched before, and what follows begins after them.
+    The streams begin after all earlier launches, and later launches begin after them.
     """
     if device.type != "cuda" or count < 2:
         yield lambda i: nullcontext()
@@ -60,16 +60,16 @@ def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
 class Overlap:
     """Whether a decode step's kernels start while the one before still runs.
 
-    By programmatic dependent launch: a kernel's programs take their places and load weights, and
-    wait for the kernel before only where they read what it wrote. On an H200 a layer of 7B takes
-    121 us instead of 124, and 49 instead of 52 where its MLP is skipped. To let the next kernel
-    come before this one's own wait gained nothing (118.2 us instead of 118.8).
+    By programmatic dependent launch: a kernel's programs start and load weights, and wait for the
+    kernel before only where they read its results. On an H200 a layer of 7B takes 121 us instead
+    of 124, and 49 instead of 52 where its MLP is skipped. To start the next kernel before this
+    one's own wait gained nothing (118.2 us instead of 118.8).
     """
 
     on = True
 
     @classmethod
     def options(cls, x: Any) -> dict[str, Any]:
-        """What a kernel with a constant PDL is launched with."""
+        """Launch options of a kernel that has a constant PDL."""
         wanted = cls.on and x.is_cuda and is_hopper(x.device)
         return {"PDL": True, "launch_pdl": True} if wanted else {"PDL": False}

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_kernel_before(PDL: tl.constexpr):
-    """What the kernel before wrote can be read from here on; the next one may take its places."""
+    """Wait for the kernel before, to read its results; then let the next kernel start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

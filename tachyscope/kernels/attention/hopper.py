@@ -41,7 +41,7 @@ load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # queries of a group of warps, and of a program's tile
 HALF, TILE = gl.constexpr(64), gl.constexpr(128)
-# entries met at once, and how many times so many keys and values are held or under way
+# by the size of a block, how many blocks of keys and of values are loaded or under way
 STAGES = {128: 2, 64: 4, 32: 4}
 
 
@@ -125,14 +125,14 @@ def flash(
     return out
 
 
-# the kernel as it was built, by all that Triton builds it anew for
+# compiled kernels, by all that makes Triton compile another
 _built: dict[tuple[object, ...], Any] = {}
 
 
 def _launch(
     programs: int, pointers: Sequence[Tensor], given: tuple[Any, ...], fixed: tuple[Any, ...]
 ) -> None:
-    """Launch `_flash`. To find out that it is built Triton takes longer than the launch itself."""
+    """Launch `_flash`; Triton's own search for the compiled kernel takes longer than the launch."""
     out = pointers[2]
     if out.is_meta:  # as `launch`
         return

@@ -29,7 +29,7 @@ def attention(
     With `causal` the last S entries are the queries' own, and none sees a later one.
     """
     if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
-        # a token alone: query heads that share their keys are so many queries of one head
+        # a token alone: query heads that share keys become queries of one head
         shared = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
         return attention(shared, k, v, log_count).reshape(q.shape)
     gqa = q.shape[1] != k.shape[1]

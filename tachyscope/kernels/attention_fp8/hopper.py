@@ -1,8 +1,8 @@
 """Attention of float8 operands on a Hopper GPU (Gluon), built as `attention/hopper.py` is.
 
-The tensor cores add products of float8 to about 14 bits, so that a block's answer is computed by
-itself and added to the others in float32. A block's scales cost nothing: the keys' goes into the
-exponent's factor, and the values' into the factor by which earlier answers shrink.
+The tensor cores add products of float8 to about 14 bits only, so each block's output is computed
+by itself and added to the others in float32. A block's scales cost nothing: that of the keys is in
+the exponent's factor, that of the values in the factor that rescales earlier output.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -46,7 +46,7 @@ from tachyscope.kernels.launch import launch
 from tachyscope.kernels.online_softmax import LOG2E, LOWEST, join_shares
 
 OFFSET = gl.constexpr(stock.OFFSET)
-# how many times so many keys and values are held or under way
+# by the size of a block, how many blocks of keys and of values are loaded or under way
 STAGES = {128: 4, 64: 6, 32: 6}
 
 
@@ -59,7 +59,7 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = No
 def block_sparse_attention_fp8(
     q: Tensor, k: Tensor, v: Tensor, past: BlockTable, kept: tuple[Tensor, ...] = ()
 ) -> Read:
-    """As in torch.py; what is kept are the past's codes."""
+    """As in torch.py; the past's codes are kept for the next call."""
     size = past.k.shape[2] + -past.k.shape[2] % past.block
     if not kept or kept[0].shape[2] != size or kept[0].dtype != stock.FP8:
         held, centre = stock.held_as_fp8(past, quantise_entries, k.dtype)
@@ -79,11 +79,11 @@ def listed_attention_fp8(
 
 
 class Variant(NamedTuple):
-    """How the kernel is built."""
+    """How the kernel is compiled; results differ by rounding alone."""
 
-    fresh: bool = True  # a block's answer by itself, added in float32
-    turns: bool = False  # one group computes products while the other weighs
-    stages: int = 0
+    fresh: bool = True  # add a block's output in float32, not in the tensor cores
+    turns: bool = False  # one warp group computes its softmax while the other multiplies
+    stages: int = 0  # blocks of keys and of values in shared memory; 0: as in STAGES
 
 
 def flash(
@@ -144,14 +144,14 @@ def flash(
     return out
 
 
-# the kernel as it was built, by all that Triton builds it anew for
+# compiled kernels, by all that makes Triton compile another
 _built: dict[tuple[object, ...], Any] = {}
 
 
 def _launch(
     programs: int, pointers: Sequence[Tensor], given: tuple[Any, ...], fixed: tuple[Any, ...]
 ) -> None:
-    """Launch `_flash`. To find out that it is built Triton takes longer than the launch itself."""
+    """Launch `_flash`; Triton's own search for the compiled kernel takes longer than the launch."""
     out = pointers[2]
     if out.is_meta:  # as `launch`
         return
@@ -167,7 +167,7 @@ def _launch(
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> Any:
-    """Codes [B, H, …] as the copy engine takes tiles of them."""
+    """A TMA descriptor of codes [B, H, …], for tiles of rows x columns."""
     box = (1, 1, rows, columns)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), _layout(box, x.dtype))
 
@@ -256,10 +256,10 @@ def _producer(
 
 @gluon.jit
 def _softmax(scores, scale, m_i):
-    """Shares of scores · scale, times 2^OFFSET, and their maximum, rounded up to a power of two.
+    """exp2(scores · scale - m_new + OFFSET), m_new, and what rescales earlier sums.
 
-    So a maximum that rises later shrinks them exactly: they are rounded to float8 as if it had
-    been known.
+    The running maximum is rounded up to a whole number, so a later rise rescales by an exact power
+    of two: the weights are rounded to float8 as if the last maximum had been known.
     """
     m_new = gl.maximum(m_i, gl.ceil(gl.max(scores, 1) * scale))
     p = gl.exp2(scores * scale[:, None] - (m_new - OFFSET)[:, None])
@@ -280,7 +280,7 @@ PACK = gl.constexpr(
 
 @gluon.jit
 def _pack(p, N: gl.constexpr):
-    """Shares as float8, four to a number: a thread has all four, in the order of v's entries."""
+    """Weights as float8, four to a 32-bit number: a thread holds all four, in the order of v."""
     p = p.reshape([HALF, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([HALF, N // 4, 2, 2])
     even, odd = p.split()
     a, c = even.split()
@@ -290,8 +290,8 @@ def _pack(p, N: gl.constexpr):
 
 @gluon.jit
 def _operand(p, N: gl.constexpr, D: gl.constexpr):
-    """Shares as the first operand of a product, where every thread has them already."""
-    # each number four times, of which one is taken: bytes taken apart would cost a third of a step
+    """Packed weights as the first operand of wgmma; every thread holds its own already."""
+    # each number four times, of which one is used: to unpack bytes would cost a third of a step
     two = gl.join(p, p)
     four = gl.join(two, two).reshape([HALF, N])
     four = gl.convert_layout(four, gl.DotOperandLayout(0, _mma8(D), 4))
@@ -312,9 +312,9 @@ def _step(
     WEIGHTED: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     FRESH: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Weigh the next scores while the last shares meet their values.
+    """Softmax of the next scores, while the last weights are multiplied by their values.
 
-    shrink: the scale of the last values, in that of the next.
+    shrink: the scale of the last block's values over that of the next.
     """
     k_smem, v_smem, bias_smem = rings
     k_ready, k_free, v_ready, v_free = bars

@@ -24,11 +24,11 @@ def attention_fp8_reference(
     log_count: Tensor | None = None,
     past: Listed | None = None,
 ) -> Tensor:
-    """softmax(scores + log_count) v of what the codes stand for, its shares rounded to float8.
+    """softmax(scores + log_count) v of what the codes stand for, its weights rounded to float8.
 
     q [B, H, S, D] and q_scale [B, H, S] as `quantise_queries` makes them; of the present entries
-    the first n are read, of the past each tile's listed blocks. A row's largest share lies between
-    2^7 and 2^8 when it is rounded; the sum that divides is of shares not rounded. In float64.
+    the first n are read, of the past each tile's listed blocks. A row's largest weight lies between
+    2^7 and 2^8 when it is rounded; the sum that divides is of weights not rounded. In float64.
     """
     group, like = q.shape[1] // present.k.shape[1], q_scale.double()
     k, v = (x[:, :, :n] for x in dequantise(present, torch.float64))

@@ -16,22 +16,22 @@ from tachyscope.kernels.codes import decode
 
 FP8 = torch.float8_e4m3fn
 LARGEST, LEAST = torch.finfo(FP8).max, 1e-12
-# of each 16 entries, as the values stand: a thread of the GPU then has both its shares and theirs
+# the order of values in each 16 entries: a GPU's thread then holds weights and values alike
 ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-# shares of the weight are held times 2^8: the least of them is then 2^-17 of the largest
+# weights are rounded times 2^8: the least of them is then 2^-17 of the largest
 OFFSET = 8.0
-# about so many keys tell by what all are centred
+# about how many keys the mean is taken of, which all are centred by
 SAMPLE = 512
-# entries of a block where none is listed; scores held at once, which bounds memory alone
+# entries of a block in dense attention; scores held at once, which bounds memory alone
 BLOCK, AT_ONCE = 128, 2**24
 
 
 class Entries(NamedTuple):
-    """Entries as float8 codes, so many to a block; the last block is filled with zeros.
+    """Entries as float8 codes in blocks; the last block is filled with zeros.
 
-    k [B, Hkv, slots, D]; v [B, Hkv, blocks, D, block], whose every 16 entries stand as ORDER has
-    them where blocks are whole sixteens;
-    scale [B, Hkv, blocks, 2] in float32, of a block's keys and of its values.
+    k      [B, Hkv, slots, D]
+    v      [B, Hkv, blocks, D, block], each 16 entries in ORDER where 16 divides a block
+    scale  [B, Hkv, blocks, 2] in float32, of a block's keys and of its values
     """
 
     k: Tensor
@@ -50,13 +50,13 @@ class Listed(NamedTuple):
     tile: int
 
     def table(self, k: Tensor, v: Tensor) -> BlockTable:
-        """The same of vectors in place of codes."""
+        """The same table over vectors k, v instead of codes."""
         block = self.entries.block
         return BlockTable(k, v, self.log_count, self.ids, self.counts, self.tile, block)
 
 
 def attention_fp8(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None = None) -> Tensor:
-    """`attention` of float8 codes of q, k and v, each share of the weight rounded to float8 too."""
+    """`attention` of float8 codes of q, k and v; the weights are rounded to float8 too."""
     entries = quantise_entries(k, v, BLOCK, log_count, centre_of(k, log_count))
     keys, values = (x[:, :, : k.shape[2]] for x in dequantise(entries, torch.float32))
     return _weigh(_rounded(q), keys, values, log_count).to(q.dtype)
@@ -85,7 +85,7 @@ def listed_attention_fp8(
 def held_as_fp8(
     past: BlockTable, quantise: Callable[..., Entries], dtype: torch.dtype
 ) -> tuple[Entries, Tensor]:
-    """The past's entries as codes, whatever they are stored as; and by what keys are centred."""
+    """The past's entries as codes, however they are stored, and the mean that was subtracted."""
     k, v = decode(past.k, past.k_scale, dtype), decode(past.v, past.v_scale, dtype)
     log_count = past.log_count[:, :, : k.shape[2]]
     centre = centre_of(k, log_count)
@@ -114,7 +114,7 @@ def _rounded(q: Tensor) -> Tensor:
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, log_count: Tensor | None) -> Tensor:
-    """softmax(q·k / √D + log_count) v of [..., D] in float32, with shares of float8."""
+    """softmax(q·k / √D + log_count) v of [..., D] in float32, with weights of float8."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     if log_count is not None:

@@ -61,13 +61,13 @@ def quantise_entries(
 def listed_attention_fp8(
     q: Tensor, k: Tensor, v: Tensor, past: Listed, centre: Tensor, kept: tuple[Tensor, ...] = ()
 ) -> Read:
-    """As in torch.py, but that what the codes stand for is read in q's own dtype."""
+    """As in torch.py, but the codes are decoded to q's dtype first."""
     held = decode_entries(past.entries, centre, q.dtype)
     return block_sparse_attention(q, k, v, past.table(*held))
 
 
 def decode_entries(entries: Entries, centre: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, Hkv, slots, D] that codes stand for, in memory of their own."""
+    """Keys and values [B, Hkv, slots, D] of codes, in new memory."""
     rows, heads, slots, width = entries.k.shape
     k, v = torch.empty(2, *entries.k.shape, dtype=dtype, device=entries.k.device).unbind()
     launch(
@@ -80,7 +80,7 @@ def decode_entries(entries: Entries, centre: Tensor, dtype: torch.dtype) -> tupl
 
 @triton.jit(do_not_specialize=["slots"])
 def _vectors(k_code, v_code, scale, centre, k, v, slots, D: tl.constexpr, N: tl.constexpr):
-    """A block of `_entries`, back in its own order."""
+    """Decode a block that `_entries` coded; its values return to their own order."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, offs_d = tl.arange(0, N), tl.arange(0, D)
     start = row * slots + block * N
@@ -119,7 +119,7 @@ def _entries(
     WEIGHTED: tl.constexpr, CENTRED: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys, and of values, which are turned; the next block's begin where it ends."""
+    """Code a block of keys, and of values, which are transposed."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = row // heads, row % heads
     i, offs_d = tl.arange(0, N), tl.arange(0, D)

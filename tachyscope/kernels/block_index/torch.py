@@ -19,7 +19,7 @@ LOWEST = -1e30  # the weight of a block without entries
 
 
 def buckets(x: Tensor, bits: int) -> Tensor:
-    """The pattern of signs of x [B, H, n, D] on so many random planes, as one number."""
+    """The signs of x [B, H, n, D] on `bits` random planes, as one number."""
     return hashing.buckets(x, bits)
 
 

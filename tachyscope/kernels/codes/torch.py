@@ -88,7 +88,7 @@ def decode_int4_block(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _levels(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of so many bits, and along a dimension the step between them and what 0 is."""
+    """x as numbers of `bits` bits, and along a dimension their step and the value of 0."""
     most = 2**bits - 1
     zero = x.amin(dim, keepdim=True).clamp(-FP16_MOST, FP16_MOST).half()
     step = ((x.amax(dim, keepdim=True) - zero.float()) / most).clamp(min=FP16_LEAST).half()

@@ -43,8 +43,8 @@ class Entries:
 class Window:
     """Of the entries, the first `sink` behind a row's padding and the newest `near` are read.
 
-    A row whose entries are no more than these reads all of them. padding [B] int32. `whole`: up to
-    so many entries, the token's own counted, some row reads all.
+    A row with no more entries than these reads all of them. padding [B] int32. `whole`: up to
+    this many entries, the token's own counted, some row reads all.
     """
 
     sink: int

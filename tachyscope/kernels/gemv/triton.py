@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 # by bits, tokens, columns and rows of all matrices: what lab/scripts/tune_decode.py tries, and 7B's
-# projection behind attention, whose rows are all under way while that runs (a layer: 2.5 us less)
+# projection behind attention: all its rows load while that runs (a layer: 2.5 us less)
 SETTINGS = {(16, 1, 4096, 4096): Setting(4, 4096, 8)}
 PROGRAMS = 660  # of four warps, that an H200 runs at once
 

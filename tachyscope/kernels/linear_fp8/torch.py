@@ -1,4 +1,4 @@
-"""Linears of float8 codes: by torch's own product of them on a GPU, in float32 on a CPU."""
+"""Linears of float8 codes: torch._scaled_mm on a GPU, float32 on a CPU."""
 
 from __future__ import annotations
 

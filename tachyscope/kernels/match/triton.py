@@ -206,7 +206,7 @@ def _settle(
     k, best, index, cosine, partner, k_b, k_h, k_n, heads, n, first, parts,
     D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """The best of all parts, its cosine measured anew."""
+    """The best of all parts, with its cosine in float32."""
     row = tl.program_id(1)
     k += (row // heads).to(tl.int64) * k_b + (row % heads).to(tl.int64) * k_h
     count = n - first

@@ -176,7 +176,7 @@ def _choose(
     for start in range(0, n, N):
         x = _fixed(tl.load(alike + start + at, mask=start + at < n, other=-2.0))
         count += (x > low).to(tl.int32)
-    equal = excess - tl.sum(count)  # of those at low itself, so many are folded
+    equal = excess - tl.sum(count)  # how many of those at `low` itself are folded
     before, level = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for start in range(0, n, N):
         mine = start + at

@@ -1,6 +1,6 @@
-"""What stands between linears, a row at a time: residual, norm, modulation, GELU, float8 codes.
+"""Row operations between linears: residual, norm, modulation, GELU, float8 codes.
 
-Each is one reading and one writing on a GPU.
+On a GPU each reads its inputs once and writes its results once.
 """
 
 from tachyscope.kernels.dispatch import dispatch

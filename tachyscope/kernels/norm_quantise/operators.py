@@ -1,4 +1,4 @@
-"""The same as operators of torch, which compiled programs hold as they are."""
+"""The same as custom operators of torch, which torch.compile does not trace into."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Codes:
     place  [] int32
     depth                     which of the D codes
     book   [K or more, dim]   entries, of which the drawn one is added to
-    total  [B, dim]           which is begun anew at depth 0; a video's rows have the same
+    total  [B, dim]           the sum, which restarts at depth 0; a video's rows have the same
     """
 
     codes: Tensor

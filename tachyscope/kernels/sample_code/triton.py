@@ -118,7 +118,7 @@ def _narrow(order, low, high, below, above, bottom, top, turns, top_k, between):
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         bottom, top, turns = _halves(middle, enough, bottom, top, turns)
         below, above = tl.where(enough, count_at, below), tl.where(enough, above, count_at)
-        # as many as were asked for: no need to know the last one's value
+        # exactly top_k: no need to know the last one's value
         above = tl.where(enough & (count_at == top_k), below, above)
     return low, high, below, above, bottom, top, turns
 

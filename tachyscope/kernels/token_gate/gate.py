@@ -41,7 +41,7 @@ class TokenGate:
     age_limit: int = 0
 
     def owed(self, places: int) -> tuple[float, float]:
-        """What a token of so many leaves owed to the share: one that is computed, or replays."""
+        """What a token leaves owed to the share: one that is computed, and one that replays."""
         return self.limit / places, (self.limit - 1) / places
 
 
