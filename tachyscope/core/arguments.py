@@ -1,4 +1,4 @@
-"""What callers hand in, checked and brought to one form before any work begins."""
+"""Checks and normalises what callers pass in, before any work begins."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_model(model: Any) -> VideoModel:
 
 
 def check_whole(name: str, value: Any, what: str = "") -> int:
-    """A whole number within the bound of that name; Python's, NumPy's or a tensor of one."""
+    """A whole number within the bound ASKED[name]; Python's, NumPy's or a tensor with one."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -58,7 +58,7 @@ def check_prompt(prompt: Any, name: str = "prompt") -> str:
 
 
 def check_changes(then: Any) -> list[tuple[int, str]]:
-    """Changes of prompt, (frame, prompt) each."""
+    """The prompt changes of `then`: (frame, prompt) pairs."""
     changes = []
     for change in items_of(then, "then", "(frame, prompt) pairs", "[(24, 'a blue room')]"):
         if not isinstance(change, tuple | list) or len(change) != 2:
@@ -72,7 +72,7 @@ def check_changes(then: Any) -> list[tuple[int, str]]:
 
 
 def parse_mesh(model: VideoModel, mesh: Any) -> Ranks | None:
-    """The ranks that make a stream together; None where a process makes it alone."""
+    """The ranks of a mesh, which make one stream together; None without a mesh."""
     if mesh is None:
         return None
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,10 +96,9 @@ def parse_mesh(model: VideoModel, mesh: Any) -> Ranks | None:
 
 
 def parse_plan(model: VideoModel, plan: Plan | str) -> Plan:
-    """A plan as the model means it; what its changes undo of its base is warned of.
+    """A plan, parsed for a model; warns if its changes drop settings of its base.
 
-    A model without a prompt has no use for a text policy: a base's is left out, one that is asked
-    for is refused.
+    For a model without a prompt, the base's text policy is dropped, and an explicit one is refused.
     """
     if isinstance(plan, Plan):
         return _known(plan.for_shape(model.shape()), model)
@@ -117,7 +116,7 @@ def parse_plan(model: VideoModel, plan: Plan | str) -> Plan:
 
 
 def _known(plan: Plan, model: VideoModel) -> Plan:
-    """The plan; what its replay was measured to lose is warned of, where actions move a camera."""
+    """The plan; warns of a replay that was measured to lose quality under camera actions."""
     if model.kind == "tokens" and model.actions and plan.replay and plan.replay.measured_loss:
         warn(f"replay={plan.replay.label} {plan.replay.measured_loss}")
     return plan
@@ -140,10 +139,10 @@ def parse_calibration(model: VideoModel, plan: Plan) -> Calibration | None:
 
 
 def parse_actions(actions: Actions, letters: str, frames: int) -> list[int]:
-    """One action a frame, as indices into the model's letters; frames beyond the last one stay.
+    """One action per frame, as indices into the model's letters; missing ones are 0, "stay".
 
-    Text has letters, repeated by `*` (`w*20 a*24`); a list, array or tensor one letter or index a
-    frame.
+    Text has letters with repeat counts (`w*20 a*24`); a list, array or tensor has one letter or
+    index per frame.
     """
     if isinstance(actions, str):
         moves = _moves_of_text(actions, letters, frames)
@@ -159,7 +158,7 @@ def parse_actions(actions: Actions, letters: str, frames: int) -> list[int]:
 
 
 def listed_actions(actions: Any) -> list[Any]:
-    """Actions that are not text, one a frame."""
+    """Actions given as a list, an array or a tensor: one per frame."""
     return items_of(actions, "actions", "text, or a list of letters or indices", "'w*20 a*24'")
 
 

@@ -224,7 +224,7 @@ class FrameRunner:
         self.engine = None
 
 
-def repeating(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
+def make_runner(model: VideoModel, session: Session) -> ChunkRunner | FrameRunner:
     """The runner that makes a session's chunks: by CUDA graphs or compiled steps if possible."""
     alone = session.ranks is None
     if not alone or (session.device.type != "cuda" and not model.compiled):

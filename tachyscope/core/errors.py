@@ -1,4 +1,4 @@
-"""The one error that a user's fault raises, the one warning, and what others' errors say."""
+"""The error and the warning that users see, and helpers for their messages."""
 
 import json
 import re
@@ -9,9 +9,9 @@ LONGEST_WORD, LONGEST = 200, 1000
 
 
 class TachyscopeError(Exception):
-    """What was given, what is allowed, what to do; one line.
+    """One line that says what was given, what is allowed, and what to do.
 
-    An option in backticks is a parameter in Python, `frames`, and a command line writes --frames.
+    An option in backticks is a Python parameter: `frames`; the command line shows it as --frames.
     """
 
     def __init__(self, message: str) -> None:
@@ -19,7 +19,7 @@ class TachyscopeError(Exception):
 
 
 def shortened(message: str) -> str:
-    """A message without the middle of what is too long in it: what was given may be megabytes."""
+    """The message, with the middle of long words cut out: what was given may be megabytes."""
     words = re.sub(r"\S+", lambda word: _cut(word[0], LONGEST_WORD), message)
     return _cut(words, LONGEST)
 
@@ -27,23 +27,23 @@ def shortened(message: str) -> str:
 def _cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text
-    # the end is where an error says what to do
+    # keep the end: it says what to do
     return f"{text[: most * 2 // 3]}…{text[-(most // 3) :]}"
 
 
 class TachyscopeWarning(UserWarning):
-    """What a user should know although all went on; one line."""
+    """One line that a user should know, though nothing failed."""
 
 
 def warn(message: str) -> None:
-    """Warn of something in one line; the command line prints it as a note."""
+    """Warn in one line, which the command line prints as a note."""
     warnings.warn(message, TachyscopeWarning, stacklevel=3)
 
 
 def shown(value: object, most: int = 60) -> str:
-    """What was given, for an error: text quoted, its middle left out where it is long.
+    """A value as errors show it: text quoted and shortened, numbers as they are.
 
-    A number is spelled, an array or a tensor told by its type and shape, all else by its type.
+    Arrays and tensors are shown by type, dtype and shape, everything else by its type.
     """
     if isinstance(value, str):
         return repr(f"{value[: most - 20]}…{value[-19:]}" if len(value) > most else value)
@@ -58,7 +58,7 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def spelled(value: object) -> str:
-    """A value out of a JSON file or message, as JSON writes it, for an error."""
+    """A value from a JSON file or message as errors show it: as JSON."""
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return shown(value)
     try:
@@ -68,7 +68,7 @@ def spelled(value: object) -> str:
 
 
 def as_typed(message: str, options: Collection[str]) -> str:
-    """An error's words with options as they are typed: `frames` becomes --frames."""
+    """A message with options as the command line spells them: `frames` becomes --frames."""
 
     def typed(match: re.Match[str]) -> str:
         return f"--{match[1].replace('_', '-')}" if match[1] in options else match[1]
@@ -77,12 +77,12 @@ def as_typed(message: str, options: Collection[str]) -> str:
 
 
 def first_line(fault: BaseException) -> str:
-    """What another's error says first, or is called."""
+    """The first line of an exception's message, or its type if it has none."""
     return (str(fault).strip() or type(fault).__name__).splitlines()[0]
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
-    """torch has an error of its own for CUDA's memory, and only words for the CPU's."""
+    """Whether memory ran out; for the CPU's, torch raises a RuntimeError with these words."""
     if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":
         return True
     return isinstance(fault, RuntimeError | OSError) and "allocate memory" in str(fault)

@@ -1,4 +1,4 @@
-"""What a transformer calls where several ranks make one stream: tokens outside, heads inside."""
+"""The session as a transformer calls it if several ranks make one stream (Ulysses)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tachyscope.core.types import Mlp
 
 @final
 class Exchange:
-    """A session's calls for a transformer that computes this rank's tokens alone.
+    """Session calls for a transformer that computes only this rank's tokens.
 
-    q, k, v and results [B, H, S, D] are of all heads and these tokens; the session is called with
-    all tokens of this rank's heads.
+    q, k, v and results [B, H, S, D] have all heads and this rank's tokens; the session gets all
+    tokens of this rank's heads.
     """
 
     def __init__(self, session: Session, ranks: Ranks) -> None:
@@ -30,7 +30,7 @@ class Exchange:
         return self.ranks.own_tokens(x, self._tokens)
 
     def whole(self, x: Tensor) -> Tensor:
-        """All tokens [B, S, W] of every rank's own."""
+        """All ranks' tokens [B, S, W], from this rank's own."""
         return self.ranks.all_tokens(x, self._tokens)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -51,12 +51,12 @@ class Exchange:
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         if self.session.plan.replay is None:
             return self.session.mlp(layer, x, fn)
-        # a choice among all tokens: every rank computes what is chosen
+        # replay chooses among all tokens, so every rank computes the same rows
         return self.own(self.session.mlp(layer, self.whole(x), fn))
 
 
 def agree_on_session(session: Session, ranks: Ranks) -> None:
-    """Raise where the ranks were not opened alike."""
+    """Raise unless all ranks opened the same stream."""
     source, camera, device = session.memory.source, session.memory.features.camera, session.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     ranks.agree(
@@ -68,7 +68,7 @@ def agree_on_session(session: Session, ranks: Ranks) -> None:
 
 
 def agree_on_chunk(session: Session, ranks: Ranks, actions: Sequence[int]) -> None:
-    """Raise where the ranks of a session make different chunks."""
+    """Raise unless all ranks make the same chunk."""
     where = session.memory.chunk, session.memory.latent_frame, session.memory.made
     ranks.agree(chunk=where, actions=list(actions), prompt=session.memory.source.prompt)
 

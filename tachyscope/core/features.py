@@ -1,4 +1,4 @@
-"""What a model keeps of its stream between chunks, beside the cache."""
+"""What a model keeps of its stream between chunks, besides the KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
-NAMES = {  # in a state; others are a decoder's
+NAMES = {  # field: its name in a state; other names there are a decoder's
     "hidden": "hidden",
     "window": "window",
     "camera": "camera",
@@ -24,35 +24,35 @@ NAMES = {  # in a state; others are a decoder's
 
 @dataclass(slots=True)
 class Features:
-    """Tensors that a chunk leaves for the next; None where a model has no such."""
+    """Tensors that a chunk leaves for the next one; None if the model has no use for them."""
 
-    hidden: Tensor | None = None  # a token model's state [B, W], which predicts the next token
-    window: Tensor | None = None  # chunks that are under way behind the next one
-    camera: Tensor | None = None  # where a world model's camera stands
-    image: Tensor | None = None  # what a model makes of a first picture that it is told beside
-    seen: Tensor | None = None  # of that picture, what cross-attention is given in a prompt's place
-    pressed: Tensor | None = None  # the newest latent frames' actions, and what they left in layers
-    moves: Tensor | None = None
-    shown: Tensor | None = None  # frames that were decoded already, to be encoded again
-    codes: Tensor | None = None  # of the last frame [V, N, D], and their logits, to draft from
-    logits: Tensor | None = None
-    # the next chunk's latents of a source video, and the noise level that they are brought to;
-    # the stream has both, and no state of them is saved
+    hidden: Tensor | None = None  # a token model's hidden state [B, W] after the newest token
+    window: Tensor | None = None  # of a rolling model: chunks in flight behind the next one
+    camera: Tensor | None = None  # a world model's camera position
+    image: Tensor | None = None  # the conditioning latents of a first picture
+    seen: Tensor | None = None  # that picture's tokens for cross-attention, in place of a prompt
+    pressed: Tensor | None = None  # the newest latent frames' actions
+    moves: Tensor | None = None  # what layers keep of them
+    shown: Tensor | None = None  # frames that were decoded already and are encoded again
+    codes: Tensor | None = None  # the last frame's codes [V, N, D], to draft from
+    logits: Tensor | None = None  # and their logits
+    # a source video's latents for the next chunk and the noise level that they get; a state leaves
+    # them out, since the stream reads them again
     source: Tensor | None = None
     strength: float = 1.0
     decoders: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def last_state(self) -> Tensor:
-        """`hidden`, behind a prompt or a frame."""
+        """`hidden`, which every prompt and frame leaves."""
         assert self.hidden is not None
         return self.hidden
 
     def decoder(self, video: int = 0) -> dict[str, Tensor]:
-        """The streaming state of a video's decoder, which that keeps by names of its own."""
+        """The streaming state of a video's decoder, by the decoder's own names."""
         return self.decoders.setdefault(video, {})
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in a state."""
+        """All tensors by their names in a state."""
         named = {f"features.{NAMES[name]}": getattr(self, name) for name in NAMES}
         for video, state in self.decoders.items():
             prefix = f"features.video{video}." if video else "features."
@@ -61,7 +61,7 @@ class Features:
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """From those of a state."""
+        """From the tensors of a state."""
         features, fields = cls(), {name: field for field, name in NAMES.items()}
         for key, x in tensors.items():
             name = key.removeprefix("features.")

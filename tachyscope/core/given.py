@@ -1,4 +1,4 @@
-"""Frames given in the midst of a video, in place of making them."""
+"""Frames that a user gives in the middle of a video, instead of generated ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @torch.inference_mode()
 @no_autocast()
 def give(stream: Stream, pictures: np.ndarray, actions: Actions = "") -> Chunk:
-    """Have a video go on with a chunk of given frames, uint8 [F, H, W, 3].
+    """Append a chunk of given frames, uint8 [F, H, W, 3], to a stream's video.
 
-    `actions` are as `rollout` takes them. Frames given chunk by chunk are remembered as those that
-    `open` was given at once. For models that encode each frame by itself, and for one video.
+    `actions` are as in `rollout`. Frames given chunk by chunk fill the cache exactly as those that
+    `open` gets at once. Only for models that encode each frame by itself, and for single videos.
     """
     model, session = stream.model, stream.session
     frames = stream.next_frames

@@ -1,4 +1,4 @@
-"""Refuses calls of a stream that is busy, or that was interrupted in the midst of a chunk."""
+"""Refuses calls to a stream that is busy, or that was interrupted within a chunk."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ INTERRUPTED = (
 
 
 class Guard:
-    """One call at a time, and none after one that did not end until a snapshot is restored.
+    """Lets one call run at a time, and none after an unfinished one until a state is restored.
 
-    A call is refused rather than made to wait: a second one comes by mistake, and one that comes
-    from within the first would wait for ever. `interrupted` is set before anything changes, and
-    taken back after the last change, so that an exception or Ctrl-C anywhere between leaves it set.
+    A second call is refused instead of blocked: it is a mistake, and a re-entrant one would
+    deadlock. `interrupted` is set before the first change and cleared after the last, so that an
+    exception or Ctrl-C anywhere between leaves it set.
     """
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class Guard:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise where a call would be refused."""
+        """Raise if a call would be refused."""
         if self._lock.locked():
             raise TachyscopeError(BUSY)
         if self.interrupted:
             raise TachyscopeError(INTERRUPTED)
 
     def check_free(self) -> None:
-        """Raise where a rollout goes on, which may be a chunk ahead of what it yielded."""
+        """Raise if a rollout is playing the stream: it may be a chunk ahead of what it yielded."""
         chunks = None if self.rollout is None else self.rollout()
         if chunks is not None and chunks.gi_frame is not None:  # type: ignore[attr-defined]
             raise TachyscopeError(
@@ -52,18 +52,18 @@ class Guard:
             )
 
     def alone(self, work: Callable[[], T], interrupted: bool = False) -> T:
-        """Do work that no other call may come between; `interrupted`: also after such a one."""
+        """Run `work` exclusively; `interrupted`: also after an unfinished call."""
         if self._lock.locked():
             raise TachyscopeError(BUSY)
-        # the lock's own `with`: Ctrl-C cannot come between taking it and the block that frees it.
-        # Of two threads that both find it free, one waits for the other's whole call
+        # `with`, since Ctrl-C could come between acquire() and a try block. If two threads find the
+        # lock free at once, one waits for the other's call
         with self._lock:
             if self.interrupted and not interrupted:
                 raise TachyscopeError(INTERRUPTED)
             return work()
 
     def change(self, work: Callable[[], T]) -> T:
-        """Within `alone`: do work that leaves the stream interrupted if it does not end."""
+        """Within `alone`: run `work`, which leaves the stream interrupted if it does not finish."""
         self.interrupted = True
         done = work()
         self.interrupted = False

@@ -1,4 +1,4 @@
-"""The layers' caches: made empty for a plan, made larger, and their bytes."""
+"""Allocates and grows the layers' KV caches, and counts their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tachyscope.store.host_bank import HostBank
 
 
 def slots_for(plan: Plan, shape: Shape, lengths: Sequence[int], latent_frames: int | None) -> int:
-    """A layer's slots where prompts have these lengths; raises where the plan has no room."""
+    """A layer's slots for prompts of these lengths; raises if the plan has no room for them."""
     cache, prompt = plan.cache, max(lengths, default=0)
     slots = cache.capacity(shape, prompt, latent_frames)
     plan.attention.check(shape, prompt, None if cache.grows else slots)
@@ -27,7 +27,7 @@ def slots_for(plan: Plan, shape: Shape, lengths: Sequence[int], latent_frames: i
 
 
 def codecs_of(plan: Plan, shape: Shape) -> dict[str, Codec]:
-    """How the plan stores keys and values, by name."""
+    """The plan's codecs for keys and values, by name."""
     if not plan.cache.stores_codes:
         return {}
     budget = getattr(plan.cache, "budget", None)
@@ -45,7 +45,7 @@ def empty_layer(
     latent_frames: int | None = None,
     host: dict[str, Tensor] | None = None,
 ) -> KVStore:
-    """One layer's cache with nothing in it; `host` is memory of a bank that is not in use."""
+    """One layer's empty cache; `host` is a freed bank's memory to use again."""
     layout: Any = plan.cache.bank_layout(plan, shape, slots, latent_frames)
     bank: HostBank | None = None
     if layout is not None:
@@ -53,7 +53,7 @@ def empty_layer(
         bank = layout.bank.empty(layout, shape, held_as, dtype, device, host)
     declared = {
         "cache": plan.cache.tensors(shape, slots, device),
-        # of a bank's past the bank has the index
+        # a bank indexes its own past
         "attention": {} if bank else plan.attention.tensors(shape, slots, device),
         "replay": replay_tensors(plan.replay, shape, dtype, device),
     }
@@ -72,9 +72,9 @@ def check_memory(
     device: torch.device,
     latent_frames: int | None = None,
 ) -> None:
-    """Raise where keys and values of so many slots are more than the device's whole memory.
+    """Raise if keys and values of `slots` entries exceed the device's total memory.
 
-    The system itself may grant what it does not have, and end the process when it is used.
+    The operating system may overcommit, and kill the process once the memory is used.
     """
     limit = memory_of(device)
     if plan.cache.bank_layout(plan, shape, slots, latent_frames) is not None:
@@ -82,7 +82,8 @@ def check_memory(
         needed = shape.layers * sum(x.nbytes for x in meta.host_tensors().values())
         most = memory_of(torch.device("cpu"))
         if most is not None and needed > most:
-            then = ", or set host=int4" if plan.cache.host else ""
+            smaller = plan.cache.host not in (None, "int4") and plan.store.name == "native"
+            then = ", or set host=int4" if smaller else ""
             raise TachyscopeError(
                 f"host memory of {most / 1e9:.3g} GB does not hold a bank of {needed / 1e9:.3g} "
                 f"GB: lower its budget={getattr(plan.cache, 'budget', None)}{then}"
@@ -103,12 +104,12 @@ def check_memory(
 
 
 def cache_bytes(layers: Sequence[KVStore], entries: int | None = None) -> int:
-    """What the layers' tensors take; with a number of entries, what these take of them."""
+    """Bytes of the layers' tensors; with `entries`, of this many entries alone."""
     return sum(layer.bytes(entries) for layer in layers)
 
 
 def cache_stats(layers: Sequence[KVStore], past: int, tokens: int) -> dict[str, float]:
-    """What a cache takes after a chunk, as its row of the meter says; tokens are a pass's."""
+    """A chunk's stats of the cache: its sizes, with `past` entries and the `tokens` of a pass."""
     host = sum(x.nbytes for layer in layers for x in layer.host_tensors().values())
     return {
         "cache_mb": cache_bytes(layers, past + tokens) / 1e6,
@@ -119,9 +120,9 @@ def cache_stats(layers: Sequence[KVStore], past: int, tokens: int) -> dict[str, 
 
 
 def make_room(passes: Sequence[LayerPass], plan: Plan, dropped: int = 0) -> None:
-    """Slots for the tokens of a pass, behind entries that it drops from the past.
+    """Grow the layers if the tokens of a pass, and `dropped` entries of the past, do not fit.
 
-    Raises where a bounded plan does not hold them.
+    Raises for a bounded plan.
     """
     ctx, slots = passes[0].ctx, passes[0].layer.slots
     needed = ctx.end + dropped

@@ -1,8 +1,7 @@
-"""The least and the most of every size that a user or a file can give.
+"""Bounds of every number that a user or a file can give.
 
-They are checked before memory is taken or a loop begins. Each is far beyond what is published or
-was tried, and low enough that what is within it ends, or is refused by the machine's memory, in
-plain words.
+They are checked before memory is allocated or a loop begins. Each is far beyond published and
+tested values, and low enough that everything within it finishes, or is refused for lack of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ N = TypeVar("N", int, float)
 
 
 class Bound(NamedTuple):
-    """From `low` to `high`, both allowed; whole numbers, unless they are given as floats."""
+    """From `low` to `high`, inclusive; for whole numbers if `low` is an int."""
 
     low: float
     high: float
@@ -33,11 +32,11 @@ class Bound(NamedTuple):
         return f"from {_spelled(self.low)} to {_spelled(self.high)}"
 
     def rule(self, value: object) -> str:
-        """What a value must be, and is not."""
+        """What a value must be, and what it is."""
         return f"must be {self.words(value)}, got {shown(value)}"
 
     def words(self, value: object) -> str:
-        """What a value must be: also of what kind, where it is of another."""
+        """What a value must be; names the kind of number if the value is not of that kind."""
         if isinstance(value, self.kind) and not isinstance(value, bool):
             return str(self)
         return f"a whole number {self}" if self.whole else f"a number {self}"
@@ -49,12 +48,12 @@ class Bound(NamedTuple):
 
 TINY = 1e-12  # what "over 0" means
 SHARE = Bound(0.0, 1.0)
-PART = Bound(TINY, 1.0)  # a share that is not nothing
+PART = Bound(TINY, 1.0)  # a share over 0
 ENTRIES = Bound(1, 100_000_000)
 LATENTS = Bound(0, 1_000_000)  # latent frames
-WHOLE, REAL = Bound(-(10**30), 10**30), Bound(-1e300, 1e300)  # of no bound of their own
+WHOLE, REAL = Bound(-(10**30), 10**30), Bound(-1e300, 1e300)  # without a bound of their own
 
-# what a command or a function is asked for
+# options of commands and functions
 ASKED = {
     "frames": Bound(1, 1_000_000),
     "seed": Bound(0, 2**63 - 1),
@@ -76,7 +75,7 @@ ASKED = {
     "decoder_bands": Bound(1, 64),
     "height": Bound(1, 16_384),
     "width": Bound(1, 16_384),
-    # not options, but what they come to
+    # not options themselves
     "prompt characters": Bound(0, 100_000),
     "prompt tokens": Bound(0, 2_048),  # that a token model's cache holds
     "tokens of a pass": Bound(1, 1_000_000),
@@ -89,14 +88,14 @@ ASKED = {
     "speed": Bound(0.01, 10_000.0),
 }
 
-# of files as such
+# of any JSON file
 JSON_BYTES = 64 * 2**20
 
 
 def check(name: str, value: N, what: str = "", advice: str = "") -> N:
-    """The value, after a check against the bound of that name in ASKED.
+    """The value, checked against ASKED[name].
 
-    An error calls it `what` unless that is its name, and ends with the advice, if there is any.
+    An error calls the value `what` instead of its name if given, and ends with `advice`.
     """
     bound = ASKED[name]
     if not within(bound, value):
@@ -107,7 +106,7 @@ def check(name: str, value: N, what: str = "", advice: str = "") -> N:
 
 def within(bound: Bound, value: object) -> bool:
     """Whether a value is a number of the bound's kind, and inside it."""
-    # to Python True is a number; and what is not a number is inside nothing
+    # Python counts True as a number; NaN is within no bound
     return (
         isinstance(value, bound.kind)
         and not isinstance(value, bool)
@@ -116,7 +115,7 @@ def within(bound: Bound, value: object) -> bool:
 
 
 def fault(kind: Any, bound: Bound | None, value: object) -> str | None:
-    """What a value of a type must be, in words; None where it is."""
+    """What a value of type `kind` must be, in words; None if the value is right."""
     if get_origin(kind) is Literal:
         words = get_args(kind)
         return None if value in words else f"one of {', '.join(words)}"
@@ -135,7 +134,7 @@ def fault(kind: Any, bound: Bound | None, value: object) -> str | None:
 
 
 def check_prompt(prompt: str) -> str:
-    """The prompt, after a check that it is text, and of what length."""
+    """The prompt, checked to be encodable and not too long."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -147,14 +146,14 @@ def check_prompt(prompt: str) -> str:
 
 
 def whole(text: str, what: str) -> int:
-    """The whole number that a text spells in digits, and in nothing else."""
+    """The whole number of a text, which must be decimal digits with an optional sign."""
     if not re.fullmatch(r"[+-]?[0-9]{1,100}", text):
         raise TachyscopeError(f"{what} must be a whole number, got {shown(text)}: give its digits")
     return int(text)
 
 
 def number(text: str, what: str) -> float:
-    """The number that a text spells; nan and inf are none."""
+    """The finite number of a text."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Frames of a camera, which come when they come: the newest few wait, the oldest are let go."""
+"""A bounded queue of camera frames: when it is full, the oldest frame is dropped."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ WAIT = 10.0  # seconds without a frame
 class LiveFrames:
     """An iterator over frames that another thread puts in.
 
-    At most so many wait: what makes chunks of them is behind by no more, however slow it is.
+    At most `most` frames wait, which bounds the delay behind the camera.
     """
 
     def __init__(self, most: int, name: str = "the camera") -> None:
         self.name = name
-        self.dropped = 0  # frames that nobody took
+        self.dropped = 0  # frames dropped since `count_dropped`
         self._waiting: deque[Any] = deque(maxlen=most)
         self._changed = threading.Condition()
         self._closed = False
         self._fault: BaseException | None = None
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many frames wait."""
         return len(self._waiting)
 
     def put(self, frame: Any) -> None:
-        """Have a frame wait, in place of the oldest where there is no room."""
+        """Append a frame; if the queue is full, the oldest is dropped."""
         with self._changed:
             self.dropped += len(self._waiting) == self._waiting.maxlen
             self._waiting.append(frame)
             self._changed.notify()
 
     def count_dropped(self) -> int:
-        """How many were let go since last asked."""
+        """How many frames were dropped since the last call."""
         with self._changed:
             dropped, self.dropped = self.dropped, 0
         return dropped
 
     def feed(self, frames: Iterable[Any]) -> Self:
-        """Put these in from a thread of their own, until it is closed."""
+        """Put these frames in from a new thread, until the queue is closed."""
 
         def run() -> None:
             try:
@@ -60,7 +60,7 @@ class LiveFrames:
         return self
 
     def close(self) -> None:
-        """No more come; those that wait can be taken."""
+        """End the queue; frames that wait can still be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify()

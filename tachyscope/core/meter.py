@@ -1,4 +1,4 @@
-"""A chunk's work and spans of time as one row, and the sums of rows."""
+"""Measures a chunk's work and times as one row, and sums rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NO_SPANS: Spans = defaultdict(nullcontext)
 
 
 class Meter:
-    """Counts work and adds up spans of time, until take() hands the row over.
+    """Counts work and adds up spans of time until take() returns the row.
 
-    Counts that are tensors stay on their device and CUDA spans are pairs of events, both read in
-    take() alone: measuring makes the host wait for nothing inside a chunk.
+    Tensor counts stay on their device and CUDA spans are pairs of events; both are read in take()
+    alone, so that measuring never synchronises within a chunk.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -45,7 +45,7 @@ class Meter:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         if self._cuda:
-            # recorded with the launches around it, an event is met when they are repeated
+            # an external event is recorded again whenever the CUDA graph around it is replayed
             kept = torch.cuda.is_current_stream_capturing()
             start, stop = (torch.cuda.Event(enable_timing=True, external=kept) for _ in range(2))
             start.record()
@@ -58,7 +58,7 @@ class Meter:
             self.add_time(name, (time.perf_counter() - t0) * 1e3)
 
     def take(self) -> dict[str, float]:
-        """The row since the last take. The one place that waits for the device."""
+        """The row since the last take: the one place that waits for the device."""
         for name, start, stop in self._events:
             stop.synchronize()
             self.add_time(name, start.elapsed_time(stop))
@@ -67,12 +67,12 @@ class Meter:
         return row
 
 
-# a chunk's own values, where adding up over a rollout makes no sense
+# values of a chunk that a rollout does not add up: its last chunk's are kept
 LEVELS = ("cache_mb", "cache_allocated_mb", "host_mb", "entries", "entries_before")
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """A rollout's sums, with the shares that follow from them; `rates` tells its speed."""
+    """A rollout's sums and the shares computed from them; for speeds see `rates`."""
     total: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():

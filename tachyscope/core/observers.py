@@ -1,4 +1,4 @@
-"""Watch a session: what an observer is told, and when."""
+"""Observers: callbacks for every event of a session."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tachyscope.core.types import PassContext
 
 
 class Observer:
-    """Told of a session's calls, on every device; here every method does nothing.
+    """Callbacks for a session's events; a subclass overrides those that it needs.
 
-    It must leave the session's tensors as they are, and copy what it keeps: their memory is used
-    again. One observer watches one session.
+    An observer must not change the session's tensors, and must copy what it keeps, since their
+    memory is reused. Each session needs an observer of its own.
     """
 
-    host: bool = True  # the host reads what it is told, so that no CUDA graph is recorded
-    times: bool = False  # the meter's row gets a span of time for every part of a chunk
+    host: bool = True  # whether it reads tensors on the host: then no CUDA graph is recorded
+    times: bool = False  # whether the meter's row gets a time for every part of a chunk
 
     def on_open(self, session: Any) -> None:
-        """The session begins anew: it was opened, reset or restored."""
+        """The session was opened, reset or restored."""
 
     def on_pass(self, ctx: PassContext) -> None:
         """A pass starts."""
@@ -32,26 +32,26 @@ class Observer:
     def on_attend(
         self, ctx: PassContext, q: Tensor, k: Tensor, v: Tensor, rotated_q: Tensor, out: Tensor
     ) -> None:
-        """They have entered, and attention has the output `out` [B, H, S, D]."""
+        """They were written, and attention returned `out` [B, H, S, D]."""
 
     def on_cross(self, ctx: PassContext, q: Tensor) -> None:
         """Attention over the prompt is done."""
 
     def on_mlp(self, ctx: PassContext, x: Tensor, y: Tensor) -> None:
-        """An MLP of input x has output y [B, S, W], computed or replayed."""
+        """An MLP with input x returned y [B, S, W], computed or replayed."""
 
     def on_merge(self, ctx: PassContext, source: Tensor, root: Tensor) -> None:
-        """Slots `source` joined slots `root` [B, Hkv or 1, e], as they stood before the commit."""
+        """Slots `source` were merged into slots `root` [B, Hkv or 1, e], numbered as before."""
 
     def on_commit(self, ctx: PassContext, n: int) -> None:
         """The first n tokens of now are final; nothing has moved yet."""
 
     def on_committed(self) -> None:
-        """They are past, within budget."""
+        """They are part of the past, which is within budget."""
 
 
 def parse_observers(given: Any) -> tuple[Observer, ...]:
-    """Observers as they were handed in: one, or several."""
+    """The observers of an argument: one observer, or a list of them."""
     several = given if isinstance(given, list | tuple) else [given]
     for one in several:
         if not isinstance(one, Observer):
@@ -69,8 +69,8 @@ class Timing(Observer):
             by pass
     cross   attention over the prompt
     mlp     MLPs, as far as they are computed
-    commit  bringing the past within budget
-    index   ordering it, for attention policies that do
+    commit  bringing the past within its budget
+    index   ordering the past, for attention policies that need it
     """
 
     times = True

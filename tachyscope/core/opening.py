@@ -1,4 +1,4 @@
-"""A stream is opened: a request is read, the cache allocated, prompt and given frames prefilled."""
+"""Opens a stream: parses a request, allocates the cache, prefills prompt and given frames."""
 
 from __future__ import annotations
 
@@ -54,34 +54,34 @@ def open(
     observers: Observer | Sequence[Observer] = (),
     mesh: DeviceMesh | None = None,
 ) -> Stream:
-    """A stream that has read the prompt and stands before its first new chunk.
+    """Open a stream: the prompt is read, and the next `step` makes the first new chunk.
 
-    `frames` is how many new frames will come, where that is known. `size` is (height, width) or
-    "HEIGHTxWIDTH". `first` are given frames that the video goes on from: a path, PIL images, or
-    uint8 or floats from 0 to 1 as [F, H, W, 3]; `first_actions` are the actions that led to each of
-    them, as `rollout` takes actions. `noise` is used instead of the seed's, where a model is made
-    from noise: a tensor [draws, latent frames, C, h, w], or a path of a file that holds it as
-    `noise`. Each latent frame that is generated takes the next; the first draw is what a chunk
-    begins as, the others are added before its later passes, and come from the seed where they are
-    not given.
+    `frames` is the number of new frames, if it is known. `size` is (height, width) or
+    "HEIGHTxWIDTH". `first` are frames that the video continues: a path, PIL images, or uint8 or
+    floats from 0 to 1 as [F, H, W, 3]; `first_actions` are the actions that led to each of them, in
+    the forms that `rollout` takes. `noise` replaces the seed's, for models that start from noise: a
+    tensor [draws, latent frames, C, h, w], or the path of a file with such a tensor `noise`. Each
+    generated latent frame takes the next one. Draw 0 is what a chunk starts from; the other draws
+    are added before its later passes, and come from the seed if they are not given.
 
-    `video` is followed, a chunk behind it: each chunk begins as the next frames of it, encoded and
-    brought to the noise level `strength` (over 0 to 1; 0.6 unless given), and takes the passes
-    below that level. At 1 nothing of it is left. A file's path or a camera's (`/dev/video0`), which
-    is cut in the middle, scaled, and taken at the model's frames a second; an array; or an iterator
-    of frames uint8 [H, W, 3] of the video's size. It goes on from `first`, where that is given.
+    `video` is a source video to follow (video-to-video), one chunk behind it: each chunk starts
+    from the source's next frames, encoded and noised to the level `strength` (over 0 to 1; default
+    0.6), and runs the passes below that level. At 1 nothing of the source is left. It is the path
+    of a file or a camera (`/dev/video0`), whose frames are center-cropped, scaled, and taken at the
+    model's frame rate; an array; or an iterator of frames uint8 [H, W, 3] of the video's size. If
+    `first` is given, the video continues from there.
 
-    `observers` are told of all that the session does. With a `mesh` of torch.distributed
-    its ranks make one stream: all are called alike, and get the same chunks.
+    `observers` get a callback for every event of the session. With a torch.distributed `mesh` its
+    ranks make one stream: all make the same calls and get the same chunks.
 
-    A model that is told where its camera stands takes `start`, where that is before the first frame
-    (x and y in sides of the room, and degrees to the left of the front wall; in the middle and 0
-    unless given), and `pace`, the part of a step that a frame takes: 1, unless given, is 15 degrees
-    of a turn or a twentieth of the room's side.
+    A model with a camera takes `start`, the camera's position before the first frame (x and y in
+    sides of the room, and degrees to the left of the front wall; default the middle and 0), and
+    `pace`, the part of a step that a frame takes: the default 1 is 15 degrees of a turn or a
+    twentieth of the room's side.
 
-    Where `prompt` or `seed` is a list, one video is made of each, all in the same passes, with the
-    same actions; `first` and `start` are then lists of each one's. A video of a batch is the video
-    that is made alone, but for rounding where a kernel sums in another order for more rows.
+    If `prompt` or `seed` is a list, one video is made for each item, all in the same passes, with
+    the same actions; `first` and `start` are then lists too. A video of a batch equals the video
+    made alone, except for rounding where a kernel sums in another order for more rows.
     """
     request = VideoRequest(
         prompt=prompt, frames=frames, seed=seed, size=size, first=first,
@@ -98,7 +98,7 @@ def open_request(
     observers: Observer | Sequence[Observer] = (),
     mesh: DeviceMesh | None = None,
 ) -> Stream:
-    """`open` of a request; its actions are for who advances the stream."""
+    """`open` of a request; its `actions` are left to the caller that advances the stream."""
     check_model(model)
     watchers = parse_observers(observers)
     parsed, video = parse_plan(model, plan), request.parse(model)
@@ -114,7 +114,7 @@ def open_request(
         if video.pictures:
             with own_numerics():
                 if source is not None and not model.conditions:
-                    # the source goes on behind them
+                    # by the source's encoder, which continues after them
                     given = model.encode_next(video.pictures[0], source.encoder)
                 else:
                     given = torch.cat([model.encode_frames(x) for x in video.pictures])

@@ -1,4 +1,4 @@
-"""Pictures that a video goes on from, in every form that they are given in."""
+"""Parses given first frames: paths, PIL images, arrays and tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parse_first(first: Any) -> np.ndarray:
 
 
 def parse_firsts(first: Any, batch: int | None) -> list[np.ndarray]:
-    """Every video's first frames; none where none are given."""
+    """The first frames of every video of a batch; an empty list if there are none."""
     if first is None:
         return []
     if batch is None:
@@ -86,7 +86,7 @@ def parse_firsts(first: Any, batch: int | None) -> list[np.ndarray]:
 
 
 def check_first_size(model: VideoModel, frames: np.ndarray, size: tuple[int, int] | None) -> None:
-    """Raise where given pictures are not of the video's size."""
+    """Raise unless given frames have the video's size."""
     height, width = frames.shape[1:3]
     wanted = size or model.size
     if (height, width) == wanted:
@@ -131,7 +131,7 @@ def _from_pil(images: Sequence[Any]) -> np.ndarray:
 
 
 def _layout_problem(given: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """What is wrong with the shape of pictures, `given` as they came and `shape` with frames."""
+    """What is wrong with the shape of frames: `given`, and `shape` with a frame dimension."""
     if len(given) == 2:
         return "a gray picture: repeat it, np.stack([x] * 3, -1)"
     if len(shape) != 4:

@@ -1,4 +1,4 @@
-"""Plans: a policy for each of six questions, as objects or as text, and named plans."""
+"""Plans: one policy for each of six questions, as objects or as text; and the named plans."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tachyscope.store import StorePolicy
 from tachyscope.store.native import Native
 
 LABEL = 40  # letters of a plan's text that still serve as its name
-# kinds that a plan's text leaves out at their default: it stays as it was before there were such
+# questions that a plan's text leaves out at their default, so that older texts stay the same
 SHORT = ("store", "passes")
-# what a plan for chunks remembers: everything, most of it in host memory
+# keeps everything, most of it in host memory
 BANK = "cache=bank:resident=21f,host=int8"
-# what was seen long ago counts more than what was just drawn, and blocks are of neighbours: so a
-# place that comes back loses least (docs/results.md, quality by regime)
+# the past weighs more than the present chunk, and blocks are neighbours in time: a scene that comes
+# back then loses least (docs/results.md, quality by regime)
 TRUST = "past_weight=4,order=time"
 # "stock" is the model's own; docs/results.md has what the others cost
 NAMED: dict[str, dict[str, str]] = {
@@ -36,12 +36,12 @@ NAMED: dict[str, dict[str, str]] = {
         "balanced": f"{BANK.replace('21', '42')} attention=ann:read=0.5,{TRUST} "
         "text=pads replay=none",
         "fast": f"{BANK} attention=ann:read=0.4,{TRUST} text=pads replay=none",
-        # nothing in host memory: a server's sessions are many, and their snapshots stay small
+        # nothing in host memory, for servers with many sessions; snapshots stay small
         "live": "cache=dedup:budget=21f,newest=3 attention=ann:read=0.3,past_weight=4 "
         "text=pads replay=none",
-        # for models that are given their camera's poses: ten latent frames seen from nearest
+        # for models with camera poses: reads the ten latent frames of the nearest poses
         "pose": "cache=bank:resident=13f attention=pose text=pads replay=none",
-        # for those that are not: frames most like the newest one, and a slow camera
+        # for others, with a slow camera: reads the frames most similar to the newest one
         "similar": f"{BANK} attention=similar text=pads replay=none",
         "fastcar": "cache=keep_all attention=dense text=dense replay=attentive:share=0.8",
         "fast-ar": "cache=merge:threshold=0.9,heads=shared "
@@ -50,12 +50,12 @@ NAMED: dict[str, dict[str, str]] = {
     },
     "tokens": {
         "dense": "cache=keep_all attention=dense text=none replay=none",
-        # drafts lose nothing and save more than any replay does (docs/token-models.md)
+        # drafts are lossless and save more than any replay (docs/token-models.md)
         "lossless": "cache=keep_all attention=dense text=none passes=draft replay=none",
         "balanced": "cache=keep_all attention=dense text=none passes=draft replay=none",
         "fast": "cache=keep_all attention=dense text=none passes=draft:places=64 replay=none",
         "live": "cache=keep_all attention=dense text=none passes=draft:places=64 replay=none",
-        # token models read no bank
+        # token models cannot read a bank
         "pose": "cache=keep_all attention=dense text=none passes=draft:places=64 replay=none",
         "similar": "cache=keep_all attention=dense text=none passes=draft:places=64 replay=none",
         "fastcar": "cache=keep_all attention=dense text=none "
@@ -65,12 +65,12 @@ NAMED: dict[str, dict[str, str]] = {
         "text=none replay=none",
     },
 }
-# a budget counts what is under way, five chunks there: this one holds as much past
+# in a rolling model five chunks in flight count against the budget: +12f keeps as much past
 NAMED["rolling"] = {
     name: plan.replace("=21f", "=33f").replace("=42f", "=54f")
     for name, plan in NAMED["chunks"].items()
 }
-# chunks overlap there, so that none is final before the next: blocks are chosen, not frames
+# its chunks overlap, and none is final before the next: so `similar` falls back to blocks
 NAMED["rolling"]["similar"] = NAMED["rolling"]["balanced"]
 NAMES = (
     "dense", "stock", "lossless", "balanced", "fast", "live", "pose", "similar", "fastcar",
@@ -80,10 +80,11 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Plan(Mapping[str, Any]):
-    """One policy for each question: a mapping from question to policy, None where there is none.
+    """One policy for each question, as a mapping from question to policy or None.
 
-    What to remember, how to store it, what to read (of the video, of the prompt), which passes to
-    run, what to compute again. A policy may be given as text: `Plan(cache="window:budget=9f")`.
+    The questions: what to keep (`cache`), how to store it (`store`), what of the video and of the
+    prompt to read (`attention`, `text`), which denoising passes to run (`passes`), which MLP
+    outputs to reuse (`replay`). A policy may be given as text: `Plan(cache="window:budget=9f")`.
     """
 
     cache: CachePolicy = KeepAll()
@@ -110,21 +111,21 @@ class Plan(Mapping[str, Any]):
 
     @classmethod
     def parse(cls, text: str, kind: str = "chunks", stock: str = "") -> Plan:
-        """A base name, then changes: `fast cache=bank:resident=12f replay=none`.
+        """Parse a base name and changes: `fast cache=bank:resident=12f replay=none`.
 
-        A change within the base's policy keeps its other settings; another policy starts from its
-        own defaults. The base is `dense` where none is named; `kind` (one of NAMED) and the model's
-        own `stock` say what a name stands for.
+        A change of the base's own policy keeps its other settings; another policy starts from its
+        defaults. The default base is `dense`. What a name stands for depends on the model: its
+        `kind` (one of NAMED) and its `stock` plan.
         """
         words, _ = _read(text, kind, stock)
         return cls(**{part: _policy(part, word) for part, word in words.items()})
 
     def for_shape(self, shape: Shape) -> Plan:
-        """The plan without a text policy where a model of this shape has no prompt to read."""
+        """The plan, without its text policy if a model of this shape has no cross-attention."""
         return self if shape.text or self.text is None else replace(self, text=None)
 
     def check(self, shape: Shape) -> None:
-        """Raise where the plan cannot serve a model of this shape."""
+        """Raise if the plan cannot serve a model of this shape."""
         if self.text is None and shape.text:
             raise TachyscopeError(
                 f"this model reads its prompt by cross-attention, so text=none is not possible: "
@@ -155,10 +156,10 @@ def plan(
     passes: PassPolicy | str = "",
     replay: ReplayPolicy | str | None = "",
 ) -> str:
-    """A named plan with some of its policies replaced: `plan("fast", cache=Window("9f"))`.
+    """A named plan with some policies replaced, as text: `plan("fast", cache=Window("9f"))`.
 
-    It stays text, since only a model says what a name stands for. A policy that is an object
-    replaces the base's whole; one in text changes what it names of the base's own.
+    It is text because a name's meaning depends on the model. A policy object replaces the base's
+    policy; a text changes only the settings that it names.
     """
     given = dict(zip(QUESTIONS, (cache, store, attention, text, passes, replay), strict=True))
     words = [base] if isinstance(base, str) else []
@@ -181,7 +182,7 @@ def plan(
 
 
 def _made(question: str, given: Any) -> Policy | None:
-    """A policy that answers the question, as it was given or of its text."""
+    """The policy of a question, given as an object or as text."""
     if isinstance(given, str):
         if given in NAMES and given not in policies(question):
             raise TachyscopeError(
@@ -210,12 +211,12 @@ DEFAULT = Plan()
 
 
 def spell(policy: Policy | None) -> str:
-    """A policy as a plan writes it: `name:key=value,…`, every set parameter written out."""
+    """A policy as a plan's text writes it: `name:key=value,…`, with all settings but None."""
     return "none" if policy is None else str(policy)
 
 
 class Word(NamedTuple):
-    """One part of a plan's text: a policy's name, and its settings as they are written."""
+    """One part of a plan's text: a policy's name, and its settings as text."""
 
     policy: str
     settings: dict[str, str]
@@ -230,7 +231,7 @@ def _settings(settings: Mapping[str, str], between: str = ",") -> str:
 
 
 def check_text(text: str, kind: str = "chunks") -> None:
-    """Raise for what can be known of a plan before its model: only that knows its stock plan."""
+    """Raise for faults that show without a model, whose `stock` plan is not yet known."""
     if text.split()[:1] == ["stock"]:
         words, _ = _read(text, kind, NAMED[kind]["dense"])
         for part, word in words.items():
@@ -240,12 +241,12 @@ def check_text(text: str, kind: str = "chunks") -> None:
 
 
 def replaced(text: str, kind: str = "chunks", stock: str = "") -> list[str]:
-    """What of its base a plan's changes undo besides what they name, a sentence a part."""
+    """Sentences on the settings of a base that a plan's changes drop without naming them."""
     return _read(text, kind, stock)[1]
 
 
 def _read(text: str, kind: str, stock: str) -> tuple[dict[str, Word], list[str]]:
-    """The words of a plan's text by part, and what of the base no longer applies."""
+    """The parts of a plan's text by question, and sentences on what of the base was dropped."""
     given = text.split()
     base = given.pop(0) if given and "=" not in given[0] else "dense"
     words, changed, gone = _named(base, kind, stock), dict[str, Word](), []
@@ -270,7 +271,7 @@ def _read(text: str, kind: str, stock: str) -> tuple[dict[str, Word], list[str]]
 
 
 def _changed(part: str, base: Word, new: Word) -> tuple[Word, str]:
-    """A part after a change, and what of the base that undoes."""
+    """A part after a change, and a sentence on what of the base this drops."""
     if new.policy != base.policy:
         lost = _settings(base.settings, ", ")
         what = f"{part}={new.policy} replaces {part}={base.policy} and its {lost}"
@@ -333,7 +334,7 @@ def _values(part: str, word: Word) -> dict[str, Any]:
 
 
 def _value(what: str, one: Setting, text: str) -> Any:
-    """A setting's value of its text; the policy itself checks how large a number may be."""
+    """A setting's value, parsed from text; bounds are checked by the policy."""
     kind = one.kind
     if one.optional and text == "none":
         return None
@@ -355,5 +356,5 @@ def _value(what: str, one: Setting, text: str) -> Any:
 
 
 def label(plan: Plan | str) -> str:
-    """A short name for a plan: its own, its text where that is short, or `plan`."""
+    """A short name of a plan for labels: its text if that is short, else `plan`."""
     return plan if isinstance(plan, str) and len(plan) <= LABEL else "plan"

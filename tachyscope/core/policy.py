@@ -1,12 +1,12 @@
-"""What every policy is: a frozen dataclass that is its own configuration, registered by its name.
+"""The base of all policies: frozen dataclasses that are their own configuration.
 
     @dataclass(frozen=True)
     class Dedup(CachePolicy, name="dedup"):
         budget: Size = setting(Size(21, True), "Most entries that a layer holds.", bound=ENTRIES)
 
-The class is then `cache=dedup:budget=21f` of a plan. A file of one of the packages below registers
-itself when its question is first looked up; another distribution names its policies in the entry
-point group `tachyscope.policies`, as `"cache.stride" = "my_package.stride"`.
+A plan writes this class as `cache=dedup:budget=21f`. Policies in the packages below are registered
+when their question is first looked up. Other distributions name theirs in the entry point group
+`tachyscope.policies`: `"cache.stride" = "my_package.stride"`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tachyscope.core.errors import TachyscopeError, first_line, shown, warn
 from tachyscope.core.limits import LATENTS, Bound, fault, within
 from tachyscope.core.types import Shape, Size
 
-# a plan's questions, and the package that has the policies which answer each
+# a plan's questions, and the package with each one's policies
 QUESTIONS = {
     "cache": "tachyscope.cache",
     "store": "tachyscope.store",
@@ -37,9 +37,9 @@ QUESTIONS = {
     "passes": "tachyscope.passes",
     "replay": "tachyscope.replay",
 }
-OPTIONAL = ("text", "replay")  # questions that a plan may answer with none
+OPTIONAL = ("text", "replay")  # questions for which a plan may say `none`
 GROUP = "tachyscope.policies"
-# other papers' methods, which the laboratory has for comparison
+# other papers' methods, which tachyscope-lab has for comparison
 LAB = {
     "cache": ("frames", "memrope", "worldkv", "deep_forcing"),
     "attention": ("radial", "svg", "svg2"),
@@ -50,10 +50,10 @@ class Setting(NamedTuple):
     """One setting of a policy."""
 
     type: Any  # the annotation
-    default: Any  # dataclasses.MISSING where it must be given
+    default: Any  # dataclasses.MISSING if it must be given
     about: str
     bound: Bound | None  # of a number; of a Size that is given as entries
-    instead_of: tuple[str, ...]  # a plan that changes this one drops these of its base
+    instead_of: tuple[str, ...]  # settings of the base that a change of this one drops
 
     @property
     def kind(self) -> Any:
@@ -77,21 +77,21 @@ def _options(kind: Any) -> tuple[Any, ...]:
 def setting(
     default: Any, about: str, *, bound: Bound | None = None, instead_of: tuple[str, ...] = ()
 ) -> Any:
-    """A policy's field: its default, a sentence for its help, and from where to where it may be.
+    """A policy's field: its default, a sentence for its help, and its bound.
 
-    `instead_of` names settings of which only one can be given.
+    `instead_of` names settings that cannot be given together with this one.
     """
     about_it = {"about": about, "bound": bound, "instead_of": instead_of}
     return dataclasses.field(default=default, metadata=about_it)
 
 
 class Policy(abc.ABC):
-    """A policy of any question: `class Dedup(CachePolicy, name="dedup")` registers it."""
+    """A plan's policy for one question: `class Dedup(CachePolicy, name="dedup")` registers it."""
 
-    question: ClassVar[str]  # which of a plan's questions it answers
-    name: ClassVar[str] = ""  # in a plan; without one it is used as an object only
-    paper: ClassVar[str] = ""  # where it comes from
-    # whether ranks can hold some heads each: it serves a head by itself, or by `mean_heads`
+    question: ClassVar[str]
+    name: ClassVar[str] = ""  # in a plan's text; without a name it can only be used as an object
+    paper: ClassVar[str] = ""
+    # whether ranks can each hold some heads: heads are independent, or coupled by `mean_heads`
     splits_heads: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, name: str = "", question: str = "", **more: Any) -> None:
@@ -111,25 +111,25 @@ class Policy(abc.ABC):
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Raise where settings, each right by itself, do not go together."""
+        """Raise if settings contradict each other."""
         return
 
     def check_plan(self, plan: Mapping[str, Any], shape: Shape) -> None:
-        """Raise where it cannot serve a model of this shape, or beside a plan's other policies."""
+        """Raise if it cannot serve a model of this shape, or the plan's other policies."""
         return
 
     @property
     def label(self) -> str:
-        """Its name in a plan, or its class's where it has none."""
+        """Its name in a plan, or its class name if it has none."""
         return self.name or type(self).__name__
 
     def __str__(self) -> str:
-        """As a plan writes it: `dedup:budget=21f,sink=1`, with every setting that is not None."""
+        """As a plan's text writes it: `dedup:budget=21f,sink=1`, with all settings but None."""
         values = {key: getattr(self, key) for key in settings(type(self))}
         return _spelled(self.label, {k: v for k, v in values.items() if v is not None})
 
     def in_full(self) -> str:
-        """As a plan writes it so that nothing of a base's policy is kept: None is written too."""
+        """As a plan's text writes it with None too, so that no setting of a base is kept."""
         return _spelled(self.label, {key: getattr(self, key) for key in settings(type(self))})
 
 
@@ -162,7 +162,7 @@ def settings(policy: type[Policy]) -> Mapping[str, Setting]:
 
 
 def _checked(what: str, one: Setting, value: Any) -> Any:
-    """A setting's value in its own type; raises where it is of another, or out of its bound."""
+    """A setting's value in the setting's type; raises if it has another or is out of bounds."""
     if value is None and one.optional:
         return None
     kind, bound = one.kind, one.bound
@@ -196,7 +196,7 @@ def _register(cls: type[Policy]) -> None:
             f"a policy's name has small letters, digits and _, got {shown(name)}: choose another"
         )
     known = _REGISTERED[question].get(name)
-    # a cell of a notebook that is run again defines its class again
+    # a notebook cell that runs again defines its class again
     if known and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise TachyscopeError(
             f"there is a {question} policy {name!r} already, {known.__module__}."
@@ -237,7 +237,7 @@ def policies(question: str) -> dict[str, type[Policy]]:
         try:
             _load(entry)
         except TachyscopeError as fault:
-            warn(str(fault))  # another distribution's fault must not hide what is there
+            warn(str(fault))  # a broken distribution must not hide the other policies
     return dict(sorted(known.items()))
 
 
@@ -254,7 +254,7 @@ def _entries(question: str) -> Iterator[EntryPoint]:
 
 
 def _load(entry: EntryPoint) -> None:
-    """Import what an entry point names, which registers itself."""
+    """Import an entry point's module, whose policy registers itself."""
     question, _, name = entry.name.partition(".")
     try:
         entry.load()

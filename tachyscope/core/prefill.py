@@ -1,4 +1,4 @@
-"""Prompts and given latents put into a session's cache, before a video and in the midst of it."""
+"""Prefills a session's cache with a prompt and given latents, at a video's start or within it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tachyscope.models.base import VideoModel
 
 
 class Part(NamedTuple):
-    """Latents that are remembered in one pass, and what led to them."""
+    """A chunk of latents that one clean pass prefills, with its actions."""
 
     latents: Tensor
-    actions: Sequence[int]  # one a latent frame
-    camera: Tensor | None = None  # where it stood before them
+    actions: Sequence[int]  # one per latent frame
+    camera: Tensor | None = None  # the camera's position before them
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompts as the model reads them, one a video, and the hash by which a session knows them."""
+    """Encoded prompts, one per video, and their hash, by which a session recognises them."""
 
     encoded: Any
     key: str
@@ -53,15 +53,15 @@ class Prompt:
 def refill(
     model: VideoModel, session: Session, prompt: Prompt, parts: Sequence[Part], shown: bool = False
 ) -> None:
-    """Forget, then prefill a prompt and latents; the noise goes on where it was."""
+    """Reset the session, then prefill a prompt and latents; the noise generators continue."""
     memory = session.memory
-    memory.slots_for(prompt.encoded.lengths)  # raises while the session is still as it was
+    memory.slots_for(prompt.encoded.lengths)  # raises before anything changes
     if memory.latent_frames is not None:
         known = sum(part.latents.shape[model.frame_dim] for part in parts)
         memory.latent_frames = known + max(0, memory.latent_frames - memory.latent_frame)
     memory.lengths = tuple(prompt.encoded.lengths)
     memory.source = replace(memory.source, prompt=prompt.key)
-    # a video goes on: the noise and the steps of its first chunk must not come again
+    # the video continues: the noise and the steps of its first chunk must not repeat
     generators, policy_rng, made = memory.generators, memory.policy_rng, memory.made
     before = memory.features
     session.reset()
@@ -77,7 +77,7 @@ def refill(
 def prefill(
     model: VideoModel, session: Session, parts: Sequence[Part], shown: bool = False
 ) -> None:
-    """Run given latents through the model, a clean pass a chunk, to fill the cache."""
+    """Fill the cache with given latents, by one clean pass per chunk."""
     for part in parts:
         if part.camera is not None:
             session.memory.features.camera = part.camera.clone()
@@ -94,9 +94,9 @@ def by_chunk(
     moves: Sequence[int],
     camera: Tensor | None = None,
 ) -> list[Part]:
-    """Latents of a video's beginning by chunks, with actions that are given by frames.
+    """Split latents into chunks, with the actions `moves` given per pixel frame.
 
-    camera: where it stood before all of them.
+    `camera` is its position before the first of them.
     """
     count = latents.shape[model.frame_dim]
     by_frame = [moves[model.pixel_frames(i)] for i in range(count)] if model.actions else []

@@ -1,4 +1,4 @@
-"""A new prompt in the midst of a video: the newest latents are prefilled again under it."""
+"""Changes the prompt within a video: the newest latents are prefilled again under the new one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tachyscope.snapshot.format import AGAIN, MAX_COUNT, check_tensor, refuse
 
 
 class RecentLatents:
-    """The newest latents of a session, by chunks: as many as its cache has room for."""
+    """A session's newest latents by chunks, as many as its cache has room for."""
 
     def __init__(
         self,
@@ -24,9 +24,9 @@ class RecentLatents:
         actions: Sequence[int] = (),
         camera: Tensor | None = None,
     ) -> None:
-        """From what the session has; `actions` led to it, one a frame, from where `camera` stood.
+        """Starts with the session's latents; `actions`, one per pixel frame, led to them.
 
-        Where they are not known, it is taken as seen from where the camera is now.
+        `camera` is its position before them; if unknown, its present position is taken.
         """
         self.model, self.session = model, session
         self.parts: list[Part] = []
@@ -45,7 +45,7 @@ class RecentLatents:
             del self.parts[: max(0, len(self.parts) - most)]
 
     def tensors(self, chunk: int) -> dict[str, Tensor]:
-        """By name, for a state: these latents, and the number of the chunk that comes next."""
+        """Tensors for a state: these latents, and the next chunk's number."""
         tensors = {"chunk": torch.tensor(chunk)}
         if not self.parts:
             return tensors
@@ -64,9 +64,9 @@ class RecentLatents:
 def read_recent(
     model: VideoModel, session: Session, tensors: Mapping[str, Tensor]
 ) -> tuple[int, list[Part]] | None:
-    """The next chunk's number and the parts of a state; None where it is of a session alone.
+    """The next chunk's number and the recent latents of a state; None if a session saved it.
 
-    Raises where the tensors are not such as `RecentLatents.tensors` makes.
+    Raises unless the tensors are as `RecentLatents.tensors` makes them.
     """
     if "chunk" not in tensors:
         return None
@@ -100,12 +100,12 @@ def read_recent(
 def switch_prompt(
     model: VideoModel, session: Session, prompt: Prompt, recent: Sequence[Part]
 ) -> None:
-    """Go on under another prompt, with the newest latents prefilled again under it."""
+    """Change the prompt, and prefill the newest latents again under it."""
     again = model.rewind(session, [part.latents for part in recent]) if recent else None
     if again is None:
         decoders = session.memory.features.decoders
         refill(model, session, prompt, recent, shown=True)
-        session.memory.features.decoders = decoders  # streaming goes on
+        session.memory.features.decoders = decoders  # decoding continues without a cut
         return
     session.memory.source = replace(session.memory.source, prompt=prompt.key)
     model.prefill_prompt(session, prompt.encoded)

@@ -1,9 +1,9 @@
-"""One stream on several devices: a process each, which holds some of the heads.
+"""One stream on several devices (Ulysses): one process for each, which holds some of the heads.
 
-Attention couples tokens and never heads, linears couple heads and never tokens (Ulysses). So a rank
-computes its share of every latent frame's tokens, and around attention an all-to-all turns all
-heads of some tokens into all tokens of some heads: only the present chunk travels. The past, the
-index and a bank of a rank's heads stay with it. Latents are whole on every rank.
+Attention mixes tokens but not heads, linears mix heads but not tokens. So each rank computes its
+share of every latent frame's tokens, and around attention an all-to-all exchanges all heads of some
+tokens for all tokens of some heads. Only the present chunk is exchanged: a rank keeps the past, the
+index and the bank of its heads. Every rank has the whole latents.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def alone(x: Tensor) -> Tensor:
 
 
 class Ranks:
-    """The processes that make one stream, as one of them sees them.
+    """The processes that make one stream, seen from one of them.
 
-    Every method is called by all ranks, in the same order.
+    All ranks must call every method in the same order.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -41,7 +41,7 @@ class Ranks:
         self._group, self._device = mesh.get_group(), torch.device(mesh.device_type)
 
     def share(self, shape: Shape) -> Shape:
-        """The shape of what this rank holds; raises where it cannot be cut so."""
+        """The shape of this rank's share; raises if heads or tokens cannot be divided."""
         whole = shape.heads, shape.kv_heads, shape.tokens_per_frame
         if shape.token_by_token:
             raise TachyscopeError(
@@ -61,7 +61,7 @@ class Ranks:
         )  # fmt: skip
 
     def agree(self, **given: object) -> None:
-        """Raise where the ranks were given different things."""
+        """Raise unless all ranks were given the same."""
         marks = [int(digest(repr(x))[:15], 16) for x in given.values()]
         mine = torch.tensor(marks, dtype=torch.int64, device=self._device)
         theirs = self._gather(mine).tolist()
@@ -76,13 +76,13 @@ class Ranks:
     # ---- between tokens and heads
 
     def own_tokens(self, x: Tensor, tokens: int) -> Tensor:
-        """This rank's part of x [B, S, W], of latent frames of so many tokens."""
+        """This rank's part of x [B, S, W]; `tokens` are those of a latent frame."""
         part = tokens // self.size
         cut: Tensor = x.unflatten(1, (-1, self.size, part))  # [B, F, R, n, W]
         return cut[:, :, self.rank].flatten(1, 2)
 
     def all_tokens(self, x: Tensor, tokens: int) -> Tensor:
-        """x [B, S, W] of every rank's part."""
+        """The whole x [B, S, W], from every rank's part."""
         parts = self._gather(x.unflatten(1, (-1, tokens // self.size)))  # [R, B, F, n, W]
         return parts.permute(1, 2, 0, 3, 4).flatten(1, 3)
 
@@ -92,7 +92,7 @@ class Ranks:
         return cut[:, self.rank]
 
     def to_heads(self, tokens: int, *several: Tensor) -> tuple[Tensor, ...]:
-        """All tokens of this rank's heads, of all heads of its tokens: [B, H, S, D] each."""
+        """From all heads of this rank's tokens to all tokens of its heads: [B, H, S, D] each."""
         cut = [x.unflatten(1, (self.size, -1)) for x in several]
         heads = [x.shape[2] for x in cut]
         parts = self._exchange(torch.cat(cut, 2).transpose(0, 1))  # [R, B, h, s, D]
@@ -100,7 +100,7 @@ class Ranks:
         return tuple(frames.permute(1, 2, 3, 0, 4, 5).flatten(2, 4).split(heads, 1))
 
     def to_tokens(self, tokens: int, x: Tensor) -> Tensor:
-        """All heads of this rank's tokens, of all tokens of its heads: the way back."""
+        """The inverse: from all tokens of this rank's heads to all heads of its tokens."""
         cut = x.unflatten(2, (-1, self.size, tokens // self.size))  # [B, h, F, R, n, D]
         parts = self._exchange(cut.permute(3, 0, 1, 2, 4, 5))
         return parts.transpose(0, 1).flatten(1, 2).flatten(2, 3)
@@ -112,7 +112,7 @@ class Ranks:
         return self._sum(x) / self.size
 
     def add_up(self, work: Work) -> None:
-        """Make this rank's counters those of all ranks together."""
+        """Replace this rank's counters by the sums over all ranks."""
         kind: dict[str, Any] = {"dtype": torch.float64, "device": self._device}
         counts = [torch.as_tensor(getattr(work, name), **kind) for name in NAMES]
         for name, x in zip(NAMES, self._sum(torch.stack(counts)).unbind(), strict=True):
@@ -121,7 +121,7 @@ class Ranks:
     # ---- what travels
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """Part r of x [R, ...] goes to rank r; the parts that came, by rank."""
+        """All-to-all: part r of x [R, ...] goes to rank r; returns the received parts by rank."""
         sent, came = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._together(lambda: dist.all_to_all_single(came, sent, group=self._group))
         return came

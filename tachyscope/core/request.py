@@ -1,4 +1,4 @@
-"""What a video is made of, as callers say it and as a stream takes it."""
+"""A request for a video: the options of callers, and the same parsed for one model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class VideoOptions(TypedDict, total=False):
-    """The keywords of a request for one video, where its length is a keyword of its own."""
+    """Keywords of a request for one video, for functions with a `frames` of their own."""
 
     prompt: str
     actions: Actions
@@ -56,11 +56,11 @@ class VideoOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoRequest:
-    """What to make: the keywords of `rollout` that say nothing of how."""
+    """What to make, but not how: the keywords of `rollout` besides plan and stream."""
 
     prompt: str | Sequence[str] = ""
-    frames: int | None = None  # new ones; None: nobody knows yet
-    actions: Actions = ""  # that lead to them
+    frames: int | None = None  # new ones; None if unknown
+    actions: Actions = ""  # that lead to the new frames
     seed: int | Sequence[int] = 0
     size: PixelSize | None = None
     first: Pictures | Sequence[Pictures] | None = None
@@ -72,7 +72,7 @@ class VideoRequest:
     strength: float | None = None
 
     def one_video(self) -> VideoRequest:
-        """The same with its given frames read; a batch is refused."""
+        """The request with its first frames read; a batch is refused."""
         check_prompt(self.prompt)
         check_whole("seed", self.seed)
         first = None if self.first is None else parse_first(self.first)
@@ -84,7 +84,7 @@ class VideoRequest:
         return replace(self, first=first)
 
     def parse(self, model: VideoModel) -> ParsedRequest:
-        """What a model makes of it, checked; actions are read where their frames are counted."""
+        """The request checked and parsed for a model, except for its actions."""
         size = parse_size(self.size)
         prompts, seeds, batch = parse_batch(self.prompt, self.seed)
         frames = None if self.frames is None else check_whole("frames", self.frames)
@@ -108,21 +108,21 @@ class VideoRequest:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request in one form, for one model."""
+    """A request parsed for one model."""
 
     shape: Shape  # of all its videos together
-    prompts: list[str]  # one a video
-    seeds: list[int]  # one a video
-    batch: int | None  # how many videos; None: one, and chunks have no dimension of videos
+    prompts: list[str]  # one per video
+    seeds: list[int]  # one per video
+    batch: int | None  # how many videos; None: one, and chunks have no batch dimension
     frames: int | None
-    pictures: list[np.ndarray]  # uint8 [F, H, W, 3] of each video; none where none are given
+    pictures: list[np.ndarray]  # each video's first frames, uint8 [F, H, W, 3]; or none
     camera: Tensor | None
     noise: Tensor | None
     source: SourceVideo | None
 
 
 def parse_batch(prompt: Any, seed: Any) -> tuple[list[str], list[int], int | None]:
-    """Every video's prompt and seed, and how many videos a list was given for; None without one."""
+    """Every video's prompt and seed, and the batch size; None if neither is a list."""
     given = {"prompt": prompt, "seed": seed}
     lists = {name: list(x) for name, x in given.items() if isinstance(x, list | tuple)}
     counts = {len(x) for x in lists.values()}
@@ -137,7 +137,7 @@ def parse_batch(prompt: Any, seed: Any) -> tuple[list[str], list[int], int | Non
 
 
 def _batched(model: VideoModel, shape: Shape, batch: int, noise: Noise | None) -> Shape:
-    """The shape of so many videos made at once."""
+    """The shape of `batch` videos made at once."""
     if not model.overlaps_decode and batch > 1:
         raise TachyscopeError(
             f"{model.name} encodes its own frames again and makes one video at a time, got "
@@ -151,7 +151,7 @@ def _batched(model: VideoModel, shape: Shape, batch: int, noise: Noise | None) -
 def parse_camera(
     model: VideoModel, start: Start | None, pace: float | None, batch: int | None
 ) -> Tensor | None:
-    """Where every video's camera stands at first, and its pace; None in a model without one."""
+    """Every video's camera at its start, with its pace; None for a model without a camera."""
     if not model.camera:
         given = [name for name, x in {"start": start, "pace": pace}.items() if x is not None]
         if given:
@@ -187,7 +187,7 @@ def _is_number(x: Any) -> bool:
 
 
 def parse_size(size: PixelSize | None) -> tuple[int, int] | None:
-    """(height, width) of `480x832` or of two numbers; None for the model's own."""
+    """(height, width) from `480x832` or two numbers; None for the model's own size."""
     if size is None:
         return None
     if isinstance(size, str):
@@ -209,7 +209,7 @@ def parse_size(size: PixelSize | None) -> tuple[int, int] | None:
 def parse_noise(noise: Noise, model: VideoModel, shape: Shape) -> Tensor:
     """Given noise as a tensor of floats [draws, latent frames, C, h, w].
 
-    A path is that of a file with a tensor `noise`.
+    A path names a file with a tensor `noise`.
     """
     if not model.draws:
         raise TachyscopeError(
@@ -247,7 +247,7 @@ def parse_noise(noise: Noise, model: VideoModel, shape: Shape) -> Tensor:
 
 
 def check_noise(noise: Tensor | None, frames: int) -> None:
-    """Raise where noise does not last for so many latent frames."""
+    """Raise if noise is given for fewer than `frames` latent frames."""
     if noise is not None and noise.shape[1] < frames:
         raise TachyscopeError(
             f"`noise` must be for the {frames} latent frames to be made, got {noise.shape[1]}: "
@@ -256,7 +256,7 @@ def check_noise(noise: Tensor | None, frames: int) -> None:
 
 
 def chunks_for(model: VideoModel, chunk: int, start: int, frames: int) -> int:
-    """Chunks that give `frames` more frames, after `start` latent frames."""
+    """The number of chunks that make `frames` more frames after `start` latent frames."""
     wanted, enough = model.pixel_frames(start) + frames, 1
 
     def shown_by(chunks: int) -> int:

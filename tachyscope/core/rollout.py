@@ -1,4 +1,4 @@
-"""Videos of a given length: a loop over a stream's steps."""
+"""Rollouts: videos of a given length, by a loop over a stream's chunks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def runs_beside(device: torch.device) -> bool:
-    """Whether work that is asked for goes on while the host does something else."""
+    """Whether launched work runs while the host does something else."""
     return device.type == "cuda"
 
 
@@ -70,23 +70,23 @@ def rollout(
     stream: Stream | None = None,
     overlap_decode: bool | None = None,
 ) -> Generator[Chunk]:
-    """Yield chunks until `frames` new frames are made; the last is cut to fit.
+    """Yield chunks until `frames` new frames are made; the last chunk is cut to fit.
 
-    All is checked and the stream opened when this is called; chunks are made as they are asked
-    for. Without a stream, plan is "dense", prompt "" and seed 0 unless given; `size`, `first`,
-    `first_actions`, `start`, `pace`, `noise`, `video` and `strength` are as `open` takes them.
-    `actions` are text ("w*20 a*24"), or one letter or index a frame in a list, an array or a
-    tensor.
+    Arguments are checked and the stream is opened by this call; chunks are made lazily. The
+    defaults are plan "dense", prompt "" and seed 0; `size`, `first`, `first_actions`, `start`,
+    `pace`, `noise`, `video` and `strength` are as in `open`. `actions` are text ("w*20 a*24"), or a
+    list, an array or a tensor with one letter or index per frame.
 
-    `then` are changes of prompt, each with the new frame from which on it is meant: there, or where
-    the next chunk begins, the stream's prompt is set.
+    `then` are prompt changes (frame, prompt): each applies from the first chunk that begins at or
+    after its new frame.
 
-    Same model, plan, prompt, actions, seed, size and first frames: same frames; another device or
-    number of threads may change a level of 255 here and there. A `stream` is gone on with, for
-    `frames` more, by one rollout at a time; another plan, prompt, seed, size, first, pace or noise
-    than its own is refused. On a GPU, `overlap_decode` launches the next chunk before it decodes
-    the last, on a second CUDA stream: until the end a stream is then a chunk further than what was
-    yielded, so unless asked for it is done only without one.
+    The same model, plan, prompt, actions, seed, size and first frames make the same video; another
+    device or number of threads may change single pixels by one level of 255. With a `stream`, the
+    rollout continues it by `frames` more; another plan, prompt, seed, size, first, pace or noise
+    than the stream's is refused, and so is a second rollout at the same time. On a GPU,
+    `overlap_decode` launches the next chunk before it decodes the last, on a second CUDA stream.
+    The stream is then one chunk ahead of what was yielded, so the default is to do this only
+    without a given stream.
     """
     check_model(model)
     frames, moves = check_whole("frames", frames), parse_actions(actions, model.actions, frames)
@@ -138,13 +138,13 @@ def _chunks(
         made = stream.make(moves[done:]) if coming is None else coming
         count = min(frames - done, made.frames)
         done += count
-        # a change is made between what is decoded before and after it
+        # the chunk before a prompt change is decoded before the change
         changing = bool(changes) and changes[0][0] == done
         coming = None
         if overlap_decode and done < frames and not changing:
             coming = stream.make(moves[done:])
         chunk = stream.pictures(made, beside=overlap_decode)
-        # a chunk that is made and not decoded is this loop's alone
+        # only this loop can continue a stream with a chunk that is not decoded yet
         stream.guard.interrupted = coming is not None
         return chunk
 
@@ -158,7 +158,7 @@ def _chunks(
 def _check_stream(
     model: VideoModel, stream: Stream, plan: Plan | str | None, asked: Mapping[str, Any]
 ) -> None:
-    """Raise where a stream cannot be gone on with, or is asked for what it is not."""
+    """Raise if a stream is busy, or has other options than those `asked`."""
     if not isinstance(stream, Stream):
         raise TachyscopeError(
             f"stream must be a Stream, got a {type(stream).__name__}: use tachyscope.open"
@@ -196,7 +196,7 @@ def _check_stream(
 def change_frames(
     model: VideoModel, session: Session, then: Sequence[tuple[int, str]], frames: int
 ) -> list[tuple[int, str]]:
-    """Changes of prompt in order, each moved to the new frame at which the next chunk begins."""
+    """Prompt changes in order, each moved to the first frame of the next chunk."""
     chunk, start = session.shape.chunk, session.memory.latent_frame
 
     def begins(chunks: int) -> int:

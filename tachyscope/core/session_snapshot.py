@@ -1,4 +1,4 @@
-"""A session's state as tensors by name: taken, and read again with every part checked."""
+"""Saves a session's state as tensors by name, and restores it after checking every part."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tachyscope.snapshot.format import (
 )
 from tachyscope.store import KVStore
 
-KEPT = "kept."  # begins the names of what is no layer's
+KEPT = "kept."  # prefix of the caller's tensors, and of the session's latents
 
 
 def take_state(
     memory: SessionState, host: bool, kept: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Everything between two chunks, as tensors by name, ready for a safetensors file.
+    """The state between two chunks as tensors by name, ready for a safetensors file.
 
-    Without `host` a bank's blocks in host memory are left out: `BlockBank.segment` has them.
-    `kept` are tensors of the caller's that go with it.
+    Without `host`, a bank's blocks in host memory are left out: `segment` of a bank has them.
+    `kept` are the caller's own tensors, saved with it.
     """
     if memory.now:
         raise TachyscopeError(
@@ -59,18 +59,18 @@ def read_state(
     segments: Sequence[Mapping[str, Tensor]] | None,
     check: Callable[[Mapping[str, Tensor]], None] | None,
 ) -> SessionState:
-    """What a session of the same model, size, plan and prompt goes on with, as `state` says.
+    """A new SessionState from a saved `state`, for a session of the same model, plan and prompt.
 
-    `segments` have a bank's blocks where the state was taken without them, the oldest first. A
-    session that has made nothing yet gives the host memory that it has. All of it is checked and
-    copied, and a state that does not fit is refused: the session is as it was. `check` is handed
-    the tensors that the caller of `take_state` gave, and raises where it cannot use them.
+    `segments` have a bank's blocks if the state was saved without them, the oldest first. The host
+    memory of a session that has made nothing yet is used again. Everything is checked and copied,
+    and a state that does not fit is refused before the session changes. `check` gets the caller's
+    `kept` tensors, and raises if it cannot use them.
     """
     tensors, meta = unpack(state, _shared(memory))
     pos = tensors.get("layers.0.pos")
     slots = pos.shape[2] if pos is not None and pos.dim() == 4 else 0
     _check_counts(memory, meta, slots)
-    # what an empty bank's memory holds does not matter
+    # an empty bank's memory can be used again
     banks = [] if memory.total_entries else memory.bank_memory()
     layers = _layers_of(memory, tensors, slots, segments, banks)
     _check_texts(memory, tensors, meta["texts"])
@@ -102,11 +102,11 @@ def read_state(
 
 
 def _check_counts(memory: SessionState, meta: Mapping[str, Any], slots: int) -> None:
-    """Raise where a state's numbers cannot be."""
+    """Raise if a state's counts are impossible."""
     shape, cache, frame = memory.spec.shape, memory.spec.plan.cache, meta["latent_frame"]
     least = cache.capacity(shape, memory.prompt, meta["latent_frames"])
     check_range("slots", slots, least, max(slots, least) if cache.grows else least)
-    # every chunk ends latent frames; a change of prompt may count it again
+    # every chunk finishes latent frames; a prompt change may count a chunk again
     least = -(-frame // (shape.chunk + shape.rolling_frames))
     check_range("chunk", meta["chunk"], least, 2 * frame + 2)
     entries = memory.prompt + shape.max_pass_tokens + frame * shape.tokens_per_frame
@@ -129,7 +129,7 @@ def _layers_of(
     segments: Sequence[Mapping[str, Tensor]] | None,
     banks: list[dict[str, Tensor]],
 ) -> list[KVStore]:
-    """A state's layers, on the device."""
+    """The layers of a state, on the device."""
     empty = memory.spec.empty_layer
     like = empty(slots, memory.latent_frames, banks)
     if segments is not None:
@@ -151,7 +151,7 @@ def _layers_of(
         like,
         *(empty(slots, memory.latent_frames, banks) for _ in range(memory.spec.shape.layers - 1)),
     ]
-    # memory that an open stream reserved is inference mode's own
+    # a stream allocates in inference mode, and its tensors can only be written there
     with torch.inference_mode():
         for i, layer in enumerate(layers):
             for name, x in layer.tensors().items():
@@ -166,7 +166,7 @@ def _layers_of(
 
 
 def _check_texts(memory: SessionState, tensors: Mapping[str, Tensor], count: int) -> None:
-    """Raise unless a state's prompt has the parts of this session's, or keys and values."""
+    """Raise unless a state's prompt tensors match this session's; each needs keys and values."""
     own = {k: x for k, x in _tensors(memory).items() if k.startswith("texts.")}
     for name, x in own.items():
         check_tensor(tensors, name, x, (0, 0))
@@ -186,7 +186,7 @@ def _tensors(memory: SessionState) -> dict[str, Tensor]:
 
 
 def _host_tensors(memory: SessionState) -> dict[str, Tensor]:
-    """What lies in host memory: of a bank the blocks that are in use."""
+    """Tensors in host memory: a bank's blocks that are in use."""
     tensors = {}
     for i, layer in enumerate(memory.layers):
         for name, x in layer.host_tensors().items():
@@ -196,7 +196,7 @@ def _host_tensors(memory: SessionState) -> dict[str, Tensor]:
 
 
 def _shared(memory: SessionState) -> dict[str, Any]:
-    """What a session must share with the one whose state it takes over."""
+    """What must be equal in the session that saved a state and in the one that restores it."""
     return {
         "shape": asdict(memory.spec.shape),
         "plan": str(memory.spec.plan),

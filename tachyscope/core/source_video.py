@@ -1,4 +1,4 @@
-"""A video that another one follows: its frames, taken a chunk at a time."""
+"""The source of video-to-video: its frames, read one chunk at a time."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     # a file or a camera's device, pictures, or whatever gives uint8 [H, W, 3] one by one
     Video = str | os.PathLike[str] | np.ndarray | Tensor | Iterable[np.ndarray] | Iterable[Image]
 
-STRENGTH = 0.6  # unless asked otherwise
-EDGE = 2**22  # bytes of a file's beginning, and of its end, by which it is known
-KEPT = "source."  # begins the names of a state's tensors
-ENCODER = "encoder."  # after it, those of the encoder's
+STRENGTH = 0.6  # the default
+EDGE = 2**22  # bytes of a file's beginning and of its end that are hashed
+KEPT = "source."  # prefix of a source's tensors in a state
+ENCODER = "encoder."  # after it, prefix of the encoder's
 
-FramesFrom = Callable[[int], Iterator[Any]]  # from that number on
+FramesFrom = Callable[[int], Iterator[Any]]  # the frames from a number on
 
 
 class SourceVideo:
-    """Where a stream stands in the video that it follows.
+    """A source video and a stream's position in it.
 
-    It holds no more than the next chunk's frames, and what the model's encoder keeps of those
-    before. With a `key`, a hash of its frames, it can be gone back to; without, it comes once.
+    It holds the next chunk's frames and the encoder's streaming state, and nothing else. With a
+    `key`, a hash of its frames, it can be rewound; without, its frames come once.
     """
 
     def __init__(
@@ -47,27 +47,27 @@ class SourceVideo:
     ) -> None:
         self.name, self.size, self.strength, self.key = name, size, strength, key
         self.encoder: dict[str, Tensor] = {}
-        self.at = 0  # frames that chunks were made of
+        self.at = 0  # frames taken by chunks so far
         self.live: LiveFrames | None = None
         self._frames_from = frames_from
         self._frames: Iterator[Any] | None = None
         self._next: list[np.ndarray] = []
 
     def fill(self, count: int) -> bool:
-        """Have the next chunk's frames; False where none are left, and nothing has changed."""
+        """Read the next chunk's frames; False if none are left."""
         try:
             if self._frames is None:
                 self._frames = self._frames_from(self.at)
             for frame in islice(self._frames, max(0, count - len(self._next))):
                 self._next.append(self._checked(frame))
         except BaseException:
-            if self.key:  # what was half read is read again
+            if self.key:  # read the chunk's frames again next time
                 self.seek(self.at)
             raise
         return bool(self._next)
 
     def need(self, count: int) -> None:
-        """`fill`; raises where none are left."""
+        """`fill`; raises if no frames are left."""
         if not self.fill(count):
             raise TachyscopeError(
                 f"{self.name} has ended after {self.at} frames, and a stream that follows it ends "
@@ -75,20 +75,20 @@ class SourceVideo:
             )
 
     def take(self, count: int) -> np.ndarray:
-        """The next frames uint8 [F, H, W, 3]; behind the video's end its last one again."""
+        """The next frames uint8 [F, H, W, 3]; the last one is repeated after the video's end."""
         self.need(count)
         frames, self._next = self._next[:count], self._next[count:]
         self.at += len(frames)
         return np.stack(frames + [frames[-1]] * (count - len(frames)))
 
     def lay(self, model: VideoModel, session: Session, count: int) -> dict[str, float]:
-        """Have the next chunk begin as the next frames; of a camera, how many came too early."""
+        """Encode the next frames as the next chunk's start; stats: a camera's dropped frames."""
         frames, features = self.take(count), session.memory.features
         with session.meter.span("encode"), own_numerics():
             latents = model.encode_next(frames, self.encoder)
         if features.source is None:
             features.source = latents.clone()
-        else:  # where launches that were recorded read it
+        else:  # in place, since a CUDA graph reads this tensor
             features.source.copy_(latents)
         features.strength = self.strength
         return {} if self.live is None else {"source_dropped": float(self.live.count_dropped())}
@@ -103,7 +103,7 @@ class SourceVideo:
             self.live.close()
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, for a state."""
+        """Tensors for a state, by name."""
         if not self.key:
             raise TachyscopeError(
                 f"{self.name} comes once and cannot be gone back to, so that a stream that follows "
@@ -113,7 +113,7 @@ class SourceVideo:
         return names | {f"{KEPT}at": torch.tensor(self.at), f"{KEPT}key": self._known_by()}
 
     def read(self, kept: Mapping[str, Tensor], device: torch.device) -> Callable[[], None]:
-        """What goes on where a state says; raises where that is of another video."""
+        """A function that seeks to a state's position; raises if that is of another video."""
         key = kept.get(f"{KEPT}key")
         if key is None or not key.cpu().equal(self._known_by()):
             refuse(
@@ -136,7 +136,7 @@ class SourceVideo:
         return torch.frombuffer(bytearray(named.encode()), dtype=torch.uint8)
 
     def _checked(self, frame: Any) -> np.ndarray:
-        """A frame as an array of its own; raises unless it is uint8 of the video's size."""
+        """A copy of a frame as an array; raises unless it is uint8 of the video's size."""
         picture = np.asarray(frame)
         if picture.dtype != np.uint8 or picture.shape != (*self.size, 3):
             height, width = self.size
@@ -156,7 +156,7 @@ def parse_video(
     chunk: int,
     frames: int | None,
 ) -> SourceVideo | None:
-    """What a stream of that many frames follows; None where it follows nothing."""
+    """The source of a stream of `frames` frames; None without `video`."""
     if video is None:
         if strength is not None:
             raise TachyscopeError(
@@ -222,7 +222,7 @@ def _of_frames(video: Any, size: tuple[int, int], level: float) -> SourceVideo:
 
 
 def comes_once(video: Any) -> bool:
-    """Whether a source video cannot be gone back to."""
+    """Whether a source video cannot be rewound."""
     return video is not None and not video_key(video)
 
 
@@ -234,7 +234,7 @@ def is_camera(path: str) -> bool:
 
 
 def video_key(video: Any) -> str:
-    """The hash by which a stream knows its source video; none where that comes once."""
+    """The hash by which a stream recognises its source video; empty if its frames come once."""
     if isinstance(video, str | os.PathLike):
         return "" if is_camera(os.fspath(video)) else file_key(os.fspath(video))
     if not isinstance(video, np.ndarray | Tensor | list | tuple):
@@ -258,7 +258,7 @@ def _of_frame(frame: np.ndarray) -> tuple[str, bytes]:
 
 
 def file_key(path: str) -> str:
-    """By a file's length, its beginning and its end."""
+    """The hash of a file's length, beginning and end."""
     try:
         with open(path, "rb") as file:
             length = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""A video under way, advanced chunk by chunk."""
+"""A stream: a video that is made chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tachyscope.core.arguments import check_prompt, check_whole, listed_actions, parse_actions
-from tachyscope.core.chunk_runner import repeating
+from tachyscope.core.chunk_runner import make_runner
 from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.core.features import Features
 from tachyscope.core.guard import Guard
@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 
 class Stream:
-    """A video that is advanced chunk by chunk: `step` is the one way.
+    """A video that is made chunk by chunk; `step` makes the next one.
 
-    It owns the session, the runner that replays a chunk's launches as a CUDA graph once the cache
-    is full, and the CUDA stream that decodes beside the next chunk. As a context manager it frees
-    what it holds at its end.
+    It owns the session, the runner that replays a chunk as a CUDA graph once the cache is full, and
+    the CUDA stream that decodes while the next chunk is made. As a context manager it frees its
+    memory at the end.
 
-    One call at a time: that of a second thread, or from within `show` or an observer, is refused.
-    After an exception or Ctrl-C in the midst of a chunk all calls are refused but `restore` and
-    `close`.
+    Only one call can run at a time: one from a second thread, or from `show` or an observer, is
+    refused. After an exception or Ctrl-C within a chunk, all calls but `restore` and `close` are
+    refused.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class Stream:
         camera: Tensor | None = None,
         video: SourceVideo | None = None,
     ) -> None:
-        """Go on with a session; `actions` are those that led to its latents, one a frame.
+        """Continue a session; `actions` led to its latents, one per frame.
 
-        `batch` is how many videos it makes at once; chunks then have a frame for each of them.
-        `camera` is where it stood before the session's latents. `video` is what it follows.
+        `batch` is the number of videos it makes at once, None if its chunks have no batch
+        dimension. `camera` is its position before the session's latents. `video` is its source.
         """
         self.model, self.session, self.batch, self.video = model, session, batch, video
         self.guard = Guard()
-        self.runner = repeating(model, session)
-        self.next_prompt: Prompt | None = None  # what the next chunk begins with
+        self.runner = make_runner(model, session)
+        self.next_prompt: Prompt | None = None  # that the next chunk begins with
         self._beside: torch.cuda.Stream | None = None
         self._closed = False
-        self._unchecked = True  # until a chunk was made of finite numbers
+        self._unchecked = True  # until a chunk was found to be finite
         self.recent = RecentLatents(model, session, actions, camera)
-        self.index = session.memory.chunk  # that comes next
+        self.index = session.memory.chunk  # of the next chunk
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +87,7 @@ class Stream:
 
     @property
     def pace(self) -> float | None:
-        """The part of a step that a frame takes; None in a model without a camera."""
+        """The part of a step that a frame takes; None for a model without a camera."""
         camera = self.session.memory.features.camera
         return None if camera is None else float(camera[0, 3])
 
@@ -96,12 +96,12 @@ class Stream:
     ) -> Chunk:
         """Make the next chunk.
 
-        `actions` are as `rollout` takes them, for the frames of this chunk; a single one is held
-        for all of them. The same actions, in steps or in a rollout, make the same video.
+        `actions` are as in `rollout`, for the frames of this chunk; a single one is held for all of
+        them. The same actions, in steps or in a rollout, make the same video.
 
-        `show` is handed the chunk's frames once they are decoded, before the clean pass and the
-        cache's upkeep: on a CPU a third of a step. A chunk is then two CUDA graphs, with decoding
-        between them, if the first that is recorded is shown.
+        `show` is called with the chunk's frames as soon as they are decoded, before the clean pass
+        and the commit to the cache: on a CPU a third of a step earlier. The recorded chunk is then
+        two CUDA graphs with decoding between them, if `show` was given when it was recorded.
         """
         self.guard.check_free()
         given = [] if isinstance(actions, str | None) else listed_actions(actions)
@@ -123,10 +123,9 @@ class Stream:
         return self.alone(work)
 
     def take(self, chunks: int, actions: Actions = "") -> Iterator[Chunk]:
-        """The next so many chunks: `for chunk in stream.take(20)`; none behind a source's end.
+        """The next chunks, lazily: `for chunk in stream.take(20)`. A source video's end ends them.
 
-        `actions` are as `rollout` takes them, for the frames of all of these chunks. Each chunk is
-        made when it is asked for, and the stream stands behind the last one that was.
+        `actions` are as in `rollout`, for the frames of all of these chunks.
         """
         chunks = check_whole("frames", chunks, "the number of chunks")
         moves = parse_actions(actions, self.model.actions, self._coming(chunks))
@@ -143,7 +142,7 @@ class Stream:
         return made()
 
     def _advance(self, work: Callable[[], T]) -> T:
-        """Do work that goes on with the video; if it does not end, later calls are refused."""
+        """Run `work`, which changes the video; if it does not finish, later calls are refused."""
         self.guard.check_free()
         return self.alone(lambda: self.guard.change(work))
 
@@ -183,8 +182,8 @@ class Stream:
     def generate(self, actions: Sequence[int] = (), ready: Ready | None = None) -> Latents:
         """The next chunk's latents: `step` without decoding.
 
-        `actions` are indices, one a frame; the frames after them stay where they are. `ready` is
-        handed the latents once they are final, before they are in the cache.
+        `actions` are indices, one per frame; missing ones are 0, "stay". `ready` is called with the
+        final latents before they are written to the cache.
         """
         self.guard.check_free()
 
@@ -195,7 +194,7 @@ class Stream:
         return self.alone(work)
 
     def need_source(self) -> None:
-        """Within `alone`: have the next chunk's frames of a source video; raises at its end."""
+        """Within `alone`: read a source video's frames for the next chunk; raises at its end."""
         if self.video is not None:
             self.video.need(self.next_frames)
 
@@ -203,13 +202,13 @@ class Stream:
         return self.video is None or self.video.fill(self.next_frames)
 
     def decode(self, made: Latents, beside: bool = False) -> Chunk:
-        """A generated chunk's frames; on a GPU, `beside` what was launched after it."""
+        """Decode a generated chunk; on a GPU, `beside` decodes on a second CUDA stream."""
         if not isinstance(made, Latents):
             raise TachyscopeError(f"decode takes what `generate` returned, got {shown(made)}")
         return self.alone(lambda: self.guard.change(lambda: self.pictures(made, beside)))
 
     def alone(self, work: Callable[[], T], interrupted: bool = False) -> T:
-        """Do work that no other call may come between, as `Guard.alone` does."""
+        """Run `work` exclusively, as `Guard.alone` does, if the stream is open."""
 
         def checked() -> T:
             self._check_open()
@@ -243,7 +242,7 @@ class Stream:
         self.recent.add([Part(latents, chunk_actions, stood)])
         frames = model.pixel_frames(session.memory.latent_frame) - start
         stats = {
-            # on CUDA, what the launches took: near chunk_ms, the device waits for the host
+            # on CUDA, the time of the launches: if it is near chunk_ms, the GPU waits for the host
             "host_ms": 1e3 * spent,
             "cuda_graph": float(self.runner.replayed),
             "frames": float(frames * (self.batch or 1)),
@@ -251,7 +250,7 @@ class Stream:
             "entries_before": float(entries_before),
             **dropped,
         } | cache_stats(session.memory.layers, session.memory.past, session.shape.max_pass_tokens)
-        # waits for the chunk, so that decoding it need not
+        # waits for the chunk, so that decoding does not
         made = Latents(self.index, latents, frames, session.meter.take() | stats)
         self.index += 1
         return made
@@ -277,25 +276,25 @@ class Stream:
         return np.stack([decode(self.session, part, video) for video, part in videos])
 
     def set_prompt(self, prompt: str | Sequence[str]) -> None:
-        """Go on under another prompt from the next chunk on; in a batch, one for all or one each.
+        """Change the prompt from the next chunk on; in a batch, one for all or one for each video.
 
         The newest latents that the cache has room for are then prefilled again under it.
         """
         read = self.read_prompt(prompt)
-        # not while a chunk takes up the one before it
+        # not while a chunk applies an earlier one
         self.alone(lambda: setattr(self, "next_prompt", read))
 
     @torch.inference_mode()
     @no_autocast()
     def read_prompt(self, prompt: str | Sequence[str]) -> Prompt:
-        """A prompt encoded; raises where the plan has no room for it."""
+        """The encoded prompt; raises if the plan has no room for it."""
         self._check_open()
         read = Prompt.read(self.model, self.parse_prompt(prompt))
         self.session.memory.slots_for(read.encoded.lengths)
         return read
 
     def parse_prompt(self, prompt: str | Sequence[str]) -> list[str]:
-        """Every video's prompt: one is for all."""
+        """One prompt per video; a single one is for all."""
         if self.batch is None:
             return [check_prompt(prompt)]
         return parse_batch(prompt, [0] * self.batch)[0]
@@ -332,9 +331,9 @@ class Stream:
         self._advance(work)
 
     def snapshot(self, host: bool = True) -> dict[str, Tensor]:
-        """Everything between two chunks, as tensors by name, ready for a safetensors file.
+        """The state between two chunks as tensors by name, ready for a safetensors file.
 
-        Without `host` a bank's blocks in host memory are left out, as `Snapshots` writes them.
+        Without `host`, a bank's blocks in host memory are left out: `Snapshots` writes them apart.
         """
         return self.alone(lambda: self.state(host))
 
@@ -350,15 +349,15 @@ class Stream:
     def restore(
         self, state: Mapping[str, Tensor], segments: Sequence[Mapping[str, Tensor]] | None = None
     ) -> None:
-        """Go on where a snapshot was taken, in a stream of the same model, size, plan and prompt.
+        """Continue from a snapshot, taken from a stream of the same model, size, plan and prompt.
 
-        A snapshot that does not fit is refused, and the stream goes on as if nothing happened.
-        `segments` are a bank's blocks, where it was taken without them.
+        A snapshot that does not fit is refused and changes nothing. `segments` are a bank's blocks,
+        if the snapshot was taken without them.
         """
         restore(self, state, segments)
 
     def close(self) -> None:
-        """Free the cache, the prompt and the CUDA graph; the session's numbers stay readable."""
+        """Free the cache, the prompt and the CUDA graph; the session's counts stay readable."""
         self.guard.alone(self._close, interrupted=True)
 
     def _close(self) -> None:
@@ -373,7 +372,7 @@ class Stream:
         self.session.memory.latents = self.next_prompt = None
 
     def _check_finite(self, latents: Tensor) -> None:
-        """Raise where a first chunk is of NaN; later ones are not looked at, and nothing waits."""
+        """Raise if a first chunk has NaN; later ones are not checked, which would synchronise."""
         if not bool(self.model.finite(self.session, latents)):
             raise TachyscopeError(
                 f"{self.model.name} makes NaN or infinity in {self.session.dtype}: get its "
@@ -386,7 +385,7 @@ class Stream:
             raise TachyscopeError("this stream is closed: open another")
 
     def restart(self, actions: Sequence[int] = (), camera: Tensor | None = None) -> None:
-        """Count from where the session stands, and hold what it has for a prompt that changes."""
+        """Take over the session's chunk number and latents after it was refilled or restored."""
         self.index = self.session.memory.chunk
         self.recent = RecentLatents(self.model, self.session, actions, camera)
 

@@ -1,4 +1,4 @@
-"""A stream goes on where a snapshot was taken."""
+"""Restores a stream from a snapshot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def restore(
 
     def work() -> None:
         pending = stream.next_prompt
-        # a prompt that was set and not yet begun with is the one that the state may be of
+        # the state may be of a prompt that was set and waits for the next chunk
         if pending is not None and not interrupted and prompt_of(state) == pending.key:
             stream.guard.change(stream.take_up_prompt)
         stream.session.restore(state, segments, check)

@@ -1,4 +1,4 @@
-"""Values that cross borders: a model's shape, its rotation, a pass, a chunk.
+"""Types shared by all rooms: a model's shape and RoPE, a pass, a chunk.
 
 Shape letters: B batch, H query heads, Hkv key/value heads, S tokens of a pass, C slots of a cache,
 N tokens of a latent frame, D head size, W model width.
@@ -23,7 +23,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """A tensor's dtype and shape, as an error tells them."""
+    """A tensor's dtype and shape, for an error."""
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
@@ -36,21 +36,20 @@ class Shape:
     kv_heads: int
     head_dim: int
     width: int  # channels of the residual stream
-    grid: tuple[int, int]  # places of a latent frame: rows, columns
+    grid: tuple[int, int]  # tokens of a latent frame: rows, columns
     chunk: int = 1  # latent frames finished together
-    rolling_frames: int = (
-        0  # latent frames under way behind these, each chunk at a noise level of its own
-    )
+    # of a rolling model: latent frames in flight behind the chunk, at rising noise levels
+    rolling_frames: int = 0
     passes: int = 1  # passes over a chunk, the clean one included; 1 in token models
-    text: int = 0  # prompt tokens that cross-attention sees; 0: the model has none
-    token_by_token: bool = False  # token by token, each seeing only those before it
-    batch: int = 1  # videos made together; a CFG pair is two rows
+    text: int = 0  # prompt tokens that cross-attention reads; 0: no cross-attention
+    token_by_token: bool = False  # causal within a frame: one token a pass
+    batch: int = 1  # rows made together; a CFG pair is two of them
     paired: bool = False  # rows are [conditional…, unconditional…]
     macs: int = 0  # multiply-adds of one token's linears outside the MLPs, all layers
-    poses: bool = False  # whether the model knows where its camera stands
-    fp8_attention: bool = False  # whether attention over the video is of float8 codes
-    rank: int = 0  # of the processes that make a stream, each with some of its heads: which
-    ranks: int = 1  # and how many
+    poses: bool = False  # whether the model has camera poses
+    fp8_attention: bool = False  # whether self-attention is computed in float8
+    rank: int = 0  # this process, of those that make a stream with some heads each
+    ranks: int = 1  # how many they are
 
     @property
     def tokens_per_frame(self) -> int:
@@ -58,7 +57,7 @@ class Shape:
 
     @property
     def max_pass_tokens(self) -> int:
-        """Tokens of the widest pass: the chunk's, and those under way behind it."""
+        """Tokens of the widest pass: the chunk's, and those in flight behind it."""
         return (self.chunk + self.rolling_frames) * self.tokens_per_frame
 
     def positions(self, frame: int, frames: int, device: torch.device | str = "cpu") -> Tensor:
@@ -71,25 +70,25 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions, computed from (t, y, x): no table, so no longest video.
+    """Rotary position embedding, computed from (t, y, x): no table, so no maximum length.
 
-    `axes` lists (channels, weights): that many channels of a head turn with the coordinate
+    `axes` lists (channels, weights): that many channels of a head rotate with the coordinate
     weights · (t, y, x). Wan has three axes of one coordinate each; LLaMA has one axis, with the
-    token's index t·N + y·W + x. Channels of an axis turn at theta^(-2i / channels).
+    token's index t·N + y·W + x. Channel pair i of an axis has frequency theta^(-2i / channels).
     """
 
     axes: tuple[tuple[int, tuple[float, float, float]], ...]
     theta: float = 10000.0
     interleaved: bool = True  # pairs are (2i, 2i + 1); else (i, i + half)
     scale: float = 1.0  # coordinates are divided by it (linear scaling)
-    speeds: tuple[float, ...] = ()  # of every pair, axis after axis, where theta does not tell them
+    speeds: tuple[float, ...] = ()  # frequencies of all pairs, axis after axis; if empty, theta's
     amplitude: float = 1.0  # cos and sin are multiplied by it (YaRN's attention factor)
 
     def frequencies(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Every channel's coordinate, as weights [3, D] of (t, y, x), and its speed [D].
+        """Every channel's coordinate, as weights [3, D] of (t, y, x), and its frequency [D].
 
-        The first channel of a pair turns backwards: its partner's part has the other sign. Made on
-        the device: a copy from the host would be a wait.
+        The first channel of a pair has the negative one, for the sign of sin in the rotation. Made
+        on the device: a copy from the host would synchronise.
         """
         kind: dict[str, Any] = {"dtype": torch.float64, "device": device}
         weights, speeds = [], []
@@ -113,10 +112,10 @@ class Rope:
         origin: Tensor | None = None,
         frequencies: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., D] to turn x of `dtype` at pos [..., 3]; `origin` is added to places.
+        """cos and sin [..., D] that rotate x of `dtype` at pos [..., 3]; `origin` shifts positions.
 
-        Worked out in float64: a float32 angle is off by 1e-4 after a thousand latent frames. Who
-        asks for every token keeps `frequencies`.
+        Computed in float64: a float32 angle is off by 1e-4 after a thousand latent frames. Pass
+        `frequencies` if they are known, to save computing them.
         """
         weights, speeds = frequencies or self.frequencies(pos.device)
         place = pos.double() @ weights
@@ -128,7 +127,7 @@ class Rope:
         return cos.to(wide), sin.to(wide)
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [..., D] turned by angles that broadcast to it, in the angles' type."""
+        """x [..., D] rotated by cos and sin that broadcast to it; computed in their dtype."""
         if self.interleaved:
             partner = x.unflatten(-1, (-1, 2)).roll(1, -1).flatten(-2)
         else:
@@ -148,7 +147,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class CustomRope(Rope):
-    """Rotary positions by a function: of pos [..., 3] it gives cos and sin [..., D / 2]."""
+    """RoPE by a function that maps pos [..., 3] to cos and sin [..., D / 2]."""
 
     axes: tuple[tuple[int, tuple[float, float, float]], ...] = ()
     turn: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
@@ -172,7 +171,7 @@ class CustomRope(Rope):
 
 
 class Mlp(Protocol):
-    """A model's MLP as a value: called on rows [..., W], or opened by a kernel."""
+    """A model's MLP, called on rows [..., W] or fused into a kernel."""
 
     macs: int  # multiply-adds of one row
 
@@ -180,7 +179,7 @@ class Mlp(Protocol):
 
 
 class SliceableMlp(Mlp, Protocol):
-    """An MLP whose output is the sum of its neurons': down [W, inner] times activations(x)."""
+    """An MLP whose output is down [W, inner] times activations(x), so that neurons can be cut."""
 
     @property
     def down(self) -> Tensor: ...
@@ -189,17 +188,17 @@ class SliceableMlp(Mlp, Protocol):
         """The neurons' activations [..., inner]."""
 
     def slice(self, index: Tensor) -> SliceableMlp:
-        """The MLP of these neurons alone; they are copied, so that each weight is read in order."""
+        """The MLP of these neurons alone, whose weights are copied to be contiguous."""
 
 
 class PassContext(NamedTuple):
-    """The host's facts about the present pass: all a policy may know besides tensors.
+    """The host's facts about the running pass: all that a policy may know besides tensors.
 
-    A tuple, since every layer makes its own for every token.
+    A tuple, because every layer makes one for every token.
     """
 
     shape: Shape
-    layer: int  # which layer asks
+    layer: int
     chunk: int  # chunks committed so far
     past: int  # entries of finished chunks
     start: int  # slot, behind past, of this pass's first token
@@ -211,12 +210,9 @@ class PassContext(NamedTuple):
     left_padding: tuple[int, ...] = ()  # empty entries before each row's prompt
     plain: bool = True  # every entry in use has log_count 0
     before: tuple[int, ...] = ()  # passes already run over these tokens
-    hidden_slots: tuple[int, int] = (
-        0,
-        0,
-    )  # slots of the past, from and to, that the pass leaves out
+    hidden_slots: tuple[int, int] = (0, 0)  # slots of the past [from, to) that the pass ignores
     room: int | None = None  # the most past entries that a bounded cache holds
-    drafted: bool = False  # the tokens behind the first are drafts, which may be refuted
+    drafted: bool = False  # the tokens after the first are drafts, which may be rejected
     total: int = 0  # entries that an unbounded cache would hold before this chunk
 
     @property
@@ -231,14 +227,14 @@ class PassContext(NamedTuple):
 
     @property
     def given(self) -> bool:
-        """Whether the tokens were not made here but handed in: a prompt, first frames."""
+        """Whether the tokens are given, not generated: a prompt or first frames."""
         if self.shape.token_by_token:
             return self.tokens > 1 and not self.drafted
         return self.pass_index > 0 and not self.before and not any(self.noise)
 
     @property
     def chunk_passes(self) -> tuple[int, ...]:
-        """The index of this pass for each of its chunks: a chunk behind is a pass behind."""
+        """The index of this pass for each chunk in it: in a rolling model each is one behind."""
         if not self.shape.rolling_frames:
             return (self.pass_index,)
         chunks = -(-self.tokens // (self.shape.chunk * self.shape.tokens_per_frame))
@@ -254,10 +250,10 @@ class PassContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DenoisePass:
-    """A denoising pass over a chunk before it runs: all that a passes policy may know of it."""
+    """A denoising pass before it runs: all that a passes policy may know of it."""
 
     index: int  # among the chunk's denoising passes
-    count: int  # of them
+    count: int  # of these passes
     timestep: float  # from 0 to 1000, as the model takes it
     noise: float  # share of noise in x
     x: Tensor  # latents [B, C, F, h, w]
@@ -284,7 +280,7 @@ class Size:
 
     @classmethod
     def of(cls, value: Size | str | int) -> Size:
-        """The size that a text or a number of entries stands for."""
+        """A Size from its text or from a number of entries."""
         if isinstance(value, Size):
             return value
         if isinstance(value, bool) or not isinstance(value, str | int):
@@ -304,7 +300,7 @@ class Size:
 if TYPE_CHECKING:
 
     class SizeSetting:
-        """A policy's field that is given as a Size, its text or a number, and read as a Size."""
+        """The type of a field that is set by a Size, its text or a number, and read as a Size."""
 
         def __get__(self, policy: object, owner: type | None = None) -> Size:
             raise NotImplementedError
@@ -313,7 +309,7 @@ if TYPE_CHECKING:
             raise NotImplementedError
 
     class OptionalSizeSetting:
-        """The same of a field that may be None."""
+        """The same for a field that may be None."""
 
         def __get__(self, policy: object, owner: type | None = None) -> Size | None:
             raise NotImplementedError
@@ -335,7 +331,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """A chunk before it is decoded: its number, latents, pixel frames, and row of the meter."""
+    """A chunk before decoding: its number, latents, number of pixel frames, and stats."""
 
     index: int
     latents: Tensor
@@ -345,9 +341,9 @@ class Latents:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a step makes: frames uint8 [F, H, W, 3], in a batch [B, F, H, W, 3], and their stats.
+    """A chunk of frames uint8 [F, H, W, 3], in a batch [B, F, H, W, 3], and their stats.
 
-    Stats are one row of the meter; names that end in _ms are times.
+    Stats are one row of the meter; names that end in _ms are times in milliseconds.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""A calibration's file: which of a model's neurons matter, and what stands in for the others."""
+"""A calibration file: which MLP neurons of a model matter, and affine maps for the others."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from tachyscope.core.errors import TachyscopeError, shown
 from tachyscope.core.types import SliceableMlp
 
 VERSION = 2
-STEP = 16  # neurons of a slice are a multiple of it, as kernels like them
+STEP = 16  # a slice has a multiple of this many neurons, for the kernels
 MOST = {"layers": 256, "inner": 1_048_576, "width": 65_536, "shares": 8, "speeds": 64, "losses": 64}
 MAY_BE_EMPTY = ("speeds", "losses")
-MARGIN = 1.75  # a bound is so many times the most that calibration has seen
-OTHER = 0.02  # relative difference of norms up to which weights are the same, stored otherwise
+MARGIN = 1.75  # times the most that calibration saw, for a bound
+OTHER = 0.02  # relative difference of norms that another dtype of the same weights may make
 AGAIN = "run tachyscope inspect MODEL --fit-neurons FILE again"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where an MLP is cut: the neurons that are computed [n], and what stands in for the others.
-
-    maps, bias, beta: see `Slice`.
-    """
+    """A cut of an MLP: the computed neurons [n], and what replaces the others (see `Slice`)."""
 
     index: Tensor
     maps: tuple[Tensor, ...]
@@ -36,10 +33,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Slice:
-    """An MLP that leaves out some neurons: what is computed of it, and an affine map for the rest.
+    """An MLP with some neurons replaced by an affine map of its input.
 
-    mlp    the neurons that are computed
-    maps   [W, W], or [W, R] and [R, W]: together what the others add, as a linear map of x
+    mlp    the computed neurons
+    maps   [W, W], or [W, R] and [R, W]: their product is the linear map of x for the others
     bias   [W]
     beta   how fast a remembered error fades with the distance of inputs
     """
@@ -64,7 +61,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of every layer: its neurons' scores, and for every calibrated share a map of the rest.
+    """The neurons' scores of every layer, and for every calibrated share a map of the rest.
 
     score   [L, inner]  of a neuron: how much of its layer's output is lost without it
     norms   [L, inner]  of W_down's columns: what the weights must have
@@ -92,7 +89,7 @@ class Calibration:
     cost: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def budget(self, loss: float) -> float:
-        """The budget of `replay=input` that loses so many dB, between two that were measured."""
+        """The budget of `replay=input` that loses `loss` dB, interpolated between measured ones."""
         budgets: list[float] = [0.0, *self.losses[:, 0].tolist()]
         lost: list[float] = [0.0, *self.losses[:, 1].tolist()]
         if len(lost) < 2 or not 0 <= loss <= lost[-1]:
@@ -105,7 +102,7 @@ class Calibration:
         return budgets[after - 1] + part * (budgets[after] - budgets[after - 1])
 
     def kept(self, share: float) -> list[Tensor]:
-        """By layer, the neurons that are computed where a share of all is left out."""
+        """By layer, the neurons that are computed if `share` of them is left out."""
         self.check_share(share)
         return kept_neurons(self.score, share)
 
@@ -118,7 +115,7 @@ class Calibration:
             )
 
     def slices(self, share: float, mlps: Mapping[int, SliceableMlp]) -> dict[int, Slice]:
-        """The MLPs of some layers, by number, as slices; raises where they are another model's."""
+        """The MLPs of some layers, by number, as slices; raises if they are another model's."""
         cuts = {layer: self.cut(share, layer, mlp.down) for layer, mlp in mlps.items()}
         return {
             layer: Slice(mlps[layer].slice(cut.index), cut.maps, cut.bias, cut.beta)
@@ -126,7 +123,7 @@ class Calibration:
         }
 
     def cut(self, share: float, layer: int, down: Tensor) -> Cut:
-        """Of a layer with this W_down; raises where it is another model's."""
+        """The cut of a layer with this W_down; raises if that is another model's."""
         self.check_share(share)
         self._check(layer, down)
         index = kept_neurons(self.score[layer : layer + 1], share)[0].to(down.device)
@@ -135,7 +132,7 @@ class Calibration:
         return Cut(index, maps, bias, float(self.beta[share][layer]))
 
     def _check(self, layer: int, down: Tensor) -> None:
-        """Raise unless an MLP has the norms that the calibrated one had."""
+        """Raise unless an MLP's W_down has the calibrated norms."""
         here = down.detach().float().norm(dim=0).cpu()
         want = self.norms[layer] if layer < len(self.norms) else here.new_zeros(0)
         width = self.maps[next(iter(self.maps))][0].shape[1]
@@ -147,7 +144,7 @@ class Calibration:
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a file holds it: half precision where that is enough."""
+        """The tensors of a file; maps and biases in half precision."""
         values = {"version": torch.tensor([VERSION]), "score": self.score, "norms": self.norms}
         values |= {"speeds": self.speeds, "shares": torch.tensor(list(self.maps)).double()}
         for i, share in enumerate(self.maps):
@@ -160,7 +157,7 @@ class Calibration:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], where: str) -> Calibration:
-        """From a file's tensors, every one of them checked."""
+        """From a file's tensors, all of them checked."""
         one = _Reader(tensors, where)
         if one.take("version", (1,), torch.int64).tolist() != [VERSION]:
             one.refuse(f"is not of version {VERSION}")
@@ -195,10 +192,10 @@ class Calibration:
 
 
 def kept_neurons(score: Tensor, share: float) -> list[Tensor]:
-    """By layer, the neurons of scores [L, inner] that are computed where a share is left out.
+    """By layer, the neurons of scores [L, inner] that are computed if `share` is left out.
 
-    As many in every layer: ranked over all layers together by what is lost of their own outputs,
-    the first layers lost too many (docs/token-models.md).
+    Every layer keeps the same number: ranked over all layers together, the first layers lost too
+    many (docs/token-models.md).
     """
     inner = score.shape[1]
     count = min(inner, max(STEP, STEP * round((1 - share) * inner / STEP)))
@@ -212,7 +209,7 @@ class _Reader:
         self.left, self.where = dict(tensors), where
 
     def sizes(self, name: str, *kinds: str) -> tuple[int, ...]:
-        """A tensor's sizes, of so many dimensions, each within its bound."""
+        """A tensor's sizes, one for each of `kinds` and within the bound of that kind."""
         x = self.left.get(name)
         if x is None:
             self.refuse(f"lacks {name!r}")

@@ -1,7 +1,7 @@
-"""Files that are whole or absent: written under another name, then renamed.
+"""Atomic file writes: under a temporary name, then renamed.
 
-Only regular files are ever replaced. A link is followed, and stays. Fifos, character devices and
-open descriptors (`/dev/stdout`, `/dev/fd/3`) are written to; anything else is refused.
+Only regular files are replaced. A symbolic link is followed, and stays. Fifos, character devices
+and open descriptors (`/dev/stdout`, `/dev/fd/3`) are written to; anything else is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STREAMS = (stat.S_IFIFO, stat.S_IFCHR)
 
 
 def user_path(text: str, what: str = "a path") -> Path:
-    """A path as a person typed it: `~` is their home, and what cannot be one is refused."""
+    """A path as typed by a user: `~` is expanded, and what cannot be a path is refused."""
     if not text:
         raise TachyscopeError(f"{what} must name a file or folder, got '': . is this folder")
     if "\0" in text:
@@ -55,15 +55,15 @@ def user_path(text: str, what: str = "a path") -> Path:
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder, made if it was missing, after a file could be created in it."""
+    """The folder, created if missing; raises if no file can be created in it."""
     folder = Path(path)
-    # permission bits say little (root, read-only mounts, quotas): only a file proves it
+    # permission bits are not enough (root, read-only mounts, quotas): create a file
     with _part(folder / "probe"):
         return folder
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Raise where a file could not be written, before what goes into it is made."""
+    """Raise if a file could not be written, before its content is computed."""
     target = Path(path)
     if is_stream(target):
         if not os.access(target, os.W_OK):
@@ -75,7 +75,7 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def _write_nothing(device: Path) -> None:
-    """Raise where a device takes no data, as /dev/full does."""
+    """Raise if a device takes no data, like /dev/full."""
     try:
         file = os.open(device, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
@@ -87,13 +87,13 @@ def _write_nothing(device: Path) -> None:
 
 
 def is_stream(path: str | os.PathLike[str]) -> bool:
-    """Whether the path is a fifo, a character device or an open descriptor, to be written to."""
+    """Whether the path is a fifo, a character device or an open descriptor."""
     return _kind(Path(path)) in STREAMS or _is_open_descriptor(os.fspath(path))
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it at the end and removed on any exception."""
+    """A temporary file beside `path`, renamed to it at the end, removed on any exception."""
     target = _regular(Path(path))
     with _part(target) as part:
         yield part
@@ -106,9 +106,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> Path:
-    """Write a whole file, text as UTF-8; a reader sees the old content or the new, never a part.
+    """Write a file, text as UTF-8; readers see the old content or the new, never a part.
 
-    Fifos, devices and open descriptors are written to as they are.
+    Fifos, devices and open descriptors are written to directly.
     """
     target = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -123,20 +123,20 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> Path
             with replacing(target) as part:
                 part.write_bytes(data)
     except BrokenPipeError:
-        raise  # the reader has seen enough
+        raise  # the reader closed the pipe, which is no fault
     except OSError as error:
         raise unwritable(target, error) from error
     return target
 
 
 def unwritable(path: Path, error: OSError) -> TachyscopeError:
-    """The error for a place that cannot be written, in one line."""
+    """The error for a path that cannot be written."""
     reason = (error.strerror or str(error)).lower()
     return TachyscopeError(f"{path} cannot be written ({reason}): choose another place")
 
 
 def _regular(path: Path) -> Path:
-    """The path that a regular file of this name has or would have, links followed."""
+    """The path with links followed, which must be a regular file or not exist."""
     kind = _kind(path)
     if kind == stat.S_IFDIR:
         raise TachyscopeError(f"{path} is a folder: give the name of a file")
@@ -149,7 +149,7 @@ def _regular(path: Path) -> Path:
 
 
 def _kind(path: Path) -> int | None:
-    """What the path leads to, as stat's S_IF…; None where there is nothing."""
+    """The file type at the path, as stat's S_IF…; None if nothing is there."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -161,7 +161,7 @@ def _kind(path: Path) -> int | None:
 
 
 def _is_open_descriptor(path: str) -> bool:
-    """Whether the path, through links, names a descriptor of a process, as /dev/stdout does."""
+    """Whether the path links to a descriptor of a process, as /dev/stdout does."""
     for _ in range(LINKS):
         if not os.path.islink(path):
             return False
@@ -174,13 +174,13 @@ def _is_open_descriptor(path: str) -> bool:
 
 @contextmanager
 def _part(target: Path) -> Iterator[Path]:
-    """A new empty file beside `target`, its folder made if missing; gone at the end.
+    """A new empty file beside `target`, whose folder is created if missing; removed at the end.
 
-    It stays locked meanwhile, so that another process can tell it from what a dead one left.
+    It is locked meanwhile, so that other processes do not take it for a leftover of a dead one.
     """
     folder, name = target.parent, _part_name(target)
     part, file = folder / f"{name}.{uuid.uuid4().hex[:8]}.part", None
-    # a signal may come at any time: what is to be removed is known before it is there
+    # a signal may come at any time, so the name is known before the file exists
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def _part(target: Path) -> Iterator[Path]:
 
 
 def _part_name(target: Path) -> str:
-    """How the names of a target's parts begin."""
+    """The prefix of the names of a target's temporary files."""
     name = target.name
     if len(os.fsencode(name)) > LONGEST:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
@@ -209,22 +209,22 @@ def _part_name(target: Path) -> str:
 
 
 def _create(part: Path) -> int | None:
-    """The descriptor that holds the lock of a new file."""
+    """Create and lock a file; returns the descriptor that holds the lock."""
     while True:
-        # not tempfile: its files are private to their owner, and stay so after the rename
+        # not tempfile, whose files are readable by their owner only, also after the rename
         file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        if fcntl is None:  # where an open file cannot be renamed either
+        if fcntl is None:  # Windows, which cannot rename an open file either
             os.close(file)
             return None
         _lock(file, wait=True)
-        # between its creation and its lock another process may have swept it
+        # another process may have swept it before it was locked
         if os.fstat(file).st_nlink:
             return file
         os.close(file)
 
 
 def _sweep(folder: Path, name: str) -> None:
-    """Remove the parts of this name that no living process holds."""
+    """Remove temporary files of this name that no living process has locked."""
     if fcntl is None:
         return
     names: list[str] = []
@@ -243,8 +243,7 @@ def _sweep(folder: Path, name: str) -> None:
 
 
 def _lock(file: int, wait: bool) -> bool:
-    """Whether the file is now locked by this process; not if another holds it, or on file systems
-    without locks."""
+    """Lock a file; False if another process holds it, or the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
@@ -253,7 +252,7 @@ def _lock(file: int, wait: bool) -> bool:
 
 
 def _no_folder(folder: Path, error: OSError) -> TachyscopeError:
-    """The error for a folder that something else stands in the way of."""
+    """The error for a folder whose path has a file in it."""
     for path in (folder, *folder.parents):
         kind = _kind(path)
         if kind not in (None, stat.S_IFDIR):

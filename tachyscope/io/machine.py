@@ -1,4 +1,4 @@
-"""What a number was measured on: the machine and the versions, without names of hosts."""
+"""The machine and versions that a number was measured with, without host names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def machine() -> dict[str, str | int | float | None]:
-    """CPU, cores and memory this process may use, and the first GPU, or None."""
+    """The CPU, the cores and memory that this process may use, and the first GPU or None."""
     memory = memory_of(torch.device("cpu"))
     info: dict[str, str | int | float | None] = {
         "cpu": _cpu(),
@@ -29,7 +29,7 @@ def machine() -> dict[str, str | int | float | None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions that can change a result; a package that is not there has no key."""
+    """Versions that can change a result; packages that are not installed are left out."""
     info = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         info["cuda"] = torch.version.cuda
@@ -53,14 +53,14 @@ def _cpu() -> str:
 
 def cores() -> int:
     """How many CPU cores this process may use."""
-    # a container is often given fewer cores than the machine has
+    # a container often has fewer cores than the machine
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes that this process may use of a device's memory in all; None where no one tells."""
+    """Bytes of a device's memory that this process may use in total; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type != "cpu":
@@ -76,7 +76,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def _group_limits() -> Iterator[Path]:
-    """Where the limits of this process's memory group may stand, cgroup v2's and v1's."""
+    """Files that may hold this process's memory limit, of cgroup v2 and v1."""
     groups = Path("/sys/fs/cgroup")
     yield from (groups / "memory.max", groups / "memory/memory.limit_in_bytes")  # a container's
     with suppress(OSError):
@@ -89,23 +89,22 @@ def _group_limits() -> Iterator[Path]:
 
 
 def count_peak(device: torch.device) -> None:
-    """Count peaks from now on: of tensors on a GPU, and of the process in RAM."""
+    """Reset the peak counters of GPU tensors and of the process's RAM."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with suppress(OSError):  # Linux alone; elsewhere the peak is that of the whole run
+    with suppress(OSError):  # only on Linux; elsewhere the peak is that of the whole run
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_gb(device: torch.device) -> float:
-    """The most that tensors took since the count began; 0 on the CPU, where no one counts."""
+    """The peak of GPU tensors in GB since `count_peak`; 0 on the CPU."""
     if device.type != "cuda":
         return 0.0
     return torch.cuda.max_memory_allocated(device) / 1e9
 
 
 def ram(most: bool = False) -> int | None:
-    """Bytes of RAM that this process has, or had at `most` since the count began; None where the
-    system does not tell."""
+    """Bytes of RAM of this process, or the peak since `count_peak`; None if unknown."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             name, _, value = line.partition(":")

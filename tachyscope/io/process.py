@@ -1,4 +1,4 @@
-"""How a command's process ends: a fault is one line, a signal or a closed pipe an exit code."""
+"""Runs a command: errors become one line, signals and closed pipes exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_MEMORY = (
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGHUP came: raised in the main thread, so that unfinished files go."""
+    """SIGTERM or SIGHUP, raised in the main thread so that temporary files are removed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -30,17 +30,17 @@ class Stopped(BaseException):
 
 
 def share_cores() -> None:
-    """Before torch is imported: its threads wait for each other asleep, not spinning.
+    """Have OpenMP's threads sleep while they wait, not spin; called before torch is imported.
 
-    Beside another busy process a thread that spins keeps the one it waits for from the core. On two
-    cores `atrium-world` made 0.1 to 0.3 frames/s so beside others, and 0.6 to 1.4 with 2,000 turns;
-    alone 6.5 to 7.0 either way. GNU's OpenMP reads this once.
+    On a busy machine a spinning thread keeps the one it waits for from the core. On two cores, with
+    other processes beside it, `atrium-world` made 0.1 to 0.3 frames/s, and 0.6 to 1.4 with 2,000
+    spins; alone 6.5 to 7.0 either way. GNU's OpenMP reads the variable once.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def guard_start() -> None:
-    """Until `run_command` begins, Ctrl-C ends the process at once: packages are being imported."""
+    """Have Ctrl-C end the process at once while packages are imported, before `run_command`."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(2, b"tachyscope: interrupted\n")
@@ -51,28 +51,28 @@ def guard_start() -> None:
 
 
 def run_command(command: Callable[[], object], show_traceback: bool = False) -> int:
-    """Run a command; its exit code, after at most one line on stderr.
+    """Run a command and return its exit code, after at most one line on stderr.
 
-    0, 2 after a fault of what was given, 1 after one of ours, 128 + N after signal N, 141 where
-    stdout was closed.
+    0 for success, 2 for wrong input, 1 for a bug of ours, 128 + N for signal N, 141 if stdout was
+    closed.
     """
     with _signals() as came, _any_letter():
         try:
             command()
             _flush()
             return 0
-        except SystemExit:  # argparse has told its help
+        except SystemExit:  # argparse has printed its help
             raise
         except BaseException as error:
             if show_traceback:
                 traceback.print_exc()
-            # an import that is interrupted may raise something else
+            # an interrupted import may raise something else
             return _end(Stopped(came[0]) if came else error)
 
 
 @contextmanager
 def _any_letter() -> Iterator[None]:
-    """What stdout's encoding has no letter for, a path's stray byte for one, is written escaped."""
+    """Have stdout escape characters that its encoding lacks, such as a path's invalid byte."""
     stream: Any = sys.stdout
     before = getattr(stream, "errors", None)
     if before is None or not hasattr(stream, "reconfigure"):
@@ -87,7 +87,7 @@ def _any_letter() -> Iterator[None]:
 
 
 def _end(error: BaseException) -> int:
-    """Tell how a command ended; its exit code."""
+    """Print how a command failed, and return its exit code."""
     _flush_or_discard()
     if isinstance(error, KeyboardInterrupt):
         error = Stopped(signal.SIGINT)
@@ -104,7 +104,7 @@ def _end(error: BaseException) -> int:
         _tell(NO_MEMORY)
         return FAULT
     if isinstance(error, OSError):
-        what = error.filename or "standard output"  # files of ours name themselves
+        what = error.filename or "standard output"  # our own files raise a TachyscopeError
         reason = (error.strerror or str(error)).lower()
         _tell(shortened(f"{what} cannot be used ({reason}): choose another place"))
         return FAULT
@@ -117,7 +117,7 @@ def _end(error: BaseException) -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Signals that end a process raise meanwhile; the value lists those that came."""
+    """Have signals that end a process raise an exception; the value lists those received."""
     came: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -125,7 +125,7 @@ def _signals() -> Iterator[list[int]]:
         raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
     before: dict[int, Any] = {}
-    # only the main thread may set handlers; a signal that is ignored stays so, as nohup wants it
+    # only the main thread may set handlers; ignored signals stay ignored, for nohup
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
@@ -150,11 +150,11 @@ def _flush() -> None:
 
 
 def _flush_or_discard() -> None:
-    """Write what waits for stdout; where that cannot be, give it up."""
+    """Flush stdout; if that fails, discard what it has buffered."""
     try:
         _flush()
     except OSError:
-        # else Python would try again at its end, and tell of it
+        # else Python flushes again at exit, and prints the error
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Compiled programs on disk, so that the next process on a machine need not compile again."""
+"""Keeps compiled kernels on disk, so that the next process need not compile them again."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-# where TorchInductor and Triton look for what they built before, and our folder for it
+# the cache folders of TorchInductor and Triton, and our folder for each
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def keep_programs() -> None:
-    """Have Inductor and Triton keep what they build in the user's cache folder.
+    """Have Inductor and Triton cache what they build in the user's cache folder.
 
-    Called before anything is built for a GPU. A folder that the user chose by one of the variables
-    stays; where no folder can be written, torch and Triton do as they would.
+    Called before anything is built for a GPU. A folder that the user set stays; if no folder can be
+    written, torch's and Triton's defaults stay.
     """
-    # torch writes its own default, which a restart empties, into the variable when it is imported
+    # on import torch sets the variable to its default in /tmp, which a reboot empties
     own = os.path.join(tempfile.gettempdir(), "torchinductor_")
     unset = {
         name: part
@@ -31,14 +31,14 @@ def keep_programs() -> None:
 
 
 def count_programs() -> int:
-    """How many programs torch.compile has made of functions in this process."""
-    # not imported for this: that takes a second, and who compiles has done it
+    """How many graphs torch.compile has made in this process."""
+    # not imported here, which takes a second: after a compilation it is there
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def user_folder() -> Path | None:
-    """The first of the user's folders that can be written: ~/.cache/tachyscope, else in /tmp."""
+    """The first folder that is writable: ~/.cache/tachyscope, or one in /tmp; else None."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     places = [Path(cache, "tachyscope"), Path(tempfile.gettempdir(), f"tachyscope-{user}")]
@@ -46,7 +46,7 @@ def user_folder() -> Path | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether we can write there and nobody else can: what lies there is run."""
+    """Whether only this user can write there: the files are code that will run."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()

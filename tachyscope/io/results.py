@@ -1,4 +1,4 @@
-"""A results document: what was measured, when, on what, and by which command; as JSON."""
+"""Results documents: what was measured, when, on which machine, by which command; as JSON."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def document(
     aa: tuple[float, float] | None = None,
     **more: Any,
 ) -> Document:
-    """A results document: what was measured, when, on what and by which command.
+    """A results document of measured rows.
 
-    Of every shipped model that a row (or `model` in `more`) names, `weights` holds the hash.
+    `weights` has the hash of every shipped model that a row (or `model` in `more`) names.
     """
     names = {str(row.get("model")) for row in (*rows, more)}
     head: Document = {
@@ -46,12 +46,12 @@ def document(
 
 
 def size_of(chunk: Chunk) -> str:
-    """A chunk's height and width in pixels, as `--size` takes them."""
+    """A chunk's size as `--size` takes it: HEIGHTxWIDTH."""
     return "{}x{}".format(*chunk.frames.shape[1:3])
 
 
 def to_json(value: Document, indent: int | None = None) -> str:
-    """Strict JSON; a number that JSON has no word for (infinity, not a number) becomes null."""
+    """Strict JSON: infinity and NaN become null."""
     separators = (",", ":") if indent is None else None
     return json.dumps(_finite(value), indent=indent, separators=separators, allow_nan=False)
 
@@ -65,13 +65,13 @@ def _finite(value: Any) -> Any:
 
 
 def check_json(where: str | None) -> None:
-    """Raise where a document could not be written, before it is measured."""
+    """Raise if a document could not be written, before anything is measured."""
     if where is not None and where != "-":
         check_file(user_path(where, "`json`"))
 
 
 def read_results(path: Path, suite: str) -> Document:
-    """A document of a suite, as `emit` wrote it."""
+    """Read a document of a suite."""
     try:
         results = json.loads(path.read_text())
         rows = results["rows"] if results["suite"] == suite else None
@@ -84,7 +84,7 @@ def read_results(path: Path, suite: str) -> Document:
 
 
 def emit(results: Document, where: str | None) -> None:
-    """Write a document to a file, or as the last line of stdout for `-`; None is nowhere."""
+    """Write a document to a file, or to stdout as one line for `-`; not at all for None."""
     if where == "-":
         print(to_json(results))
     elif where is not None:
@@ -92,12 +92,12 @@ def emit(results: Document, where: str | None) -> None:
 
 
 class Parts:
-    """Parts of a measurement, kept in a file as they come, so that it can be gone on with.
+    """Parts of a measurement, saved to a file one by one, so that it can be resumed.
 
     The file is a results document: its rows are the parts, each with its name as `part`, and it is
-    marked `unfinished` until `emit` replaces it. With `resume` the parts of a file that is there
-    are not measured again; one of other settings, weights or another machine is refused. Without a
-    file, or where it is a stream, nothing is kept.
+    marked `unfinished` until `emit` replaces it. With `resume`, the parts in an existing file are
+    not measured again; a file of other settings, weights or another machine is refused. Without a
+    regular file nothing is saved.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Parts:
         self._weights: dict[str, str] = {}
 
     def begin(self, suite: str, model: str, fingerprint: str) -> None:
-        """What is measured, and the hash of its weights: raises where the file has others."""
+        """Start to measure a model with these weights; raises if the file has others."""
         first = not self._suite
         self._suite = self._suite or suite
         if self._resume and first and self._path is not None and self._path.exists():
@@ -149,18 +149,18 @@ class Parts:
         self._rows = {str(row["part"]): row for row in document["rows"]}
 
     def get(self, name: str) -> Document | None:
-        """A part that was measured, or None."""
+        """A measured part, or None."""
         return self._rows.get(name)
 
     def add(self, name: str, row: Document) -> Document:
-        """Keep a part; the value is as it will be read: null where there was no number."""
+        """Save a part, and return it as it will be read: NaN and infinity are None."""
         self._rows[name] = _as_read(row | {"part": name})
         if self._path is not None:
             emit(self.document(unfinished=True), str(self._path))
         return self._rows[name]
 
     def document(self, **more: Any) -> Document:
-        """All parts as the rows of a document."""
+        """The document whose rows are all parts."""
         return document(
             self._suite, list(self._rows.values()), self._command, settings=self.settings,
             fingerprints=self._weights, **more,

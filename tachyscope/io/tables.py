@@ -1,4 +1,4 @@
-"""Text tables for a terminal and a log."""
+"""Text tables for the terminal and for logs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ GAP = "  "
 
 
 class Column(NamedTuple):
-    """A column of a table of rows: its head, and what of a row it shows, by a format."""
+    """A column of a table: its heading, and the value of a row that it shows."""
 
     head: str
-    of: str | Callable[[Mapping[str, Any]], object]  # a key, or what to make of the row
-    form: str = ""
-    unit: str = ""  # behind a value
-    none: str = ""  # where a row has no value
+    of: str | Callable[[Mapping[str, Any]], object]  # a key of the row, or a function of it
+    form: str = ""  # format spec of the value
+    unit: str = ""  # suffix of the value
+    none: str = ""  # shown if a row has no value
 
     def cell(self, row: Mapping[str, Any]) -> str:
         value = row.get(self.of) if isinstance(self.of, str) else self.of(row)
@@ -31,7 +31,7 @@ def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: numbers set right, words left; a row's last cells may be left out.
+    """Lines of a table: numbers aligned right, words left; a row's last cells may be missing.
 
     The first column is always words. A last column of words is wrapped to the terminal's width.
     """
@@ -51,7 +51,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
         ]
         folded = [""]
         if len(row) == len(columns) and not right[-1]:
-            # words stay whole, to be copied
+            # words are not broken, so that they can be copied
             folded = textwrap.wrap(
                 row[-1], widths[-1], break_on_hyphens=False, break_long_words=False
             ) or [""]
@@ -62,7 +62,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def _is_numbers(cells: Sequence[str]) -> bool:
-    """Whether every cell that says something begins with a number, or stands for one."""
+    """Whether every non-empty cell is a number."""
     filled = [cell.strip() for cell in cells if cell.strip()]
     return bool(filled) and all(
         cell[0].isdigit() or cell[0] in "+-–∞" or cell == "nan" for cell in filled
@@ -70,12 +70,12 @@ def _is_numbers(cells: Sequence[str]) -> bool:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal; 100 where there is none."""
+    """Columns of the terminal; 100 without one."""
     return shutil.get_terminal_size((100, 24)).columns
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it; nothing where there is none."""
+    """A value as a table shows it; empty for None."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Settings of torch that are the caller's: results do not depend on them; they are left alone."""
+"""Keeps results independent of the caller's torch defaults, without changing them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 FLOATS = {"zeros", "ones", "empty", "rand", "randn", "eye", "linspace", "logspace"}
-NUMBERS = {"full", "arange"}  # floats if a number that they are given is
-DATA = {"tensor", "as_tensor", "scalar_tensor"}  # floats if what they are given holds some
+NUMBERS = {"full", "arange"}  # floats if one of their arguments is a float
+DATA = {"tensor", "as_tensor", "scalar_tensor"}  # floats if their data has some
 DRAWN = {"rand", "randn"}
 FILLED = {"uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
 
 
 class OwnDefaults(TorchFunctionMode):
-    """What a call does not say is our own: float32, the CPU, a generator of this block.
+    """Within this block, calls default to float32, the CPU, and a generator of the block.
 
-    Of this thread alone; torch's defaults are everybody's. Every call of torch goes through Python
-    here, so this is for loading and encoding: what makes chunks says all three.
+    It acts on this thread alone, while torch's own defaults are global. It slows every call of
+    torch, so it serves loading and encoding; code that makes chunks passes all three explicitly.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -61,7 +61,7 @@ def _is_float(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Without the caller's autocast, which would round what a model computes."""
+    """Disable the caller's autocast, which would change a model's precision."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -71,6 +71,6 @@ def no_autocast() -> Iterator[None]:
 
 @contextmanager
 def own_numerics(seed: int = 0) -> Iterator[None]:
-    """For loading and encoding: no autocast, and defaults of our own."""
+    """For loading and encoding: no autocast, and our own torch defaults."""
     with no_autocast(), OwnDefaults(seed):
         yield

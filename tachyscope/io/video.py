@@ -1,4 +1,4 @@
-"""Video files as streams: a frame is encoded when it comes, and none is kept."""
+"""Reads and writes video files frame by frame, without keeping frames in memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tachyscope.core.limits import ASKED, check
 from tachyscope.io.files import replacing, unwritable
 from tachyscope.measure.quality import Frames, check_frames
 
-# how an address begins, or a protocol of ffmpeg's; a drive's letter is alone
+# a URL or an ffmpeg protocol; two letters or more, since one is a Windows drive
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
-PIXELS = 2**28  # of all given frames: 0.8 GB
+PIXELS = 2**28  # most pixels of all given frames: 0.8 GB
 
 BACKGROUND, INK = "#14161a", "#e4e2dd"
 CAMERAS = "v4l2"  # as FFmpeg calls Linux's
@@ -38,13 +38,14 @@ BT709 = 1  # of a file's matrix, its primaries and its transfer alike
 
 
 class VideoWriter:
-    """An mp4 (H.264, yuv420p) that grows by chunks of frames uint8 [F, H, W, 3].
+    """Writes chunks of frames uint8 [F, H, W, 3] to an mp4 (H.264, yuv420p).
 
     `scale` enlarges every pixel to a square of that side. Odd sizes are made even by repeating
-    the last row or column. The file appears under its name when the block ends well, else never.
+    the last row or column. The file appears under its name only if the block ends without an
+    exception.
 
-    `background` encodes in a thread of its own, up to QUEUE chunks behind: while a GPU makes the
-    next chunk, its caller does not wait. On a CPU it would take the cores that make it.
+    `background` encodes in another thread, up to QUEUE chunks behind, so that the caller does not
+    wait while a GPU makes the next chunk. On a CPU this would compete for the cores.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class VideoWriter:
             self._write(frames)
             return
         while self._waiting and (self._waiting[0].done() or len(self._waiting) > QUEUE):
-            self._waiting.popleft().result()  # raises what went wrong with it
-        # the caller may use its memory again
+            self._waiting.popleft().result()  # raises if encoding failed
+        # copied, since the caller may reuse the array
         self._waiting.append(self._pool.submit(self._write, frames.copy()))
 
     def _write(self, frames: Frames) -> None:
@@ -120,7 +121,7 @@ class VideoWriter:
     def _writing(self) -> Iterator[None]:
         with replacing(self.path) as part:
             with self._faults():
-                # the index goes to the front, so that a player can start before the end is there
+                # the index goes to the front, so that a player can start before the download ends
                 self._container = av.open(
                     str(part), "w", format="mp4", options={"movflags": "faststart"}
                 )
@@ -133,7 +134,7 @@ class VideoWriter:
                 self._encode(None)
             except BaseException:
                 self._end_pool()
-                # what is wrong is already known, and the file goes anyway
+                # the first error is raised, and the file is removed anyway
                 with suppress(av.FFmpegError):
                     self._close()
                 raise
@@ -147,7 +148,7 @@ class VideoWriter:
         container.close()
 
     def _end_pool(self) -> None:
-        """Wait for what is under way, and leave the rest."""
+        """Wait for the running chunk, and cancel the others."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -158,7 +159,7 @@ class VideoWriter:
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": str(self._crf)}
-        # BT.709, and said so: players guess by size where a file does not tell, and tint it
+        # BT.709, with tags: without them players guess the matrix by size, and colours shift
         codec = stream.codec_context
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709
         codec.color_range = ColorRange.MPEG
@@ -186,13 +187,13 @@ def read_video(path: str | os.PathLike[str]) -> Iterator[Frames]:
 
 
 def read_video_at(path: str | os.PathLike[str], fps: float) -> Iterator[Frames]:
-    """The frames of a local video file at another rate: that shown at each of its times."""
+    """The frames of a local video file at another rate: those shown at each of its times."""
     with _opened(path) as container:
         yield from _at_rate(container.decode(video=0), fps, str(path))
 
 
 def read_camera(device: str, fps: float) -> Iterator[Frames]:
-    """A camera's frames at a rate, without an end: `/dev/video0`."""
+    """The endless frames of a camera (`/dev/video0`) at a rate."""
     try:
         with av.open(device, "r", format=CAMERAS) as container:
             yield from _at_rate(container.decode(video=0), fps, device)
@@ -204,7 +205,7 @@ def read_camera(device: str, fps: float) -> Iterator[Frames]:
 
 
 def count_frames(path: str | os.PathLike[str], fps: float) -> int | None:
-    """Frames of a video file at a rate, by the length that it tells; None where it tells none."""
+    """How many frames a video file has at a rate, by its duration; None if it has none."""
     with _opened(path) as container:
         stream = container.streams.video[0]
         if stream.duration is None or stream.time_base is None:
@@ -213,7 +214,7 @@ def count_frames(path: str | os.PathLike[str], fps: float) -> int | None:
 
 
 def _at_rate(frames: Iterator[av.VideoFrame], fps: float, name: str) -> Iterator[Frames]:
-    """The newest frame at each time of another rate; one that lasts is given again."""
+    """Resample frames to another rate: at each time the newest frame, repeated if needed."""
     start: float | None = None
     held: av.VideoFrame | None = None
     given = 0
@@ -223,7 +224,7 @@ def _at_rate(frames: Iterator[av.VideoFrame], fps: float, name: str) -> Iterator
                 f"{name} tells no times of its frames, so that they have no rate: convert it to mp4"
             )
         start = frame.time if start is None else start
-        # frames come when they are due, but for what their times are rounded by
+        # half a millisecond of tolerance, since frame times are rounded
         while held is not None and given / fps < frame.time - start - HALF_TICK:
             yield _pixels(held)
             given += 1
@@ -244,14 +245,14 @@ def _pixels(frame: av.VideoFrame) -> Frames:
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[InputContainer]:
-    """A local video file or image, with what goes wrong while it is read in one line."""
+    """Open a local video file or image; errors while it is read become one line."""
     name = os.fspath(path)
     if URL.match(name) and not os.path.exists(name):
         raise TachyscopeError(f"a video is read from a local file, got {name}: download it first")
     try:
         if os.path.exists(name) and not os.path.isdir(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "not a regular file")
-        # as an open file, and with no protocol allowed: a playlist may name others, and addresses
+        # an open file, and no protocols: a playlist could name other files and URLs
         with (
             open(name, "rb") as file,
             av.open(file, "r", options={"protocol_whitelist": "none"}) as container,
@@ -259,7 +260,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[InputContainer]:
             if not container.streams.video:
                 raise TachyscopeError(f"{path} holds no video: give a video file, or an image")
             codec = container.streams.video[0].codec_context
-            if codec is None:  # FFmpeg tells the format, and has no decoder for it
+            if codec is None:  # FFmpeg knows the format but has no decoder
                 raise OSError(errno.EINVAL, "no decoder for this format")
             codec.options = {"max_pixels": str(PIXELS)}
             yield container
@@ -295,8 +296,8 @@ def read_frames(path: str | os.PathLike[str]) -> Frames:
 
 
 def resize_frames(frames: Frames, height: int, width: int) -> Frames:
-    """Frames [F, H, W, 3] cut in their middle to the shape of height x width, then scaled to it."""
-    # a plain video need not load it
+    """Frames [F, H, W, 3], center-cropped to the aspect ratio and scaled to height x width."""
+    # imported late: most videos do not need it
     from PIL import Image, ImageOps
 
     def fitted(frame: Frames) -> Frames:
@@ -313,11 +314,11 @@ def beside(
     scale: int = 1,
     captions: Sequence[str] = (),
 ) -> Frames:
-    """Chunks of equal length, side by side, `gap` pixels apart and from the edge.
+    """Place chunks of equal length side by side, `gap` pixels apart and from the edge.
 
-    Each chunk is uint8 [F, H, W, 3], and its pixels become squares of side `scale`; sizes may
-    differ. A label stands above each video and, where given, a caption of one or more lines below;
-    a line too long for its video is cut.
+    Each chunk is uint8 [F, H, W, 3], its pixels enlarged to squares of side `scale`; sizes may
+    differ. Each video has a label above and, if given, a caption of one or more lines below; lines
+    that are too long are cut.
     """
     check("scale", scale, "scale")
     if not videos or len(videos) != len(labels):
@@ -339,7 +340,7 @@ def beside(
         )
     heights = [frames.shape[1] * scale for frames in videos]
     widths = [frames.shape[2] * scale for frames in videos]
-    # one size of letters for all labels, growing slowly with the picture
+    # one font size for all labels, which grows slowly with the picture
     letters = max(11, min(24, min(widths) // 16))
     strip = 2 * letters + letters % 2
     below = [caption.split("\n") for caption in captions or [""] * len(labels)]
@@ -368,7 +369,7 @@ def enlarge(frames: Frames, scale: int) -> Frames:
 
 @lru_cache(maxsize=64)
 def _label(text: str, width: int, height: int, letters: int) -> Frames:
-    """Text on the background, uint8 [height, width, 3], cut with an ellipsis where too long."""
+    """Text on the background, uint8 [height, width, 3], cut with an ellipsis if too long."""
     from PIL import Image, ImageDraw
 
     font = _font(letters)
@@ -387,7 +388,7 @@ def _cut(text: str, kept: int) -> str:
 
 @lru_cache
 def _font(letters: int) -> Any:
-    """The letters that Pillow brings, so many pixels high."""
+    """Pillow's own font, `letters` pixels high."""
     from PIL import ImageFont
 
     return ImageFont.load_default(letters)

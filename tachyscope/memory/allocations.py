@@ -1,4 +1,4 @@
-"""The most memory a call takes: run on meta tensors, which have shapes and no data."""
+"""Measures the peak memory of a call by running it on meta tensors, which have no data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tachyscope.core.types import Mlp
 
 
 class FreeAttention:
-    """A session's stub whose attention takes no memory: that is measured by itself."""
+    """A session stub whose attention allocates only its output: attention is measured apart."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.empty_like(q)
@@ -30,8 +30,8 @@ class FreeAttention:
         return fn(x)
 
 
-class Live(TorchDispatchMode):
-    """Adds up what tensors hold while they live, and remembers the most."""
+class AllocationTracker(TorchDispatchMode):
+    """Tracks the bytes of live meta tensors, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._meet((args, kwargs), counted=False)  # what comes in was there before
+        self._track((args, kwargs), counted=False)  # inputs existed before
         out = func(*args, **(kwargs or {}))
-        self._meet(out, counted=True)
+        self._track(out, counted=True)
         return out
 
-    def _meet(self, tree: Any, counted: bool) -> None:
+    def _track(self, tree: Any, counted: bool) -> None:
         for x in tree_leaves(tree):
             if isinstance(x, Tensor) and x.is_meta:
                 storage = x.untyped_storage()
@@ -61,8 +61,8 @@ class Live(TorchDispatchMode):
         self.most = max(self.most, self.now)
 
 
-class Fused(TorchFunctionMode):
-    """Attention as fused kernels compute it: without a matrix of scores."""
+class FlashAttentionStub(TorchFunctionMode):
+    """Replaces scaled_dot_product_attention by its output alone: flash kernels store no scores."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -73,17 +73,17 @@ class Fused(TorchFunctionMode):
 
 
 def peak(call: Callable[[], object]) -> int:
-    """The most bytes that a call on meta tensors holds at once, besides what it was given.
+    """The most bytes that a call on meta tensors allocates at once.
 
-    Where a call asks for data there is none, and what it held until then is the answer.
+    If the call reads data, which meta tensors do not have, the peak until then is returned.
     """
-    with torch.no_grad(), Live() as live, Fused():
+    with torch.no_grad(), AllocationTracker() as tracker, FlashAttentionStub():
         try:
             call()
         except (NotImplementedError, RuntimeError) as fault:
             if "meta" not in str(fault).lower():
                 raise
-    most: int = live.most
+    most: int = tracker.most
     return most
 
 

@@ -1,4 +1,4 @@
-"""What a plan takes, part by part, and how it fits a machine: predicted, nothing runs."""
+"""Predicts what memory a plan takes, part by part, and how it fits a machine; nothing runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def fit(
     on_cpu: bool = False,
     command: str = "",
 ) -> Document:
-    """What a plan takes, and the best way within GB of a GPU and of RAM: a document.
+    """A document on the memory that a plan takes, and the best way within GB of GPU and RAM.
 
-    Without either it is said of usual GPUs.
+    Without limits, it has the best way for each of the usual GPUs, CARDS.
     """
     check("frames", frames)
     for name, gb in (("vram", vram_gb), ("ram", ram_gb)):
@@ -70,7 +70,7 @@ def fit(
 
 
 def _row(choice: Choice, found: Need, vram_gb: float | None, ram_gb: float | None) -> Document:
-    """The best way within GB, or what is missing for the least of all."""
+    """The best way within the limits, or what the smallest one lacks."""
     vram, ram = (None if gb is None else 1e9 * gb for gb in (vram_gb, ram_gb))
     recipe = choice.best(vram, ram)
     told = recipe.promise
@@ -78,7 +78,7 @@ def _row(choice: Choice, found: Need, vram_gb: float | None, ram_gb: float | Non
         "vram_gb": vram_gb, "ram_gb": ram_gb, "fits": recipe.fits, "weights": [*recipe.weights],
         "plan": recipe.plan, "peak_bytes": told.vram, "ram_bytes": told.ram, "sessions": 0,
     }  # fmt: skip
-    if vram is not None:  # of the plan as it was asked for
+    if vram is not None:  # of the given plan, not of the recipe
         left = ROOM * vram - found.weights - found.decoder - found.beside_sessions
         row["sessions"] = max(0, int(left // found.of_session))
     if not recipe.fits:

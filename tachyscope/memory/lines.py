@@ -1,4 +1,4 @@
-"""A prediction of memory as a reader wants it."""
+"""Formats a memory prediction for the terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tachyscope.io.results import Document
 from tachyscope.io.tables import format_table
 from tachyscope.kernels.device import HAS_TRITON
 
-# what of a bank on the device is keys and values, and no index
+# a bank's keys and values on the device; its other tensors are the index
 PLACES = ("bank.places_k", "bank.places_v")
 
 
 def lines(document: Document) -> list[str]:
-    """A document of `fit` as a reader wants it."""
+    """Lines of text for a document of `fit`."""
     (row,) = document["rows"]
     high, wide = row["grid"]
     out = [
@@ -36,7 +36,7 @@ def lines(document: Document) -> list[str]:
 
 
 def _parts(row: Mapping[str, Any]) -> list[list[str]]:
-    """What a plan takes where it runs, by part."""
+    """Rows of the table: the memory of each part of a plan."""
     cache = row["cache_bytes"]
     stays = {
         "weights": row["weights_bytes"],
@@ -68,7 +68,7 @@ def _parts(row: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _advice(row: Mapping[str, Any], one: Mapping[str, Any]) -> str:
-    """What to run within a limit, or what is missing."""
+    """A sentence on what to run within a limit, or on what is missing."""
     limits = [
         f"{one[key]:g} GB of {name}"
         for key, name in (("vram_gb", "GPU memory"), ("ram_gb", "RAM"))
@@ -95,7 +95,7 @@ def _advice(row: Mapping[str, Any], one: Mapping[str, Any]) -> str:
 
 
 def _words(one: Mapping[str, Any]) -> str:
-    """What to add to `generate`'s words."""
+    """The options to add to `generate`."""
     words = [part for word in one["weights"] for part in ("--weights", word)]
     return shlex.join([*words, "--plan", one["plan"]])
 

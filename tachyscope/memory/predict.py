@@ -1,4 +1,4 @@
-"""What memory a plan will take: a model's own code, run on tensors that have shapes and no data."""
+"""Predicts the memory of a plan by running the model's own code on meta tensors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tachyscope.core.types import Rope, Shape
 from tachyscope.core.work import Work
 from tachyscope.memory.allocations import peak, tensor_bytes
 from tachyscope.models.base import VideoModel
-from tachyscope.models.registry import MODELS, SIZED, changed, find_dtype, load
+from tachyscope.models.registry import MODELS, SIZED, changed, find_dtype, find_entry, load
 from tachyscope.store import LayerPass
 
-# of a GPU's memory; the rest is left to CUDA's own and to gaps between tensors
+# the share of a GPU's memory that tensors may take; the rest is for CUDA and fragmentation
 ROOM = 0.95
 
 
 class MetaSession:
-    """A session's state on the meta device, as a rollout of its length would leave it.
+    """A session's state on the meta device, as at the end of a rollout of this length.
 
-    One layer stands for all. A cache without a bound is taken to merge nothing, as it does on CUDA,
-    where emptied slots stay in use.
+    One layer stands for all. An unbounded cache is assumed to merge nothing: on CUDA, merged slots
+    stay in use.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MetaSession:
         entries = state.prompt + latent_frames * shape.tokens_per_frame
         step = 1 if shape.token_by_token else shape.max_pass_tokens
         while plan.cache.grows and (slots := layers[0].slots) < entries:
-            # up to the first pass that finds no room
+            # grow as the first pass without room would
             state.past = state.prompt + (slots - state.prompt) // step * step
             p = self.layer_pass()
             make_room([p._replace(ctx=p.ctx._replace(start=0))], plan)
@@ -62,7 +62,7 @@ class MetaSession:
         state.total_entries = max(state.past, entries - shape.max_pass_tokens)
 
     def layer_pass(self) -> LayerPass:
-        """The first pass over the next chunk, as the last layer's policies are given it."""
+        """The first pass over the next chunk, as the last layer's policies receive it."""
         shape, state = self.shape, self.state
         tokens = 1 if shape.token_by_token else shape.max_pass_tokens
         start, noise = shape.max_pass_tokens - tokens, (1.0,) * shape.chunk
@@ -82,12 +82,12 @@ class MetaSession:
         return self.shape.layers * tensor_bytes(layer.host_tensors().values())
 
     def reading(self) -> int:
-        """Bytes that one layer's attention works with, beside what goes in and out."""
+        """Peak bytes of one layer's attention, without its inputs and output."""
         plan, p, shape = self.plan, self.layer_pass(), self.shape
         q = self._empty(shape.heads, p.ctx.tokens)
         measured = peak(lambda: plan.attention.attend(p, q))
-        # what a layer gathered in a pass behind the first stays until the chunk is made; the last
-        # layer of the clean pass only writes
+        # what each layer gathers in a later pass stays until the end of the chunk; the clean pass
+        # ends in its last layer with a write
         others = shape.layers - (1 if shape.passes > 2 else 2)
         measured += max(0, others) * tensor_bytes(p.layer.scratch)
         if plan.text is None:
@@ -97,7 +97,7 @@ class MetaSession:
         return max(measured, peak(lambda: policy.attend(q, text, Work())))
 
     def committing(self) -> int:
-        """Bytes that bringing one layer within its budget works with, or indexing it."""
+        """Peak bytes of a commit in one layer: bringing it within budget, or indexing it."""
         plan, p, shape = self.plan, self.layer_pass(), self.shape
         n = shape.chunk * shape.tokens_per_frame
 
@@ -127,13 +127,13 @@ class MetaSession:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Bytes by what takes them: what stays, and what comes and goes."""
+    """Predicted bytes by part: what stays allocated, and what is temporary."""
 
     weights: int
     decoder: int  # its weights
-    decoder_state: int  # what it keeps of a video between chunks
+    decoder_state: int  # what it keeps between chunks
     cache: dict[str, int]  # by tensor
-    host: int  # of the cache in host memory, which is no part of the sums
+    host: int  # of the cache in host memory; not included in the sums below
     prompt: int
     activations: int  # of a pass, attention left out
     attention: int
@@ -148,43 +148,43 @@ class Need:
 
     @property
     def of_video(self) -> int:
-        """What stays of one video: two of one model share the weights alone."""
+        """What stays for one video; two videos of one model share only the weights."""
         return self.decoder_state + sum(self.cache.values()) + self.prompt
 
     @property
     def of_session(self) -> int:
-        """What a served session keeps on a GPU: a CUDA graph holds what a chunk is made with."""
+        """What a served session keeps on a GPU, with a CUDA graph's own memory pool."""
         return self.of_video + self.making
 
     @property
     def beside_sessions(self) -> int:
-        """What a server keeps free: a chunk made and decoded, and a session's copy to disk."""
+        """What a server keeps free: for making and decoding a chunk, and for a session's copy."""
         return self.making + self.decoding + self.of_video
 
     @property
     def making(self) -> int:
-        """The largest of what comes and goes by turns while a chunk is made."""
+        """The peak of temporary memory while a chunk is made."""
         return max(self.activations + self.attention, self.committing)
 
     @property
     def peak(self) -> int:
-        """What stays, making a chunk, and decoding beside it or after."""
+        """The peak on a GPU: what stays, making a chunk, and decoding beside it or after it."""
         if self.beside:
             return self.stays + self.making + self.decoding
         return self.stays + max(self.making, self.decoding)
 
     @property
     def on_cpu(self) -> int:
-        """The peak where a CPU does everything, by turns, decoding in small parts.
+        """The peak on a CPU, which makes and decodes by turns, and decodes in small parts.
 
-        Of what the smaller turn took, malloc gives about half back before the larger one.
+        malloc returns about half of what the smaller turn took before the larger one.
         """
         turns = self.making, self.decoding_one or self.decoding
         return self.stays + self.host + max(turns) + min(turns) // 2
 
     @property
     def undecoded(self) -> int:
-        """The peak where nothing is shown."""
+        """The peak without decoding."""
         return self.stays - self.decoder - self.decoder_state + self.making
 
 
@@ -197,19 +197,23 @@ def sized(
     precision: str | None = None,
     decoder_bands: int = 1,
 ) -> VideoModel:
-    """A model whose weights are shapes alone, by its name or its published size.
+    """A model on the meta device, by its name or its published size.
 
-    Where the name stands for an architecture, the checkpoint is read for its shapes. `decoder`,
-    `precision` and `decoder_bands` are as `load` takes them.
+    If the name is that of an architecture, the checkpoint is read for its shapes. `decoder`,
+    `precision` and `decoder_bands` are as in `load`.
     """
     wanted = find_dtype(dtype)
     if name in SIZED:
         if weights not in (None, "random", "download"):
             raise TachyscopeError(f"the size of {name} is known: leave `weights` out")
         return changed(SIZED[name](wanted, decoder), precision, decoder_bands)
-    if name not in MODELS:
+    try:
+        find_entry(name)  # a user's file too
+    except TachyscopeError as fault:
+        if not str(fault).startswith(f"no model {name!r}"):
+            raise
         known = ", ".join(dict.fromkeys((*MODELS, *SIZED)))
-        raise TachyscopeError(f"no model {name!r}; there are: {known}")
+        raise TachyscopeError(f"no model {name!r}; there are: {known}") from fault
     made = load(
         name, weights, dtype=dtype, decoder=decoder, precision=precision,
         decoder_bands=decoder_bands,
@@ -227,10 +231,9 @@ def need(
     given: int = 0,
     follows: bool = False,
 ) -> Need:
-    """What a rollout of so many frames behind `given` ones will take, for a model on the meta
-    device.
+    """The memory of a rollout of `frames` frames after `given` ones, by a model on meta.
 
-    The prompt matters in models that hold it in their cache. `follows`: it follows a source video.
+    The prompt matters for models that hold it in their cache. `follows`: with a source video.
     """
     session = meta_session(model, plan, frames, size, prompt, given)
     parts = model_parts(model, session)
@@ -247,9 +250,9 @@ def meta_session(
     prompt: str = "",
     given: int = 0,
 ) -> MetaSession:
-    """The session that a rollout would leave."""
+    """The session at the end of such a rollout."""
     shape = model.shape(size)
-    # one that is read by cross-attention fills no entries
+    # a prompt for cross-attention fills no cache entries
     lengths = () if shape.text else model.encode_prompt(prompt).lengths
     known = chunks_for(model, 1, 0, given) if given else 0
     latents = known + chunks_for(model, shape.chunk, known, frames) * shape.chunk
@@ -260,7 +263,7 @@ def meta_session(
 
 
 def model_parts(model: VideoModel, session: MetaSession) -> dict[str, Any]:
-    """What depends on the model and the size, and on no plan."""
+    """The parts that depend on model and size, but not on the plan."""
     parts = model.memory_parts(session.shape, session.state.prompt)
     # as a rollout on a GPU does it
     return {**parts._asdict(), "beside": model.overlaps_decode}

@@ -1,4 +1,4 @@
-"""What a run will take of GPU memory and of RAM: told before it starts, and held against it."""
+"""The GPU memory and RAM that a run will take: shown before it starts, and checked after."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tachyscope.io.machine import memory_of, peak_gb, ram
 from tachyscope.memory.predict import Need, need
 from tachyscope.models.base import VideoModel
 
-# of RAM, beside tensors: code that is first run with a video, the threads' and the writer's memory
+# RAM besides tensors: code that is loaded with the first video, threads, the video writer
 LIBRARIES = 45_000_000
 
 
 class Promise(NamedTuple):
-    """Bytes that a run takes at most."""
+    """The most bytes that a run takes."""
 
     vram: int  # of tensors on a GPU; 0 on a CPU
     ram: int  # of the process
-    kept: int  # of that, what no file backs: a text encoder's weights can be read again
+    kept: int  # of these, what is not backed by a file, as a text encoder's mapped weights are
 
     def __str__(self) -> str:
         taken = f"{self.ram / 1e9:.2f} GB of RAM"
         return f"{self.vram / 1e9:.2f} GB of GPU memory and {taken}" if self.vram else taken
 
     def check(self, model: VideoModel) -> None:
-        """Raise where the machine has less in all."""
+        """Raise if the machine has less in total."""
         for name, needed, device in (
             ("GPU memory", self.vram, model.device),
             ("RAM", self.kept, torch.device("cpu")),
@@ -51,7 +51,7 @@ def promise(
     given: int = 0,
     follows: bool = False,
 ) -> Promise | None:
-    """What a rollout of a loaded model will take; None where the model does not tell."""
+    """What a rollout of a loaded model will take; None if the model defines no estimate."""
     own = type(model)
     if own.on_meta is VideoModel.on_meta or own.memory_parts is VideoModel.memory_parts:
         return None
@@ -63,7 +63,7 @@ def promise(
 
 
 def promised(found: Need, model: VideoModel, *, on_cpu: bool, loaded: bool = False) -> Promise:
-    """What comes of a prediction; `loaded` where this process has the model already.
+    """The promise of a prediction; `loaded`: this process has the model already.
 
     A text encoder's weights are in RAM while a prompt is encoded, before the cache is allocated.
     """
@@ -75,12 +75,12 @@ def promised(found: Need, model: VideoModel, *, on_cpu: bool, loaded: bool = Fal
 
 
 def encoder_bytes(model: VideoModel) -> int:
-    """Of a text encoder in RAM."""
+    """Bytes of a model's text encoder in RAM."""
     return int(getattr(getattr(model, "text", None), "host_bytes", 0))
 
 
 def measured(device: torch.device, told: Promise | None) -> dict[str, float]:
-    """What was taken since the count began, in GB, beside what was promised."""
+    """The measured peaks since `count_peak`, in GB, with the promised ones."""
     found: dict[str, float] = {}
     if device.type == "cuda":
         found["peak_gb"] = peak_gb(device)

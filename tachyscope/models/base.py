@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.session import Session
 from tachyscope.core.types import Rope, Shape, SliceableMlp, dtype_name
-from tachyscope.io.fingerprint import digest, of_tensors
+from tachyscope.io.fingerprint import digest, tensor_hash
 
 Ready = Callable[[Tensor], None]  # called with final latents, before the clean pass
 
@@ -118,7 +118,7 @@ class VideoModel(abc.ABC):
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of the weights, computed once."""
-        return of_tensors(self.transformer.state_dict())
+        return tensor_hash(self.transformer.state_dict())
 
     def known_world(self) -> WorldModel:
         """`world`; raises if the model has none."""

@@ -19,15 +19,15 @@ from tachyscope.store import KVStore
 
 MANIFEST = "manifest.json"
 VERSION = 1
-PIECE = 2**24  # bytes that are hashed at once
+PIECE = 2**24  # bytes hashed at once
 
 
 class Snapshots:
     """The newest snapshot of one stream: `save` it every few chunks, `load` it in a new process.
 
-    The folder has a file of the state and, where the cache is a bank, segments: each has the blocks
-    that were written since the one before. The manifest names them with their sizes and hashes, and
-    is replaced last: a process that is killed leaves the snapshot before whole.
+    The folder has a file with the state and, if the cache is a bank, segments with the blocks that
+    were written since the segment before. The manifest lists them with sizes and hashes, and is
+    replaced last: a killed process leaves the previous snapshot intact.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -36,8 +36,8 @@ class Snapshots:
         self._manifest: dict[str, Any] = {"generation": 0, "segments": []}
 
     def save(self, stream: Stream) -> int:
-        """Write what is new since the last snapshot; the bytes that took."""
-        # no chunk comes between the state and the bank's blocks
+        """Write what is new since the last snapshot; returns the bytes written."""
+        # exclusively, so that state and blocks are of the same chunk
         return stream.alone(lambda: self._save(stream))
 
     def _save(self, stream: Stream) -> int:
@@ -45,7 +45,7 @@ class Snapshots:
         layers = stream.session.memory.layers
         check_folder(self.folder)
         generation, segments = self._manifest["generation"], self._manifest["segments"]
-        if self._layers is not layers:  # another video, or one that began anew: no segment is its
+        if self._layers is not layers:  # another video, or a restarted one: its blocks are new
             generation, segments = self._last_generation() + 1, []
         known = segments[-1]["sealed"] if segments else 0
         written = 0
@@ -63,7 +63,7 @@ class Snapshots:
         return written + int(held["bytes"])
 
     def load(self, stream: Stream) -> None:
-        """Have a stream of the same model, plan and prompt go on where `save` was last called."""
+        """Restore a stream of the same model, plan and prompt from the newest snapshot."""
         manifest = self._read_manifest()
         state = self._read(manifest["state"])
         segments = [self._read(part) for part in manifest["segments"]]
@@ -113,7 +113,7 @@ class Snapshots:
         return read_tensors(path)
 
     def _sweep(self) -> None:
-        """Remove what the manifest does not name."""
+        """Remove files that the manifest does not list."""
         parts = [self._manifest["state"], *self._manifest["segments"]]
         named = {part["name"] for part in parts}
         for kind in ("state", "segment"):

@@ -1,4 +1,4 @@
-"""A session's state as tensors by name: packed, and checked before anything of it is used."""
+"""The format of a saved state: tensors by name, all checked before any is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tachyscope.core.errors import TachyscopeError, shown, spelled
 from tachyscope.core.types import kind_of
 
 VERSION = 4
-# the host's numbers that a state carries
+# the counts of a state
 COUNTS = (
     "chunk",
     "latent_frame",
@@ -25,7 +25,7 @@ COUNTS = (
 )
 MAX_COUNT = 2**40
 META_BYTES = 2**22  # 40 layers take about 2^16
-# what a state shares with the session that takes it over, and what to do where it does not
+# what a state must share with the session that restores it, and the advice if it does not
 SHARED = {
     "shape": "open the session with the same model and size, on the same rank of as many",
     "plan": "open the session with that plan",
@@ -36,13 +36,13 @@ SHARED = {
     "noise": "open the session with the noise that it was opened with, or without any",
     "decoder": "load the model with that decoder",
 }
-# hashes of these are compared, which tell a reader nothing
+# these are compared by their hashes, which an error does not show
 HASHED = {"weights": "other weights", "prompt": "another prompt", "noise": "other noise"}
 AGAIN = "take the state again"
 
 
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of the tensors, and the meta with a list of them, as bytes of JSON."""
+    """Copies of the tensors, and `meta` as bytes of JSON, with a list of the tensors."""
     copied = torch.contiguous_format  # a file holds no strides
     clones = {name: x.clone(memory_format=copied) for name, x in tensors.items()}
     text = json.dumps({"version": VERSION, **meta, "tensors": _listed(clones)}, sort_keys=True)
@@ -54,14 +54,14 @@ def unpack(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state's tensors and meta.
 
-    Raises unless they are complete, of the types that they must have, and share what `own` says.
+    Raises unless they are complete, of the right types, and equal to `own` in what must be shared.
     """
     if not isinstance(state, Mapping):
         refuse(f"is a {type(state).__name__}", "give what state() returned")
     for name, x in state.items():
         if not isinstance(name, str) or not isinstance(x, Tensor):
             refuse(f"has a {type(x).__name__} as {shown(str(name))}", "give what state() returned")
-        # a number that stands for many would take memory when it is copied
+        # an expanded tensor would take more memory when it is copied
         plain = x.layout is torch.strided and not (x.is_meta or x.is_quantized)
         if not plain or x.numel() * x.element_size() > x.untyped_storage().nbytes():
             refuse(f"has no tensor with memory as {shown(name)}", "give what state() returned")
@@ -88,10 +88,10 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
 def check_tensor(
     tensors: Mapping[str, Tensor], name: str, like: Tensor, whole: tuple[int, int]
 ) -> None:
-    """Raise unless a tensor is there, as `like`, and holds what it may hold.
+    """Raise unless a tensor has the shape and dtype of `like`, and allowed values.
 
-    That is finite numbers, and NaN and -inf where `like` has some; whole numbers that are wider
-    than a byte are numbers or counts of something, the least and the greatest in `whole`.
+    Floats must be finite, except for NaN and -inf if `like` has some; integers wider than a byte
+    must be in the range `whole`, both ends included.
     """
     if name not in tensors:
         refuse(f"lacks {shown(name)}", AGAIN)
@@ -118,7 +118,7 @@ def check_blocks(
     host: Mapping[str, Tensor],
     used: int,
 ) -> None:
-    """Raise unless a state has the blocks of a layer's bank: its own, or segments' together."""
+    """Raise unless a state, or its segments together, has all blocks of a layer's bank."""
     if segments is None:
         for name, x in host.items():
             check_tensor(tensors, f"layers.{layer}.host.{name}", x[:, :, :used], (0, 0))
@@ -136,14 +136,14 @@ def check_blocks(
         check_tensor(parts, "ids", shape, (0, most - 1))
         for name, x in like.items():
             check_tensor(parts, name, x, (0, 0))
-        # some of an older segment's may have left
+        # an older segment may have blocks that the bank has dropped since
         seen.scatter_(2, ids.long().clamp(max=used), True)
     if not bool(seen[:, :, :used].all()):
         refuse(f"lacks blocks of layer {layer} in its segments", AGAIN)
 
 
 def whole_numbers(name: str, slots: int) -> tuple[int, int]:
-    """The least and the greatest whole number in a layer's tensor; most are numbers of slots."""
+    """The range of integers in a layer's tensor; most are slot numbers."""
     known = {
         "replay.age": (0, MAX_COUNT),
         "attention.map": (-1, slots - 1),
@@ -153,7 +153,7 @@ def whole_numbers(name: str, slots: int) -> tuple[int, int]:
 
 
 def check_finite(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Raise where x has NaN or infinity that `like` has not; -inf of log counts: an empty slot."""
+    """Raise if x has NaN or infinity and `like` does not; in log counts -inf is an empty slot."""
     fine = x.isfinite()
     if name.endswith("log_count") or (like is not None and bool((like == -torch.inf).any())):
         fine |= x == -torch.inf
@@ -166,7 +166,7 @@ def check_finite(name: str, x: Tensor, like: Tensor | None = None) -> None:
 def generators(
     tensors: Mapping[str, Tensor], device: torch.device, videos: int
 ) -> list[torch.Generator]:
-    """The generators of each video's noise, then that of policies' draws, as they stood."""
+    """The restored generators: each video's noise, then that of policies."""
     states = []
     for name, count in (("generator", videos), ("policy_rng", 1)):
         try:
@@ -181,7 +181,7 @@ def generators(
 
 
 def prompt_of(state: Mapping[str, Tensor]) -> str:
-    """The hash of the prompt that a state was taken under; empty where it tells none."""
+    """The hash of a state's prompt; empty if it has none."""
     prompt = _read_meta(state.get("meta")).get("prompt")
     return prompt if isinstance(prompt, str) else ""
 
@@ -208,7 +208,7 @@ def _check_shared(meta: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         if name in HASHED:
             refuse(f"was taken with {HASHED[name]}", advice)
         if name == "shape":
-            # one of its numbers, not all of them
+            # show the first number that differs
             numbers = theirs if isinstance(theirs, dict) else {}
             name = next((key for key in ours if numbers.get(key) != ours[key]), name)
             theirs, ours = numbers.get(name), ours.get(name)
