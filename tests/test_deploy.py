@@ -160,7 +160,10 @@ def test_nginx_passes_on_what_the_server_expects(services):
     assert found["proxy_pass"] == f"http://server:{Endpoint.port}" and "server" in services
     assert float(found["proxy_read_timeout"].rstrip("s")) > Limits().idle_s
     assert 2**20 * int(found["client_max_body_size"].rstrip("m")) >= Limits().message_bytes
-    assert found["limit_conn"] == f"addresses {Limits().connections_per_address}"
+    most = {zone: int(count) for zone, count in re.findall(r"limit_conn +(\w+) +(\d+);", text)}
+    assert most["addresses"] == Limits().connections_per_address
+    assert 4 * most["sessions"] == Limits().sessions  # no address can hold all of them
+    assert set(most) == set(re.findall(r"zone=(\w+):", text))
     files = {found["ssl_certificate"], found["ssl_certificate_key"]}
     assert all(
         any(f.startswith(one.split(":")[1]) for one in services["nginx"]["volumes"]) for f in files
