@@ -479,7 +479,10 @@ def test_what_a_bank_cannot_serve_is_refused_in_one_line(plan, told):
 
 def test_a_bank_larger_than_host_memory_is_refused():
     plan = f"cache=bank:budget=1000000f {ANN}"
-    refused(lambda: session(dataclasses.replace(CHUNKS, layers=200), plan), "host memory", "int4")
+    wide = dataclasses.replace(CHUNKS, layers=200)
+    refused(lambda: session(wide, plan), "host memory", "set host=int4")
+    for coded in (plan.replace("000f", "000f,host=int4"), f"{plan} store=fp8"):
+        assert "set host" not in refused(lambda coded=coded: session(wide, coded))
 
 
 def test_its_text_parses_back():

@@ -74,25 +74,34 @@ def test_poses_that_rounding_alone_tells_apart_count_as_the_same():
     assert ages(at, 0) == ages(at, 1) == [0, 1, 2]
 
 
-def test_of_frames_seen_from_near_poses_the_newer_leaves_and_what_was_given_last():
+def give(at, degrees):
+    """A latent frame by a clean pass alone."""
+    at.set_poses(camera(degrees))
+    layers = draw(torch.Generator().manual_seed(degrees), at.shape, 6, at.dtype)
+    play_pass(at, layers, at.shape.positions(at.memory.latent_frame, 1), 2, 3)
+    at.commit()
+
+
+def held(at):
+    return sorted(at.memory.layers[0].bank.ages[0].tolist())
+
+
+def test_of_frames_seen_from_near_poses_the_newer_leaves():
     at = session(POSED, PLAN.replace("20f", "7f"))
-
-    def give(degrees):  # a clean pass alone
-        at.set_poses(camera(degrees))
-        layers = draw(torch.Generator().manual_seed(degrees), at.shape, 6, at.dtype)
-        play_pass(at, layers, at.shape.positions(at.memory.latent_frame, 1), 2, 3)
-        at.commit()
-
-    give(0), give(0), give(40)  # the sink, and two of the seven of the bank
+    give(at, 0), give(at, 0), give(at, 40)  # the sink, and two of the seven of the bank
     walk(at, [80, 120, 160, 41, 81, 1, 121, 161, 42, 0])
-
-    def held():
-        return sorted(at.memory.layers[0].bank.ages[0].tolist())
-
     # the first views of 0, 40, 80, 120 and 160 degrees, and the newest two that were sealed
-    assert held() == [0, 1, 2, 3, 4, 9, 10]
+    assert held(at) == [0, 1, 2, 3, 4, 9, 10]
     walk(at, range(-1, -40, -4))
-    assert held()[:2] == [0, 1]
+    assert held(at)[:2] == [0, 1]
+
+
+def test_given_frames_leave_a_full_bank_after_all_generated_ones():
+    at = session(POSED, PLAN.replace("20f", "7f"))
+    for _ in range(4):  # the sink, and three views of one pose
+        give(at, 0)
+    walk(at, range(30, 330, 25))
+    assert held(at)[:3] == [0, 1, 2]
 
 
 def test_the_weight_is_all_of_it_at_the_same_pose_and_falls_without_a_jump():

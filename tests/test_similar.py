@@ -44,6 +44,34 @@ def at_next(at):
     return at.shape.positions(at.memory.latent_frame, 1)
 
 
+def chosen_by_definition(bank, row):
+    """Ages of the three groups nearest to the newest frame, one by one and in float64."""
+    held = sorted((age, i) for i, age in enumerate(bank.ages[row].tolist()) if age >= 0)
+    keys = [bank.tensors["key"][row, i].double() for _, i in held]
+    mean, query = torch.stack(keys).mean(0), bank.tensors["tail"][row, 0].double()
+    cosines = [F.cosine_similarity(key - mean, query - mean, dim=0).item() for key in keys]
+    best = [max(cosines[max(0, i - 1) : i + 2]) for i in range(len(cosines))]
+    order = sorted(range(len(best)), key=lambda i: (-best[i], i))
+    return sorted(held[i][0] for i in order[:3])
+
+
+def test_frames_are_chosen_by_what_they_do_not_have_in_common():
+    at = session(ONE, PLAN.replace("20f", "9f"))
+    rng = torch.Generator().manual_seed(0)
+    common = 3 * torch.randn(ONE.batch, ONE.kv_heads, 6, ONE.head_dim, generator=rng)
+    for number in range(16):
+        bank, expected = at.memory.layers[0].bank, None
+        if number > 4:
+            expected = [chosen_by_definition(bank, row) for row in range(ONE.batch)]
+        layers = draw(rng, at.shape, 6)
+        for part in layers:
+            part[2] += common
+        for step in range(3):
+            play_pass(at, layers, at_next(at), step, 3)
+        assert expected is None or [ages(at, row) for row in range(ONE.batch)] == expected
+        at.commit()
+
+
 def test_it_is_chosen_once_a_chunk_in_its_first_pass():
     at = session(ONE, PLAN)
     walk(at, [0, 1, 2, 3, 4, 5, 6, 7, 3])
