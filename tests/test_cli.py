@@ -315,7 +315,7 @@ def test_generate_says_its_rates_apart_from_the_warm_up(tmp_path, capsys):
     assert main(words) == 0
     number = r"\d+\.\d"
     assert re.match(
-        rf"toy-chunks by dense: at most {number}\d GB of RAM\ndense: {number} frames/s once warm "
+        rf"toy-chunks by dense: predicted peak {number}\d GB of RAM\ndense: {number} frames/s once warm "
         rf"\({number} ms a chunk, p99 {number}, {number} in the model\), "
         rf"{number} on average; loading {number} s, first frame after {number} s, warm-up {number} s "
         r"\(2 chunks\)\.\n",

@@ -258,6 +258,12 @@ def test_a_past_in_ram_is_coded_in_fewer_bits_where_it_is_short():
 
 
 @pytest.mark.slow
+def test_a_past_whose_codes_are_resident_too_is_not_coded_again():
+    plan = "fast cache=bank:host=native store=fp8"
+    (row,) = fit(sized("self-forcing"), plan, frames=1200, ram_gb=64)["rows"]
+    assert all("int4" not in recipe["plan"] for recipe in row["recipes"])
+
+
 def test_the_least_is_told_where_nothing_fits():
     told = lines(fit(sized("krea"), "fast", frames=240, vram_gb=24))[-1]
     assert told.startswith("24 GB of GPU memory: ") and "are missing for the least" in told
@@ -376,7 +382,7 @@ def test_a_run_tells_what_it_will_take_first(tmp_path, capsys):
     first = capsys.readouterr().out.splitlines()[0]
     (row,) = json.loads((tmp_path / "generate.json").read_text())["rows"]
     told = row["promised_ram_gb"]
-    assert first == f"toy-chunks by fast: at most {told:.2f} GB of RAM" and row["ram_gb"] > 0
+    assert first == f"toy-chunks by fast: predicted peak {told:.2f} GB of RAM" and row["ram_gb"] > 0
     assert row["promised_gb"] == 0
 
 

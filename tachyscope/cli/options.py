@@ -190,7 +190,7 @@ def promise_memory(
     promised = Promise(*(max(sizes) for sizes in zip(*known, strict=True)))
     if not with_what:
         promised.check(model)
-    return promised, f"{name} by {' or '.join(plans)}{with_what}: at most {promised}"
+    return promised, f"{name} by {' or '.join(plans)}{with_what}: predicted peak {promised}"
 
 
 def dtype_of(device: str) -> str:

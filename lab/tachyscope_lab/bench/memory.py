@@ -36,7 +36,7 @@ GROUPS = (  # where memory groups are, and the files of their limits: cgroup v2'
 )
 # of address space, which threads and libraries reserve and do not use
 RESERVED = 2**30
-PROMISE = re.compile(r"at most ([0-9.]+) GB of RAM")
+PROMISE = re.compile(r"predicted peak ([0-9.]+) GB of RAM")
 
 
 class Setting(NamedTuple):
