@@ -1,4 +1,4 @@
-"""Checkpoint files: read as named tensors, checked against a module, written whole or not."""
+"""Checkpoint files: read named tensors, check them against a module, write them atomically."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ SAFE = (".safetensors", ".sft")
 PICKLED = (".pt", ".pth", ".bin")
 INDEX = ".index.json"
 
-# trainers save several copies of a model in one file: the averaged one comes first
+# trainers save several copies of a model in a file: the averaged one comes first
 WRAPPERS = ("generator_ema", "generator", "model", "state_dict", "generator_lora")
 PREFIXES = ("model.diffusion_model.", "model.", "net.")
 # what FSDP, torch.compile and activation checkpointing put into a module's name
 WRAPPED = re.compile(r"(?<![^.])(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
-# torch's words for a pickle that calls something, and for the first step of one whose form it does
-# not read: Python's own since 3.8
+# torch's errors for a pickle that calls code, and for one of Python's protocols since 3.8, which it
+# does not read
 REFUSED = ("GLOBAL", "operand 149")
 
 
 def read_tensors(path: Path, entry: str = "") -> dict[str, Tensor]:
-    """The tensors of a .safetensors, .sft, .pt, .pth or .bin file, or of all that an index lists.
+    """The tensors of a .safetensors, .sft, .pt, .pth or .bin file, or of an index's shards.
 
-    They stay in the file until used where the format allows. No code in a file is ever run. Of a
-    trainer's several copies `entry` is taken, if it is there.
+    They are mapped from the file if its format allows. No code in a file is run. If a trainer's
+    file has several copies of the weights, `entry` is read.
     """
     if path.name.endswith(INDEX):
         return _read_shards(path)
@@ -53,8 +53,22 @@ def read_tensors(path: Path, entry: str = "") -> dict[str, Tensor]:
     return _read_safe(path) if path.suffix in SAFE else _read_pickled(path, entry)
 
 
+def check_path(option: str, path: Any) -> None:
+    """Raise if a file cannot have this path; whoever reads the file says if it is missing."""
+    if path is None:
+        return
+    try:
+        Path(path).exists()
+    except (TypeError, OSError) as fault:
+        why = fault.strerror if isinstance(fault, OSError) else "not a path"
+        raise TachyscopeError(
+            f"`{option}` must be the path of a file or folder that can be read, got {shown(path)} "
+            f"({str(why).lower()}): give another"
+        ) from None
+
+
 def find_weights(folder: Path, names: Sequence[str]) -> Path:
-    """The first of these files that a published folder holds."""
+    """The first of these files that is in a folder."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -65,7 +79,7 @@ def find_weights(folder: Path, names: Sequence[str]) -> Path:
 
 
 def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names they had before trainers and wrappers added to them."""
+    """The tensors by their names without prefixes of trainers and wrappers."""
     bare: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         short = unwrapped(name)
@@ -83,7 +97,7 @@ def strip_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unwrapped(name: str) -> str:
-    """A tensor's or layer's name without what wrappers put into it, wherever and in any order."""
+    """The name of a tensor or layer without the parts that wrappers insert."""
     return WRAPPED.sub("", name)
 
 
@@ -94,9 +108,9 @@ def fit(
     ignore: tuple[str, ...] = (),
     assign: bool = False,
 ) -> None:
-    """Copy the tensors into the module, after checking that they are `matched`; all are finite.
+    """Copy tensors into a module; raises unless they are `matched` and finite.
 
-    With `assign` they are taken as they are, neither copied nor looked at.
+    With `assign` they become its parameters, neither copied nor checked for NaN.
     """
     given = matched(module, tensors, where, ignore)
     module.load_state_dict(given, strict=True, assign=assign)
@@ -110,10 +124,10 @@ def matched(
     where: str,
     ignore: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """The tensors that are the module's; raises where names, shapes or kinds do not agree.
+    """The tensors of a module; raises unless names, shapes and kinds of dtype agree.
 
-    Tensors that the module lacks are passed over where their name begins with one of `ignore`.
-    `where` names the source in errors. The module may be on the meta device, and take no memory.
+    Other tensors are allowed if their name begins with one of `ignore`. `where` names the file in
+    errors. The module may be on the meta device.
     """
     wanted = module.state_dict() if isinstance(module, nn.Module) else module
     given = {
@@ -146,11 +160,11 @@ def matched(
 
 
 def allocate(model: M, device: torch.device | str, where: str) -> M:
-    """A model of shapes alone, with memory for its weights."""
+    """Move a model from the meta device to another, its weights uninitialised."""
     size = sum(x.numel() * x.element_size() for x in model.parameters())
     limit = memory_of(torch.device(device))
     try:
-        # the system may grant what it does not have
+        # the system may overcommit
         if limit is not None and size > limit:
             raise MemoryError
         return model.to_empty(device=device)
@@ -165,7 +179,7 @@ def allocate(model: M, device: torch.device | str, where: str) -> M:
 
 
 def check_finite(module: nn.Module, where: str) -> None:
-    """Raise where a weight is NaN or infinite. The device is waited for once."""
+    """Raise if a weight is NaN or infinite; waits for the device once."""
     held = module.state_dict().items()
     weights = {name: x for name, x in held if x.is_floating_point() and x.numel()}
     if not weights:
@@ -182,7 +196,7 @@ def check_finite(module: nn.Module, where: str) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], under: str | None = None) -> None:
-    """Write a .safetensors file, or a .pt file with the tensors in its entry `under`, if given."""
+    """Write a .safetensors file, or a .pt file, in which the tensors may be an entry `under`."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if path.suffix in SAFE and under is None:
         _write(path, lambda temporary: save_file(plain, temporary))
@@ -234,7 +248,7 @@ def read_mapping(
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object as JSON, for people to read too."""
+    """Write an object as indented JSON."""
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     _write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
@@ -287,7 +301,7 @@ def _read_pickled(path: Path, entry: str) -> dict[str, Tensor]:
     except LookupError:
         raise _damaged(path, "a torch checkpoint", EOFError("torn pickle")) from None
     except Exception as fault:
-        # a torn pickle can raise almost anything: RuntimeError, EOFError, ValueError
+        # a damaged pickle can raise almost anything: RuntimeError, EOFError, ValueError
         raise _damaged(path, "a torch checkpoint", fault) from None
     if isinstance(value, dict):
         value = next((value[name] for name in (entry, *WRAPPERS) if name in value), value)
@@ -305,7 +319,7 @@ def _read_pickled(path: Path, entry: str) -> dict[str, Tensor]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is a tensor of numbers in memory: not sparse, nested, quantised or meta."""
+    """Whether a value is a dense tensor with data: not sparse, nested, quantised or meta."""
     return (
         isinstance(value, Tensor)
         and value.layout == torch.strided
@@ -345,7 +359,7 @@ def _line(fault: Exception) -> str:
 
 
 def some(names: Iterable[str], shown: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """The first names, and the number of the others."""
     every = list(names)
     more = f" and {len(every) - shown} more" if len(every) > shown else ""
     # a file may name its tensors as it likes, and an error is one line

@@ -1,12 +1,12 @@
-"""What config files say of a model: every field with its type, its bound and its key there.
+"""Schemas of configuration files: each field with its type, bound and key in the files.
 
     @dataclass(frozen=True, slots=True)
     class WanConfig(Config):
         subject, section = "a Wan configuration's", "tachyscope"
         layers: int = entry(30, LAYERS, at="num_layers")
 
-A configuration checks its fields when it is made, whoever makes it. `Tables` reads one out of JSON
-objects, where a fault names the file's own key; `written` gives the objects back.
+A configuration checks its fields when it is constructed. `Tables` reads it from JSON objects, with
+errors that name the file's own keys; `written` returns these objects.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeGuard
 from tachyscope.core.errors import TachyscopeError, spelled
 from tachyscope.core.limits import Bound, fault, within
 
-# bounds that more than one model has
+# bounds that several models share
 WIDTH = Bound(1, 65_536)  # channels
 INNER = Bound(1, 1_048_576)  # of an MLP
 LAYERS = Bound(1, 256)
 HEADS = Bound(1, 1_024)
-SIDE = Bound(1, 1_024)  # places, codes a place, channels of latents
+SIDE = Bound(1, 1_024)  # positions, codes of a position, channels of latents
 WORDS = Bound(1, 10_000_000)  # of a vocabulary or a codebook
 EPS = Bound(1e-30, 0.1)
 THETA = Bound(1e-6, 1e12)
@@ -38,12 +38,12 @@ class Entry(NamedTuple):
     """A field of a configuration."""
 
     field: str
-    kind: Any  # of its numbers, where it is a tuple
-    bound: Bound | None  # of each of them; of a text's length
-    length: Bound | None  # how many numbers a tuple has; None for what is no tuple
-    optional: bool  # may be None
+    kind: Any  # its type; a tuple's is that of its elements
+    bound: Bound | None  # of a number, of each element of a tuple, or of a text's length
+    length: Bound | None  # of a tuple; None for other types
+    optional: bool  # whether it may be None
     default: Any
-    path: tuple[str, ...] | None  # in the files; None for what is not read by itself
+    path: tuple[str, ...] | None  # of keys in the files; None if it is not read from them
 
 
 def entry(
@@ -53,16 +53,16 @@ def entry(
     at: str | None = None,
     length: Bound = NUMBERS,
 ) -> Any:
-    """A configuration's field; `at` is its key in the files, `llm.hidden_size`, "" for none."""
+    """A configuration's field; `at` is its key in the files, as `llm.hidden_size`; "" for none."""
     return dataclasses.field(default=default, metadata={"bound": bound, "at": at, "length": length})
 
 
 class Config:
-    """Base of a frozen dataclass whose fields are entries."""
+    """Base of frozen dataclasses whose fields are made by `entry`."""
 
     __slots__ = ()
-    subject: ClassVar[str]  # as errors begin: "a Wan configuration's"
-    section: ClassVar[str | None] = None  # where entries without a key of their own stand
+    subject: ClassVar[str]  # begins an error: "a Wan configuration's"
+    section: ClassVar[str | None] = None  # of the files, for entries without a key
 
     def __post_init__(self) -> None:
         for one in entries(type(self)):
@@ -73,11 +73,11 @@ class Config:
         self.check_fields()
 
     def check_fields(self) -> None:
-        """Raise where fields, each right by itself, do not go together."""
+        """Raise if valid fields do not fit together."""
         return
 
     def demand(self, right: bool, rule: str, got: object) -> None:
-        """Raise unless the fields are as the rule says."""
+        """Raise with the rule unless `right`."""
         if not right:
             raise TachyscopeError(f"{self.subject} {rule}, got {got}: change it")
 
@@ -105,7 +105,7 @@ def entries(config: type[Config]) -> tuple[Entry, ...]:
 
 
 def paths(config: type[Config], under: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys of a configuration's fields, those within its own configurations too."""
+    """The keys of a configuration's fields, including those of nested configurations."""
     for one in entries(config):
         if one.path is None:
             continue
@@ -120,7 +120,7 @@ def is_config(kind: Any) -> TypeGuard[type[Config]]:
 
 
 def checked(what: str, one: Entry, value: Any, advice: str) -> Any:
-    """A value in its entry's own type; raises where it is of another, or out of its bound."""
+    """The value, converted to its entry's type; raises if it is of another or out of bounds."""
     if value is None and one.optional:
         return None
     if is_config(one.kind):
@@ -146,25 +146,25 @@ def _refuse(what: str, rule: str, value: Any, advice: str) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tables:
-    """The objects of one or several config files, read by the path of a key."""
+    """The objects of one or several config files, read by paths of keys."""
 
     values: Mapping[str, Any]
-    where: str  # the file; "" where a path's first part is the file's folder
+    where: str  # the file; "" if the first key of a path is the file's folder
     advice: str = "mend it or get it again"
 
     def split(self, path: Sequence[str]) -> tuple[str, str]:
-        """A path's file, and its key in it."""
+        """The file of a path, and the key in it."""
         if self.where:
             return self.where, ".".join(path)
         file = f"{path[0]}/config.json" if path[0] else "config.json"
         return file, ".".join(path[1:])
 
     def name(self, path: Sequence[str]) -> str:
-        """A key as errors call it."""
+        """A path as errors name it."""
         return ": ".join(self.split(path))
 
     def at(self, path: str | tuple[str, ...]) -> Any:
-        """The value there; None where there is none."""
+        """The value at a path, or None."""
         keys = tuple(path.split(".")) if isinstance(path, str) else path
         value: Any = self.values
         for i, key in enumerate(keys):
@@ -176,10 +176,10 @@ class Tables:
         return value
 
     def must(self, path: str, *allowed: Any, advice: str = "") -> None:
-        """Raise unless the value there is one of those; with None among them it may be absent."""
+        """Raise unless the value at a path is one of `allowed`; None allows its absence."""
         value = self.at(path)
         if value not in allowed:
-            # of what may be absent, what it must be where it is there
+            # None means absent, which is not a value to state
             rule = " or ".join(spelled(x) for x in allowed if x is not None) or "null"
             _refuse(self.name(path.split(".")), rule, value, advice or self.advice)
 
@@ -192,7 +192,7 @@ class Tables:
         under: tuple[str, ...] = (),
         advice: str = "remove it",
     ) -> None:
-        """Raise where the object there has a key that is no field of the configuration's."""
+        """Raise if the object at a path has a key that is not a field of the configuration."""
         inner = tuple(path.split(".")) if path else ()
         found = [p[len(inner)] for p in paths(config, under) if p[: len(inner)] == inner]
         keys = list(dict.fromkeys((*found, *also)))
@@ -205,13 +205,13 @@ class Tables:
                 )
 
     def value(self, path: str, kind: Any, bound: Bound, length: Bound | None = None) -> Any:
-        """The number that stands there, or so many; raises where there is none."""
+        """The number or numbers at a path; raises if there are none."""
         keys = tuple(path.split("."))
         one = Entry("", kind, bound, length, False, None, None)
         return checked(self.name(keys), one, self.at(keys), self.advice)
 
     def fields(self, config: type[Config], under: tuple[str, ...] = ()) -> dict[str, Any]:
-        """A configuration's fields that the files give, checked; raises where one must be there."""
+        """A configuration's fields in the files, checked; raises if a required one is missing."""
         given: dict[str, Any] = {}
         for one in entries(config):
             if one.path is None:
@@ -231,7 +231,7 @@ class Tables:
 
 
 def check_numbers(values: Mapping[str, Any], bounds: Mapping[str, Bound], where: str) -> None:
-    """Raise where a number of a part that another package makes is out of its bound."""
+    """Raise if a number in another package's configuration is out of its bound."""
     for name, bound in bounds.items():
         if (value := values.get(name)) is not None:
             length = Bound(0, 1_024) if isinstance(value, list | tuple) else None
@@ -240,7 +240,7 @@ def check_numbers(values: Mapping[str, Any], bounds: Mapping[str, Bound], where:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """The objects of a configuration's files."""
+    """A configuration as the objects of its files."""
     values: dict[str, Any] = {}
     for one in entries(type(config)):
         if one.path is None:
@@ -257,7 +257,7 @@ def written(config: Config) -> dict[str, Any]:
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set what stands at a path, and make the objects that it goes through."""
+    """Set the value at a path, creating the objects on the way."""
     *through, last = path.split(".")
     for key in through:
         values = values.setdefault(key, {})
@@ -265,7 +265,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def merge(into: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Put an object's values into another, also those within its own objects."""
+    """Merge an object into another, recursively."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             merge(into.setdefault(key, {}), value)

@@ -1,4 +1,4 @@
-"""A model of one's own: found in a module or a file, and made."""
+"""A user's own model: imported from a module or a file, and constructed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tachyscope.models.base import VideoModel
 
 
 def find_maker(name: str, home: str, attribute: str) -> Any:
-    """What a module, or a file that ends in .py, has under a name."""
+    """An attribute of a module, or of a file that ends in .py."""
     try:
         module = _run(Path(home)) if home.endswith(".py") else import_module(home)
     except TachyscopeError:
@@ -34,7 +34,7 @@ def find_maker(name: str, home: str, attribute: str) -> Any:
 
 
 def _run(path: Path) -> ModuleType:
-    """A file as a module, which may import what lies beside it, as a script may."""
+    """Import a file, which may import files beside it, as a script may."""
     if not path.is_file():
         raise TachyscopeError(f"there is no file {path}: give the path of your model's .py")
     spec = spec_from_file_location(f"tachyscope_own_{path.stem}", path)
@@ -48,7 +48,7 @@ def _run(path: Path) -> ModuleType:
 
 
 def make_own(name: str, make: Callable[..., VideoModel], **given: Any) -> VideoModel:
-    """A user's model, of those keywords that it takes."""
+    """Construct a user's model with those keywords that it takes."""
     try:
         takes = dict(inspect.signature(make).parameters)
     except ValueError:  # written in C

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tachyscope.core.errors import TachyscopeError, first_line, shown
+from tachyscope.core.errors import TachyscopeError, first_line
 from tachyscope.core.limits import check
 from tachyscope.core.plan import Plan
 from tachyscope.core.types import dtype_name
@@ -22,6 +22,7 @@ from tachyscope.kernels import fp8
 from tachyscope.kernels.device import has_fp8
 from tachyscope.kernels.dispatch import has_hopper
 from tachyscope.models.base import VideoModel
+from tachyscope.models.checkpoint import check_path
 from tachyscope.models.cosmos_ar.model import load_cosmos
 from tachyscope.models.own import find_maker, make_own
 from tachyscope.models.toys import toy_chunks, toy_tokens
@@ -37,7 +38,7 @@ from tachyscope.weights import shipped
 
 GROUP = "tachyscope.models"  # entry points of other distributions
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-# whether linears and attention are of float8 codes
+# by precision: float8 linears, float8 attention
 PRECISIONS = {
     "fp8": (True, True),
     "fp8_linears": (True, False),
@@ -47,19 +48,19 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What `load` makes of a name."""
+    """A model that `load` knows by name."""
 
     about: str
-    kind: str  # of the model it makes
+    kind: str  # the model's `kind`
     make: Callable[..., VideoModel]
-    weights: bool = False  # whether a checkpoint must be given
-    wan: bool = False  # a Wan-type checkpoint, which takes a LoRA and a tiny decoder
-    tiny: bool = False  # takes a tiny decoder, and no LoRA
-    random: bool = False  # whether its weights are, so that its pictures say nothing of quality
-    world: str = ""  # the world with a known truth that it was trained on
-    pace: float = 1.0  # steps of a walk in that world that a frame takes
-    tempo: float = 1.0  # steps by which things that move on their own go on in a frame
-    own: bool = False  # a user's: made by what they named
+    weights: bool = False  # whether it needs a checkpoint
+    wan: bool = False  # whether it takes a LoRA and a tiny decoder
+    tiny: bool = False  # whether it takes a tiny decoder, and no LoRA
+    random: bool = False  # whether its weights are random, so that quality cannot be judged
+    world: str = ""  # the world with a known ground truth that it was trained on
+    pace: float = 1.0  # steps of a walk in that world a frame
+    tempo: float = 1.0  # steps of moving things in that world a frame
+    own: bool = False  # whether it is a user's
     licence: str = "yours"  # of the weights
     download: bool = False  # whether weights="download" fetches them
     gpu: bool = False  # whether it is too large for a CPU
@@ -82,7 +83,7 @@ MODELS = {
         "tokens",
         partial(_load_shipped, load_vila, "atrium-tokens"),
         world="atrium",
-        # a degree a frame, and periods of 48 frames: in the middle of what it was trained on
+        # one degree a frame, and periods of 48 frames: the middle of its training range
         pace=1 / 15,
         tempo=1 / 3,
         licence="Apache-2.0",
@@ -142,9 +143,9 @@ MODELS = {
     ),
 }
 
-# where published models lie; None where it is not known which files they are
+# published files of models; None if they are not known
 HUBS = {name: preset.hub for name, preset in PRESETS.items()} | {"waypoint": waypoint.HUB}
-# models that are known without a checkpoint, as shapes alone
+# models on the meta device, without a checkpoint
 SIZED: dict[str, Callable[..., VideoModel]] = {
     name: partial(sized_wan, name) for name in (*PRESETS, *SIZES)
 } | {"waypoint": waypoint.sized_waypoint}
@@ -164,22 +165,23 @@ def load(
     precision: str | None = None,
     decoder_bands: int = 1,
 ) -> VideoModel:
-    """A model by name; `weights` is the checkpoint, where the name stands for an architecture.
+    """Load a model by name.
 
-    A model of one's own is `my.py:MyWorld` or `my_module:MyWorld`, a class derived from VideoModel
-    or a function that makes one, called with `device` and `dtype`, and `weights` if given; or the
-    name that `register` or an entry point of the group `tachyscope.models` gave it.
-
-    Published models take weights="random" too: their full size, made up on the device, for a
-    clock. weights="download" fetches their files from Hugging Face, into its cache. `decoder` is
-    the file of a tiny decoder, taew2_1 or lighttaew2_1, which shows a Wan-type checkpoint's latents
-    instead of Wan's VAE, or "random-tiny" for a clock; with `decoder_check` both decode every
-    chunk, and `plan_notes.notes` tells their PSNR. `lora` is a file whose updates are merged into a
-    Wan-type checkpoint, by `lora_alpha` over their rank, or by the alpha that the file tells; by 1
-    without either. `precision` is fp8, fp8_linears or fp8_attention: a Wan-type model's linears,
-    its attention over the video, or both compute with float8 codes, made as they are needed.
-    `decoder_bands`: Wan's VAE decodes a frame in so many bands of rows, to the same frames, and
-    works with about so many times less memory.
+    name: a model of the package; your own as `my.py:MyWorld` or `my_module:MyWorld`, a class
+    derived from VideoModel or a function that makes one, called with those of `device`, `dtype` and
+    `weights` that it takes; or a name given by `register` or an entry point of the group
+    `tachyscope.models`.
+    weights: the checkpoint's path. For published models also "random", random weights of the full
+    size, to measure time, or "download", which fetches the files into Hugging Face's cache.
+    decoder: the file of a tiny decoder, such as taew2_1 or lighttaew2_1, which decodes instead of
+    Wan's VAE; or "random-tiny", to measure time.
+    decoder_check: decode every chunk with both; `plan_notes.notes` states the PSNR between them.
+    lora: a file that is merged into a Wan-type checkpoint, scaled by alpha over rank.
+    lora_alpha: for a LoRA file without its own alpha; by default the rank.
+    precision: fp8, fp8_linears or fp8_attention: linears, attention over the video, or both of a
+    Wan-type model compute in float8.
+    decoder_bands: decode Wan's VAE in this many bands of rows, to the same frames with a fraction
+    of the working memory.
     """
     entry = find_entry(name)
     dtype, place = find_dtype(dtype), find_device(device)
@@ -195,7 +197,7 @@ def load(
         given = {} if weights is None else {"weights": weights}
         return make_own(name, entry.make, device=place, dtype=dtype, **given)
     for option, path in (("weights", weights), ("decoder", decoder), ("lora", lora)):
-        _check_path(option, path)
+        check_path(option, path)
     if not entry.wan:
         if lora is not None:
             raise TachyscopeError(f"model {name!r} takes no LoRA, got {lora}: leave `lora` out")
@@ -234,7 +236,7 @@ def load(
 
 
 def check_precision(precision: str, place: torch.device) -> None:
-    """Raise where a device does not multiply float8; a CPU computes the same in float32."""
+    """Raise if a GPU cannot multiply float8; a CPU simulates it in float32."""
     if precision not in PRECISIONS:
         raise TachyscopeError(f"no precision {precision!r}; there are: {', '.join(PRECISIONS)}")
     if place.type != "cuda":
@@ -253,7 +255,7 @@ def check_precision(precision: str, place: torch.device) -> None:
 
 
 def in_precision(model: VideoModel, precision: str) -> WanModel:
-    """The model, computing with float8 codes."""
+    """The model converted to a float8 precision."""
     check_precision(precision, model.device)
     if not isinstance(model, WanModel):
         raise TachyscopeError(
@@ -265,7 +267,7 @@ def in_precision(model: VideoModel, precision: str) -> WanModel:
 
 
 def in_bands(model: VideoModel, bands: int) -> VideoModel:
-    """The model, whose VAE decodes a frame in bands of rows."""
+    """Have the model's VAE decode a frame in bands of rows; returns the model."""
     check("decoder_bands", bands)
     decoder = getattr(model, "decoder", None)
     if not isinstance(decoder, WanVae | VaeSize):
@@ -292,7 +294,7 @@ def changed(model: VideoModel, precision: str | None, bands: int) -> VideoModel:
 
 
 def register(name: str, make: Callable[..., VideoModel], about: str = "") -> None:
-    """Let `load(name)` make a model of one's own: by `make(device=, dtype=)`."""
+    """Register your own model: `load(name)` then returns `make(device=, dtype=)`."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}", name):
         raise TachyscopeError(
             f"a model's name has letters, digits, '-', '_' and '.', got {name!r:.60}: choose "
@@ -316,7 +318,7 @@ def _own(name: str, make: Any, about: str = "") -> Entry:
 
 
 def find_entry(name: str) -> Entry:
-    """What a name stands for: a model of the package, of a distribution's, or of a user's file."""
+    """The entry of a name: a model of the package, of an entry point, or of a user's file."""
     if not isinstance(name, str):
         raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
     if name in MODELS:
@@ -338,22 +340,8 @@ def find_entry(name: str) -> Entry:
     raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
 
 
-def _check_path(option: str, path: Any) -> None:
-    """Raise if a file cannot have this path; whoever reads the file says if it is missing."""
-    if path is None:
-        return
-    try:
-        Path(path).exists()
-    except (TypeError, OSError) as fault:
-        why = fault.strerror if isinstance(fault, OSError) else "not a path"
-        raise TachyscopeError(
-            f"`{option}` must be the path of a file or folder that can be read, got {shown(path)} "
-            f"({str(why).lower()}): give another"
-        ) from None
-
-
 def _elsewhere(name: str) -> str:
-    """What else than a path the weights of a published model can be."""
+    """The values of `weights` that a published model takes beside a path, for an error."""
     if name not in HUBS:
         return ""
     hub = HUBS[name]
@@ -362,7 +350,7 @@ def _elsewhere(name: str) -> str:
 
 
 def _check_stock(model: VideoModel, weights: str | Path) -> None:
-    """Raise where the plan that a checkpoint names as its authors' cannot be read."""
+    """Raise if the stock plan in a checkpoint's config.json cannot be parsed."""
     try:
         Plan.parse("stock", model.kind, model.stock)
     except TachyscopeError as fault:
@@ -372,9 +360,9 @@ def _check_stock(model: VideoModel, weights: str | Path) -> None:
 
 
 def with_prompt(model: VideoModel, file: Path | str, later: Sequence[str] = ()) -> VideoModel:
-    """The model, reading prompts that were embedded before instead of encoding them.
+    """The model with prompts read from files of embedded prompts.
 
-    A rollout begins with that in `file`; in its `then` a prompt is the name of a `later` file.
+    A rollout begins with the prompt in `file`; later prompts are the names of `later` files.
     """
     if not isinstance(model, WanModel):
         raise TachyscopeError(
@@ -386,7 +374,7 @@ def with_prompt(model: VideoModel, file: Path | str, later: Sequence[str] = ()) 
 
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name; raises where models have none such."""
+    """The dtype of a name; raises if models do not support it."""
     named = dtype_name(dtype)
     if named not in DTYPES:
         raise TachyscopeError(f"no dtype {named!r}; there are: {', '.join(DTYPES)}")
@@ -394,7 +382,7 @@ def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """The device of that name; raises where there is none."""
+    """The device of a name; raises if it cannot be used."""
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError):

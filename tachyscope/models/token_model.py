@@ -1,4 +1,4 @@
-"""What token models share: prompts in the cache, a pass a place, codes drawn from noise."""
+"""What token models share: prompts in the cache, a pass for each token, sampling of codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tachyscope.models.config_schema import WORDS, Config, entry
 
 @dataclass(frozen=True, slots=True)
 class Sampler(Config):
-    """How a code is drawn from logits; rows are [conditional…, unconditional…] unless cfg is 1."""
+    """Sampling of a code from logits; rows are [conditional…, unconditional…] unless cfg is 1."""
 
     subject, section = "a sampler's", ""
 
@@ -33,11 +33,11 @@ class Sampler(Config):
 
     @property
     def guided(self) -> bool:
-        """Whether every video takes two rows."""
+        """Whether each video has two rows, for classifier-free guidance."""
         return self.cfg != 1
 
     def guide(self, logits: Tensor) -> Tensor:
-        """Logits [V, ...] of V videos from those of their rows, in float32 or better."""
+        """Guided logits [V, ...] of V videos from those of their rows, in float32 or wider."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if not self.guided:
             return logits
@@ -45,22 +45,22 @@ class Sampler(Config):
         return without + self.cfg * (with_prompt - without)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What `pick` draws from: of guided logits [..., K], 0 where a code is ruled out."""
+        """The distribution that `pick` samples, of guided logits [..., K]; 0 for dropped codes."""
         kept, index = self._keep(logits)
         return torch.zeros_like(logits).scatter(-1, index, kept.softmax(-1))
 
     def pick(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """A code [...] of guided logits [..., K], for exponential noise [..., K].
+        """Sample a code [...] of guided logits [..., K] with exponential noise [..., K].
 
-        The noise belongs to codes, not ranks: runs that share it draw the same code wherever
-        their logits nearly agree.
+        The noise is indexed by code, not by rank: runs with equal noise draw the same code if their
+        logits nearly agree.
         """
         kept, index = self._keep(logits)
         best = (kept - noise.gather(-1, index).log()).argmax(-1, keepdim=True)
         return index.gather(-1, best)[..., 0]
 
     def _keep(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The top k logits, best first, -inf from where the mass before one reaches top_p."""
+        """The top k logits, best first; -inf once the mass before one reaches top_p."""
         kept, index = (logits / self.temperature).topk(min(self.top_k, logits.shape[-1]))
         if self.top_p < 1:
             mass = kept.softmax(-1).cumsum(-1)
@@ -75,14 +75,14 @@ class Sampler(Config):
 
 
 def draw_noise(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Exponential noise for `Sampler.pick`: all the randomness of a video comes from here."""
+    """Exponential noise for `Sampler.pick`, the only randomness of a video."""
     noise = torch.empty(shape, dtype=torch.float32, device=generator.device)
     noise.exponential_(generator=generator)
     return noise.clamp_min_(torch.finfo(noise.dtype).tiny).to(device, non_blocking=True)
 
 
 class Attends(Protocol):
-    """What a trunk asks of a session, or of what stands in for one in training."""
+    """The session's methods that a trunk calls; training has its own."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -91,27 +91,27 @@ class Attends(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Ids [B, L], padded on the left, and how many of each row are the prompt's."""
+    """Ids [B, L], padded on the left, and the number of prompt tokens in each row."""
 
     ids: Tensor
     lengths: tuple[int, ...]
 
 
 class TokenModel(VideoModel):
-    """A token model behind the session: one pass a place, all of a frame's codes as its latents.
+    """A model that samples a frame token by token; its latents are the frame's codes.
 
-    A subclass has the modules: what a prompt and codes are to the trunk, the trunk, and what its
-    states are to codes.
+    A subclass defines the modules: the embeddings of prompt and codes, the trunk, and the head that
+    samples codes from its states.
     """
 
     kind = "tokens"
     frame_dim = 1
     stock = "cache=keep_all attention=dense text=none replay=none"
-    grid: tuple[int, int]  # places of a frame: rows, columns
-    depth: int  # codes a place
-    codes: int  # that a code can be
+    grid: tuple[int, int]  # tokens of a frame: rows, columns
+    depth: int  # codes of a token
+    codes: int  # size of a codebook
     sampler: Sampler
-    draw_macs: int  # multiply-adds from the trunk's state to a place's codes
+    draw_macs: int  # multiply-adds from the trunk's state to a token's codes
 
     @abc.abstractmethod
     def prompt_ids(self, prompt: str) -> list[int]:
@@ -133,15 +133,15 @@ class TokenModel(VideoModel):
     def draw(self, states: Tensor, noise: Tensor, logits: Tensor | None = None) -> Tensor:
         """Codes [V, D] for states [B, W] and noise [V, D, K]; a video's rows share codes.
 
-        `logits` [V, D, K] is where the guided logits are left, if they are wanted.
+        The guided logits are written to `logits` [V, D, K], if it is given.
         """
 
     @abc.abstractmethod
     def logits(self, states: Tensor, codes: Tensor) -> Tensor:
-        """Guided logits [V, N, D, K] of given codes [V, N, D], for the states that predict them."""
+        """Guided logits [V, N, D, K] of given codes [V, N, D], from the states before them."""
 
     def check_size(self, size: tuple[int, int] | None) -> None:
-        """Raise unless a size in pixels is the model's own: places are what it was trained on."""
+        """Raise unless a size in pixels is the model's own, the only one it was trained on."""
         if size is not None and tuple(size) != self.size:
             raise TachyscopeError(
                 f"{self.name} makes frames of {self.size[0]}x{self.size[1]} pixels only, "
@@ -239,7 +239,7 @@ class TokenModel(VideoModel):
         shape = session.shape
         each = self._videos(shape) // len(session.generators)
         sizes = each, shape.tokens_per_frame, self.depth, self.codes
-        if self.sampler.top_k == 1:  # nothing is drawn
+        if self.sampler.top_k == 1:  # greedy
             one = torch.ones((), dtype=torch.float32, device=self.device)
             return one.expand(self._videos(shape), *sizes[1:])
         return torch.cat([draw_noise(x, sizes, self.device) for x in session.generators])
@@ -260,9 +260,9 @@ class TokenModel(VideoModel):
 
     @torch.no_grad()
     def score(self, session: Session, latents: Tensor, actions: Sequence[int]) -> Tensor:
-        """Guided logits [V, N, D, K] of a given frame's codes; the session goes on as by `sample`.
+        """Guided logits [V, N, D, K] of a given frame's codes; advances the session like `sample`.
 
-        Token by token, so that what the session skips when sampling it skips here too.
+        Token by token, so that the session skips the same work as when sampling.
         """
         codes = latents.flatten(1, 3)
         pos = session.shape.positions(session.memory.latent_frame, 1, self.device)
@@ -274,7 +274,7 @@ class TokenModel(VideoModel):
 
     @torch.no_grad()
     def finite(self, session: Session, latents: Tensor) -> Tensor:
-        # codes are always numbers: the logits of a frame's last place tell what they came of
+        # codes are always finite, so the logits of a frame's last token are checked
         states, codes = session.memory.features.last_state()[:, None], latents.flatten(1, 3)[:, -1:]
         return self.logits(states, codes).isfinite().all()
 
@@ -289,7 +289,7 @@ class TokenModel(VideoModel):
         actions: Sequence[int] | Tensor,
         drafted: bool = False,
     ) -> Tensor:
-        """The trunk's states [B, S, W] of codes [V, S, D], in both rows of a pair."""
+        """The trunk's states [B, S, W] of codes [V, S, D], repeated for both rows of a pair."""
         x = self.embed(codes, self._action(actions))
         return self._run(session, torch.cat([x, x]) if session.shape.paired else x, pos, drafted)
 
@@ -322,7 +322,7 @@ class TokenModel(VideoModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafter:
-    """Feeds and draws several places of a session's frame by a model's own passes."""
+    """Feeds and draws several tokens of a session's frame by a model's own passes."""
 
     model: TokenModel
     session: Session
@@ -346,7 +346,7 @@ class ModelDrafter:
 
 
 class OneCodeModel(TokenModel):
-    """A token model of one code a place, which a linear head draws from the trunk's state."""
+    """A token model with one code a token, drawn from the logits of a linear head."""
 
     depth = 1
 

@@ -1,4 +1,4 @@
-"""Tiny random models, which make a video in a blink."""
+"""Tiny models with random weights, for tests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tachyscope.models.wan.random import random_wan
 def toy_chunks(
     seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> WanModel:
-    """A tiny random model that makes a video in a blink."""
+    """A tiny random Wan-type model: 64x96 pixels, chunks of 3 latent frames."""
     config = WanConfig(
         dim=96, ffn_dim=160, layers=3, heads=4, text_dim=24, text_len=64, actions=".wsadqe",
         size=(8, 12), stride=(1, 8, 8),
     )  # fmt: skip
-    # drawn on the CPU, so that it is the same model on every device
+    # on the CPU, so that every device has the same model
     made = random_wan(config, seed, dtype=dtype)
     return WanModel("toy-chunks", made.transformer.to(device), made.text, made.decoder)
 
@@ -32,7 +32,7 @@ def toy_chunks(
 def toy_tokens(
     seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> VilaModel:
-    """A tiny random model: 32x32 pixels of 4x4 places, with every part that a large one has."""
+    """A tiny random VILA-U: 32x32 pixels, 4x4 positions a frame, with every part of a large one."""
     config = VilaConfig(
         hidden=64,
         intermediate=160,
@@ -60,7 +60,7 @@ def toy_tokens(
         actions=".wsadqe",
         tokenizer="bytes",
     )
-    # drawn on the CPU, so that it is the same model on every device
+    # on the CPU, so that every device has the same model
     with own_numerics(seed):
         model = Vila(config).eval().to(device, dtype)
     return VilaModel(model, config, BytesTokenizer(config.vocab), name="toy-tokens")

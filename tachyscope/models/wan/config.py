@@ -1,4 +1,4 @@
-"""A Wan-type model's numbers, and the config.json that holds them."""
+"""The configuration of a Wan-type model, and its config.json."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tachyscope.models.wan.action_modules import LAYOUTS
 from tachyscope.models.wan.context import Absolute, ContextRule, rule_from_json
 from tachyscope.models.wan.key_camera import ACTIONS as KEYS
 
-# what a config.json may also say, and must then say so
+# other keys that a config.json may have, with the only value that is supported
 FIXED = {
     "model_type": "t2v",
     "qk_norm": True,
     "cross_attn_norm": True,
     "window_size": [-1, -1],
 }
-# what diffusers' config.json calls otherwise, and what it may say only so
+# keys with other names in diffusers' config.json, and those with one supported value
 DIFFUSERS_NAMES = {"num_attention_heads": "num_heads", "in_channels": "in_dim",
                    "out_channels": "out_dim"}  # fmt: skip
 DIFFUSERS_FIXED = {
@@ -49,18 +49,18 @@ DIFFUSERS_FIXED = {
     "pos_embed_seq_len": None,
 }
 FIRST_FORM = "give a text-to-video model of Wan's first form"
-# Wan 2.2 5B's latents: its VAE takes 16 x 16 pixels to a place, and 704 x 1280 are 44 x 80
+# Wan 2.2 5B's latents: 16 x 16 pixels a position, so that 704 x 1280 are 44 x 80
 CHANNELS_5B = 48
 SIZE_5B: dict[str, Any] = {"stride": (4, 16, 16), "size": (44, 80)}
 # flags of 0.1
 RETIRED = ("rolling", "alone", "restart", "reencode", "together")
 STEP = Bound(0, 1_000)
-STEPS = Bound(0, 1_001)  # how many
+STEPS = Bound(0, 1_001)  # number of steps
 
 
 @dataclass(frozen=True, slots=True)
 class WanConfig(Config):
-    """A Wan-type model's numbers; as they stand, those of Self-Forcing 1.3B."""
+    """A Wan-type model's configuration; the defaults are Self-Forcing 1.3B."""
 
     subject, section = "a Wan configuration's", "tachyscope"
 
@@ -74,38 +74,38 @@ class WanConfig(Config):
     freq_dim: int = entry(256, Bound(2, 8_192), at="freq_dim")
     eps: float = entry(1e-6, EPS, at="eps")
     patch: tuple[int, int, int] = entry((1, 2, 2), Bound(1, 64), at="patch_size")
-    chunk: int = entry(3, Bound(1, 256))  # latent frames made together
+    chunk: int = entry(3, Bound(1, 256))  # latent frames denoised together
     actions: str = entry("", ACTIONS)  # one letter an action; the first is "stay"
-    # whether every token is told what Atrium's camera sees there
+    # whether every token reads the ray of Atrium's camera
     camera: bool = entry(False)
-    # what actions are to the network: a row of a table each, rays of the camera that they move,
-    # pictures of the keys, or a pad of Matrix-Game 2
+    # how the network reads actions: an embedding each, rays of the camera that they move, an
+    # adapter of pressed keys, or the action modules of a Matrix-Game 2
     control: Literal["table", "rays", "keys", "walk", "drive", "run"] = entry("table")
-    reach: int = entry(0, Bound(0, 256))  # latent frames that a pad's modules see, the chunk's too
-    # what a given first picture is: frames like others, which are remembered; channels beside the
-    # latents' (a mask, and the picture's own), of Wan's image-to-video models; or the first latent
-    # frame of the first chunk, clean in every pass
+    reach: int = entry(0, Bound(0, 256))  # latent frames that action modules see
+    # what a first image is: a frame of the past; extra channels of the latents (a mask and the
+    # image's latents), as in Wan's image-to-video models; or the first latent frame of the first
+    # chunk, clean in every pass
     image: Literal["frames", "channels", "held"] = entry("frames")
     steps: tuple[int, ...] = entry((1000, 750, 500, 250), STEP, length=STEPS)
-    # the first generated chunk's, where they are others
+    # steps of the first generated chunk, if they differ
     first_steps: tuple[int, ...] = entry((), STEP, length=STEPS)
-    # steps count along the schedule before its shift; else they are timesteps
+    # whether steps are indices of the schedule before its shift, not timesteps
     warp: bool = entry(True)
     shift: float = entry(5.0, Bound(1e-6, 1e6))
-    # of a thousand levels before the shift, and whether timesteps are whole, as UniPC has them
+    # the table of a thousand noise levels: UniPC's has integer timesteps
     levels_of: Literal["flow", "unipc"] = entry("flow")
     prediction: Literal["flow", "x0"] = entry("flow")  # flow: noise - x0
-    # what a finished chunk leaves for the next
+    # how a finished chunk is remembered
     context: ContextRule = entry(Absolute(), at="")
-    # latent rows and columns unless a size is asked for
+    # default latent rows and columns
     size: tuple[int, int] = entry((60, 104), Bound(1, 4_096))
-    # pixel frames, rows, columns of a latent one
+    # pixel frames, rows and columns of a latent position
     stride: tuple[int, int, int] = entry((4, 8, 8), Bound(1, 64))
     fps: int = entry(16, FPS)
     stock: str = entry(
         "cache=window:budget=21f,sink=0 attention=dense text=dense replay=none", Bound(0, 1_000)
     )
-    # kinds of the parts saved beside the weights; "" for none
+    # kinds of the text encoder and decoder saved beside the weights; "" for none
     text_encoder: str = entry("", Bound(0, 100))
     decoder: str = entry("", Bound(0, 100))
 
@@ -149,7 +149,7 @@ class WanConfig(Config):
 
     @property
     def condition_channels(self) -> int:
-        """Channels beside the latents': a mask of a latent frame's frames, and a picture's."""
+        """Extra input channels: a mask of a latent frame's pixel frames, and an image's latents."""
         return self.stride[0] + self.in_channels if self.image == "channels" else 0
 
     @property
@@ -163,21 +163,21 @@ class WanConfig(Config):
 
     @property
     def kind(self) -> str:
-        """Which named plans are meant."""
+        """Selects the form of named plans."""
         return self.context.kind
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Every step that some chunk takes: a pass is known by its place among them."""
+        """All steps of all chunks, falling: a pass is known by its index here."""
         return tuple(sorted({*self.steps, *self.first_steps}, reverse=True))
 
     @property
     def size_words(self) -> str:
-        """What a checkpoint's shapes tell."""
+        """The sizes that a checkpoint's shapes show, in words."""
         return f"{self.layers} layers of {self.dim} channels, MLPs of {self.ffn_dim}"
 
     def to_json(self) -> dict[str, Any]:
-        """Wan's own names, and what Wan has no name for in "tachyscope"."""
+        """The config.json: Wan's own names, and all else under "tachyscope"."""
         wan: dict[str, Any] = {"model_type": "t2v", "out_dim": self.in_channels, **written(self)}
         if extra := self.condition_channels:
             wan |= {"model_type": "i2v", "in_dim": self.in_channels + extra}
@@ -185,12 +185,12 @@ class WanConfig(Config):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "config.json") -> Self:
-        """The configuration in a config.json: Wan's own, diffusers', or one of ours."""
+        """The configuration in a config.json of Wan, of diffusers or of `to_json`."""
         wan = {name: given for name, given in value.items() if not name.startswith("_")}
         if "attention_head_dim" in wan:
             wan = _from_diffusers({**wan, "_class_name": value.get("_class_name", "")}, where)
         if isinstance(ours := wan.get("tachyscope"), Mapping):
-            # what a context rule says now was a flag each, and off says nothing
+            # flags of 0.1 that are now context rules; those that are off are ignored
             wan["tachyscope"] = {name: x for name, x in ours.items() if name not in RETIRED or x}
         read, made = wan.get("in_dim"), wan.get("out_dim")
         beside = type(read) is int and type(made) is int and read > made
@@ -228,7 +228,7 @@ class WanConfig(Config):
 
     @classmethod
     def infer(cls, tensors: Mapping[str, Tensor], where: str) -> Self:
-        """The configuration that a published file's shapes tell, heads being 128 wide."""
+        """The configuration inferred from a file's shapes, with heads of 128 channels."""
         try:
             dim, read, deep, high, wide = tensors["patch_embedding.weight"].shape
             channels = tensors["head.head.weight"].shape[0] // (deep * high * wide)
@@ -257,7 +257,7 @@ class WanConfig(Config):
 
 
 def _from_diffusers(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A diffusers transformer's config.json in Wan's words."""
+    """A diffusers transformer's config.json with Wan's names."""
     wan = dict(value)
     kind = str(wan.pop("_class_name"))
     if kind and not kind.endswith("WanTransformer3DModel"):
@@ -270,7 +270,7 @@ def _from_diffusers(value: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name in wan:
             tables.must(name, fixed, advice=FIRST_FORM)
             del wan[name]
-    wan.pop("rope_max_seq_len", None)  # rotation is computed, and has no longest video
+    wan.pop("rope_max_seq_len", None)  # RoPE is computed, for videos of any length
     wide, heads = wan.pop("attention_head_dim"), wan.get("num_attention_heads")
     if type(wide) is not int or type(heads) is not int:
         raise TachyscopeError(

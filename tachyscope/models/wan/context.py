@@ -1,4 +1,4 @@
-"""What a finished chunk leaves for the next: one rule a published model's way."""
+"""Context rules: how a published model remembers a finished chunk and changes the prompt."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextRule(Config):
-    """How a model denoises a chunk, remembers it, and takes up another prompt.
+    """How a model denoises a chunk, remembers it, and changes the prompt.
 
-    The methods here are most models' way; a rule overrides where its authors differ.
+    These methods serve most models; a rule overrides those in which its authors differ.
     """
 
     subject, section = "a context rule's", ""
     name = ""
-    kind = "chunks"  # which named plans are meant
+    kind = "chunks"  # selects the form of named plans
 
     @property
     def decodes_in_loop(self) -> bool:
-        """KV is computed from decoded frames: decoding cannot overlap the next chunk."""
+        """Whether KV is computed from decoded frames, so that decoding precedes the next chunk."""
         return False
 
     @property
     def graph_capturable(self) -> bool:
-        """Chunks do the same work once the cache is full, so that a CUDA graph can replay it."""
+        """Whether chunks of a full cache do the same work, which a CUDA graph can replay."""
         return not self.decodes_in_loop
 
     def check(self, config: WanConfig) -> tuple[str, object] | None:
-        """What a configuration must be for this rule, and what it is, where these differ."""
+        """What a configuration must be for this rule, and what it is; None if it fits."""
         return None
 
     def rolling_frames(self, config: WanConfig) -> int:
-        """Latent frames that are under way behind the chunk that is finished next."""
+        """Latent frames that are denoised along with the chunk that is finished next."""
         return 0
 
     def denoise(self, model: WanModel, session: Session, controls: Controls) -> Tensor:
@@ -61,15 +61,11 @@ class ContextRule(Config):
         sampler.clean_pass(model, session, latents, controls)
 
     def rewind(self, model: WanModel, session: Session, held: Sequence[Tensor]) -> Tensor | None:
-        """Make room for a new prompt's KV: the latents to prefill in one pass after it.
-
-        `held` are the newest chunks. None where they are prefilled chunk by chunk instead, in a
-        session that has forgotten everything.
-        """
+        """`VideoModel.rewind` by this rule."""
         return None
 
     def without_reencoding(self) -> ContextRule:
-        """The rule for a model that has no VAE: it is run for its speed."""
+        """The rule for a model without a VAE, which is run to measure time."""
         return self
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +75,7 @@ class ContextRule(Config):
 @final
 @dataclass(frozen=True)
 class Absolute(ContextRule):
-    """A chunk is remembered as it was made, at its own time, and reads the past: Self-Forcing."""
+    """The clean pass keeps a chunk's own positions and attends to the past: Self-Forcing."""
 
     name = "absolute"
 
@@ -87,9 +83,9 @@ class Absolute(ContextRule):
 @final
 @dataclass(frozen=True)
 class Restart(ContextRule):
-    """After so many latent frames all but the last chunk is forgotten: CausVid.
+    """Every `frames` latent frames the cache is cleared but for the last chunk: CausVid.
 
-    With `reencode` the chunk then begins with a frame encoded again, as a video's first.
+    With `reencode` that chunk's first frame is then encoded again, as a video's first.
     """
 
     frames: int = entry(21, LATENTS)
@@ -115,7 +111,7 @@ class Restart(ContextRule):
         self, model: WanModel, session: Session, latents: Tensor, controls: Controls
     ) -> None:
         chunk, frame = model.config.chunk, session.memory.latent_frame
-        stretch = self.frames - chunk  # new latent frames of each
+        stretch = self.frames - chunk  # new latent frames between two restarts
         end, before = (max(0, x - chunk) for x in (frame + latents.shape[2], frame))
         if end // stretch > before // stretch:
             session.memory.forget()
@@ -131,9 +127,9 @@ class Restart(ContextRule):
 @final
 @dataclass(frozen=True)
 class Alone(ContextRule):
-    """A chunk's clean pass reads nothing of the chunks before it: Krea Realtime.
+    """A chunk's clean pass attends to the chunk alone: Krea Realtime.
 
-    With `reencode` each chunk is remembered with its first frame encoded again.
+    With `reencode` each chunk's first frame is encoded again before.
     """
 
     reencode: bool = entry(False)
@@ -157,7 +153,7 @@ class Alone(ContextRule):
 @final
 @dataclass(frozen=True)
 class Rolling(ContextRule):
-    """As many chunks as steps are denoised together, each a step behind the last: Rolling-Forcing.
+    """As many chunks as steps are denoised together, each one step behind: Rolling-Forcing.
 
     Every pass finishes the first of them.
     """
@@ -186,8 +182,8 @@ class Rolling(ContextRule):
 class Recache(ContextRule):
     """A new prompt recomputes the window's KV in one pass, and keeps the sink's: LongLive.
 
-    So it is where the authors' plan runs, a window of `window` latent frames of which the first
-    `sink` stay. By other plans a new prompt is taken up as in other models.
+    This holds for the authors' plan, a window of `window` latent frames with a sink of `sink`. With
+    other plans a new prompt is prefilled as in other models.
     """
 
     window: int = entry(12, LATENTS)
@@ -209,7 +205,7 @@ class Recache(ContextRule):
         frames = min(session.memory.latent_frame, self.window) - keep
         latents = torch.cat(list(held), model.frame_dim)
         before = latents.shape[model.frame_dim] - frames
-        if before < 0:  # of a session that was made by hand, no more than its last chunk is known
+        if before < 0:  # a session without a stream knows its last chunk alone
             return None
         session.memory.rewind(frames, keep)
         return latents.narrow(model.frame_dim, before, frames)
@@ -218,7 +214,7 @@ class Recache(ContextRule):
 @final
 @dataclass(frozen=True)
 class Kept(ContextRule):
-    """A new prompt leaves what is remembered as it is: LingBot-World, ABot-World."""
+    """A new prompt leaves the cache unchanged: LingBot-World, ABot-World."""
 
     name = "kept"
 
@@ -232,7 +228,7 @@ RULES: dict[str, type[ContextRule]] = {
 
 
 def rule_from_json(value: Any, tables: Tables) -> ContextRule:
-    """The rule that a config.json names under "tachyscope": {"rule": "restart", "frames": 21}."""
+    """The context rule of a config.json, such as {"rule": "restart", "frames": 21}."""
     path = "tachyscope", "context"
     name = value.get("rule") if isinstance(value, Mapping) else None
     if not isinstance(name, str) or name not in RULES:
@@ -245,13 +241,13 @@ def rule_from_json(value: Any, tables: Tables) -> ContextRule:
 
 
 def reencode_first(model: WanModel, session: Session, latents: Tensor) -> Tensor:
-    """The chunk, its first latent frame encoded again as the first of a video.
+    """The chunk with its first latent frame encoded again, as the first of a video.
 
-    It is encoded from the last of the frames it is decoded to. The chunk's frames are kept for
+    The last of the pixel frames that it decodes to is encoded. The decoded frames are kept for
     `decode_latents`.
     """
     decoder, frames = model.require_decoder(), latents.shape[2]
-    # as in the authors' code, what is encoded again was not rounded to 8 bits
+    # as in the authors' code, the frames are not rounded to 8 bits before
     pixels = decoder.levels(latents, session.memory.features.decoder())
     session.memory.features.shown = pixels.round().to(torch.uint8).cpu()
     later = decoder.pixel_frames(session.memory.latent_frame + frames) - decoder.pixel_frames(

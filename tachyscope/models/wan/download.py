@@ -1,4 +1,4 @@
-"""Published files on Hugging Face: fetched where the user asks for it, else the command to run."""
+"""Published files on Hugging Face: their download, and the commands for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tachyscope.models.checkpoint import INDEX
 from tachyscope.models.wan import text, vae
 
 TOKENIZER = "google/umt5-xxl/*"
-# Commits, so that the bytes are the same tomorrow: each is what public records of a download name.
-# A repository that is not here is taken at its newest commit.
+# Pinned commits, from public records of downloads. Other repositories are downloaded at their
+# newest commit.
 REVISIONS = {
     "Overworld/Waypoint-1.5-1B": "391f92827075edcf4a8b3c8a2ddae010698f8636",
     "Overworld-Models/taehv1_5": "a0253886b13b9c4c3bd224bd479be03f5988a3df",
@@ -29,29 +29,29 @@ REVISIONS = {
 
 
 class Fetched(NamedTuple):
-    """Where downloaded files lie."""
+    """Paths of downloaded files."""
 
     checkpoint: Path
     parts: Path  # the folder of the text encoder and the VAE
     lora: Path | None
-    revisions: dict[str, str]  # of each repository the commit that was taken
+    revisions: dict[str, str]  # the downloaded commit of each repository
 
 
 @dataclass(frozen=True)
 class HubFiles:
-    """A published model's files: its repository, the checkpoint in it, and Wan's repository."""
+    """A published model's files: its repository and checkpoint, and the repository of its parts."""
 
     repo: str
     file: str
     lora: str = ""
-    also: tuple[str, ...] = ()  # files that are read beside the checkpoint
+    also: tuple[str, ...] = ()  # files beside the checkpoint
     wan: str = "Wan-AI/Wan2.1-T2V-1.3B"
-    # of that: text encoder, VAE and tokenizer
+    # files of that repository: text encoder, VAE and tokenizer
     parts: tuple[str, ...] = (text.PUBLISHED, vae.PUBLISHED, TOKENIZER)
 
     @property
     def shards(self) -> str:
-        """The files beside an index that it lists."""
+        """The pattern of the files that an index lists."""
         return f"{self.file.rpartition('/')[0]}/*.safetensors".lstrip("/")
 
     def commands(self, folder: str) -> str:
@@ -66,7 +66,7 @@ class HubFiles:
         )
 
     def fetch(self, name: str) -> Fetched:
-        """Download what is not in Hugging Face's cache yet; licences are on the models' cards."""
+        """Download the files into Hugging Face's cache, unless they are there."""
         try:
             from huggingface_hub import hf_hub_download, snapshot_download
         except ImportError:

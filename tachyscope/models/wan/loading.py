@@ -1,4 +1,4 @@
-"""Checkpoints of Wan-type models: read, checked against their configuration, and written."""
+"""Load and save checkpoints of Wan-type models."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from tachyscope.models.wan.vae import WanVae
 
 T = TypeVar("T")
 WEIGHTS, SHARDED = "diffusion_pytorch_model.safetensors", "model.safetensors.index.json"
-INNER = ("transformer", "transformers")  # where a repository may have them a folder deeper
-# RoPE's angles, which some trainers save with the weights: Wan's name, and diffusers'
+INNER = ("transformer", "transformers")  # subfolders that may hold the weights
+# RoPE tables that some trainers save with the weights: names of Wan and of diffusers
 ROPE_TABLES = ("freqs", "rope.freqs", "rope.freqs_cos", "rope.freqs_sin")
 ROPE_POSITIONS = 65_536  # at most, of such a table: published ones have 1,024
-# how a kind of part is read from a model's folder
+# readers of the parts in a model's folder, by kind
 TEXT_ENCODERS: dict[str, Callable[[Path, WanConfig], TextEncoder]] = {
     "bytes": BytesText.read,
     "words": WordTextEncoder.read,
@@ -76,15 +76,16 @@ def load_wan(
     entry: str = "",
     parts: Path | None = None,
 ) -> WanModel:
-    """A model from a folder with config.json, or from one file, its shape given or inferred.
+    """Load a model from a folder with config.json, or from a file.
 
-    A folder may be diffusers', of the transformer or of the pipeline around it. The decoder in the
-    file `decoder`, tiny or a VAE of fewer channels than Wan's, goes before the parts that the
-    folder holds, and these before Wan's own as they are published, which may also lie beside a
-    file, in the folder above it, or in `parts`.
-    `decoder_check` has a tiny decoder's frames compared with the VAE's. `lora` is merged into the
-    weights, by `lora_alpha` where the file does not tell its alpha. `preset` is the name of the
-    model that `config` describes, `entry` the copy its authors run where a file holds several.
+    The folder may be diffusers', of a transformer or a pipeline. A file's configuration is inferred
+    unless `config` is given. `decoder` is the file of a tiny decoder, or of a VAE with fewer
+    channels than Wan's; otherwise the folder's own text encoder and decoder are used, or Wan's
+    published ones in `parts`, in the folder, beside the file, or in the folder above it.
+
+    decoder_check: compare a tiny decoder's frames with the VAE's. lora: merged into the weights,
+    with `lora_alpha` if it has no alpha. preset: the published model that `config` describes.
+    entry: the copy of the weights to use of a file that has several.
     """
     path, text, shown = Path(path), None, None
     if path.is_dir():
@@ -113,10 +114,10 @@ def load_wan(
                 f"{file} holds a model of {inferred.size_words}, but {preset} has "
                 f"{config.size_words}: give {preset}'s own weights, or load them as wan_causal"
             )
-    # no time goes into random weights that the file replaces
+    # on the meta device no time goes into weights that the file replaces
     with torch.device("meta"):
         model = WanCausal(config).cast(dtype)
-    # a configuration may say anything: memory is taken once the file has borne it out
+    # checked before memory is allocated: a configuration may have any sizes
     matched(model, tensors, str(file))
     model = allocate(model, device, str(file))
     fit(model, tensors, str(file))
@@ -126,7 +127,7 @@ def load_wan(
     if text is None and UMT5.found(beside):
         text = UMT5.read(beside, config)
     vae = None
-    # latents can be made and timed without what shows them
+    # without diffusers latents can still be sampled
     if WanVae.found(beside) and find_spec("diffusers"):
         vae = functools.partial(WanVae.read, beside, device=device, dtype=dtype)
     if decoder is not None:
@@ -162,7 +163,7 @@ def _read_decoder(
     vae: Callable[[], Decoder] | None,
     check: bool,
 ) -> Decoder:
-    """A tiny decoder, or a VAE of Wan's layout with fewer channels, as LightVAE."""
+    """A tiny decoder, or a VAE of Wan's layout with fewer channels, such as LightVAE."""
     if not path.is_file() or not WanVae.known(read_tensors(path)):
         return TinyDecoder.read(path, config, device, dtype, vae, check)
     if check:
@@ -175,14 +176,14 @@ def _read_decoder(
 
 
 def _parts_folder(path: Path) -> Path:
-    """Where Wan's text encoder and VAE lie: a checkpoint's repository may have it a folder deep."""
+    """The folder of Wan's text encoder and VAE: the checkpoint's, or the one above it."""
     folder = path if path.is_dir() else path.parent
     here = UMT5.found(folder) or WanVae.found(folder) or path.is_dir()
     return folder if here else folder.parent
 
 
 def save_wan(made: WanModel, path: Path | str) -> None:
-    """Write a folder, or the weights alone: to .safetensors, or to a .pt as trainers do."""
+    """Save a folder, or the weights alone to .safetensors, or to .pt in a trainer's form."""
     path = Path(path)
     tensors = made.transformer.state_dict()
     if path.suffix in SAFE:

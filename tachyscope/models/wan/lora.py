@@ -1,4 +1,4 @@
-"""A LoRA's updates, read from a file and added to the weights they were trained for."""
+"""LoRAs: read from a file and merged into a model's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = re.compile(r"(.+)\.(?:(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.we
 
 @dataclass(frozen=True)
 class Update:
-    """What is added to a layer's weight: scale · up @ down."""
+    """The update of a layer's weight: scale · up @ down."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
@@ -30,7 +30,7 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """alpha / rank; a file that tells no alpha means one equal to the rank."""
+        """alpha / rank; without an alpha it is 1."""
         return 1.0 if self.alpha is None else self.alpha / self.down.shape[0]
 
 
@@ -38,10 +38,10 @@ class Update:
 def merge_lora(
     model: nn.Module, tensors: Mapping[str, Tensor], path: Path, alpha: float | None = None
 ) -> None:
-    """Add a LoRA to the model's layers: weights anew from `tensors`, in float32, then cast.
+    """Merge a LoRA into the model's weights, in float32 and then cast.
 
-    `tensors` are the checkpoint's own: what the model holds of them is already rounded. `alpha`
-    is that of layers whose alpha the file does not tell.
+    `tensors` are the checkpoint's, before they were rounded to the model's dtype. `alpha` is for
+    layers without one in the file.
     """
     layers = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
     updates = read_lora(path, layers)
@@ -72,7 +72,7 @@ def merge_lora(
 
 
 def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
-    """A LoRA's updates by layer of the model; raises where one fits none of its layers."""
+    """A LoRA's updates by layer of the model; raises if one fits no layer."""
     tensors = read_tensors(path)
     pairs: dict[str, dict[str, str]] = {}
     unknown, strangers = [], []
@@ -125,7 +125,7 @@ def read_lora(path: Path, layers: Collection[str]) -> dict[str, Update]:
 
 
 def _layer(path: str, layers: Collection[str]) -> str | None:
-    """The layer that a LoRA means; what wrappers put before its name is passed over."""
+    """The layer that a LoRA's key names, with or without prefixes of wrappers."""
     words = path.split(".")
     for i in range(len(words)):
         name = wan_name(".".join(words[i:]))

@@ -1,4 +1,4 @@
-"""Names of a Wan model's tensors: the original ones, and diffusers'."""
+"""Names of a Wan model's tensors: original and diffusers'."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DIFFUSERS_BLOCK = {
 
 
 def wan_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """A Wan model's tensors under their original names; raises where one is given by both."""
+    """A Wan model's tensors under their original names; raises if one has both."""
     renamed: dict[str, Tensor] = {}
     sources: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -53,7 +53,7 @@ def wan_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
 
 
 def wan_name(name: str) -> str:
-    """The original name of a Wan model's tensor or layer, given that or diffusers'."""
+    """The original name of a Wan model's tensor or layer, from that or diffusers'."""
     block = re.match(r"blocks\.\d+\.|", name)
     assert block is not None
     part = name[block.end() :]

@@ -1,4 +1,4 @@
-"""Parts that need no network: a prompt as its bytes, latents as colours."""
+"""Text encoder and decoder without a network: prompts as bytes, latents as colours."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ImageMeans:
 
 
 class Preview(Decoder):
-    """A look at latents without a decoder: each place's colour is a linear map of its channels."""
+    """Shows latents without a decoder: colours are a linear map of their channels."""
 
     kind = name = "preview"
     file = "decoder.safetensors"

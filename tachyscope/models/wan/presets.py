@@ -1,4 +1,4 @@
-"""Published Wan-type causal models: each one's numbers, schedule and way of remembering."""
+"""Published Wan-type causal models: configuration, files and licence of each."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tachyscope.models.wan.vae import PUBLISHED_5B
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model: a sentence, the configuration its authors run, and which copy."""
+    """A published model, as its authors run it."""
 
     about: str
     config: WanConfig
-    entry: str = "generator_ema"  # where a trainer's file holds several copies
-    hub: HubFiles | None = None  # None where it is not known which files these are
+    entry: str = "generator_ema"  # the copy of the weights in a file that has several
+    hub: HubFiles | None = None  # None if its files are not known
     licence: str = "see its card"  # of the weights
 
 
@@ -42,7 +42,7 @@ def _stock(cache: str) -> str:
     return f"cache={cache} attention=dense text=dense replay=none"
 
 
-# a video of at most 21 latent frames, all in view; a longer one sees its newest
+# the authors' videos end at 21 latent frames; longer ones see the newest 21
 NEWEST = _stock("window:budget=21f,sink=0")
 FOUR = (1000, 750, 500, 250)
 CAUSAL_FORCING = "zhuhz22/Causal-Forcing"
@@ -76,7 +76,7 @@ MATRIX = WanConfig(
     stock=_stock("window:budget=6f,sink=0"),
 )
 
-# what a configuration leaves out is Self-Forcing's
+# WanConfig's defaults are Self-Forcing's
 PRESETS = {
     "self-forcing": Preset(
         "Self-Forcing: Wan 1.3B, 4 steps",
@@ -233,7 +233,7 @@ PRESETS = {
     ),
 }
 
-# published sizes, for which no checkpoint is needed
+# sizes of published models, by which memory is predicted
 SIZES = {
     "wan_1.3b": WanConfig(),
     "wan_5b": WanConfig(
@@ -244,9 +244,9 @@ SIZES = {
 
 
 def sized_wan(name: str, dtype: torch.dtype, decoder: Path | str | None = None) -> WanModel:
-    """A published model or size whose weights are shapes alone, on the meta device.
+    """A published model or size on the meta device.
 
-    It decodes by Wan's VAE, or by a tiny decoder's file.
+    Its decoder is Wan's VAE, or the tiny decoder in a file.
     """
     config = SIZES[name] if name in SIZES else PRESETS[name].config
     with torch.device("meta"):
@@ -269,10 +269,10 @@ def load_preset(
     decoder: Path | str | None = None,
     decoder_check: bool = False,
 ) -> WanModel:
-    """A published model from its checkpoint.
+    """Load a published model from its checkpoint.
 
-    `random` makes its weights up, for a clock; `download` fetches them from Hugging Face, where
-    LongLive's LoRA comes with them.
+    weights: a path; "random" for random weights, to measure time; or "download" to fetch them from
+    Hugging Face, with LongLive's LoRA.
     """
     preset, parts = PRESETS[name], None
     revisions: dict[str, str] = {}
@@ -293,7 +293,7 @@ def load_preset(
         return model
     if lora is not None:
         raise TachyscopeError("random weights take no LoRA: leave `lora` out, or give a checkpoint")
-    # a preview cannot encode what it shows
+    # a preview cannot encode
     config = replace(preset.config, context=preset.config.context.without_reencoding())
     made = random_wan(config, device=device, dtype=dtype, name=name)
     if decoder is not None:

@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from tachyscope.models.wan.model import WanModel
 
 
-# noise levels this near to one another are one: there are a thousand of training
-NEAR = 1e-3
+NEAR = 1e-3  # noise levels that differ by less are one: training has a thousand of them
 
 
 class Level(NamedTuple):
-    """Of a denoising pass: its place in the schedule, its timestep, and its noise."""
+    """A denoising pass of the schedule."""
 
-    place: int
+    place: int  # its index in the schedule
     timestep: float
-    sigma: float  # the level that the pass takes away
-    added: float  # the one that latents are brought to before it
+    sigma: float  # the noise level that the pass removes
+    added: float  # the level that latents are noised to before it
 
 
 def schedule(config: WanConfig) -> list[tuple[float, float]]:
@@ -37,12 +36,12 @@ def schedule(config: WanConfig) -> list[tuple[float, float]]:
     def shifted(s: float) -> float:
         return config.shift * s / (1 + (config.shift - 1) * s)
 
-    # the thousand levels of training, which a level between them is rounded to
     if config.levels_of == "unipc":
         table = unipc_table(config.shift)
         times = [float(int(1000 * table[1000 - step])) for step in config.levels]
         found = [_unipc_level(table, step) for step in config.levels]
         return list(zip(times, found, strict=True))
+    # the thousand levels of training, to which a level is rounded
     levels = [shifted(n / 1000) for n in range(1, 1001)]
     pairs = []
     for step in config.levels:
@@ -52,7 +51,7 @@ def schedule(config: WanConfig) -> list[tuple[float, float]]:
 
 
 def noising(config: WanConfig) -> list[float]:
-    """The noise level that latents are brought to before each of the configuration's levels."""
+    """The noise level that latents are noised to before each of the configuration's levels."""
     if config.levels_of == "unipc":
         table = unipc_table(config.shift)
         return [_unipc_level(table, step, 1) for step in config.levels]
@@ -66,10 +65,10 @@ def unipc_table(shift: float) -> list[float]:
 
 
 def _unipc_level(table: list[float], step: int, at: int = 0) -> float:
-    """The level of a step's whole timestep: of several with the same one the first, or `at`.
+    """The noise level of a step's integer timestep, which several table entries may share.
 
-    Authors look a level up by its timestep: the first where they take noise away, and the second,
-    as UniPC does, where they add it.
+    The authors look a level up by its timestep: they remove the first such level, and add the
+    second, as UniPC does. `at` is 0 or 1.
     """
     alike = [s for s in table if int(1000 * s) == int(1000 * table[1000 - step])]
     return alike[min(at, len(alike) - 1)]
@@ -85,15 +84,15 @@ def clean_from(config: WanConfig, x: Tensor, prediction: Tensor, sigma: float) -
 
 
 def noised(clean: Tensor, noise: Tensor, sigma: float) -> Tensor:
-    """Clean latents brought to noise level sigma."""
+    """Clean latents noised to level sigma."""
     return (1 - sigma) * clean + sigma * noise
 
 
 def levels_of(model: WanModel, steps: tuple[int, ...], strength: float = 1.0) -> list[Level]:
-    """A chunk's denoising passes; of one that follows a source video, those that are left.
+    """A chunk's denoising passes.
 
-    The first is then at the noise level that `strength` names, and the steps below it follow. It
-    counts as the schedule's first, so that a policy knows it by its place.
+    With a source video they start at noise level `strength`, and only steps below it follow. The
+    first pass keeps the first place of the schedule, by which policies know it.
     """
     c = model.config
     places = [c.levels.index(step) for step in steps]
@@ -126,20 +125,20 @@ def denoise_chunk(model: WanModel, session: Session, controls: Controls) -> Tens
     for i, level in enumerate(levels):
         if i:
             x = noised(clean, model.noise(session, i), level.added)
-        x = _behind(held, x)
+        x = _with_held(held, x)
         now = DenoisePass(i, len(levels), level.timestep, level.sigma, x, *embed)
-        clean = _behind(held, session.predict(now, run))
+        clean = _with_held(held, session.predict(now, run))
     return clean
 
 
 def _held(model: WanModel, session: Session) -> Tensor | None:
-    """Latent frames that the next chunk begins with, and does not make: a video's first picture."""
+    """Given latent frames that the next chunk begins with: those of a video's first image."""
     first = model.config.image == "held" and not session.memory.latent_frame
     return session.memory.features.image if first else None
 
 
-def _behind(held: Tensor | None, x: Tensor) -> Tensor:
-    """Latents that begin with those held."""
+def _with_held(held: Tensor | None, x: Tensor) -> Tensor:
+    """Latents whose first frames are replaced by the given ones."""
     if held is None:
         return x
     shown = held.to(x.dtype).expand(len(x), -1, -1, -1, -1)
@@ -147,23 +146,23 @@ def _behind(held: Tensor | None, x: Tensor) -> Tensor:
 
 
 def denoise_rolling(model: WanModel, session: Session) -> Tensor:
-    """The first chunk of a window where each is a step further from noise than the next.
+    """The first chunk of a window in which each chunk is one step cleaner than the next.
 
-    Every pass denoises all of it, and finishes its first chunk; noise enters behind, as long as
-    more is to come. At the start the window fills up, a chunk and a pass at a time.
+    Every pass denoises the whole window and finishes its first chunk; a chunk of noise is appended,
+    unless the video ends. At the start the window fills up, one chunk a pass.
     """
     chunk, levels = model.config.chunk, levels_of(model, model.config.steps)
     steps = len(levels)
     held, session.memory.features.window = session.memory.features.window, None
     window = [] if held is None else list(held.split(chunk, 2))
-    # beyond the latent frames that were announced, there is always more
+    # a video that is longer than announced has no known end
     known = (
         session.memory.latent_frames
         if (session.memory.latent_frames or 0) > session.memory.latent_frame
         else None
     )
     clean: list[Tensor] = []
-    # what waits in a window lacks its last step, and what is behind it one step more
+    # the first chunk of a waiting window lacks one step, each later one a step more
     for step in range(steps - 1 if window else 0, steps):
         if not window or known is None or session.memory.latent_frame + len(window) * chunk < known:
             window.append(model.noise(session, 0, len(window)))
@@ -187,9 +186,9 @@ def denoise_pass(
     controls: Controls,
     still: int = 0,
 ) -> list[Tensor]:
-    """One pass over chunks, each at a level of its own: their clean latents.
+    """One pass over chunks, each at its own noise level: their clean latents.
 
-    So many latent frames at their head are told to be clean.
+    The first `still` latent frames are clean already.
     """
     x, frames = torch.cat(chunks, 2), chunks[0].shape[2]
     sigmas = [level.sigma for level in levels]
@@ -207,9 +206,9 @@ def denoise_pass(
 def clean_pass(
     model: WanModel, session: Session, x: Tensor, controls: Controls, past: bool = True
 ) -> None:
-    """A pass over clean latents for the keys and values that it leaves.
+    """A pass over clean latents, whose keys and values stay in the cache.
 
-    It reads nothing of the past where `past` is False.
+    Without `past` it attends to the chunk alone.
     """
     c = model.config
     # it ends in its last layer: three linears there, one of the head, and attention are not run
@@ -232,9 +231,9 @@ def begin_pass(
     unused: int = 0,
     still: int = 0,
 ) -> None:
-    """Begin a pass over latents in as many parts as there are sigmas, as `Session.begin` does.
+    """Call `Session.begin` for latents split evenly among the noise levels `sigmas`.
 
-    So many latent frames at their head have no noise.
+    The first `still` latent frames have no noise.
     """
     frames = x.shape[2]
     noise = tuple(sigma for sigma in sigmas for _ in range(frames // len(sigmas)))

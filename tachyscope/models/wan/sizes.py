@@ -1,4 +1,4 @@
-"""What Wan's published parts take, for a prediction of memory that installs and loads none.
+"""Memory of Wan's published VAE and text encoder, to predict it without loading them.
 
 The VAE's numbers are those of diffusers' AutoencoderKLWan, to the byte: tests hold them to it.
 """
@@ -23,17 +23,17 @@ UMT5_BYTES = 2 * 5_680_910_336  # UMT5-XXL's encoder in bfloat16, which runs on 
 
 @dataclass(frozen=True)
 class VaeBytes:
-    """A VAE's bytes: its weights, and the rest by place of a latent frame."""
+    """A VAE's bytes: its weights, and the rest for each position of a latent frame."""
 
     weights: int
-    state: int  # of what its convolutions saw last
-    one: int  # at most, while one latent frame is decoded
-    two: int  # while two are
-    more: int  # and for each after them
-    encoder: int  # the state of one that encodes
-    # decoding two in bands, at most: by column of a latent frame, for each row of a band and beside
-    row: int
-    beside: int
+    state: int  # kept by its causal convolutions between chunks
+    one: int  # peak while one latent frame is decoded
+    two: int  # peak while two are
+    more: int  # more for each further one
+    encoder: int  # kept by an encoder between chunks
+    # peak of decoding two in bands, for each column of a latent frame
+    row: int  # for each row of a band
+    beside: int  # whatever the band
 
 
 SIZES = {
@@ -51,7 +51,7 @@ SIZES = {
 
 
 class VaeSize(Decoder):
-    """Wan's VAE as sizes alone: 2.1's, or 2.2's for 48 channels."""
+    """The memory of Wan's VAE, 2.1's, or 2.2's for 48 channels, without its weights."""
 
     kind = "wan_vae"
     name = "Wan's VAE"
@@ -65,7 +65,7 @@ class VaeSize(Decoder):
                 f"got {channels} in {dtype_name(dtype)}: use one of these"
             )
         self.bytes = SIZES[channels, width]
-        self.side = 8 if channels == 16 else 16  # pixels of a place
+        self.side = 8 if channels == 16 else 16  # pixels of a latent position, each way
         self.weights = nn.Module()
         held = torch.empty(self.bytes.weights, dtype=torch.uint8, device="meta")
         self.weights.register_parameter("all", nn.Parameter(held, requires_grad=False))
@@ -101,7 +101,7 @@ class VaeSize(Decoder):
 
 
 class Umt5Size:
-    """UMT5 as its size alone."""
+    """The memory of UMT5, without its weights."""
 
     kind = "umt5"
     host_bytes = UMT5_BYTES

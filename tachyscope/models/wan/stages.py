@@ -1,4 +1,4 @@
-"""What a layer of Wan's transformer computes between a session's calls, on tensors alone."""
+"""A layer of Wan's transformer between the session's calls, as functions of tensors alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class Stages(NamedTuple):
-    """What a layer computes between the session's calls, as functions of tensors alone.
+    """The functions of a layer between the session's calls.
 
-    No layer is named in them, so that all layers can share one compiled program.
+    They take weights as arguments, so that all layers share one compiled program.
     """
 
     to_attention: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -54,9 +54,9 @@ def _to_text(
     heads: int,
     injected: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The stream after attention, which gave y [B, S, W]; queries for the prompt.
+    """The stream after attention's output y [B, S, W]; queries of cross-attention.
 
-    `injected` is what that stream is multiplied by, and added to it.
+    `injected` are a scale and a shift of that stream.
     """
     x = _add(x, F.linear(y, out, out_bias), (modulation + time)[:, :, 2])
     if injected is not None:
@@ -74,14 +74,14 @@ def _to_mlp(
     out_bias: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The stream after the prompt, which gave y [B, S, W]; what the MLP is given."""
+    """The stream after cross-attention's output y [B, S, W]; the MLP's input."""
     x = x + F.linear(y, out, out_bias)
     shift, scale = (modulation + time)[:, :, 3:5].unbind(2)
     return x, modulate(x, shift, scale, eps)
 
 
 def _from_mlp(x: Tensor, y: Tensor, time: Tensor, modulation: Tensor) -> Tensor:
-    """The stream after the MLP, which gave y [B, S, W]."""
+    """The stream after the MLP's output y [B, S, W]."""
     return _add(x, y, (modulation + time)[:, :, 5])
 
 
@@ -96,7 +96,7 @@ EAGER = Stages(_to_attention, _to_text, _to_mlp, _from_mlp, _feed_forward)
 
 @functools.cache
 def compiled(backend: str, stages: Stages = EAGER) -> Stages:
-    """The stages compiled, a program for every shape they meet; models share them."""
+    """The stages compiled for each shape that they are called with; models share them."""
     each: Any = (torch.compile(stage, dynamic=False, backend=backend) for stage in stages)
     return Stages(*each)
 

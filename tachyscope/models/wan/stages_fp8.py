@@ -1,4 +1,4 @@
-"""A layer's stages with linears of float8 codes; the operations on them are handed in."""
+"""A layer's stages with float8 linears, by operations that the caller provides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Codes = tuple[Tensor, Tensor]  # codes [..., W] and a scale a row
 
 
 class Fp8Operations(Hashable, Protocol):
-    """What the stages compute with; see `tachyscope/kernels/fp8.py`, which has no model."""
+    """The operations on float8 codes, as `tachyscope/kernels/fp8.py` has them."""
 
     def quantise(self, x: Tensor) -> Codes: ...
     def gelu_quantise(self, x: Tensor) -> Codes: ...
@@ -31,7 +31,7 @@ class Fp8Operations(Hashable, Protocol):
 
 
 class Fp8Linear(nn.Module):
-    """A linear's weight as codes; `weight` is these and their scales."""
+    """A linear with a float8 weight; `weight` is its codes and their scales by row."""
 
     def __init__(self, weight: Tensor, bias: Tensor, operations: Fp8Operations) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Fp8Linear(nn.Module):
 
 @functools.cache
 def fp8_stages(operations: Fp8Operations) -> Stages:
-    """Stages whose linears but the prompt's are of codes; these are made where x is."""
+    """Stages with float8 linears, except those of cross-attention; activations are quantised."""
     quantise, linear = operations.quantise, operations.linear_fp8
 
     def to_attention(

@@ -1,4 +1,4 @@
-"""Wan's prompts: UMT5 under its original names or transformers', and prompts embedded before."""
+"""Wan's prompts: embedded by UMT5, or read from files of embedded prompts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tachyscope.models.vila_u.tokenizers import read_tokenizer
 from tachyscope.models.wan.config import WanConfig
 
 PUBLISHED = "models_t5_umt5-xxl-enc-bf16.pth"
-KEPT = 8  # prompts that need not be embedded again, of 8 MB each; one takes seconds on a CPU
-# what a config.json of transformers says
+KEPT = 8  # embedded prompts that are cached, 8 MB each; embedding takes seconds on a CPU
+# numbers in a config.json of transformers
 BOUNDS = {
     "vocab_size": WORDS,
     "d_model": WIDTH,
@@ -42,7 +42,7 @@ BOUNDS = {
     "relative_attention_num_buckets": Bound(1, 4_096),
     "relative_attention_max_distance": Bound(1, 1_000_000),
 }
-# a part's original name -> transformers'; a block's are behind its number
+# original name of a part -> transformers'; those of a block follow its number
 NAMES = {
     "token_embedding": "shared",
     "norm": "encoder.final_layer_norm",
@@ -61,10 +61,10 @@ TIED = "encoder.embed_tokens.weight"
 
 
 class UMT5:
-    """A prompt embedded by UMT5, in Wan's folder or in one of transformers' form.
+    """Embeds prompts by UMT5, from Wan's file or a folder of transformers' form.
 
-    The model is read for each prompt that is new, and its weights stay in the file until they are
-    used: on the CPU it takes no memory of the GPU's, and RAM only while it embeds.
+    It runs on the CPU. For each new prompt the model is loaded and released again, its weights
+    mapped from the file.
     """
 
     kind = "umt5"
@@ -88,7 +88,7 @@ class UMT5:
 
     @property
     def host_bytes(self) -> int:
-        """Of its weights, which stay in the machine's own memory."""
+        """Bytes of its weights, in the machine's RAM."""
         files = [self.encoder] if self.original else self.encoder.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)
 
@@ -109,7 +109,7 @@ class UMT5:
         ids = self.tokenizer(text, truncation=True, max_length=self.length).input_ids
         # padding is masked, so leaving it out changes nothing
         states = self.model(torch.tensor([ids])).last_hidden_state
-        # to look through five billion weights would take longer than the prompt
+        # checking five billion weights would take longer than embedding
         _demand_finite(states, str(self.encoder))
         return padded(states, self.length), len(ids)
 
@@ -120,7 +120,7 @@ class UMT5:
 
     @property
     def model(self) -> Any:
-        """The encoder, read anew: nobody keeps it."""
+        """The encoder, loaded on each access."""
         transformers = needed("transformers", f"UMT5 in {self.folder}")
         if self.original:
             file = self.encoder
@@ -156,10 +156,9 @@ class UMT5:
 
 
 class PromptFile:
-    """Prompts that were embedded before: `context` [L, text_dim] in a file of tensors each.
+    """Prompts embedded before, each a file of tensors with `context` [L, text_dim].
 
-    The first is what a video begins with, and stands for the empty prompt; `later` ones are told
-    apart by their files' names.
+    The first is the empty prompt, with which a video begins; `later` ones are named by their files.
     """
 
     kind = "prompt_file"
@@ -211,23 +210,23 @@ def read_prompt(file: Path, config: WanConfig) -> tuple[Tensor, int]:
 
 
 def embed_prompt(folder: Path | str, prompt: str, out: Path | str, length: int = 512) -> None:
-    """Embed a prompt by the UMT5 in a folder, and write it for `--prompt-file`."""
+    """Embed a prompt by the UMT5 in a folder, and write it for `--prompt @FILE`."""
     write_prompt(Path(out), *UMT5(folder, length)(prompt))
 
 
 def write_prompt(path: Path, context: Tensor, length: int) -> None:
-    """Write a prompt embedded as [1, L, text_dim], without what stands behind its length."""
+    """Write an embedded prompt [1, L, text_dim], without its padding."""
     write_tensors(path, {"context": context[0, : max(length, 1)]})
 
 
 def padded(context: Tensor, length: int) -> Tensor:
-    """A prompt [1, L, W] with zeros behind it."""
+    """A prompt [1, L, W] padded with zeros."""
     zeros = context.new_zeros(1, length - context.shape[1], context.shape[2])
     return torch.cat([context, zeros], 1)
 
 
 def clean(prompt: str) -> str:
-    """The prompt as UMT5 was fed in training: mended, entities resolved, single spaces."""
+    """The prompt cleaned as in training: ftfy, HTML entities resolved, single spaces."""
     if importlib.util.find_spec("ftfy"):
         prompt = importlib.import_module("ftfy").fix_text(prompt)
     elif not all(" " <= letter <= "~" or letter in "\t\n\f\r" for letter in prompt):
@@ -240,7 +239,7 @@ def clean(prompt: str) -> str:
 
 
 def renamed(name: str) -> str:
-    """transformers' name of a tensor of the original encoder."""
+    """transformers' name of one of the original encoder's tensors."""
     part, _, kind = name.rpartition(".")
     if part.startswith("blocks."):
         _, number, rest = part.split(".", 2)
@@ -249,7 +248,7 @@ def renamed(name: str) -> str:
 
 
 def settings_of(tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
-    """The numbers of a UMT5 that its original tensors' shapes tell."""
+    """A UMT5's settings, inferred from its original tensors' shapes."""
     try:
         words, width = tensors["token_embedding.weight"].shape
         buckets, heads = tensors["blocks.0.pos_embedding.embedding.weight"].shape
@@ -275,7 +274,7 @@ def _demand_finite(context: Tensor, where: str) -> None:
 
 
 def needed(package: str, what: str) -> Any:
-    """An optional package, imported when it is used."""
+    """An optional package; raises if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Tiny decoders of TAEHV's layout, as taew2_1 and lighttaew2_1: latents to frames by chunks."""
+"""Tiny decoders of TAEHV's layout, such as taew2_1 and lighttaew2_1."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.sizes import VaeSize
 from tachyscope.models.wan.tiny_layers import RANDOM, TIME, TinyLayers, random_layers, read_layers
 
-TRIM = TIME - 1  # frames that a video's first latent frame leaves out
-NAMES = ("taew2_1", "lighttaew2_1")  # the second is given the VAE's latents
-# of a video whose two decoders are compared: the sum of squares, and of how many values
+TRIM = TIME - 1  # frames of a video's first latent frame that are dropped
+NAMES = ("taew2_1", "lighttaew2_1")  # the second decodes the VAE's own latents
+# the sum of squared differences of two decoders, and the number of values
 ERROR = "decoder_error"
 
 Decode = Callable[[nn.Module, Tensor, list[Tensor], bool], tuple[Tensor, list[Tensor]]]
 
 
 class TinyDecoder(Decoder):
-    """A tiny decoder, streamed: what its memory blocks saw last is in the session's features.
+    """A streaming tiny decoder; its memory blocks' state is in the session's features.
 
-    It only shows. What must be encoded is encoded by the VAE, which `vae` reads when it is first
-    needed. With `check` that decodes every chunk too, and `decoder_note` tells how far they lie
-    apart. A video's first latent frame is seen `warm` times before: behind nothing but zeros a
-    given picture is blurred.
+    It cannot encode: that is done by the VAE, which `vae` reads when it is first needed. With
+    `check` the VAE decodes every chunk too, and `decoder_note` states the difference. A video's
+    first latent frame is decoded `warm` times before it is shown: right after zeros it is blurred.
     """
 
     kind = "tiny_decoder"
@@ -49,7 +48,7 @@ class TinyDecoder(Decoder):
     ) -> None:
         self.layers, self.name, self.read_vae, self.warm = layers, name, vae, warm
         self.decode: Decode = _decode
-        # read at once: its faults show before a video is begun
+        # read now, so that its faults show before a video begins
         self.reference = self.vae if check else None
 
     @classmethod
@@ -62,10 +61,10 @@ class TinyDecoder(Decoder):
         vae: Callable[[], Decoder] | None = None,
         check: bool = False,
     ) -> Self:
-        """The decoder in a published file, or in a model's folder; or `random-tiny`.
+        """The decoder in a published file or a model's folder, or `random-tiny`.
 
-        An encoder's tensors beside it are not read. Which latents it wants, its name tells alone:
-        taew2_1 and lighttaew2_1 have the same tensors.
+        An encoder in the file is ignored. Only the file's name says which latents it decodes:
+        taew2_1 and lighttaew2_1 have tensors of the same shapes.
         """
         path, warm = Path(path), int(config.image == "held")
         if path.is_dir():
@@ -86,11 +85,11 @@ class TinyDecoder(Decoder):
         return cls(layers, path.stem, vae, check, warm)
 
     def write(self, folder: Path) -> None:
-        """Write the decoder under the name that tells which latents it wants."""
+        """Write the decoder under the name that says which latents it decodes."""
         write_tensors(folder / f"{NAMES[self.layers.raw]}.safetensors", self.layers.state_dict())
 
     def compile(self, backend: str = "inductor") -> Self:
-        """The decoder as one program, for each number of latent frames that it is given."""
+        """Compile the decoder, for each number of latent frames."""
         self.decode = compiled(backend)
         return self
 
@@ -128,7 +127,7 @@ class TinyDecoder(Decoder):
         return levels
 
     def __call__(self, latents: Tensor, features: dict[str, Tensor]) -> np.ndarray:
-        # a compiled program does not take tensors without data, which `fit` gives
+        # compiled programs take no tensors without data, as `fit` measures with
         decode = _decode if latents.is_meta else self.decode
         shown = self._stream(decode, latents, features, rounded=True)
         self._compare(shown, latents, features)
@@ -137,15 +136,15 @@ class TinyDecoder(Decoder):
     def _stream(
         self, decode: Decode, latents: Tensor, features: dict[str, Tensor], rounded: bool
     ) -> Tensor:
-        """The next frames of a video; its features are brought up to date."""
+        """The next frames of a video; updates its features."""
         begun, memory = "tiny.0" in features, self.layers.empty_memory(latents)
         for i, empty in enumerate(memory):
-            # a state that was saved has lost its strides
+            # a restored state has lost its strides
             held = features.get(f"tiny.{i}", empty)
             memory[i] = held.contiguous(memory_format=torch.channels_last)
         for _ in range(0 if begun else self.warm):
             _, memory = _decode(self.layers, latents[:, :, :1], memory, rounded)
-        # together they fill a GPU; a CPU's kernels round otherwise for another number of frames
+        # a GPU decodes them together; on a CPU rounding depends on the number of frames
         parts = latents.split(1 if latents.device.type == "cpu" else latents.shape[2], 2)
         frames = []
         for part in parts:
@@ -156,7 +155,7 @@ class TinyDecoder(Decoder):
         return shown if begun else shown[self.trim :]
 
     def _compare(self, shown: Tensor, latents: Tensor, features: dict[str, Tensor]) -> None:
-        """Add up how far the frames lie from the VAE's, where that is asked for."""
+        """Add the squared differences to the VAE's frames, if they are checked."""
         if self.reference is None:
             return
         theirs = torch.from_numpy(self.reference(latents, features))
@@ -166,7 +165,7 @@ class TinyDecoder(Decoder):
 
 
 def decoder_note(features: Mapping[str, Tensor]) -> str | None:
-    """How far the two decoders of a checked video lie apart, in a sentence."""
+    """The PSNR between the two decoders of a checked video, in a sentence."""
     if ERROR not in features:
         return None
     squares, count = features[ERROR].tolist()
@@ -180,7 +179,7 @@ def decoder_note(features: Mapping[str, Tensor]) -> str | None:
 
 @functools.cache
 def compiled(backend: str) -> Decode:
-    """`_decode` compiled, a program for every shape it meets; decoders share them."""
+    """`_decode` compiled for each shape it is called with; decoders share it."""
     return cast(Decode, torch.compile(_decode, dynamic=False, fullgraph=True, backend=backend))
 
 

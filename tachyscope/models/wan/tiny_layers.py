@@ -1,4 +1,4 @@
-"""Layers of TAEHV's layout, which make frames of latents by chunks."""
+"""Layers of TAEHV's layout, which decode latents chunk by chunk."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tachyscope.models.checkpoint import check_finite, fit, some
 from tachyscope.models.decoder import LatentSizes
 from tachyscope.models.random_weights import random_module
 
-RANDOM = "random-tiny"  # instead of a file: the published shape, random weights
-TIME, SPACE = 4, 8  # frames, and rows and columns of them, that a latent place becomes
+RANDOM = "random-tiny"  # in place of a file: published sizes with random weights
+TIME, SPACE = 4, 8  # frames, and rows and columns, of a latent position
 WIDTHS = (256, 128, 64, 64)
 CHANNELS = Bound(1, 4_096)  # of a layer
-# Wan 2.1's latents by channel: the model's are the VAE's, less the mean, over the deviation
+# Wan 2.1, by channel: a model's latents are the VAE's less the mean, divided by the deviation
 MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
         0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)  # fmt: skip
 STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
@@ -28,7 +28,7 @@ STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
 
 
 class MemoryBlock(nn.Module):
-    """Three convolutions over a frame and the one before it, beside an identity."""
+    """Three convolutions over a frame and the one before, and a skip connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ class Grow(nn.Module):
         self.conv = nn.Conv2d(width, times * width, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # the layout enlarges first: a 1 by 1 convolution gives the same before it, at a quarter
+        # the layout upsamples first: before that a 1 by 1 convolution is the same for a quarter
         return self.conv(x).unflatten(1, (self.times, -1)).flatten(0, 1)
 
 
 class Enlarge(nn.Conv2d):
-    """A 3 by 3 convolution over frames that were first made twice as high and wide.
+    """A 3 by 3 convolution after nearest-neighbour upsampling by two.
 
-    Of the enlarged places that it covers, two at a time are one: so it is a transposed convolution
-    of stride 2, whose weights are sums of its own, at four ninths of the work.
+    Upsampled neighbours are equal, so it is a transposed convolution of stride 2 with sums of its
+    weights, at four ninths of the work.
     """
 
     summed: Tensor  # [in, out, 4, 4]
@@ -79,7 +79,7 @@ class Enlarge(nn.Conv2d):
 class TinyLayers(nn.Module):
     """The decoder's layers under their published names, `decoder.0` to `decoder.22`.
 
-    `raw`: it was trained on the VAE's own latents, not on the model's.
+    `raw`: it decodes the VAE's own latents, not the model's normalised ones.
     """
 
     dtype: torch.dtype
@@ -95,7 +95,7 @@ class TinyLayers(nn.Module):
     ) -> None:
         super().__init__()
         self.channels, self.widths, self.patch, self.raw = channels, widths, patch, raw
-        # layers without weights that `forward` or `Grow` computes are identities here
+        # layers without weights, which `forward` or `Grow` computes, are identities here
         layers: list[nn.Module] = [nn.Identity(), _conv(channels, widths[0]), nn.ReLU()]
         for i, times in enumerate((1, 2, 2)):
             layers += [MemoryBlock(widths[i]) for _ in range(3)]
@@ -121,7 +121,7 @@ class TinyLayers(nn.Module):
         return self.eval().requires_grad_(False)
 
     def empty_memory(self, latents: Tensor) -> list[Tensor]:
-        """What stands before a video's first frame: zeros, [1, C, h, w] for each memory block."""
+        """The memory before a video's first frame: zeros [1, C, h, w] for each memory block."""
         high, wide = latents.shape[-2:]
         kind: Any = {"dtype": self.dtype, "device": latents.device}
         return [
@@ -131,9 +131,9 @@ class TinyLayers(nn.Module):
         ]
 
     def forward(self, latents: Tensor, memory: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Levels [4F, H, W, 3], 0 to 255 and not rounded, of latents [1, C, F, h, w].
+        """Frames [4F, H, W, 3] as floats from 0 to 255, of latents [1, C, F, h, w].
 
-        `memory` is what each memory block was last given; what it is now is returned beside.
+        `memory` is each memory block's last input; the new memory is returned too.
         """
         x = latents[0].transpose(0, 1)
         x = x * self.std.to(x.dtype) + self.mean.to(x.dtype)
@@ -156,13 +156,13 @@ class TinyLayers(nn.Module):
 def read_layers(
     tensors: dict[str, Tensor], config: LatentSizes, where: str, raw: bool = False
 ) -> TinyLayers:
-    """Layers of a file's tensors, for a model's latents; an encoder's beside them are not read."""
+    """A decoder's layers from a file's tensors, for a model's latents; ignores an encoder's."""
     with torch.device("meta"):
         layers = infer_layers(tensors, where, raw)
     _check_model(layers, config, where)
     for key, module in layers.named_modules():
         if isinstance(module, Grow) and f"{key}.conv.weight" in tensors:
-            # a file may hold more time steps than the layout makes: the last ones are meant
+            # a file may hold more time steps than the layout has: it uses the last ones
             weight, wanted = tensors[f"{key}.conv.weight"], module.conv.out_channels
             if weight.dim() and weight.shape[0] % wanted == 0:
                 tensors[f"{key}.conv.weight"] = weight[-wanted:]
@@ -172,7 +172,7 @@ def read_layers(
 
 
 def infer_layers(tensors: Mapping[str, Tensor], where: str, raw: bool) -> TinyLayers:
-    """Layers of the widths that a file's shapes tell."""
+    """Layers with the widths of a file's tensors."""
     try:
         first, channels = tensors["decoder.1.weight"].shape[:2]
         widths = tuple(tensors[f"decoder.{i}.weight"].shape[0] for i in (8, 14, 20))
@@ -209,7 +209,7 @@ def _scale(name: str, drawn: Tensor) -> None:
 
 
 def _check_model(layers: TinyLayers, config: LatentSizes, where: str) -> None:
-    """Raise where a decoder is for other latents than the model's."""
+    """Raise if a decoder is for other latents than the model's."""
     side = SPACE * layers.patch
     if layers.channels != config.in_channels or config.stride != (TIME, side, side):
         time, high, wide = config.stride

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 WriteKV = Callable[[int, Tensor, Tensor, Tensor], object]
 
 
-RAY, OCTAVES = 8, 5  # numbers of a ray; octaves at which a network is told them
+RAY, OCTAVES = 8, 5  # numbers of a ray; octaves of its sinusoidal embedding
 
 
 class Calls(Protocol):
-    """What the transformer asks of a session, or of what stands in for one in training.
+    """The session's methods that the transformer calls; training has its own.
 
     q, k, v and results are [B, H, S, D]; q and k are normed and not yet rotated.
     """
@@ -52,7 +52,7 @@ class Calls(Protocol):
 
 
 class FeedForward(nn.Sequential):
-    """down(gelu(up(x))), as a value that can be called, or opened by a kernel."""
+    """down(gelu(up(x))); kernels read its weights by `up` and `down`."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__(nn.Linear(dim, hidden), nn.GELU("tanh"), nn.Linear(hidden, dim))
@@ -92,10 +92,10 @@ class Attention(nn.Module):
         self.norm_q = nn.RMSNorm(config.dim, config.eps)
         self.norm_k = nn.RMSNorm(config.dim, config.eps)
         self.fused: tuple[Tensor, Tensor] | None = None
-        self.qkv: Fp8Linear | None = None  # in the place of the three
+        self.qkv: Fp8Linear | None = None  # replaces q, k and v
 
     def to_fp8(self, operations: Fp8Operations) -> None:
-        """Make all its linears codes, q, k and v one linear."""
+        """Convert its linears to float8, q, k and v to a single one."""
         self.qkv = Fp8Linear(*self._side_by_side(), operations)
         self.fused = None
         del self.q, self.k, self.v
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         return weight, torch.cat([part.bias.detach() for part in parts])
 
     def fuse(self) -> None:
-        """Put q, k and v side by side in memory, where one linear can read them."""
+        """Concatenate the weights of q, k and v in memory, so that one linear computes them."""
         if self.fused is not None or self.qkv is not None:
             return
         parts = (self.q, self.k, self.v)
@@ -117,12 +117,12 @@ class Attention(nn.Module):
         self.fused = weight, bias
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.fused = None  # moved or cast, the three are no longer side by side
+        self.fused = None  # moved or cast weights are no longer concatenated
         return super()._apply(fn, recurse)
 
     @property
     def linears(self) -> tuple[tuple[Any, Tensor], ...]:
-        """Weight and bias of q, k and v, as one pair where they are fused."""
+        """Weight and bias of q, k and v, as one pair if they are fused."""
         if self.qkv is not None:
             return ((self.qkv.weight, self.qkv.bias),)
         # gradients must reach the three themselves
@@ -144,7 +144,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: self-attention and MLP modulated by each latent frame's time, the text between."""
+    """A layer: self-attention, cross-attention and MLP; timesteps modulate the first and last."""
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Block(nn.Module):
             camera_rays.add_to_layer(self, config.dim)
 
     def to_fp8(self, operations: Fp8Operations, stages: Stages) -> None:
-        """Make its linears codes, but those of the prompt."""
+        """Convert its linears to float8, except those of cross-attention."""
         self.self_attn.to_fp8(operations)
         self.ffn.to_fp8(operations, stages)
         self.stages = stages
@@ -171,7 +171,7 @@ class Block(nn.Module):
         layer: int,
         x: Tensor,
         time: Tensor,
-        told: Controls | None = None,
+        given: Controls | None = None,
     ) -> Tensor:
         """x [B, S, W] after the layer; time [B, F, 6, W]."""
         first, second, stages = self.self_attn, self.cross_attn, self.stages
@@ -180,19 +180,19 @@ class Block(nn.Module):
         x, q = stages.to_text(
             x, y, *six, first.o.weight, first.o.bias, self.norm3.weight, self.norm3.bias,
             second.q.weight, second.q.bias, second.norm_q.weight, self.eps, second.heads,
-            told.injected[layer] if told and told.injected else None,
+            given.injected[layer] if given and given.injected else None,
         )  # fmt: skip
         y = join(session.cross(layer, q))
-        if self.action_model is None or told is None or told.inputs is None:
+        if self.action_model is None or given is None or given.inputs is None:
             x, a = stages.to_mlp(x, y, *six, second.o.weight, second.o.bias, self.eps)
         else:
-            x = self.action_model(x + second.o(y), told.inputs, layer)
+            x = self.action_model(x + second.o(y), given.inputs, layer)
             shift, scale = (self.modulation + time)[:, :, 3:5].unbind(2)
             a = modulate(x, shift, scale, self.eps)
         return stages.from_mlp(x, session.mlp(layer, a, self.ffn), *six)
 
     def prefill(self, write_kv: WriteKV, layer: int, x: Tensor, time: Tensor) -> None:
-        """Hand over what attention would be given, and compute nothing from it."""
+        """Call `write_kv` with the layer's q, k and v instead of attention."""
         write_kv(layer, *self._to_attention(x, time))
 
     def _to_attention(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +203,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """From the stream to the prediction's patches, modulated by time."""
+    """From the stream to the prediction's patches, modulated by timesteps."""
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -217,19 +217,18 @@ class Head(nn.Module):
 
 
 class WanCausal(nn.Module):
-    """Wan's transformer with attention, cross-attention and MLPs left to the session.
+    """Wan's transformer; the session computes attention, cross-attention and MLPs.
 
-    Its parameters have the published names. Additions, each only where the configuration asks for
-    it: `action_embedding`, and `camera_embedding` of the ray behind every token. LingBot-World's
-    linears of a camera are in `camera_rays`, ABot-World's adapter of keys in `key_adapter`,
-    Matrix-Game's modules in `action_modules`.
+    Its parameters have the published names. A configuration may add an `action_embedding`, and a
+    `camera_embedding` of each token's ray. LingBot-World's camera linears are in `camera_rays`,
+    ABot-World's adapter in `key_adapter`, Matrix-Game's modules in `action_modules`.
     """
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
         self.config = config
         dim = config.dim
-        # holds the published weight; a stride equal to the kernel makes it a linear of patches
+        # the stride equals the kernel, so that it is applied as a linear of patches
         channels = config.in_channels + config.condition_channels
         self.patch_embedding = nn.Conv3d(channels, dim, config.patch, config.patch)
         if config.action_modules:
@@ -250,7 +249,7 @@ class WanCausal(nn.Module):
             self.act_control_adapter = KeyAdapter(dim, frames * high * wide, config.patch[1:])
         elif config.actions and not config.action_modules:
             self.action_embedding = nn.Embedding(len(config.actions), dim)
-            # a model that gains actions starts as it was
+            # actions added to a trained model change nothing at first
             nn.init.zeros_(self.action_embedding.weight)
         if config.camera:
             last = nn.Linear(dim, dim)
@@ -267,12 +266,12 @@ class WanCausal(nn.Module):
     def forward(self, session: Calls, latents: Tensor, t: Tensor, *controls: Any) -> Tensor:
         """The prediction [B, C, F, h, w] for latents at timesteps t [B, F], from 0 to 1000.
 
-        `controls` are those of `Controls`, in their order: action indices may also be [B, F].
+        `controls` are the fields of `Controls` in order; action indices may also be [B, F].
         """
         frames, rows = latents.shape[2], latents.shape[3] // self.config.patch[1]
-        x, time, six, told = self._embed(session, latents, t, Controls(*controls))
+        x, time, six, given = self._embed(session, latents, t, Controls(*controls))
         for layer, block in enumerate(self.blocks):
-            x = block(session, layer, x, six, told)
+            x = block(session, layer, x, six, given)
         y = self.head(x, time)
         if isinstance(session, Exchange):
             y = session.whole(y)
@@ -289,65 +288,65 @@ class WanCausal(nn.Module):
         t: Tensor,
         *controls: Any,
     ) -> None:
-        """`forward` for the sake of what it leaves in the session.
+        """`forward` only for its keys and values.
 
-        It ends in the last layer, where `write_kv` takes what attention would, and reads nothing.
+        It ends in the last layer, whose q, k and v are passed to `write_kv`.
         """
-        x, _, six, told = self._embed(session, latents, t, Controls(*controls))
+        x, _, six, given = self._embed(session, latents, t, Controls(*controls))
         *blocks, last = cast(list[Block], self.blocks)
         for layer, block in enumerate(blocks):
-            x = block(session, layer, x, six, told)
+            x = block(session, layer, x, six, given)
         last.prefill(write_kv, len(blocks), x, six)
 
     def inject(self, rays: Tensor) -> Injected:
-        """What a camera's rays [S, 6 · pixels] do in every layer, over all passes of a chunk."""
+        """The scale and shift of every layer by a camera's rays [S, 6 · pixels], for a chunk."""
         return camera_rays.inject(self, self.blocks, rays)
 
     def fuse(self) -> Self:
-        """The model with q, k and v of self-attention as one linear; names and numbers stay."""
+        """Fuse q, k and v of self-attention into one linear; names and values stay."""
         for block in cast(list[Block], self.blocks):
             block.self_attn.fuse()
         return self
 
     def to_fp8(self, operations: Fp8Operations) -> Self:
-        """The model with linears of float8 codes; those at its ends and the prompt's stay."""
+        """Convert the layers' linears to float8, except those of cross-attention."""
         self.stages = fp8_stages(operations)
         for block in cast(list[Block], self.blocks):
             block.to_fp8(operations, self.stages)
         return self
 
     def compile_layers(self, backend: str = "inductor") -> Self:
-        """The model with its layers' arithmetic compiled: one program, which all of them run."""
+        """Compile the layers' arithmetic, into one program that all layers run."""
         self.fuse()
         for block in cast(list[Block], self.blocks):
             block.stages = block.ffn.stages = compiled(backend, self.stages)
         return self
 
     def _embed(
-        self, session: Calls, latents: Tensor, t: Tensor, told: Controls
+        self, session: Calls, latents: Tensor, t: Tensor, given: Controls
     ) -> tuple[Tensor, Tensor, Tensor, Controls]:
         """The stream [B, S, W] before the first layer, times [B, F, W] and [B, F, 6, W], controls.
 
-        Of ranks that share a video's tokens, each its own.
+        Ranks that share a video's tokens get their own part of the stream.
         """
-        if told.image is not None:
-            latents = torch.cat([latents, told.image.expand(len(latents), -1, -1, -1, -1)], 1)
+        if given.image is not None:
+            latents = torch.cat([latents, given.image.expand(len(latents), -1, -1, -1, -1)], 1)
         x, time = self.embed_patches(latents), self.embed_time(t)
-        if told.actions is not None:
-            time = time + self.action_embedding(told.actions)
-        if told.rays is not None:
-            x = x + _through(self.camera_embedding, _octaves(told.rays)).to(x.dtype)
-        if told.added is not None:
-            x = x + told.added
+        if given.actions is not None:
+            time = time + self.action_embedding(given.actions)
+        if given.rays is not None:
+            x = x + _through(self.camera_embedding, _octaves(given.rays)).to(x.dtype)
+        if given.added is not None:
+            x = x + given.added
         wide = wider(x.dtype)
         six = _through(self.time_projection, time).unflatten(-1, (6, -1)).to(wide)
         if isinstance(session, Exchange):
-            injected = camera_rays.part(told.injected, session.own)
-            x, told = session.own(x), told._replace(injected=injected)
-        return x, time.to(wide), six, told
+            injected = camera_rays.part(given.injected, session.own)
+            x, given = session.own(x), given._replace(injected=injected)
+        return x, time.to(wide), six, given
 
     def embed_patches(self, latents: Tensor) -> Tensor:
-        """The tokens [B, S, W] of latents, with the channels beside them or without."""
+        """The tokens [B, S, W] of latents, with the extra channels or without."""
         weight = self.patch_embedding.weight[:, : latents.shape[1]]
         patches = self._patches(latents).to(weight.dtype)
         return F.linear(patches, weight.flatten(1), self.patch_embedding.bias)
@@ -365,7 +364,7 @@ class WanCausal(nn.Module):
         return tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """The model in dtype; small tensors whose rounding every token would feel stay finer."""
+        """Cast the model; small tensors that affect every token stay in float32 or wider."""
         fine = ("time_embedding", "action_embedding", "camera_embedding", "modulation", "norm3")
         for name, parameter in self.named_parameters():
             small = any(part in name for part in fine)
@@ -387,11 +386,11 @@ class WanCausal(nn.Module):
 
 
 def _octaves(x: Tensor) -> Tensor:
-    """x [..., R], and sine and cosine of it at so many octaves: [..., R · (1 + 2 · OCTAVES)]."""
+    """x [..., R] with its sines and cosines at OCTAVES octaves: [..., R · (1 + 2 · OCTAVES)]."""
     angles = torch.cat([2.0**i * torch.pi * x for i in range(OCTAVES)], -1)
     return torch.cat([x, angles.sin(), angles.cos()], -1)
 
 
 def _through(layers: nn.Sequential, x: Tensor) -> Tensor:
-    """The layers' output, x being brought to their dtype."""
+    """The layers' output for x cast to their dtype."""
     return layers(x.to(next(layers.parameters()).dtype))

@@ -1,4 +1,4 @@
-"""Wan's VAE: latents to frames chunk by chunk, and first frames to latents."""
+"""Wan's VAE: decodes latents chunk by chunk, and encodes given frames."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BOUNDS = {
     "patch_size": Bound(1, 64),
     "dim_mult": Bound(1, 64),
 }
-STRIDE = 4  # frames of every latent one but the first, which is one frame
+STRIDE = 4  # pixel frames of a latent frame; a video's first latent frame is one
 
 Normed = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,13 +52,13 @@ Normed = Callable[[Tensor, Tensor], Tensor]
 class WanVae(Decoder):
     """diffusers' Wan VAE, decoded latent frame by latent frame.
 
-    What its causal convolutions saw last is kept in the session's features, so that a video in
-    chunks is the video at once.
+    The state of its causal convolutions is in the session's features, so that a video decoded in
+    chunks equals the video decoded at once.
     """
 
     kind = "wan_vae"
     name = "Wan's VAE"
-    bands = 1  # of rows, in which a frame is decoded
+    bands = 1  # bands of rows in which a frame is decoded
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -67,8 +67,8 @@ class WanVae(Decoder):
         self.encoder_convolutions = sum(type(x) is causal for x in model.encoder.modules())
 
     def compile_norms(self, backend: str = "inductor") -> Self:
-        """The VAE with its decoder's norms compiled, which are short vectors, and many of them."""
-        # any number of vectors; their width is a parameter's, and fixed
+        """Compile the decoder's norms, which are over many short vectors."""
+        # dynamic in the number of vectors; their width is that of a parameter
         normed = torch.compile(_normed, dynamic=True, backend=backend)
         for module in self.model.decoder.modules():
             if type(module) is type(self.model.decoder.norm_out):
@@ -88,7 +88,7 @@ class WanVae(Decoder):
 
     @staticmethod
     def known(tensors: Mapping[str, Tensor]) -> bool:
-        """Whether a file's tensors have the original names of a VAE of Wan's layout."""
+        """Whether tensors have the original names of a VAE of Wan's layout."""
         return {"conv2.weight", "encoder.conv1.weight"} <= tensors.keys()
 
     @classmethod
@@ -101,7 +101,7 @@ class WanVae(Decoder):
     ) -> Self:
         """The VAE in an original file, in diffusers' folder, or in a folder with one of them.
 
-        `config` is a model's, which does not matter here.
+        `config`, the model's, is not used.
         """
         path = Path(path)
         inside = [path / name for name in (PUBLISHED, PUBLISHED_5B, "vae")]
@@ -167,7 +167,7 @@ class WanVae(Decoder):
         lone = [] if state else [1]
         parts = pixels.split(lone + [STRIDE] * ((len(frames) - len(lone)) // STRIDE), 2)
         seen = [state.get(f"encoder.{i}") for i in range(self.encoder_convolutions)]
-        # each by itself, so that a video in chunks is the video at once
+        # each by itself, so that a video in chunks equals the video at once
         made = [model.quant_conv(model.encoder(x, feat_cache=seen, feat_idx=[0])) for x in parts]
         state |= {f"encoder.{i}": x for i, x in enumerate(seen) if x is not None}
         latents = torch.cat(made, 2).chunk(2, 1)[0].to(wide)
@@ -187,7 +187,7 @@ class WanVae(Decoder):
         return (pixels.float().clamp(-1, 1) * 127.5 + 127.5).permute(1, 2, 3, 0)
 
     def _decode(self, latents: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """Pixels [1, 3, F, H, W], about -1 to 1; the features are brought up to date."""
+        """Pixels [1, 3, F, H, W], about -1 to 1; updates the features."""
         model = self.model.to(latents.device)
         mean, std = self._spread(latents)
         latents = (latents * std + mean).to(model.post_quant_conv.weight.dtype)
@@ -211,7 +211,7 @@ class WanVae(Decoder):
         return pixels
 
     def _spread(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The published mean and deviation of each channel, which a model's latents are free of."""
+        """The mean and deviation of each channel, by which a model's latents are normalised."""
         config = self.model.config
         mean, std = (like.new_tensor(x) for x in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
@@ -226,10 +226,10 @@ def _patched(pixels: Tensor, patch: int | None) -> Tensor:
 
 
 def _optimise_decoder(decoder: Any) -> int:
-    """Let diffusers' decoder go over memory less often, to the same results; its convolutions.
+    """Make diffusers' decoder read memory less often; returns its number of causal convolutions.
 
-    Channels lie last, as convolutions on a GPU want them. What is then left of its time is half
-    norms, padding and changes of type that are copies of whole pictures.
+    Channels are stored last, as convolutions on a GPU want them. Half of the time that is then left
+    is norms, padding and casts that copy whole frames.
     """
     for weight in decoder.parameters():
         if weight.dim() >= 4:
@@ -243,13 +243,13 @@ def _optimise_decoder(decoder: Any) -> int:
         elif type(module) is norm:
             module.forward = partial(_norm, module, _normed)
         elif issubclass(type(module), nn.Upsample):
-            # the nearest place's number needs no wider type
+            # nearest-neighbour indices need no wider type
             module.forward = partial(nn.Upsample.forward, module)
     return sum(type(module) is causal for module in modules)
 
 
 def _convolve(module: Any, x: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Of x [B, C, F, h, w] behind the frames seen last, or zeros; padded where it is computed."""
+    """A causal convolution of x [B, C, F, h, w] after the cached frames, or zeros."""
     wide, _, high, _, before, _ = module._padding
     if before and seen is not None:
         x, before = torch.cat([seen, x], 2), before - seen.shape[2]
@@ -259,15 +259,15 @@ def _convolve(module: Any, x: Tensor, seen: Tensor | None = None) -> Tensor:
 
 
 def _norm(module: Any, normed: Normed, x: Tensor) -> Tensor:
-    """Over the channels of x [B, C, ...]."""
+    """The norm over the channels of x [B, C, ...]."""
     x = x.movedim(1, -1).contiguous()
-    if x.is_meta:  # a compiled program does not take tensors without data, which `fit` gives
+    if x.is_meta:  # compiled programs take no tensors without data, as `fit` measures with
         normed = _normed
     return normed(x.view(-1, x.shape[-1]), module.gamma).view(x.shape).movedim(-1, 1)
 
 
 def _normed(rows: Tensor, gamma: Tensor) -> Tensor:
-    # diffusers holds a vector's length at 1e-12 or more; this much on its square is no more
+    # diffusers clamps a vector's norm at 1e-12, which is this epsilon on its square
     return F.rms_norm(rows, rows.shape[-1:], gamma.flatten(), 1e-24)
 
 

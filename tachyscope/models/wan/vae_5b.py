@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-# of each channel of a latent place: the model's are the VAE's, less the mean, over the deviation
+# by channel: a model's latents are the VAE's less the mean, divided by the deviation
 MEAN = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813,
     0.0891, 0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108,
@@ -23,7 +23,7 @@ STD = (
     0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
 )  # fmt: skip
 RESIDUAL = {"0": "norm1", "2": "conv1", "3": "norm2", "6": "conv2"}
-# original names, and diffusers'; what a bracket finds is kept
+# patterns of original names, and their replacements in diffusers' names
 RENAMED = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
@@ -41,14 +41,14 @@ RENAMED = (
 
 
 def known(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a file's tensors are of this layout, and not of Wan 2.1's."""
+    """Whether tensors have Wan 2.2's layout rather than Wan 2.1's."""
     return any(name.startswith("encoder.downsamples.0.downsamples.") for name in tensors)
 
 
 def settings(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What diffusers' config.json says of the VAE."""
+    """The VAE's settings as in diffusers' config.json."""
     channels = tensors["conv2.weight"].shape[0]
-    published = channels == len(MEAN)  # of a small one, made for a test, none were
+    published = channels == len(MEAN)  # a VAE of other channels has no published statistics
     return {
         "base_dim": tensors["encoder.conv1.weight"].shape[0],
         "decoder_base_dim": tensors["decoder.conv1.weight"].shape[0] // 4,

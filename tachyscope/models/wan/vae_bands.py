@@ -1,7 +1,7 @@
-"""Wan's VAE decoded in bands of rows: the same pictures in a part of the work space.
+"""Decode Wan's VAE in bands of rows: the same frames with a fraction of the working memory.
 
-A convolution over three rows keeps the last two that it was given, as it keeps frames, and answers
-one row late: no row is computed twice, and none is blended. Every stage works on as many bands.
+A 3 by 3 convolution keeps the last two rows of its input, as it keeps frames, and its output is one
+row late: no row is computed twice, and none is blended. Every stage has the same number of bands.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# what diffusers notes of a time convolution that has seen the first frame alone
+# diffusers' mark of a time convolution that has had the first frame alone
 REPEAT = "Rep"
-FRAMES = 2  # that a causal convolution keeps
-Seen = list[Any]  # of each causal convolution: what it saw last, None or REPEAT
+FRAMES = 2  # frames that a causal convolution keeps
+Seen = list[Any]  # the kept frames of each causal convolution, None or REPEAT
 
 
 class Rows:
-    """Rows [..., H, W] that wait, the uppermost first."""
+    """A queue of rows [..., H, W] between two stages, from the top of the frame down."""
 
     def __init__(self, rows: int = 0) -> None:
         self.parts: deque[Tensor] = deque()
@@ -36,7 +36,7 @@ class Rows:
 
     @property
     def ready(self) -> bool:
-        """Whether a band is there, or what is left of the picture."""
+        """Whether it has a band, or the last rows of the frame."""
         return self.count >= self.band or (self.ended and self.count > 0)
 
     def next_band(self) -> Tensor:
@@ -56,7 +56,7 @@ class Rows:
             yield part
 
     def add_to(self, x: Tensor) -> Tensor:
-        """x, with the next rows added to it in place."""
+        """Add the next rows to x in place."""
         row = 0
         for part in self.take(x.shape[-2]):
             x[..., row : row + part.shape[-2], :] += part
@@ -65,13 +65,13 @@ class Rows:
 
 
 class Halo:
-    """Rows between their neighbours; zeros lie above and below the picture."""
+    """Pads bands by their neighbouring rows; zeros are above and below the frame."""
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
 
     def around(self, x: Tensor, last: bool) -> Tensor | None:
-        """The rows whose three are there, and one more on either side; None if there are none."""
+        """The rows that have both neighbours, with a row more on each side; None if none has."""
         edge = torch.zeros_like(x[..., :1, :])
         above = edge if self.kept is None else self.kept
         x = torch.cat([above, x, edge] if last else [above, x], -2)
@@ -80,13 +80,13 @@ class Halo:
 
 
 class Before:
-    """What a causal convolution saw last, read and brought up to date row by row, in place."""
+    """The kept frames of a causal convolution, read and updated in place by bands of rows."""
 
     def __init__(self, seen: Seen, at: int, height: int) -> None:
         self.seen, self.at, self.height, self.row = seen, at, height, 0
 
     def joined(self, x: Tensor) -> Tensor:
-        """x [B, C, F, H, W] behind the frames seen last; before a video's first one are zeros."""
+        """x [B, C, F, H, W] after the kept frames; zeros before a video's first frame."""
         held, rows = self._held(x), slice(self.row, self.row + x.shape[-2])
         self.row = rows.stop
         x = torch.cat([held[..., rows, :], x], 2)
@@ -108,7 +108,7 @@ class Before:
 
 
 class Causal:
-    """A causal convolution of 3 x 3 x 3."""
+    """A causal 3 x 3 x 3 convolution."""
 
     def __init__(self, module: Any, before: Before) -> None:
         self.module, self.before, self.halo = module, before, Halo()
@@ -123,7 +123,7 @@ class Causal:
 
 
 class Residual:
-    """Two convolutions, and what goes past them."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, block: Any, before: Iterator[Before]) -> None:
         self.block, self.past = block, Rows()
@@ -141,7 +141,7 @@ class Residual:
 
 
 class Sampler:
-    """Twice the rows and columns, and where time is upsampled too twice the frames."""
+    """Doubles rows and columns, and in some blocks frames too."""
 
     def __init__(self, module: Any, before: Iterator[Before]) -> None:
         self.module, self.halo = module, Halo()
@@ -165,7 +165,7 @@ class Sampler:
 
 
 class Up:
-    """An upsampling block; Wan 2.2's repeats its places beside it."""
+    """An upsampling block; Wan 2.2's has a skip connection that repeats positions."""
 
     def __init__(self, block: Any, before: Iterator[Before], first: bool) -> None:
         self.residuals = [Residual(x, before) for x in block.resnets]
@@ -204,7 +204,7 @@ class Head:
 
 
 def decode(decoder: Any, x: Tensor, seen: Seen, bands: int, first: bool) -> Tensor:
-    """Pixels [1, C, F, H, W] of a latent frame x, which is `first` in its video or not."""
+    """Pixels [1, C, F, H, W] of a latent frame x; `first`: it begins the video."""
     height, index = x.shape[-2], [1]
 
     def before(height: int) -> Iterator[Before]:
@@ -213,7 +213,7 @@ def decode(decoder: Any, x: Tensor, seen: Seen, bands: int, first: bool) -> Tens
 
     numbers = count()
     whole = Causal(decoder.conv_in, next(before(height))).run(x, True)
-    # its attention sees a whole frame, and these tensors are small
+    # the middle block attends to a whole frame, and its tensors are small
     x = decoder.mid_block(whole, feat_cache=seen, feat_idx=index)
     numbers = count(index[0])
     stages: list[Up | Head] = []
@@ -227,7 +227,7 @@ def decode(decoder: Any, x: Tensor, seen: Seen, bands: int, first: bool) -> Tens
     stages.append(Head(decoder, before(height)))
     waiting[0].put(x, True)
     del whole, x
-    # what is furthest goes on first, so that little waits
+    # the last stage that is ready runs first, so that queues stay short
     while there := [i for i in range(len(stages)) if waiting[i].ready]:
         at = there[-1]
         band = waiting[at].next_band()

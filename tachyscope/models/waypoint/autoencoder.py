@@ -1,4 +1,4 @@
-"""What shows Waypoint's latents, and makes some of pictures: taehv1_5, or a look at them."""
+"""Waypoint's autoencoder taehv1_5, and a preview without weights."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NAME = "taehv1_5"
 FILES = (f"{NAME}.pth", f"{NAME}.safetensors")
 WIDE = 64  # channels of the encoder
 PATCH = 2
-WARM = 3  # times that a video's first latent frame is seen before it is shown
+WARM = 3  # times that a video's first latent frame is decoded before it is shown
 
 
 class Stills(Preview):
-    """A look at latents where each becomes four frames, the first too."""
+    """A preview in which every latent frame, the first too, is four frames."""
 
     def pixel_frames(self, latents: int) -> int:
         return self.stride[0] * latents
@@ -78,7 +78,7 @@ class TinyEncoder(nn.Module):
 
 
 class TinyAutoencoder(TinyDecoder):
-    """taehv1_5: a latent frame is four frames, the video's first one too, and back."""
+    """taehv1_5, in which every latent frame, the first too, is four frames."""
 
     trim = 0
 
@@ -94,7 +94,7 @@ class TinyAutoencoder(TinyDecoder):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> Self | None:
-        """The published file in the first of these folders that has it, or one of them."""
+        """The decoder in the first of `places`: a file, or a folder with the published one."""
         for place in places:
             if not place.is_dir():
                 return cls.open(place, config, device, dtype)
@@ -111,7 +111,7 @@ class TinyAutoencoder(TinyDecoder):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> Self:
-        """The decoder in a published file, or `random-tiny`; a file's encoder too if it has one."""
+        """The decoder, and encoder if there is one, of a published file; or `random-tiny`."""
         if str(path) == RANDOM:
             layers = random_layers(config, device).place(device, dtype)
             return cls(layers, None, f"{NAME} (random weights)")
@@ -128,7 +128,7 @@ class TinyAutoencoder(TinyDecoder):
 
     @classmethod
     def sized(cls, config: LatentSizes, dtype: torch.dtype) -> Self:
-        """The published sizes, on the meta device."""
+        """A decoder and encoder of the published sizes, on the meta device."""
         layers = random_layers(config, "meta").place("meta", dtype)
         with torch.device("meta"):
             encoder = TinyEncoder(config.in_channels).to(dtype)
@@ -144,7 +144,7 @@ class TinyAutoencoder(TinyDecoder):
                 f"{self.name} has no encoder, got pictures to begin with: give the published "
                 f"{FILES[0]}"
             )
-        if len(frames) == 1:  # a picture stands still
+        if len(frames) == 1:  # a still image
             frames = (
                 frames.repeat(TIME, 0)
                 if isinstance(frames, np.ndarray)

@@ -1,4 +1,4 @@
-"""What a Waypoint's config.yaml says, and the table of its file's tensors."""
+"""Waypoint's config.yaml, and the names and shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tachyscope.models.config_schema import (
 from tachyscope.models.waypoint.controls import ACTIONS
 
 MODEL_TYPE = "waypoint-1.5"
-FOURIER = 512  # numbers of a noise level's embedding
-STRIDE = (4, 16, 16)  # frames, rows and columns of pixels that a latent place becomes
+FOURIER = 512  # channels of a noise level's sinusoidal embedding
+STRIDE = (4, 16, 16)  # pixel frames, rows and columns of a latent position
 PERIOD = Bound(1, 256)
-# what other Waypoints have and this one has not: as the file spells it, and what it must be here
+# settings in which Waypoints differ, and the values that are supported
 MUST: dict[str, tuple[Any, ...]] = {
     "model_type": (MODEL_TYPE, None),
     "prompt_conditioning": (None,),
@@ -53,10 +53,10 @@ class WaypointConfig(Config):
     n_kv_heads: int = entry(16, HEADS)
     mlp_ratio: int = entry(4, Bound(1, 64))
     channels: int = entry(32, SIDE)
-    height: int = entry(16, SIDE)  # places of a latent frame
+    height: int = entry(16, SIDE)  # tokens of a latent frame
     width: int = entry(32, SIDE)
     patch: tuple[int, int] = entry((2, 2), Bound(1, 16))
-    n_buttons: int = entry(256, Bound(91, 4_096))  # those that keys press are among them
+    n_buttons: int = entry(256, Bound(91, 4_096))  # includes those of the actions
     ctrl_conditioning_period: int = entry(3, PERIOD)
     local_window: int = entry(16, Bound(1, 1_000_000))
     global_window: int = entry(128, Bound(1, 1_000_000))
@@ -115,7 +115,7 @@ class WaypointConfig(Config):
 
     @property
     def stock(self) -> str:
-        """The context that it was trained with, as a plan."""
+        """The plan of its training context."""
         return (
             f"cache=strided:budget={self.local_window}f,far={self.global_window},"
             f"every={self.global_pinned_dilation},period={self.global_attn_period} "
@@ -123,11 +123,11 @@ class WaypointConfig(Config):
         )
 
     def fuses(self, layer: int) -> bool:
-        """Whether a layer is told the controls."""
+        """Whether a layer reads the controls."""
         return layer % self.ctrl_conditioning_period == 0
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of model.safetensors."""
+        """The name and shape of every tensor in model.safetensors."""
         wide, hidden = self.d_model, self.mlp_ratio * self.d_model
         queries, values = (n * self.head_dim for n in (self.n_heads, self.n_kv_heads))
         ends = (wide, self.channels, *self.patch)
@@ -163,7 +163,7 @@ class WaypointConfig(Config):
 
     @classmethod
     def read(cls, path: Path) -> WaypointConfig:
-        """From a config.yaml; what it says of training is passed over."""
+        """Read a config.yaml; settings of training are ignored."""
         tables = Tables(_read_yaml(path), str(path))
         for key, allowed in MUST.items():
             tables.must(key, *allowed)

@@ -1,4 +1,4 @@
-"""What Waypoint's actions press: buttons by Windows' virtual-key codes, a mouse and its wheel."""
+"""Waypoint's actions as inputs: buttons by Windows' virtual-key codes, mouse and wheel."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 W, A, S, D, SPACE, SHIFT, CLICK = 0x57, 0x41, 0x53, 0x44, 0x20, 0x10, 0x01
-TURN, PITCH = 0.4, 0.3  # of the mouse, as in the authors' first example
+TURN, PITCH = 0.4, 0.3  # mouse movement, as in the authors' first example
 
 
 class Press(NamedTuple):
-    """What is down in a latent frame."""
+    """The inputs of a latent frame."""
 
     buttons: tuple[int, ...] = ()
     mouse: tuple[float, float] = (0.0, 0.0)  # to the right, down
     wheel: int = 0  # its direction: -1, 0 or 1
 
     def row(self, buttons: int) -> Tensor:
-        """The numbers [buttons + 3] that the model is told: mouse, buttons, wheel."""
+        """The control vector [buttons + 3]: mouse, buttons, wheel."""
         row = torch.zeros(buttons + 3, dtype=torch.float64)
         row[:2] = torch.tensor(self.mouse, dtype=torch.float64)
         for button in self.buttons:
@@ -52,5 +52,5 @@ CHORDS = {"q": "wj", "e": "wl"}
 
 
 def table(buttons: int, device: torch.device | str) -> Tensor:
-    """Every action's numbers [A, buttons + 3]."""
+    """The control vectors of all actions [A, buttons + 3]."""
     return torch.stack([press.row(buttons) for press in PRESSES.values()]).to(device)

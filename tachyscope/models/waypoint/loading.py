@@ -1,4 +1,4 @@
-"""Waypoint's files: read, checked against their configuration, fetched, and written."""
+"""Load and save Waypoint checkpoints."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def load_waypoint(
 def own_names(
     tensors: Mapping[str, Tensor], config: WaypointConfig, where: str
 ) -> dict[str, Tensor]:
-    """A file's tensors under the module's names; raises where they are not the published ones.
+    """A file's tensors by the module's names; raises unless they are the published ones.
 
-    The linears of a noise level are every layer's, and the file has them for each.
+    The modulation's linears, which layers share, are in the file once for each layer.
     """
     wanted = {name: torch.empty(x, device="meta") for name, x in config.tensors().items()}
     given = matched(wanted, tensors, where)
@@ -104,7 +104,7 @@ def own_names(
 
 
 def file_names(model: Waypoint) -> dict[str, Tensor]:
-    """The module's tensors under the published names."""
+    """The module's tensors by their published names."""
     own, tensors = model.state_dict(), dict[str, Tensor]()
     for name, shape in model.config.tensors().items():
         block, _, inner = name.removeprefix(BLOCKS).partition(".")
@@ -122,7 +122,7 @@ def file_names(model: Waypoint) -> dict[str, Tensor]:
 
 
 def save_waypoint(made: WaypointModel, folder: Path) -> None:
-    """Write a folder as it is published."""
+    """Save a folder in the published form."""
     import yaml
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _scale(name: str, drawn: Tensor) -> None:
 
 
 def sized_waypoint(dtype: torch.dtype, decoder: Path | str | None = None) -> WaypointModel:
-    """The published model as shapes alone, on the meta device."""
+    """The published model on the meta device."""
     config = WaypointConfig()
     with torch.device("meta"):
         model = Waypoint(config).to(dtype)

@@ -1,4 +1,4 @@
-"""Waypoint as a stream drives it: an action a latent frame."""
+"""Waypoint, which samples one latent frame for each action."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tachyscope.models.waypoint.transformer import Waypoint
 
 
 class WaypointModel(DiffusionModel):
-    """A Waypoint: its transformer, and what shows latents where there is such."""
+    """A Waypoint: its transformer, and its decoder, if it has one."""
 
     transformer: Waypoint
     actions = controls.ACTIONS
@@ -37,7 +37,7 @@ class WaypointModel(DiffusionModel):
         self.config = transformer.config
         self.size, self.fps = self.config.size, self.config.inference_fps
         self.stock = self.config.stock
-        # in the model's precision, as its authors have them
+        # rounded to the model's precision, as in the authors' code
         self.sigmas = torch.tensor(self.config.scheduler_sigmas, dtype=self.dtype).tolist()
         self.presses = controls.table(self.config.n_buttons, self.device)
 
@@ -69,14 +69,14 @@ class WaypointModel(DiffusionModel):
 
     @property
     def _end_macs(self) -> int:
-        """Those of what makes tokens of latents, or latents of tokens."""
+        """Multiply-adds of a token's patch embedding, or of its output patch."""
         return self.config.channels * math.prod(self.config.patch) * self.config.d_model
 
     def rope(self, shape: Shape) -> Rope:
-        """Columns and rows turn at frequencies of pixels, time as in a language model.
+        """Rows and columns rotate at "pixel" frequencies, time as in a language model.
 
-        Queries and keys turn alike, so that only differences count: places are not centred, and
-        turned pairs stay beside each other.
+        Positions are not centred and pairs are interleaved, unlike in the authors' code: attention
+        depends only on differences of positions, and queries and keys are laid out alike.
         """
         c, head = self.config, shape.head_dim
         most = c.rope_nyquist_frac * min(shape.grid) / 2
@@ -112,7 +112,7 @@ class WaypointModel(DiffusionModel):
                 self.transformer.embed_patches,
             )  # fmt: skip
             clean = session.predict(now, partial(self._denoise, session, pressed))
-            # along the velocity to the next level: a skipped pass keeps what is clean
+            # an Euler step to the next level; a skipped pass keeps the clean estimate
             x = clean + then / sigma * (x - clean)
         if ready is not None:
             ready(x)
@@ -121,15 +121,15 @@ class WaypointModel(DiffusionModel):
         return x
 
     def _denoise(self, session: Session, pressed: Tensor, now: DenoisePass) -> Tensor:
-        """What is clean in latents, by one pass."""
+        """The clean latents that one pass predicts."""
         session.begin(session.positions(1), now.index, len(self.sigmas), [now.noise])
         velocity = self.transformer(session, now.x, self._level(now.noise), pressed)
         return now.x - now.noise * velocity
 
     def _remember(self, session: Session, x: Tensor, pressed: Tensor) -> None:
-        """A pass over clean latents, for the keys and values that it leaves.
+        """A pass over clean latents, whose keys and values stay in the cache.
 
-        It ends in its last layer: one linear there, what is told it, and the head are not run.
+        It ends in the last layer, without its output linear, its control fusion and the head.
         """
         c, last = self.config, len(self.sigmas) - 1
         unused = c.n_heads * c.head_dim * c.d_model + self._end_macs

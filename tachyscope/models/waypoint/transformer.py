@@ -1,4 +1,4 @@
-"""Waypoint's transformer: a latent frame at a noise level, told what is pressed."""
+"""Waypoint's transformer: predicts a latent frame's velocity from noise level and controls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Write = Callable[[int, Tensor, Tensor, Tensor], Any]
 
 
 class Attends(Protocol):
-    """What the transformer asks of a session."""
+    """The session's methods that the transformer calls."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -39,7 +39,7 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A feed-forward network under the name that the file gives it."""
+    """A feed-forward network under its published name."""
 
     def __init__(self, wide: int, config: WaypointConfig) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(wide, config.n_kv_heads * head, bias=False)
         self.v_proj = nn.Linear(wide, config.n_kv_heads * head, bias=False)
         self.out_proj = nn.Linear(config.n_heads * head, wide, bias=False)
-        self.v_lamb = nn.Parameter(torch.empty(()))  # the share of the first layer's values
+        self.v_lamb = nn.Parameter(torch.empty(()))  # weight of the first layer's values
 
     def forward(self, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values of x [B, S, W] as [B, H, S, D]; and the first layer's values."""
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class Fusion(nn.Module):
-    """What the stream gains by the controls."""
+    """An MLP of the stream and the controls, added to the stream."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class Fusion(nn.Module):
         self.fc2 = nn.Linear(wide, wide, bias=False)
 
     def forward(self, x: Tensor, control: Tensor) -> Tensor:
-        """Of x [B, S, W] and a control [1, 1, W]."""
+        """What is added to x [B, S, W], for a control embedding [1, 1, W]."""
         return self.fc2(F.silu(self.fc1_x(rms(x)) + self.fc1_c(rms(control))))
 
 
 class Block(nn.Module):
-    """A layer; what a noise level does in it is its biases' alone, the linears are shared."""
+    """A layer; its modulation by noise has biases of its own, and linears that layers share."""
 
     def __init__(self, config: WaypointConfig, layer: int) -> None:
         super().__init__()
@@ -133,14 +133,14 @@ class Waypoint(nn.Module):
         control: Tensor,
         write: Write | None = None,
     ) -> Tensor | None:
-        """The velocity [B, C, 1, h, w] of latents x at a noise level, a number of the device.
+        """The velocity [B, C, 1, h, w] of latents x at noise level `sigma`, a scalar tensor.
 
-        `control` [buttons + 3] is what is pressed. With `write` the pass ends there once the last
-        layer's keys and values are known.
+        `control` [buttons + 3] are the pressed buttons, mouse and wheel. With `write` the pass ends
+        in the last layer, whose q, k and v are passed to it.
         """
         dtype, last = self.patchify.weight.dtype, self.config.n_layers - 1
         y, c = self.embed_patches(x), self.embed_noise(sigma).to(dtype)
-        told = self.ctrl_emb.mlp(control.to(dtype))[None, None]
+        pressed = self.ctrl_emb.mlp(control.to(dtype))[None, None]
         blocks = cast(list[Block], self.blocks)
         biases = torch.stack([block.bias_in for block in blocks])
         hidden = F.silu(c + biases)  # [layers, 2, W]
@@ -155,7 +155,7 @@ class Waypoint(nn.Module):
             seen = session.attend(i, q, k, v).transpose(1, 2).flatten(2)
             y = y + gate * block.attn.out_proj(seen)
             if block.ctrl_mlpfusion is not None:
-                y = y + block.ctrl_mlpfusion(y, told)
+                y = y + block.ctrl_mlpfusion(y, pressed)
             a = modulated(y, mlp_scale, mlp_shift)
             y = y + mlp_gate * session.mlp(i, a, block.dit_mlp)
         y = F.silu(modulated(y, *self.out_norm(F.silu(c)).chunk(2)))
