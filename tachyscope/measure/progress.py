@@ -44,18 +44,18 @@ class Progress:
         self._tasks: dict[str, Any] = {}
         self._sums: dict[str, defaultdict[str, float]] = {}
         self._begun = self._said = time.monotonic()
-        self._waiting: threading.Timer | None = None  # prints a stage that takes long
+        self._stage_over = threading.Event()  # of the stage that is printed in lines
 
     def stage(self, text: str) -> None:
         """Show a stage of unknown length, such as loading; "" ends it."""
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        self._stage_over.set()
         if self._bars is None:
             if text:
-                self._waiting = threading.Timer(SAY_EVERY, self._say, [text])
-                self._waiting.daemon = True
-                self._waiting.start()
+                self._stage_over = threading.Event()
+                say = threading.Thread(
+                    target=self._say_until, args=(self._stage_over, text), daemon=True
+                )
+                say.start()
             return
         if "stage" in self._tasks:
             self._bars.remove_task(self._tasks.pop("stage"))
@@ -110,6 +110,10 @@ class Progress:
         left = "left" if done < frames else "taken"
         text = f"{done}/{frames} frames {text}"
         self._bars.update(self._tasks[name], completed=done, text=text, left=left)
+
+    def _say_until(self, over: threading.Event, text: str) -> None:
+        while not over.wait(SAY_EVERY):
+            self._say(text)
 
     def _say(self, text: str) -> None:
         now = time.monotonic()
