@@ -14,6 +14,7 @@ from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.kv_allocation import cache_bytes
 from tachyscope.core.plan import NAMES
 from tachyscope.core.rollout import rollout
+from tachyscope.io import machine
 from tachyscope.memory.allocations import peak, tensor_bytes
 from tachyscope.memory.choose import FP8, TINY, largest
 from tachyscope.memory.fit import fit
@@ -413,3 +414,27 @@ def test_as_many_sessions_are_told_as_a_server_has_room_for():
     count = row["recipes"][0]["sessions"]
     assert count > 1 and lines(document)[-1].endswith(f", serves {count} sessions")
     assert 0 <= free - count * taken.of_session < taken.of_session
+
+
+@pytest.mark.parametrize(
+    "line, top, name",
+    [
+        ("0::/user.slice/app.scope", "", "memory.max"),
+        ("4:cpu,memory:/user.slice/app.scope", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_the_limit_of_a_group_holds_for_those_within_it(line, top, name, tmp_path, monkeypatch):
+    limits = machine._group_limits
+    monkeypatch.setattr(machine, "_group_limits", lambda: limits(tmp_path))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"1:cpu:/other\n{line}\n")
+    inner = tmp_path / "sys/fs/cgroup" / top / "user.slice/app.scope"
+    inner.mkdir(parents=True)
+    cpu = torch.device("cpu")
+    whole = machine.memory_of(cpu)
+    (inner / name).write_text("2000000\n")
+    assert machine.memory_of(cpu) == 2_000_000 < whole
+    (inner.parent / name).write_text("1000000\n")
+    assert machine.memory_of(cpu) == 1_000_000
+    (inner.parent / name).write_text("max\n")
+    assert machine.memory_of(cpu) == 2_000_000

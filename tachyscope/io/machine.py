@@ -75,17 +75,21 @@ def memory_of(device: torch.device) -> int | None:
     return total
 
 
-def _group_limits() -> Iterator[Path]:
-    """Files that may hold this process's memory limit, of cgroup v2 and v1."""
-    groups = Path("/sys/fs/cgroup")
+def _group_limits(root: Path = Path("/")) -> Iterator[Path]:
+    """Files that may limit this process's memory: of its cgroup and of all above it, v2 and v1."""
+    groups = root / "sys/fs/cgroup"
     yield from (groups / "memory.max", groups / "memory/memory.limit_in_bytes")  # a container's
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
             if not kinds:
-                yield groups / path.lstrip("/") / "memory.max"
+                top, limit = groups, "memory.max"
             elif "memory" in kinds.split(","):
-                yield groups / "memory" / path.lstrip("/") / "memory.limit_in_bytes"
+                top, limit = groups / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            group = top / path.lstrip("/")
+            yield from (x / limit for x in (group, *group.parents) if x.is_relative_to(top))
 
 
 def count_peak(device: torch.device) -> None:
