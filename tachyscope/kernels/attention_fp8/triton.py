@@ -49,7 +49,7 @@ def quantise_entries(
     w = entries.scale if log_count is None else log_count
     mean = entries.scale if centre is None else centre.contiguous()
     launch(
-        _entries, (blocks, rows * heads),
+        _entries, (blocks, rows * heads, 2),
         k, v, w, mean, entries.k, entries.v, entries.scale, *k.stride()[:3], *v.stride()[:3],
         w.stride(0), w.stride(1) if w.shape[1] > 1 else 0, heads, n, blocks * block,
         WEIGHTED=log_count is not None, CENTRED=centre is not None, MOST=LARGEST, LEAST=LEAST,
@@ -119,35 +119,38 @@ def _entries(
     WEIGHTED: tl.constexpr, CENTRED: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Code a block of keys, and of values, which are transposed."""
+    """Code a block of keys, or of values, which are transposed.
+
+    Programs that did both would hold twice the registers, and a multiprocessor one of them.
+    """
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = row // heads, row % heads
     i, offs_d = tl.arange(0, N), tl.arange(0, D)
-    start = block * N
-    at = start + i
-    there = at < n
+    start, of_values = block * N, tl.program_id(2) == 1
     # of 16 values in a row: two of the first eight, two of the last, and so on
-    mixed = start + i // 16 * 16 + i // 2 % 2 * 8 + i // 4 % 4 * 2 + i % 2
-    mixed_there = mixed < n
+    mixed = i // 16 * 16 + i // 2 % 2 * 8 + i // 4 % 4 * 2 + i % 2
+    at = start + tl.where(of_values, mixed, i)
+    there = at < n
     if WEIGHTED:
-        log_count += b * w_b + h * w_h
-        there &= tl.load(log_count + at, mask=there, other=0.0) > float("-inf")
-        mixed_there &= tl.load(log_count + mixed, mask=mixed_there, other=0.0) > float("-inf")
-    k += b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_n + offs_d[None, :]
-    v += b * v_b + h * v_h + mixed.to(tl.int64)[:, None] * v_n + offs_d[None, :]
-    keys = tl.load(k, mask=there[:, None], other=0.0).to(tl.float32)
-    values = tl.load(v, mask=mixed_there[:, None], other=0.0).to(tl.float32)
-    if CENTRED:
-        mean = tl.load(centre + row * D + offs_d)
-        keys = tl.where(there[:, None], keys - mean[None, :], 0.0)
-    k_most = tl.maximum(tl.max(tl.abs(keys)), LEAST)
-    v_most = tl.maximum(tl.max(tl.abs(values)), LEAST)
-    keys *= tl.div_rn(MOST + tl.zeros_like(k_most), k_most)
-    values *= tl.div_rn(MOST + tl.zeros_like(v_most), v_most)
-    k_code += (row * slots + at)[:, None] * D + offs_d[None, :]
-    tl.store(k_code, keys.to(tl.float8e4nv))
-    v_code += (row * slots + start) * D + offs_d[:, None] * N + i[None, :]
-    tl.store(v_code, tl.trans(values.to(tl.float8e4nv)))
+        weight = tl.load(log_count + b * w_b + h * w_h + at, mask=there, other=0.0)
+        there &= weight > float("-inf")
     scale += (row * (slots // N) + block) * 2
-    tl.store(scale, k_most * (1 / MOST))
-    tl.store(scale + 1, v_most * (1 / MOST))
+    if of_values:
+        x = v + b * v_b + h * v_h + at.to(tl.int64)[:, None] * v_n + offs_d[None, :]
+        values = tl.load(x, mask=there[:, None], other=0.0).to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(values)), LEAST)
+        values *= tl.div_rn(MOST + tl.zeros_like(most), most)
+        turned = v_code + (row * slots + start) * D + offs_d[:, None] * N + i[None, :]
+        tl.store(turned, tl.trans(values.to(tl.float8e4nv)))
+        tl.store(scale + 1, most * (1 / MOST))
+    else:
+        x = k + b * k_b + h * k_h + at.to(tl.int64)[:, None] * k_n + offs_d[None, :]
+        keys = tl.load(x, mask=there[:, None], other=0.0).to(tl.float32)
+        if CENTRED:
+            mean = tl.load(centre + row * D + offs_d)
+            keys = tl.where(there[:, None], keys - mean[None, :], 0.0)
+        most = tl.maximum(tl.max(tl.abs(keys)), LEAST)
+        keys *= tl.div_rn(MOST + tl.zeros_like(most), most)
+        code = k_code + (row * slots + at)[:, None] * D + offs_d[None, :]
+        tl.store(code, keys.to(tl.float8e4nv))
+        tl.store(scale, most * (1 / MOST))
