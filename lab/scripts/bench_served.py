@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", required=True, help="a JSON file of all rows")
     parser.add_argument("--model", default="lingbot-world")
     parser.add_argument("--weights", action="append", help="of the server; random unless given")
-    parser.add_argument("--plan", default="fast")
+    parser.add_argument("--plan", default="live")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sessions", default="1,2,4,8", help="counts, set apart by commas")
     parser.add_argument("--seconds", type=float, default=20.0, help="that each count is timed")
