@@ -170,7 +170,8 @@ class Choice:
         """The plan, and with a bank's past in fewer bits."""
         plan = self.video.plan
         yield plan
-        if isinstance(plan.cache, Bank) and plan.cache.host != "int4":
+        quantises = plan.store.name == "native"
+        if isinstance(plan.cache, Bank) and quantises and plan.cache.host != "int4":
             yield dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, host="int4"))
 
     def _model(self, weights: Words) -> tuple[VideoModel, dict[str, Any]]:
