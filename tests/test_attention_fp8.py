@@ -182,3 +182,29 @@ def test_what_all_keys_have_in_common_changes_nothing(rng):
         assert (got - want).norm() / want.norm() < 0.06
     apart = [x.norm() / want.norm() for x in (stock.centre_of(far), stock.centre_of(k))]
     assert apart[0] > 3 * apart[1]
+
+
+def test_another_kernel_is_compiled_for_scales_of_another_alignment(rng, monkeypatch):
+    """Triton compiles for pointers to multiples of 16 bytes, and a kept kernel must not meet others."""
+    pytest.importorskip("triton.experimental.gluon")
+    from tachyscope.kernels.attention_fp8 import hopper
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: self
+
+    monkeypatch.setattr(hopper, "_flash", Kernel())
+    monkeypatch.setattr(hopper, "_built", {})
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
+    q, k, v = (_draw(rng, 1, 2, 128, 64) for _ in range(3))
+    code, scale = stock.quantise_queries(q)
+    held = stock.quantise_entries(k, v, 128)
+
+    moved = [
+        torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (scale, held.scale)
+    ]
+    kernels = []
+    for q_scale, kv_scale in ((scale, held.scale), (moved[0], held.scale), (scale, moved[1])):
+        hopper.flash(code, q_scale, held._replace(scale=kv_scale), 128, None, None)
+        kernels.append(len(hopper._built))
+    assert kernels == [1, 2, 3]

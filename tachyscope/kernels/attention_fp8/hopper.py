@@ -131,7 +131,7 @@ def flash(
     )  # fmt: skip
     _launch(
         cut.whole + (cut.programs if cut.left else 0),
-        (ids, counts, out, parts, lse_parts, w), args,
+        (ids, counts, out, parts, lse_parts, w, q_scale, present.scale, old.scale), args,
         (weighted, listed, tile if past is None else past.tile, width, block,
             variant.stages or STAGES[block], variant.fresh, variant.turns),
     )  # fmt: skip
