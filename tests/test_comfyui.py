@@ -107,6 +107,23 @@ def encoded(chunks, fps, path):
     return np.stack(list(read_video(path))).astype(int)
 
 
+def test_one_side_alone_is_refused_when_queued(nodes):
+    check = nodes.pack.StreamVideo.validate_inputs
+    assert check(height=480) == "give both height and width, or 0 for both, got 480 x 0"
+    assert check(height=480, width=832) is True and check() is True
+    with pytest.raises(TachyscopeError, match="got 480 x 0"):
+        streamed(nodes, height=480)
+
+
+def test_an_input_from_another_node_is_checked_when_it_is_known(nodes):
+    """ComfyUI gives None for it when a workflow is queued."""
+    pack = nodes.pack
+    assert pack.StreamVideo.validate_inputs(later_prompts=None, height=None, width=832) is True
+    assert pack.MakePlan.validate_inputs("fast", None) is True
+    with pytest.raises(TachyscopeError, match="cache policy 'nope'"):
+        pack.MakePlan.execute("fast", "cache=nope")
+
+
 def test_a_streamed_file_has_the_frames_of_a_rollout(nodes, tmp_path):
     (model, weights), (video, fps, report) = streamed(nodes, later_prompts="9: a blue ball\n")
     made = np.stack(list(read_video(video.path)))

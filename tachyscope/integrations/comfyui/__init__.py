@@ -1,8 +1,8 @@
 """ComfyUI: load a model, choose a plan, stream a video into a file, compare two.
 
-Nodes of ComfyUI's third API. A video is written as it is made, so that none lies in memory whole;
-ComfyUI's own nodes save it, show it, or take it apart into images. Weights are ComfyUI's to take
-off the GPU where another model needs the room, and come back before the next video.
+Nodes of ComfyUI's V3 API. A video is written to a file as it is generated and never held in memory
+as a whole; ComfyUI's own nodes save it, show it, or split it into images. ComfyUI may unload the
+weights when another model needs the GPU's memory; they are loaded again before the next video.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PREVIEW = 512  # pixels of a preview's longer side, at most
 
 
 class Loaded(NamedTuple):
-    """A model, and its weights as ComfyUI moves them."""
+    """A model, and its weights in the patcher by which ComfyUI moves them."""
 
     model: ts.VideoModel
     weights: Any
@@ -113,7 +113,9 @@ class MakePlan(io.ComfyNode):
         )  # fmt: skip
 
     @classmethod
-    def validate_inputs(cls, base: str, changes: str = "") -> bool | str:
+    def validate_inputs(cls, base: str | None, changes: str | None = "") -> bool | str:
+        if base is None or changes is None:
+            return True  # from another node: known when this one runs
         try:
             check_text(f"{base} {changes}")
         except TachyscopeError as fault:
@@ -122,7 +124,9 @@ class MakePlan(io.ComfyNode):
 
     @classmethod
     def execute(cls, base: str, changes: str = "") -> Any:
-        return io.NodeOutput(f"{base} {changes}".strip())
+        plan = f"{base} {changes}".strip()
+        check_text(plan)
+        return io.NodeOutput(plan)
 
 
 class StreamVideo(io.ComfyNode):
@@ -168,9 +172,16 @@ class StreamVideo(io.ComfyNode):
         )  # fmt: skip
 
     @classmethod
-    def validate_inputs(cls, later_prompts: str = "") -> bool | str:
-        try:
-            read_schedule(later_prompts)
+    def validate_inputs(
+        cls,
+        later_prompts: str | None = "",
+        height: int | None = 0,
+        width: int | None = 0,
+    ) -> bool | str:
+        try:  # None comes from another node, and is known when this one runs
+            read_schedule(later_prompts or "")
+            if height is not None and width is not None:
+                size_of(height, width)
         except TachyscopeError as fault:
             return str(fault)
         return True
@@ -192,7 +203,7 @@ class StreamVideo(io.ComfyNode):
         strength: float = STRENGTH,
     ) -> Any:
         loaded, model = model, model.model
-        size = (height, width) if height and width else None
+        size = size_of(height, width)
         wanted = 0
         if model.device.type == "cuda":
             needed = need(
@@ -225,7 +236,7 @@ class StreamVideo(io.ComfyNode):
 
 
 class CompareVideos(io.ComfyNode):
-    """How near one video comes to another."""
+    """How similar two videos are."""
 
     @classmethod
     def define_schema(cls) -> Any:
@@ -255,7 +266,7 @@ async def comfy_entrypoint() -> Tachyscope:
 
 
 class _Interrupt(Observer):
-    """Ends a chunk between two passes where the user asks for it."""
+    """Ends a chunk between two passes when the user interrupts."""
 
     host = False
 
@@ -276,8 +287,15 @@ def read_schedule(text: str) -> list[tuple[int, str]]:
     return changes
 
 
+def size_of(height: int, width: int) -> tuple[int, int] | None:
+    """A video's size; the model's own if both sides are 0."""
+    if bool(height) != bool(width):
+        raise TachyscopeError(f"give both height and width, or 0 for both, got {height} x {width}")
+    return (height, width) if height else None
+
+
 def report(plan: str, rows: list[Any]) -> str:
-    """What a video took, in a line."""
+    """A line about the work of a video."""
     total = {key: sum(row.get(key, 0.0) for row in rows) for key in ("frames", "chunk_ms")}
     pairs, dense = (sum(row.get(key, 0.0) for row in rows) for key in ("pairs", "pairs_dense"))
     speed = 1e3 * total["frames"] / max(total["chunk_ms"], 1e-9)
@@ -288,7 +306,7 @@ def report(plan: str, rows: list[Any]) -> str:
 
 
 def bring(loaded: Loaded, wanted: int = 0) -> None:
-    """Have a model's weights on its device, and so many bytes free beside them."""
+    """Load a model's weights to its device, and free `wanted` more bytes there."""
     management.load_models_gpu([loaded.weights], memory_required=wanted, force_full_load=True)
     fuse = getattr(loaded.model.transformer, "fuse", None)
     if fuse is not None and loaded.model.device.type == "cuda":
@@ -296,14 +314,14 @@ def bring(loaded: Loaded, wanted: int = 0) -> None:
 
 
 def _modules(model: ts.VideoModel) -> list[torch.nn.Module]:
-    """What of a model can be moved; text encoders stay on the CPU."""
+    """The modules of a model that ComfyUI moves; text encoders stay on the CPU."""
     held = [model, getattr(model, "decoder", None)]
     parts = [x for one in held if one is not None for x in vars(one).values()]
     return [x for x in parts if isinstance(x, torch.nn.Module)]
 
 
 def _file_bytes(path: str) -> int:
-    """About what a checkpoint takes."""
+    """The size of a checkpoint's files."""
     if not os.path.exists(path):
         return 0
     files = [path] if os.path.isfile(path) else Path(path).rglob("*.safetensors")
@@ -324,7 +342,7 @@ def _new_file() -> str:
 
 
 def _file_of(video: Any) -> str:
-    """A video's file; one is written of what is in memory alone."""
+    """The path of a video's file; a video in memory is written to one first."""
     source = video.get_stream_source()
     if isinstance(source, str):
         return source
