@@ -8,6 +8,7 @@ from faults import refused
 from streams import CHUNKS, assert_same, draw, play, play_pass, session
 
 from tachyscope.attention.ann import Ann
+from tachyscope.core.kv_allocation import slots_for
 from tachyscope.core.plan import Plan
 from tachyscope.core.types import Rope
 from tachyscope.io.machine import ram
@@ -475,6 +476,15 @@ def test_codes_in_host_memory_stay_near_native(host):
 )
 def test_what_a_bank_cannot_serve_is_refused_in_one_line(plan, told):
     refused(lambda: session(CHUNKS, plan), "bank", told)
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (8, 8), (30, 52)])
+def test_the_attention_that_a_refusal_names_is_not_refused(grid):
+    shape, plan = dataclasses.replace(CHUNKS, grid=grid, chunk=3), "dense text=none cache=bank %s"
+    message = refused(lambda: Plan.parse(plan % "attention=dense").check(shape), "cannot serve")
+    advised = Plan.parse(plan % message.rpartition("use ")[2])
+    advised.check(shape)
+    assert slots_for(advised, shape, (), None) == 21 * grid[0] * grid[1]
 
 
 def test_a_bank_larger_than_host_memory_is_refused():

@@ -52,7 +52,7 @@ class AttentionPolicy(Policy, question="attention"):
     @property
     def bank_fault(self) -> str | None:
         """Why it cannot read a bank, and what to use; None if it can."""
-        return f"attention={self}: use attention=ann:k=1280"
+        return f"attention={self}: use attention=ann:read=0.4"
 
     def tensors(self, shape: Shape, slots: int, device: torch.device) -> Tensors:
         """The policy's tensors of a layer of that many slots, own "attention"."""

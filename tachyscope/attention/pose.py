@@ -65,7 +65,7 @@ class Pose(FrameAttention, name="pose"):
         if not shape.poses or shape.rolling_frames:
             raise TachyscopeError(
                 "attention=pose is for models that are given their camera's poses, and this one is "
-                "not: use attention=ann"
+                "not: use attention=ann:read=0.4"
             )
 
     def before_chunk(self, p: LayerPass, poses: Tensor) -> None:

@@ -57,7 +57,8 @@ class Similar(FrameAttention, name="similar"):
         super().check_plan(plan, shape)
         if shape.rolling_frames:
             raise TachyscopeError(
-                "attention=similar cannot serve a model whose chunks overlap: use attention=ann"
+                "attention=similar cannot serve a model whose chunks overlap: use "
+                "attention=ann:read=0.4"
             )
 
     def attend(self, p: LayerPass, q: Tensor) -> Tensor:

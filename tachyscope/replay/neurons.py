@@ -47,7 +47,7 @@ class NeuronReplay(ReplayPolicy):
         if not shape.token_by_token:
             raise TachyscopeError(
                 f"this model makes no video token by token, got replay={self}: use "
-                f"replay=attentive, random or every_k"
+                f"replay=attentive:share=0.5, random or every_k"
             )
 
     def computes_all(self, chunk: int, place: int) -> bool:

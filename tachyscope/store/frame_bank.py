@@ -167,7 +167,7 @@ class FrameBank(HostBank, abc.ABC):
     def rewind(self, layer: KVStore, past: int) -> None:
         raise TachyscopeError(
             "a bank of latent frames counts them from the video's start, so that none of them can "
-            "be dropped: take another cache, or attention=ann"
+            "be dropped: take another cache, or attention=ann:read=0.4"
         )
 
     def ranges(self) -> dict[str, tuple[int, int]]:
