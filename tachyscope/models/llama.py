@@ -1,4 +1,4 @@
-"""LLaMA's layers behind the session, with Qwen3's norms of queries and keys where a model has them.
+"""LLaMA's layers with attention and MLPs in the session, and Qwen3's optional norms of q and k.
 
 Modules and parameters have transformers' names.
 """
@@ -79,7 +79,7 @@ class SwiGlu(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The projections around attention, which itself is the session's."""
+    """The projections around attention, which the session computes."""
 
     def __init__(self, config: TrunkConfig) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """LLaMA less its head; attention and MLPs are the session's to run."""
+    """LLaMA without its head; the session computes attention and MLPs."""
 
     def __init__(self, config: TrunkConfig) -> None:
         super().__init__()
@@ -129,14 +129,14 @@ class Trunk(nn.Module):
         self.norm = nn.RMSNorm(config.hidden, eps=config.eps)
 
     def forward(self, session: Attends, x: Tensor) -> Tensor:
-        """States [B, S, W], normed, for inputs x [B, S, W]."""
+        """Normed states [B, S, W] for inputs x [B, S, W]."""
         for i, layer in enumerate(self.layers):
             x = layer(session, i, x)
         return self.norm(x)
 
     @property
     def mlps(self) -> Sequence[SliceableMlp]:
-        layers: Any = self.layers  # torch tells no type of what a list of modules holds
+        layers: Any = self.layers  # a ModuleList has no element type
         return [layer.mlp for layer in layers]
 
 

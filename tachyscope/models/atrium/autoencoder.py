@@ -1,4 +1,4 @@
-"""The small autoencoder between Atrium's pictures and the latents that its world model sees."""
+"""The small autoencoder of Atrium's world model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STRIDE = 8  # pixels of a latent's side
 
 
 class Residual(nn.Module):
-    """Two 3 by 3 convolutions beside an identity; no norm, so a picture's parts stay local."""
+    """Two 3 by 3 convolutions and a skip connection; no norm, so that features stay local."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(width, width, 3, padding=1)
         self.second = nn.Conv2d(width, width, 3, padding=1)
-        # the block begins as the identity: deep stacks without norms then train at once
+        # the block is the identity at first, which deep stacks without norms need to train
         nn.init.zeros_(self.second.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,17 +74,17 @@ class Autoencoder(nn.Module):
         return self.norm(self.encoder(pixels * 2 - 1))
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures; a little outside 0..1 where the decoder overshoots."""
+        """Pictures, which may overshoot 0..1 a little."""
         return self.decoder(latents) * 0.5 + 0.5
 
     def forward(self, pixels: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """The picture after encoding, noise of that strength on the latents, and decoding."""
+        """The picture encoded, with noise of this strength on its latents, and decoded."""
         latents = self.encode(pixels)
         return self.decode(latents + noise * torch.randn_like(latents))
 
 
 class AutoencoderDecoder(Decoder):
-    """From latents to frames, one a latent frame, by the autoencoder's decoder."""
+    """Decodes each latent frame to a frame by the autoencoder."""
 
     kind = name = "autoencoder"
     file = "decoder.safetensors"
@@ -97,8 +97,8 @@ class AutoencoderDecoder(Decoder):
         """The autoencoder in a model's folder; `config` has in_channels."""
         model = Autoencoder(config.in_channels)
         fit(model, read_tensors(folder / cls.file), str(folder / cls.file))
-        # at once: moved only by the first decode, the first video's given frames would be encoded
-        # on the CPU and those of later videos on the GPU
+        # moved now: else the first video's given frames would be encoded on the CPU, and those of
+        # later videos on the GPU
         return cls(model.to(device))
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The camera of a world model: where it stands, moved by actions, and what its tokens look at."""
+"""Atrium's camera: moved by actions, its poses as matrices and rays of tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NEAR = atrium.NEAR
 
 
 def at(starts: Sequence[Sequence[float]], pace: float, device: torch.device) -> Tensor:
-    """A camera for each start (x, y, degrees): x, y, heading in steps of a turn, pace: [B, 4]."""
+    """Cameras at starts (x, y, degrees): x, y, heading in steps of a turn, pace: [B, 4]."""
     rows = [[x, y, turned * atrium.TURN / 360 % atrium.TURN, pace] for x, y, turned in starts]
     return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
 def walk(camera: Tensor, actions: Tensor) -> Tensor:
-    """The poses [B, F, 3] that actions [F] lead cameras [B, 4] to; the cameras then stand there.
+    """The poses [B, F, 3] after each of actions [F]; cameras [B, 4] are updated in place.
 
-    All of it is numbers of the device: launches recorded once go on walking.
+    Everything is computed on the device, so that a CUDA graph moves the cameras on.
     """
     poses = atrium.walk(camera[:, :3], actions.expand(len(camera), -1), camera[:, 3])
     camera[:, :3] = poses[:, -1]
@@ -31,9 +31,9 @@ def walk(camera: Tensor, actions: Tensor) -> Tensor:
 
 
 def matrices(poses: Tensor) -> Tensor:
-    """Poses [..., 3] as camera-to-world matrices [..., 3, 4]: rotation about the upright, place.
+    """Poses [..., 3] as camera-to-world matrices [..., 3, 4], rotated about the vertical.
 
-    In float64, so that every device has the same.
+    In float64, so that every device has the same values.
     """
     x, y, heading = poses.double().unbind(-1)
     angle = heading * (2 * math.pi / atrium.TURN)
@@ -43,5 +43,5 @@ def matrices(poses: Tensor) -> Tensor:
 
 
 def rays(poses: Tensor, grid: tuple[int, int]) -> Tensor:
-    """What every token of frames at poses [B, F, 3] looks at: [B, F * N, 8]."""
+    """The ray of each token of frames at poses [B, F, 3]: [B, F * N, 8]."""
     return atrium.rays(poses, grid[0]).flatten(1, 2)

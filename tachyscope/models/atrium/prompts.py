@@ -1,4 +1,4 @@
-"""What a prompt says of an Atrium room, and its words as numbers."""
+"""Prompts that describe Atrium's rooms, and their vocabulary."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _article(words: str) -> str:
 
 
 def descriptions(rooms: Rooms, row: int) -> list[str]:
-    """The prompts of a room for each of its walls being ahead, walls named by their side.
+    """The prompts of a room seen with each of its walls ahead, which name walls by side.
 
-    Never said: phases, sizes, paths, where things are, the ceiling, and one wall or two.
+    They never mention phases, sizes, paths, positions of things, the ceiling, and one or two walls.
     """
     kind, colour = rooms.kind[row].tolist(), rooms.colour[row].tolist()
     said, told = rooms.said[row].tolist(), rooms.told[row].tolist()

@@ -1,4 +1,4 @@
-"""Whether frames show the surfaces of a room as they truly are."""
+"""Compare the surfaces of a room in frames with the ground truth."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from tachyscope.models.atrium import world as atrium
 from tachyscope.models.atrium.world import FLOOR, OBJECTS, Rooms
 
-REGION, THING = 0.04, 0.01  # shares of the picture from which a surface, an object is judged
-SMALL = 48  # pixels of the picture that surfaces are read from
-AT_ONCE = 8  # frames whose truth is worked out together
+REGION, THING = 0.04, 0.01  # least share of the frame at which a surface, an object is judged
+SMALL = 48  # side in pixels at which surfaces are compared
+AT_ONCE = 8  # frames of truth that are rendered together
 
 
 @dataclass(frozen=True)
 class Surfaces:
-    """What some frames of a room truly show, in P = SMALL x SMALL pixels."""
+    """The ground truth of a room's frames, in P = SMALL x SMALL pixels."""
 
     seen: Tensor  # [F, P]: the surface that each pixel shows
     light: Tensor  # [F, P, 1]
-    area: Tensor  # [F, 10]: the share of the picture that each surface takes
-    shares: Tensor  # [F, 10, colours]: of a surface's pixels, by named colour
-    masks: Tensor  # [F, kinds, phases, P]: where patterns would show their second colour
+    area: Tensor  # [F, 10]: each surface's share of the frame
+    shares: Tensor  # [F, 10, colours]: share of a surface's pixels with each named colour
+    masks: Tensor  # [F, kinds, phases, P]: where a pattern has its second colour
 
 
 def true_surfaces(room: Rooms, pose: Tensor, time: Tensor) -> Surfaces:
-    """What a room (of one row) shows from poses [F, 3] at times [F]."""
+    """The ground truth of a room (one row) at poses [F, 3] and times [F]."""
     parts = []
     for where, when in zip(pose.split(AT_ONCE), time.split(AT_ONCE), strict=True):
         rooms = room.repeat(len(when))
@@ -44,7 +44,7 @@ def true_surfaces(room: Rooms, pose: Tensor, time: Tensor) -> Surfaces:
 
 
 def surfaces_right(pictures: Tensor, room: Rooms, truth: Surfaces) -> Tensor:
-    """Whether each surface is what it should be: [F, 10], NaN where too little of it is in view.
+    """Whether each surface is as in the truth: [F, 10], NaN if too little of it is in view.
 
     pictures are [F, 3, S, S] in 0..1. A surface (walls, floor, ceiling, objects) is right when its
     pixels, the light removed, have the named colours that the truth's have, by at least 60 %
@@ -64,7 +64,7 @@ def surfaces_right(pictures: Tensor, room: Rooms, truth: Surfaces) -> Tensor:
 
 
 def _colour_shares(bare: Tensor, truth: Surfaces) -> Tensor:
-    """How much of each surface is nearest to each named colour, from pixels [F, P, 3]."""
+    """The share of each surface's pixels nearest to each named colour, for pixels [F, P, 3]."""
     palette = _palette(bare)
     name = torch.cdist(bare, palette.expand(len(bare), -1, -1)).argmin(-1)
     cell = truth.seen * len(palette) + name
@@ -79,7 +79,7 @@ def _palette(like: Tensor) -> Tensor:
 
 
 def _pattern_masks(room: Rooms, pose: Tensor, phases: int = 8) -> Tensor:
-    """Where each kind at each phase shows its second colour, from poses [F, 3]."""
+    """Where each pattern at each phase has its second colour, at poses [F, 3]."""
     kinds = len(atrium.KINDS)
     count, device = kinds * phases * len(pose), pose.device
     many = room.repeat(count)
@@ -100,9 +100,9 @@ def _pattern_masks(room: Rooms, pose: Tensor, phases: int = 8) -> Tensor:
 
 
 def _pattern_errors(bare: Tensor, truth: Surfaces, room: Rooms) -> Tensor:
-    """How far each kind of pattern, at its best phase, is from what walls and floor show.
+    """The error [F, kinds, 5] of each pattern at its best phase, for walls and floor.
 
-    [F, kinds, 5], from pixels [F, P, 3] without light.
+    Pixels [F, P, 3] are without light.
     """
     first, second = _palette(bare)[room.colour[0, : FLOOR + 1]].unbind(1)
     way = second - first

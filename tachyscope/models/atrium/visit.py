@@ -1,4 +1,4 @@
-"""Rooms that no training has seen, by number; and a walk through one, with its true frames."""
+"""Unseen rooms by number, and a walk through one with its true frames."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tachyscope.models.atrium import world as atrium
 from tachyscope.models.atrium.surfaces import REGION, SMALL, surfaces_right, true_surfaces
 from tachyscope.models.atrium.world import OBJECTS
 
-# Training draws its rooms from seeds up to about 10^8, and its own scores from 2^31. torch's CPU
-# generator keeps 32 bits of a seed, so these are the ones left: from here to 2^32.
+# Training uses seeds up to about 10^8, and its evaluation those from 2^31. torch's CPU generator
+# keeps 32 bits of a seed, so seeds from here to 2^32 are unseen.
 UNSEEN = 3_000_000_000
 WORLDS = 2**32 - UNSEEN
-AT_ONCE = 16  # frames drawn together
-NEAR = 0.25  # between colours, of red, green and blue from 0 to 1, that look alike
+AT_ONCE = 16  # frames rendered together
+NEAR = 0.25  # distance of two colours (RGB from 0 to 1) that count as equal
 
 
 class Seen(NamedTuple):
-    """What frames show of the surfaces that truly are in view."""
+    """How the surfaces in view are shown in frames."""
 
-    wrong: np.ndarray  # bool [F, H, W]: pixels of surfaces that are shown wrong
-    right: int  # surfaces, over all frames
-    judged: int
+    wrong: np.ndarray  # bool [F, H, W]: pixels of wrong surfaces
+    right: int  # number of right surfaces, over all frames
+    judged: int  # number of judged surfaces
 
 
 @dataclass(frozen=True)
 class World:
-    """A room, where the walk begins in it, and what the prompt says."""
+    """A room, the start of a walk in it, and its prompt."""
 
     number: int
     rooms: atrium.Rooms  # of one row
@@ -46,9 +46,9 @@ class World:
 
     @property
     def view(self) -> tuple[float, float, float]:
-        """The start as a model's camera is told it: in the room as the first frame faces it.
+        """The start in coordinates of the wall that the first frame faces, as models take it.
 
-        x, y, and degrees to the left of the front wall.
+        x, y, and degrees to the left of that wall.
         """
         pose = atrium.seen_from(self.start[0], atrium.facing(self.start[0]))
         x, y = pose[:2].clamp(atrium.NEAR, 1 - atrium.NEAR).double().tolist()
@@ -58,9 +58,9 @@ class World:
 
 
 def make_world(number: int, motion: float = 1.0) -> World:
-    """Unseen room `number`: the same one for `--world`, `tachyscope-lab eval` and Python.
+    """Unseen room `number`, the same for `--world`, `tachyscope-lab eval` and Python.
 
-    motion: how far things move on their own.
+    motion: scale of the things' own motion.
     """
     if not 0 <= number < WORLDS:
         raise TachyscopeError(f"a world is a number from 0 to {WORLDS - 1}, got {number}")
@@ -72,7 +72,7 @@ def make_world(number: int, motion: float = 1.0) -> World:
 
 
 def stir_world(world: World) -> World:
-    """The world with something that moves before the wall that its walk begins by looking at."""
+    """The world with a moving thing in front of the wall that the walk first faces."""
     rooms = atrium.stir(world.rooms, world.start, torch.tensor([True]))
     prompt = prompts.descriptions(rooms, 0)[int(atrium.facing(world.start[0]))]
     return replace(world, rooms=rooms, prompt=prompt)
@@ -103,8 +103,8 @@ def _numbers(actions: str | Sequence[int]) -> list[int]:
 class Visit:
     """A walk through unseen room `number`: frame 0 is its start, frame i follows action i.
 
-    motion: how far things move on their own. pace: steps that a frame takes. tempo: steps by
-    which things move on in a frame; about as many as the walker's, if none is given.
+    motion: scale of the things' own motion. pace: steps of the walk a frame. tempo: steps of moving
+    things a frame; by default about the pace.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class Visit:
         return self.pose.shape[1]
 
     def new_frames(self, given: int = 1) -> Callable[[int, int], np.ndarray]:
-        """The true frames from one number to another, counted from behind the `given` ones."""
+        """A function of (start, stop) that renders true frames, counted after the given ones."""
         return lambda start, stop: self.frames(given + start, given + stop)
 
     def judge(self, given: int = 1) -> Callable[[np.ndarray, int], Seen]:
-        """What frames, counted from behind the `given` ones, show of the surfaces in view."""
+        """A function that judges frames from a number on, counted after the given ones."""
 
         def seen(frames: np.ndarray, start: int) -> Seen:
             right, pose, time = self._right(frames, given + start)
@@ -144,10 +144,10 @@ class Visit:
         return seen
 
     def walls_right(self, frames: np.ndarray, start: int) -> Tensor:
-        """Whether frames from number `start` on show the walls as they are: 1, 0 or NaN, [F, 4].
+        """Whether frames from number `start` on show each wall right: 1, 0 or NaN, [F, 4].
 
-        Walls from the one that the first view faces to the left; NaN where too little is in view.
-        Right are 9 of 10 of a wall's pixels, and half of those of the thing before it.
+        Walls are counted to the left from the one first faced; NaN if too little is in view. A wall
+        is right if 9 of 10 of its pixels are, and half of those of the thing in front of it.
         """
         pose = self.pose[0, start : start + len(frames)]
         time = self.tempo * torch.arange(start, start + len(frames)).float()

@@ -1,4 +1,4 @@
-"""A world's prompts as numbers of its own words."""
+"""The vocabulary of a world's prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tachyscope.core.errors import TachyscopeError
 
-LENGTH = 64  # tokens of a prompt, padding included; 0 pads, word i is i + 1
+LENGTH = 64  # tokens of a prompt with padding, which is 0; word i is i + 1
 
 
 class Vocabulary:

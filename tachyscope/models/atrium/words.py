@@ -22,7 +22,7 @@ VOCAB = 1 + len(prompts.WORDS) + len(SPECIAL)
 class WordTokenizer:
     """Every prompt takes LENGTH + 1 ids: words, padding, <vi_start>.
 
-    Padding is a word like others, so rows of unlike prompts have one length and need no mask.
+    Padding is a token like others, so that all prompts have one length and need no mask.
     """
 
     vocab: int
@@ -40,11 +40,11 @@ class WordTokenizer:
         return [*words, *padding, self.vocab - len(SPECIAL) + SPECIAL.index(START)]
 
     def save(self, folder: Path) -> None:
-        """Nothing: the config says all."""
+        """Save nothing: the configuration has everything."""
 
 
 class Layer(nn.Module):
-    """Attention among a prompt's words, then an MLP, each added to its input."""
+    """A pre-norm transformer block over a prompt's words."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 class WordEncoder(nn.Module):
     """Word numbers [B, L], 0 for padding, to an embedding [B, L, width] that is 0 at padding.
 
-    Words see each other, so that a colour's embedding can tell whose colour it is.
+    Words attend to each other, so that a colour's embedding depends on what has it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class WordEncoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         real = tokens != 0
-        # an empty prompt attends to padding, which its output leaves out
+        # an empty prompt attends to padding, which its output masks
         seen = real | ~real.any(1, keepdim=True)
         x = self.embedding(tokens) + self.place
         for layer in self.layers:
@@ -99,7 +99,7 @@ class WordTextEncoder:
     @classmethod
     def read(cls, folder: Path, config: Any) -> Self:
         """The encoder in a model's folder; `config` has text_len and text_dim."""
-        # without memory until the file has borne the configuration out
+        # on the meta device until the file is checked
         with torch.device("meta"):
             model = WordEncoder(len(prompts.WORDS), config.text_len, config.text_dim)
         fit(model, read_tensors(folder / cls.file), str(folder / cls.file), assign=True)

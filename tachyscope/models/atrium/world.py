@@ -3,15 +3,14 @@
 The room is 1 by 1 by HEIGHT. Each wall has a pattern, two colours and a phase; before each wall
 may float a lit ball or box, at rest, sliding along the wall or bobbing. A prompt names some of it.
 
-A turn is 15 degrees, so a full turn is 24 steps: it fits, with some walking before and after, into
-the 32 latent frames that most of a small model's training can afford, and what must be
-remembered at its end lies further back than any short window. At 7.5 degrees the picture would
-move more smoothly, but only contexts beyond 48 frames could teach memory.
+A turn is 15 degrees, so a full turn is 24 steps: with some walking it fits into the 32 latent
+frames of most training clips, and its end shows what is further back than any short window. At 7.5
+degrees the picture would move more smoothly, but only clips of over 48 frames could teach memory.
 
-Dials: `pace` is the part of a step that a frame takes, from 1/30 (half a degree) to 1 (15 degrees);
-`tempo` the part of a step by which things that move on their own go on in a frame.
+`pace` is the part of a step that a frame takes, from 1/30 (half a degree) to 1 (15 degrees);
+`tempo` the part of a step by which moving things advance in a frame.
 
-Random choices come from a CPU generator, so a seed is the same world on every device.
+Random numbers come from a CPU generator, so that a seed is the same world on every device.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tachyscope.core.errors import TachyscopeError
 ACTIONS = ".wsadqe"  # stay, forward, back, left, right, turn left, turn right
 TURN = 24  # steps of a full turn
 STRIDE = 0.05
-NEAR = 0.25  # closest a walker comes to a wall
+NEAR = 0.25  # least distance of the walker to a wall
 HEIGHT = 0.7
 EYE = 0.35
 SLOPE = 0.9  # tangent of half the field of view
@@ -68,11 +67,11 @@ class Rooms:
     tint: Tensor  # [B, 4] its colour
     radius: Tensor  # [B, 4]
     place: Tensor  # [B, 4] along its wall
-    slide: Tensor  # [B, 4] how far it moves along the wall
-    bob: Tensor  # [B, 4] how far it moves up and down
+    slide: Tensor  # [B, 4] amplitude along the wall
+    bob: Tensor  # [B, 4] amplitude up and down
     beat: Tensor  # [B, 4] phase of that motion, in periods
-    said: Tensor  # [B, 4] whether the prompt names this wall
-    told: Tensor  # [B, 4] whether the prompt names this object
+    said: Tensor  # [B, 4] whether the prompt describes this wall
+    told: Tensor  # [B, 4] whether the prompt describes this object
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -84,12 +83,12 @@ class Rooms:
         return Rooms(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     def repeat(self, count: int) -> Rooms:
-        """The first room, so many times."""
+        """A batch of the first room, `count` times."""
         return self.rows(torch.zeros(count, dtype=torch.long))
 
 
 def make_rooms(count: int, generator: Generator, motion: float = 1.0) -> Rooms:
-    """Random rooms; `motion` scales how far things move on their own, 0 holds them all still."""
+    """Random rooms; `motion` scales the things' own motion, 0 stops it."""
 
     def uniform(*shape: int) -> Tensor:
         return torch.rand(count, *shape, generator=generator)
@@ -137,7 +136,7 @@ def letters(text: str, actions: str = ACTIONS) -> Tensor:
 
 
 def step(pose: Tensor, action: Tensor, pace: float | Tensor = 1.0) -> Tensor:
-    """The pose [..., 3] after an action [...]; a wall stops the walker only across itself.
+    """The pose [..., 3] after an action [...]; along a wall the walker slides.
 
     pace: the part of a step that a frame takes, [...] or one for all.
     """
@@ -152,12 +151,12 @@ def step(pose: Tensor, action: Tensor, pace: float | Tensor = 1.0) -> Tensor:
 
 
 def tempo_of(pace: float) -> float:
-    """The part of a step by which things move on in a frame at a pace: a power of two near it."""
+    """The default tempo of a pace: the nearest power of two."""
     return 2.0 ** round(math.log2(pace))
 
 
 def walk(start: Tensor, actions: Tensor, pace: float | Tensor = 1.0) -> Tensor:
-    """Poses [B, T, 3] from start [B, 3]; each action comes before the frame of its number."""
+    """The poses [B, T, 3] after each action [B, T], from start [B, 3]."""
     poses = []
     for action in actions.unbind(1):
         start = step(start, action, pace)
@@ -182,9 +181,9 @@ def seen_from(pose: Tensor, front: Tensor) -> Tensor:
 
 
 def rays(pose: Tensor, grid: int) -> Tensor:
-    """What a grid's middles look at from poses [..., 3]: [..., grid², 8].
+    """The rays through the centres of a grid, from poses [..., 3]: [..., grid², 8].
 
-    Where the walker stands (x, y), the unit direction, and where it meets the empty room's walls.
+    The walker's position (x, y), the unit direction, and the hit point on the empty room's walls.
     """
     at = ((torch.arange(grid, device=pose.device, dtype=pose.dtype) + 0.5) / grid * 2 - 1) * SLOPE
     up, right = torch.meshgrid(-at, at, indexing="ij")
@@ -206,7 +205,7 @@ def facing(pose: Tensor) -> Tensor:
 
 
 def stir(rooms: Rooms, pose: Tensor, which: Tensor) -> Rooms:
-    """The rooms, `which` [B] with something that moves before the wall that their pose looks at."""
+    """The rooms, those of `which` [B] with a moving thing at the wall that the pose faces."""
     ahead = (facing(pose)[:, None] == torch.arange(4, device=pose.device)) & which[:, None]
     rests = ahead & ((rooms.thing == 0) | (rooms.slide + rooms.bob == 0))
     slides = rooms.tint % 2 == 0
@@ -228,7 +227,7 @@ def _direction(heading: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _centres(rooms: Rooms, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where objects are: x, y, z, each [F, 4], for rooms and times of F frames."""
+    """Positions of objects x, y, z, each [F, 4], for rooms and times of F frames."""
     swing = torch.sin(2 * math.pi * (time[:, None] / PERIOD + rooms.beat))
     along = rooms.place + rooms.slide * swing
     near, far = torch.full_like(along, INSET), torch.full_like(along, 1 - INSET)
@@ -244,10 +243,10 @@ def _nonzero(x: Tensor) -> Tensor:
 def cast(
     rooms: Rooms, pose: Tensor, time: Tensor, size: int, samples: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast rays for F frames, rooms having F rows: colours, light, surface.
+    """Cast rays for F frames of F rooms: colour before light, light, surface.
 
-    Colour is a tuple's worth of three [F, P, samples²] in one [3, F, P, samples²] before light;
-    light and surface are [F, P, samples²], P = size² pixels row by row.
+    Colour is [3, F, P, samples²], light and surface are [F, P, samples²], with P = size² pixels row
+    by row.
     """
     device, dtype = pose.device, pose.dtype
     at = torch.arange(size, device=device, dtype=dtype)
@@ -293,7 +292,7 @@ def cast(
         torch.where(second, on_surface(paint[:, :, 1, c]), on_surface(paint[:, :, 0, c]))
         for c in range(3)
     ]
-    # a lamp in the middle of the ceiling; sides of unlike brightness show the corners
+    # a lamp in the middle of the ceiling; different brightness of the sides shows the corners
     far = (px - 0.5) ** 2 + (py - 0.5) ** 2 + (pz - HEIGHT) ** 2
     side = torch.where(on_z, 0.86, torch.where(on_x, 1.0, 0.8))
     light = side * 1.15 / (1 + 0.8 * far)
@@ -309,7 +308,7 @@ def cast(
         disc = b * b - square * (gx * gx + gy * gy + gz * gz - s * s)
         ball = (-b - disc.clamp(min=0).sqrt()) / square
         lit = (0.4 * (gx + dx * ball) + 0.3 * (gy + dy * ball) + 0.86 * (gz + dz * ball)) / s
-        # a box of half the edge 0.8 s: the last of three slabs to be entered, the first left
+        # a box of half edge 0.8 s: entered at the last of three slabs, left at the first
         e = 0.8 * s
         ends = [(g, (e / d).abs()) for g, d in ((-gx / dx, dx), (-gy / dy, dy), (-gz / dz, dz))]
         enter = [g - w for g, w in ends]
@@ -343,5 +342,5 @@ def render(rooms: Rooms, pose: Tensor, time: Tensor, size: int = SIZE, samples: 
 
 
 def see(rooms: Rooms, pose: Tensor, time: Tensor, size: int = SIZE) -> Tensor:
-    """Which surface each pixel's middle shows: [F, size, size]; 0..3 walls, 6..9 objects."""
+    """The surface at each pixel's centre: [F, size, size]; 0..3 walls, 6..9 objects."""
     return cast(rooms, pose, time, size, 1)[2].view(len(pose), size, size)

@@ -1,5 +1,4 @@
-"""The sizes of a Cosmos model; the published files are weights alone, so the published ones are
-known by their tensors."""
+"""The configuration of a Cosmos model; published files are recognised by their tensors."""
 
 from __future__ import annotations
 
@@ -33,10 +32,9 @@ MODEL_TYPE = "cosmos_ar"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosmosConfig(Config):
-    """Sizes of the trunk, the video it writes, and how codes are drawn.
+    """Sizes of the trunk and the video, and the sampling of codes.
 
-    `yarn` divides the slow speeds of rotation by itself, as for a model that was trained on
-    `trained` latent frames and rows first; 1 leaves all as they are.
+    `yarn` is YaRN's factor over a training length of `trained` latent frames and rows; 1 is RoPE.
     """
 
     subject, section = "a Cosmos config's", ""
@@ -51,10 +49,10 @@ class CosmosConfig(Config):
     theta: float = entry(500000.0, THETA)
     yarn: float = entry(1.0, Bound(1.0, 1e3))
     trained: tuple[int, int] = entry((3, 40), SIDE)
-    grid: tuple[int, int] = entry((40, 64), SIDE)  # places of a latent frame: rows, columns
-    # of a code's parts (FSQ)
+    grid: tuple[int, int] = entry((40, 64), SIDE)  # tokens of a latent frame: rows, columns
+    # FSQ levels of a code
     levels: tuple[int, ...] = entry((8, 8, 8, 5, 5, 5), SIDE, length=Bound(1, 16))
-    # frames, rows and columns of pixels a code
+    # pixel frames, rows and columns of a code
     stride: tuple[int, int, int] = entry((8, 16, 16), Bound(1, 64))
     fps: int = entry(25, FPS)
     sampler: Sampler = entry(Sampler(cfg=1.0, top_k=64000, top_p=0.8))
@@ -80,14 +78,14 @@ class CosmosConfig(Config):
 
     @property
     def axes(self) -> tuple[tuple[int, tuple[float, float, float]], ...]:
-        """Channels of a head that turn with time, row and column."""
+        """Channels of a head that rotate with time, row and column."""
         space = self.head_dim // 6 * 2
         time = self.head_dim - 2 * space
         return (time, (1.0, 0.0, 0.0)), (space, (0.0, 1.0, 0.0)), (space, (0.0, 0.0, 1.0))
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of every pair of channels; those that turn often in the trained length stay."""
+        """The rotary frequency of each pair of channels, with YaRN's change of the low ones."""
         values = []
         rows, frames = self.trained[1], self.trained[0]
         # columns are scaled as rows are, as the authors' code has it
@@ -101,7 +99,7 @@ class CosmosConfig(Config):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> CosmosConfig:
-        """From the object of a config.json that `to_json` wrote."""
+        """The configuration in a config.json of `to_json`."""
         tables = Tables(values, where)
         tables.must("model_type", MODEL_TYPE)
         tables.only(cls, also=["model_type"])
@@ -109,7 +107,7 @@ class CosmosConfig(Config):
         return cls(**tables.fields(cls))
 
     def to_json(self) -> dict[str, Any]:
-        """What a config.json holds."""
+        """The object of a config.json."""
         return {"model_type": MODEL_TYPE} | written(self)
 
 
@@ -124,7 +122,7 @@ PUBLISHED = {
 
 
 def published(tensors: Mapping[str, Tensor], where: str) -> CosmosConfig:
-    """The published model whose tensors these are."""
+    """The published model that a file's tensors belong to."""
     table = tensors.get("model.embed_tokens.weight")
     layers = len([name for name in tensors if name.endswith("self_attn.q_proj.weight")])
     width = table.shape[-1] if table is not None and table.dim() == 2 else 0

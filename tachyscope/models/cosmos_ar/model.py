@@ -1,7 +1,7 @@
-"""Cosmos as a stream drives it, and its checkpoints' files.
+"""Cosmos, and its checkpoints.
 
-The published container is `model.pt`: tensors under NVIDIA's names, perhaps in an entry "model".
-A model goes on from given frames: it has no prompt, and nothing that a video could begin with.
+The published file is `model.pt`: tensors under NVIDIA's names, in some in an entry "model". A model
+continues given frames; it has no prompt, and cannot begin a video.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tachyscope.models.llama import Trunk, trunk_shape
 from tachyscope.models.token_model import Attends, OneCodeModel, Prompt
 
 WEIGHTS = ("model.safetensors", "model.pt")
-# NVIDIA's names, and transformers' of a Qwen3; a layer's without "layers.N."
+# NVIDIA's names -> transformers' of a Qwen3; a layer's without "layers.N."
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
@@ -55,11 +55,11 @@ LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-SHOWN = "pictures."  # codes that the next pictures depend on, by video
+SHOWN = "pictures."  # key of the decoder's state, by video: the codes before the next frames
 
 
 class Cosmos(nn.Module):
-    """The trunk, which is a Qwen3's but for its rotation, and what its states are to codes."""
+    """A Qwen3 trunk with its own RoPE, and a linear head."""
 
     def __init__(self, config: CosmosConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Cosmos(nn.Module):
 
 
 class CosmosModel(OneCodeModel):
-    """Cosmos behind the session: a code a place, no prompt."""
+    """A Cosmos: one code a token, no prompt."""
 
     transformer: Cosmos
     actions = ""
@@ -182,13 +182,13 @@ class CosmosModel(OneCodeModel):
         return self.tokenizer.encode(frames)[None, ..., None].to(self.device)
 
     def decode_latents(self, session: Session, latents: Tensor, video: int = 0) -> np.ndarray:
-        """The newest pictures of all codes that are kept: a causal decoder sees those before."""
+        """The newest frames; the tokenizer's decoder is causal and needs all codes before."""
         codes = self._remember(session, latents[0], video)
         frames = self.tokenizer.decode(codes)
         return frames[self.pixel_frames(len(codes) - latents.shape[1]) :]
 
     def _remember(self, session: Session, latents: Tensor, video: int) -> Tensor:
-        """The video's codes [T, rows, columns] with these [t, rows, columns, 1] behind them."""
+        """The video's codes [T, rows, columns], with latents [t, rows, columns, 1] appended."""
         name, codes, state = f"{SHOWN}{video}", latents[..., 0], session.memory.features.decoder()
         if name in state:
             codes = torch.cat([state[name], codes])
@@ -202,7 +202,7 @@ def load_cosmos(
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: VideoTokenizer | None = None,
 ) -> CosmosModel:
-    """The model in a published file or its folder, or in one with a config.json of ours."""
+    """Load the model in a published file or its folder, or in a folder of `save_cosmos`."""
     path, config = Path(path), None
     if path.is_dir():
         name, config_file = path.resolve().name, path / "config.json"
@@ -223,7 +223,7 @@ def load_cosmos(
 
 
 def save_cosmos(model: CosmosModel, folder: Path | str) -> None:
-    """Write the model under NVIDIA's names, with a config.json that tells its sizes."""
+    """Save the model under NVIDIA's names, with a config.json."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {nvidia_name(k): x for k, x in model.transformer.state_dict().items()}
@@ -232,7 +232,7 @@ def save_cosmos(model: CosmosModel, folder: Path | str) -> None:
 
 
 def qwen_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """A file's tensors under the module's names; what only training reads is left out."""
+    """A file's tensors by the module's names, without those of training."""
     renamed = {}
     for name, tensor in strip_prefixes(tensors).items():
         if name.endswith("_extra_state"):
@@ -247,7 +247,7 @@ def qwen_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
 
 
 def nvidia_name(name: str) -> str:
-    """NVIDIA's name of a tensor of the module."""
+    """NVIDIA's name of one of the module's tensors."""
     back, layers = ({v: k for k, v in names.items()} for names in (NAMES, LAYER_NAMES))
     return _renamed(name, back, layers, "").replace("model.layers.", "layers.")
 

@@ -1,5 +1,5 @@
-"""From pictures to codes and back. NVIDIA's tokenizer is a TorchScript program, which is not run
-here: a preview stands for it, or any object of this form that a caller brings."""
+"""Video tokenizers. NVIDIA's is a TorchScript program, which is not run here: a preview replaces
+it, or the caller's own `VideoTokenizer`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tachyscope.models.cosmos_ar.config import CosmosConfig
 
 
 class VideoTokenizer(Protocol):
-    """A causal tokenizer of videos: the first frame alone, then `stride` frames a latent one."""
+    """A causal video tokenizer: the first frame alone, then `stride` frames a latent frame."""
 
     name: str
 
@@ -28,7 +28,7 @@ class VideoTokenizer(Protocol):
 
 
 class Preview:
-    """A code's first three parts as a colour; a picture's mean colours as such codes."""
+    """Shows the first three levels of a code as a colour, and encodes mean colours so."""
 
     name = "preview"
 
@@ -49,7 +49,7 @@ class Preview:
         means = torch.cat([small[:1], rest])
         code = torch.zeros(means[:, 0].shape, dtype=torch.int64)
         for i, (base, count) in enumerate(zip(self.basis, levels, strict=True)):
-            # parts that are no colour stand in their middle
+            # levels that are no colour are set to their middle
             part = (means[:, i] * ((count - 1) / 255)).round() if i < 3 else count // 2
             code += (part.long() if isinstance(part, Tensor) else part) * base
         return code

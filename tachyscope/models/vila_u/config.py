@@ -1,6 +1,6 @@
-"""What a VILA-U checkpoint's four config files say.
+"""The four config files of a VILA-U checkpoint.
 
-What the published files cannot say stands under "tachyscope" in them.
+Settings that the published files lack are under "tachyscope" in them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCALE = Bound(1e-6, 1e6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VilaConfig(Config):
-    """All that the four config files say of a model, and how it is sampled."""
+    """A model's configuration, from its four config files."""
 
     subject = "a VILA-U config's"
 
@@ -55,11 +55,11 @@ class VilaConfig(Config):
     vocab: int = entry(bound=WORDS, at="llm.vocab_size")
     eps: float = entry(1e-6, EPS, at="llm.rms_norm_eps")
     theta: float = entry(10000.0, THETA, at="llm.rope_theta")
-    # positions are divided by it
+    # divides positions
     rope_scale: float = entry(1.0, SCALE, at="llm.rope_scaling.factor")
-    grid: tuple[int, int] = entry(bound=SIDE)  # places of a frame: rows, columns
-    depth: int = entry(bound=SIDE)  # codes a place
-    # entries of a codebook, its padding row not counted
+    grid: tuple[int, int] = entry(bound=SIDE)  # tokens of a frame: rows, columns
+    depth: int = entry(bound=SIDE)  # codes of a token
+    # size of a codebook, without its padding row
     codes: int = entry(bound=WORDS, at=f"{CODES}.n_embed")
     code_dim: int = entry(bound=WIDTH, at=f"{CODES}.embed_dim")
     shared_codebook: bool = entry(False, at=f"{CODES}.shared_codebook")
@@ -68,7 +68,7 @@ class VilaConfig(Config):
     sampler: Sampler = entry(Sampler(), at=f".{OURS}.sampler")
     fps: int = entry(8, FPS, at=f".{OURS}.fps")
     actions: str = entry("", ACTIONS, at=f".{OURS}.actions")
-    # frames of the videos it was trained on
+    # frames of a training video
     clip: int = entry(8, Bound(1, 1_000_000), at=f".{OURS}.clip")
     tokenizer: Literal["hf", "bytes", "words"] = entry("hf", at=f"llm.{OURS}.tokenizer")
 
@@ -91,7 +91,7 @@ class VilaConfig(Config):
 
     @classmethod
     def parse(cls, files: Mapping[str, Mapping[str, Any]]) -> VilaConfig:
-        """From the objects in the config files, by folder; the root's is ""."""
+        """The configuration in the config files' objects, by folder; the root's is ""."""
         advice = "give a VILA-U checkpoint's own file"
         tables = Tables({**files, "llm": _filled(Tables(files, "", advice))}, "", advice)
         tables.must(".model_type", "vila_u_llama", "vila_u")
@@ -107,7 +107,7 @@ class VilaConfig(Config):
         return config
 
     def _repeated(self) -> dict[str, Any]:
-        """What the files say again of what stands elsewhere in them."""
+        """Values that the files repeat, by path."""
         shape = [*self.grid, self.depth]
         return {
             f"{CODES}.code_shape": shape,
@@ -120,7 +120,7 @@ class VilaConfig(Config):
         }
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """The objects that the config files hold, by folder; the root's is ""."""
+        """The config files' objects, by folder; the root's is ""."""
         files = copy.deepcopy(FORM)
         merge(files, written(self))
         for path, value in self._repeated().items():
@@ -135,7 +135,7 @@ class VilaConfig(Config):
         return files | {"": root | {"mm_projector_cfg": files["mm_projector"]}}
 
 
-# what the files may say only so
+# keys with the only value that is supported
 FIXED = {
     "llm.hidden_act": "silu",
     "llm.attention_bias": False,
@@ -144,7 +144,7 @@ FIXED = {
     f"{CODES}.ddconfig.resamp_with_conv": True,
     f"{CODES}.ddconfig.give_pre_end": False,
 }
-# what they say of every model
+# values that are the same for every model
 FORM: dict[str, dict[str, Any]] = {
     "": {
         "model_type": "vila_u_llama",
@@ -170,13 +170,13 @@ FORM: dict[str, dict[str, Any]] = {
 
 
 def _filled(tables: Tables) -> dict[str, Any]:
-    """llm's config.json with what it leaves to its reader, and its rotation in one form."""
+    """llm's config.json with its defaults filled in, and RoPE scaling in one form."""
     llm = {key: value for key, value in tables.values["llm"].items() if value is not None}
     hidden, heads = llm.get("hidden_size"), llm.get("num_attention_heads")
     llm.setdefault("num_key_value_heads", heads)
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         llm.setdefault("head_dim", hidden // heads)
-    # transformers writes the one since release 5, and wrote the other before
+    # transformers writes the first since release 5, the second before
     key = next((key for key in ("rope_parameters", "rope_scaling") if key in llm), None)
     if key is None:
         return llm

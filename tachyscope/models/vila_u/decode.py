@@ -1,4 +1,4 @@
-"""VILA-U's modules as the decode engine takes them."""
+"""VILA-U's modules as the decode engine's `DecodeParts`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tachyscope.models.vila_u.transformer import Vila
 
 
 def decode_parts(model: Vila, sampler: Sampler) -> DecodeParts:
-    """The modules themselves: nothing is copied."""
-    # torch tells no type of what a list of modules holds
+    """The model's own modules; nothing is copied."""
+    # a ModuleList has no element type
     trunk: Any = model.trunk
     head: Any = model.head
     project: Any = model.mm_projector

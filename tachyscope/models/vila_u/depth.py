@@ -1,4 +1,4 @@
-"""The depth transformer: from the trunk's state at a place to that place's D codes, one by one."""
+"""The depth transformer: from the trunk's state to a token's D codes, one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tachyscope.models.vila_u.vqgan import Codebooks
 
 @dataclass(frozen=True, slots=True)
 class DepthConfig(Config):
-    """The depth transformer's own sizes."""
+    """The sizes of the depth transformer."""
 
     subject = "a depth transformer's"
 
@@ -31,7 +31,7 @@ class DepthConfig(Config):
 
 
 class DepthTransformer(nn.Module):
-    """Causal over a place's D codes; parameter names are the published ones."""
+    """A transformer that is causal over a token's D codes; published parameter names."""
 
     def __init__(self, config: DepthConfig, depth: int, codes: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class DepthTransformer(nn.Module):
         self.head_transformer = Stack(config)
         parts = {"layer_norm": nn.LayerNorm(config.width), "linear": nn.Linear(config.width, codes)}
         self.classifier_mlp = nn.Sequential(OrderedDict(parts))
-        # of one place's D codes: inputs, blocks of 12 squares, classifier
+        # of a token's D codes: inputs, blocks of 12 W², classifier
         per_code = 12 * config.layers * config.width**2 + codes * config.width
         self.macs = depth * per_code + config.width * (hidden + (depth - 1) * dim)
 
     def forward(self, hidden: Tensor, sums: Tensor) -> Tensor:
         """Logits [..., D, K] of all D codes at once.
 
-        `hidden` [..., W] is the trunk's state that predicts the place, `sums` [..., D, dim] the
-        place's given code sums, of which each position sees those before it.
+        `hidden` [..., W] is the trunk's state that predicts the token, `sums` [..., D, dim] are the
+        cumulative sums of its given code vectors, of which each code sees those before it.
         """
         first = self.in_mlp_2(hidden)[..., None, :]
         x = torch.cat([first, self.in_mlp_1(sums[..., :-1, :])], -2) + self.pos_emb_d[0]
@@ -66,7 +66,7 @@ class DepthTransformer(nn.Module):
     ) -> Tensor:
         """Codes [V, D] for trunk states [B, W] and noise [V, D, K]; a video's rows share codes.
 
-        `logits` [V, D, K] is where the guided logits are left, if they are wanted.
+        The guided logits are written to `logits` [V, D, K], if it is given.
         """
         rows, (videos, depth) = len(hidden), noise.shape[:2]
         caches = self.head_transformer.caches(rows, depth, hidden)
@@ -87,7 +87,7 @@ Cache = tuple[Tensor, Tensor]  # keys and values [B, H, D, head size] of D posit
 
 
 class Stack(nn.Module):
-    """The blocks, run over all positions, or with caches over one."""
+    """The blocks, over all positions, or over one with caches."""
 
     def __init__(self, config: DepthConfig) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Stack(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each normed before and added after."""
+    """A pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention of x [B, S, E]: all positions, or with a cache the one position `at`."""
+    """Causal attention of x [B, S, E]: all positions, or with a cache position `at` alone."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""VILA-U as a stream drives it, and its checkpoints' files.
+"""VILA-U, and its checkpoints.
 
-Containers are the published ones: `config.json` and the folders `llm`, `vision_tower` and
+A checkpoint is a folder with `config.json` and the folders `llm`, `vision_tower` and
 `mm_projector`, each with a `config.json` and its weights.
 """
 
@@ -40,7 +40,7 @@ from tachyscope.models.vila_u.transformer import Vila
 
 PARTS = ("llm", "vision_tower", "mm_projector")
 CALIBRATION = "calibration.safetensors"
-COMPILED_WIDTH = 128  # of a trunk, from which on a compiled step pays
+COMPILED_WIDTH = 128  # width of a trunk from which a compiled step saves time
 WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -50,7 +50,7 @@ WEIGHTS = (
 
 
 class VilaModel(TokenModel):
-    """VILA-U behind the session."""
+    """A VILA-U: a LLaMA trunk, a depth transformer and an RQ-VAE."""
 
     transformer: Vila
 
@@ -119,12 +119,12 @@ class VilaModel(TokenModel):
         return self.sampler.guide(self.transformer.head(states, sums))
 
     def compiling_pays(self, chunks: int) -> bool:
-        # a program is built in seconds, once on a machine, and saves seconds a frame
+        # the program is built once on a machine, in seconds, and saves seconds a frame
         wide = self.config.hidden >= COMPILED_WIDTH
         return wide and self.device.type == "cpu" and can_compile(self.dtype)
 
     def compile(self) -> Self:
-        """Have streams on a CPU run a token's step as one native program."""
+        """Run a token's step as one native program, on a CPU."""
         if self.device.type != "cpu":
             return super().compile()
         compile_step(self.dtype)
@@ -154,9 +154,9 @@ class VilaModel(TokenModel):
 def load_vila(
     folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> VilaModel:
-    """The model in a published folder, in the dtype that its config names if none is given."""
+    """Load the model in a published folder, by default in its config's dtype."""
     folder = Path(folder)
-    # releases differ in whether the model is the folder or is inside it
+    # in some releases the model is in a subfolder
     if (folder / "model" / "config.json").is_file():
         folder = folder / "model"
     files = {part: read_json(folder / part / "config.json") for part in ("", *PARTS)}
@@ -170,7 +170,7 @@ def load_vila(
         llm.setdefault("lm_head.weight", llm.get("model.embed_tokens.weight", Tensor()))
     if config.shared_codebook:
         _repeat_codebook(parts["vision_tower"][0], config.depth)
-    # configurations may say anything: memory is taken once the files have borne them out
+    # checked before memory is allocated: configurations may have any sizes
     for part, (tensors, where) in parts.items():
         matched(getattr(model, part), tensors, where, _unused(config))
     model = allocate(model.to(dtype or _dtype(files[""])), device, str(folder))
@@ -189,14 +189,14 @@ def load_vila(
 
 
 def save_vila(model: VilaModel, folder: Path | str) -> None:
-    """Write the model as the published folders hold it."""
+    """Save the model in the published form."""
     folder = Path(folder)
     files = model.config.files()
     files[""]["model_dtype"] = str(model.dtype)
     for part in PARTS:
         (folder / part).mkdir(parents=True, exist_ok=True)
         tensors = getattr(model.transformer, part).state_dict()
-        # a file cannot say that two names are one tensor
+        # a safetensors file cannot hold tied tensors
         write_tensors(folder / part / WEIGHTS[0], {k: v.clone() for k, v in tensors.items()})
         write_json(folder / part / "config.json", files[part])
     model.tokenizer.save(folder / "llm")
@@ -204,14 +204,14 @@ def save_vila(model: VilaModel, folder: Path | str) -> None:
 
 
 def _repeat_codebook(tensors: dict[str, Tensor], depth: int) -> None:
-    """Writers that know of tied tensors leave out all but the first."""
+    """Fill in the codebooks that a writer left out because they are tied to the first."""
     name = "rqvaesiglip.quantizer.codebooks.{}.weight"
     for d in range(1, depth if name.format(0) in tensors else 0):
         tensors.setdefault(name.format(d), tensors[name.format(0)])
 
 
 def _unused(config: VilaConfig) -> tuple[str, ...]:
-    """How the names of tensors begin that published files have and video does not need."""
+    """Prefixes of tensors in published files that video does not need."""
     books = [f"rqvaesiglip.quantizer.codebooks.{d}." for d in range(config.depth)]
     return (
         "rqvaesiglip.siglip_model.",

@@ -1,4 +1,4 @@
-"""From a prompt to the ids that VILA-U's trunk reads."""
+"""Tokenizers of VILA-U's prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SYSTEM = (
 
 
 class Tokenizer(Protocol):
-    """From a prompt to ids that end in <vi_start>; "" is the prompt that asks for nothing."""
+    """From a prompt to ids that end in <vi_start>; "" is the unconditional prompt."""
 
     def ids(self, prompt: str) -> list[int]: ...
 
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BytesTokenizer:
-    """UTF-8 bytes as they are; <bos> and the special tokens are the last ids of the vocabulary."""
+    """A prompt's UTF-8 bytes; <bos> and the special tokens are the last ids of the vocabulary."""
 
     vocab: int
 
@@ -45,12 +45,12 @@ class BytesTokenizer:
         return [special - 1, *prompt.encode(), special + SPECIAL.index(START)]
 
     def save(self, folder: Path) -> None:
-        """Nothing: the config says all."""
+        """Save nothing: the configuration has everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTokenizer:
-    """The checkpoint's own tokenizer, and the chat template that VILA-U was trained with."""
+    """The checkpoint's tokenizer, with the chat template of VILA-U's training."""
 
     inner: Any  # a transformers tokenizer
 
@@ -78,7 +78,7 @@ class ChatTokenizer:
 
     def ids(self, prompt: str) -> list[int]:
         text = prompt.strip()
-        # a blank prompt leaves no space at all between the two speakers, as in training
+        # without a prompt there is no space between the two speakers, as in training
         message = f" {text} " if text else ""
         return list(self.inner(f"{SYSTEM} USER:{message}ASSISTANT: {START}").input_ids)
 
@@ -87,13 +87,13 @@ class ChatTokenizer:
 
 
 def read_tokenizer(transformers: Any, folder: Path, **options: Any) -> Any:
-    """A folder's tokenizer, by transformers."""
+    """Load a folder's tokenizer by transformers."""
     try:
-        # nothing is fetched, and no code that a folder brings is run
+        # nothing is downloaded, and no code of the folder is run
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options
         )
-    except Exception as fault:  # whatever damaged files lead to
+    except Exception as fault:  # damaged files raise almost anything
         raise TachyscopeError(
             f"the tokenizer in {folder} must load, got {first_line(fault)}: get its files again, "
             f"or pip install -e '.[hf]'"

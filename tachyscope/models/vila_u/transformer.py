@@ -1,4 +1,4 @@
-"""VILA-U: a LLaMA trunk writes video place by place, a depth transformer the codes of a place.
+"""VILA-U's modules: a LLaMA trunk over a frame's tokens, a depth transformer over their codes.
 
 Modules and parameters have the published names.
 """
@@ -19,7 +19,7 @@ class Llm(nn.Module):
     def __init__(self, config: VilaConfig) -> None:
         super().__init__()
         self.model = Trunk(config)
-        # kept so that files hold what other readers of them expect; never run here
+        # not used here, but part of the published files
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
 
 
@@ -34,7 +34,7 @@ class VisionTower(nn.Module):
 
 
 class Projector(nn.Module):
-    """The folder `mm_projector`: code sums, and a frame's action, to the trunk's inputs."""
+    """The folder `mm_projector`: from code sums and a frame's action to the trunk's inputs."""
 
     def __init__(self, config: VilaConfig) -> None:
         super().__init__()

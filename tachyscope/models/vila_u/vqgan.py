@@ -1,4 +1,4 @@
-"""Pixels and codes: convolutions as VQGAN has them, codebooks that each code what is left over.
+"""VILA-U's RQ-VAE: VQGAN's convolutions, and residual codebooks.
 
 Layout is [F, channels, rows, columns] inside the convolutions, channels last outside them.
 Parameter names are the published ones.
@@ -21,27 +21,27 @@ CONVOLUTIONS = "rqvaesiglip.ddconfig"  # in the vision tower's config.json
 
 @dataclass(frozen=True, slots=True)
 class PixelConfig(Config):
-    """What the convolutions between code sums and pixels are made of."""
+    """The configuration of the convolutions between code sums and pixels."""
 
     subject = "the decoder's"
 
     # channels at full size
     ch: int = entry(bound=Bound(1, 8_192), at=f"{CONVOLUTIONS}.ch")
-    # times `ch`, from full size down; each step halves the size
+    # multiples of `ch`, from full size down; each level halves the size
     ch_mult: tuple[int, ...] = entry(bound=Bound(1, 64), at=f"{CONVOLUTIONS}.ch_mult")
     num_res_blocks: int = entry(bound=Bound(1, 64), at=f"{CONVOLUTIONS}.num_res_blocks")
-    # sizes at which blocks are followed by attention
+    # sizes with attention after each block
     attn_resolutions: tuple[int, ...] = entry(
         bound=Bound(1, 65_536), at=f"{CONVOLUTIONS}.attn_resolutions"
     )
     z_channels: int = entry(bound=Bound(1, 8_192), at=f"{CONVOLUTIONS}.z_channels")
-    # pixels a side, from which sizes at the levels are counted
+    # pixels a side at full size
     resolution: int = entry(bound=Bound(1, 65_536), at=f"{CONVOLUTIONS}.resolution")
-    # of every group norm
+    # groups of every group norm
     groups: int = entry(32, Bound(1, 8_192), at="tachyscope.groups")
     # code sums are resized to it before decoding
     latent: tuple[int, int] | None = entry(None, SIDE, at="rqvaesiglip.decoder_latent_shape")
-    # published files have none that makes codes from pixels alone
+    # whether it has an encoder; published ones need more than pixels
     encoder: bool = entry(False, at="tachyscope.encoder")
 
     def check_fields(self) -> None:
@@ -59,16 +59,16 @@ class PixelConfig(Config):
 
     @property
     def scale(self) -> int:
-        """Pixels a place of the decoder's input spans, each way."""
+        """Pixels of a position of the decoder's input, each way."""
         return 1 << (len(self.ch_mult) - 1)
 
 
 class Codebooks(nn.Module):
-    """D codebooks: a place's vector is the sum of one entry of each."""
+    """D codebooks: a token's vector is the sum of one entry of each."""
 
     def __init__(self, depth: int, codes: int, dim: int, shared: bool) -> None:
         super().__init__()
-        # the row behind the last code is padding; nothing here reads it
+        # the last row is padding, which is not used here
         made = [nn.Embedding(codes + 1, dim) for _ in range(1 if shared else depth)]
         self.codebooks = nn.ModuleList(made * depth if shared else made)
 
@@ -83,7 +83,7 @@ class Codebooks(nn.Module):
 
     @torch.no_grad()
     def quantise(self, x: Tensor) -> Tensor:
-        """Codes [..., D] of vectors x [..., dim]: the nearest entry, then that of what is left."""
+        """Codes [..., D] of vectors x [..., dim]: each the nearest entry to the residual."""
         codes = []
         for book in self.codebooks:
             entries = book.get_parameter("weight")[:-1]
@@ -178,7 +178,7 @@ class Encoder(nn.Module):
 
 
 class Level(nn.Module):
-    """The blocks at one size, attention behind each where the config asks, then a resize."""
+    """The blocks at one size, with optional attention, then a resize."""
 
     def __init__(self, config: PixelConfig, level: int, width: int, out: int, blocks: int) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Middle(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two normed convolutions beside the identity, or beside a 1×1 where the width changes."""
+    """Two normed convolutions and a skip connection, 1×1 if the width changes."""
 
     def __init__(self, width: int, out: int, groups: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """One head over all places of a picture."""
+    """Single-head attention over all positions of a frame."""
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -253,12 +253,12 @@ class Attention(nn.Module):
 
 
 class Resize(nn.Module):
-    """Twice the size by repeating, then a convolution; or half of it by a strided one."""
+    """Nearest-neighbour upsampling and a convolution, or a strided convolution."""
 
     def __init__(self, width: int, scale: float) -> None:
         super().__init__()
         self.grows = scale > 1
-        # the strided one is padded on the far sides only, so that it is centred
+        # padded on the right and bottom only, so that the strided one is centred
         self.conv = (
             nn.Conv2d(width, width, 3, 1, 1) if self.grows else nn.Conv2d(width, width, 3, 2)
         )
