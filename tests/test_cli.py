@@ -730,7 +730,7 @@ def test_an_old_video_outlives_a_fault(tmp_path, monkeypatch):
 
 NO_MEMORY = (
     "tachyscope: the memory is not enough: give the plan's cache a budget, for example "
-    "cache=merge:budget=21f, or take a smaller --size; tachyscope fit tells what fits\n"
+    "cache=merge:budget=21f, or take a smaller --size; tachyscope fit shows what fits\n"
 )
 
 
@@ -753,7 +753,7 @@ def test_an_interrupt_ends_with_130(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(WanModel, "decode_latents", failing(KeyboardInterrupt()))
     assert main(["generate", "toy-chunks", "--out", str(tmp_path)]) == 130
     out, said = capsys.readouterr()
-    assert out.startswith("toy-chunks by fast: at most ") and out.count("\n") == 1
+    assert out.startswith("toy-chunks by fast: predicted peak ") and out.count("\n") == 1
     assert said == "tachyscope: interrupted\n"
     assert files(tmp_path) == []
 
@@ -773,7 +773,7 @@ def test_ctrl_c_in_a_process_removes_what_was_begun(tmp_path):
     finally:
         run.kill()
     assert (run.returncode, err) == (130, "tachyscope: interrupted\n")
-    assert out.startswith("toy-chunks by cache=window: at most ") and out.count("\n") == 1
+    assert out.startswith("toy-chunks by cache=window: predicted peak ") and out.count("\n") == 1
     assert files(tmp_path) == []
 
 
