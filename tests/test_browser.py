@@ -54,6 +54,7 @@ WARP = """async ([first, second, third, pose, room]) => {
   for (const byte of out.data) text += String.fromCharCode(byte);
   return btoa(text);
 }"""
+START = "async (given) => (await import('/warp.js')).startOf(...given)"
 BOMB = """async () => {
   const { readWalk, writeWalk } = await import("/walk.js");
   const text = await writeWalk("q".repeat(10_000_000)); // 10 kB that become 10 MB
@@ -565,6 +566,20 @@ def test_between_two_pictures_both_are_turned_to_where_the_camera_stands(browser
     # of a view that is still behind both, a part is on the picture before alone
     assert error(warped(7.5, (behind, 0)), early) < 3 < 4 < error(warped(7.5), early)
     assert error(warped(22.5, (behind, 0)), late) < 3
+    page.context.close()
+
+
+def test_a_turn_starts_at_most_a_picture_behind_the_last(browser, address):
+    page = Page(browser, address[0])
+
+    def start(shown, third):
+        return page.tab.evaluate(START, [shown, {"pose": [0.5, 0.5, 30]}, third])
+
+    before = {"pose": [0.5, 0.5, 15]}
+    assert start([0.5, 0.5, 20], before) == [0.5, 0.5, 20]
+    assert start([0.5, 0.5, 355], before) == before["pose"]  # two pictures behind
+    assert start([0.5, 0.4, 30], {"pose": [0.5, 0.45, 30]}) == [0.5, 0.45, 30]
+    assert start([0.5, 0.5, 355], None) == [0.5, 0.5, 355]
     page.context.close()
 
 

@@ -103,8 +103,8 @@ class Play(_Server):
         from tachyscope.serve.server import Endpoint, run
 
         run(
-            model, self.model, plan=self.plan, place=Endpoint(port=self.port), budget=self.budget,
-            limits=limits, snapshot_chunks=chunks, open_page=self.page,
+            model, self.model, plan=self.plan, endpoint=Endpoint(port=self.port),
+            budget=self.budget, limits=limits, snapshot_chunks=chunks, open_page=self.page,
         )  # fmt: skip
 
 
@@ -134,18 +134,18 @@ class Serve(_Server):
         from tachyscope.serve.server import Endpoint, run
 
         tokens = () if self.token_file is None else read_tokens(self.token_file)
-        place = Endpoint(self.host, self.port, tokens, self.origin)
+        endpoint = Endpoint(self.host, self.port, tokens, self.origin)
         limits, chunks = self.settings()
         if self.replicas is not None:
-            self._run_replicas(self.replicas, place, limits, chunks)
+            self._run_replicas(self.replicas, endpoint, limits, chunks)
             return
         model = self.load(self.model)
         run(
-            model, self.model, plan=self.plan, place=place, budget=self.budget, state=self.state,
-            limits=limits, snapshot_chunks=chunks,
+            model, self.model, plan=self.plan, endpoint=endpoint, budget=self.budget,
+            state=self.state, limits=limits, snapshot_chunks=chunks,
         )  # fmt: skip
 
-    def _run_replicas(self, replicas: str, place: Endpoint, limits: Limits, chunks: int) -> None:
+    def _run_replicas(self, replicas: str, endpoint: Endpoint, limits: Limits, chunks: int) -> None:
         low, _, high = replicas.partition(":")
         least = whole(low, "`replicas`")
         most = whole(high, "`replicas`") if high else least
@@ -172,4 +172,4 @@ class Serve(_Server):
             self.model, self.state, self.plan, path, self.device, dtype_of(self.device),
             self.budget, chunks, limits,
         )  # fmt: skip
-        run(settings, place, least, most)
+        run(settings, endpoint, least, most)

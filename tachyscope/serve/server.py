@@ -69,7 +69,7 @@ def run(
     name: str,
     *,
     plan: str,
-    place: Endpoint,
+    endpoint: Endpoint,
     limits: Limits,
     state: str | None = None,
     budget: int | None = None,
@@ -77,14 +77,14 @@ def run(
     open_page: bool = False,
 ) -> None:
     """Serve until a signal comes."""
-    listener = listen(place)
+    listener = listen(endpoint)
     with open_snapshots(state) as snapshots, listener:
         engine = make_engine(model, name, snapshots, plan, limits, budget, snapshot_chunks)
-        url = address(place, listener)
+        url = address(endpoint, listener)
         print(f"{name} by plan {plan}: {url} (Ctrl-C ends it)", flush=True)
         if open_page:
             threading.Timer(0.5, webbrowser.open, [url]).start()
-        app = make_app(engine, place.guard)
+        app = make_app(engine, endpoint.guard)
         uvicorn.Server(uvicorn_config(app, limits)).run([listener])
 
 
@@ -109,23 +109,24 @@ def uvicorn_config(app: Starlette, limits: Limits, **changes: Any) -> uvicorn.Co
     return uvicorn.Config(app, **options | changes)
 
 
-def address(place: Endpoint, listener: socket.socket) -> str:
+def address(endpoint: Endpoint, listener: socket.socket) -> str:
     """The server's address for a browser."""
-    host = "localhost" if place.host in LOCAL else place.host
+    host = "localhost" if endpoint.host in LOCAL else endpoint.host
     return f"http://{host}:{listener.getsockname()[1]}/"
 
 
-def listen(place: Endpoint) -> socket.socket:
+def listen(endpoint: Endpoint) -> socket.socket:
     """A socket that is bound to this endpoint; raises if the port is taken."""
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((place.host, place.port))
+        listener.bind((endpoint.host, endpoint.port))
     except OSError as fault:
         listener.close()
         reason = (fault.strerror or str(fault)).lower()
         raise TachyscopeError(
-            f"{place.host}:{place.port} cannot be listened on ({reason}): choose another `port`"
+            f"{endpoint.host}:{endpoint.port} cannot be listened on ({reason}): choose another "
+            f"`port`"
         ) from fault
     return listener

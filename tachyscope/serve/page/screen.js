@@ -2,7 +2,7 @@
 
 import { $ } from "./common.js";
 import { OWN, state, subscribe } from "./session.js";
-import { between, isNear, warp } from "./warp.js";
+import { between, isNear, startOf, warp } from "./warp.js";
 
 const LONGEST_MS = 900; // of a turn between two pictures
 const BETWEEN_MS = 45; // at least, from one turned picture to the next: the model needs the CPU
@@ -41,9 +41,10 @@ subscribe("picture", (picture) => {
   const turns = $("smooth").checked && !still.matches && state.settings.room && last;
   if (turns && isNear(last.pose, picture.pose) && String(shown) !== String(picture.pose)) {
     const idle = motion === null;
-    // a picture that comes early finds the view behind the last one, which sees only a part of it
-    const behind = motion?.from ?? null;
-    motion = { behind, from: last, pose: shown ?? last.pose, to: picture, at: now, ms: 0.95 * apart };
+    // a picture that comes early finds the view behind the last one, which shows only a part of it
+    const third = motion?.from ?? null;
+    const pose = startOf(shown ?? last.pose, last, third);
+    motion = { third, from: last, pose, to: picture, at: now, ms: 0.95 * apart };
     if (idle) requestAnimationFrame(turn);
   } else {
     motion = null;
@@ -67,8 +68,8 @@ function turn(now) {
   if (now - turnedAt >= BETWEEN_MS) {
     turnedAt = now;
     shown = between(motion.pose, motion.to.pose, share);
-    const { from, to, behind } = motion;
-    pen.putImageData(warp(out, from, to, shown, share, state.settings.room, behind), 0, 0);
+    const { from, to, third } = motion;
+    pen.putImageData(warp(out, from, to, shown, share, state.settings.room, third), 0, 0);
     screen.turned += 1;
   }
   requestAnimationFrame(turn);

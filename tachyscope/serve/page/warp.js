@@ -18,9 +18,19 @@ export function between(from, to, share) {
 
 // whether a step leads from one pose to the other, and no jump
 export function isNear(from, to) {
-  if (!from || !to) return false;
+  return Boolean(from && to) && distance(from, to) <= 1;
+}
+
+// of 45 degrees, or a fifth of the room's side, whichever is more
+function distance(from, to) {
   const turn = Math.abs(((to[2] - from[2] + 540) % 360) - 180);
-  return turn <= 45 && Math.hypot(to[0] - from[0], to[1] - from[1]) <= 0.2;
+  return Math.max(turn / 45, Math.hypot(to[0] - from[0], to[1] - from[1]) / 0.2);
+}
+
+// where a turn to the next picture starts: at the view that is shown, but not farther behind the
+// last picture than `third`, the one before it, as no picture shows what was there to see
+export function startOf(shown, last, third) {
+  return third && distance(shown, last.pose) > distance(third.pose, last.pose) ? third.pose : shown;
 }
 
 // the view from `pose`, from two pictures ({pixels, pose}): the second one's weight is `share`

@@ -226,7 +226,7 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
     return generate_latest(registry)
 
 
-def run(settings: Settings, place: Endpoint, fewest: int, most: int) -> None:
+def run(settings: Settings, endpoint: Endpoint, fewest: int, most: int) -> None:
     """Serve by so many replicas until a signal comes; joins a cluster, or starts one here.
 
     On a cluster that was there before, the replicas stay, and keep their sessions on disk where
@@ -240,9 +240,9 @@ def run(settings: Settings, place: Endpoint, fewest: int, most: int) -> None:
     try:
         gpus = 1 if settings.device.startswith("cuda") else 0
         handle = deploy(settings, fewest, most, gpus)
-        with listen(place) as listener:
-            app = Ingress(settings, handle).app(place.guard)
-            url = address(place, listener)
+        with listen(endpoint) as listener:
+            app = Ingress(settings, handle).app(endpoint.guard)
+            url = address(endpoint, listener)
             count = f"{fewest} to {most}" if most > fewest else str(fewest)
             print(f"{settings.model} by {count} replicas: {url} (Ctrl-C ends it)", flush=True)
             uvicorn.Server(uvicorn_config(app, settings.limits)).run([listener])
