@@ -41,6 +41,8 @@ from tachyscope.kernels.block_table import BlockTable
 from tachyscope.kernels.codes import Past
 from tachyscope.kernels.codes import torch as codes_torch
 from tachyscope.kernels.codes.reference import decode_packed_reference, encode_reference
+from tachyscope.kernels.gemv import Norm, Weight
+from tachyscope.kernels.gemv.reference import gemv_reference
 from tachyscope.kernels.hashing import buckets, int8_scores, lsh_scores, quantise, signs
 from tachyscope.kernels.host_blocks import HostBlocks
 from tachyscope.kernels.host_blocks import torch as host_blocks_torch
@@ -76,6 +78,7 @@ from tachyscope.kernels.admit import triton as admit_triton
 from tachyscope.kernels.attention import triton as flash
 from tachyscope.kernels.block_index import triton as block_index_triton
 from tachyscope.kernels.codes import triton as codes_triton
+from tachyscope.kernels.gemv import triton as gemv_triton
 from tachyscope.kernels.host_blocks import triton as host_blocks_triton
 from tachyscope.kernels.match import triton as match_triton
 from tachyscope.kernels.merge import triton as merge_triton
@@ -714,6 +717,19 @@ def test_a_code_is_drawn_of_logits_that_are_no_numbers():
     for value in (math.nan, -math.inf, math.inf):
         code = decode_cases.draw_code(torch.full((1, 7), value))
         assert 0 <= code < 7
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_a_product_norms_rows_that_lie_far_from_zero(rng, tokens):
+    """A variance that is the difference of two large numbers would be wrong, or below zero."""
+    x = (1000 + torch.randn(tokens, 40, generator=rng)).to(DTYPE)
+    weight = Weight(torch.randn(19, 40, generator=rng))
+    norm = Norm(torch.ones(40), torch.zeros(40), 1e-5)
+    want = gemv_reference(x, (weight,), norm)
+    out, *given = decode_cases.moved((torch.empty(tokens, 19), x, (weight,), norm))
+    got = gemv_triton.gemv(out, *given, setting=decode_cases.SMALL).cpu()
+    error = 6e-2 if ON_GPU else 2e-3
+    torch.testing.assert_close(got.double(), want.double(), rtol=error, atol=error)
 
 
 def test_every_operation_is_in_the_table():
