@@ -296,7 +296,7 @@ def test_a_prompt_is_bounded_in_every_model():
         )
         refused(
             lambda model=model: model.encode_prompt("caf\udce9"),
-            "a prompt is text in UTF-8, got bytes",
+            "a prompt must be valid UTF-8, got",
         )
 
 

@@ -742,7 +742,7 @@ def test_too_little_memory_is_one_line(tmp_path, monkeypatch, capsys):
     assert (
         said.startswith("tachyscope: the run would take ") and " GB of RAM, and there are " in said
     )
-    assert said.endswith("tells what fits\n") and said.count("\n") == 1
+    assert said.endswith("shows what fits\n") and said.count("\n") == 1
     monkeypatch.setattr(WanModel, "decode_latents", failing(torch.OutOfMemoryError("CUDA is full")))
     assert main(words) == 2
     assert capsys.readouterr().err == NO_MEMORY

@@ -392,7 +392,7 @@ def test_more_than_the_machine_has_is_refused_before_it_is_made(monkeypatch):
     told = promise(model, "fast", frames=30)
     told.check(model)
     monkeypatch.setattr("tachyscope.memory.promise.memory_of", lambda device: told.kept - 1)
-    refused(lambda: told.check(model), "GB of RAM", "--vram and --ram tells what fits")
+    refused(lambda: told.check(model), "GB of RAM", "--vram and --ram shows what fits")
 
 
 def test_a_model_that_does_not_tell_is_promised_nothing():

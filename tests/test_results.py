@@ -61,7 +61,7 @@ def test_other_settings_weights_or_machines_are_refused(tmp_path):
         TachyscopeError, match="is finished: leave `resume` out to measure it again"
     ):
         list(measured(path, resume=True, done=[], pace=1.0))
-    with pytest.raises(TachyscopeError, match="`resume` goes on with a file of results, got None"):
+    with pytest.raises(TachyscopeError, match="`resume` continues a file of results, got None"):
         Parts(None, {}, resume=True)
 
 

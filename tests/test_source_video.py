@@ -233,7 +233,7 @@ def test_what_cannot_be_followed_is_refused_in_a_line(model, tmp_path):
         refused(lambda: ts.open(by, **{"video": clip()} | asked), *words)
 
     told("`strength` must be over 0 and at most 1, got 0", strength=0)
-    told("`strength` is of a `video`", video=None, strength=0.5)
+    told("`strength` needs a `video`", video=None, strength=0.5)
     told("got it for a batch", prompt=["a", "b"])
     told("got 7: try 'clip.mp4'", video=7)
     told("`video` as an array is uint8 [F, H, W, 3]", video=clip()[0])

@@ -236,8 +236,7 @@ def test_messages_name_what_differs():
     )
     other = _open(model, prompt="a blue room")
     assert refused(lambda: other.restore(state)) == (
-        "this state was taken with another prompt: open the session with the prompt that it was "
-        "last told"
+        "this state was taken with another prompt: open the session with its newest prompt"
     )
     other = _open(toy_chunks(seed=1))
     assert refused(lambda: other.restore(state)) == (

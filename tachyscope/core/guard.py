@@ -13,12 +13,12 @@ from tachyscope.core.types import Chunk
 T = TypeVar("T")
 
 BUSY = (
-    "this stream is in the midst of another call: use it from one thread, call it when that has "
-    "returned, or open a second stream"
+    "this stream is busy with another call: use it from one thread, call it after the other call "
+    "has returned, or open a second stream"
 )
 INTERRUPTED = (
-    "this stream was interrupted in the midst of a chunk, and what it would make next is another "
-    "video: restore() a snapshot, or open another stream"
+    "this stream was interrupted within a chunk, and what it would make next is another video: "
+    "restore() a snapshot, or open another stream"
 )
 
 

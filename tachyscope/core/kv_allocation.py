@@ -99,7 +99,7 @@ def check_memory(
             f"the memory of {device} does not hold the cache of {plan}: "
             f"{size / 1e9:.3g} GB of {limit / 1e9:.3g}: give it a "
             f"budget, for example cache=merge:budget=21f, or take fewer `frames` or a smaller "
-            f"`size`; tachyscope fit tells what fits"
+            f"`size`; tachyscope fit shows what fits"
         )
 
 

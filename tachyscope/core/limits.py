@@ -139,7 +139,7 @@ def check_prompt(prompt: str) -> str:
         prompt.encode()
     except UnicodeEncodeError:
         raise TachyscopeError(
-            f"a prompt is text in UTF-8, got bytes that are none, {shown(prompt)}: write it anew"
+            f"a prompt must be valid UTF-8, got {shown(prompt)}: type it again"
         ) from None
     check("prompt characters", len(prompt), "a prompt's length")
     return prompt

@@ -147,7 +147,7 @@ def open_request(
             raise TachyscopeError(
                 f"the memory of {model.device} does not hold the cache of {parsed}: give it a "
                 f"budget, for example cache=merge:budget=21f, or take a smaller size; "
-                f"tachyscope fit tells what fits"
+                f"tachyscope fit shows what fits"
             ) from fault
         session.memory.noise = video.noise
         keys = read.key, first_key(*video.pictures), noise_key(video.noise)

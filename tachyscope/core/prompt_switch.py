@@ -81,7 +81,7 @@ def read_recent(
     model.check_latents(session.shape, held)
     count = int(sizes.sum())
     if held.shape[model.frame_dim] != count:
-        refuse(f"holds {held.shape[model.frame_dim]} latent frames and tells of {count}", AGAIN)
+        refuse(f"holds {held.shape[model.frame_dim]} latent frames instead of {count}", AGAIN)
     actions = torch.zeros(count if model.actions else 0, dtype=torch.int64)
     check_tensor(tensors, "actions", actions, (0, max(0, len(model.actions) - 1)))
     cameras: list[Tensor | None] = [None] * len(sizes)

@@ -78,8 +78,8 @@ class VideoRequest:
         first = None if self.first is None else parse_first(self.first)
         if comes_once(self.video):
             raise TachyscopeError(
-                "each plan follows the `video` anew, and this one comes once: give a file or an "
-                "array"
+                "every plan reads the `video` from its start, and this one comes once: give a file "
+                "or an array"
             )
         return replace(self, first=first)
 
@@ -155,9 +155,7 @@ def parse_camera(
     if not model.camera:
         given = [name for name, x in {"start": start, "pace": pace}.items() if x is not None]
         if given:
-            raise TachyscopeError(
-                f"{model.name} is not told where its camera stands, got `{given[0]}`: leave it out"
-            )
+            raise TachyscopeError(f"{model.name} has no camera, got `{given[0]}`: leave it out")
         return None
     world = model.known_world()
     starts: list[Any] = [world.START] * (batch or 1)

@@ -188,8 +188,8 @@ def _check_stream(
     other += [name for name, value in asked.items() if not same[name](value)]
     if other:
         raise TachyscopeError(
-            f"a stream is gone on with as it is, and this one has another {' and '.join(other)}: "
-            f"leave that out, or open one with it"
+            f"a rollout continues a stream with its own options, and this one has another "
+            f"{' and '.join(other)}: leave that out, or open a stream with it"
         )
 
 

@@ -106,8 +106,8 @@ class SourceVideo:
         """Tensors for a state, by name."""
         if not self.key:
             raise TachyscopeError(
-                f"{self.name} comes once and cannot be gone back to, so that a stream that follows "
-                f"it has no snapshot: give a file or an array as `video`"
+                f"{self.name} comes once and cannot be rewound, so a stream that follows it has no "
+                f"snapshot: give a file or an array as `video`"
             )
         names = {f"{KEPT}{ENCODER}{name}": x for name, x in self.encoder.items()}
         return names | {f"{KEPT}at": torch.tensor(self.at), f"{KEPT}key": self._known_by()}
@@ -160,8 +160,8 @@ def parse_video(
     if video is None:
         if strength is not None:
             raise TachyscopeError(
-                f"`strength` is of a `video` that is followed, got {shown(strength)} and none: "
-                f"give `video` too"
+                f"`strength` needs a `video` to follow, got {shown(strength)} without one: give "
+                f"`video` too"
             )
         return None
     model.check_source()

@@ -17,7 +17,7 @@ from tachyscope.core.errors import TachyscopeError, first_line, is_out_of_memory
 FAULT, UNEXPECTED, CLOSED_PIPE = 2, 1, 128 + 13
 NO_MEMORY = (
     "the memory is not enough: give the plan's cache a budget, for example "
-    "cache=merge:budget=21f, or take a smaller --size; tachyscope fit tells what fits"
+    "cache=merge:budget=21f, or take a smaller --size; tachyscope fit shows what fits"
 )
 
 

@@ -110,7 +110,7 @@ class Parts:
         writes = where is not None and where != "-" and not is_stream(user_path(where, "`json`"))
         if resume and not writes:
             raise TachyscopeError(
-                f"`resume` goes on with a file of results, got {where}: give --json FILE"
+                f"`resume` continues a file of results, got {where}: give --json FILE"
             )
         self.settings: Document = _as_read(settings or {})
         self._path = user_path(where) if writes and where is not None else None

@@ -221,7 +221,7 @@ def _at_rate(frames: Iterator[av.VideoFrame], fps: float, name: str) -> Iterator
     for frame in frames:
         if frame.time is None:
             raise TachyscopeError(
-                f"{name} tells no times of its frames, so that they have no rate: convert it to mp4"
+                f"{name} has no times of its frames, and so no frame rate: convert it to mp4"
             )
         start = frame.time if start is None else start
         # half a millisecond of tolerance, since frame times are rounded

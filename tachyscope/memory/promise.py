@@ -37,7 +37,7 @@ class Promise(NamedTuple):
             if there is not None and needed > there:
                 raise TachyscopeError(
                     f"the run would take {needed / 1e9:.1f} GB of {name}, and there are "
-                    f"{there / 1e9:.1f}: tachyscope fit with --vram and --ram tells what fits"
+                    f"{there / 1e9:.1f}: tachyscope fit with --vram and --ram shows what fits"
                 )
 
 

@@ -103,12 +103,12 @@ class Snapshots:
         size = path.stat().st_size if path.is_file() else 0
         if size != part["bytes"]:
             raise TachyscopeError(
-                f"{path} has {size} bytes and must have {part['bytes']}: it was cut short, so that "
-                f"this snapshot cannot be read: get the file again, or begin anew"
+                f"{path} has {size} bytes and must have {part['bytes']}: it was cut short, and "
+                f"this snapshot cannot be read: get the file again, or start a new video"
             )
         if _hash(path) != part.get("hash"):
             raise TachyscopeError(
-                f"{path} is not as it was written: get the file again, or begin anew"
+                f"{path} is not as it was written: get the file again, or start a new video"
             )
         return read_tensors(path)
 

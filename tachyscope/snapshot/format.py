@@ -31,8 +31,8 @@ SHARED = {
     "plan": "open the session with that plan",
     "dtype": "load the model in that dtype",
     "weights": "load the weights that it was taken with",
-    "prompt": "open the session with the prompt that it was last told",
-    "lengths": "open the session with the prompt that it was last told",
+    "prompt": "open the session with its newest prompt",
+    "lengths": "open the session with its newest prompt",
     "noise": "open the session with the noise that it was opened with, or without any",
     "decoder": "load the model with that decoder",
 }
