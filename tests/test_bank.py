@@ -49,7 +49,7 @@ def test_what_is_resident_is_what_host_memory_holds_and_pairs_stay_flat():
         pairs.append(row["pairs"])
         fetched += row.get("blocks_fetched", 0.0)
         for layer in at.memory.layers:
-            _check_places(layer)
+            _check_resident(layer)
     assert fetched > 0
     assert len(set(pairs[8:])) == 1
 
@@ -102,17 +102,17 @@ def test_where_all_is_read_a_block_is_a_part_of_a_latent_frame():
     assert Ann(read=0.4).bank_layout(wan, 21 * 1560, 240 * 1560).block == 128  # as lists need it
 
 
-def _check_places(layer):
+def _check_resident(layer):
     bank, layout = layer.bank, layer.bank.layout
     own = bank.tensors
-    places = layer.k[:, :, layout.first : layout.first + layout.resident_slots * layout.block]
+    keys = layer.k[:, :, layout.first : layout.first + layout.resident_slots * layout.block]
     held = own["log_count"][:, :, layout.first :]
     for b, h in torch.cartesian_prod(*map(torch.arange, own["block"].shape[:2])).tolist():
         there = own["block"][b, h].tolist()
-        stand = own["place"][b, h].tolist()
+        stand = bank.slot_of[b, h].tolist()
         assert stand[-1] == -1
         assert {block: i for i, block in enumerate(there) if block >= 0} == {
-            block: place for block, place in enumerate(stand) if place >= 0
+            block: slot for block, slot in enumerate(stand) if slot >= 0
         }
         for i, block in enumerate(there):
             if block < 0:
@@ -120,7 +120,7 @@ def _check_places(layer):
             slots = slice(i * layout.block, i * layout.block + int(own["length"][b, h, block]))
             rest = slice(slots.stop, (i + 1) * layout.block)
             assert torch.equal(
-                places[b, h, slots], bank.host["k"][b, h, block, : slots.stop - slots.start]
+                keys[b, h, slots], bank.host["k"][b, h, block, : slots.stop - slots.start]
             )
             assert (held[b, h, slots] == 0).all() and (held[b, h, rest] == -torch.inf).all()
 
@@ -131,7 +131,7 @@ def test_a_block_that_is_a_part_reads_no_more_than_its_entries(block):
     at = session(CHUNKS, f"cache=bank:resident=12f attention=ann:k=30,block={block},tile=3")
     out = play(at, 12)
     for layer in at.memory.layers:
-        _check_places(layer)
+        _check_resident(layer)
     assert all(x.isfinite().all() for part in out for x in part)
 
 
@@ -182,9 +182,9 @@ def test_a_choice_admits_the_largest_mass_and_counts_what_it_denies():
         for name, there in (("first", was), ("map", resident)):
             for i in range(tiles):
                 best = sorted(there, key=lambda x: -float(rest[i, x]))[:5]
-                places = bank.work[name][0, h, i, :read].tolist()[-5:]
+                table = bank.work[name][0, h, i, :read].tolist()[-5:]
                 source = kept if name == "first" else bank.tensors["block"][0, h]
-                read_now = [int(source[x - layout.sink]) for x in places]
+                read_now = [int(source[x - layout.sink]) for x in table]
                 assert set(read_now) == set(best)
     assert denied > 0 and late > 0
     row = counted(at)
@@ -225,7 +225,7 @@ def test_where_all_is_read_the_largest_summed_mass_is_resident_and_nothing_denie
 
 @pytest.mark.parametrize("resident", [10, 11])
 def test_a_past_that_is_just_full_has_no_stale_codes(resident):
-    """12 entries a chunk, blocks of 2: 10f end a chunk's places exactly, 11f in the midst of it."""
+    """12 entries a chunk, blocks of 2: 10f end with a chunk, 11f in the middle of one."""
     at = session(CHUNKS, f"cache=bank:resident={resident}f,budget=60f {ANN}")
     for _ in range(9):
         play(at, 1)
@@ -260,7 +260,7 @@ def test_an_entry_planted_early_is_found_late(host, early, chunks, length):
         if chunk == early:
             key = at.memory.layers[0].k[:, :, at.memory.past + 3].clone()
         at.commit()
-    # queries are rotated back by what the last chunk's places turn them
+    # queries are rotated back by what the last chunk's positions turn them
     pos = at.shape.positions(at.memory.latent_frame, 2)
     back = at.rope.cos_sin(pos, at.dtype)
     turned = key.repeat_interleave(2, 1).unsqueeze(2).expand(-1, -1, 12, -1)
@@ -371,21 +371,21 @@ def test_first_views_stay_in_a_full_bank_and_what_was_given_leaves_last():
 @pytest.mark.parametrize("host", HOST)
 @pytest.mark.parametrize("size", [(2, 1, 5, 12, 3, 7), (1, 2, 2, 96, 5, 2)])
 def test_blocks_in_host_memory_read_back_as_defined(host, size, device):
-    batch, heads, places, width, block, most = size
+    batch, heads, slots, width, block, most = size
     rng = torch.Generator().manual_seed(0)
     # a part of a cache: more slots before and behind
-    k, v = (torch.randn(batch, heads, places * block + 5, width, generator=rng) for _ in "kv")
-    part, count = slice(3, 3 + places * block), 2
+    k, v = (torch.randn(batch, heads, slots * block + 5, width, generator=rng) for _ in "kv")
+    part, count = slice(3, 3 + slots * block), 2
     rows = [torch.randperm(most, generator=rng)[:count] for _ in range(batch * heads)]
     ids = torch.stack(rows).view(batch, heads, count).int()
-    rows = [torch.randperm(places, generator=rng)[:count] for _ in range(batch * heads)]
+    rows = [torch.randperm(slots, generator=rng)[:count] for _ in range(batch * heads)]
     stood = torch.stack(rows).view(batch, heads, count).int()
     want = [stored_reference(x[:, :, part], block, host) for x in (k, v)]
     for backend in _backends(device):
         held = host_tensors((batch, heads, most, block), width, host, k.dtype, torch.device(device))
         blocks, (a, b) = HostBlocks(**held), (x.to(device) for x in (k, v))
         backend.store_blocks(a[:, :, part], b[:, :, part], stood.to(device), blocks, ids.to(device))
-        # to the first place nothing comes
+        # nothing is copied to the first slot
         asked = torch.cat([torch.full_like(ids[:, :, :1], -1), ids], 2)
         out = [torch.full((batch, heads, 3 * block + 5, width), 7.0, device=device) for _ in "kv"]
         to = slice(2, 2 + 3 * block)
@@ -438,7 +438,7 @@ def test_codes_of_ties_are_those_of_torch(host, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("host", HOST)
 def test_the_kernels_serve_a_whole_video(host, serve_by_triton):
-    """Triton in the place of stock torch, interpreted: the same video."""
+    """Triton instead of stock torch, interpreted: the same video."""
     pytest.importorskip("triton")
     plan = f"cache=bank:resident=12f,budget=20f,host={host} attention=ann:k=30,block=4,tile=3"
     want = play(session(CHUNKS, plan, dtype=torch.float32), 12)

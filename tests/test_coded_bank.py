@@ -71,7 +71,7 @@ def test_an_answer_is_the_definition_over_the_codes_and_what_is_none(plan, monke
 
 
 @PLANS
-def test_places_hold_the_bytes_of_host_memory_and_stand_for_their_entries(plan):
+def test_resident_slots_hold_the_bytes_of_host_memory(plan):
     at = session(CHUNKS, plan)
     play(at, 14)
     for layer in at.memory.layers:
@@ -80,20 +80,20 @@ def test_places_hold_the_bytes_of_host_memory_and_stand_for_their_entries(plan):
         assert layer.k.shape[2] == layer.slots - layout.resident_slots * layout.block
         size = (layout.resident_slots, layout.block)
         k, v = (own[f"places_{x}"].unflatten(2, size) for x in "kv")
-        for b, h, place in torch.cartesian_prod(*map(torch.arange, k.shape[:3])).tolist():
-            block = int(own["block"][b, h, place])
-            assert own["place"][b, h, block] == place
-            assert torch.equal(k[b, h, place], bank.host["k"][b, h, block])
-            assert torch.equal(v[b, h, place], bank.host["v"][b, h, block])
-            assert torch.equal(own["places_scale"][b, h, place], own["block_scale"][b, h, block])
+        for b, h, slot in torch.cartesian_prod(*map(torch.arange, k.shape[:3])).tolist():
+            block = int(own["block"][b, h, slot])
+            assert bank.slot_of[b, h, block] == slot
+            assert torch.equal(k[b, h, slot], bank.host["k"][b, h, block])
+            assert torch.equal(v[b, h, slot], bank.host["v"][b, h, block])
+            assert torch.equal(own["places_scale"][b, h, slot], own["block_scale"][b, h, block])
             length = int(own["length"][b, h, block])
-            held = own["log_count"][b, h, layout.first + place * layout.block :][: layout.block]
+            held = own["log_count"][b, h, layout.first + slot * layout.block :][: layout.block]
             assert (held[:length] == layout.log_weight).all()
             assert (held[length:] == -torch.inf).all()
 
 
 def test_codes_are_of_the_entries_that_were_sealed():
-    """In order of time and with room for all a place is where it was made."""
+    """In order of time, with room for all, every block is in the slot that it was sealed in."""
     plan = "cache=bank:resident=40f store=fp8 attention=ann:k=24,block=2,tile=3,order=time"
     at, keys, values = session(CHUNKS, plan), [], []
     rng = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def test_codes_are_of_the_entries_that_were_sealed():
 
 
 def test_a_first_pass_reads_the_scales_of_what_stands_there():
-    """What comes later has a scale of its own, and must not lend it to what it takes the place of."""
+    """A block that is prefetched must not lend its scale to the block that it replaces."""
     at = session(CHUNKS, SMALL)
     play(at, 12)
     bank = at.memory.layers[0].bank
@@ -168,9 +168,9 @@ def test_42_latent_frames_of_codes_take_about_the_bytes_of_21():
         plan = Plan.parse(f"fast {changes}", "chunks")
         slots = slots_for(plan, shape, (), 240)
         layer = empty_layer(plan, shape, slots, torch.bfloat16, torch.device("meta"), 240)
-        places = [x.nbytes for x in layer.bank.resident_codes]
+        codes = [x.nbytes for x in layer.bank.resident_codes]
         host = sum(x.nbytes for x in layer.host_tensors().values())
-        return layer.k.nbytes + layer.v.nbytes + sum(places), host
+        return layer.k.nbytes + layer.v.nbytes + sum(codes), host
 
     native, host = taken("cache=bank:resident=21f,host=native")
     coded, half = taken("cache=bank:resident=42f,host=native store=fp8")

@@ -31,7 +31,7 @@ def walk(at, headings):
 
 def ages(at, row=0):
     bank = at.memory.layers[0].bank
-    return sorted(bank.ages[row, bank.tensors["place"][row].long()].tolist())
+    return sorted(bank.ages[row, bank.resident[row].long()].tolist())
 
 
 @pytest.mark.parametrize("host", ["native", "int8"])
@@ -43,7 +43,7 @@ def test_frames_seen_from_nearest_are_read_whole(host):
     assert ages(at, 0) == ages(at, 1) == [1, 2, 3]  # of 30, 60 and 90 degrees
     layer, bank = at.memory.layers[0], at.memory.layers[0].bank
     for row in range(2):
-        for place, group in enumerate(bank.tensors["place"][row].tolist()):
+        for place, group in enumerate(bank.resident[row].tolist()):
             slots = slice((1 + place) * 6, (2 + place) * 6)
             held, kept = layer.k[row, :, slots], bank.host["k"][row, :, group].to(layer.k.dtype)
             if host == "native":
@@ -112,9 +112,7 @@ def test_the_weight_is_all_of_it_at_the_same_pose_and_falls_without_a_jump():
         at.set_poses(camera(count * step, x=0.01 * count))
         weights = at.memory.layers[0].bank.log_weights(at.memory.past + 6)[0, 0].view(-1, 6)
         assert weights[0].eq(0).all() and weights[-2:].eq(0).all()  # the sink, the newest, now
-        at_zero = weights[
-            1 + at.memory.layers[0].bank.tensors["place"][0].tolist().index(0), 0
-        ].item()
+        at_zero = weights[1 + at.memory.layers[0].bank.resident[0].tolist().index(0), 0].item()
         wanted = math.log(8) * math.exp(-((count * step / 10) ** 2 + (0.02 * count) ** 2) / 2)
         assert at_zero == pytest.approx(wanted, abs=1e-6)
         assert before is None or abs(at_zero - before) < 0.03 * math.log(8)

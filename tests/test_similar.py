@@ -25,7 +25,7 @@ def walk(at, numbers):
 
 def ages(at, row=0):
     bank = at.memory.layers[0].bank
-    return sorted(bank.ages[row, bank.tensors["place"][row].long()].tolist())
+    return sorted(bank.ages[row, bank.resident[row].long()].tolist())
 
 
 def test_frames_like_the_newest_and_beside_those_are_read():
@@ -35,7 +35,7 @@ def test_frames_like_the_newest_and_beside_those_are_read():
     play_pass(at, draw(torch.Generator().manual_seed(1), at.shape, 6), at_next(at), 0, 3)
     assert ages(at, 0) == ages(at, 1) == [1, 2, 3]
     layer, bank = at.memory.layers[0], at.memory.layers[0].bank
-    for place, group in enumerate(bank.tensors["place"][0].tolist()):
+    for place, group in enumerate(bank.resident[0].tolist()):
         slots = slice((1 + place) * 6, (2 + place) * 6)
         assert torch.equal(layer.k[0, :, slots], bank.host["k"][0, :, group].to(layer.k.dtype))
 

@@ -170,7 +170,7 @@ def test_worldkv_reads_the_groups_that_were_seen_from_the_most_alike_poses(chunk
         if sealed >= 2:
             last = {i: groups[i] for i in sorted(groups)[-5:]}  # the bank holds five
             bank = at.memory.layers[0].bank
-            ages = bank.ages.gather(1, bank.tensors["place"].long())
+            ages = bank.ages.gather(1, bank.resident.long())
             for row in range(2):
                 stand = [int(age) for age in ages[row]]
                 assert set(stand) == nearest(now.unbind(1), last, 2, row)

@@ -66,7 +66,7 @@ class BlockBank(ResidentBlocks, HostBank):
                            bank's and the newest's (these right behind while all are resident)
       log_count  [B, Hkv, cache slots]    log-weights: 0, the layout's in sealed blocks, -inf: empty
       length     [B, Hkv, capacity]       entries of a block
-      place      [B, Hkv, capacity + 1]   the resident slot of a block, -1: none; last: padding
+      place      [B, Hkv, capacity + 1]   `slot_of` a block, -1: not resident; last: padding
       block      [B, Hkv, resident slots] the block in a resident slot, -1: none
       wanted     [B, Hkv, capacity]       LRU stamp: the last choice that wanted it + its share
       alike      [B, Hkv, capacity]       largest cosine with a block older than it, less GIVEN if
@@ -211,16 +211,16 @@ class BlockBank(ResidentBlocks, HostBank):
         own["sealed"] += count
         own["written"].scatter_(2, ids.long(), own["sealed"].expand(ids.shape))
         # the resident slot of a block that leaves is free
-        freed = own["place"].gather(2, ids.long())
+        freed = self.slot_of.gather(2, ids.long())
         keep = F.pad(own["block"], (0, 1)).scatter(2, or_last(freed, layout.resident_slots), -1)
         own["block"].copy_(keep[:, :, :-1])
-        own["place"].scatter_(2, ids.long(), -1)
+        self.slot_of.scatter_(2, ids.long(), -1)
         sealed = slice(layout.sink, layout.sink + layout.capacity)
         # codes are whole numbers that float16 represents exactly
         dtype = torch.float16 if k.is_cuda else torch.float32
         norm = new.code.float().norm(dim=-1, keepdim=True).clamp(min=1e-12)
         dots = own["code"][:, :, sealed].to(dtype) @ (new.code / norm).to(dtype).mT
-        # compared with older blocks alone: so the first view of a place stays
+        # compared with older blocks alone: so the first view of a scene stays
         older = (alike < UNUSED).scatter(2, ids.long(), False).unsqueeze(-1)
         cosine = (dots.float() / own["norm"].unsqueeze(-1)).where(older, -1.0).amax(2)
         cosine -= GIVEN * (own["given"] > layout.first)
@@ -247,12 +247,12 @@ class BlockBank(ResidentBlocks, HostBank):
             wanted = at_or(own["wanted"], own["block"], -1.0)
             to = wanted.topk(count, -1, largest=False).indices
             left = or_last(own["block"].gather(2, to), layout.capacity)
-            own["place"].scatter_(2, left, -1)
+            self.slot_of.scatter_(2, left, -1)
         else:
             to = torch.arange(held, held + count, device=ids.device).expand(ids.shape)
         own["block"].scatter_(2, to, ids)
         slots = to.to(torch.int32)
-        own["place"].scatter_(2, ids.long(), slots)
+        self.slot_of.scatter_(2, ids.long(), slots)
         rows = to.unsqueeze(-1) * layout.block + torch.arange(layout.block, device=to.device)
         own["log_count"].scatter_(2, rows.flatten(2) + layout.first, live)
         number = torch.arange(count, dtype=torch.int32, device=to.device).expand(ids.shape)

@@ -86,7 +86,7 @@ class FrameBank(HostBank, abc.ABC):
     tensors, beside those of `HostBank` (the names are those of snapshots):
       key    [B, capacity, W]     mean key of a group's frames
       age    [B * capacity]       groups sealed before it, so that the oldest is least; -1: unused
-      place  [B, resident slots]  the group in a resident slot, -1: none
+      place  [B, resident slots]  the `resident` group in each slot, -1: none
       tail   [B, frames, W]       keys of the frames that are not sealed
       alike  [B * capacity]       likeness to the most similar older group, 0 to 1, less GIVEN if it
                                   was given
@@ -144,9 +144,14 @@ class FrameBank(HostBank, abc.ABC):
         return bank
 
     @property
+    def resident(self) -> Tensor:
+        """The group in every resident slot [B, resident slots], -1: none."""
+        return self.tensors["place"]
+
+    @property
     def ages(self) -> Tensor:
         """`age` [B, capacity]."""
-        return self.tensors["age"].view(len(self.tensors["place"]), -1)
+        return self.tensors["age"].view(len(self.resident), -1)
 
     @classmethod
     @abc.abstractmethod
@@ -231,9 +236,9 @@ class FrameBank(HostBank, abc.ABC):
         own["key"].scatter_(1, group.long().unsqueeze(2).expand(-1, 1, key.shape[1]), key[:, None])
         self.ages.scatter_(1, group.long(), age.expand(group.shape))
         # the group that is replaced is no longer resident
-        own["place"].masked_fill_(own["place"] == group, -1)
+        self.resident.masked_fill_(self.resident == group, -1)
         if slot < layout.resident_slots:
-            own["place"][:, slot : slot + 1] = group
+            self.resident[:, slot : slot + 1] = group
 
     def assign_group(self, age: Tensor, used: Tensor, key: Tensor) -> Tensor:
         """The number [B, 1] of a new group with a key [B, W]: an unused one, or in a full bank that
@@ -259,15 +264,15 @@ class FrameBank(HostBank, abc.ABC):
 
     def retrieve(self, layer: KVStore, key: Tensor) -> None:
         """Make the groups of the keys nearest to key [B, W] resident; the others leave."""
-        layout, own = self.layout, self.tensors
+        layout = self.layout
         wanted = self._nearest(key)
-        there = own["place"].unsqueeze(2) == wanted.unsqueeze(1)
+        there = self.resident.unsqueeze(2) == wanted.unsqueeze(1)
         stays, missing = there.any(2), ~there.any(1)
         # the i-th group to fetch gets the i-th free slot
         order = missing.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         rank = ((~stays).long().cumsum(1) - 1).clamp(min=0)
         fetched = torch.where(stays, -1, wanted.gather(1, order).gather(1, rank)).to(torch.int32)
-        own["place"].copy_(torch.where(stays, own["place"], fetched))
+        self.resident.copy_(torch.where(stays, self.resident, fetched))
         index = torch.arange(layout.blocks, dtype=torch.int32, device=fetched.device)
         ids = fetched.unsqueeze(2) * layout.blocks + index
         ids = torch.where(fetched.unsqueeze(2) < 0, -1, ids).flatten(1).unsqueeze(1)
@@ -297,7 +302,7 @@ class FrameBank(HostBank, abc.ABC):
         """Set the log-weights [B, resident slots] of resident groups for the present chunk."""
         layout = self.layout
         span = slice(layout.first, layout.first + layout.resident_slots * layout.kept)
-        weight = weight.masked_fill(self.tensors["place"] < 0, 0.0).float()
+        weight = weight.masked_fill(self.resident < 0, 0.0).float()
         self.work["log_weight"][:, 0, span] = weight.repeat_interleave(layout.kept, 1)
 
     def log_weights(self, end: int) -> Tensor:

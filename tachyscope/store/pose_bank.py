@@ -36,7 +36,7 @@ class PoseBank(FrameBank):
         here = self.now.mean(1)
         if layout.sealed(total) >= layout.resident_slots:
             self.retrieve(layer, here)
-        index = own["place"].clamp(min=0).long().unsqueeze(-1).expand(-1, -1, POSE)
+        index = self.resident.clamp(min=0).long().unsqueeze(-1).expand(-1, -1, POSE)
         distance = self.squared_distance(own["key"].gather(1, index), here)
         self.weigh(layout.log_weight * torch.exp(-distance / 2))
 

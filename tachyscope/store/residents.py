@@ -39,6 +39,11 @@ class ResidentBlocks:
     work: dict[str, Tensor]
     choice: BlockChoice | None = field(default=None, init=False)  # until `finish_choice`
 
+    @property
+    def slot_of(self) -> Tensor:
+        """The resident slot of every block, as `Residency.slot`."""
+        return self.tensors["place"]
+
     def choose(self, mass: Tensor, past: int, read: int | None, early: bool, passes: int) -> None:
         """Choose the resident blocks and what each tile reads, by mass [B, H, tiles, blocks].
 
@@ -65,7 +70,7 @@ class ResidentBlocks:
             return
         at_once = max(1, layout.resident_slots // AT_ONCE) if early else layout.resident_slots
         residency = Residency(
-            own["choices"], own["wanted"], own["place"], own["block"], work["now"], work["later"]
+            own["choices"], own["wanted"], self.slot_of, own["block"], work["now"], work["later"]
         )
         first = admit(values, ids, residency, at_once)
         if early and ids is not None:
@@ -107,7 +112,7 @@ class ResidentBlocks:
             return
         best_slots(mass, own["block"], tables[1], offset)
         wanted = wanted.unflatten(1, (first.shape[1], -1)).flatten(2)
-        slot = own["place"].gather(2, wanted)
+        slot = self.slot_of.gather(2, wanted)
         resident = slot >= 0
         # late: in the first pass another block, or none, was in its slot
         late = resident & (first.gather(2, slot.long().clamp(min=0)) != wanted)

@@ -48,7 +48,7 @@ class SimilarBank(FrameBank):
         layout, own = self.layout, self.tensors
         if layout.sealed(total) >= layout.resident_slots:
             self.retrieve(layer, own["tail"][:, layout.tail(total) - 1])
-        self.weigh(torch.full_like(own["place"], layout.log_weight, dtype=torch.float32))
+        self.weigh(torch.full_like(self.resident, layout.log_weight, dtype=torch.float32))
 
     def make_keys(self, p: LayerPass, n: int) -> None:
         new = slice(p.ctx.past, p.ctx.past + n)
