@@ -91,7 +91,7 @@ class ChunkRunner:
         self.record = record
         self._alike = 0  # chunks in a row that made the same launches
         self._work, self._total = Work(), 0  # of the recorded chunk, and entries before it
-        self._memory: list[object] = []  # that the launches read and write
+        self._known: list[object] = []  # the lists of tensors that the launches read and write
         self._chunk = session.memory.chunk  # after the last call
         self._recorded: Recorded | None = None
         self._actions: Tensor | None = None  # that recorded launches read
@@ -113,22 +113,23 @@ class ChunkRunner:
         if self.record is None or not alike:
             self.forget()
             return self._make(moves, ready)
-        memory = [session.memory.texts, session.memory.layers]
-        same = bool(self._memory) and all(map(operator.is_, memory, self._memory))
-        if not same or session.memory.chunk != self._chunk:
+        memory = session.memory
+        known = [memory.texts, memory.layers]
+        same = bool(self._known) and all(map(operator.is_, known, self._known))
+        if not same or memory.chunk != self._chunk:
             # prompt changed, state restored, or the session was advanced elsewhere
             self.forget()
-            self._memory = memory
+            self._known = known
         if self._recorded is not None:
             return self._repeat(moves, ready)
-        before, total = session.work.take(), session.memory.total_entries
+        before, total = session.work.take(), memory.total_entries
         if self._alike < 2:
             latents = self._make(moves, ready)
         else:
             actions = self._actions = self.model.actions_tensor(moves, session.shape.chunk)
             given = moves if actions is None else actions
             self._recorded = self.record(session, lambda cut: self._make(given, cut), ready)
-            session.memory.latents = latents = self._recorded.latents.clone()
+            memory.latents = latents = self._recorded.latents.clone()
             self._work, self._total = copy(session.work), total
         self._alike += 1
         if not session.work.of_host:  # tensors on the device cannot be counted again
@@ -152,13 +153,13 @@ class ChunkRunner:
         if actions is not None and self._actions is not None:
             self._actions.copy_(actions)
         self._recorded.repeat(ready)
-        session = self.session
-        session.work.add(self._work, session.memory.total_entries - self._total)
-        session.memory.made += session.shape.chunk
-        session.memory.count(session.shape.chunk * session.shape.tokens_per_frame)
+        shape, memory = self.session.shape, self.session.memory
+        self.session.work.add(self._work, memory.total_entries - self._total)
+        memory.made += shape.chunk
+        memory.count(shape.chunk * shape.tokens_per_frame)
         # the next replay overwrites this one's output
-        session.memory.latents = self._recorded.latents.clone()
-        return session.memory.latents
+        memory.latents = self._recorded.latents.clone()
+        return memory.latents
 
 
 def is_steady(session: Session) -> bool:
@@ -167,12 +168,12 @@ def is_steady(session: Session) -> bool:
     Not before the cache is full, nor where replay takes turns or the choice of passes depends on
     the latents.
     """
+    shape, plan, memory = session.shape, session.plan, session.memory
     # given noise differs from chunk to chunk
-    if session.memory.noise is not None or any(observer.host for observer in session.observers):
+    if memory.noise is not None or any(observer.host for observer in session.observers):
         return False
-    shape, plan, room = session.shape, session.plan, session.memory.room
-    full = room is not None and plan.cache.is_full(
-        shape, session.memory.past, room, session.memory.total_entries
+    full = memory.room is not None and plan.cache.is_full(
+        shape, memory.past, memory.room, memory.total_entries
     )
     fixed = plan.passes.graph_capturable and not (
         shape.token_by_token or shape.rolling_frames or plan.cache.view_depends_on_pass

@@ -149,16 +149,17 @@ def open_request(
                 f"budget, for example cache=merge:budget=21f, or take a smaller size; "
                 f"tachyscope fit shows what fits"
             ) from fault
-        session.memory.noise = video.noise
+        memory = session.memory
+        memory.noise = video.noise
         keys = read.key, first_key(*video.pictures), noise_key(video.noise)
-        session.memory.source = Source(model.fingerprint, *keys, model.decoder_name)
-        session.memory.features.image, session.memory.features.seen = image, seen
+        memory.source = Source(model.fingerprint, *keys, model.decoder_name)
+        memory.features.image, memory.features.seen = image, seen
         model.prefill_prompt(session, read.encoded)
         if camera is None and session.wants_poses:
             world = model.known_world()
             camera = world.at([world.START] * shape.batch, 1.0, model.device)
         if camera is not None:
-            session.memory.features.camera = camera.clone()
+            memory.features.camera = camera.clone()
         if ranks is not None:
             agree_on_session(session, ranks)
         if given is not None:

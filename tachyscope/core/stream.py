@@ -223,15 +223,15 @@ class Stream:
         self.take_up_prompt()
         model, session = self.model, self.session
         dropped = {} if self.video is None else self.video.lay(model, session, self.next_frames)
-        begun, before = time.perf_counter(), session.memory.latent_frame
+        memory = session.memory
+        begun, before = time.perf_counter(), memory.latent_frame
         start = model.pixel_frames(before)
         chunk_actions = []
         if model.actions:
             # a latent frame's action is that of its first pixel frame
             at = [model.pixel_frames(before + i) - start for i in range(session.shape.chunk)]
             chunk_actions = [actions[i] if i < len(actions) else 0 for i in at]
-        entries_before = session.memory.past
-        camera = session.memory.features.camera
+        entries_before, camera = memory.past, memory.features.camera
         stood = None if camera is None else camera.clone()
         with session.meter.span("chunk"):
             latents = self.runner(chunk_actions, ready)
@@ -240,7 +240,7 @@ class Stream:
         session.count_bank()
         spent = time.perf_counter() - begun
         self.recent.add([Part(latents, chunk_actions, stood)])
-        frames = model.pixel_frames(session.memory.latent_frame) - start
+        frames = model.pixel_frames(memory.latent_frame) - start
         stats = {
             # on CUDA, the time of the launches: if it is near chunk_ms, the GPU waits for the host
             "host_ms": 1e3 * spent,
@@ -249,7 +249,7 @@ class Stream:
             "frames_made": float(frames * (self.batch or 1)),
             "entries_before": float(entries_before),
             **dropped,
-        } | cache_stats(session.memory.layers, session.memory.past, session.shape.max_pass_tokens)
+        } | cache_stats(memory.layers, memory.past, session.shape.max_pass_tokens)
         # waits for the chunk, so that decoding does not
         made = Latents(self.index, latents, frames, session.meter.take() | stats)
         self.index += 1
@@ -366,10 +366,11 @@ class Stream:
             self.video.close()
         self.runner.forget()
         self.recent.parts.clear()
-        self.session.memory.layers.clear()
-        self.session.memory.texts.clear()
-        self.session.memory.features = Features()
-        self.session.memory.latents = self.next_prompt = None
+        memory = self.session.memory
+        memory.layers.clear()
+        memory.texts.clear()
+        memory.features = Features()
+        memory.latents = self.next_prompt = None
 
     def _check_finite(self, latents: Tensor) -> None:
         """Raise if a first chunk has NaN; later ones are not checked, which would synchronise."""
