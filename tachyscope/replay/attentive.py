@@ -13,7 +13,7 @@ from tachyscope.core.policy import setting
 from tachyscope.core.types import Shape
 from tachyscope.kernels.token_gate import Score, TokenGate
 from tachyscope.replay import RowSelection, TokenReplay
-from tachyscope.replay.share import refresh_and_fill, tokens_to_compute
+from tachyscope.replay.share import refresh_and_fill, tie_pairs, tokens_to_compute
 from tachyscope.store import LayerPass
 
 
@@ -98,8 +98,7 @@ class Attentive(TokenReplay, name="attentive"):
     def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> RowSelection | None:
         assert score is not None
         if self.cfg == "tied" and p.ctx.shape.paired:
-            pairs = score.unflatten(0, (2, -1))
-            score = pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
+            score = tie_pairs(score)
         old = age >= self.age if self.age else None
         if self.threshold is not None:
             passed = score > self.threshold if self.authors else score >= self.threshold

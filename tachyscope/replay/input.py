@@ -15,7 +15,7 @@ from tachyscope.core.types import Shape
 from tachyscope.io.calibration import Calibration
 from tachyscope.kernels.token_gate import Score, TokenGate
 from tachyscope.replay import RowSelection, TokenReplay
-from tachyscope.replay.share import refresh_and_fill
+from tachyscope.replay.share import refresh_and_fill, tie_pairs
 from tachyscope.store import LayerPass
 
 
@@ -114,8 +114,7 @@ class InputReplay(TokenReplay, name="input"):
     def choose(self, p: LayerPass, score: Tensor | None, age: Tensor) -> RowSelection | None:
         assert score is not None
         if p.ctx.shape.paired:
-            pairs = score.unflatten(0, (2, -1))
-            score = pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
+            score = tie_pairs(score)
         if self.threshold is not None:
             return RowSelection(gate=-score > self.threshold)
         assert self.share is not None

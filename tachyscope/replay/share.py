@@ -1,4 +1,4 @@
-"""A fixed share of a pass's tokens, with a limit on how often an output is replayed."""
+"""Choosing a fixed share of a pass's tokens, with a limit on how often an output is replayed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
         )
     due = math.ceil(tokens / (age + 1)) if age else 0
     return max(due, tokens - round(share * tokens))
+
+
+def tie_pairs(score: Tensor) -> Tensor:
+    """Scores [B, S] with those of each guidance pair replaced by their mean."""
+    pairs = score.unflatten(0, (2, -1))
+    return pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
 
 
 def refresh_and_fill(
