@@ -125,7 +125,7 @@ def in_precisions(rows: str) -> str:
 PARTS = (
     Part(
         "tests", 240, "scripts/gpu: kernels equal their definitions, in under four minutes",
-        ("scripts/gpu",), small=("scripts/gpu --collect-only",),
+        ("scripts/gpu",),
     ),
     Part(
         "kernels", 200, "float8 attention and linears: definitions, TF/s beside bfloat16",
@@ -160,11 +160,21 @@ PARTS = (
         small=(f"{ROLLOUT} 48 --decode --rows fast {SMALL}",),
     ),
     Part(
+        "tune_drafts", 130, "7B: which tiles of draft passes by int8 and int4 are fastest",
+        ("lab/scripts/tune_decode.py --out {out} --only rates,piece,drafts --jobs 14 "
+         "--seconds 75",),
+    ),
+    Part(
         "drafts", 160, "7B: passes over drafts by bf16, int8, int4; dense's share of a copy",
-        (f"{LAB} bench tokens --rows dense,draft32 --rounds 2 --no-peer --batch 1 --seconds 140 "
+        ("lab/scripts/tune_decode.py --settings {folder}/tune_drafts -- tokens "
+         "--rows dense,draft32 --rounds 2 --no-peer --batch 1 --seconds 140 "
          "--drafts results/drafts.json --out {out}",),
         small=(f"{LAB} bench tokens --device cpu --shape atrium-tokens --rows dense --rounds 1 "
                "--weights float32 --out {out}",),
+    ),
+    Part(
+        "tiles", 100, "7B: tiles of draft passes over int8 and int4, the fastest in settings.json",
+        ("lab/scripts/tune_decode.py --out {out} --only drafts --jobs 14 --seconds 60",),
     ),
     Part(
         "served", 180, "1, 2, 4 and 8 sessions at 480x832 by the server: key to pixel, waits",

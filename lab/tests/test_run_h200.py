@@ -1,7 +1,9 @@
 """lab/scripts/run_h200.py: its commands exist, and calls with one folder share out what is left."""
 
 import importlib
+import io
 import json
+import re
 import shlex
 import sys
 import tarfile
@@ -12,15 +14,16 @@ import bench_turns
 import pytest
 import run_h200
 from run_h200 import PARTS, Part
+from train_lodge import PHASES
 
 from tachyscope_lab.bench.wan_rows import choose_rows
 from tachyscope_lab.cli.app import app as lab
 
 ROOT = Path(__file__).parents[2]
-PLACES = {"out": "OUT", "old": "OLD", "authors": "AUTHORS"}
+PLACES = {name: name.upper() for name in ("out", "folder", "kept", "old", "authors")}
 COMMANDS = [
     pytest.param(shlex.split(words.format(**PLACES)), id=f"{part.name}{kind}{number}")
-    for part in PARTS
+    for part in (*PARTS, *PHASES)
     for kind, commands in (("", part.commands), ("-small", part.small))
     for number, words in enumerate(commands)
 ]
@@ -41,9 +44,13 @@ def test_every_part_is_a_command_that_parses(words):
         parse_lab(words[2:])
     else:
         assert (ROOT / words[0]).is_file()
+        if "--" in words:  # what follows is a benchmark's
+            parse_lab(["bench", *words[words.index("--") + 1 :]])
+            words = words[: words.index("--")]
         given = [word for word in words[1:] if word.startswith("--")]
         text = (ROOT / words[0]).read_text()
-        assert all(f'add_argument("{word}"' in text for word in given)
+        missing = [x for x in given if not re.search(rf'add_argument\(\s*"{x}"', text)]
+        assert not missing
         for run in (after for before, after in zip(words, words[1:], strict=False)
                     if before == "--run"):  # fmt: skip
             parse_lab(["bench", *shlex.split(run.split("=", 1)[1])])
@@ -52,8 +59,8 @@ def test_every_part_is_a_command_that_parses(words):
 def test_a_part_s_files_are_its_own():
     names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
-    for part in PARTS[1:]:  # all but the tests
-        written = [words for words in part.commands if "{out}" in words]
+    for part in (*PARTS[1:], *PHASES):  # all but the tests
+        written = [words for words in part.commands if "{out}" in words or "{folder}/" in words]
         assert len(written) == len(part.commands), part.name
 
 
@@ -100,6 +107,22 @@ def test_a_part_that_takes_too_long_is_stopped_and_keeps_what_it_wrote(run, tmp_
     with tarfile.open(tmp_path / "all.tar.gz") as made:
         assert {"long.json", "long_2.json", "long.end", "long.log"} <= set(made.getnames())
     assert (tmp_path / "out/long.end").read_text() == "stopped\n"
+
+
+def test_a_large_archive_comes_in_pieces_that_join(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_h200, "PIECE", 700)
+    (tmp_path / "out/carried").mkdir(parents=True)
+    (tmp_path / "out/carried/state").write_bytes(bytes(9000))
+    (tmp_path / "out/a.json").write_text(" ".join(str(n * n) for n in range(600)))
+    for content in ("", "short"):  # the second is smaller: no old piece is left
+        if content:
+            (tmp_path / "out/a.json").write_text(content)
+        run_h200.pack(tmp_path / "out", tmp_path / "far/all.tar.gz")
+        pieces = sorted((tmp_path / "far").iterdir())
+        assert len(pieces) == 1 if content else len(pieces) > 1
+        joined = b"".join(piece.read_bytes() for piece in pieces)
+        with tarfile.open(fileobj=io.BytesIO(joined)) as made:
+            assert made.getnames() == ["a.json"]
 
 
 def test_a_part_begins_only_where_its_seconds_are_left(run, tmp_path, capsys):
