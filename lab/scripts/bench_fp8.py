@@ -252,9 +252,7 @@ def time_listed(block: int, most: int, variants: dict[str, tuple[Variant, int]])
     table = BlockTable(old_k, old_v, past.log_count, past.ids, past.counts, 128, block)
     flops = 4 * HEADS * ROWS * (ROWS + most * block) * WIDTH
     name = f"{ROWS} x {ROWS} + {most} blocks of {block}:"
-    for label, (variant, of) in variants.items():
-        if of != 128:  # blocks are as they are listed
-            continue
+    for label, (variant, _) in variants.items():
         attempt(
             f"{name} fp8{label}",
             lambda variant=variant: timed(
@@ -382,12 +380,12 @@ def main() -> None:
         "blocks of 64": (1, 6, 3, 300, 200, 128, False, 64),
         "blocks of 32": (1, 6, 3, 300, 200, 64, False, 32),
     }
-    base = {"": VARIANTS[""]}
+    base, turns = {"": VARIANTS[""]}, {", turns": TURNS[", turns"]}
     for name, case in cases.items():
         attempt(f"attention, {name}", lambda case=case: check_attention(Variant(), *case))
     for entries, weighted, variants in (
         (32760, False, VARIANTS),
-        (32760, True, VARIANTS),
+        (32760, True, base),
         (ROWS, False, base),
         (131040, False, base),
     ):
@@ -401,10 +399,14 @@ def main() -> None:
             f"attention, {name}, turns",
             lambda case=case: check_attention(Variant(turns=True), *case),
         )
-    for entries, weighted in ((32760, False), (32760, True), (ROWS, False)):
-        attempt(f"{entries}", lambda e=entries, w=weighted: time_dense(e, w, TURNS, False))
+    for entries, weighted, some in (
+        (32760, False, TURNS),
+        (32760, True, turns),
+        (ROWS, False, turns),
+    ):
+        attempt(f"{entries}", lambda e=entries, w=weighted, v=some: time_dense(e, w, v, False))
     for block, most in lists:
-        attempt(f"lists of {block}", lambda b=block, m=most: time_listed(b, m, TURNS))
+        attempt(f"lists of {block}", lambda b=block, m=most: time_listed(b, m, turns))
     attempt("fastest", fastest)
 
 
