@@ -161,8 +161,10 @@ def plan(
     It is text because a name's meaning depends on the model. A policy object replaces the base's
     policy; a text changes only the settings that it names.
     """
+    if not isinstance(base, str):
+        raise TachyscopeError(f"a plan's base is text, got a {type(base).__name__}: try 'fast'")
     given = dict(zip(QUESTIONS, (cache, store, attention, text, passes, replay), strict=True))
-    words = [base] if isinstance(base, str) else []
+    words = [base]
     for question, change in given.items():
         if change == "":
             continue
@@ -176,8 +178,6 @@ def plan(
                 f"{question}={shown(spec)} cannot be written in a plan's text: give a whole Plan"
             )
         words.append(f"{question}={spec}")
-    if not isinstance(base, str):
-        raise TachyscopeError(f"a plan's base is text, got a {type(base).__name__}: try 'fast'")
     return " ".join(words)
 
 
