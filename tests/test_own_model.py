@@ -167,3 +167,10 @@ def test_the_example_of_the_page_is_loaded_as_a_file():
     model = ts.load(f"{FILE.parent.parent / 'examples' / 'my_world.py'}:MyWorld")
     with ts.open(model, "fast", seed=0) as stream:
         assert stream.step().frames.dtype == np.uint8
+
+
+def test_fit_takes_the_file_and_names_what_it_does_not_define(capsys):
+    assert main(["fit", WORLD]) == 2
+    assert "cannot say what memory it takes: MyWorld defines no on_meta" in capsys.readouterr().err
+    assert main(["fit", "nobody"]) == 2
+    assert "no model 'nobody'; there are: atrium-world" in capsys.readouterr().err
