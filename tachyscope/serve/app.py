@@ -69,7 +69,7 @@ def describe(
     return {
         "model": model,
         "plan": plan,
-        # where the camera's poses are told, what is read is best found by them
+        # by the camera's poses, the past that matters is found best
         "page_plan": "pose" if look and plan == DEFAULT_PLAN else plan,
         "plans": list(NAMES),
         "size": size,

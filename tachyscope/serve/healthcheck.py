@@ -33,11 +33,11 @@ def fault(url: str = URL, token: str = "", within_s: float = WITHIN_S) -> str:
             # a bank would take host memory for a check
             one.send(json.dumps({"type": "open", "plan": "live"}))
             while True:
-                told = one.recv(timeout=max(0.0, until - time.monotonic()))
-                if isinstance(told, bytes):  # a picture; nothing of the session is kept
+                event = one.recv(timeout=max(0.0, until - time.monotonic()))
+                if isinstance(event, bytes):  # a picture; nothing of the session is kept
                     one.send(json.dumps({"type": "close"}))
                     continue
-                message = json.loads(told)
+                message = json.loads(event)
                 if message["type"] == "closed":
                     return ""
                 if message["type"] == "error":

@@ -65,7 +65,7 @@ class LiveSession:
     ended: str = ""  # why, once it did
     chunk: int = 0
     files: tuple[tuple[int, str], ...] = ()  # of its snapshots, oldest first
-    lost: int = 0  # chunks, with snapshots that were damaged, until the client is told
+    lost: int = 0  # chunks lost with damaged snapshots, until the client gets a notice
     beside: Lane | None = None  # another plan, along the same log
     beside_plan: str = "dense"
     beside_turns: bool = False  # it steps in turns with the session's, not only when there is time

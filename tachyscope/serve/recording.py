@@ -24,18 +24,18 @@ class Recording:
 
         self._most = most
         self._writer = VideoWriter(path, fps, background=True)
-        with _told():
+        with _without_paths():
             self._writer.__enter__()
 
     def write(self, frames: np.ndarray) -> None:
         left = self._most - self._writer.frames
         if left > 0:
-            with _told():
+            with _without_paths():
                 self._writer.write(frames[:left])
 
     def finish(self) -> int:
         """Finish the file; returns its number of frames, and raises without any."""
-        with _told():
+        with _without_paths():
             self._writer.__exit__(None, None, None)
         return self._writer.frames
 
@@ -46,7 +46,7 @@ class Recording:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _without_paths() -> Iterator[None]:
     try:
         yield
     except TachyscopeError as fault:

@@ -1,4 +1,4 @@
-// Keys, the pad and dragging: what is held is what the session is told.
+// Keys, the pad and dragging: the held actions are sent to the session.
 
 import { $ } from "./common.js";
 import { send, state, subscribe } from "./session.js";
@@ -16,7 +16,7 @@ const answeredBy = new Map(); // chunk -> when the keys that it answers were pre
 const watchers = [];
 let held = []; // actions whose keys are down, newest last
 let sentAction = "";
-let dragged = null; // how far the pointer went that is not told yet
+let dragged = null; // how far the pointer went since the last message
 
 export const onKeys = (watcher) => watchers.push(watcher);
 export const isMoving = () => held.length > 0 || dragged !== null;

@@ -175,7 +175,7 @@ function fill(row, wall, pixels = null, right = undefined) {
   canvas.ariaLabel = `${ROWS[row]}, ${SIDES[wall]}: ${words}`;
 }
 
-// `count` changes with every picture: a screen reader is not told of it
+// `count` changes with every picture, so a screen reader does not announce it
 function say(words, count = "") {
   if ($("line-words").textContent !== words) $("line-words").textContent = words;
   $("line-count").textContent = count;

@@ -93,7 +93,7 @@ class Ingress:
         watching.cancel()
 
     async def _ask(self, method: str, *given: Any) -> list[Any]:
-        """What all running replicas answer; those that cannot are left out."""
+        """The answers of all running replicas; those that fail are left out."""
         response = self._handle.broadcast(method, *given)
         results = await response.results_async(timeout_s=ANSWER_S, return_exceptions=True)
         return [one for one in results if not isinstance(one, Exception)]
@@ -177,7 +177,7 @@ class Ingress:
             await self._mailbox.put.remote(player.key, GONE)
 
     async def _place(self, player: Player) -> None:
-        """Choose a replica by the bytes that are free; by Ray's rule where none answers."""
+        """Choose the replica with the most free bytes; Ray's own rule if none answers."""
         try:
             replicas = await self._ask("whereabouts")
         except (RayError, RayServeException, TimeoutError):
@@ -202,7 +202,7 @@ def _resumed(text: str) -> str:
 
 
 class _Merged:
-    """Metrics that were counted elsewhere."""
+    """A collector of metrics that other processes counted."""
 
     def __init__(self, families: Mapping[str, Metric]) -> None:
         self._families = families
@@ -212,7 +212,7 @@ class _Merged:
 
 
 def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """Texts for Prometheus as one; `replica` tells whose a number is."""
+    """Merge /metrics of replicas; the label `replica` names each one."""
     families: dict[str, Metric] = {}
     for replica, text in texts.items():
         for one in text_string_to_metric_families(text.decode()):
@@ -227,7 +227,7 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
 
 
 def run(settings: Settings, endpoint: Endpoint, fewest: int, most: int) -> None:
-    """Serve by so many replicas until a signal comes; joins a cluster, or starts one here.
+    """Serve by `fewest` to `most` replicas until a signal comes; joins a cluster or starts one.
 
     On a cluster that was there before, the replicas stay, and keep their sessions on disk where
     this process is killed: the next command replaces them one by one.

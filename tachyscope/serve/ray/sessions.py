@@ -3,8 +3,8 @@
 The deployment `Sessions` has the model, one replica a GPU. The ingress has the page and the
 WebSockets, on any machine of the cluster, and no model. A live session is one streaming call to the
 replica with the most bytes free, and so bound to it; what its client sends goes through a mailbox.
-Snapshots lie on an fsspec path that all replicas reach: where a replica dies, its clients are told
-to come back (close code 1012), and another replica goes on.
+Snapshots lie on an fsspec path that all replicas reach: if a replica dies, its clients get close
+code 1012 and resume on another replica.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`/v1/videos` of a cluster: made by replicas, told and kept in the folder that all of them reach.
+"""`/v1/videos` of a cluster: made by replicas, kept in the folder that all of them reach.
 
 A video is one streaming call to a replica. Its record and its mp4 lie in `videos` beside the
-sessions' snapshots, so that every ingress can tell of it. Where a replica dies, another begins it
-anew: the same request makes the same video.
+sessions' snapshots, so that every ingress can list it. If a replica dies, another starts it again:
+the same request makes the same video.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class VideoFiles:
 
 
 class RayVideos:
-    """A cluster's videos, as the routes ask for them."""
+    """A cluster's videos, for the routes of `/v1/videos`."""
 
     def __init__(self, place: str, handle: Any, limits: Limits) -> None:
         self._files, self._handle, self._limits = VideoFiles(place), handle, limits
@@ -113,7 +113,7 @@ class RayVideos:
         return [_public(one) for one in await self._records() if one.get("owner", "") == owner]
 
     async def _records(self) -> list[dict[str, Any]]:
-        """Everybody's, newest first; those that are too old are removed."""
+        """All owners' records, newest first; those that are too old are removed."""
         records = []
         for name in await run_in_threadpool(self._files.names):
             try:
@@ -133,7 +133,7 @@ class RayVideos:
         return _public(record)
 
     async def delete(self, name: str, owner: str) -> None:
-        """Forget a video; who makes it finds its record gone, and stops."""
+        """Delete a video; the replica that makes it finds the record gone and stops."""
         await self.find(name, owner)  # raises where there is none
         await run_in_threadpool(self._files.remove, name)
         if task := self._making.get(name):
@@ -148,7 +148,7 @@ class RayVideos:
         return self._handle.options(stream=True).make_video.remote(dict(given), name)
 
     async def _follow(self, record: dict[str, Any], given: Mapping[str, Any], calls: Any) -> None:
-        """Write down how a video goes on, and begin it anew where its replica dies."""
+        """Record a video's progress, and restart it on another replica if its own dies."""
         for left in reversed(range(TRIES)):
             try:
                 async for update in calls:
@@ -170,7 +170,7 @@ class RayVideos:
             calls = self._call(given, str(record["id"]))
 
     async def _note(self, record: dict[str, Any], update: Mapping[str, Any]) -> bool:
-        """Bring a record up to date; False where somebody deleted it."""
+        """Update a record; False if it was deleted."""
         now, before = time.time(), dict(record)
         record |= update
         if record == before and now - record["touched"] < TOUCH_S:
