@@ -101,6 +101,10 @@ def test_rows_are_kept_and_a_fault_costs_no_other(model, tmp_path, monkeypatch, 
     assert "equal bytes on the GPU: a window of 21 latent frames" in capsys.readouterr().out
     assert main([*words, "magic", "--resume"]) == 2
     assert "no row 'magic'; there are: window, merge, dedup" in capsys.readouterr().err
+    # the judge finds a place again after a turn: each room would fail, one after the other
+    assert main([*words, "window", "--frames", "2"]) == 2
+    told = "a video has 24 frames or more at pace 1, a full turn, got 2: ask for more"
+    assert told in capsys.readouterr().err
 
 
 def test_drift_is_a_line_a_method_through_the_middles_of_its_stretches():

@@ -19,9 +19,10 @@ from tachyscope.core.plan import Plan
 from tachyscope.io.results import Document, Parts
 from tachyscope.io.tables import format_table
 from tachyscope.memory.predict import MetaSession
+from tachyscope.models.atrium.world import TURN
 from tachyscope.models.wan.model import WanModel
 from tachyscope_lab.evaluation.intervals import combined
-from tachyscope_lab.evaluation.scenes import check_pace, make_world
+from tachyscope_lab.evaluation.scenes import check_pace, frames_a_step, make_world
 from tachyscope_lab.evaluation.world import Request, measured_dtype, world_models
 from tachyscope_lab.evaluation.world_rows import AT_ONCE, Task, play_tasks
 
@@ -266,6 +267,12 @@ def bench_rivals(
             report(f"pace {pace:g} is left out: {model.name} is not told where its camera stands")
             continue
         check_pace(model, pace)
+        turn_frames = TURN * frames_a_step(pace)
+        if min(frames, long_frames) < turn_frames:
+            raise TachyscopeError(
+                f"a video has {turn_frames} frames or more at pace {pace:g}, a full turn, got "
+                f"{min(frames, long_frames)}: ask for more"
+            )
         wanted += rivals(model, pace=pace, frames=frames, long_frames=long_frames, runs=runs)
     known = [*dict.fromkeys(one.name for one in wanted), *GROUPS]
     for name in rows:
