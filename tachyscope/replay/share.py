@@ -27,7 +27,7 @@ def tokens_to_compute(policy: str, share: float, age: int, tokens: int) -> int:
 
 def tie_pairs(score: Tensor) -> Tensor:
     """Scores [B, S] with those of each guidance pair replaced by their mean."""
-    pairs = score.unflatten(0, (2, -1))
+    pairs: Tensor = score.unflatten(0, (2, -1))
     return pairs.mean(0, keepdim=True).expand_as(pairs).flatten(0, 1)
 
 
