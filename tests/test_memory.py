@@ -21,7 +21,7 @@ from tachyscope.memory.fit import fit
 from tachyscope.memory.lines import lines
 from tachyscope.memory.predict import ROOM, need, sized
 from tachyscope.memory.promise import promise
-from tachyscope.models.decoder import modules_of
+from tachyscope.models.diffusion import modules_of
 from tachyscope.models.registry import load
 from tachyscope.models.toys import toy_chunks
 from tachyscope.models.wan.loading import save_wan

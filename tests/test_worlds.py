@@ -14,7 +14,7 @@ from world_rules import pressed as pressed_rule
 
 import tachyscope as ts
 from tachyscope.models.checkpoint import write_tensors
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
 from tachyscope.models.wan.clip_vision import ClipVision
 from tachyscope.models.wan.config import WanConfig

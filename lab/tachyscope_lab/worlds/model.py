@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tachyscope.models.checkpoint import read_json
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
 from tachyscope.models.wan.parts import Controls

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 
 STRIDE = 8  # pixels of a latent's side
 

@@ -28,7 +28,7 @@ from tachyscope.models.checkpoint import (
     write_json,
     write_tensors,
 )
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 from tachyscope.models.wan.clip_vision import PUBLISHED as CLIP
 from tachyscope.models.wan.clip_vision import ClipVision
 from tachyscope.models.wan.config import WanConfig

@@ -1,4 +1,4 @@
-"""A Wan-type model as a stream drives it."""
+"""Wan-type causal models, with their text encoder and decoder."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.atrium import camera
 from tachyscope.models.atrium.world import ACTIONS
 from tachyscope.models.base import MemoryParts, Ready
-from tachyscope.models.decoder import Decoder
-from tachyscope.models.diffusion import DiffusionModel
+from tachyscope.models.diffusion import Decoder, DiffusionModel
 from tachyscope.models.wan import clip_vision, key_camera, steering
 from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.fp8_gain import check_gain
 from tachyscope.models.wan.parts import EncodedPrompt, TextEncoder
-from tachyscope.models.wan.sampler import noising, schedule
+from tachyscope.models.wan.sampler import passes, schedule
 from tachyscope.models.wan.stages_fp8 import Fp8Operations
 from tachyscope.models.wan.text import PromptFile
 from tachyscope.models.wan.tiny_decoder import ERROR, TinyDecoder
 from tachyscope.models.wan.transformer import Block, WanCausal
 from tachyscope.models.wan.vae import WanVae
 
-# Compiling layers takes 7 s on an H200 the first time and about 3 s from disk, and saves 40 ms of a
-# chunk of Wan 1.3B. A narrow model's chunk is launches, which a CUDA graph saves already.
+# Compiling layers takes 7 s on an H200, about 3 s from its cache on disk, and saves 40 ms of a
+# chunk of Wan 1.3B. A narrow model's time is launches, which a CUDA graph saves already.
 COMPILED_CHUNKS, COMPILED_WIDTH = 75, 1024
 
 
 class WanModel(DiffusionModel):
-    """A Wan-type causal model: its transformer, its text encoder and its decoder."""
+    """A Wan-type causal model: a transformer, a text encoder and a decoder."""
 
     transformer: WanCausal
-    splits_tokens = True
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class WanModel(DiffusionModel):
         (high, wide), (_, down, across) = self.config.size, self.config.stride
         self.size = high * down, wide * across
         self.actions, self.camera = self.config.actions, self.config.camera
-        # how a camera walks: by Atrium's actions, or by keys
+        # the camera that actions move: by keys, or Atrium's
         self.walker: Any = key_camera if self.config.control == "rays" else camera
         knows = self.config.control == "rays" or self.actions == ACTIONS
         self.world = self.walker if knows else None
@@ -72,12 +70,11 @@ class WanModel(DiffusionModel):
         self.splits_tokens = not self.config.action_modules
         self.stock = self.config.stock
         self.context = self.config.context
-        self.draws = max(len(self.config.steps), len(self.config.first_steps or ()))
-        self.schedule, self.noising = schedule(self.config), noising(self.config)
+        self.draws = max(len(self.config.steps), len(self.config.first_steps))
+        self.schedule, self.levels = schedule(self.config), passes(self.config)
 
     def to_fp8(self, operations: Fp8Operations | None, attention: bool) -> Self:
-        """The model with linears of float8 codes where operations on them are given, and with
-        attention of codes where that is asked for."""
+        """Convert linears to float8 by `operations`, unless they are None; set float8 attention."""
         if operations is not None:
             self.transformer.to_fp8(operations)
         self.operations, self.fp8_attention = operations, attention
@@ -160,7 +157,7 @@ class WanModel(DiffusionModel):
             rolling_frames=self.context.rolling_frames(c),
             passes=len(c.levels) + 1,
             text=c.text_len,
-            # six linears a layer, the patch embedding and the head; what a pad tells in layers
+            # six linears a layer, the patch embedding and the head; action modules
             macs=c.layers * 6 * c.dim**2 + ends * c.dim + self._module_macs,
             poses=self.world is not None,
             fp8_attention=self.fp8_attention,
@@ -320,7 +317,7 @@ class WanModel(DiffusionModel):
         return f"{name} beside its weights, and pip install -e '.[hf]'"
 
     def restart_decoder(self, session: Session, latents: Tensor) -> None:
-        """Decode what follows as a video that begins with these latents."""
+        """Reset the decoder to the state after a video that begins with these latents."""
         state = {name: x for name, x in session.memory.features.decoder().items() if name == ERROR}
         session.memory.features.decoders = {0: state}
         self.require_decoder().skip(latents, state)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.checkpoint import fit, read_tensors, write_tensors
-from tachyscope.models.decoder import Decoder, LatentSizes
+from tachyscope.models.diffusion import Decoder, LatentSizes
 from tachyscope.models.wan.config import WanConfig
 
 

@@ -58,6 +58,12 @@ def noising(config: WanConfig) -> list[float]:
     return [sigma for _, sigma in schedule(config)]
 
 
+def passes(config: WanConfig) -> dict[int, Level]:
+    """The denoising pass of each of the configuration's levels."""
+    rows = zip(config.levels, schedule(config), noising(config), strict=True)
+    return {step: Level(i, *pair, added) for i, (step, pair, added) in enumerate(rows)}
+
+
 def unipc_table(shift: float) -> list[float]:
     """The thousand noise levels of UniPC's schedule, falling from 0.999 before the shift."""
     levels = (0.999 * n / 1000 for n in range(1000, 0, -1))
@@ -94,9 +100,7 @@ def levels_of(model: WanModel, steps: tuple[int, ...], strength: float = 1.0) ->
     With a source video they start at noise level `strength`, and only steps below it follow. The
     first pass keeps the first place of the schedule, by which policies know it.
     """
-    c = model.config
-    places = [c.levels.index(step) for step in steps]
-    own = [Level(i, *model.schedule[i], model.noising[i]) for i in places]
+    c, own = model.config, [model.levels[step] for step in steps]
     if strength >= own[0].sigma:
         return own
     timestep = 1000 * strength

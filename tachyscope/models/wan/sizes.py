@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.types import dtype_name
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 
 NO_WEIGHTS = "this model is known by its sizes alone: load it with weights"
 UMT5_BYTES = 2 * 5_680_910_336  # UMT5-XXL's encoder in bfloat16, which runs on the CPU

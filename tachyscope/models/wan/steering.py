@@ -38,7 +38,7 @@ def controls(
         adapter, grid = model.transformer.act_control_adapter, session.shape.grid
         found = found._replace(added=adapter(key_adapter.pressed(model.device)[numbers], grid))
         session.work.macs += frames * adapter.macs(grid)
-    if model.config.action_modules:
+    if control in action_modules.LAYOUTS:
         found = found._replace(inputs=_action_inputs(model, session, numbers))
     if control == "rays":
         if (
@@ -130,7 +130,7 @@ def condition(model: WanModel, frames: np.ndarray) -> Tensor:
 def _image(model: WanModel, session: Session, frames: int) -> Tensor | None:
     """The extra channels of the next latent frames; None without a first image."""
     image = session.memory.features.image
-    if image is None or not model.config.condition_channels:
+    if image is None or model.config.image != "channels":
         return None
     at = session.positions(frames)[:: session.shape.tokens_per_frame, 0]
     return image.index_select(2, at.long().clamp(max=image.shape[2] - 1))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tachyscope.core.errors import TachyscopeError, warn
 from tachyscope.models.checkpoint import read_tensors, write_tensors
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.sizes import VaeSize
 from tachyscope.models.wan.tiny_layers import RANDOM, TIME, TinyLayers, random_layers, read_layers

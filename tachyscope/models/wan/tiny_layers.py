@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.core.limits import Bound, within
 from tachyscope.models.checkpoint import check_finite, fit, some
-from tachyscope.models.decoder import LatentSizes
+from tachyscope.models.diffusion import LatentSizes
 from tachyscope.models.random_weights import random_module
 
 RANDOM = "random-tiny"  # in place of a file: published sizes with random weights

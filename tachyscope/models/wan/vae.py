@@ -26,7 +26,7 @@ from tachyscope.models.checkpoint import (
     write_tensors,
 )
 from tachyscope.models.config_schema import SIDE, check_numbers
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 from tachyscope.models.wan import vae_5b, vae_bands
 from tachyscope.models.wan.text import needed
 

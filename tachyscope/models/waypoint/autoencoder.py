@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.checkpoint import check_finite, matched, read_tensors, write_tensors
-from tachyscope.models.decoder import LatentSizes
+from tachyscope.models.diffusion import LatentSizes
 from tachyscope.models.wan.plain_parts import Preview
 from tachyscope.models.wan.tiny_decoder import TinyDecoder
 from tachyscope.models.wan.tiny_layers import (

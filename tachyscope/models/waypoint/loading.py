@@ -11,7 +11,7 @@ from torch import Tensor
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.models.checkpoint import allocate, fit, matched, read_tensors, write_tensors
 from tachyscope.models.config_schema import written
-from tachyscope.models.decoder import Decoder
+from tachyscope.models.diffusion import Decoder
 from tachyscope.models.random_weights import random_module
 from tachyscope.models.wan.download import HubFiles
 from tachyscope.models.waypoint.autoencoder import FILES, Stills, TinyAutoencoder

@@ -15,8 +15,7 @@ from tachyscope.core.session import Session
 from tachyscope.core.types import DenoisePass, Rope, Shape
 from tachyscope.memory.allocations import FreeAttention, peak, tensor_bytes
 from tachyscope.models.base import MemoryParts, Ready
-from tachyscope.models.decoder import Decoder
-from tachyscope.models.diffusion import DiffusionModel
+from tachyscope.models.diffusion import Decoder, DiffusionModel
 from tachyscope.models.waypoint import controls
 from tachyscope.models.waypoint.autoencoder import FILES
 from tachyscope.models.waypoint.config import STRIDE
