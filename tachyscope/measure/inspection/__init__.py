@@ -1,7 +1,7 @@
-"""The reasons behind the methods, measured: where time goes, what repeats, where attention lies.
+"""Measure what methods rest on: where time goes, what repeats, where attention mass lies.
 
-One rollout is observed and a few more are timed, since looking takes time of its own. Observing
-changes nothing: an observed rollout makes the frames of a plain one.
+One rollout is observed and others are timed, since observing takes time. It changes no result: an
+observed rollout makes the same frames.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def inspect_model(
 
     Plan, frames and the options of a video are as `rollout` takes them: prompt, actions, seed,
     size, first, first_actions, start, pace, noise, video and strength.
-    places: how many places of a latent frame are held against the frame before, the same ones all
-    along. queries: of how many places the attention is weighed, drawn anew for every layer and
-    pass. Given frames are observed too, but count in the table `frames` alone. watch: is
-    told every chunk, with its run's name.
+    places: how many positions of a latent frame are compared with the frame before, the same ones
+    throughout. queries: how many positions' attention is weighed, drawn for each layer and pass.
+    Given frames are observed too, but count in the table `frames` alone. watch: called with a run's
+    name and each of its chunks.
     """
     check_model(model)
     frames = check_whole("frames", frames)
@@ -81,10 +81,10 @@ def inspect_model(
                 watch(name, chunk)
         return made
 
-    # observing comes first, so that what a process does once is done before the clock runs
+    # observe first, so that what a process does once is not timed
     observed = StatsObserver(places, queries)
     neurons = NeuronChange(model.mlps if shape.token_by_token else ())
-    # of the dense plan there is none to tell
+    # the dense plan has none
     changes = [] if str(parsed) == str(parse_plan(model, "dense")) else [OutputChange(queries)]
     chunks = play("observed", observed, *([neurons] if neurons.mlps else []), *changes)
     names = [f"timed {i + 1}" for i in range(rounds)]
@@ -113,7 +113,7 @@ def inspect_model(
 
 
 def write(document: Document, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write inspect.json and, where matplotlib is installed, the plots; the files' names."""
+    """Write inspect.json and, if matplotlib is installed, the plots; returns the files."""
     target = check_folder(folder)
     files = [write_atomically(target / "inspect.json", to_json(document, indent=2) + "\n")]
     if find_spec("matplotlib") is None:
@@ -125,7 +125,7 @@ def write(document: Document, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def lines(document: Document) -> list[str]:
-    """An inspection as a reader wants it in a terminal: time, likeness by layer, mass by layer."""
+    """An inspection as tables: time, similarity by layer, attention mass by layer."""
     row, layers = document["rows"][0], document["layers"]
     cpu, gpu = document["machine"]["cpu"], document["machine"]["gpu"]
     keys = [Column("keys", "context", ".0f")]
@@ -157,18 +157,21 @@ def lines(document: Document) -> list[str]:
         several = [*several, prompt | {"layer": "prompt"}]
     out += table([LAYER, *shown], several)
     if document["changes"]:
-        out += ["", "Attention's output, its difference to dense over every entry, by layer:"]
+        out += [
+            "",
+            "Difference of attention's output to dense attention over every entry, by layer:",
+        ]
         high = Column("95 % are below", "change_p95", ".1%")
         out += table([LAYER, Column("mean", "change", ".1%"), high], document["changes"])
     if document["neurons"]:
-        out += ["", "Share of the MLPs' change that the neurons hold that change most, by layer:"]
+        out += ["", "Share of the MLPs' change held by the neurons that change most, by layer:"]
         tops = [Column(f"top {p:g} %", f"top_{p:g}", ".1%") for p in TOP]
         out += table([LAYER, *tops], document["neurons"])
     return out
 
 
 def _stretches(rows: Sequence[Document], most: int) -> list[Document]:
-    """The chunks as at most so many stretches of the video: one by one their time scatters."""
+    """Means over at most `most` stretches of the video, since single chunks' times scatter."""
     stretches = []
     for part in np.array_split(np.arange(len(rows)), min(most, len(rows))):
         some = [rows[i] for i in part]

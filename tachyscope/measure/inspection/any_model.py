@@ -1,4 +1,4 @@
-"""`inspect(model)`: what any model's attention leaves idle, seen in its own code while it runs."""
+"""`inspect(model)`: how much of any model's attention could be left out, seen while it runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from tachyscope.core.errors import TachyscopeError
 from tachyscope.io.tables import format_table
 
-IDLE = 0.01  # of a query's mass, which the pairs called idle carry together
+IDLE = 0.01  # of a query's mass: the pairs called idle carry at most so much together
 MOST = 1 << 22  # scores held at a time
-ROWS = 16  # queries weighed of each head in each call, drawn anew
-PAYS = 0.2  # of all pairs: what must be idle for a plan to be worth a trial
+ROWS = 16  # queries weighed of each head, drawn in each call
+PAYS = 0.2  # of all pairs: from this idle share on a plan is worth a trial
 NAMES = ("pairs", "past", "idle", "idle_past", "oldest")
 
 
@@ -30,9 +30,9 @@ class Seen:
     calls: int = 0
     pairs: float = 0.0
     past: float = 0.0  # with keys from before the present pass
-    idle: float = 0.0  # the most that carry 1 % of their query's mass together
+    idle: float = 0.0  # as many as carry 1 % of their query's mass together
     idle_past: float = 0.0  # of them, in the past
-    oldest: float = 0.0  # the most that do, oldest first, behind a first chunk that stays
+    oldest: float = 0.0  # as many as do, oldest first, after a first chunk that is kept
 
     def add(self, other: Seen) -> None:
         for name in ("calls", *NAMES):
@@ -57,7 +57,7 @@ class Inspected:
 
     @property
     def advice(self) -> str:
-        """The plan that could pay, at best: choosing costs too, and quality is another question."""
+        """The plan that could pay at best: choosing costs time too, and quality is not measured."""
         total = self.total
         if not total.past:
             return (
@@ -70,8 +70,8 @@ class Inspected:
             )
         if total.share("idle_past") >= PAYS:
             return (
-                f"reading by likeness could leave out {total.share('idle_past'):.0%} of all pairs, "
-                f"a window {total.share('oldest'):.0%}: try 'fast', or attention=ann"
+                f"reading by similarity could leave out {total.share('idle_past'):.0%} of all "
+                f"pairs, a window {total.share('oldest'):.0%}: try 'fast', or attention=ann"
             )
         return "few pairs of the past are idle: try 'lossless', which leaves none out"
 
@@ -148,7 +148,7 @@ class inspect:
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:  # fmt: skip
-        """One call of attention, as torch takes it."""
+        """Weigh one call of scaled_dot_product_attention, with torch's parameters."""
         if not self._inside:
             return
         seen = self.seen.layers.setdefault(self._inside[-1], Seen())
@@ -162,7 +162,7 @@ class inspect:
         q = query.index_select(-2, rows).expand(*lead, -1, -1).flatten(0, -3) * scale
         k = key.expand(*lead, -1, -1).flatten(0, -3)
         mask = _mask(attn_mask, rows, queries, keys)
-        more = queries / len(rows)  # each row stands for so many
+        more = queries / len(rows)  # queries that each row represents
         for first in range(0, len(q), step := max(1, MOST // (len(rows) * keys))):
             part = torch.arange(first, min(first + step, len(q)), device=q.device)
             scores = q[part].float() @ k[part].float().mT
@@ -199,7 +199,7 @@ def _mask(mask: Tensor | None, rows: Tensor, queries: int, keys: int) -> Tensor 
 
 
 def _weigh(scores: Tensor, past: int, first: int, more: float) -> Seen:
-    """Of scores [heads, rows, keys]: the first `past` keys came before, `first` of them stay."""
+    """Count pairs of scores [heads, rows, keys]; the first `past` keys are older, `first` kept."""
     mass = scores.softmax(-1).nan_to_num()
     visible = scores > -math.inf
     sorted_mass, order = mass.masked_fill(~visible, math.inf).sort(-1)

@@ -1,4 +1,4 @@
-"""How much of the MLPs' change from frame to frame the neurons that change most hold."""
+"""The share of the MLPs' change from frame to frame that few neurons hold."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TOP = (12.5, 25.0, 50.0)  # percent of a layer's neurons, those that change most
 class NeuronChange(Observer):
     """Adds up, for every neuron of a token model, the squared change of what it adds to the output.
 
-    That is its activation's change since the last frame, at the same place, times the norm of its
-    column of W_down. Frames that are given count too.
+    That is the change of its activation since the last frame at the same position, times the norm
+    of its column of W_down. Given frames count too.
     """
 
     def __init__(self, mlps: Sequence[SliceableMlp]) -> None:
@@ -35,7 +35,7 @@ class NeuronChange(Observer):
         if not ctx.prefilling:
             if ctx.layer not in self._now:
                 self._now[ctx.layer] = x.new_zeros(x.shape[0], self._places, x.shape[2])
-            # a draft that was refuted comes again
+            # a rejected draft is replaced
             self._now[ctx.layer][:, ctx.start : ctx.start + ctx.tokens] = x
 
     def on_commit(self, ctx: PassContext, n: int) -> None:

@@ -16,7 +16,7 @@ from tachyscope.io.results import Document
 
 
 class OutputChange(Observer):
-    """Holds every entry beside a session, as `keep_all` would, and compares attention's outputs.
+    """Keeps every entry beside a session, as `keep_all` would, and compares attention's outputs.
 
     `found` gathers, by layer, |output - dense output| / |dense output| of some queries' heads. The
     queries are the plan's own, so a layer's value is what the policy does in that layer.

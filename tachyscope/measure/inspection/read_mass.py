@@ -1,4 +1,4 @@
-"""The attention that a policy really pays, read off its answer to one-hot values."""
+"""The attention weights of a policy, read from its output for one-hot values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tachyscope.attention import AttentionPolicy
 from tachyscope.core.work import Work
 from tachyscope.store import LayerPass
 
-COLUMNS = 1024  # slots whose attention is read off at once
+COLUMNS = 1024  # slots whose weights are read at once
 
 
 def read_mass(policy: AttentionPolicy, p: LayerPass, q: Tensor) -> Tensor:
-    """The attention [B, H, S, end] that a policy really pays: its answer to one-hot values."""
+    """The attention weights [B, H, S, end] of a policy: its output for one-hot values."""
     width = q.shape[3] if q.is_cuda else COLUMNS  # kernels take values as wide as queries
-    # what is read was chosen when the pass asked, and by its true values
+    # what is read was chosen in the pass itself, by its true values
     layer, parts = p.layer, list[Tensor]()
     ctx = p.ctx._replace(before=(*p.ctx.before, p.ctx.pass_index))
     p = p._replace(ctx=ctx, work=Work())

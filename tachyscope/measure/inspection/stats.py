@@ -1,4 +1,4 @@
-"""Observe what repeats from frame to frame, and where attention lies; tables of its means."""
+"""Observe what repeats from frame to frame and where attention mass lies, as tables of means."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NAMES = {
     "mlp": "MLP", "attention": "attention", "prompt": "prompt", "rest": "rest",
     "query": "query", "key": "key", "key_rotated": "key, rotated",
 }  # fmt: skip
-ALIKE = ("mlp", "query", "key", "key_rotated")  # what is held against the frame before
-ASPECTS = ("cosine", "difference", "elsewhere")  # what `alike` tells, in its order
+ALIKE = ("mlp", "query", "key", "key_rotated")  # what is compared with the frame before
+ASPECTS = ("cosine", "difference", "elsewhere")  # what `alike` returns, in its order
 MASS = ("mass", "prompt_mass")  # of the video's entries, of the prompt's tokens
 PERCENTS = (1, 2, 5, 10, 20, 30, 50, 75, 100)  # of the keys, strongest first
 
@@ -42,7 +42,7 @@ class Record(NamedTuple):
 
 
 class StatsObserver(Observer):
-    """Samples what passes through a session.
+    """Samples tensors of a session.
 
     `found` gathers records by kind: of `ALIKE` cosine, relative difference and the cosine to
     another place; of `MASS` the mass in the strongest `PERCENTS` of the keys.
@@ -54,7 +54,7 @@ class StatsObserver(Observer):
     def on_open(self, session: Session) -> None:
         self.session = session
         every = range(session.shape.tokens_per_frame)
-        # draws of its own: the session's would change the video
+        # a generator of its own: drawing from the session's would change the video
         drawn = random.Random(f"{session.memory.seeds[0]} places")
         self.places = sorted(drawn.sample(every, min(self.wanted, len(every))))
         self.queries = min(self.queries, len(every))
@@ -108,7 +108,7 @@ class StatsObserver(Observer):
         return sorted(drawn.sample(range(ctx.shape.tokens_per_frame), self.queries))
 
     def _tokens(self, ctx: PassContext, places: Sequence[int]) -> Tensor:
-        """Which of this pass's tokens stand at the places, latent frame by latent frame."""
+        """The tokens of this pass at the places, latent frame by latent frame."""
         inside = self._inside(ctx, places)
         return torch.tensor(inside, dtype=torch.int64, device=self.session.device)
 
@@ -121,7 +121,7 @@ class StatsObserver(Observer):
     def _keep(self, kind: str, ctx: PassContext, x: Tensor) -> None:
         """Remember x [B, S, …] at the sampled places until the chunk is finished."""
         parts = self._fresh.setdefault((kind, ctx.layer, ctx.pass_index), {})
-        # a pass that is run again, and a draft that was refuted, stand for themselves alone
+        # a repeated pass, or a rejected draft, replaces what was kept before
         if ctx.shape.token_by_token:
             for i in self._inside(ctx, self.places):
                 parts[ctx.start + i] = x[:, i : i + 1].clone()
@@ -129,10 +129,10 @@ class StatsObserver(Observer):
             parts[0] = x[:, self._tokens(ctx, self.places)]
 
     def _compare(self, kind: str, layer: int, step: int, frame: int, now: Tensor) -> None:
-        """Hold each latent frame of now [B, F, P, …], from `frame` on, against the one before."""
+        """Compare each latent frame of now [B, F, P, …], from `frame` on, with the one before."""
         before, old = self._last.get((kind, layer, step), (-1, None))
         self._last[kind, layer, step] = frame + now.shape[1] - 1, now[:, -1:]
-        # a pass that the last chunk did not have left nothing to compare with
+        # if the last chunk had no such pass, its frames cannot be compared
         frames = now if old is None or before != frame - 1 else torch.cat([old, now], 1)
         first = frame + now.shape[1] - frames.shape[1] + 1
         values = alike(frames[:, :-1], frames[:, 1:])
@@ -177,7 +177,7 @@ def alike(old: Tensor, new: Tensor) -> Tensor:
     """Cosine, |old - new| / |new|, and the cosine to another place: [B, F, P, 3].
 
     old and new are [B, F, P, W], or [B, F, P, H, D]: then values are means over heads. The other
-    place is half the sampled ones away: what all places share must not pass for repetition.
+    place is half the sampled ones away: what all places share is not repetition.
     """
     a, b = old.double(), new.double()
     size = b.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)

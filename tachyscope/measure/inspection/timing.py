@@ -1,4 +1,4 @@
-"""Where time goes: the shares of time and of counted work, from rows that `Timing` timed."""
+"""Shares of time and of counted work, from rows that `Timing` timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = Sequence[Mapping[str, float]]  # of the meter, one a chunk
 
 
 def times(timed: Sequence[Rows], known: int, shape: Shape) -> list[Document]:
-    """A row a chunk: of all rounds its quickest, which others disturbed least."""
+    """A row for each chunk, from its fastest round, which other work disturbed least."""
     rows = []
     for i, rounds in enumerate(zip(*timed, strict=True)):
         row = min(rounds, key=lambda row: row["chunk_ms"])
@@ -24,7 +24,7 @@ def times(timed: Sequence[Rows], known: int, shape: Shape) -> list[Document]:
 
 
 def overall(timed: Sequence[Rows], shape: Shape) -> Document:
-    """Shares over all rounds, and for those of the time their range from round to round."""
+    """Shares over all rounds, with the range of the time's shares between rounds."""
     sums = [{key: sum(row[key] for row in rows) for key in rows[0]} for rows in timed]
     total = {key: sum(row[key] for row in sums) for key in sums[0]}
     shares = {"chunk_ms": total["chunk_ms"] / len(timed)} | _shares(total, shape)
@@ -36,7 +36,7 @@ def overall(timed: Sequence[Rows], shape: Shape) -> Document:
 
 
 def _shares(row: Mapping[str, float], shape: Shape) -> dict[str, float]:
-    """What part of the time and of the counted work MLPs, attention and the prompt's take.
+    """The shares of MLPs, attention and the prompt's attention in time and in counted work.
 
     The rest is projections, norms, heads and samplers, and what policies themselves compute.
     """

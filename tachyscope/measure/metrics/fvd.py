@@ -1,4 +1,4 @@
-"""FVD (arXiv 1812.01717): the Fréchet distance of two sets of clips, as I3D sees them.
+"""FVD (arXiv 1812.01717): the Fréchet distance of two sets of clips in I3D's features.
 
 Its value falls with the number of clips, so only values over equally many may be compared; papers
 use 2,048.
@@ -28,7 +28,7 @@ Features = npt.NDArray[np.float64]  # [clips, 400]
 
 
 class ClipFeatures:
-    """I3D's view of a video that arrives in parts: a row for every 16 frames that follow on."""
+    """I3D's features of a video that arrives in parts: a row for every 16 consecutive frames."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -46,7 +46,7 @@ class ClipFeatures:
 
     @torch.inference_mode()
     def add(self, frames: Frames) -> None:
-        """Take in frames uint8 [F, H, W, 3] of any size; they are resized to 224 x 224."""
+        """Add frames uint8 [F, H, W, 3] of any size; they are resized to 224 x 224."""
         check_frames(frames)
         device = self.network.scores.weight.device
         for frame in frames:

@@ -1,4 +1,4 @@
-"""LPIPS (arXiv 1801.03924): how differently two pictures look to AlexNet, by fitted weights.
+"""LPIPS (arXiv 1801.03924): a perceptual distance of two pictures by AlexNet's features.
 
 Version 0.1 of its authors, `lpips.LPIPS(net="alex")`.
 """
@@ -34,7 +34,7 @@ BATCH = 8  # frames at a time: at 480x832 their features take 0.2 GB
 
 
 class Lpips(nn.Module):
-    """AlexNet's convolutions, and how much each channel's difference counts."""
+    """AlexNet's convolutions, and a weight for each channel's difference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Lpips(nn.Module):
         return torch.as_tensor(total)
 
     def _features(self, frames: Frames) -> list[Tensor]:
-        """What each layer sees [F, C, H', W'], of length one over the channels."""
+        """Each layer's features [F, C, H', W'], normalised over the channels."""
         device = next(self.parameters()).device
         x = torch.from_numpy(frames).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
         shift, scale = (torch.tensor(v, device=device)[:, None, None] for v in (SHIFT, SCALE))

@@ -1,4 +1,4 @@
-"""Where the published weights of LPIPS and FVD lie, and how a network takes them."""
+"""The files of LPIPS's and FVD's published weights, and their loading."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def metrics_folder() -> Path:
 
 
 def has_weights(file: str, folder: Path | None = None) -> bool:
-    """Whether a network's weights are there, in `folder` or the user's cache."""
+    """Whether a network's weights are in `folder` or the user's cache."""
     home = user_folder() if folder is None else None
     where = folder if home is None else home / "metrics"
     return where is not None and (where / file).is_file()
