@@ -173,10 +173,6 @@ PARTS = (
                "--weights float32 --out {out}",),
     ),
     Part(
-        "tiles", 100, "7B: tiles of draft passes over int8 and int4, the fastest in settings.json",
-        ("lab/scripts/tune_decode.py --out {out} --only drafts --jobs 14 --seconds 60",),
-    ),
-    Part(
         "served", 180, "1, 2, 4 and 8 sessions at 480x832 by the server: key to pixel, waits",
         ("lab/scripts/bench_served.py --out {out}.json",),
         small=("lab/scripts/bench_served.py --out {out}.json --model toy-chunks --device cpu "
