@@ -42,6 +42,7 @@ from training import (
     Clock,
     Log,
     Optimizer,
+    descend,
     load_state,
     read_weights,
     save_state,
@@ -646,11 +647,7 @@ def main(arguments: list[str] | None = None) -> None:
         batch = source.draw(args.rows * args.row // length, length, whole=from_rolled)
         error, t = teach(predict, args.rows, own, batch)
         loss = (error / (t * t + 0.1)).mean()
-        optimizer.zero()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(average.live, 1.0)
-        optimizer.step(args.rate * clock.rate(step - first))
-        average.update()
+        norm = descend(loss, average, optimizer, args.rate * clock.rate(step - first))
         step += 1
         with torch.no_grad():
             high = t > 0.8

@@ -20,12 +20,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from atrium_clips import psnr, sharpness
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 from training import (
     Average,
     Clock,
     Log,
     Optimizer,
+    descend,
     load_state,
     read_weights,
     save_state,
@@ -201,11 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
         sharp = sum(F.l1_loss(ours, theirs) for ours, theirs in parts)
         # the square is what the target counts; a little of the absolute keeps flat walls flat
         loss = square + 0.05 * F.l1_loss(made, truth) + EDGES * sharp
-        optimizer.zero()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(average.live, 1.0)
-        optimizer.step(args.rate * clock.rate(step - first))
-        average.update()
+        norm = descend(loss, average, optimizer, args.rate * clock.rate(step - first))
         step += 1
         if step == first + 1 or clock.elapsed - logged > 5:
             frames = (step - logged_step) * args.batch / max(clock.elapsed - logged, 1e-3)

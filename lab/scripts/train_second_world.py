@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 from train_atrium_world import (
     Batch,
     Packing,
@@ -36,7 +36,16 @@ from train_atrium_world import (
     initialise,
     teach,
 )
-from training import Average, Clock, Log, Optimizer, read_weights, sheet, write_weights
+from training import (
+    Average,
+    Clock,
+    Log,
+    Optimizer,
+    descend,
+    read_weights,
+    sheet,
+    write_weights,
+)
 
 from tachyscope.models.wan.config import WanConfig
 from tachyscope.models.wan.model import WanModel
@@ -261,11 +270,7 @@ def main() -> None:
             batch = walks.draw(clips, length, generator, render)
         error, t = teach(predict, clips if alone else args.rows, own, batch)
         loss = (error / (t * t + 0.1)).mean()
-        optimizer.zero()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(average.live, 1.0)
-        optimizer.step(args.rate * clock.rate(step - first))
-        average.update()
+        norm = descend(loss, average, optimizer, args.rate * clock.rate(step - first))
         step += 1
         with torch.no_grad():
             high = t > 0.8

@@ -168,6 +168,16 @@ class Optimizer:
                 self.adam.state[p][key] = value.to(p.device) if far else value
 
 
+def descend(loss: Tensor, average: Average, optimizer: Optimizer, rate: float) -> Tensor:
+    """One step down the loss, then its average; the norm of the gradient, which is cut at 1."""
+    optimizer.zero()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(average.live, 1.0)
+    optimizer.step(rate)
+    average.update()
+    return norm
+
+
 class Log:
     """JSON lines, on disk and on the screen as they come."""
 
