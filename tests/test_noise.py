@@ -140,5 +140,5 @@ def test_noise_that_ends_in_an_open_session_is_one_line():
         session.commit()
         refused(
             lambda: model.sample(session, ()),
-            "`noise` was given for 3 latent frames, and those up to 6",
+            "`noise` was given for 3 latent frames, and this chunk needs 6",
         )
