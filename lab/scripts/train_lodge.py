@@ -1,12 +1,12 @@
-"""Lodge's models on a lent GPU: the autoencoder, then the world model in two phases that go on.
+"""Trains Lodge's models: the autoencoder, then the world model in two phases.
 
-    python3 lab/scripts/train_lodge.py --out out/lodge --seconds 570 --tar $OUT/lodge.tar.gz
+    python3 lab/scripts/train_lodge.py --out out/lodge --seconds 570 --tar lodge.tar.gz
     python lab/scripts/train_lodge.py --out DIR --small        # the same, tiny, on a CPU
 
-Three calls, a phase each, run as run_h200.py runs its parts: one that ended is not run again. What
-exact resumption needs (110 MB) stays on the machine, so the calls must follow each other there;
---tar brings back weights in float16, logs and sheets. Of a lost machine the next phase goes on from
-these weights, carried in OUT. The result is walked through by
+Three phases, each in a run of its own or one after the other, run as run_h200.py runs its parts:
+one that ended is not run again. What exact resumption needs (110 MB) stays in OUT/carried; --tar
+has the weights in float16, logs and sheets. On another machine the next phase resumes from these
+weights in OUT. Walk through the result by
 
     tachyscope play tachyscope_lab.worlds.lodge.model:load --weights out/lodge/world
 
@@ -33,7 +33,7 @@ WORLD = (
     "lab/scripts/train_atrium_world.py --world lodge --autoencoder {folder}/autoencoder "
     "--out {folder}/world --state {kept}/world"
 )
-RESUME = "--resume {kept}/world"  # or the weights in --out, of a machine that was lost
+RESUME = "--resume {kept}/world"  # or the weights in --out, on another machine
 # rollouts of its own come later: first a model that draws the next frame
 LONG = "--minutes 9.2 --reserve 90 --pool 2048 --fresh 16 --every 10 --drawing 0.3 --rolled 0"
 LONG += " --worlds 4 --runs teacher dense"
@@ -61,8 +61,8 @@ PHASES = (
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder that calls share")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of this call")
+    parser.add_argument("--out", type=Path, required=True, help="a folder that runs share")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of this run")
     parser.add_argument("--only", default="", help="a phase, again")
     parser.add_argument("--tar", type=Path, help="one file of all that is in OUT, or its pieces")
     parser.add_argument("--small", action="store_true")

@@ -231,7 +231,7 @@ def test_the_autoencoder_learns_and_goes_on_from_its_state(tmp_path):
 
 @pytest.mark.slow
 def test_a_world_model_of_lodge_is_trained_in_phases_and_loads(tmp_path):
-    """As a lease trains it, each phase a command: the autoencoder, then the world twice."""
+    """Each phase is a command: the autoencoder, then the world twice."""
     folder, out = f"{tmp_path}/autoencoder", tmp_path / "world"
     training.main(["--out", folder, "--batch", "2", "--pool", "2", "--judged", "2", "--steps", "1",
                    "--device", "cpu", "--no-compile"])  # fmt: skip

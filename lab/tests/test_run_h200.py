@@ -1,4 +1,4 @@
-"""lab/scripts/run_h200.py: its commands exist, and calls with one folder share out what is left."""
+"""lab/scripts/run_h200.py: its commands exist, and runs with one folder share out what is left."""
 
 import importlib
 import io
@@ -64,8 +64,8 @@ def test_a_part_s_files_are_its_own():
         assert len(written) == len(part.commands), part.name
 
 
-def test_three_calls_hold_what_answers_most():
-    """A call of 570 s holds the longest part, and all parts but the last few fit three calls."""
+def test_three_runs_hold_what_answers_most():
+    """A run of 570 s holds the longest part, and all parts but the last few fit three."""
     assert max(part.seconds for part in PARTS) < 500
     assert sum(part.seconds for part in PARTS[:6]) < 3 * 570
 
