@@ -316,7 +316,9 @@ def test_a_bank_s_host_memory_is_counted(model, tmp_path, monkeypatch):
     one = SimpleNamespace(log=SimpleNamespace(opening=SimpleNamespace(plan="fast")))
     room.check_host("fast", [one])
     room.check_host("live", [one] * 9)
-    with pytest.raises(session_pool.Full, match=r"takes .* GB of host memory, and .* take plan live"):
+    with pytest.raises(
+        session_pool.Full, match=r"takes .* GB of host memory, and .* take plan live"
+    ):
         room.check_host("fast", [one, one])
 
 
