@@ -258,13 +258,13 @@ def test_a_past_in_ram_is_coded_in_fewer_bits_where_it_is_short():
     assert not none["fits"] and none["missing_ram_bytes"] == none["ram_bytes"] - 8e9
 
 
-@pytest.mark.slow
 def test_a_past_whose_codes_are_resident_too_is_not_coded_again():
     plan = "fast cache=bank:host=native store=fp8"
     least = recipe(load("toy-chunks").on_meta(), plan, frames=300, vram_gb=1e-4)
     assert not least["fits"] and "host=int4" not in least["plan"]
 
 
+@pytest.mark.slow
 def test_the_least_is_told_where_nothing_fits():
     told = lines(fit(sized("krea"), "fast", frames=240, vram_gb=24))[-1]
     assert told.startswith("24 GB of GPU memory: ") and "are missing for the least" in told
