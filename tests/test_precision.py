@@ -12,6 +12,7 @@ from tachyscope.cli.options import load_model
 from tachyscope.core.errors import TachyscopeWarning
 from tachyscope.memory.fit import fit
 from tachyscope.memory.predict import sized
+from tachyscope.memory.promise import promise
 from tachyscope.models import registry
 from tachyscope.models.registry import changed, check_precision, in_precision
 from tachyscope.models.wan.fp8_gain import LEAST, attention_saved, linears_saved
@@ -110,6 +111,11 @@ def test_attention_gains_from_the_number_of_queries_that_read_an_entrys_codes():
 def test_fit_offers_no_float8_to_a_model_that_is_refused_it():
     found = fit(sized("atrium-world"), "fast", frames=48, vram_gb=0.01, command="")
     assert "precision" not in json.dumps(found["rows"])
+
+
+def test_what_a_cpu_simulates_is_predicted_at_every_size():
+    model = in_precision(toys.narrow_chunks(), "fp8")
+    assert promise(model, "stock", frames=3, size=(48, 48)).ram > 0
 
 
 def test_on_a_cpu_float8_is_said_to_be_simulated():

@@ -20,7 +20,7 @@ from tachyscope.core.types import Rope, Shape
 from tachyscope.core.work import Work
 from tachyscope.memory.allocations import peak, tensor_bytes
 from tachyscope.models.base import VideoModel
-from tachyscope.models.registry import MODELS, SIZED, changed, find_dtype, find_entry, load
+from tachyscope.models.registry import SIZED, changed, find_dtype, find_entry, load
 from tachyscope.store import LayerPass
 
 # the share of a GPU's memory that tensors may take; the rest is for CUDA and fragmentation
@@ -207,18 +207,9 @@ def sized(
         if weights not in (None, "random", "download"):
             raise TachyscopeError(f"the size of {name} is known: leave `weights` out")
         return changed(SIZED[name](wanted, decoder), precision, decoder_bands)
-    try:
-        find_entry(name)  # a user's file too
-    except TachyscopeError as fault:
-        if not str(fault).startswith(f"no model {name!r}"):
-            raise
-        known = ", ".join(dict.fromkeys((*MODELS, *SIZED)))
-        raise TachyscopeError(f"no model {name!r}; there are: {known}") from fault
-    made = load(
-        name, weights, dtype=dtype, decoder=decoder, precision=precision,
-        decoder_bands=decoder_bands,
-    )  # fmt: skip
-    return made.on_meta()
+    find_entry(name, SIZED)
+    made = load(name, weights, dtype=dtype, decoder=decoder).on_meta()
+    return changed(made, precision, decoder_bands)
 
 
 def need(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -284,7 +284,7 @@ def changed(model: VideoModel, precision: str | None, bands: int) -> VideoModel:
 
     A precision that cannot save time is refused here; to measure it anyway there is `in_precision`.
     """
-    if bands > 1:
+    if bands != 1:
         model = in_bands(model, bands)
     if precision is None:
         return model
@@ -317,10 +317,14 @@ def _own(name: str, make: Any, about: str = "") -> Entry:
     )
 
 
-def find_entry(name: str) -> Entry:
-    """The entry of a name: a model of the package, of an entry point, or of a user's file."""
+def find_entry(name: str, sizes: Iterable[str] = ()) -> Entry:
+    """The entry of a name: a model of the package, of an entry point, or of a user's file.
+
+    An error lists `sizes` too.
+    """
+    unknown = f"no model {name!r}; there are: {', '.join(dict.fromkeys((*MODELS, *sizes)))}"
     if not isinstance(name, str):
-        raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
+        raise TachyscopeError(unknown)
     if name in MODELS:
         return MODELS[name]
     found = {e.name: e for e in entry_points(group=GROUP)}
@@ -337,7 +341,7 @@ def find_entry(name: str) -> Entry:
     if colon and home and attribute.isidentifier():
         MODELS[name] = _own(name, find_maker(name, home, attribute))
         return MODELS[name]
-    raise TachyscopeError(f"no model {name!r}; there are: {', '.join(MODELS)}")
+    raise TachyscopeError(unknown)
 
 
 def _elsewhere(name: str) -> str:

@@ -51,7 +51,7 @@ class WanModel(DiffusionModel):
         super().__init__(name, transformer, decoder)
         self.text, self.config = text, transformer.config
         self.operations: Fp8Operations | None = None  # of linears in float8
-        self.fp8_attention = False
+        self.fp8_attention = self.simulates_fp8 = False
         if self.device.type == "cuda":
             transformer.fuse()
         self.kind, self.fps = self.config.kind, self.config.fps
@@ -78,6 +78,7 @@ class WanModel(DiffusionModel):
         if operations is not None:
             self.transformer.to_fp8(operations)
         self.operations, self.fp8_attention = operations, attention
+        self.simulates_fp8 = self.device.type == "cpu"  # and a copy on the meta device too
         return self
 
     def compiling_pays(self, chunks: int) -> bool:
@@ -170,7 +171,7 @@ class WanModel(DiffusionModel):
 
     def check_fp8_gain(self, shape: Shape, size: tuple[int, int]) -> None:
         """Raise if float8 cannot save time at a size on a GPU; a CPU simulates it anyway."""
-        if self.device.type != "cpu":
+        if not self.simulates_fp8:
             linears, what = self.operations is not None, f"{self.name} at {size[0]}x{size[1]}"
             check_gain(shape, self.config.ffn_dim, linears, self.fp8_attention, what)
 
