@@ -97,6 +97,7 @@ class FrameBank(HostBank, abc.ABC):
     """
 
     key_dtype: ClassVar[torch.dtype]
+    key_width: ClassVar[int]  # numbers of a key
 
     layout: FrameLayout
     tensors: dict[str, Tensor]
@@ -116,7 +117,7 @@ class FrameBank(HostBank, abc.ABC):
     ) -> Self:
         """A bank without groups, in new host memory or in that of a bank that is no longer used."""
         heads, blocks = (shape.batch, shape.kv_heads), layout.capacity * layout.blocks
-        tail, width = layout.newest + layout.group - 1, cls.key_width(shape)
+        tail, width = layout.newest + layout.group - 1, cls.key_width
         entries = layout.room + shape.max_pass_tokens
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "key": ((shape.batch, layout.capacity, width), cls.key_dtype),
@@ -152,11 +153,6 @@ class FrameBank(HostBank, abc.ABC):
     def ages(self) -> Tensor:
         """`age` [B, capacity]."""
         return self.tensors["age"].view(len(self.resident), -1)
-
-    @classmethod
-    @abc.abstractmethod
-    def key_width(cls, shape: Shape) -> int:
-        """Numbers of a key."""
 
     @classmethod
     def constants(cls, shape: Shape, device: torch.device) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from tachyscope.core.types import Shape
 from tachyscope.store.frame_bank import FrameBank
 
 if TYPE_CHECKING:
@@ -22,10 +21,7 @@ class PoseBank(FrameBank):
     """Keys are camera-to-world matrices; `spread` is an angle in radians and a length."""
 
     key_dtype: ClassVar[torch.dtype] = torch.float64
-
-    @classmethod
-    def key_width(cls, shape: Shape) -> int:
-        return POSE
+    key_width: ClassVar[int] = POSE
 
     def bring(self, layer: KVStore, poses: Tensor, total: int) -> None:
         """Retrieve the frames whose poses are nearest to the mean of poses [B, F, 3, 4], and weigh

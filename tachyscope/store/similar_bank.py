@@ -29,10 +29,7 @@ class SimilarBank(FrameBank):
     """
 
     key_dtype: ClassVar[torch.dtype] = torch.float32
-
-    @classmethod
-    def key_width(cls, shape: Shape) -> int:
-        return WIDTH
+    key_width: ClassVar[int] = WIDTH
 
     @classmethod
     def constants(cls, shape: Shape, device: torch.device) -> dict[str, Tensor]:
