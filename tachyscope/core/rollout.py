@@ -14,6 +14,7 @@ from tachyscope.core.arguments import (
     check_changes,
     check_model,
     check_whole,
+    listed_actions,
     parse_actions,
     parse_plan,
 )
@@ -96,12 +97,11 @@ def rollout(
     overlap_decode = stream is None if overlap_decode is None else overlap_decode
     overlap_decode = overlap_decode and model.overlaps_decode and runs_beside(model.device)
     given: dict[str, Any] = {
-        "prompt": prompt, "seed": seed, "size": size, "first": first, "start": start,
-        "pace": pace, "noise": noise, "video": video, "strength": strength,
+        "prompt": prompt, "seed": seed, "size": size, "first": first,
+        "first_actions": first_actions, "start": start, "pace": pace, "noise": noise,
+        "video": video, "strength": strength,
     }  # fmt: skip
     asked = {name: value for name, value in given.items() if value is not None}
-    if not isinstance(first_actions, str) or first_actions:
-        asked["first_actions"] = first_actions
     if stream is None:
         request = VideoRequest(frames=frames, **asked)
         stream = open_request(model, "dense" if plan is None else plan, request)
@@ -172,7 +172,7 @@ def _check_stream(
         "seed": lambda x: tuple(parse_batch("", x)[1]) == session.memory.seeds,
         "size": lambda x: model.shape(parse_size(x)).grid == session.shape.grid,
         "first": lambda x: first_key(*parse_firsts(x, stream.batch)) == source.first,
-        "first_actions": lambda x: False,
+        "first_actions": lambda x: not (x if isinstance(x, str) else listed_actions(x)),
         "start": lambda x: False,
         "pace": lambda x: math.isclose(check("pace", x), stream.pace or 0, rel_tol=1e-6),
         "noise": lambda x: noise_key(parse_noise(x, model, session.shape)) == source.noise,
