@@ -208,11 +208,8 @@ def sized(
             raise TachyscopeError(f"the size of {name} is known: leave `weights` out")
         return changed(SIZED[name](wanted, decoder), precision, decoder_bands)
     find_entry(name, SIZED)
-    made = load(
-        name, weights, dtype=dtype, decoder=decoder, precision=precision,
-        decoder_bands=decoder_bands,
-    )  # fmt: skip
-    return made.on_meta()
+    made = load(name, weights, dtype=dtype, decoder=decoder).on_meta()
+    return changed(made, precision, decoder_bands)
 
 
 def need(
