@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,49 +14,13 @@ from tachyscope.core.plan import Plan, spell
 from tachyscope.core.session import Session
 from tachyscope.core.types import CustomRope, Mlp, Rope, Shape
 from tachyscope.integrations.forward_pass import ForwardPass
+from tachyscope.integrations.inference import in_inference_mode
 from tachyscope.integrations.rope import check_turn, no_rotation, video_rope
 from tachyscope.passes.all import AllPasses
 from tachyscope.snapshot.format import check_tensor
 
-P = ParamSpec("P")
 Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
 MOST_PASSES = 1_000  # of a chunk, while their number is not known
-T = TypeVar("T")
-
-
-class _NoBackward(torch.autograd.Function):
-    """A copy of a tensor computed in inference mode, that refuses to pass gradients on."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *sources: Tensor) -> Tensor:
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise TachyscopeError(
-            "a VideoCache has no gradients: run the model under torch.no_grad(), and train without"
-        )
-
-
-def _inference(
-    method: Callable[Concatenate[VideoCache, P], T],
-) -> Callable[Concatenate[VideoCache, P], T]:
-    """Run in inference mode, whatever mode the host is in, and return ordinary tensors to it."""
-
-    @wraps(method)
-    def call(self: VideoCache, *args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.is_inference_mode_enabled():
-            return method(self, *args, **kwargs)
-        with torch.inference_mode():
-            out = method(self, *args, **kwargs)
-        if not isinstance(out, Tensor):
-            return out
-        # the host may change the result in place, which an inference tensor refuses
-        made: Any = _NoBackward.apply(out, *(x for x in args if isinstance(x, Tensor)))
-        return cast(T, made)
-
-    outside_graphs: Callable[Concatenate[VideoCache, P], T] = torch.compiler.disable(call)
-    return outside_graphs
 
 
 class VideoCache:
@@ -114,7 +76,7 @@ class VideoCache:
         at = f"latent frame {self._last.end}" if self._last else "not begun"
         return f"VideoCache({str(self.plan)!r}, layers={self.layers}, chunk={self.chunk}: {at})"
 
-    @_inference
+    @in_inference_mode
     def reset(self) -> None:
         """Forget everything: the next pass starts a new video."""
         self.session: Session | None = None
@@ -127,7 +89,7 @@ class VideoCache:
         self._index = 0  # passes over the present chunk so far
         self._learned = self.passes  # passes of a chunk, once they are known
 
-    @_inference
+    @in_inference_mode
     def begin(
         self,
         frame: int,
@@ -179,7 +141,7 @@ class VideoCache:
         self._now, self._fed = given, False
         self._seen = set()
 
-    @_inference
+    @in_inference_mode
     def commit(self) -> None:
         """Make the present chunk final, as the next chunk's first pass does."""
         if self._final:
@@ -218,7 +180,7 @@ class VideoCache:
         for p in layers:
             attention.build_index(p, session.memory.past)
 
-    @_inference
+    @in_inference_mode
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [B, H, S, D] over the past and this pass; k, v [B, Hkv, S, D].
 
@@ -245,7 +207,7 @@ class VideoCache:
         self._seen.add(layer)
         return session.attend(layer, q, k, v)
 
-    @_inference
+    @in_inference_mode
     def mlp(self, layer: int, x: Tensor, fn: Mlp) -> Tensor:
         """fn(x) for the input x [B, S, W] of a feed-forward layer, part of it replayed by the plan.
 
@@ -261,7 +223,7 @@ class VideoCache:
         self._fed = True
         return self.session.mlp(layer, x, fn)
 
-    @_inference
+    @in_inference_mode
     def set_prompt(self, layer: int, k: Tensor, v: Tensor, lengths: Sequence[int]) -> None:
         """One layer's keys and values [B, H, L, D] of the prompt; rows are padding from lengths on.
 
@@ -289,7 +251,7 @@ class VideoCache:
             )
         session.set_prompt_layer(layer, k, v, lengths)
 
-    @_inference
+    @in_inference_mode
     def cross(self, layer: int, q: Tensor) -> Tensor:
         """Attention over the prompt of q [B, H, S, D]."""
         session = self._session(q, q)
@@ -302,7 +264,7 @@ class VideoCache:
         """Whether every layer has its keys and values of a prompt."""
         return self.session is not None and len(self.session.memory.texts) == self.layers
 
-    @_inference
+    @in_inference_mode
     def stats(self) -> dict[str, float]:
         """Counted work since the last call: pairs, pairs_dense and what follows from them."""
         if self.session is None:
@@ -311,14 +273,14 @@ class VideoCache:
         row = self.session.meter.take()
         return summary([row]) | {"entries": float(self.session.memory.past)}
 
-    @_inference
+    @in_inference_mode
     def state(self) -> dict[str, Tensor]:
         """Everything between two chunks, as tensors by name, ready for a safetensors file."""
         if self.session is None:
             raise TachyscopeError("no layer has attended yet: there is no state to save")
         return self.session.state(kept={"passes": torch.tensor(self._learned or 0)})
 
-    @_inference
+    @in_inference_mode
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state` was taken, with the same plan, from the next pass on."""
         self.reset()
