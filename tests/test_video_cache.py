@@ -225,10 +225,12 @@ def test_sizes_are_whole_numbers(name):
         ts.VideoCache("dense", **{"layers": 1, "chunk": 3} | {name: -1})
 
 
-def test_gradients_are_refused_where_they_are_asked_for():
+@pytest.mark.parametrize("named", [False, True])
+def test_gradients_are_refused_where_they_are_asked_for(named):
     cache, weight = cache_of("dense"), torch.ones(DIM, requires_grad=True)
     cache.begin(0, 3, GRID)
-    y = cache.attend(0, weight * one(), one(), one())
+    q = weight * one()
+    y = cache.attend(0, q=q, k=one(), v=one()) if named else cache.attend(0, q, one(), one())
     y.add_(1)  # an ordinary tensor of the host's
     with pytest.raises(TachyscopeError, match="a VideoCache has no gradients: run the model under"):
         y.sum().backward()

@@ -40,7 +40,7 @@ def in_inference_mode(method: Callable[P, T]) -> Callable[P, T]:
             out = method(*args, **kwargs)
         if not isinstance(out, Tensor):
             return out
-        sources = (x for x in args if isinstance(x, Tensor))
+        sources = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         # the host may change the result in place, which an inference tensor refuses
         made: Any = _NoBackward.apply(out, *sources)
         return cast(T, made)
