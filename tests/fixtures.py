@@ -56,9 +56,7 @@ def serve_by_triton(monkeypatch):
     def serve(*names):
         monkeypatch.setattr(device, "DEVICES", ("cpu", *device.DEVICES))
         for name in names:
-            rows = tuple(
-                row._replace(takes=lambda *args: True) for row in dispatch.TABLE[name].rows
-            )
+            rows = tuple(row._replace(takes=lambda: True) for row in dispatch.TABLE[name].rows)
             monkeypatch.setitem(dispatch.TABLE, name, dispatch.TABLE[name]._replace(rows=rows))
 
     return serve

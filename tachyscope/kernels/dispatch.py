@@ -37,14 +37,12 @@ MAX_CODED_ROWS = 128  # tokens that share one reading of coded weights, as draft
 class Row(NamedTuple):
     """A backend, and which calls it serves.
 
-    takes     whether it serves a call, by some of the operation's arguments
-    looks_at  the names of these
+    takes     whether it serves a call: a function of some of the operation's arguments, by name
     module    of the operation's folder, or "folder.module"
     function  if it has not the operation's name
     """
 
     takes: Callable[..., bool]
-    looks_at: str
     module: str = "triton"
     function: str = ""
 
@@ -53,32 +51,32 @@ class Operation(NamedTuple):
     """Backends of an operation, the fastest first; stock torch serves what none of them takes.
 
     definition  what it computes: a function of the folder's reference.py
-    runs_on     the argument that lies on its device: a tensor, or what holds one first
+    runs_on     the argument that lies on its device, a tensor or what holds one first; the
+                operation's first argument, unless it is named
     """
 
     definition: str
-    runs_on: str
     rows: tuple[Row, ...]
+    runs_on: str = ""
 
 
 def dispatch(stock: Callable[P, R]) -> Callable[P, R]:
     """An operation, from its form in stock torch; a row of the table may serve in its place."""
     name = f"{stock.__module__.split('.')[2]}.{stock.__name__}"
-    assert name in TABLE
+    runs_on = TABLE[name].runs_on
     if not HAS_TRITON:
         return stock
     parameters = inspect.signature(stock).parameters
     names = tuple(parameters)
     defaults = {x.name: x.default for x in parameters.values() if x.default is not x.empty}
-    at = names.index(TABLE[name].runs_on)
+    at = names.index(runs_on or names[0])
 
     @functools.wraps(stock)
     def serve(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[at] if at < len(args) else kwargs[names[at]]
         x: Tensor = first if isinstance(first, Tensor) else first[0]
         if x.device.type in device.DEVICES:
-            given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            row = find_row(name, given)
+            row = find_row(name, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
             if row is not None:
                 found: R = backend(name, row)(*args, **kwargs)
                 return found
@@ -90,9 +88,15 @@ def dispatch(stock: Callable[P, R]) -> Callable[P, R]:
 def find_row(name: str, given: Mapping[str, Any]) -> Row | None:
     """The backend that serves an operation with these arguments on a GPU; None for stock torch."""
     for row in TABLE[name].rows:
-        if row.takes(*(given[argument] for argument in row.looks_at.split())):
+        if row.takes(*(given[argument] for argument in arguments(row.takes))):
             return row
     return None
+
+
+@functools.cache
+def arguments(takes: Callable[..., bool]) -> tuple[str, ...]:
+    """The names of a function's arguments."""
+    return tuple(inspect.signature(takes).parameters)
 
 
 def backend(name: str, row: Row) -> Callable[..., Any]:
@@ -120,44 +124,22 @@ def has_hopper(on: torch.device) -> bool:
     return True
 
 
-# what rows ask of arguments
-
-
-def _always() -> bool:
-    return True
-
-
-def _is_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
-
-
 def _has_heads(x: Tensor) -> bool:
     """Whether x [B, H, n, D] has heads that the kernels know."""
     return has_kernel(x.device, x.dtype, x.shape[3])
 
 
-def _fits_a_program(mass: Tensor, residency: Any) -> bool:
-    blocks, slots = residency.wanted.shape[2], residency.block.shape[2]
-    return mass.is_cuda and blocks <= ADMITTED_BLOCKS and slots <= ADMITTED_SLOTS
+def _has_rows(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == device.DTYPE
 
 
-def _chooses_slots(mass: Tensor, blocks: Tensor, out: Tensor) -> bool:
-    some = out.shape[3] < blocks.shape[2] <= ADMITTED_SLOTS
-    return some and mass.is_cuda and mass.dtype == torch.float32
+def _quantises_rows(x: Tensor) -> bool:
+    return _has_rows(x) and has_fp8(x.device)
 
 
-def _attends(q: Tensor, causal: bool) -> bool:
-    # the kernels have no causal mask and no gradient
-    return q.shape[2] >= min(TILES) and not causal and not q.requires_grad and _has_heads(q)
-
-
-def _attends_on_hopper(q: Tensor, causal: bool = False) -> bool:
-    return _attends(q, causal) and has_hopper(q.device)
-
-
-def _attends_with_weights(q: Tensor, log_count: Tensor | None, causal: bool) -> bool:
-    # without weights cuDNN is faster
-    return log_count is not None and _attends(q, causal)
+def _attends(q: Tensor) -> bool:
+    # the kernels have no gradient
+    return q.shape[2] >= min(TILES) and not q.requires_grad and _has_heads(q)
 
 
 def _reads_blocks(q: Tensor, k: Tensor, v: Tensor, past: Any) -> bool:
@@ -175,45 +157,12 @@ def _reads_codes(q: Tensor, past: Any) -> bool:
     return sizes and _has_heads(q) and has_fp8(q.device)
 
 
-def _reads_codes_on_hopper(q: Tensor, past: Any) -> bool:
-    return past.tile % 128 == 0 and _reads_codes(q, past) and has_hopper(q.device)
-
-
-def _makes_codes(x: Tensor) -> bool:
-    return _has_heads(x) and has_fp8(x.device)
-
-
-def _makes_blocks_of_codes(k: Tensor, block: int) -> bool:
-    return block in BLOCKS and _makes_codes(k)
-
-
-def _scores_tiles(q: Tensor, codes: Any, tile: int) -> bool:
-    return tile in TILES and codes.code.dtype == torch.int8 and _has_heads(q)
-
-
-def _scores_means(q: Tensor, codes: Any, tile: int) -> bool:
-    whole = tile > MEANS and tile % MEANS == 0
-    return whole and codes.code.dtype == torch.int8 and _has_heads(q)
-
-
-def _indexes(past: Any, block: int, codes: Any) -> bool:
-    return codes.code.dtype == torch.int8 and block <= max(BLOCKS) and reads_keys(past.k)
+def _scores(q: Tensor, codes: Any) -> bool:
+    return codes.code.dtype == torch.int8 and _has_heads(q)
 
 
 def _codes_entries(x: Tensor, code: Tensor) -> bool:
     return x.dtype == device.DTYPE and reads_keys(code)
-
-
-def _decodes(qkv: Tensor) -> bool:
-    return has_decode_kernel(qkv[:1])
-
-
-def _decodes_several(qkv: Tensor, tokens: int) -> bool:
-    return tokens > 1 and _decodes(qkv)
-
-
-def _runs_mlp(x: Tensor, kept: Any, tokens: int) -> bool:
-    return has_decode_kernel(x) and (tokens == 1 or kept is None)
 
 
 def _multiplies_codes(x: Tensor, weight: Any) -> bool:
@@ -233,96 +182,94 @@ def _merges(held: Any, alike: Tensor) -> bool:
     return alike.shape[1] == k.shape[1] and codes and reads_keys(k)
 
 
-def _has_rows(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == device.DTYPE
-
-
-def _quantises_rows(x: Tensor) -> bool:
-    return _has_rows(x) and has_fp8(x.device)
-
-
-def _shifts(x: Tensor) -> bool:
-    return x.dim() == 4 and reads_keys(x)
-
-
 TABLE = {
-    "admit.admit": Operation("admit_reference", "mass", (
-        Row(_fits_a_program, "mass residency"),
+    "admit.admit": Operation("admit_reference", (
+        Row(lambda mass, residency: mass.is_cuda
+            and residency.wanted.shape[2] <= ADMITTED_BLOCKS
+            and residency.block.shape[2] <= ADMITTED_SLOTS),
     )),
-    "admit.best_slots": Operation("best_slots_reference", "mass", (
-        Row(_chooses_slots, "mass blocks out"),
+    "admit.best_slots": Operation("best_slots_reference", (
+        Row(lambda mass, blocks, out: mass.is_cuda and mass.dtype == torch.float32
+            and out.shape[3] < blocks.shape[2] <= ADMITTED_SLOTS),
     )),
-    "attention.attention": Operation("attention_reference", "q", (
-        Row(_attends_on_hopper, "q causal", "hopper", "flash_attention"),
-        Row(_attends_with_weights, "q log_count causal", "triton", "flash_attention"),
+    "attention.attention": Operation("attention_reference", (
+        # the kernels have no causal mask; without weights cuDNN is faster than Triton's
+        Row(lambda q, causal: not causal and _attends(q) and has_hopper(q.device),
+            "hopper", "flash_attention"),
+        Row(lambda q, log_count, causal: not causal and log_count is not None and _attends(q),
+            "triton", "flash_attention"),
     )),
-    "attention_fp8.attention_fp8": Operation("attention_fp8_reference", "q", (
-        Row(_attends_on_hopper, "q", "hopper"),
+    "attention_fp8.attention_fp8": Operation("attention_fp8_reference", (
+        Row(lambda q: _attends(q) and has_hopper(q.device), "hopper"),
     )),
-    "attention_fp8.block_sparse_attention_fp8": Operation("attention_fp8_reference", "q", (
-        Row(_reads_blocks_on_hopper, "q k v past", "hopper"),
+    "attention_fp8.block_sparse_attention_fp8": Operation("attention_fp8_reference", (
+        Row(_reads_blocks_on_hopper, "hopper"),
     )),
-    "attention_fp8.listed_attention_fp8": Operation("attention_fp8_reference", "q", (
-        Row(_reads_codes_on_hopper, "q past", "hopper"),
-        Row(_reads_codes, "q past"),
+    "attention_fp8.listed_attention_fp8": Operation("attention_fp8_reference", (
+        Row(lambda q, past: past.tile % 128 == 0 and _reads_codes(q, past) and has_hopper(q.device),
+            "hopper"),
+        Row(_reads_codes),
     )),
-    "attention_fp8.quantise_entries": Operation("dequantise", "k", (
-        Row(_makes_blocks_of_codes, "k block"),
+    "attention_fp8.quantise_entries": Operation("dequantise", (
+        Row(lambda k, block: block in BLOCKS and _has_heads(k) and has_fp8(k.device)),
     )),
-    "attention_fp8.quantise_queries": Operation("dequantise", "q", (Row(_makes_codes, "q"),)),
-    "block_index.block_mass": Operation("block_mass_reference", "q", (
-        Row(_scores_tiles, "q codes tile"),
+    "attention_fp8.quantise_queries": Operation("dequantise", (
+        Row(lambda q: _has_heads(q) and has_fp8(q.device)),
     )),
-    "block_index.buckets": Operation("buckets_reference", "x", (Row(reads_keys, "x"),)),
-    "block_index.encode_blocks": Operation("encode_blocks_reference", "past", (
-        Row(_indexes, "past block codes"),
+    "block_index.block_mass": Operation("block_mass_reference", (
+        Row(lambda q, codes, tile: tile in TILES and _scores(q, codes)),
     )),
-    "block_index.mean_mass": Operation("block_mass_reference", "q", (
-        Row(_scores_means, "q codes tile"),
+    "block_index.buckets": Operation("buckets_reference", (Row(lambda x: reads_keys(x)),)),
+    "block_index.encode_blocks": Operation("encode_blocks_reference", (
+        Row(lambda past, block, codes: codes.code.dtype == torch.int8
+            and block <= max(BLOCKS) and reads_keys(past.k)),
     )),
-    "block_sparse.block_sparse_attention": Operation("block_sparse_attention_reference", "q", (
-        Row(_reads_blocks_on_hopper, "q k v past", "attention.hopper"),
-        Row(_reads_blocks, "q k v past", "attention.triton"),
+    "block_index.mean_mass": Operation("block_mass_reference", (
+        Row(lambda q, codes, tile: tile > MEANS and tile % MEANS == 0 and _scores(q, codes)),
     )),
-    "codes.decode_into": Operation("encode_reference", "code", (Row(_codes_entries, "out code"),)),
-    "codes.decode_packed": Operation("decode_packed_reference", "out", (Row(_has_heads, "out"),)),
-    "codes.encode": Operation("encode_reference", "x", (Row(_codes_entries, "x code"),)),
-    "decode_attention.decode_attention": Operation("decode_attention_reference", "out", (
-        Row(_decodes_several, "qkv tokens", "several"),
-        Row(_decodes, "qkv"),
+    "block_sparse.block_sparse_attention": Operation("block_sparse_attention_reference", (
+        Row(_reads_blocks_on_hopper, "attention.hopper"),
+        Row(_reads_blocks, "attention.triton"),
     )),
-    "decode_mlp.decode_mlp": Operation("decode_mlp_reference", "x", (
-        Row(_runs_mlp, "x kept tokens"),
+    "codes.decode_into": Operation("encode_reference", (
+        Row(lambda out, code: _codes_entries(out, code)),
     )),
-    "gemv.gemv": Operation("gemv_reference", "out", (Row(has_decode_kernel, "x"),)),
-    "gemv.linear": Operation("gemv_reference", "x", (Row(_multiplies_codes, "x weight"),)),
-    "host_blocks.load_blocks": Operation("stored_reference", "k", (Row(_always, ""),)),
-    "host_blocks.store_blocks": Operation("stored_reference", "k", (Row(_always, ""),)),
-    "match.best_older": Operation("best_older_reference", "vectors", (
-        Row(_matches, "vectors shared"),
+    "codes.decode_packed": Operation("decode_packed_reference", (
+        Row(lambda out: _has_heads(out)),
+    ), "out"),
+    "codes.encode": Operation("encode_reference", (Row(_codes_entries),)),
+    "decode_attention.decode_attention": Operation("decode_attention_reference", (
+        Row(lambda qkv, tokens: tokens > 1 and has_decode_kernel(qkv[:1]), "several"),
+        Row(lambda qkv: has_decode_kernel(qkv[:1])),
     )),
-    "match.measure": Operation("best_older_reference", "vectors", (
-        Row(_matches, "vectors shared"),
+    "decode_mlp.decode_mlp": Operation("decode_mlp_reference", (
+        Row(lambda x, kept, tokens: has_decode_kernel(x) and (tokens == 1 or kept is None)),
     )),
-    "merge.merge_entries": Operation("merge_entries_reference", "held", (
-        Row(_merges, "held alike"),
+    "gemv.gemv": Operation("gemv_reference", (Row(has_decode_kernel),)),
+    "gemv.linear": Operation("gemv_reference", (Row(_multiplies_codes),)),
+    "host_blocks.load_blocks": Operation("stored_reference", (Row(lambda: True),), "k"),
+    "host_blocks.store_blocks": Operation("stored_reference", (Row(lambda: True),)),
+    "match.best_older": Operation("best_older_reference", (Row(_matches),)),
+    "match.measure": Operation("best_older_reference", (Row(_matches),)),
+    "merge.merge_entries": Operation("merge_entries_reference", (Row(_merges),)),
+    "norm_quantise.add_gated": Operation("add_reference", (Row(_has_rows),)),
+    "norm_quantise.add_norm": Operation("norm_reference", (Row(_has_rows),)),
+    "norm_quantise.gelu_quantise": Operation("gelu_reference", (Row(_quantises_rows),)),
+    "norm_quantise.norm_quantise": Operation("norm_reference", (Row(_quantises_rows),)),
+    "norm_quantise.quantise": Operation("quantise_reference", (Row(_quantises_rows),)),
+    "prompt_hits.count_nearest": Operation("count_nearest_reference", (
+        Row(lambda q: _has_heads(q)),
     )),
-    "norm_quantise.add_gated": Operation("add_reference", "x", (Row(_has_rows, "x"),)),
-    "norm_quantise.add_norm": Operation("norm_reference", "x", (Row(_has_rows, "x"),)),
-    "norm_quantise.gelu_quantise": Operation("gelu_reference", "x", (Row(_quantises_rows, "x"),)),
-    "norm_quantise.norm_quantise": Operation("norm_reference", "x", (Row(_quantises_rows, "x"),)),
-    "norm_quantise.quantise": Operation("quantise_reference", "x", (Row(_quantises_rows, "x"),)),
-    "prompt_hits.count_nearest": Operation("count_nearest_reference", "q", (
-        Row(_has_heads, "q"),
+    "rotary.apply_rotary": Operation("apply_rotary_reference", (Row(_has_heads),), "x"),
+    "sample_code.sample_code": Operation("sample_code_reference", (
+        Row(lambda logits: logits.is_cuda),
     )),
-    "rotary.apply_rotary": Operation("apply_rotary_reference", "x", (Row(_has_heads, "x"),)),
-    "sample_code.sample_code": Operation("sample_code_reference", "logits", (
-        Row(_is_on_gpu, "logits"),
-    )),
-    "slots.permute": Operation("permute_reference", "x", (Row(reads_keys, "x"),)),
-    "slots.shift": Operation("shift_reference", "x", (Row(_shifts, "x"),)),
-    "token_gate.decide": Operation("decide_reference", "score", (Row(_is_on_gpu, "score"),)),
-    "token_gate.decide_by_input": Operation("decide_by_input_reference", "x", (
-        Row(has_decode_kernel, "x"),
+    "slots.permute": Operation("permute_reference", (Row(lambda x: reads_keys(x)),)),
+    "slots.shift": Operation("shift_reference", (Row(lambda x: x.dim() == 4 and reads_keys(x)),)),
+    "token_gate.decide": Operation("decide_reference", (
+        Row(lambda score: score.is_cuda),
+    ), "score"),
+    "token_gate.decide_by_input": Operation("decide_by_input_reference", (
+        Row(has_decode_kernel),
     )),
 }  # fmt: skip
