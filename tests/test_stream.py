@@ -1,6 +1,7 @@
 """A stream's steps are a rollout's chunks, and a key a step gets the CUDA graph."""
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from faults import refused
 from test_graph_runner import CONFIG, Again
 
 import tachyscope as ts
+from tachyscope.core import kv_allocation, session_state
 from tachyscope.models.wan.random import random_wan
 
 ASKED = {"prompt": "a red room", "seed": 2}
@@ -167,6 +169,44 @@ def test_a_closed_stream_holds_nothing_and_says_so(model):
     for call in (stream.step, stream.snapshot, lambda: stream.set_prompt("a"),
                  lambda: stream.restore({})):  # fmt: skip
         refused(call, "this stream is closed: open another")
+
+
+def held(stream):
+    """Weak references to the tensors of a stream's cache."""
+    layers = stream.session.memory.layers
+    kinds = (lambda x: x.tensors(), lambda x: x.buffers(), lambda x: x.host_tensors())
+    return [weakref.ref(x) for part in layers for kind in kinds for x in kind(part).values()]
+
+
+REPLAYED = "replay=attentive:share=0.5,age=2"
+
+
+@pytest.mark.parametrize(
+    "name, plan",
+    [("toy-chunks", "fast"), ("toy-chunks", REPLAYED), ("toy-tokens", "fast"),
+     ("toy-tokens", REPLAYED)],
+)  # fmt: skip
+def test_the_memory_of_a_closed_stream_is_free(name, plan):
+    with ts.open(toys.load(name), plan, **ASKED) as stream:
+        list(stream.take(3))
+        tensors = held(stream)
+    assert tensors and not any(x() is not None for x in tensors)
+    assert stream.session.memory.total_entries > 0, "its counts stay"
+
+
+def test_a_new_prompt_frees_the_old_cache_before_it_allocates(monkeypatch):
+    stream = ts.open(toys.load("toy-chunks"), REPLAYED, **ASKED)
+    list(stream.take(3))
+    tensors, alive = held(stream), []
+
+    def empty_layer(*given):
+        alive.append(sum(x() is not None for x in tensors))
+        return kv_allocation.empty_layer(*given)
+
+    monkeypatch.setattr(session_state, "empty_layer", empty_layer)
+    stream.set_prompt("a blue room")
+    stream.step()
+    assert alive == [0] * stream.session.shape.layers
 
 
 def test_a_step_leaves_the_callers_modes_alone(model):

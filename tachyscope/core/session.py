@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, inf
 
 from tachyscope.attention import attend
+from tachyscope.core.features import Features
 from tachyscope.core.kv_allocation import make_room
 from tachyscope.core.meter import NO_SPANS, Meter
 from tachyscope.core.observers import Observer, parse_observers
@@ -78,7 +79,15 @@ class Session:
 
     def reset(self) -> None:
         """Forget everything and start over from a new, empty state."""
+        self._present = None  # which holds the layers
         self._set_memory(self.memory.restarted())
+
+    def free(self) -> None:
+        """Free the cache, the prompt and the latents; counts stay readable."""
+        self._present, memory = None, self.memory
+        memory.free_layers()
+        memory.texts.clear()
+        memory.features, memory.latents = Features(), None
 
     def state(
         self, host: bool = True, kept: Mapping[str, Tensor] | None = None

@@ -139,9 +139,19 @@ class SessionState:
         counted.fetched_mb = counted.blocks_fetched * (banks[0].block_bytes / 1e6)
         return counted
 
+    def free_layers(self) -> list[dict[str, Tensor]]:
+        """Free the layers; returns the host memory of their banks."""
+        host = self.bank_memory()
+        for layer in self.layers:
+            if layer.bank is not None:
+                layer.bank.wait_for_copies()
+        self.layers.clear()  # in place: others hold this list
+        self.replay = runner_of(self.spec.plan.replay, self.spec.calibration)
+        return host
+
     def restarted(self) -> SessionState:
         """An empty state; this one's layers are freed first, so that memory holds one cache."""
-        host, self.layers = self.bank_memory(), []
+        host = self.free_layers()
         new = SessionState(self.spec, self.latent_frames, self.lengths, self.seeds, host=host)
         new.source, new.noise = self.source, self.noise
         return new

@@ -14,7 +14,6 @@ from torch import Tensor
 from tachyscope.core.arguments import check_prompt, check_whole, listed_actions, parse_actions
 from tachyscope.core.chunk_runner import make_runner
 from tachyscope.core.errors import TachyscopeError, shown
-from tachyscope.core.features import Features
 from tachyscope.core.guard import Guard
 from tachyscope.core.kv_allocation import cache_stats
 from tachyscope.core.prefill import Part, Prompt, by_chunk, refill
@@ -366,11 +365,8 @@ class Stream:
             self.video.close()
         self.runner.forget()
         self.recent.parts.clear()
-        memory = self.session.memory
-        memory.layers.clear()
-        memory.texts.clear()
-        memory.features = Features()
-        memory.latents = self.next_prompt = None
+        self.session.free()
+        self.next_prompt = None
 
     def _check_finite(self, latents: Tensor) -> None:
         """Raise if a first chunk has NaN; later ones are not checked, which would synchronise."""
