@@ -110,10 +110,10 @@ def test_every_kth_pass_and_the_last_run():
 @pytest.mark.slow
 def test_four_steps_leave_the_choices_that_the_page_tells():
     model = ts.load("atrium-world")
-    count = len(model.schedule)
+    count = len(model.levels)
     passes = [
-        DenoisePass(i, count, t, s, None, model.embed_time, None)
-        for i, (t, s) in enumerate(model.schedule)
+        DenoisePass(x.place, count, x.timestep, x.sigma, None, model.embed_time, None)
+        for x in model.levels.values()
     ]
     with torch.inference_mode():
         found = {x: decisions(TeaCache(x), passes, [0] * count) for x in (0.1, 0.107, 0.15, 0.25)}

@@ -71,7 +71,7 @@ def test_chunks_are_those_of_the_definition_in_float64(strength):
     pixels = torch.from_numpy(video).permute(0, 3, 1, 2).float() / 255
     source = model.decoder.model.encode(pixels).transpose(0, 1)[None].double()
     levels = [(1000 * strength, strength)]
-    levels += [(t, sigma) for t, sigma in model.schedule if sigma < strength]
+    levels += [(x.timestep, x.sigma) for x in model.levels.values() if x.sigma < strength]
     clean = torch.zeros(1, 16, 0, 4, 6, dtype=torch.float64)
     for i in range(3):
         x = source[:, :, 3 * i : 3 * i + 3]

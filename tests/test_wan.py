@@ -197,7 +197,7 @@ def test_chunk_by_chunk_equals_all_at_once():
         flat = torch.tensor(sum(actions[: i + 1], []))
         whole = WholeSession(adapter, 3 * i + 3, prompt.context, chunk=3)
         before = clean[:, :, : 3 * i]
-        for step, (t, sigma) in enumerate([*adapter.schedule, (0.0, 0.0)]):
+        for step, (t, sigma) in enumerate([*schedule(adapter.config), (0.0, 0.0)]):
             x = noised(clean[:, :, now], noise[:, :, now], sigma)
             session.begin(
                 session.shape.positions(session.memory.latent_frame, 3),
@@ -247,7 +247,7 @@ def test_a_clean_pass_leaves_what_sampling_left():
 
 def whole_clean_pass(model, session, x, controls):
     """The clean pass as any other: up to a prediction that nobody uses."""
-    sampler.begin_pass(model, session, x, len(model.schedule), [0.0])
+    sampler.begin_pass(model, session, x, len(model.levels), [0.0])
     model.transformer(session, x, torch.zeros(len(x), x.shape[2]), *controls)
 
 

@@ -248,11 +248,10 @@ def reencode_first(model: WanModel, session: Session, latents: Tensor) -> Tensor
     """
     decoder, frames = model.require_decoder(), latents.shape[2]
     # as in the authors' code, the frames are not rounded to 8 bits before
-    pixels = decoder.levels(latents, session.memory.features.decoder())
-    session.memory.features.shown = pixels.round().to(torch.uint8).cpu()
-    later = decoder.pixel_frames(session.memory.latent_frame + frames) - decoder.pixel_frames(
-        session.memory.latent_frame + 1
-    )
+    features, frame = session.memory.features, session.memory.latent_frame
+    pixels = decoder.levels(latents, features.decoder())
+    features.shown = pixels.round().to(torch.uint8).cpu()
+    later = decoder.pixel_frames(frame + frames) - decoder.pixel_frames(frame + 1)
     last = len(pixels) - later
     try:
         again = decoder.encode(pixels[last - 1 : last])

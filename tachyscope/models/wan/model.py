@@ -24,7 +24,7 @@ from tachyscope.models.wan import text as wan_text
 from tachyscope.models.wan import vae as wan_vae
 from tachyscope.models.wan.fp8_gain import check_gain
 from tachyscope.models.wan.parts import EncodedPrompt, TextEncoder
-from tachyscope.models.wan.sampler import passes, schedule
+from tachyscope.models.wan.sampler import passes
 from tachyscope.models.wan.stages_fp8 import Fp8Operations
 from tachyscope.models.wan.text import PromptFile
 from tachyscope.models.wan.tiny_decoder import ERROR, TinyDecoder
@@ -71,7 +71,7 @@ class WanModel(DiffusionModel):
         self.stock = self.config.stock
         self.context = self.config.context
         self.draws = max(len(self.config.steps), len(self.config.first_steps))
-        self.schedule, self.levels = schedule(self.config), passes(self.config)
+        self.levels = passes(self.config)
 
     def to_fp8(self, operations: Fp8Operations | None, attention: bool) -> Self:
         """Convert linears to float8 by `operations`, unless they are None; set float8 attention."""
@@ -245,9 +245,8 @@ class WanModel(DiffusionModel):
     @torch.no_grad()
     def prefill_prompt(self, session: Session, prompt: EncodedPrompt) -> None:
         each = session.shape.batch // len(prompt.tokens)
-        context = (
-            prompt.context if session.memory.features.seen is None else session.memory.features.seen
-        )
+        seen = session.memory.features.seen
+        context = prompt.context if seen is None else seen
         context = context.expand(len(prompt.tokens), -1, -1).repeat_interleave(each, 0)
         keys, values = self.transformer.keys_values(context)
         session.set_prompt_kv(keys, values, [n for n in prompt.tokens for _ in range(each)])
@@ -271,7 +270,8 @@ class WanModel(DiffusionModel):
         controls = steering.controls(self, session, actions, latents.shape[2])
         latents = latents.to(self.device)
         self.context.remember(self, session, latents, controls)
-        again, session.memory.features.shown = session.memory.features.shown, None
+        features = session.memory.features
+        again, features.shown = features.shown, None
         if again is None and not shown:
             self.skip_decoding(session, latents)
 

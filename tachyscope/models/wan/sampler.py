@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -157,18 +158,16 @@ def denoise_rolling(model: WanModel, session: Session) -> Tensor:
     """
     chunk, levels = model.config.chunk, levels_of(model, model.config.steps)
     steps = len(levels)
-    held, session.memory.features.window = session.memory.features.window, None
+    features, frame = session.memory.features, session.memory.latent_frame
+    held, features.window = features.window, None
     window = [] if held is None else list(held.split(chunk, 2))
     # a video that is longer than announced has no known end
-    known = (
-        session.memory.latent_frames
-        if (session.memory.latent_frames or 0) > session.memory.latent_frame
-        else None
-    )
+    announced = session.memory.latent_frames or 0
+    end = announced if announced > frame else math.inf
     clean: list[Tensor] = []
     # the first chunk of a waiting window lacks one step, each later one a step more
     for step in range(steps - 1 if window else 0, steps):
-        if not window or known is None or session.memory.latent_frame + len(window) * chunk < known:
+        if not window or frame + len(window) * chunk < end:
             window.append(model.noise(session, 0, len(window)))
         at = [levels[step - i] for i in range(len(window))]
         clean = denoise_pass(model, session, window, at, Controls())
@@ -178,7 +177,7 @@ def denoise_rolling(model: WanModel, session: Session) -> Tensor:
             if level.place + 1 < steps
         ]
     if window:
-        session.memory.features.window = torch.cat(window, 2)
+        features.window = torch.cat(window, 2)
     return clean[0]
 
 
@@ -217,7 +216,7 @@ def clean_pass(
     c = model.config
     # it ends in its last layer: three linears there, one of the head, and attention are not run
     unused = 3 * c.dim**2 + c.in_channels * c.patch[1] * c.patch[2] * c.dim
-    begin_pass(model, session, x, len(model.schedule), [0.0], past, unused)
+    begin_pass(model, session, x, len(model.levels), [0.0], past, unused)
     t = torch.zeros(len(x), x.shape[2], dtype=torch.float32, device=model.device)
     calls = calls_of(session)
     model.transformer.prefill(calls, calls.write_kv, x, t, *controls)
@@ -242,5 +241,5 @@ def begin_pass(
     frames = x.shape[2]
     noise = tuple(sigma for sigma in sigmas for _ in range(frames // len(sigmas)))
     noise = (0.0,) * still + noise[still:]
-    steps = len(model.schedule) + 1
+    steps = len(model.levels) + 1
     session.begin(session.positions(frames), step, steps, noise, past, unused=unused)

@@ -41,20 +41,17 @@ def controls(
     if control in action_modules.LAYOUTS:
         found = found._replace(inputs=_action_inputs(model, session, numbers))
     if control == "rays":
-        if (
-            not session.memory.latent_frame
-        ):  # a video's first latent frame is where the camera begins
+        if not session.memory.latent_frame:  # the first latent frame is where the camera begins
             numbers = torch.cat([numbers.new_zeros(1), numbers[1:]])
         motions = key_camera.motions(model.device)[numbers].to(model.latent_dtype)
         found = found._replace(injected=_injected(model, session.shape, motions))
         session.work.macs += _injection_macs(model, session.shape, frames)
     if not (model.camera or session.wants_poses):
         return found
-    walker = model.walker
-    if session.memory.features.camera is None:  # a session that was made by hand
-        start = walker.at([walker.START] * session.shape.batch, 1.0, model.device)
-        session.memory.features.camera = start
-    poses = walker.walk(session.memory.features.camera, numbers)
+    walker, features = model.walker, session.memory.features
+    if features.camera is None:  # a session that was made by hand
+        features.camera = walker.at([walker.START] * session.shape.batch, 1.0, model.device)
+    poses = walker.walk(features.camera, numbers)
     if session.wants_poses:
         session.set_poses(walker.matrices(poses))
     if model.camera:
