@@ -209,6 +209,16 @@ def test_a_new_prompt_frees_the_old_cache_before_it_allocates(monkeypatch):
     assert alive == [0] * stream.session.shape.layers
 
 
+def test_a_restored_stream_frees_the_cache_that_it_had():
+    stream = ts.open(toys.load("toy-chunks"), "cache=window:budget=9f", **ASKED)
+    stream.runner.record = Again
+    before = stream.snapshot()
+    assert [chunk.stats["cuda_graph"] for chunk in stream.take(8)][-1]
+    tensors = held(stream)
+    stream.restore(before)
+    assert not any(x() is not None for x in tensors)
+
+
 def test_a_step_leaves_the_callers_modes_alone(model):
     stream = ts.open(model, **ASKED)
     with torch.enable_grad():

@@ -138,8 +138,8 @@ class ChunkRunner:
         return latents
 
     def forget(self) -> None:
-        """Drop the recording and its memory."""
-        self._alike, self._recorded, self._actions = 0, None, None
+        """Drop the recording and its memory, and the cache that it worked on."""
+        self._alike, self._recorded, self._actions, self._known = 0, None, None, []
 
     def _make(self, moves: Sequence[int] | Tensor, ready: Ready | None = None) -> Tensor:
         latents = self.model.sample(self.session, moves, ready)
