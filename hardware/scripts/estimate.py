@@ -8,6 +8,7 @@ replay is held against neuron replay, VILA-U has a window of 16, so that eight r
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from dataclasses import asdict
@@ -51,8 +52,13 @@ def of_trace(trace: Trace) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", help="a JSON file, or - for stdout")
+    args = parser.parse_args()
     rows = [estimate(MODEL, U280, settings, context) for settings, context in GRID]
     rows += of_trace(Trace.load(TRACE))
     listed = [asdict(one) for one in assumptions(U280, MODEL)]
     command = shlex.join(["python", *sys.argv])
-    emit(document("fpga-estimate", rows, command, assumptions=listed), sys.argv[1])
+    emit(document("fpga-estimate", rows, command, assumptions=listed), args.out)

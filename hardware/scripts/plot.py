@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +181,10 @@ def waves(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/hardware")
-    folder.mkdir(parents=True, exist_ok=True)
-    suffix = sys.argv[2] if len(sys.argv) > 2 else "svg"
-    diagram(folder / f"engine.{suffix}")
-    waves(folder / f"waves.{suffix}")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("docs/hardware"))
+    parser.add_argument("suffix", nargs="?", default="svg")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    diagram(args.folder / f"engine.{args.suffix}")
+    waves(args.folder / f"waves.{args.suffix}")
