@@ -307,19 +307,19 @@ def test_a_killed_server_s_sessions_resume_from_their_last_snapshot(model, tmp_p
 
 
 def test_a_bank_s_host_memory_is_counted(model, tmp_path, monkeypatch):
-    room = make_engine(model, tmp_path).pool
-    predicted = need(model.on_meta(), "fast", frames=room.limits.session_frames)
+    pool = make_engine(model, tmp_path).pool
+    predicted = need(model.on_meta(), "fast", frames=pool.limits.session_frames)
     # beside a CPU it is of the same memory
-    assert room.bytes_of("fast") == predicted.of_video + predicted.host and predicted.host > 0
+    assert pool.bytes_of("fast") == predicted.of_video + predicted.host and predicted.host > 0
     monkeypatch.setattr(session_pool, "memory_of", lambda device: int(2.5 * predicted.host))
-    monkeypatch.setattr(room, "model", SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(pool, "model", SimpleNamespace(device=torch.device("cuda")))
     one = SimpleNamespace(log=SimpleNamespace(opening=SimpleNamespace(plan="fast")))
-    room.check_host("fast", [one])
-    room.check_host("live", [one] * 9)
+    pool.check_host("fast", [one])
+    pool.check_host("live", [one] * 9)
     with pytest.raises(
         session_pool.Full, match=r"takes .* GB of host memory, and .* take plan live"
     ):
-        room.check_host("fast", [one, one])
+        pool.check_host("fast", [one, one])
 
 
 def test_sessions_that_lost_their_client_make_room_on_disk(model, tmp_path):

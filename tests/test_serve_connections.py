@@ -157,8 +157,8 @@ def test_what_follows_a_message_that_is_too_long_is_read_within_bounds(engine, p
     with running(engine) as url, raw(url) as plain:
         plain.sendall(head("GET /v1/sessions", *UPGRADE))
         assert plain.recv(65_536).startswith(b"HTTP/1.1 101")
-        plain.sendall(b"\x81\xff" + (2**40).to_bytes(8, "big") + bytes(4))
         told, sent, begun = b"", 0, time.monotonic()
+        plain.sendall(b"\x81\xff" + (2**40).to_bytes(8, "big") + bytes(4))
         while said := plain.recv(65_536):
             told += said
         assert int.from_bytes(told[2:4], "big") == 1009  # and the server sends no more
@@ -207,10 +207,8 @@ def test_a_frame_that_is_no_text_closes_its_connection_and_writes_no_traceback(e
 
 
 def test_a_flood_of_bad_requests_does_not_fill_the_log():
-    calm, record = (
-        RateLimitFilter(most=5),
-        logging.LogRecord("a", 30, "", 0, "words %s", ("x",), None),
-    )
-    assert sum(calm.filter(record) for _ in range(1000)) == 5
-    calm._since -= 61
-    assert calm.filter(record) and record.getMessage() == "words x (995 more were held back)"
+    limit = RateLimitFilter(most=5)
+    record = logging.LogRecord("a", 30, "", 0, "words %s", ("x",), None)
+    assert sum(limit.filter(record) for _ in range(1000)) == 5
+    limit._since -= 61
+    assert limit.filter(record) and record.getMessage() == "words x (995 more were held back)"

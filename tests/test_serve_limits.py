@@ -39,18 +39,18 @@ def test_of_the_frames_that_wait_the_newest_stay():
 
 
 def test_reserved_bytes_are_counted_while_another_thread_opens_a_session(tmp_path):
-    room = make_engine(tiny(), tmp_path).pool
+    pool = make_engine(tiny(), tmp_path).pool
 
     class Opened:
         bytes = 3
 
         @property
         def lane(self):  # read by the thread that counts, and meanwhile one is opened
-            room.sessions[str(len(room.sessions))] = SimpleNamespace(lane=None)
+            pool.sessions[str(len(pool.sessions))] = SimpleNamespace(lane=None)
             return self
 
-    room.sessions |= {"first": Opened(), "second": Opened()}
-    assert room.reserved == 6 and len(room.sessions) == 4
+    pool.sessions |= {"first": Opened(), "second": Opened()}
+    assert pool.reserved == 6 and len(pool.sessions) == 4
 
 
 @pytest.mark.parametrize("keys", ["wa", "ww", "x", "wjl"])
