@@ -1,8 +1,8 @@
-"""The best way to make a video within so much GPU memory and RAM, or what is missing.
+"""Chooses the best way to make a video within limits of GPU memory and RAM.
 
-What costs least is given up first: decoding a frame at once, then down to half of what a cache
-keeps on the GPU, then bfloat16 linears, then Wan's own VAE, then the rest of the cache. A bank's
-past is coded in fewer bits where RAM is short.
+What costs least quality is given up first: decoding all rows at once, then up to half of what the
+cache keeps on the GPU, then bfloat16 linears, then Wan's own VAE, then the rest of the cache. A
+bank's past is quantised to 4 bits if RAM is short.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Words = tuple[str, ...]
 
 
 class Recipe(NamedTuple):
-    """A way to make a video, and what it takes."""
+    """A way to make a video, and the memory that it takes."""
 
     weights: Words  # more words for --weights
     plan: str
     promise: Promise
-    fits: bool = True  # else it is the least of all ways
+    fits: bool = True  # else it is the smallest of all ways
 
 
 class Video(NamedTuple):
-    """What is to be made, by a model on the meta device."""
+    """The video to make, and its model on the meta device."""
 
     model: VideoModel
-    text: str  # of the plan
+    text: str  # of the plan, as given
     plan: Plan
     frames: int
     size: tuple[int, int] | None
@@ -65,7 +65,7 @@ class Choice:
         self._known: dict[tuple[Words, str], Promise] = {}
 
     def best(self, vram: float | None = None, ram: float | None = None) -> Recipe:
-        """The best way within bytes of a GPU and of RAM; where none fits, the least of all."""
+        """The best way within bytes of a GPU and of RAM; the smallest if none fits."""
 
         def fits(told: Promise) -> bool:
             return (vram is None or told.vram <= ROOM * vram) and (ram is None or told.ram <= ram)
@@ -79,7 +79,7 @@ class Choice:
                         if fits(whole):
                             return self._recipe(words, plan, whole)
                         if vram is None or whole.vram <= ROOM * vram:
-                            break  # less on the GPU leaves RAM as it is
+                            break  # a smaller cache on the GPU takes no less RAM
                     else:
 
                         def held(count: int, words: Words = words, plan: Plan = plan) -> bool:
@@ -95,7 +95,7 @@ class Choice:
         return self._least(words, plan)
 
     def promise(self, weights: Words, plan: Plan) -> Promise:
-        """What a way takes."""
+        """The memory of a plan with more `weights` words."""
         video, key = self.video, (weights, str(plan))
         if key not in self._known:
             model, parts = self._model(weights)
@@ -107,9 +107,9 @@ class Choice:
         return self._known[key]
 
     def _least(self, weights: Words, plan: Plan) -> Recipe:
-        """The smallest cache that the plan allows, which does not fit."""
+        """The way with the smallest cache that the plan allows, which does not fit."""
         for kept in range(1, self._kept()):
-            with suppress(TachyscopeError):  # fewer than a policy must keep
+            with suppress(TachyscopeError):  # less than a policy must keep
                 smaller = bounded(plan, kept)
                 told = self.promise(weights, smaller)
                 return self._recipe(weights, smaller, told, fits=False)
@@ -119,7 +119,7 @@ class Choice:
         return Recipe(weights, self._spelled(plan), told, fits)
 
     def _spelled(self, plan: Plan) -> str:
-        """The plan's text: the one that was asked for, with what is changed of its cache."""
+        """The plan as text: the given one, with the changes of its cache."""
         video = self.video
         if plan == video.plan:
             return video.text
@@ -141,7 +141,7 @@ class Choice:
         return min(latents, kept)
 
     def _weights(self) -> Iterator[Words]:
-        """More words for --weights, what changes the video least first."""
+        """Words to add to --weights; those that change the video least come first."""
         model = self.video.model
         precise, shown = [Words()], [Words()]
         if isinstance(model, WanModel):
@@ -160,14 +160,14 @@ class Choice:
         return linears_saved(shape.max_pass_tokens, shape.width, model.config.ffn_dim) >= LEAST
 
     def _banded(self, weights: Words) -> Iterator[Words]:
-        """These words, and with Wan's VAE decoding in bands, the fewest first."""
+        """These words, then these with Wan's VAE decoding in bands, the fewest first."""
         yield weights
         decoder = getattr(self._model(weights)[0], "decoder", None)
         if isinstance(decoder, WanVae | VaeSize) and decoder.bands == 1:
             yield from (weights + (f"{BANDS}{bands}",) for bands in (2, 4, 8))
 
     def _hosts(self) -> Iterator[Plan]:
-        """The plan, and with a bank's past in fewer bits."""
+        """The plan, then the plan with a bank's past in 4 bits."""
         plan = self.video.plan
         yield plan
         quantises = plan.store.name == "native"
@@ -175,7 +175,7 @@ class Choice:
             yield dataclasses.replace(plan, cache=dataclasses.replace(plan.cache, host="int4"))
 
     def _model(self, weights: Words) -> tuple[VideoModel, dict[str, Any]]:
-        """The model loaded so, and the parts of its memory once they are known."""
+        """The model with these words, and the parts of its memory once they are known."""
         if weights not in self._models:
             model = self.video.model.on_meta() if weights else self.video.model
             if isinstance(model, WanModel) and {*TINY.values()} & {*weights}:
@@ -189,13 +189,13 @@ class Choice:
 
 
 def _settings(plan: Plan) -> dict[str, str]:
-    """What a plan's cache is set to."""
+    """The settings of a plan's cache, as text."""
     words = spell(plan.cache).partition(":")[2]
     return dict(word.split("=", 1) for word in words.split(",") if word)
 
 
 def bounded(plan: Plan, count: int) -> Plan:
-    """The plan with a cache of so many latent frames; one without a budget merges instead."""
+    """The plan with a cache of `count` latent frames; a cache without a budget becomes Merge."""
     cache = plan.cache
     size: Any = {cache.bounded_by: Size(count, True)}
     if getattr(cache, cache.bounded_by, None) is None:
@@ -204,13 +204,16 @@ def bounded(plan: Plan, count: int) -> Plan:
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int | None:
-    """The largest number up to `most` that fits, where more takes more; some may be refused."""
+    """The largest number up to `most` that fits; None if none does. Larger ones take more.
+
+    `fits` raises for numbers that are too small for a policy.
+    """
 
     def allowed(count: int) -> bool:
         try:
             return fits(count)
         except TachyscopeError:
-            return True  # fewer than a policy must keep, or can read a share of
+            return True
 
     low, high = 0, most + 1
     while high - low > 1:

@@ -133,7 +133,7 @@ class Need:
     decoder: int  # its weights
     decoder_state: int  # what it keeps between chunks
     cache: dict[str, int]  # by tensor
-    host: int  # of the cache in host memory; not included in the sums below
+    host: int  # of the cache in host memory; of the sums below only in `on_cpu`
     prompt: int
     activations: int  # of a pass, attention left out
     attention: int
