@@ -720,9 +720,15 @@ def test_a_code_is_drawn_of_logits_that_are_no_numbers():
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
-def test_a_product_norms_rows_that_lie_far_from_zero(rng, tokens):
+@pytest.mark.parametrize("row", ["far from zero", "an outlier first", "equal"])
+def test_a_product_norms_rows_without_cancellation(rng, tokens, row):
     """A variance that is the difference of two large numbers would be wrong, or below zero."""
-    x = (1000 + torch.randn(tokens, 40, generator=rng)).to(DTYPE)
+    x = 1000 + torch.randn(tokens, 40, generator=rng)
+    if row == "an outlier first":
+        x[:, 0] = -1e6
+    elif row == "equal":
+        x[:] = 1000.0
+    x = x.to(DTYPE)
     weight = Weight(torch.randn(19, 40, generator=rng))
     norm = Norm(torch.ones(40), torch.zeros(40), 1e-5)
     want = gemv_reference(x, (weight,), norm)

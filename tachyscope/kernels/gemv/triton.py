@@ -426,29 +426,27 @@ def norm_stats(
             mean_1, rstd_1 = norm_of(x + K, K, eps, NORM, NORM_BLOCK)
         return mean_0, rstd_0, mean_1, rstd_1
     else:
-        mean = tl.zeros([R], tl.float32)
+        token = tl.arange(0, R)
+        # a layer norm's sums are of differences to a row's first number, which is at most sqrt(K)
+        # deviations from the mean: their squares cannot drown the variance, and x is read once
+        first = tl.zeros([R], tl.float32)
         if NORM == "layer":
-            total = tl.zeros([R], tl.float32)
-            for k in range(0, K, BLOCK_K):
-                total += tl.sum(_inputs(x, k, 0.0, K, TOKENS, R, BLOCK_K), 0)
-            mean = total / K
-        square = tl.zeros([R], tl.float32)
+            first = tl.load(x + token * K, mask=token < TOKENS, other=0.0).to(tl.float32)
+        total = tl.zeros([R], tl.float32)
+        square = total
         for k in range(0, K, BLOCK_K):
-            far = _inputs(x, k, mean[None, :], K, TOKENS, R, BLOCK_K)
-            square += tl.sum(far * far, 0)
-        rstd = tl.rsqrt(square / K + eps)
+            at = k + tl.arange(0, BLOCK_K)
+            mask = (token < TOKENS)[None, :] & (at < K)[:, None]
+            a = tl.load(x + token[None, :] * K + at[:, None], mask=mask, other=0.0).to(tl.float32)
+            a = tl.where(mask, a - first[None, :], 0.0)
+            total += tl.sum(a, 0)
+            square += tl.sum(a * a, 0)
+        mean = total * 0.0
+        if NORM == "layer":
+            mean = total / K
+        rstd = tl.rsqrt(square / K - mean * mean + eps)
+        mean += first
         return mean, rstd, mean, rstd
-
-
-@triton.jit
-def _inputs(
-    x, k, mean, K: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Columns from k on of all tokens [BLOCK_K, R], less their mean; zeros behind the last."""
-    token, at = tl.arange(0, R)[None, :], (k + tl.arange(0, BLOCK_K))[:, None]
-    mask = (token < TOKENS) & (at < K)
-    a = tl.load(x + token * K + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, a - mean, 0.0)
 
 
 @triton.jit
