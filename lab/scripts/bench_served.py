@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--weights", action="append", help="of the server; random unless given")
     parser.add_argument("--plan", default="live")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sessions", default="1,2,4,8", help="counts, set apart by commas")
+    parser.add_argument("--sessions", default="1,2,4,8", help="counts, separated by commas")
     parser.add_argument("--seconds", type=float, default=20.0, help="that each count is timed")
     parser.add_argument("--warm", type=float, default=FIRST_S, help="seconds before the first")
     parser.add_argument("--format", default="jpeg")

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the file of results")
     parser.add_argument("--plan", action="append", help="instead of the four that are measured")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batches", default="16,4", help="rooms at a time, set apart by commas")
+    parser.add_argument("--batches", default="16,4", help="rooms at a time, separated by commas")
     parser.add_argument("--worlds", type=int, default=16)
     parser.add_argument("--frames", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)

@@ -221,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
     run = verbs.add_parser("run")
     run.add_argument("--out", type=Path, required=True, help="a folder that runs share")
     run.add_argument("--seconds", type=float, default=1e9, help="of this run")
-    run.add_argument("--only", default="", help="names of parts, set apart by commas, in order")
+    run.add_argument("--only", default="", help="names of parts, separated by commas, in order")
     run.add_argument("--tar", type=Path, help="one file of all that is in OUT")
     run.add_argument("--small", action="store_true")
     args = parser.parse_args(argv)

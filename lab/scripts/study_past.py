@@ -187,7 +187,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     parser.add_argument("--groups", default=",".join(GROUPS))
-    parser.add_argument("--regimes", default="", help="these alone, set apart by commas")
+    parser.add_argument("--regimes", default="", help="these alone, separated by commas")
     parser.add_argument("--precisions", default=NATIVE, help=f"of {', '.join(PRECISIONS)}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)

@@ -382,7 +382,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile first")
     parser.add_argument("--warm", help="i/n: only compile each n-th piece from the i-th on")
     parser.add_argument(
-        "--only", default="rates,piece,drafts,layer", help="what, set apart by commas"
+        "--only", default="rates,piece,drafts,layer", help="what, separated by commas"
     )
     parser.add_argument(
         "--settings", type=Path, help="folder of an earlier run: with its settings do what follows"

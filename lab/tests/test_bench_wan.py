@@ -417,7 +417,7 @@ FAULT_TOY = ["--model", "toy-chunks", "--device", "cpu", "--dtype", "float32"]
     "words, message",
     [
         (["--rows", "magic"], "no row 'magic'; there are: dense, stock, "),
-        (["--rows", ";"], "rows are set apart by ';', got ';': try 'dense;headline'"),
+        (["--rows", ";"], "rows are separated by ';', got ';': try 'dense;headline'"),
         (["--table", "magic"], "no table 'magic'; there are: main, all"),
         (["--size", "big"], "--size is HEIGHTxWIDTH, got 'big': try 480x832"),
         (["--lengths", "9,x"], "--lengths is latent frames separated by commas, got '9,x'"),

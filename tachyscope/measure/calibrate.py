@@ -37,9 +37,8 @@ SHARES = (0.5, 0.75)
 RANK = 256
 RIDGE = 3e-4  # of the mean square of inputs
 LAGS = range(1, 9)  # frames between an error and its use
-TYPICAL = (
-    4.0  # the greatest change counts as at least so many medians: few clips may miss larger ones
-)
+# medians: the greatest change counts as at least so many, since few clips may miss larger ones
+TYPICAL = 4.0
 BETAS = tuple(0.05 * 1.25**i for i in range(40))
 ROOMS = 900_000  # number of the first room; evaluations use lower ones
 # by kind of camera: letters of 16 frames

@@ -44,14 +44,14 @@ TABLES = {"main": MAIN, "all": ALL}
 
 
 def choose_rows(table: str, rows: str | None) -> dict[str, str]:
-    """Plans by row: a table's, or those of a text of names and plans, set apart by `;`."""
+    """Plans by row: a table's, or those of a text of names and plans, separated by `;`."""
     if rows is None:
         if table not in TABLES:
             raise TachyscopeError(f"no table {table!r}; there are: {', '.join(TABLES)}")
         return TABLES[table]
     words = [word.strip() for word in rows.split(";") if word.strip()]
     if not words:
-        raise TachyscopeError(f"rows are set apart by ';', got {rows!r}: try 'dense;headline'")
+        raise TachyscopeError(f"rows are separated by ';', got {rows!r}: try 'dense;headline'")
     for word in words:
         if word not in ALL and word not in NAMES and "=" not in word:
             raise TachyscopeError(f"no row {word!r}; there are: {', '.join(ALL)}, or a plan")

@@ -11,7 +11,7 @@ from tachyscope.cli.verb import ResultsVerb, option
 class BenchMemory(ResultsVerb):
     """RAM that `generate` promises on a CPU, what it takes, and whether it ends well held to it."""
 
-    rows: str = option("", "Parts of settings' names, set apart by ';'; all where left out.")
+    rows: str = option("", "Parts of settings' names, separated by ';'; all where left out.")
 
     def run(self, command: str) -> None:
         self.check_json()

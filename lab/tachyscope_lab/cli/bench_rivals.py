@@ -17,7 +17,7 @@ class BenchRivals(ResultsVerb):
     out: Path = required("Folder for rivals.json, written after every row, and the plots.")
     rows: str | None = option(
         None,
-        "Names of methods, or of groups (bytes, pairs, published, long), set apart by ';', instead "
+        "Names of methods, or of groups (bytes, pairs, published, long), separated by ';', instead "
         "of all.",
     )
     worlds: int = option(16, "How many rooms; intervals are over them.")
@@ -27,7 +27,7 @@ class BenchRivals(ResultsVerb):
     runs: int = option(3, "Rollouts of each of these in a room.")
     paces: str = option(
         "1,0.25",
-        "Parts of a step that a frame takes, set apart by commas; below 1 needs a world model "
+        "Parts of a step that a frame takes, separated by commas; below 1 needs a world model "
         "whose camera is told, and is left out without.",
     )
     weights: PathText | None = option(

@@ -21,7 +21,7 @@ class BenchTokens(ResultsVerb):
     """Time a token model token by token: a VILA-U of 7B on a GPU, one of 1B on a CPU."""
 
     out: Path | None = option(None, "A folder for tokens.json, which is written after every row.")
-    rows: str | None = option(None, "Names of rows, set apart by commas, instead of all.")
+    rows: str | None = option(None, "Names of rows, separated by commas, instead of all.")
     layers: int = option(32, "Layers of the trunk; 32 is the published model.")
     rounds: int | None = option(None, "How often each row is timed: 3 times, on a CPU 5.")
     seconds: int = option(420, "No row is begun after so many seconds.")

@@ -27,11 +27,11 @@ class BenchWan(ResultsVerb):
     )
     table: str = option("main", "Which rows: main or all.")
     rows: str | None = option(
-        None, "Names of rows, or plans, set apart by ';', instead of a table's."
+        None, "Names of rows, or plans, separated by ';', instead of a table's."
     )
     size: str = option("480x832", "HEIGHTxWIDTH in pixels.")
     lengths: str | None = option(
-        None, "Latent frames, set apart by commas, before the chunks that are timed."
+        None, "Latent frames, separated by commas, before the chunks that are timed."
     )
     rounds: int = option(5, "Chunks timed at each length.")
     rollout: int | None = option(
