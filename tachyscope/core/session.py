@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, inf
 
 from tachyscope.attention import attend
-from tachyscope.core.features import Features
 from tachyscope.core.kv_allocation import make_room
 from tachyscope.core.meter import NO_SPANS, Meter
 from tachyscope.core.observers import Observer, parse_observers
@@ -84,10 +83,8 @@ class Session:
 
     def free(self) -> None:
         """Free the cache, the prompt and the latents; counts stay readable."""
-        self._present, memory = None, self.memory
-        memory.free_layers()
-        memory.texts.clear()
-        memory.features, memory.latents = Features(), None
+        self._present = None  # which holds the layers
+        self.memory.free()
 
     def state(
         self, host: bool = True, kept: Mapping[str, Tensor] | None = None

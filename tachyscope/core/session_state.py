@@ -139,6 +139,13 @@ class SessionState:
         counted.fetched_mb = counted.blocks_fetched * (banks[0].block_bytes / 1e6)
         return counted
 
+    def free(self) -> None:
+        """Free the cache, the prompt and the latents; counts stay."""
+        self.free_layers()
+        self.texts.clear()
+        self.features, self.latents = Features(), None
+        self.passes = PassRunner(self.spec.plan.passes)
+
     def free_layers(self) -> list[dict[str, Tensor]]:
         """Free the layers; returns the host memory of their banks."""
         host = self.bank_memory()
