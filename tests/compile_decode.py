@@ -68,6 +68,10 @@ def main():
     for kind, tokens in itertools.product(("int8", "int4"), (33, 66)):
         x, out = (torch.empty(tokens, n, dtype=BF16) for n in (WIDTH, INNER))
         gemv.gemv(out, x, (weight(INNER, WIDTH, kind),))
+    # the depth transformer's layer norm, of the rows of several drafts
+    row = torch.empty(DEPTH, dtype=BF16)
+    x, out = (torch.empty(16, n, dtype=BF16) for n in (DEPTH, 3 * DEPTH))
+    gemv.gemv(out, x, (weight(3 * DEPTH, DEPTH, ""),), Norm(row, row, 1e-5))
 
 
 if __name__ == "__main__":
