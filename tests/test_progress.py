@@ -100,7 +100,7 @@ def test_a_log_gets_a_line_now_and_then_of_a_stage_that_takes_long(monkeypatch, 
         watch.stage("")
         watch.stage("quick")
     out, error = capsys.readouterr()
-    assert out == "" and set(error.splitlines()) == {"loading krea after 0 s"}
+    assert out == "" and {line[:19] for line in error.splitlines()} == {"loading krea after "}
     assert error.count("\n") > 1
 
 
