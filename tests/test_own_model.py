@@ -114,6 +114,10 @@ def test_a_model_on_the_first_gpu_is_on_cuda():
 
     given = {"device": torch.device("cuda"), "dtype": torch.float32}
     assert make_own("mine", make, **given) is made
+    made.device = "cuda"
+    with pytest.raises(ts.TachyscopeError, match=r"torch\.device as self\.device, got 'cuda'"):
+        make_own("mine", make, **given)
+    made.device = torch.device("cuda:0")
     for device in ("cpu", "cuda:1"):
         with pytest.raises(ts.TachyscopeError, match=f"is on cuda:0, got {device}: give its"):
             make_own("mine", make, **given | {"device": torch.device(device)})

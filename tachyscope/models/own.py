@@ -66,11 +66,17 @@ def make_own(name: str, make: Callable[..., VideoModel], **given: Any) -> VideoM
     )
     if model.name == VideoModel.name:
         model.name = name
-    for key in ("device", "dtype"):
-        if key not in passed and not _same(getattr(model, key), given[key]):
+    for key, kind in (("device", torch.device), ("dtype", torch.dtype)):
+        made = getattr(model, key)
+        if not isinstance(made, kind):
             raise TachyscopeError(
-                f"model {name!r} has no parameter `{key}` and is on {getattr(model, key)}, got "
-                f"{given[key]}: give its __init__ one"
+                f"model {name!r} must have a torch.{key} as self.{key}, got {made!r}: set one, or "
+                f"leave it out"
+            )
+        if key not in passed and not _same(made, given[key]):
+            raise TachyscopeError(
+                f"model {name!r} has no parameter `{key}` and is on {made}, got {given[key]}: give "
+                f"its __init__ one"
             )
     return model
 
