@@ -50,7 +50,7 @@ class Compare(VideoVerb):
         if self.reference is not None:
             self._videos(self.reference, command)
             return
-        if self.model.endswith(VIDEO_FILES):
+        if self.model.lower().endswith(VIDEO_FILES):
             raise TachyscopeError(
                 f"a video is compared with another one, got {self.model} alone: name the second"
             )
