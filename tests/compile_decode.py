@@ -64,10 +64,12 @@ def main():
         )
         gate.decide_by_input(torch.empty(rows, WIDTH, dtype=BF16), norm, one)
         gate.decide(one, torch.zeros(rows, 1))
-    # times the tokens of drafts, of one row and of a pair
-    for kind, tokens in itertools.product(("int8", "int4"), (33, 66)):
-        x, out = (torch.empty(tokens, n, dtype=BF16) for n in (WIDTH, INNER))
-        gemv.gemv(out, x, (weight(INNER, WIDTH, kind),))
+    # times the tokens of drafts, of one row and of a pair; on a GPU of less shared memory too
+    for has_large_smem in (True, False):
+        gemv.has_large_smem = lambda device, answer=has_large_smem: answer
+        for kind, tokens in itertools.product(("int8", "int4"), (33, 66, 128)):
+            x, out = (torch.empty(tokens, n, dtype=BF16) for n in (WIDTH, INNER))
+            gemv.gemv(out, x, (weight(INNER, WIDTH, kind),))
     # the depth transformer's layer norm, of the rows of several drafts
     row = torch.empty(DEPTH, dtype=BF16)
     x, out = (torch.empty(16, n, dtype=BF16) for n in (DEPTH, 3 * DEPTH))

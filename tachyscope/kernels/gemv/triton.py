@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tachyscope.kernels.device import MAX_DECODE_ROWS
+from tachyscope.kernels.device import MAX_DECODE_ROWS, has_large_smem
 from tachyscope.kernels.gemv.weights import Norm, Weight
 from tachyscope.kernels.launch import Overlap, launch
 from tachyscope.kernels.pdl import wait_for_kernel_before
@@ -45,9 +45,10 @@ def setting_for(weights: Sequence[Weight], tokens: int) -> Setting:
     if key in SETTINGS:
         return SETTINGS[key]
     if tokens > MAX_DECODE_ROWS:
-        # inputs of a step, for all codes of its words, lie in shared memory twice: 128 KB
+        # inputs of a step, for all codes of its words, lie in shared memory twice: 128 KB, or 64
         held = triton.next_power_of_2(tokens) * (32 // first.bits)
-        return Setting(32, min(128, 32768 // held), 4)
+        most = 32768 if has_large_smem(first.data.device) else 16384
+        return Setting(32, min(128, most // held), 4)
     if tokens > 2:
         return Setting(16, 256, 4)
     step = words_of_a_step(first)
