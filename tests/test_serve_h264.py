@@ -1,6 +1,7 @@
 """Frames as an H.264 stream over the WebSocket: decoded in order, and after frames were dropped."""
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import av
@@ -155,3 +156,43 @@ def test_after_dropped_frames_and_a_new_generation_a_key_frame_comes(tmp_path, m
     assert any(one.generation == 1 for one in headers) and len(headers) < 27
     for (_, frame), picture in player.shown.items():
         assert psnr(frames[frame][None], picture[None]).min() > 26
+
+
+def test_a_key_frame_of_the_last_generation_is_followed_by_one_of_the_next(tmp_path):
+    """The new one begins after a frame's encoding is queued, and before it starts."""
+    engine, frames = make_engine(tiny(), tmp_path), walk(5)
+
+    async def play():
+        socket, pool, loop = SlowSocket(), ThreadPoolExecutor(1), asyncio.get_running_loop()
+        socket.reads.set()
+        one = Connection(socket, engine, pool)
+        one._format = "h264"
+        encode = one._encode
+
+        def late(lane, frame):
+            if np.array_equal(frame, frames[1]):
+                begun = threading.Event()
+                loop.call_soon_threadsafe(begin, begun)
+                assert begun.wait(30)
+            return encode(lane, frame)
+
+        def begin(begun):
+            one._on_event({"type": "began"})
+            header = protocol.Header(1, 0, protocol.MAIN, 0, 2, 0, 2)
+            one._on_event(ChunkFrames(header, frames[2:], 0.0))
+            begun.set()
+
+        one._encode = late
+        tasks = [asyncio.create_task(work()) for work in (one._play, one._send)]
+        header = protocol.Header(1, 0, protocol.MAIN, 0, 1, 0, 0)
+        one._on_event(ChunkFrames(header, frames[:2], 0.0))
+        while not socket.sent or protocol.Header.read(socket.sent[-1])[0].frame != 4:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        pool.shutdown()
+        return socket.sent
+
+    headers = [protocol.Header.read(message)[0] for message in asyncio.run(play())]
+    first = next(one for one in headers if one.generation == 2)
+    assert first.flags & protocol.KEY

@@ -284,6 +284,8 @@ class Connection:
                 raise
             if self._drops != drops:  # another generation has begun
                 self.metrics.dropped.inc(count - i)
+                if lane in self._streams:
+                    self._streams[lane].key = True  # this one, which is dropped, may be its key
                 return
             header = show.header._replace(
                 format=protocol.FORMATS.index(self._format),
