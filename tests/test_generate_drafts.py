@@ -192,8 +192,8 @@ def test_a_folder_in_a_hubs_layout_drafts_when_its_code_is_trusted(tmp_path, mon
 
 
 def test_a_frame_has_tokens():
-    for wrong, words in ((0, "got 0"), ("16", "got '16'"), (16.5, "got 16.5")):
-        with pytest.raises(ts.TachyscopeError, match=f"`tokens_per_frame` must be 1 or .*{words}"):
+    for wrong, words in ((0, "0"), (10**9, "1000000000"), ("16", "'16'"), (16.5, "16.5")):
+        with pytest.raises(ts.TachyscopeError, match=f"whole number from 1 to .*, got {words}:"):
             ts.drafts(wrong)
     with pytest.raises(ts.TachyscopeError, match="places"):
         ts.drafts(16, places=-1)

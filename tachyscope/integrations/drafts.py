@@ -36,10 +36,11 @@ def drafts(tokens_per_frame: int, places: int = PLACES) -> Drafts:
 
 class Drafts:
     def __init__(self, tokens_per_frame: int, places: int = PLACES) -> None:
-        if not within(ASKED["tokens of a pass"], tokens_per_frame):
+        bound = ASKED["tokens of a pass"]
+        if not within(bound, tokens_per_frame):
             raise TachyscopeError(
-                f"`tokens_per_frame` must be 1 or more, got {shown(tokens_per_frame)}: give the "
-                f"tokens of a video frame"
+                f"`tokens_per_frame` must be a whole number {bound}, got "
+                f"{shown(tokens_per_frame)}: give the tokens of a video frame"
             )
         self.tokens_per_frame, self.places = tokens_per_frame, Draft(places=places).places
         self.passes = self.tokens = 0
