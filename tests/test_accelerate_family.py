@@ -153,6 +153,7 @@ def test_cross_attention_that_differs_is_refused():
         ts.accelerate(model, "dense")
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_served_and_left_as_it_was():
     pipe, (noise, context) = make("self-forcing"), inputs()
     theirs = pipe.inference(noise, context)

@@ -172,6 +172,7 @@ def test_compiled_blocks_make_the_same_video(transformer, context):
     assert error(theirs_of(transformer, context), wanted) < EXACT
 
 
+@pytest.mark.slow
 def test_a_compiled_transformer_makes_the_same_video(transformer, context):
     wanted = theirs_of(transformer, context)
     transformer.compile(backend="eager")
