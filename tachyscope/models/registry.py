@@ -259,8 +259,7 @@ def in_precision(model: VideoModel, precision: str) -> WanModel:
     check_precision(precision, model.device)
     if not isinstance(model, WanModel):
         raise TachyscopeError(
-            f"model {model.name!r} has no `precision` {precision}, a Wan-type model has: leave it "
-            f"out"
+            f"model {model.name!r} has no `precision` {precision}, Wan-type models do: leave it out"
         )
     linears, attention = PRECISIONS[precision]
     return model.to_fp8(fp8 if linears else None, attention)
