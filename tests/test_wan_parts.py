@@ -571,7 +571,7 @@ def test_the_command_line_takes_a_prompt_file(folder, tmp_path, capsys):
     assert videos[0] == videos[1]
     assert f"from frame 9 on '{night}'" in " ".join(capsys.readouterr().out.split())
     for verb, words, fault in (
-        ("generate", files[:2], "prompts are all words or all files, got"),
+        ("generate", files[:2], "begins with a number and a colon comes later, got"),
         ("generate", [*files, *files[2:4]], "begins with one prompt, got"),
         ("compare", files, "a prompt changes in generate alone, got"),
         ("generate", [*files[2:], "--prompt", "9: @none.pt"], "no checkpoint file none.pt"),
